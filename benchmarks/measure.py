@@ -1,0 +1,298 @@
+"""Time and peak memory of one step of a head (loss and backward), and the record of the machine it ran on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import multiprocessing
+import multiprocessing.connection
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from benchmarks.providers import Loss, build
+from benchmarks.shapes import Operands, Shape, make_operands, parse_dtype
+
+OUT_OF_MEMORY = "out of memory"
+_CHILD_SECONDS = 900.0
+_SAMPLE_SECONDS = 0.002
+_M_MMAP_THRESHOLD = -3
+
+
+@dataclass
+class Step:
+    """One step of a provider: the loss, and its backward with a chosen gradient from above."""
+
+    loss: Loss
+    operands: Operands
+    upstream: float = 1.0
+
+    def __call__(self) -> Tensor:
+        loss = self.loss(self.operands.hidden, self.operands.weight, self.operands.target)
+        (loss if self.upstream == 1 else loss * self.upstream).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a provider gave no number: out of memory, or an error with its last places in the code."""
+
+    status: str
+    error: str
+    where: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        message = f"{type(error).__name__}: {error}"[:600]
+        frames = traceback.extract_tb(error.__traceback__)[-8:]
+        where = tuple(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
+        return cls(OUT_OF_MEMORY if _is_out_of_memory(error) else "failed", message, where)
+
+    def record(self) -> dict[str, Any]:
+        return {"status": self.status, "error": self.error, "where": list(self.where)}
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    signs = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
+    return any(sign in str(error).lower() for sign in signs)
+
+
+def attempt(action: Callable[[], Any], operands: Operands | None = None) -> tuple[Any, Failure | None]:
+    """Run an action; return its value, or the failure after giving its memory back."""
+    try:
+        return action(), None
+    except Exception as error:  # a provider that fails is a row in the table
+        failure = Failure.of(error)
+    # Only here, past the except clause, has Python dropped the traceback that keeps the failed step's tensors alive.
+    release(operands)
+    return None, failure
+
+
+def release(operands: Operands | None = None) -> None:
+    """Drop the gradients and give cached GPU memory back to the driver."""
+    if operands is not None:
+        operands.clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        # After an illegal access even this raises; the table of what was measured must still come out.
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
+
+class Floor:
+    """The three matrix products that every head needs, into buffers allocated beforehand.
+
+    Logits = h W^T, dH = dlogits W and dW = dlogits^T h, all in the input's type. The logits stand in for dlogits:
+    a matrix product's time hardly depends on the values, as long as they are not zeros. Where the [T, V] buffer
+    would take more than a quarter of the free memory, the products run in row blocks.
+    """
+
+    def __init__(self, operands: Operands, device: torch.device) -> None:
+        self.hidden, self.weight = operands.hidden.detach(), operands.weight.detach()
+        tokens, vocab = self.hidden.shape[0], self.weight.shape[0]
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        self.rows = max(1, min(tokens, free // 4 // (vocab * self.hidden.element_size())))
+        self.logits = torch.empty(self.rows, vocab, dtype=self.hidden.dtype, device=device)
+        self.d_hidden, self.d_weight = torch.empty_like(self.hidden), torch.empty_like(self.weight)
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for start in range(0, self.hidden.shape[0], self.rows):
+            hidden = self.hidden[start : start + self.rows]
+            logits = self.logits[: hidden.shape[0]]
+            torch.mm(hidden, self.weight.T, out=logits)
+            torch.mm(logits, self.weight, out=self.d_hidden[start : start + self.rows])
+            if start == 0:
+                torch.mm(logits.T, hidden, out=self.d_weight)
+            else:
+                torch.addmm(self.d_weight, logits.T, hidden, out=self.d_weight)
+
+
+def time_rounds(
+    steps: Mapping[str, Callable[[], Any]],
+    operands: Operands,
+    device: torch.device,
+    rounds: int,
+    tick: Callable[[], Any] = lambda: None,
+) -> tuple[dict[str, list[float]], dict[str, Failure]]:
+    """Milliseconds of each step in each round, the steps taking turns.
+
+    The order is reversed in every other round, so that a slow change of the clocks falls on all steps alike.
+    A first round is not counted: in it the allocator settles on blocks for all the steps together. A step that fails
+    leaves the turn and is returned with its failure.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    failures: dict[str, Failure] = {}
+    for number in range(-1, rounds):
+        pending: list[tuple[str, Callable[[], float]]] = []
+        for name in list(steps) if number % 2 == 0 else reversed(list(steps)):
+            if name in failures:
+                continue
+            operands.clear()
+            reading, failure = attempt(functools.partial(_timed, steps[name], device), operands)
+            if failure is not None:
+                failures[name] = failure
+            else:
+                pending.append((name, reading))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number >= 0:
+            for name, reading in pending:
+                times[name].append(reading())
+            tick()
+    operands.clear()
+    return {name: values for name, values in times.items() if name not in failures}, failures
+
+
+def _timed(step: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        step()
+        end.record()
+        # Read after the round: waiting here would put the host's launch time into every provider's figure.
+        return lambda: float(start.elapsed_time(end))
+    begin = time.perf_counter()
+    step()
+    milliseconds = (time.perf_counter() - begin) * 1e3
+    return lambda: milliseconds
+
+
+def quantile(values: list[float], fraction: float) -> float:
+    """The value below which a fraction of the values lies, interpolated."""
+    return float(torch.tensor(values, dtype=torch.float64).quantile(fraction))
+
+
+@dataclass(frozen=True)
+class MemoryRequest:
+    """What to measure, in plain values, so that a fresh process can draw the same operands."""
+
+    provider: str
+    shape: Shape
+    dtype: str
+    upstream: float = 1.0
+    data: str = "random"
+    targets: str = "random"
+
+
+def gpu_peak(step: Step) -> dict[str, int]:
+    """Peak bytes of one step beside its inputs, the gradients included, on a GPU.
+
+    The caller has run the step before, so that cuBLAS holds its workspace already. `peak_bytes` counts the blocks
+    that the allocator handed out, `requested_bytes` what was asked for before rounding.
+    """
+    release(step.operands)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    requested_before = int(torch.cuda.memory_stats().get("requested_bytes.all.current", 0))
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    requested = int(torch.cuda.memory_stats().get("requested_bytes.all.peak", 0)) - requested_before
+    release(step.operands)
+    return {"peak_bytes": int(peak), "requested_bytes": requested}
+
+
+def cpu_peak(request: MemoryRequest) -> tuple[dict[str, int] | None, Failure | None]:
+    """Peak resident bytes of one step beside its inputs, the gradients included, in a fresh process.
+
+    The figure is the process's resident set at its highest during the second step, minus its resident set before
+    that step. It counts pages that were written, so memory that is allocated but never touched does not show. It is
+    meaningful because glibc takes large blocks from mmap and returns them by munmap: what the first step held is
+    gone before the second, apart from what the matrix library keeps for good.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_cpu_child, args=(sender, request, torch.get_num_threads()), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        answer = receiver.recv() if receiver.poll(_CHILD_SECONDS) else Failure("failed", "no answer from the process")
+    except EOFError:
+        child.join(10)
+        # The kernel ends a process that takes more than there is with signal 9.
+        status = OUT_OF_MEMORY if child.exitcode == -9 else "failed"
+        answer = Failure(status, f"the measuring process ended with exit code {child.exitcode}")
+    finally:
+        if child.is_alive():
+            child.join(5)
+            child.terminate()
+        receiver.close()
+    return (None, answer) if isinstance(answer, Failure) else (answer, None)
+
+
+def _cpu_child(sender: multiprocessing.connection.Connection, request: MemoryRequest, threads: int) -> None:
+    try:
+        torch.set_num_threads(threads)
+        device = torch.device("cpu")
+        operands = make_operands(
+            request.shape, parse_dtype(request.dtype), device, data=request.data, targets=request.targets
+        )
+        step = Step(build(request.provider, device).call, operands, request.upstream)
+        _return_large_blocks()
+        step()
+        operands.clear()
+        sender.send({"peak_bytes": _resident_peak(step)})
+    except Exception as error:  # travels back as a row of the table
+        sender.send(Failure.of(error))
+
+
+def _return_large_blocks(trim: bool = False) -> None:
+    # glibc raises its mmap threshold (up to 32 MiB) each time a large block is freed, after which such blocks stay
+    # in the heap and hide from the next step's peak; a threshold set by hand stays where it is.
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**18)
+        if trim:
+            libc.malloc_trim(0)
+
+
+def _resident_peak(step: Callable[[], Any]) -> int:
+    process, done, highest = psutil.Process(), threading.Event(), [0]
+
+    def sample() -> None:
+        while not done.is_set():
+            highest[0] = max(highest[0], process.memory_info().rss)
+            done.wait(_SAMPLE_SECONDS)
+
+    gc.collect()
+    _return_large_blocks(trim=True)
+    before = int(process.memory_info().rss)
+    exact = _reset_high_water()
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    step()
+    # The gradients are still held here, so the last reading counts them even if the sampler missed everything.
+    highest[0] = max(highest[0], process.memory_info().rss, _high_water() if exact else 0)
+    done.set()
+    sampler.join()
+    return highest[0] - before
+
+
+def _reset_high_water() -> bool:
+    """Reset Linux's own record of the largest resident set, which misses nothing; False where that is not possible."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return bool(_high_water() <= psutil.Process().memory_info().rss + 2**24)
+    except OSError:
+        return False
+
+
+def _high_water() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,287 @@
+"""The implementations that the benchmarks compare, the options they share, and the record of what they ran on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.shapes import Shape, parse_bytes, parse_dtype
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+NAMES = ("eager", "compile", "torch", "liger", "liger-fp32", "ours")
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+class Unavailable(Exception):
+    """A provider is not installed, or cannot run on this device; the message says why."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation with its options, ready to be called with hidden states, weight and targets."""
+
+    label: str
+    name: str
+    call: Loss
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
+    """Read a provider such as `eager` or `ours:chunk_tokens=4096,accumulate_dtype=float32`."""
+    name, colon, rest = text.partition(":")
+    if name not in NAMES:
+        raise ValueError(f"provider {name!r} is none of {', '.join(NAMES)}")
+    if colon and name != "ours":
+        raise ValueError(f"provider {name!r} takes no options, only ours does")
+    options: dict[str, Any] = {}
+    for part in rest.split(",") if colon else ():
+        key, equals, value = part.partition("=")
+        if not (key.isidentifier() and equals and value):
+            raise ValueError(f"option {part!r} of provider {text!r} is not of the form key=value")
+        options[key] = _parse_value(key, value)
+    return name, options
+
+
+def _parse_value(key: str, text: str) -> Any:
+    if key.endswith("dtype"):
+        return parse_dtype(text)
+    if key == "memory_budget":
+        return parse_bytes(text)
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def build(spec: str, device: torch.device) -> Provider:
+    """Make a provider ready for a device, or raise Unavailable with the reason."""
+    name, options = parse_spec(spec)
+    if name == "eager":
+        return Provider(spec, name, eager)
+    makers = {"compile": _compiled, "torch": _torch_native, "liger": _liger, "liger-fp32": _liger}
+    if name in makers:
+        return Provider(spec, name, makers[name](name, device))
+    return Provider(spec, name, functools.partial(_import_ours(options).linear_cross_entropy, **options), options)
+
+
+def resolve(specs: Sequence[str], device: torch.device) -> tuple[list[Provider], dict[str, str]]:
+    """Build each named provider; return those that can run, and the reason for each one that cannot."""
+    ready: list[Provider] = []
+    skipped: dict[str, str] = {}
+    for spec in dict.fromkeys(specs):
+        try:
+            ready.append(build(spec, device))
+        except Unavailable as reason:
+            skipped[spec] = str(reason)
+        except Exception as error:  # such as a compiler that does not import: this provider alone is lost
+            skipped[spec] = f"it could not be set up: {type(error).__name__}: {error}"
+    return ready, skipped
+
+
+def eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The usual head: all logits in the input's type, then the cross-entropy in float32."""
+    return F.cross_entropy((hidden @ weight.T).float(), target)
+
+
+def _compiled(name: str, device: torch.device) -> Loss:
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise Unavailable("torch.compile needs Triton on a GPU, and it is not installed")
+    if device.type == "cpu" and not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
+        raise Unavailable("torch.compile needs a C++ compiler on a CPU, and none was found")
+    # Without the reset a run over many shapes meets the recompile limit and silently measures eager instead.
+    torch._dynamo.reset()
+    compiled: Loss = torch.compile(eager, dynamic=False)
+    return compiled
+
+
+def _torch_native(name: str, device: torch.device) -> Loss:
+    function = getattr(F, "linear_cross_entropy", None)
+    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if function is None or options is None:
+        raise Unavailable(f"torch {torch.__version__} has no chunked linear_cross_entropy (2.13 and later have it)")
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = function(hidden, weight, target, options=options())
+        return loss
+
+    return call
+
+
+def _liger(name: str, device: torch.device) -> Loss:
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise Unavailable("the package liger-kernel is not installed")
+    if device.type != "cuda":
+        raise Unavailable("liger-kernel needs a GPU")
+    try:
+        module = importlib.import_module("liger_kernel.transformers.functional")
+        function = module.liger_fused_linear_cross_entropy
+    except Exception as error:  # whatever a foreign package raises on import, this provider alone is lost
+        raise Unavailable(f"liger-kernel did not import: {type(error).__name__}: {error}") from error
+    loss: Loss = functools.partial(function, accum_dtype=torch.float32) if name == "liger-fp32" else function
+    return loss
+
+
+def _import_ours(options: dict[str, Any]) -> Any:
+    try:
+        module = importlib.import_module("chunked_head")
+        parameters = inspect.signature(module.linear_cross_entropy).parameters
+    except Exception as error:  # reported like any other provider's absence
+        raise Unavailable(f"chunked_head did not import: {type(error).__name__}: {error}") from error
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown = [key for key in options if key not in parameters and not takes_any]
+    if unknown:
+        raise ValueError(f"chunked_head.linear_cross_entropy has no option {', '.join(unknown)}")
+    return module
+
+
+def predict(provider: Provider, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
+    """What `chunked_head.plan` says about a call of ours; None for the peers."""
+    if provider.name != "ours":
+        return None
+    try:
+        make_plan = importlib.import_module("chunked_head").plan
+        known = inspect.signature(make_plan).parameters
+        options = {key: value for key, value in provider.options.items() if key in known}
+        made = make_plan(shape.tokens, shape.hidden, shape.vocab, dtype, device=device.type, **options)
+        return {
+            "peak_bytes": int(made.peak_bytes),
+            "extra_bytes": int(made.extra_bytes),
+            "chunk_tokens": int(made.chunk_tokens),
+            "chunks": int(made.chunks),
+            "schedule": str(made.schedule),
+            "accumulate_dtype": str(made.accumulate_dtype).removeprefix("torch."),
+            "text": str(made).split("\n"),
+        }
+    except Exception as error:  # a wrong prediction is worth a note, not the measurement
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Turn a parser's ValueError into argparse's message, which names the option as well."""
+
+    @functools.wraps(parse)
+    def checked(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked
+
+
+def _checked_spec(text: str) -> str:
+    name, options = parse_spec(text)
+    if options:
+        with contextlib.suppress(Unavailable):  # `resolve` reports it
+            _import_ours(options)
+    return text
+
+
+def common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all benchmarks share."""
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", type=argument(parse_dtype), help="the operands' type: bf16, fp16, fp32")
+    parser.add_argument(
+        "--provider",
+        action="append",
+        type=argument(_checked_spec),
+        metavar="NAME[:KEY=VALUE,...]",
+        help=f"repeatable; one of {', '.join(NAMES)}; ours takes options",
+    )
+    parser.add_argument("--output", type=Path, metavar="PATH", help="the JSON file of the results")
+
+
+def read_device(parser: argparse.ArgumentParser, text: str) -> torch.device:
+    """The named device, or a clear error when it cannot be used here."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        parser.error(f"argument --device: {text!r} is no device")
+    if device.type not in ("cpu", "cuda"):
+        parser.error(f"argument --device: {text!r} is neither cpu nor cuda")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            parser.error("argument --device: no CUDA device is available here")
+        if (device.index or 0) >= torch.cuda.device_count():
+            parser.error(f"argument --device: {text!r} is not there, {torch.cuda.device_count()} device(s) are")
+        torch.cuda.set_device(device)
+    return device
+
+
+def results_path(output: Path | None, benchmark: str, device: torch.device) -> Path:
+    """Where the results go: the path that was asked for, or a file in benchmarks/results."""
+    return output or _ROOT / "benchmarks" / "results" / f"{benchmark}-{device.type}.json"
+
+
+def write_results(path: Path, benchmark: str, argv: Sequence[str], device: torch.device, **content: Any) -> None:
+    """Write what was measured, with the machine, the versions and the commit it was measured on."""
+    # Absolute paths say something about the machine and nothing about the measurement.
+    words = [Path(word).name if word.startswith("/") else word for word in argv]
+    record = {
+        "benchmark": benchmark,
+        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *words]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        **_machine(device),
+        **content,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "liger-kernel"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    if device.type == "cuda":
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+        name = torch.cuda.get_device_name(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        return {"device": name, "memory": total, "driver": driver, "cuda": torch.version.cuda, "versions": versions}
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, IndexError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")][0]
+    return {"device": name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "versions": versions}
+
+
+def _commit() -> str:
+    named = os.environ.get("CHUNKED_HEAD_COMMIT")
+    if named:
+        return named
+    commit = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD")
+    changed = bool(commit) and bool(_output("git", "-C", str(_ROOT), "status", "--porcelain"))
+    return (commit or "unknown") + ("-dirty" if changed else "")
+
+
+def _output(*command: str) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    return ""

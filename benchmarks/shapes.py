@@ -1,0 +1,182 @@
+"""The shapes of real language-model heads, and the operands that the benchmarks draw for them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Hidden size and vocabulary rows of published models' lm_head.
+HEADS: dict[str, tuple[int, int]] = {
+    "llama3-8b": (4096, 128256),
+    "llama3-1b": (2048, 128256),
+    "gemma2-2b": (2304, 256000),
+    "gpt-oss": (2880, 201088),
+    "qwen3-0.6b": (1024, 151936),
+    "qwen3-8b": (4096, 151936),
+}
+DEFAULT_TOKENS = 8192
+# Small enough for a step to take about a second on a laptop, with a real vocabulary.
+CPU_SHAPE = (1024, 512, 128256)
+
+DATA = ("random", "peaked")
+TARGETS = ("random", "zipf", "equal")
+
+_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float64": torch.float64,
+    "fp64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens x hidden size x vocabulary of one head."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.hidden}x{self.vocab}"
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the three matrix products (logits, dH and dW)."""
+        return 6.0 * self.tokens * self.hidden * self.vocab
+
+    def gradient_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the gradients of the hidden states and of the weight, both in `dtype`."""
+        return (self.tokens + self.vocab) * self.hidden * dtype.itemsize
+
+
+def parse_shape(text: str) -> Shape:
+    """Read `8192x4096x128256`, `llama3-8b` (8192 tokens), `llama3-8b@4096` or `cpu`."""
+    if text == "cpu":
+        return Shape(*CPU_SHAPE)
+    name, _, tokens = text.partition("@")
+    if name in HEADS:
+        if tokens and not (tokens.isdigit() and int(tokens)):
+            raise ValueError(f"the tokens after @ in shape {text!r} are no positive whole number")
+        return Shape(int(tokens or DEFAULT_TOKENS), *HEADS[name])
+    sizes = text.lower().split("x")
+    if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
+        raise ValueError(f"shape {text!r} is neither TOKENSxHIDDENxVOCAB nor one of cpu, {', '.join(HEADS)}")
+    return Shape(int(sizes[0]), int(sizes[1]), int(sizes[2]))
+
+
+def parse_head(text: str) -> tuple[str, int, int]:
+    """Read a model's name or `HIDDENxVOCAB`; return a name, the hidden size and the vocabulary."""
+    if text in HEADS:
+        return (text, *HEADS[text])
+    sizes = text.lower().split("x")
+    if len(sizes) != 2 or not all(size.isdigit() and int(size) for size in sizes):
+        raise ValueError(f"model {text!r} is neither HIDDENxVOCAB nor one of {', '.join(HEADS)}")
+    return text, int(sizes[0]), int(sizes[1])
+
+
+def parse_bytes(text: str) -> int:
+    """Read `24GiB`, `64 MiB`, `1.5GB` or a plain count of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{text!r} is no size in bytes such as 24GiB, 64MiB or 1048576")
+    count = int(float(match[1]) * _UNITS[match[2].lower()])
+    if count < 1:
+        raise ValueError(f"the size {text!r} is below one byte")
+    return count
+
+
+def parse_count(text: str) -> int:
+    """Read a whole number above zero."""
+    if not (text.isdigit() and int(text)):
+        raise ValueError(f"{text!r} is no positive whole number")
+    return int(text)
+
+
+def parse_upstream(text: str) -> float:
+    """Read the gradient that reaches the loss from above: a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"upstream {text!r} is no finite number")
+    return value
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """Read a floating-point type's name, in its long or its short form."""
+    if text.lower() not in _DTYPES:
+        raise ValueError(f"{text!r} is none of the types {', '.join(_DTYPES)}")
+    return _DTYPES[text.lower()]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a type without the `torch.` in front."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass
+class Operands:
+    """The inputs of one head: hidden states and weight want gradients, the targets are class indices."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+
+    def clear(self) -> None:
+        """Drop the gradients, so that the next step allocates them anew."""
+        self.hidden.grad = None
+        self.weight.grad = None
+
+
+def make_operands(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    data: str = "random",
+    targets: str = "random",
+    seed: int = 0,
+) -> Operands:
+    """Draw operands of a shape, the same ones for the same seed on the same device.
+
+    `random` gives logits of standard deviation 2, as at the start of training. `peaked` gives standard deviation 6
+    and makes the likeliest class the target of 70 % of the tokens, as late in training: most gradients are tiny there.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    scale = {"random": 2.0, "peaked": 6.0}[data] / math.sqrt(shape.hidden)
+    weight = torch.randn(shape.vocab, shape.hidden, dtype=dtype, device=device, generator=generator).mul_(scale)
+    hidden = torch.randn(shape.tokens, shape.hidden, dtype=dtype, device=device, generator=generator)
+    target = _draw_targets(shape, targets, device, generator)
+    if data == "peaked":
+        likeliest = _likeliest(hidden, weight)
+        chosen = torch.rand(shape.tokens, device=device, generator=generator) < 0.7
+        target = torch.where(chosen, likeliest, target)
+    return Operands(hidden.requires_grad_(), weight.requires_grad_(), target)
+
+
+def _draw_targets(shape: Shape, targets: str, device: torch.device, generator: torch.Generator) -> Tensor:
+    if targets == "equal":
+        return torch.full((shape.tokens,), shape.vocab // 2, device=device)
+    if targets == "zipf":
+        # Word frequencies fall about as one over the rank.
+        frequency = 1.0 / torch.arange(1, shape.vocab + 1, dtype=torch.float32, device=device)
+        return torch.multinomial(frequency, shape.tokens, replacement=True, generator=generator)
+    return torch.randint(shape.vocab, (shape.tokens,), device=device, generator=generator)
+
+
+def _likeliest(hidden: Tensor, weight: Tensor) -> Tensor:
+    # In row blocks of at most 256 MiB of logits: the full logits are what this library is there to avoid.
+    rows = max(1, 2**28 // (weight.shape[0] * weight.element_size()))
+    blocks = torch.split(hidden, rows)
+    return torch.cat([(block @ weight.T).argmax(1) for block in blocks])

@@ -1,0 +1,48 @@
+"""The only autograd.Function: gradients computed in forward and handed over in backward, or computed there."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .loop import Call, recompute, sweep
+from .planner import Request, make_plan
+from .stats import RowStats
+
+
+class HeadLoss(torch.autograd.Function):
+    """``apply(hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, call)`` -> loss, 0-d or [tokens]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            values, stats, grads = sweep(call, hidden, call.head(weight, bias))
+            loss = call.reduction.value(values)
+        if call.plan.sizes.any_grad:
+            # inputs are saved for a recomputing or a repeated backward: autograd checks that nobody changed them
+            ctx.save_for_backward(hidden, weight, bias, *stats)
+            # gradients are attributes: saved tensors would be cloned on their way out
+            ctx.call, ctx.grads = call, grads
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        call, grads = ctx.call, ctx.grads
+        ctx.grads = None
+        with torch.autocast(upstream.device.type, enabled=False):
+            if grads is not None:
+                return *grads.finish(call.backend, call.reduction.rest(upstream), call.plan), None
+            hidden, weight, bias, *stats = ctx.saved_tensors
+            call = with_recompute_plan(call)
+            return *recompute(call, hidden, call.head(weight, bias), RowStats(*stats), upstream), None
+
+
+def with_recompute_plan(call: Call) -> Call:
+    """The call as a backward runs it that finds no gradients waiting: the second over a retained graph."""
+    if call.plan.schedule == "recompute":
+        return call
+    sizes = replace(call.plan.sizes, late_upstream=True)
+    return replace(call, plan=make_plan(sizes, Request()))

@@ -1,0 +1,72 @@
+"""The two ways to compute: Triton kernels, and torch operations for every device without them.
+
+A backend is a module with three functions, ``Backend`` below; a ``Session`` holds one call's reused buffer.
+"""
+
+import importlib
+import importlib.util
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..plan import Plan, Store
+from ..stats import Coefficients, Head, RowStats
+
+BACKENDS = ("triton", "torch")
+
+
+class Session(Protocol):
+    """One call's buffer of logits and what is done in it."""
+
+    def stats(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
+        """Logits of a chunk of rows into the buffer, their statistics into ``out``. Rows that don't count are -1."""
+
+    def grad_(self, target: Tensor, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        """The chunk that ``stats`` saw last, turned in place into the gradient of its raw logits [rows, vocab]."""
+
+    def tile_grad(
+        self, hidden: Tensor, tile: slice, target: Tensor, stats: RowStats, coefficients: Coefficients
+    ) -> Tensor:
+        """The gradient of the raw logits in a slice of the vocabulary, whose statistics are known [rows, tile]."""
+
+
+class Layout(NamedTuple):
+    """What a backend's choice of store depends on."""
+
+    device: torch.device
+    dtype: torch.dtype  # of the matmuls
+    hidden: int
+    plain_weight: bool  # contiguous and aligned to 16 bytes
+    logits_needed: bool  # the gradient asks for logits even where their exponential underflows
+
+
+class Backend(Protocol):
+    """What the loop asks of a backend."""
+
+    def store(self, layout: Layout) -> Store:
+        """What this backend keeps of the logits between statistics and gradient; ValueError where it cannot serve."""
+
+    def half_products(self, device: torch.device) -> bool:
+        """Whether 16-bit operands are multiplied as they are."""
+
+    def session(self, head: Head, plan: Plan, tiled: bool) -> Session:
+        """The buffer of a call's sweep over whole rows, or of its gradients' tiles where the plan recomputes."""
+
+    def scale(self, source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """``source * factor`` (0-d, on the device) in ``dtype``: in place where that is its dtype, else a new tensor."""
+
+
+def resolve(name: str | None, device: torch.device) -> Backend:
+    """The backend called ``name``, or the device's own; never another one than was asked for."""
+    if name is None:
+        name = "triton" if device.type == "cuda" and torch.version.hip is None and has_triton() else "torch"
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
+    if name == "triton" and not has_triton():
+        raise ValueError("backend='triton' needs the package triton (pip install triton); use backend='torch'")
+    return importlib.import_module(f".{name}_backend", __name__)  # type: ignore[return-value]
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

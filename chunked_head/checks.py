@@ -1,0 +1,154 @@
+"""Every argument error, raised once and before any work: which argument, what was expected, what came, what to do."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .plan import name
+from .prepare import Tensors
+
+REDUCTIONS = ("mean", "sum", "none")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_tensors(tensors: Tensors) -> torch.dtype:
+    """Checks shapes, dtypes and devices; returns the dtype of the matmuls."""
+    hidden, weight, target, bias, class_weights, token_weights = tensors
+    for argument, tensor in tensors._asdict().items():
+        check_tensor(argument, tensor, optional=argument in ("bias", "class_weights", "token_weights"))
+    check_shape("hidden", hidden, hidden.dim() >= 1, "[..., hidden]", "")
+    check_shape("weight", weight, weight.dim() == 2, "[vocab, hidden]", "pass lm_head.weight")
+    if hidden.shape[-1] != weight.shape[1] or 0 in weight.shape:
+        raise ValueError(
+            f"weight must be [vocab, hidden] with the {hidden.shape[-1]} columns of hidden {tuple(hidden.shape)}, got "
+            f"{tuple(weight.shape)}; if a sharding framework left an empty or partial weight, gather it first"
+        )
+    leading = tuple(hidden.shape[:-1])
+    check_shape("target", target, tuple(target.shape) == leading, f"{leading}, the leading shape of hidden", "reshape")
+    if target.dtype != torch.int64:
+        remedy = "class probabilities are not supported" if target.is_floating_point() else "use target.long()"
+        raise TypeError(f"target must hold token ids of dtype int64, got {name(target.dtype)}; {remedy}")
+    vocab = weight.shape[0]
+    for argument, vector in (("bias", bias), ("class_weights", class_weights)):
+        if vector is not None:
+            check_shape(argument, vector, tuple(vector.shape) == (vocab,), f"({vocab},), one per row of weight", "")
+    if token_weights is not None:
+        same = tuple(token_weights.shape) == leading
+        check_shape("token_weights", token_weights, same, f"{leading}, the shape of target", "expand it to that shape")
+    for argument, vector in (("class_weights", class_weights), ("token_weights", token_weights)):
+        if vector is not None and (vector.requires_grad or not vector.is_floating_point()):
+            raise ValueError(
+                f"{argument} must be floating-point and takes no gradient, got {name(vector.dtype)} with "
+                f"requires_grad={vector.requires_grad}; pass {argument}.float().detach()"
+            )
+    check_devices(tensors)
+    return matmul_dtype(hidden, weight, bias)
+
+
+def check_tensor(argument: str, tensor: Tensor | None, optional: bool) -> None:
+    if tensor is None and optional:
+        return
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
+    if type(tensor).__name__ == "DTensor":
+        raise TypeError(f"{argument} is a DTensor, which this version does not shard over; pass {argument}.full_tensor()")
+
+
+def check_shape(argument: str, tensor: Tensor, right: bool, expected: str, remedy: str) -> None:
+    if not right:
+        raise ValueError(
+            f"{argument} must have shape {expected}, got {tuple(tensor.shape)}" + (f"; {remedy}" if remedy else "")
+        )
+
+
+def matmul_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """Autocast's dtype where it is on, else the one dtype that all operands have."""
+    operands = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for argument, tensor in operands.items():
+        check_dtype(argument, tensor.dtype)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        check_dtype("the autocast dtype", dtype)
+        return dtype
+    for argument, tensor in operands.items():
+        if tensor.dtype != hidden.dtype:
+            raise TypeError(
+                f"{argument} must have the dtype of hidden, {name(hidden.dtype)}, got {name(tensor.dtype)}; "
+                f"cast one of them or run under torch.autocast({device!r})"
+            )
+    return hidden.dtype
+
+
+def check_dtype(argument: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise TypeError(f"{argument} must be one of {', '.join(map(name, DTYPES))}, got {dtype}")
+
+
+def check_devices(tensors: Tensors) -> None:
+    for argument, tensor in tensors._asdict().items():
+        if tensor is not None and tensor.device != tensors.hidden.device:
+            raise ValueError(f"{argument} is on {tensor.device}, hidden on {tensors.hidden.device}; move one of them")
+
+
+def check_reduction(reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+
+
+def check_options(
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    shift: int,
+    target: Tensor,
+) -> None:
+    """Checks what is no tensor."""
+    check_reduction(reduction)
+    check_int("ignore_index", ignore_index)
+    check_int("shift", shift)
+    check_number("label_smoothing", label_smoothing, 0.0, 1.0)
+    check_number("z_loss", z_loss, 0.0, math.inf)
+    check_number("logit_scale", logit_scale, -math.inf, math.inf)
+    if softcap is not None:
+        check_number("softcap", softcap, 0.0, math.inf)
+        if softcap == 0:
+            raise ValueError("softcap must be positive or None, got 0; None caps nothing")
+    if shift < 0:
+        raise ValueError(f"shift must be at least 0, got {shift}; 1 pairs position t with target t + 1")
+    if shift and target.dim() == 0:
+        raise ValueError(f"shift={shift} needs a target with a dimension to shift along, got a 0-d target")
+
+
+def check_int(argument: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument} must be an int, got {value!r}")
+
+
+def check_number(argument: str, value: float, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{argument} must be a number, got {value!r}")
+    if not (math.isfinite(value) and least <= value <= most):
+        raise ValueError(f"{argument} must be finite and in [{least:g}, {most:g}], got {value!r}")
+
+
+def check_scalar(argument: str, value: float | Tensor | None, device: torch.device, applies: bool, where: str) -> None:
+    """A normalizer or upstream gradient: a number or a 0-d tensor on the device."""
+    if value is None:
+        return
+    if not applies:
+        raise ValueError(f"{argument} goes with {where} only; multiply the result instead")
+    if isinstance(value, Tensor):
+        if value.dim() != 0 or value.device != device or value.requires_grad:
+            raise ValueError(
+                f"{argument} must be a number or a 0-d tensor on {device} that needs no gradient, got shape "
+                f"{tuple(value.shape)} on {value.device}, requires_grad={value.requires_grad}"
+            )
+        return
+    check_number(argument, value, 0.0 if argument == "normalizer" else -math.inf, math.inf)
+    if argument == "upstream" and value == 0:
+        raise ValueError("upstream must not be 0: nothing could undo that factor; leave it at None")

@@ -1,0 +1,229 @@
+"""The public operation, its module and its plan."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import checks
+from .autograd import HeadLoss
+from .backends import Layout, resolve
+from .loop import Call
+from .objective import make_objective
+from .plan import Plan, Sizes
+from .planner import Request, make_plan
+from .prepare import Tensors, in_backward, pair_targets, shift_right, sizes_of
+from .reduction import make_reduction
+from .stats import Head
+
+
+def linear_cross_entropy(
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [vocab, hidden]
+    target: Tensor,  # [...] int64
+    *,
+    bias: Tensor | None = None,  # [vocab]
+    class_weights: Tensor | None = None,  # [vocab]
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    token_weights: Tensor | None = None,  # [...], target's shape
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    shift: int = 0,
+    memory_budget: int | str | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    upstream: float | Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Cross-entropy of a linear head, without its logits. Same value and gradients as
+
+        logits = F.linear(hidden, weight, bias).float()
+        loss = F.cross_entropy(logits.flatten(0, -2), target.flatten(), class_weights, ignore_index=ignore_index,
+                               reduction=reduction, label_smoothing=label_smoothing)
+
+    in memory that does not grow with ``tokens x vocab``. With the further options, per token
+
+        x = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)        # each part only where asked
+        l = cross_entropy(x, target, class_weights, label_smoothing) + z_loss * x.logsumexp(-1) ** 2
+        loss = sum(token_weights * l over tokens that count) / D
+
+    A token counts where its target is not ``ignore_index``; whatever stands in the others (nan too) changes nothing.
+
+    Args:
+        hidden: hidden states [..., hidden], any leading dimensions; float32, bfloat16, float16, on the CPU float64.
+        weight: [vocab, hidden], the dtype of ``hidden``. Under ``torch.autocast`` both may be of any dtype: matmuls
+            run in autocast's, each gradient comes in its input's.
+        target: token ids [...] int64, the leading shape of ``hidden``. An id outside ``[0, vocab)`` that is not
+            ``ignore_index`` raises on the CPU; elsewhere the whole call's loss and gradients become nan, since to
+            raise would be to wait for the device. Nothing is read or written out of bounds.
+        bias: [vocab], the dtype of ``weight``.
+        class_weights: [vocab], as in ``F.cross_entropy``; they weigh the cross-entropy, not the z-loss.
+        ignore_index: target of tokens that do not count.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"`` (fp32 values of target's shape, 0 where a token does not count).
+        normalizer: D for ``reduction="mean"``: a number or a 0-d tensor on the device, such as the token count of all
+            micro-batches and ranks. None: the number of tokens that count (with class weights, the sum of their
+            targets' weights). 0 gives loss 0 and zero gradients.
+        token_weights: [...] of target's shape; factors of the tokens' losses, no part of D.
+        label_smoothing: in [0, 1], uniform over the vocabulary as in ``F.cross_entropy``.
+        z_loss: coefficient of ``lse ** 2`` (PaLM, Chowdhery et al. 2022), at least 0.
+        softcap: cap of the logits, as in Gemma 2; positive or None.
+        logit_scale: factor of the logits before the cap.
+        shift: pairs the hidden state at position t with the target (and token weight) at t + shift along the last
+            leading dimension, without a copy of the hidden states. Per-token values stand at their target's place.
+        memory_budget: bytes, or a string such as "512MiB", that everything beside the gradients (and under autocast the
+            cast weight) may take. None: 640 MiB, and where that would mean more than 8 chunks of a 16-bit weight's
+            gradient, an fp32 accumulator of it on top. See ``chunked_head.plan``.
+        chunk_tokens: tokens in a chunk instead of what the budget gives.
+        accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
+            weight's own over few chunks), ``torch.float32`` or the weight's dtype.
+        upstream: the gradient that ``backward`` will bring for the loss, where it is known (a loss scale): folded in
+            before gradients are rounded. Any other upstream gradient stays right. A number other than 0, or a 0-d tensor.
+        backend: ``"triton"`` or ``"torch"``; None: the device's own.
+
+    Returns:
+        The loss: fp32 (fp64 for fp64), 0-d, or target's shape for ``reduction="none"``.
+
+    Differences from PyTorch: no tokens, or none that count, give loss 0 with zero gradients rather than nan.
+    Gradients of a scalar loss are computed in the forward pass; ``reduction="none"`` recomputes logits in backward, as
+    does every backward after the first over a retained graph. Double backward and ``torch.func`` transforms raise.
+
+    Raises:
+        TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
+    """
+    tensors = Tensors(hidden, weight, target, bias, class_weights, token_weights)
+    dtype = checks.check_tensors(tensors)
+    checks.check_options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, shift, target)
+    checks.check_scalar("normalizer", normalizer, hidden.device, reduction == "mean", 'reduction="mean"')
+    checks.check_scalar("upstream", upstream, hidden.device, reduction != "none", 'reduction="mean" or "sum"')
+    chosen = resolve(backend, hidden.device)
+    paired, bad = pair_targets(target, shift, ignore_index, weight.shape[0])
+    objective = make_objective(tensors, paired, shift, label_smoothing, z_loss, dtype)
+    head = Head(weight, bias, objective.class_weights, float(logit_scale), softcap)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    sizes = sizes_of(
+        tensors, rows, dtype, chosen, head, objective.needs_weighted_sum, late=reduction == "none" or in_backward()
+    )
+    plan = make_plan(sizes, Request(memory_budget, chunk_tokens, accumulate_dtype))
+    reduced = make_reduction(reduction, objective, bad, normalizer, upstream, split=dtype == torch.float16)
+    loss = HeadLoss.apply(rows, weight, bias, Call(plan, chosen, objective, reduced, head.logit_scale, softcap))
+    return loss if reduction != "none" else shift_right(loss.reshape(target.shape), shift)
+
+
+class ChunkedHead(nn.Module):
+    """A language model's head: ``forward`` gives the loss, ``logits`` what ``nn.Linear`` would.
+
+    Parameters and ``state_dict`` are those of ``nn.Linear(hidden_size, vocab_size, bias)``. Options are
+    ``linear_cross_entropy``'s.
+
+        head = ChunkedHead(4096, 128256)
+        loss = head(hidden, target)            # F.cross_entropy(head.logits(hidden).flatten(0, -2), target.flatten())
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        bias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        super().__init__()
+        linear = nn.Linear(hidden_size, vocab_size, bias=bias, device=device, dtype=dtype)
+        self.adopt(linear, options)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> "ChunkedHead":
+        """A head that shares the parameters of ``linear`` (and so whatever they are tied to)."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"from_linear takes an nn.Linear, got {type(linear).__name__}")
+        head = cls.__new__(cls)
+        nn.Module.__init__(head)
+        head.adopt(linear, options)
+        return head
+
+    def adopt(self, linear: nn.Linear, options: dict[str, Any]) -> None:
+        known = inspect.signature(linear_cross_entropy).parameters.values()
+        names = {p.name for p in known if p.kind is p.KEYWORD_ONLY} - {"bias"}
+        unknown = options.keys() - names
+        if unknown:
+            raise TypeError(f"unknown option {sorted(unknown)[0]!r}; options are {', '.join(sorted(names))}")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.options = options
+
+    @property
+    def hidden_size(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    def forward(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
+        """The loss of ``hidden`` [..., hidden] against ``target`` [...]; ``options`` override the module's."""
+        return linear_cross_entropy(hidden, self.weight, target, bias=self.bias, **{**self.options, **options})
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., vocab] for inference, in the dtype of ``hidden``: with the options' scale and cap."""
+        x = nn.functional.linear(hidden, self.weight, self.bias)
+        scale, softcap = self.options.get("logit_scale", 1.0), self.options.get("softcap")
+        if scale != 1.0:
+            x = x * scale
+        return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+    def extra_repr(self) -> str:
+        shape = f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}"
+        return ", ".join([shape, *(f"{key}={value!r}" for key, value in self.options.items())])
+
+
+def plan(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype,
+    *,
+    memory_budget: int | str | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    hidden_grad: bool = True,
+    weight_grad: bool = True,
+    bias: bool = False,
+    hidden_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """The plan that ``linear_cross_entropy`` follows for a call of these sizes; nothing is allocated.
+
+        print(plan(tokens=16384, hidden=4096, vocab=128256, dtype=torch.bfloat16, memory_budget="1GiB"))
+
+    ``dtype`` is that of the matmuls, ``hidden_dtype`` and ``weight_dtype`` those of the tensors where autocast makes
+    them differ. ``device`` defaults to the GPU where there is one. ValueError where the request cannot be met.
+    """
+    for argument, size in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab)):
+        least = 0 if argument == "tokens" else 1
+        if isinstance(size, bool) or not isinstance(size, int) or size < least:
+            raise ValueError(f"{argument} must be an int of at least {least}, got {size!r}")
+    checks.check_dtype("dtype", dtype)
+    checks.check_reduction(reduction)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = resolve(backend, place)
+    weighted_sum = label_smoothing > 0.0
+    sizes = Sizes(
+        tokens, hidden, vocab, dtype,
+        hidden_dtype=hidden_dtype or dtype, weight_dtype=weight_dtype or dtype,
+        hidden_grad=hidden_grad, weight_grad=weight_grad, bias_grad=bias and weight_grad,
+        late_upstream=reduction == "none", weighted_sum=weighted_sum,
+        store=chosen.store(Layout(place, dtype, hidden, True, softcap is not None and weighted_sum)),
+        half_products=chosen.half_products(place),
+    )  # fmt: skip
+    return make_plan(sizes, Request(memory_budget, chunk_tokens, accumulate_dtype))

@@ -1,0 +1,177 @@
+"""The loop over token chunks, and its counterpart over blocks and tiles where gradients come after all statistics."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .backends import Backend
+from .matmul import add_dbias, add_dhidden, add_dweight
+from .objective import Objective
+from .plan import Plan
+from .reduction import Reduction, split_gain
+from .stats import Head, RowStats
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Everything of a call that takes no gradient."""
+
+    plan: Plan
+    backend: Backend
+    objective: Objective
+    reduction: Reduction
+    logit_scale: float
+    softcap: float | None
+
+    @property
+    def target(self) -> Tensor:
+        return self.objective.target
+
+    def head(self, weight: Tensor, bias: Tensor | None) -> Head:
+        """The head in the dtype of the matmuls: under autocast the weight is cast here, once."""
+        dtype = self.plan.sizes.dtype
+        bias = None if bias is None else bias.to(dtype)
+        return Head(weight.to(dtype), bias, self.objective.class_weights, self.logit_scale, self.softcap)
+
+
+@dataclass
+class Gradients:
+    """Gradients, or what waits to become them once the upstream gradient is known; None where nobody asks."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def empty(cls, plan: Plan, hidden: torch.dtype, weight: torch.dtype, device: torch.device) -> "Gradients":
+        sizes = plan.sizes
+
+        def buffer(wanted: bool, dtype: torch.dtype, *shape: int) -> Tensor | None:
+            # without tokens no product fills them
+            make = torch.empty if sizes.tokens else torch.zeros
+            return make(shape, dtype=dtype, device=device) if wanted else None
+
+        return cls(
+            buffer(sizes.hidden_grad, hidden, sizes.tokens, sizes.hidden),
+            buffer(sizes.weight_grad, weight, sizes.vocab, sizes.hidden),
+            buffer(sizes.bias_grad, torch.promote_types(sizes.dtype, torch.float32), sizes.vocab),
+        )
+
+    def finish(self, backend: Backend, factor: Tensor, plan: Plan) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Times the last factor, in the dtypes of the inputs; each buffer is let go before the next is handed over."""
+        dtypes = plan.sizes.hidden_dtype, plan.sizes.weight_dtype, plan.sizes.weight_dtype
+        finished = []
+        for field, dtype in zip(("hidden", "weight", "bias"), dtypes, strict=True):
+            buffer = getattr(self, field)
+            setattr(self, field, None)
+            finished.append(None if buffer is None else backend.scale(buffer, factor, dtype))
+        return finished[0], finished[1], finished[2]
+
+
+class Operand:
+    """Rows of hidden states as the matmuls take them: contiguous, in their dtype, 0 where a row does not count.
+
+    The zeros keep whatever stands in a masked row (nan, inf) out of the weight's gradient, where multiplying by a
+    gradient of 0 would not.
+    """
+
+    def __init__(self, hidden: Tensor, target: Tensor, rows: int, dtype: torch.dtype):
+        self.hidden, self.target = hidden, target
+        self.buffer = torch.empty(rows, hidden.shape[1], dtype=dtype, device=hidden.device)
+
+    def rows(self, rows: slice) -> Tensor:
+        source, target = self.hidden[rows], self.target[rows]
+        return self.buffer[: len(source)].copy_(source).masked_fill_((target < 0).unsqueeze(1), 0.0)
+
+
+def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[Tensor, RowStats, Gradients | None]:
+    """One pass over token chunks: values per token, statistics, and in the ``forward`` schedule what becomes gradients."""
+    plan, objective, target = call.plan, call.objective, call.target
+    dtype = torch.promote_types(plan.sizes.dtype, torch.float32)
+    stats = RowStats.empty(plan.sizes.tokens, objective.needs_weighted_sum, dtype, hidden.device)
+    values = torch.empty(plan.sizes.tokens, dtype=dtype, device=hidden.device)
+    grads = None
+    if plan.schedule == "forward":
+        grads = Gradients.empty(plan, plan.hidden_accumulate, plan.weight_accumulate, hidden.device)
+        scale = call.reduction.known_scale
+    if plan.sizes.tokens == 0:
+        return values, stats, grads
+    operand = Operand(hidden, target, plan.chunk_tokens, plan.sizes.dtype)
+    session = call.backend.session(head, plan, tiled=False)
+    for rows in plan.token_chunks():
+        chunk, chunk_stats = operand.rows(rows), stats.at(rows)
+        session.stats(chunk, target[rows], chunk_stats)
+        values[rows] = objective.values(chunk_stats, rows)
+        if grads is None:
+            continue
+        dlogits = session.grad_(target[rows], chunk_stats, objective.coefficients(chunk_stats, scale[rows], rows))
+        first = rows.start == 0
+        if grads.hidden is not None:
+            add_dhidden(dlogits, head.weight, grads.hidden[rows], first=True)
+        if grads.weight is not None:
+            add_dweight(dlogits, chunk, grads.weight, first)
+        if grads.bias is not None:
+            add_dbias(dlogits, grads.bias, first)
+    return values, stats, grads
+
+
+def recompute(call: Call, hidden: Tensor, head: Head, stats: RowStats, upstream: Tensor):
+    """Gradients of hidden, weight and bias with the upstream gradient known, 0-d or per token.
+
+    Blocks of tokens outside, tiles of the vocabulary inside: a tile of the weight's gradient is one product per block.
+    """
+    plan, target = call.plan, call.target
+    scale = call.reduction.scaled(call.reduction.gain * call.reduction.inverse * upstream)
+    gain = None
+    if plan.sizes.dtype == torch.float16:
+        scale, gain = split_gain(scale)
+    grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device)
+    if plan.sizes.tokens:
+        operand = Operand(hidden, target, plan.block_tokens, plan.sizes.dtype)
+        session = call.backend.session(head, plan, tiled=True)
+        for block in plan.token_blocks():
+            rows = operand.rows(block)
+            coefficients = call.objective.coefficients(stats.at(block), scale[block], block)
+            d_rows = None
+            if grads.hidden is not None:
+                d_rows = torch.empty_like(grads.hidden[block], dtype=plan.hidden_accumulate)
+                if plan.hidden_accumulate == plan.sizes.hidden_dtype:
+                    d_rows = grads.hidden[block]
+            for tile in plan.column_tiles():
+                dlogits = session.tile_grad(rows, tile, target[block], stats.at(block), coefficients)
+                add_tile(dlogits, rows, head.weight[tile], d_rows, grads, tile, block.start == 0, gain)
+            if d_rows is not None and grads.hidden is not None:
+                if gain is not None:
+                    d_rows.mul_(gain)
+                if d_rows.dtype != grads.hidden.dtype:
+                    grads.hidden[block] = d_rows
+    one = torch.ones((), dtype=call.reduction.inverse.dtype, device=hidden.device)
+    return grads.finish(call.backend, one, plan)
+
+
+def add_tile(
+    dlogits: Tensor,  # [rows, columns]
+    rows: Tensor,  # [rows, hidden]
+    weight: Tensor,  # [columns, hidden]
+    d_rows: Tensor | None,  # [rows, hidden]
+    grads: Gradients,
+    tile: slice,
+    first_block: bool,
+    gain: Tensor | None,
+) -> None:
+    """A tile's share of every gradient."""
+    if d_rows is not None:
+        add_dhidden(dlogits, weight, d_rows, first=tile.start == 0)
+    if grads.bias is not None:
+        total = dlogits.sum(0, dtype=grads.bias.dtype) * (1.0 if gain is None else gain)
+        grads.bias[tile].copy_(total) if first_block else grads.bias[tile].add_(total)
+    if grads.weight is None:
+        return
+    if gain is None:
+        add_dweight(dlogits, rows, grads.weight[tile], first_block)
+        return
+    product = torch.empty_like(grads.weight[tile], dtype=torch.float32)
+    add_dweight(dlogits, rows, product, first=True)
+    product.mul_(gain)
+    grads.weight[tile].copy_(product) if first_block else grads.weight[tile].add_(product)

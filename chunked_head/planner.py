@@ -1,0 +1,257 @@
+"""Decides a ``Plan``: the fastest schedule that the budget holds, at the accuracy that the contract promises."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from .plan import (
+    CHUNK_MULTIPLE,
+    DEFAULT_BUDGET,
+    GOOD_CHUNK,
+    MAX_HALF_CHUNKS,
+    BYTES_PER_TOKEN,
+    MiB,
+    Plan,
+    Sizes,
+    Term,
+    balanced,
+    extra_of,
+    forward_terms,
+    largest,
+    name,
+    parse_bytes,
+    recompute_terms,
+    sweep_terms,
+)
+
+# fewer columns than this and the recompute schedule's matmuls starve; then the tokens are split as well
+GOOD_TILE = 512
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of a call that steer its plan."""
+
+    memory_budget: int | str | None = None
+    chunk_tokens: int | None = None
+    accumulate_dtype: torch.dtype | None = None
+
+    @property
+    def explicit(self) -> bool:
+        return self.memory_budget is not None
+
+    @property
+    def budget(self) -> int:
+        return DEFAULT_BUDGET if self.memory_budget is None else parse_bytes(self.memory_budget, "memory_budget")
+
+
+def make_plan(sizes: Sizes, request: Request) -> Plan:
+    """The plan for a call of these sizes; ValueError or TypeError where the request cannot be met."""
+    check_request(sizes, request)
+    if not sizes.any_grad:
+        return plan_loss_only(sizes, request)
+    if sizes.late_upstream:
+        return plan_recompute(sizes, request, "the upstream gradient comes late")
+    if sizes.weight_grad and sizes.weight_dtype.itemsize < 4:
+        return plan_half_weight(sizes, request)
+    return plan_forward(sizes, request, sizes.weight_dtype)
+
+
+def check_request(sizes: Sizes, request: Request) -> None:
+    chunk = request.chunk_tokens
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk_tokens must be a positive int, got {chunk!r}")
+    wanted = request.accumulate_dtype
+    allowed = {sizes.weight_dtype} | ({torch.float32} if sizes.weight_dtype.itemsize < 4 else set())
+    if wanted is not None and wanted not in allowed:
+        names = " or ".join(sorted(map(name, allowed)))
+        raise ValueError(
+            f"accumulate_dtype must be None or {names} for a weight of {name(sizes.weight_dtype)}, got {wanted!r}"
+        )
+
+
+def plan_loss_only(sizes: Sizes, request: Request) -> Plan:
+    rows = sweep_rows(sizes, request)
+    return assemble(sizes, request.budget, "loss only", rows, sweep_terms(sizes, rows))
+
+
+def sweep_rows(sizes: Sizes, request: Request) -> int:
+    """Rows of a chunk in a pass that keeps statistics and no gradient."""
+
+    most = sizes.tokens if request.chunk_tokens is None else min(sizes.tokens, request.chunk_tokens)
+    rows = largest(lambda n: extra_of(sweep_terms(sizes, n)) <= request.budget, max(most, 1))
+    if request.chunk_tokens is not None and not request.explicit:
+        rows = max(most, 1)
+    if rows == 0 or (request.chunk_tokens is not None and rows < most):
+        refuse(request, extra_of(sweep_terms(sizes, most if request.chunk_tokens else 1)), request.chunk_tokens or 1)
+    return balanced(sizes.tokens, rows)
+
+
+def plan_forward(
+    sizes: Sizes, request: Request, weight_acc: torch.dtype, grow: int = 0, least: int = 1, most_chunks: int = 0
+) -> Plan:
+    """Gradients in the forward pass with this accumulator, in chunks of at least ``least`` rows; else ValueError."""
+    budget = request.budget + grow
+    wide = torch.float32 if sizes.hidden_dtype.itemsize < 4 else sizes.hidden_dtype
+    # a 16-bit gradient of hidden that waits in fp32 is rounded once, after the upstream gradient is known
+    keep_wide = weight_acc != sizes.weight_dtype or not sizes.weight_grad
+    needed = 0
+    for hidden_acc in (wide, sizes.hidden_dtype) if keep_wide and wide != sizes.hidden_dtype else (sizes.hidden_dtype,):
+
+        def extra(rows: int, hidden_acc: torch.dtype = hidden_acc) -> int:
+            return extra_of(forward_terms(sizes, rows, hidden_acc, weight_acc))
+
+        rows = chunk_rows(sizes, request, extra, budget, hidden_acc == sizes.hidden_dtype)
+        enough = rows >= min(least, max(sizes.tokens, 1)) if request.chunk_tokens is None else rows > 0
+        if enough and (not most_chunks or -(-sizes.tokens // rows) <= most_chunks):
+            rows = balanced(sizes.tokens, rows)
+            terms = forward_terms(sizes, rows, hidden_acc, weight_acc)
+            return assemble(sizes, budget, "forward", rows, terms, hidden_acc, weight_acc)
+        needed = extra(min(request.chunk_tokens or least, max(sizes.tokens, 1)))
+    refuse(request, needed, request.chunk_tokens or least)
+    raise AssertionError("refuse() raises")
+
+
+def chunk_rows(sizes: Sizes, request: Request, extra, budget: int, last: bool) -> int:
+    """Rows of a chunk within the budget, or as many as the caller named; 0 where they do not fit."""
+    if request.chunk_tokens is None:
+        return largest(lambda n: extra(n) <= budget, max(sizes.tokens, 1))
+    rows = balanced(sizes.tokens, request.chunk_tokens)
+    if not request.explicit:
+        # a named chunk overrides the default budget; what may wait in fp32 beside it still has to be modest
+        modest = sizes.tokens * sizes.hidden * 4 <= DEFAULT_BUDGET // 2
+        return rows if last or modest else 0
+    return rows if extra(rows) <= budget else 0
+
+
+def plan_half_weight(sizes: Sizes, request: Request) -> Plan:
+    """A 16-bit weight: its gradient in one product, in an fp32 accumulator, in its own dtype, or by recomputing."""
+    own, wanted = sizes.weight_dtype, request.accumulate_dtype
+    # unscaled sums over tokens can pass fp16's 65504, so in fp16 they always wait in fp32
+    may_own = own != torch.float16 and wanted in (None, own)
+    may_wide = wanted in (None, torch.float32)
+    if wanted == torch.float16:
+        raise ValueError(
+            "accumulate_dtype=torch.float16 cannot hold sums of unscaled gradients (they pass 65504); "
+            f"use torch.float32, which needs {4 * sizes.weight_elements / MiB:.0f} MiB, or None"
+        )
+    fp32_bytes = 4 * sizes.weight_elements
+    attempts: list[tuple[torch.dtype, int, int, int]] = []  # accumulator, budget's growth, least rows, most chunks
+    if may_own:
+        attempts.append((own, 0, 1, 1))
+    if may_wide:
+        attempts.append((torch.float32, 0, GOOD_CHUNK, 0))
+    if may_own:
+        attempts.append((own, 0, 1, MAX_HALF_CHUNKS))
+    if may_own and wanted is not None and not request.explicit and request.chunk_tokens is None:
+        # asked for by name, it overrides the default budget: chunks as large as the accuracy asks
+        request = replace(request, chunk_tokens=balanced(sizes.tokens, -(-sizes.tokens // MAX_HALF_CHUNKS)))
+        attempts.append((own, 0, 1, MAX_HALF_CHUNKS))
+    if may_wide:
+        attempts.append((torch.float32, 0 if request.explicit else fp32_bytes, CHUNK_MULTIPLE, 0))
+    for accumulator, grow, least, most_chunks in attempts:
+        if request.chunk_tokens is not None and accumulator != own and grow == 0 and wanted is None:
+            # fp32 unasked must fit the budget beside the named chunk
+            attempt = replace(request, memory_budget=request.budget)
+        else:
+            attempt = request
+        try:
+            return plan_forward(sizes, attempt, accumulator, grow, least, most_chunks)
+        except ValueError:
+            continue
+    if wanted == own:
+        raise ValueError(
+            f"accumulate_dtype={name(own)} is accurate over at most {MAX_HALF_CHUNKS} chunks, and "
+            f"{sizes.tokens} tokens in so few need {half_bytes(sizes) / MiB:.0f} MiB; raise memory_budget or "
+            "chunk_tokens, or leave accumulate_dtype=None"
+        )
+    if request.chunk_tokens is not None:
+        refuse(request, fp32_bytes + request.chunk_tokens * sizes.row_bytes, request.chunk_tokens)
+    return plan_recompute(sizes, request, "no accumulator of the weight fits")
+
+
+def half_bytes(sizes: Sizes) -> int:
+    rows = balanced(sizes.tokens, -(-sizes.tokens // MAX_HALF_CHUNKS))
+    return extra_of(forward_terms(sizes, rows, sizes.hidden_dtype, sizes.weight_dtype))
+
+
+def plan_recompute(sizes: Sizes, request: Request, note: str) -> Plan:
+    """Statistics in the forward pass, gradients in backward from logits computed again."""
+    rows = sweep_rows(sizes, request)
+    fp32_weight = sizes.weight_grad and sizes.weight_dtype.itemsize < 4
+    # a tile of the weight's gradient is finished once per block of tokens: 16-bit sums for few blocks only
+    few = 1 if request.accumulate_dtype == torch.float32 else MAX_HALF_CHUNKS
+    many = -(-max(sizes.tokens, 1) // CHUNK_MULTIPLE)
+    attempts = [(sizes.weight_dtype, request.budget, min(few, many) if fp32_weight else many)]
+    if fp32_weight and not request.explicit:
+        attempts.append((torch.float32, request.budget + 4 * sizes.weight_elements, many))
+    for weight_acc, budget, most_blocks in attempts:
+        found = best_tile(sizes, budget, weight_acc, most_blocks, rows)
+        if found:
+            block, tile = found
+            hidden_acc = hidden_accumulator(sizes, tile)
+            terms = recompute_terms(sizes, rows, block, tile, hidden_acc, weight_acc)
+            plan = assemble(sizes, budget, "recompute", rows, terms, hidden_acc, weight_acc)
+            return replace(plan, block_tokens=block, tile_columns=tile, note=note)
+    block, tile = min(max(sizes.tokens, 1), CHUNK_MULTIPLE), min(sizes.vocab, CHUNK_MULTIPLE)
+    refuse(request, extra_of(recompute_terms(sizes, rows, block, tile, torch.float32, sizes.weight_dtype)), block)
+    raise AssertionError("refuse() raises")
+
+
+def hidden_accumulator(sizes: Sizes, tile: int) -> torch.dtype:
+    """One tile makes the gradient of hidden in one product; several are added in fp32."""
+    half = sizes.hidden_dtype.itemsize < 4
+    return torch.float32 if half and tile < sizes.vocab else sizes.hidden_dtype
+
+
+def best_tile(sizes: Sizes, budget: int, weight_acc: torch.dtype, most_blocks: int, rows: int):
+    """(block, tile) that fits with the fewest blocks whose tile is wide enough, else the widest tile; or None."""
+    best: tuple[int, int] | None = None
+    tried = 0
+    for blocks in range(1, most_blocks + 1):
+        block = balanced(sizes.tokens, -(-max(sizes.tokens, 1) // blocks))
+        if block == tried:
+            continue
+        tried = block
+        tile = largest(
+            lambda n, block=block: (
+                extra_of(recompute_terms(sizes, rows, block, n, hidden_accumulator(sizes, n), weight_acc)) <= budget
+            ),
+            sizes.vocab,
+        )
+        if tile >= min(sizes.vocab, GOOD_TILE):
+            return block, tile
+        if tile > (best[1] if best else 0):
+            best = block, tile
+    return best
+
+
+def assemble(
+    sizes: Sizes,
+    budget: int,
+    schedule,
+    rows: int,
+    terms: tuple[Term, ...],
+    hidden_acc: torch.dtype | None = None,
+    weight_acc: torch.dtype | None = None,
+) -> Plan:
+    return Plan(
+        sizes=sizes,
+        budget=budget,
+        schedule=schedule,
+        chunk_tokens=rows,
+        block_tokens=rows,
+        tile_columns=sizes.vocab,
+        hidden_accumulate=hidden_acc or sizes.hidden_dtype,
+        weight_accumulate=weight_acc or sizes.weight_dtype,
+        terms=terms,
+    )
+
+
+def refuse(request: Request, needed: int, rows: int) -> None:
+    what = "one row of logits" if rows == 1 else f"a chunk of {rows} rows"
+    raise ValueError(
+        f"memory_budget of {request.budget} bytes is too small: {what} and what goes with it needs {needed} bytes "
+        f"({needed / MiB:.1f} MiB) beside the gradients; raise memory_budget"
+        + (" or lower chunk_tokens" if request.chunk_tokens is not None else "")
+    )

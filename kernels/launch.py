@@ -1,0 +1,273 @@
+"""Launching the kernels on torch tensors: grids, block sizes and warps, and nothing of losses or schedules."""
+
+import functools
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .exp_logits import exp_logits_kernel
+from .exp_stats import exp_grad_kernel, merge_strips_kernel
+from .row import row_grad_kernel, row_stats_kernel
+from .scale import scale_kernel
+from .target_logits import target_logits_kernel
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+# fp16 reaches 2^-24 below 1; with the maximum at 2^15 exponentials down to e^-27 of it stay normal numbers
+EXP_GAIN = {torch.bfloat16: 1.0, torch.float16: 32768.0}
+
+
+class ExpTile(NamedTuple):
+    """Tile of the logits matmul and how it is run."""
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 16
+    warps: int = 8
+    stages: int = 3
+    per_multiprocessor: int = 1
+
+    @property
+    def strip(self) -> int:
+        """Columns that share one maximum and one sum."""
+        return self.block_n // 2
+
+
+EXP_TILE = ExpTile()
+if INTERPRETED:
+    EXP_TILE = ExpTile(block_m=32, block_n=64, block_k=32)
+
+
+def strips_of(vocab: int) -> int:
+    """Number of column strips in a row of ``vocab`` exponentials."""
+    return 2 * triton.cdiv(vocab, EXP_TILE.block_n)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # the interpreter runs programs one after the other; 4 of them still test the persistent loop
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def exp_logits(
+    exp: torch.Tensor,  # [rows, vocab] 16 bit, row stride a multiple of 8
+    strip_max: torch.Tensor,  # [strips, rows] fp32
+    strip_sum: torch.Tensor,  # [strips, rows] fp32
+    strip_weighted_sum: torch.Tensor | None,  # [strips, rows] fp32
+    hidden: torch.Tensor,  # [rows, hidden] contiguous
+    weight: torch.Tensor,  # [vocab, hidden] contiguous
+    bias: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    logit_scale: float | None,
+    softcap: float | None,
+    tile: ExpTile = EXP_TILE,
+) -> None:
+    rows, vocab = exp.shape
+    resident = tile.per_multiprocessor * multiprocessors(hidden.device)
+    programs = min(resident, triton.cdiv(rows, tile.block_m) * triton.cdiv(vocab, tile.block_n))
+    exp_logits_kernel[(programs,)](
+        TensorDescriptor.from_tensor(exp, [tile.block_m, tile.strip]),
+        strip_max,
+        strip_sum,
+        strip_weighted_sum,
+        TensorDescriptor.from_tensor(hidden, [tile.block_m, tile.block_k]),
+        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
+        bias,
+        class_weights,
+        rows,
+        vocab,
+        hidden.shape[1],
+        logit_scale,
+        softcap,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        GROUP_M=tile.group_m,
+        PROGRAMS=programs,
+        GAIN=EXP_GAIN[exp.dtype],
+        EVEN_VOCAB=vocab % tile.block_n == 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def target_logits(
+    target_logit: torch.Tensor,  # [rows] fp32
+    hidden: torch.Tensor,  # [rows, hidden] contiguous
+    weight: torch.Tensor,  # [vocab, hidden] contiguous
+    target: torch.Tensor,  # [rows] int64, -1 where the row does not count
+    bias: torch.Tensor | None,
+    logit_scale: float | None,
+    softcap: float | None,
+) -> None:
+    rows, columns = hidden.shape
+    target_logits_kernel[(rows,)](
+        target_logit,
+        hidden,
+        weight,
+        target,
+        bias,
+        columns,
+        logit_scale,
+        softcap,
+        BLOCK=min(triton.next_power_of_2(columns), 2048),
+        num_warps=4,
+    )
+
+
+def merge_strips(
+    lse: torch.Tensor,
+    weighted_sum: torch.Tensor | None,
+    strip_max: torch.Tensor,
+    strip_sum: torch.Tensor,
+    strip_weighted_sum: torch.Tensor | None,
+) -> None:
+    strips, rows = strip_max.shape
+    block_rows, block_strips = 8, 512
+    merge_strips_kernel[(triton.cdiv(rows, block_rows),)](
+        lse,
+        weighted_sum,
+        strip_max,
+        strip_sum,
+        strip_weighted_sum,
+        rows,
+        strips,
+        BLOCK_ROWS=block_rows,
+        BLOCK_STRIPS=block_strips,
+        num_warps=8,
+    )
+
+
+def exp_grad_(
+    exp: torch.Tensor,
+    strip_max: torch.Tensor,
+    lse: torch.Tensor,
+    target_logit: torch.Tensor,
+    target: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    kappa: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    logit_scale: float | None,
+    softcap: float | None,
+    block_rows: int = 32,
+    warps: int = 4,
+) -> None:
+    rows, vocab = exp.shape
+    strip = EXP_TILE.strip
+    exp_grad_kernel[(triton.cdiv(vocab, strip), triton.cdiv(rows, block_rows))](
+        exp,
+        strip_max,
+        lse,
+        target_logit,
+        target,
+        alpha,
+        beta,
+        kappa,
+        class_weights,
+        rows,
+        vocab,
+        exp.stride(0),
+        logit_scale,
+        softcap,
+        BLOCK_ROWS=block_rows,
+        STRIP=strip,
+        GAIN=EXP_GAIN[exp.dtype],
+        num_warps=warps,
+    )
+
+
+def row_block(columns: int) -> tuple[int, int]:
+    """Elements a step and warps of the kernels that walk a row."""
+    block = min(triton.next_power_of_2(columns), 1024 if INTERPRETED else 8192)
+    return max(block, 128), 4 if block < 2048 else 16
+
+
+def row_stats(
+    lse: torch.Tensor,
+    target_logit: torch.Tensor,
+    weighted_sum: torch.Tensor | None,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    logit_scale: float | None,
+    softcap: float | None,
+) -> None:
+    rows, vocab = logits.shape
+    block, warps = row_block(vocab)
+    row_stats_kernel[(rows,)](
+        lse,
+        target_logit,
+        weighted_sum,
+        logits,
+        target,
+        bias,
+        class_weights,
+        vocab,
+        logits.stride(0),
+        logit_scale,
+        softcap,
+        BLOCK=block,
+        num_warps=warps,
+    )
+
+
+def row_grad(
+    dlogits: torch.Tensor,
+    logits: torch.Tensor,
+    lse: torch.Tensor,
+    target_logit: torch.Tensor,
+    target: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    kappa: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    first_column: int,
+    logit_scale: float | None,
+    softcap: float | None,
+) -> None:
+    rows, columns = logits.shape
+    block, warps = row_block(columns)
+    row_grad_kernel[(rows,)](
+        dlogits,
+        logits,
+        lse,
+        target_logit,
+        target,
+        alpha,
+        beta,
+        kappa,
+        bias,
+        class_weights,
+        columns,
+        first_column,
+        logits.stride(0),
+        dlogits.stride(0),
+        logit_scale,
+        softcap,
+        BLOCK=block,
+        num_warps=warps,
+    )
+
+
+def scale(out: torch.Tensor, source: torch.Tensor, factor: torch.Tensor) -> None:
+    """``out = source * factor`` for contiguous tensors of one shape; ``out`` may be ``source``."""
+    block = 1024 if INTERPRETED else 4096
+    programs = min(8 * multiprocessors(source.device), triton.cdiv(source.numel(), block))
+    scale_kernel[(programs,)](
+        out,
+        source,
+        factor,
+        source.numel(),
+        PROGRAMS=programs,
+        BLOCK=block,
+        IN_PLACE=out.data_ptr() == source.data_ptr(),
+        num_warps=8,
+    )

@@ -1,0 +1,27 @@
+"""The last factor of a gradient, known only in backward: in place, or into the dtype that the gradient should have."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale_kernel(
+    # outputs
+    out_ptr,  # [numel], may be the input itself
+    # inputs
+    in_ptr,  # [numel]
+    factor_ptr,  # [] fp32, on the device
+    # sizes
+    numel,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+):
+    factor = tl.load(factor_ptr)
+    # in place there is nothing to do for a factor of 1, which is what nearly every step asks for
+    if (not IN_PLACE) or factor != 1.0:
+        offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        for _ in range(0, tl.cdiv(numel, PROGRAMS * BLOCK)):
+            value = tl.load(in_ptr + offs, mask=offs < numel).to(tl.float32) * factor
+            tl.store(out_ptr + offs, value.to(out_ptr.dtype.element_ty), mask=offs < numel)
+            offs += PROGRAMS * BLOCK

@@ -1,0 +1,42 @@
+"""What stands between a raw logit and the logit that the softmax sees, as functions of values."""
+
+import triton
+import triton.language as tl
+
+log2_e = tl.constexpr(1.4426950408889634)
+ln_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    # 1 - 2 / (e^2x + 1): saturates to 1 and -1 without overflow; near 0 the subtraction would cancel, so a series there
+    series = x * (1.0 - x * x * (1.0 / 3.0 - x * x * (2.0 / 15.0 - x * x * (17.0 / 315.0))))
+    return tl.where(tl.abs(x) < 0.1, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+
+
+@triton.jit
+def transform_logits(
+    x,  # hidden @ weight.T + bias, fp32
+    logit_scale,  # float or None for 1
+    softcap,  # float or None for no cap
+):
+    if logit_scale is not None:
+        x = x * logit_scale
+    if softcap is not None:
+        x = softcap * tanh(x / softcap)
+    return x
+
+
+@triton.jit
+def transform_derivative(
+    x,  # the transformed logit
+    logit_scale,
+    softcap,
+):
+    """d transformed / d raw, from the transformed logit; 1.0 where there is no transform."""
+    slope = 1.0
+    if softcap is not None:
+        slope = 1.0 - (x / softcap) * (x / softcap)
+    if logit_scale is not None:
+        slope = slope * logit_scale
+    return slope

@@ -1,0 +1,261 @@
+"""The benchmarks end to end at tiny shapes on the CPU, and what they say when something is missing or wrong."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("rich")
+pytest.importorskip("psutil")
+pytest.importorskip("matplotlib")
+
+from benchmarks import accuracy, head, measure, memory, providers, shapes  # noqa: E402
+
+CPU = torch.device("cpu")
+SHAPE = shapes.Shape(48, 16, 320)
+
+
+def last_line(text):
+    return json.loads(text.strip().splitlines()[-1])
+
+
+@pytest.fixture
+def no_memory_process(monkeypatch):
+    """Spawning a process a measurement takes seconds; one test does so, the others take a figure from here."""
+    monkeypatch.setattr(measure, "cpu_peak", lambda request: ({"peak_bytes": 2**20}, None))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8192x4096x128256", shapes.Shape(8192, 4096, 128256)),
+        ("llama3-8b", shapes.Shape(8192, 4096, 128256)),
+        ("gpt-oss@1024", shapes.Shape(1024, 2880, 201088)),
+        ("cpu", shapes.Shape(1024, 512, 128256)),
+    ],
+)
+def test_shapes_are_read(text, expected):
+    assert shapes.parse_shape(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8192", "8x9", "0x4x4", "ax4x4", "-1x4x4", "llama3-8b@0", "llama3-8b@many", "gpt-9"]
+)
+def test_bad_shapes_are_refused(text):
+    with pytest.raises(ValueError, match="shape"):
+        shapes.parse_shape(text)
+
+
+def test_sizes_in_bytes_are_read():
+    assert [shapes.parse_bytes(text) for text in ("24GiB", "1.5 KB", "7")] == [24 * 2**30, 1500, 7]
+    for text in ("", "GiB", "3 parsecs", "-1MiB", "0"):
+        with pytest.raises(ValueError, match="size"):
+            shapes.parse_bytes(text)
+
+
+def test_provider_options_are_read():
+    name, options = providers.parse_spec(
+        "ours:chunk_tokens=4096,accumulate_dtype=float32,memory_budget=64MiB,backend=x"
+    )
+    assert name == "ours"
+    assert options == {
+        "chunk_tokens": 4096,
+        "accumulate_dtype": torch.float32,
+        "memory_budget": 2**26,
+        "backend": "x",
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["nobody", "eager:chunk_tokens=4", "ours:", "ours:chunk_tokens", "ours:=4", "ours:a=1,"]
+)
+def test_bad_providers_are_refused(text):
+    with pytest.raises(ValueError, match="provider"):
+        providers.parse_spec(text)
+
+
+def test_operands_repeat_and_peaked_targets_are_the_likeliest():
+    first, second = (shapes.make_operands(SHAPE, torch.float32, CPU, data="peaked", seed=3) for _ in range(2))
+    assert torch.equal(first.weight, second.weight) and torch.equal(first.target, second.target)
+    many = shapes.make_operands(shapes.Shape(2000, 16, 64), torch.float32, CPU, data="peaked")
+    likeliest = (many.hidden @ many.weight.T).argmax(1)
+    assert 0.66 < (likeliest == many.target).float().mean() < 0.76
+    logits = many.hidden.detach() @ many.weight.detach().T
+    assert 5 < logits.std() < 7
+    zipf = shapes.make_operands(SHAPE, torch.float32, CPU, targets="zipf").target
+    assert zipf.float().mean() < SHAPE.vocab / 3
+    assert shapes.make_operands(SHAPE, torch.float32, CPU, targets="equal").target.unique().numel() == 1
+
+
+@pytest.mark.parametrize("rows", [48, 20])
+def test_floor_computes_the_three_products(rows):
+    operands = shapes.make_operands(SHAPE, torch.float64, CPU)
+    floor = measure.Floor(operands, CPU)
+    floor.rows = rows
+    floor()
+    hidden, weight = operands.hidden.detach(), operands.weight.detach()
+    logits = hidden @ weight.T
+    torch.testing.assert_close(floor.d_hidden, logits @ weight)
+    torch.testing.assert_close(floor.d_weight, logits.T @ hidden)
+
+
+def test_rounds_take_turns_and_a_failing_step_leaves():
+    operands = shapes.make_operands(SHAPE, torch.float32, CPU)
+    order = []
+
+    def fails():
+        order.append("c")
+        raise MemoryError
+
+    steps = {"a": lambda: order.append("a"), "b": lambda: order.append("b"), "c": fails}
+    times, failures = measure.time_rounds(steps, operands, CPU, 3)
+    assert order == ["c", "b", "a", "a", "b", "b", "a", "a", "b"]  # the first round is not counted
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+    assert failures["c"].status == measure.OUT_OF_MEMORY
+
+
+def test_failures_are_told_apart():
+    assert measure.Failure.of(RuntimeError("DefaultCPUAllocator: can't allocate memory")).status == "out of memory"
+    assert measure.Failure.of(torch.OutOfMemoryError("CUDA out of memory")).status == "out of memory"
+    assert measure.Failure.of(ValueError("no")).status == "failed"
+
+
+def test_reference_agrees_with_autograd(monkeypatch):
+    monkeypatch.setattr(accuracy, "_ROWS", 20)
+    operands = shapes.make_operands(SHAPE, torch.float64, CPU)
+    exact = accuracy.reference(operands, torch.float64)
+    loss = F.cross_entropy(operands.hidden @ operands.weight.T, operands.target)
+    loss.backward()
+    assert exact.loss == pytest.approx(loss.item(), rel=1e-12)
+    torch.testing.assert_close(exact.d_hidden, operands.hidden.grad)
+    torch.testing.assert_close(exact.d_weight, operands.weight.grad)
+    assert accuracy.relative_error(2 * exact.d_weight, exact.d_weight, 1.0) == pytest.approx(1.0)
+    assert math.isnan(accuracy.relative_error(math.nan * exact.d_weight, exact.d_weight, 1.0))
+
+
+def test_head_end_to_end(tmp_path, capsys, monkeypatch, no_memory_process):
+    monkeypatch.setenv("CHUNKED_HEAD_COMMIT", "abc123")
+    output = tmp_path / "new" / "head.json"
+    asked = ["--provider", "eager", "--provider", "ours", "--provider", "ours:chunk_tokens=16", "--provider", "liger"]
+    arguments = ["--device", "cpu", "--shape", str(SHAPE), "--rounds", "2", "--upstream", "1", "0.37"]
+    assert head.main([*arguments, *asked, "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "skipped liger: " in printed
+    assert [row["provider"] for row in last_line(printed)["rows"]].count("ours:chunk_tokens=16") == 2
+    record = json.loads(output.read_text())
+    assert record["commit"] == "abc123" and record["versions"]["torch"] == torch.__version__
+    assert str(tmp_path) not in json.dumps(record), "a path of this machine is in the results"
+    assert "liger" in record["skipped"]
+    rows = {(row["provider"], row.get("upstream")): row for row in record["rows"]}
+    assert set(rows) == {("floor", None)} | {
+        (name, value) for name in ("eager", "ours", "ours:chunk_tokens=16") for value in (1.0, 0.37)
+    }
+    for row in rows.values():
+        assert row["status"] == "ok", row
+        assert row["ms"] > 0 and row["ratio"] > 0 and len(row["ms_rounds"]) == 2
+    ours = rows["ours:chunk_tokens=16", 0.37]
+    assert ours["plan"]["chunks"] == 3 and ours["plan"]["peak_bytes"] > 0
+    assert ours["loss"] == pytest.approx(rows["eager", 1.0]["loss"], rel=1e-4)
+    assert ours["beside_gradients_bytes"] == 2**20 - 4 * (48 + 320) * 16
+
+
+def test_head_reports_a_provider_that_fails_or_runs_out(tmp_path, capsys, monkeypatch):
+    def runs_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
+
+    def breaks(*_):
+        raise RuntimeError("broken inside")
+
+    monkeypatch.setattr(providers, "eager", runs_out)
+    monkeypatch.setattr(providers, "_torch_native", lambda name, device: breaks)
+    output = tmp_path / "head.json"
+    arguments = ["--device", "cpu", "--shape", str(SHAPE), "--rounds", "1", "--no-memory", "--output", str(output)]
+    assert head.main([*arguments, "--provider", "eager", "--provider", "torch"]) == 0
+    printed = capsys.readouterr().out
+    assert "out of memory" in printed and "torch failed: RuntimeError: broken inside" in printed
+    statuses = [row["status"] for row in json.loads(output.read_text())["rows"]]
+    assert statuses == ["ok", "out of memory", "failed"]
+
+
+def test_no_provider_at_all(tmp_path, capsys):
+    for main in (head.main, accuracy.main, memory.main):
+        assert main(["--device", "cpu", "--provider", "liger", "--output", str(tmp_path / "none.json")]) == 1
+        printed = capsys.readouterr().out
+        assert "skipped liger: " in printed and "no provider can run here" in printed
+
+
+def test_accuracy_end_to_end(tmp_path, capsys):
+    output = tmp_path / "accuracy.json"
+    arguments = ["--device", "cpu", "--shape", str(SHAPE), "--dtype", "fp32", "--output", str(output)]
+    assert accuracy.main([*arguments, "--provider", "ours", "--provider", "eager", "--provider", "liger"]) == 0
+    assert len(last_line(capsys.readouterr().out)["rows"]) == 12
+    rows = json.loads(output.read_text())["rows"]
+    assert {(row["data"], row["upstream"]) for row in rows} == {
+        (kind, value) for kind in ("random", "zipf", "peaked") for value in (1.0, 0.37)
+    }
+    for row in rows:
+        assert row["status"] == "ok" and row["reference"] == "float64", row
+        assert 0 < row["d_hidden_error"] < 1e-5 and 0 < row["d_weight_error"] < 1e-5
+        assert row["d_weight_to_eager"] > 0
+
+
+def test_memory_end_to_end(tmp_path, capsys):
+    output = tmp_path / "memory.json"
+    arguments = ["--device", "cpu", "--model", "32x20000", "--tokens", "128", "--limit", "16MiB"]
+    assert memory.main([*arguments, "--provider", "eager", "--provider", "ours", "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "largest difference: " in printed and "first tokens over" in printed
+    assert last_line(printed)["benchmark"] == "memory"
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    record = json.loads(output.read_text())
+    rows = {row["provider"]: row for row in record["rows"]}
+    assert all(row["status"] == "ok" for row in rows.values()), rows
+    # eager holds the logits and their gradient at least
+    assert rows["eager"]["peak_bytes"] > 2 * 128 * 20000 * 4
+    assert record["first_over_limit"]["32x20000"]["eager"] == 128
+    assert rows["ours"]["plan"]["peak_bytes"] > 0 and "difference_percent" in rows["ours"]
+
+
+def test_memory_stops_a_provider_that_ran_out(tmp_path, monkeypatch):
+    tried = []
+
+    def peak(provider, shape, dtype, device):
+        tried.append((provider.label, shape.tokens))
+        if provider.label == "eager" and shape.tokens >= 64:
+            return None, measure.Failure(measure.OUT_OF_MEMORY, "no more")
+        return {"peak_bytes": shape.tokens * 2**20}, None
+
+    monkeypatch.setattr(memory, "peak_of", peak)
+    output = tmp_path / "memory.json"
+    arguments = ["--device", "cpu", "--model", "16x320", "--tokens", "32", "64", "128", "--limit", "100MiB"]
+    assert memory.main([*arguments, "--provider", "eager", "--provider", "ours", "--output", str(output)]) == 0
+    assert tried == [("eager", 32), ("ours", 32), ("eager", 64), ("ours", 64), ("ours", 128)]
+    assert json.loads(output.read_text())["first_over_limit"] == {"16x320": {"eager": 64, "ours": 128}}
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "message"),
+    [
+        (head.main, ["--shape", "8x9"], "--shape"),
+        (head.main, ["--rounds", "0"], "--rounds"),
+        (head.main, ["--upstream", "nan"], "--upstream"),
+        (head.main, ["--dtype", "int8"], "--dtype"),
+        (head.main, ["--provider", "nobody"], "--provider"),
+        (head.main, ["--provider", "ours:no_such_option=1"], "no_such_option"),
+        (head.main, ["--device", "tpu"], "--device"),
+        (head.main, ["--device", "cuda:99"], "--device"),
+        (head.main, ["--targets", "all"], "--targets"),
+        (accuracy.main, ["--data", "all"], "--data"),
+        (accuracy.main, ["--upstream", "0"], "--upstream"),
+        (memory.main, ["--limit", "much"], "--limit"),
+        (memory.main, ["--model", "16"], "--model"),
+        (memory.main, ["--tokens", "-1"], "--tokens"),
+    ],
+)
+def test_bad_arguments_are_refused_before_work(main, arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
