@@ -142,13 +142,16 @@ def check_memory_budget(parser: argparse.ArgumentParser, config: TrainingConfig)
         return
     from chunked_head import plan
 
-    model, dtype = config.model, torch.bfloat16 if config.device.startswith("cuda") else torch.float32
+    model = config.model
+    matmul_dtype = torch.bfloat16 if torch.device(config.device).type == "cuda" else torch.float32
     try:
         plan(
             config.batch * model.context,
             model.hidden,
             model.vocab,
-            dtype,
+            matmul_dtype,
+            hidden_dtype=torch.float32,
+            weight_dtype=torch.float32,
             memory_budget=config.memory_budget,
             device=config.device,
         )

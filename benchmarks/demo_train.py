@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import numpy.typing as npt
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -48,6 +48,7 @@ class RunResult:
     baseline_bytes: int = 0
     state_bytes: int = 0
     parameters: int = 0
+    cores_elsewhere: float = 0.0  # what other processes took meanwhile: it tells whether the times can be trusted
 
 
 Report = Callable[[int, float], None]
@@ -87,12 +88,14 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     batches = _training_batches(training, config)
     result = RunResult(parameters=sum(parameter.numel() for parameter in model.parameters()))
+    elsewhere = OtherProcesses()
     with PeakMemory(device) as memory:
         for step, windows in enumerate(batches):
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / LEARNING_RATE_WARM_UP)
             _training_step(model, head, optimizer, windows.to(device), result)
             report(step, result.losses[-1])
+    result.cores_elsewhere = elsewhere.cores()
     result.peak_bytes, result.baseline_bytes = memory.peak_bytes, memory.baseline_bytes
     result.state_bytes = _state_bytes(optimizer)
     result.validation_loss = _validate(model, head, held_out, config, device)
@@ -106,7 +109,8 @@ def build_head(name: str, linear: nn.Linear, memory_budget: str | None) -> nn.Mo
     from chunked_head import ChunkedHead  # here, so that the plain run's memory does not include the library
 
     # No setting unless the user asked for one: what is measured is what a default user gets.
-    head = ChunkedHead.from_linear(linear, **({} if memory_budget is None else {"memory_budget": memory_budget}))
+    options = {} if memory_budget is None else {"memory_budget": memory_budget}
+    head = ChunkedHead.from_linear(linear, **options)
     if head.weight is not linear.weight:
         raise RuntimeError("ChunkedHead.from_linear must share the linear layer's parameter, but made its own")
     return head
@@ -227,3 +231,19 @@ class PeakMemory:
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLING_INTERVAL):
             self._highest = max(self._highest, self._process.memory_info().rss)
+
+
+class OtherProcesses:
+    """How many cores, on average since this was made, other processes kept busy."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._start = time.perf_counter()
+        self._busy = self._busy_elsewhere()
+
+    def cores(self) -> float:
+        return max(0.0, (self._busy_elsewhere() - self._busy) / (time.perf_counter() - self._start))
+
+    def _busy_elsewhere(self) -> float:
+        machine, own = psutil.cpu_times(), self._process.cpu_times()
+        return machine.user + machine.system - own.user - own.system

@@ -248,15 +248,11 @@ def report_skipped(console: Console, skipped: dict[str, str]) -> None:
 
 def report_failures(console: Console, rows: Sequence[dict[str, Any]]) -> int:
     """Print the errors of the rows that failed; return the exit status, 1 if one of them is ours."""
-    failures = [(row, failure) for row in rows for failure in (row, row.get("memory_error", {}))]
-    texts = [
-        f"{row['provider']} failed: {failure['error']} ({', '.join(failure['where'])})"
-        for row, failure in failures
-        if failure.get("status") == "failed"
-    ]
-    for text in dict.fromkeys(texts):
+    failures = [(row["provider"], failure) for row in rows for failure in (row, row.get("memory_error", {}))]
+    failures = [(label, failure) for label, failure in failures if failure.get("status") == "failed"]
+    for text in dict.fromkeys(f"{label} failed: {one['error']} ({', '.join(one['where'])})" for label, one in failures):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    return int(any(row["status"] == "failed" and row["provider"].startswith("ours") for row in rows))
+    return int(any(label.startswith("ours") for label, _ in failures))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

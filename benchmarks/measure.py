@@ -39,7 +39,7 @@ class Step:
 
     def __call__(self) -> Tensor:
         loss = self.loss(self.operands.hidden, self.operands.weight, self.operands.target)
-        (loss if self.upstream == 1 else loss * self.upstream).backward()  # type: ignore[no-untyped-call]
+        (loss if self.upstream == 1 else loss * self.upstream).backward()
         return loss.detach()
 
 
@@ -158,7 +158,7 @@ def time_rounds(
 
 def _timed(step: Callable[[], Any], device: torch.device) -> Callable[[], float]:
     if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         step()
         end.record()

@@ -196,11 +196,17 @@ def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _checked_spec(text: str) -> str:
-    name, options = parse_spec(text)
+    _, options = parse_spec(text)
     if options:
         with contextlib.suppress(Unavailable):  # `resolve` reports it
             _import_ours(options)
     return text
+
+
+def _json_path(text: str) -> Path:
+    if Path(text).suffix != ".json" or Path(text).is_dir():
+        raise ValueError(f"{text!r} is no path of a .json file")
+    return Path(text)
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -214,7 +220,7 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[:KEY=VALUE,...]",
         help=f"repeatable; one of {', '.join(NAMES)}; ours takes options",
     )
-    parser.add_argument("--output", type=Path, metavar="PATH", help="the JSON file of the results")
+    parser.add_argument("--output", type=argument(_json_path), metavar="PATH", help="the JSON file of the results")
 
 
 def read_device(parser: argparse.ArgumentParser, text: str) -> torch.device:
@@ -246,7 +252,7 @@ def write_results(path: Path, benchmark: str, argv: Sequence[str], device: torch
     record = {
         "benchmark": benchmark,
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *words]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
         **_machine(device),
         **content,
@@ -266,9 +272,9 @@ def _machine(device: torch.device) -> dict[str, Any]:
         total = torch.cuda.get_device_properties(device).total_memory
         return {"device": name, "memory": total, "driver": driver, "cuda": torch.version.cuda, "versions": versions}
     name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, IndexError):
+    with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")][0]
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return {"device": name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "versions": versions}
 
 

@@ -9,6 +9,6 @@ if not (Path(__file__).resolve().parent / "kernels").is_dir() and (_beside / "ke
     __path__.append(str(_beside))
 
 from .head import ChunkedHead, linear_cross_entropy, plan  # noqa: E402  (after the path is set)
-from .plan import Plan  # noqa: E402
+from .plans import Plan  # noqa: E402
 
 __all__ = ["ChunkedHead", "Plan", "linear_cross_entropy", "plan"]

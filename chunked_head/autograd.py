@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .loop import Call, recompute, sweep
 from .planner import Request, make_plan
@@ -28,16 +27,32 @@ class HeadLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         call, grads = ctx.call, ctx.grads
         ctx.grads = None
-        with torch.autocast(upstream.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(upstream.device.type, enabled=False):
             if grads is not None:
-                return *grads.finish(call.backend, call.reduction.rest(upstream), call.plan), None
-            hidden, weight, bias, *stats = ctx.saved_tensors
-            call = with_recompute_plan(call)
-            return *recompute(call, hidden, call.head(weight, bias), RowStats(*stats), upstream), None
+                finished = grads.finish(call.backend, call.reduction.rest(upstream), call.plan)
+            else:
+                hidden, weight, bias, *stats = ctx.saved_tensors
+                call = with_recompute_plan(call)
+                finished = recompute(call, hidden, call.head(weight, bias), RowStats(*stats), upstream)
+        if torch.is_grad_enabled():  # create_graph: constants here would silently drop a gradient penalty
+            inputs = [t for t in ctx.saved_tensors[:3] if t is not None]
+            finished = tuple(None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in finished)
+        return *finished, None
+
+
+class OnlyOnce(torch.autograd.Function):
+    """A gradient that depends on the call's inputs in a way nobody differentiates: to try raises."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError("chunked_head computes no second derivatives; use the full logits for a gradient penalty")
 
 
 def with_recompute_plan(call: Call) -> Call:

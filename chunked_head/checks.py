@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from .plan import name
+from .plans import name
 from .prepare import Tensors
 
 REDUCTIONS = ("mean", "sum", "none")

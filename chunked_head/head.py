@@ -11,7 +11,7 @@ from .autograd import HeadLoss
 from .backends import Layout, resolve
 from .loop import Call
 from .objective import make_objective
-from .plan import Plan, Sizes
+from .plans import Plan, Sizes
 from .planner import Request, make_plan
 from .prepare import Tensors, in_backward, pair_targets, shift_right, sizes_of
 from .reduction import make_reduction
@@ -224,6 +224,6 @@ def plan(
         hidden_grad=hidden_grad, weight_grad=weight_grad, bias_grad=bias and weight_grad,
         late_upstream=reduction == "none", weighted_sum=weighted_sum,
         store=chosen.store(Layout(place, dtype, hidden, True, softcap is not None and weighted_sum)),
-        half_products=chosen.half_products(place),
+        **chosen.traits(place),
     )  # fmt: skip
     return make_plan(sizes, Request(memory_budget, chunk_tokens, accumulate_dtype))

@@ -8,7 +8,7 @@ from torch import Tensor
 from .backends import Backend
 from .matmul import add_dbias, add_dhidden, add_dweight
 from .objective import Objective
-from .plan import Plan
+from .plans import Plan
 from .reduction import Reduction, split_gain
 from .stats import Head, RowStats
 

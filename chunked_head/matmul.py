@@ -9,15 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .plan import MiB, slices
-
-CAST_BYTES = 16 * MiB
+from .plans import cast_rows, slices
 
 
 def vocabulary_tiles(weight_like: Tensor) -> Iterator[slice]:
-    """Rows of the weight whose fp32 copy is about 16 MiB: what is cast at a time."""
-    vocab, hidden = weight_like.shape
-    return slices(vocab, min(vocab, max(128, CAST_BYTES // (4 * max(hidden, 1)))))
+    """Slices of the weight that are cast one at a time."""
+    return slices(weight_like.shape[0], cast_rows(weight_like.shape[1]))
 
 
 def project(
@@ -26,14 +23,12 @@ def project(
     out: Tensor,  # [rows, columns], of the operands' dtype or fp32
 ) -> None:
     """``out = hidden @ weight.T``"""
-    if out.dtype == hidden.dtype:
-        torch.mm(hidden, weight.t(), out=out)
-    elif hidden.is_cuda:
-        torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
-    else:
-        wide = hidden.to(out.dtype)
-        for tile in vocabulary_tiles(weight):
-            torch.mm(wide, weight[tile].to(out.dtype).t(), out=out[:, tile])
+    if summed_by_blas(hidden, weight, out):
+        multiply(hidden, weight.t(), out, first=True)
+        return
+    wide = hidden.to(out.dtype)
+    for tile in vocabulary_tiles(weight):
+        torch.mm(wide, weight[tile].to(out.dtype).t(), out=out[:, tile])
 
 
 def add_dhidden(
@@ -72,8 +67,12 @@ def add_dweight(
 
 
 def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether one product sums these operands into ``out`` in fp32 or wider without a cast."""
-    return a.dtype == b.dtype and (a.is_cuda or out.dtype == a.dtype)
+    """Whether one product sums these operands into ``out`` in fp32 or wider without a cast.
+
+    On the CPU 16-bit products are cast whatever ``out`` is: with an odd inner size and padded rows torch 2.13's bf16
+    product reads the padding, and what is nan there becomes nan in the result.
+    """
+    return a.dtype == b.dtype and (a.is_cuda or (out.dtype == a.dtype and a.dtype.itemsize >= 4))
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:

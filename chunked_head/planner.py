@@ -1,10 +1,11 @@
 """Decides a ``Plan``: the fastest schedule that the budget holds, at the accuracy that the contract promises."""
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
 
-from .plan import (
+from .plans import (
     CHUNK_MULTIPLE,
     DEFAULT_BUDGET,
     GOOD_CHUNK,
@@ -45,6 +46,7 @@ class Request:
         return DEFAULT_BUDGET if self.memory_budget is None else parse_bytes(self.memory_budget, "memory_budget")
 
 
+@functools.lru_cache(maxsize=1024)
 def make_plan(sizes: Sizes, request: Request) -> Plan:
     """The plan for a call of these sizes; ValueError or TypeError where the request cannot be met."""
     check_request(sizes, request)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .backends import Backend, Layout
-from .plan import Sizes
+from .plans import Sizes
 from .stats import Head
 
 
@@ -81,5 +81,5 @@ def sizes_of(
         weight_grad=grad and weight.requires_grad,
         bias_grad=grad and bias is not None and bias.requires_grad,
         late_upstream=late, weighted_sum=weighted_sum,
-        store=backend.store(layout), half_products=backend.half_products(hidden.device), copied=copied,
+        store=backend.store(layout), copied=copied, **backend.traits(hidden.device),
     )  # fmt: skip

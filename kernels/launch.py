@@ -28,7 +28,7 @@ class ExpTile(NamedTuple):
     block_k: int = 64
     group_m: int = 16
     warps: int = 8
-    stages: int = 3
+    stages: int = 4
     per_multiprocessor: int = 1
 
     @property

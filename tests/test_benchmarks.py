@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 pytest.importorskip("psutil")
 pytest.importorskip("matplotlib")
 
-from benchmarks import accuracy, head, measure, memory, providers, shapes  # noqa: E402
+from benchmarks import accuracy, head, measure, memory, providers, shapes
 
 CPU = torch.device("cpu")
 SHAPE = shapes.Shape(48, 16, 320)
@@ -250,6 +250,7 @@ def test_memory_stops_a_provider_that_ran_out(tmp_path, monkeypatch):
         (accuracy.main, ["--data", "all"], "--data"),
         (accuracy.main, ["--upstream", "0"], "--upstream"),
         (memory.main, ["--limit", "much"], "--limit"),
+        (memory.main, ["--output", "memory.png"], "--output"),
         (memory.main, ["--model", "16"], "--model"),
         (memory.main, ["--tokens", "-1"], "--tokens"),
     ],

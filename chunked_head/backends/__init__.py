@@ -5,12 +5,12 @@ A backend is a module with three functions, ``Backend`` below; a ``Session`` hol
 
 import importlib
 import importlib.util
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..plan import Plan, Store
+from ..plans import Plan, Store
 from ..stats import Coefficients, Head, RowStats
 
 BACKENDS = ("triton", "torch")
@@ -47,8 +47,9 @@ class Backend(Protocol):
     def store(self, layout: Layout) -> Store:
         """What this backend keeps of the logits between statistics and gradient; ValueError where it cannot serve."""
 
-    def half_products(self, device: torch.device) -> bool:
-        """Whether 16-bit operands are multiplied as they are."""
+    def traits(self, device: torch.device) -> dict[str, Any]:
+        """What ``Sizes`` should know: ``half_products``, whether 16-bit operands are multiplied uncast; ``scratch``,
+        bytes of elementwise tiles."""
 
     def session(self, head: Head, plan: Plan, tiled: bool) -> Session:
         """The buffer of a call's sweep over whole rows, or of its gradients' tiles where the plan recomputes."""

@@ -5,12 +5,13 @@ stays in the processor's cache through all operations on it, and no temporary is
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..matmul import project
-from ..plan import Plan, Store, slices
+from ..plans import Plan, Store, slices
 from ..stats import Coefficients, Head, RowStats
 from . import Layout
 
@@ -22,8 +23,8 @@ def store(layout: Layout) -> Store:
     return "logits"
 
 
-def half_products(device: torch.device) -> bool:
-    return False
+def traits(device: torch.device) -> dict[str, Any]:
+    return {"half_products": False, "scratch": 4 * TILE_ELEMENTS}
 
 
 def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,12 +5,14 @@ exponentials and statistics (Hopper, 16-bit operands). ``logits``: cuBLAS leaves
 16-bit operands is written, 16-bit wide, over their bytes.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..kernels import launch
 from ..matmul import project
-from ..plan import Plan, Store
+from ..plans import Plan, Store
 from ..stats import Coefficients, Head, RowStats
 from . import Layout
 
@@ -33,14 +35,17 @@ def store(layout: Layout) -> Store:
 
 
 def runs_exp_logits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device runs the matmul with the exponentials: its tile is sized for Hopper's shared memory."""
+    """Whether the device runs the matmul with the exponentials: its tile is sized for Hopper's shared memory.
+
+    Where there is no GPU to ask, a plan for one is a plan for Hopper.
+    """
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)[0] == 9
+        return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
     return dtype == torch.float16  # the interpreter's product of bf16 operands is wrong
 
 
-def half_products(device: torch.device) -> bool:
-    return device.type == "cuda"
+def traits(device: torch.device) -> dict[str, Any]:
+    return {"half_products": device.type == "cuda", "scratch": 0}
 
 
 def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,6 +23,8 @@ ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
 # target, validity, weights, statistics, values and what the loss makes of them
 BYTES_PER_TOKEN = 48
 
+CAST_BYTES = 16 * MiB
+
 Schedule = Literal["loss only", "forward", "recompute"]
 Store = Literal["exp", "logits"]
 
@@ -56,6 +58,7 @@ class Sizes:
     weighted_sum: bool = False  # label smoothing: one more statistic
     store: Store = "logits"  # what the reused buffer holds between the matmul and the gradient
     copied: bool = False  # hidden states that no view flattens
+    scratch: int = 0  # bytes of the backend's elementwise tiles
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
 
     @property
@@ -225,7 +228,6 @@ def balanced(tokens: int, most: int) -> int:
 
 def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: torch.dtype) -> tuple[Term, ...]:
     """Gradients in the forward pass: they wait in ``*_acc`` and are the gradients where that is their dtype."""
-    cast = sizes.half and not sizes.half_products
     d_hidden, d_weight = sizes.gradient_terms
     wait_h = sizes.tokens * sizes.hidden * hidden_acc.itemsize if sizes.hidden_grad else 0
     wait_w = sizes.weight_elements * weight_acc.itemsize if sizes.weight_grad else 0
@@ -238,7 +240,7 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
         Term("gradient of hidden, waiting", wait_h if cast_h else 0, left_h),
         Term("gradient of weight, waiting", wait_w if cast_w else 0, wait_w if cast_w else 0),
         Term("logits of a chunk and its rows", rows * sizes.row_bytes),
-        Term("vocabulary tile in fp32", cast_tile(sizes) * sizes.hidden * 8 if cast else 0),
+        Term("work space of tiles", work_space(sizes, sizes.vocab, rows)),
         *sizes.common_terms,
     )
 
@@ -247,6 +249,7 @@ def sweep_terms(sizes: Sizes, rows: int) -> tuple[Term, ...]:
     """A pass that keeps statistics and no gradient."""
     return (
         Term("logits of a chunk and its rows", 0, sweep=rows * sizes.row_bytes),
+        Term("work space of tiles", 0, sweep=work_space(sizes, sizes.vocab, rows)),
         *sizes.common_terms,
     )
 
@@ -258,8 +261,8 @@ def recompute_terms(
     d_hidden, d_weight = sizes.gradient_terms
     accumulate_h = sizes.hidden_grad and hidden_acc != sizes.hidden_dtype
     cast_w = sizes.weight_grad and weight_acc != sizes.weight_dtype
-    # a tile of the weight's gradient on its way to a 16-bit sum, and on the CPU the weight's tile in fp32
-    tile_row = sizes.hidden * 4 if sizes.half else 0
+    # in fp16 a tile of the weight's gradient gets its scale in fp32
+    product = tile * sizes.hidden * 4 if sizes.dtype == torch.float16 and sizes.weight_grad else 0
     return (
         replace(d_hidden, loop=d_hidden.finish),
         replace(d_weight, loop=0 if cast_w else d_weight.finish),
@@ -268,15 +271,24 @@ def recompute_terms(
         # in backward there are plain logits to differentiate, whatever the sweep stored
         Term("logits of a block's tile", block * tile * max(4, sizes.element)),
         Term("hidden states of a block", block * sizes.operand_bytes),
-        Term("vocabulary tile in fp32", tile * tile_row * (1 if sizes.half_products else 2)),
+        Term("work space of tiles", product + work_space(sizes, tile, block), sweep=work_space(sizes, sizes.vocab, rows)),
         *sweep_terms(sizes, rows)[:1],
         *sizes.common_terms,
     )
 
 
-def cast_tile(sizes: Sizes) -> int:
-    """Vocabulary rows that the CPU casts to fp32 at a time: about 16 MiB of weight."""
-    return min(sizes.vocab, max(CHUNK_MULTIPLE, 16 * MiB // (4 * sizes.hidden)))
+def work_space(sizes: Sizes, columns: int, rows: int) -> int:
+    """Elementwise tiles of a backend that needs them, and where 16-bit operands are cast, the tiles of that."""
+    elementwise = min(sizes.scratch, rows * columns * sizes.logit_bytes)
+    if not sizes.half or sizes.half_products:
+        return elementwise
+    # a tile of the weight, and of its gradient
+    return elementwise + 2 * 4 * sizes.hidden * min(columns, cast_rows(sizes.hidden))
+
+
+def cast_rows(hidden: int) -> int:
+    """Rows of the weight whose fp32 copy is about 16 MiB: what is cast at a time."""
+    return max(CHUNK_MULTIPLE, CAST_BYTES // (4 * max(hidden, 1)))
 
 
 def peak_of(terms: tuple[Term, ...]) -> int:

@@ -1,0 +1,39 @@
+"""The error budget: against float64, at most twice what plain PyTorch errs in the same dtype, and four ulp."""
+
+import torch
+from torch import Tensor
+
+FACTOR = 2.0
+ULPS = 4.0
+
+
+def assert_within_budget(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torch.dtype, what: str) -> None:
+    """Holds the norm of the error and its largest element to the budget; shows the worst element where it breaks."""
+    assert ours.shape == truth.shape, f"{what}: shape {tuple(ours.shape)}, should be {tuple(truth.shape)}"
+    ours, eager, truth = (t.detach().double().cpu() for t in (ours, eager, truth))
+    error, allowed = (ours - truth).abs(), (eager - truth).abs()
+    ulp = torch.finfo(dtype).eps
+    assert torch.isfinite(ours).all(), f"{what}: {int((~torch.isfinite(ours)).sum())} elements are not finite"
+    if not truth.numel():
+        return
+    for kind, measure in (("norm", lambda t: t.norm()), ("largest", lambda t: t.max())):
+        budget = FACTOR * measure(allowed) + ULPS * ulp * measure(truth.abs())
+        if measure(error) > budget:
+            worst = int(error.argmax())
+            raise AssertionError(
+                f"{what}: {kind} error {measure(error):.3e} is over the budget {budget:.3e} (eager's is "
+                f"{measure(allowed):.3e}); worst element {worst}: {ours.flatten()[worst]:.6e}, should be "
+                f"{truth.flatten()[worst]:.6e}, eager {eager.flatten()[worst]:.6e}"
+            )
+
+
+def assert_outcome(ours, eager, truth, dtype: torch.dtype) -> None:
+    """Loss to fp32's budget (losses are fp32 for 16-bit inputs), gradients to the inputs' dtype's."""
+    loss_dtype = torch.promote_types(dtype, torch.float32)
+    assert ours.loss.dtype == loss_dtype
+    assert_within_budget(ours.loss, eager.loss, truth.loss, loss_dtype, "loss")
+    for name in ("hidden", "weight", "bias"):
+        if getattr(truth, name) is not None:
+            mine = getattr(ours, name)
+            assert mine.dtype == dtype
+            assert_within_budget(mine, getattr(eager, name), getattr(truth, name), dtype, f"gradient of {name}")

@@ -1,0 +1,215 @@
+"""The list of calls that every backend is held to, and their inputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from chunked_head import linear_cross_entropy, reference
+
+Options = dict[str, Any]
+
+
+class Place(NamedTuple):
+    """A backend on a device."""
+
+    backend: str
+    device: str
+
+
+# on a GPU nothing is interpreted, so the interpreter's place is there only without one
+TORCH_CPU = pytest.param(Place("torch", "cpu"), id="torch-cpu")
+TRITON = [] if torch.cuda.is_available() else [pytest.param(Place("triton", "cpu"), id="triton-interpreted")]
+GPU = [
+    pytest.param(Place("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu),
+    pytest.param(Place("torch", "cuda"), id="torch-cuda", marks=pytest.mark.gpu),
+]
+PLACES = [TORCH_CPU, *TRITON, *GPU]
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of a call and its options, those only the library has apart."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    options: Options
+    schedule: Options = field(default_factory=dict)
+
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        """The same call with its operands in another dtype, without history."""
+
+        def cast(name: str, value: Any) -> Any:
+            return value.detach().to(dtype) if name == "bias" else value
+
+        options = {name: cast(name, value) for name, value in self.options.items()}
+        return Inputs(self.hidden.detach().to(dtype), self.weight.detach().to(dtype), self.target, options)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options; options that are functions make their tensor from (inputs, generator)."""
+
+    name: str
+    leading: tuple[int, ...] = (253,)
+    hidden: int = 123
+    vocab: int = 507
+    options: Options = field(default_factory=dict)
+    schedule: Options = field(default_factory=lambda: {"chunk_tokens": 128})
+    ignored: float = 0.2
+    spread: float = 2.0  # standard deviation of the logits
+    exact: bool = False  # operands are small integers: every order of summation gives the same logits
+
+    def inputs(self, dtype: torch.dtype, device: str) -> Inputs:
+        made = torch.Generator().manual_seed(7)
+        hidden = torch.randn(*self.leading, self.hidden, generator=made)
+        weight = torch.randn(self.vocab, self.hidden, generator=made) * self.spread / self.hidden**0.5
+        if self.exact:
+            hidden, weight = hidden.round(), weight.round()
+        target = torch.randint(0, self.vocab, self.leading, generator=made)
+        ignore_index = self.options.get("ignore_index", -100)
+        target = target.masked_fill(torch.rand(self.leading, generator=made) < self.ignored, ignore_index)
+        options = {
+            key: value(self, made).to(device, dtype if key == "bias" else torch.float32) if callable(value) else value
+            for key, value in self.options.items()
+        }
+        return Inputs(
+            hidden.to(device, dtype), weight.to(device, dtype), target.to(device), options, dict(self.schedule)
+        )
+
+
+def per_token(case: Case, made: torch.Generator) -> Tensor:
+    return torch.rand(case.leading, generator=made) * 2.0
+
+
+def per_class(case: Case, made: torch.Generator) -> Tensor:
+    return torch.rand(case.vocab, generator=made) + 0.1
+
+
+def bias(case: Case, made: torch.Generator) -> Tensor:
+    return torch.randn(case.vocab, generator=made)
+
+
+def scalar(value: float) -> Callable[[Case, torch.Generator], Tensor]:
+    return lambda case, made: torch.tensor(value)
+
+
+SINGLE: dict[str, Options] = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "bias": {"bias": bias},
+    "class-weights": {"class_weights": per_class},
+    "token-weights": {"token_weights": per_token},
+    "smoothing": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 1e-2},
+    "softcap": {"softcap": 3.0},
+    "logit-scale": {"logit_scale": 0.37},
+    "shift": {"shift": 1},
+    "normalizer": {"normalizer": 1000.0},
+    "normalizer-tensor": {"normalizer": scalar(321.0)},
+    "ignore-index": {"ignore_index": 5},
+    "ignore-negative": {"ignore_index": -1},
+}
+PAIRS: dict[str, Options] = {
+    "smoothing+class-weights": {"label_smoothing": 0.2, "class_weights": per_class},
+    "smoothing+softcap": {"label_smoothing": 0.1, "softcap": 4.0},
+    "smoothing+z-loss": {"label_smoothing": 0.1, "z_loss": 1e-2},
+    "smoothing+none": {"label_smoothing": 0.1, "reduction": "none"},
+    "softcap+scale+bias": {"softcap": 4.0, "logit_scale": 1.5, "bias": bias},
+    "z-loss+class-weights": {"z_loss": 1e-2, "class_weights": per_class},
+    "z-loss+token-weights+none": {"z_loss": 1e-2, "token_weights": per_token, "reduction": "none"},
+    "bias+none": {"bias": bias, "reduction": "none"},
+    "class-weights+normalizer": {"class_weights": per_class, "normalizer": 77.0},
+    "token-weights+shift": {"token_weights": per_token, "shift": 2},
+    "shift+none": {"shift": 1, "reduction": "none"},
+}
+EVERYTHING: Options = {
+    "bias": bias, "class_weights": per_class, "token_weights": per_token, "label_smoothing": 0.1, "z_loss": 1e-2,
+    "softcap": 5.0, "logit_scale": 0.8, "shift": 1,
+}  # fmt: skip
+
+OPTION_CASES = [
+    # hidden 123 cannot be described to the tensor copy engine, 64 can: both stores of the buffer are seen
+    *(Case(f"{name}-h{hidden}", (3, 23), hidden, 507, options, {"chunk_tokens": 32})
+      for name, options in (SINGLE | PAIRS).items() for hidden in (123, 64)),
+    Case("everything", (3, 29), 64, 507, EVERYTHING, {"chunk_tokens": 32}),
+    Case("everything-none", (3, 29), 64, 507, EVERYTHING | {"reduction": "none"}, {"chunk_tokens": 32}),
+]  # fmt: skip
+SIZE_CASES = [
+    Case("odd", (253,), 123, 507),
+    Case("odd-h64", (253,), 64, 507),
+    Case("one-chunk", (253,), 64, 507, schedule={}),
+    Case("one-row", (1,), 64, 507, ignored=0.0),
+    Case("one-row-odd", (1,), 3, 5, ignored=0.0),
+    Case("0-d", (), 16, 33, ignored=0.0),
+    Case("ragged", (2, 67), 64, 131, schedule={"chunk_tokens": 128}),
+    Case("even-vocabulary", (70,), 64, 512),
+    Case("vocabulary-1", (9,), 8, 1, exact=True),
+    Case("vocabulary-50257", (5,), 16, 50257),
+    Case("vocabulary-128256", (5,), 16, 128256),
+    Case("small-budget", (400,), 64, 507, schedule={"memory_budget": 500_000}),
+    Case("peaked", (65,), 64, 507, spread=30.0),
+    Case("four-dimensions", (2, 3, 5, 2), 16, 65),
+]
+CASES = [*OPTION_CASES, *SIZE_CASES]
+
+
+def combinations() -> list:
+    """Cases x dtypes x places; interpreted, each option once per store of the buffer, as a program step is slow there."""
+    found = []
+    for place in PLACES:
+        for case in CASES:
+            interpreted = place.id == "triton-interpreted"
+            for dtype in (torch.float32, *HALVES):
+                if interpreted and case in OPTION_CASES and dtype != (torch.float16 if case.hidden == 64 else torch.float32):
+                    continue
+                if interpreted and (case.vocab, dtype) in ((50257, torch.bfloat16), (128256, torch.bfloat16), (128256, torch.float16)):
+                    continue
+                found.append(
+                    pytest.param(
+                        case, dtype, place.values[0], marks=place.marks, id=f"{case.name}-{str(dtype)[6:]}-{place.id}"
+                    )
+                )
+    return found
+
+
+class Outcome(NamedTuple):
+    """Loss and gradients of a call under an upstream gradient."""
+
+    loss: Tensor
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+def upstream_like(loss: Tensor) -> Tensor:
+    """A fixed random upstream gradient, the same for every dtype."""
+    made = torch.Generator().manual_seed(11)
+    return (torch.rand(loss.shape, generator=made) + 0.25).to(loss.device, loss.dtype)
+
+
+def run(function: Callable[..., Tensor], inputs: Inputs, given_grad: Tensor | None = None, **extra: Any) -> Outcome:
+    """Calls and differentiates with the upstream gradient given (a fixed random one by default)."""
+    hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
+    options = dict(inputs.options)
+    given = [hidden, weight]
+    if "bias" in options:
+        options["bias"] = options["bias"].detach().clone().requires_grad_()
+        given.append(options["bias"])
+    loss = function(hidden, weight, inputs.target, **options, **extra)
+    grads = torch.autograd.grad(loss, given, upstream_like(loss) if given_grad is None else given_grad.to(loss.dtype))
+    return Outcome(loss.detach(), grads[0], grads[1], grads[2] if len(grads) > 2 else None)
+
+
+def run_ours(inputs: Inputs, place: Place, given_grad: Tensor | None = None, **extra: Any) -> Outcome:
+    return run(linear_cross_entropy, inputs, given_grad, backend=place.backend, **(inputs.schedule | extra))
+
+
+def run_reference(inputs: Inputs, dtype: torch.dtype, given_grad: Tensor | None = None) -> Outcome:
+    return run(reference.linear_cross_entropy, inputs.to(dtype), given_grad)

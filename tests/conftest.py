@@ -1,0 +1,27 @@
+"""Where tests run: the CPU by torch and by Triton's interpreter, a GPU by both backends (``-m gpu``)."""
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+torch.set_num_threads(1)  # the tests' sizes are small, and several workers may share the cores
+if not HAS_GPU:
+    # before anything imports triton: kernels are interpreted or compiled as the variable says at import
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if HAS_GPU or "gpu" not in config.getoption("-m").replace("not gpu", ""):
+        return
+    if any(item.get_closest_marker("gpu") for item in items):
+        raise pytest.UsageError("tests marked gpu were asked for and torch sees no GPU: they fail rather than skip")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(20)
+    # the oracle and eager PyTorch are the measure of error: full precision wherever fp32 is said
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")

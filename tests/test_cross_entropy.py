@@ -1,0 +1,165 @@
+"""Every case on every backend in every dtype, against the oracle in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budget import assert_outcome, assert_within_budget
+from cases import CASES, PLACES, SIZE_CASES, Case, Place, combinations, per_class, run, run_ours, run_reference
+
+from chunked_head import linear_cross_entropy, plan, reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SMALL = Case("small", (70,), 64, 507, schedule={"chunk_tokens": 32})
+
+
+@pytest.mark.parametrize(("case", "dtype", "place"), combinations())
+def test_case(case: Case, dtype: torch.dtype, place: Place) -> None:
+    inputs = case.inputs(dtype, place.device)
+    truth, eager = run_reference(inputs, torch.float64), run_reference(inputs, dtype)
+    assert_outcome(run_ours(inputs, place), eager, truth, dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_float64_on_cpu(case: Case) -> None:
+    inputs = case.inputs(torch.float64, "cpu")
+    for mine, true in zip(run_ours(inputs, Place("torch", "cpu")), run_reference(inputs, torch.float64), strict=True):
+        if true is not None:
+            torch.testing.assert_close(mine, true, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_oracle_is_torch(reduction: str, smoothing: float, weighted: bool) -> None:
+    """The oracle itself against PyTorch's own cross-entropy."""
+    inputs = Case("oracle", (40,), 16, 33).inputs(torch.float64, "cpu")
+    omega = per_class(Case("", vocab=33), torch.Generator().manual_seed(0)).double() if weighted else None
+
+    def torch_own(hidden, weight, target):
+        return F.cross_entropy(hidden @ weight.T, target, omega, reduction=reduction, label_smoothing=smoothing)
+
+    def oracle(hidden, weight, target):
+        return reference.linear_cross_entropy(
+            hidden, weight, target, class_weights=omega, reduction=reduction, label_smoothing=smoothing
+        )
+
+    theirs, ours = run(torch_own, inputs), run(oracle, inputs)
+    for mine, own in zip(ours[:3], theirs[:3], strict=True):
+        torch.testing.assert_close(mine, own)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_chunk_size_changes_nothing(place: Place, dtype: torch.dtype, reduction: str) -> None:
+    inputs = Case("", (70,), 64, 130, {"reduction": reduction}).inputs(dtype, place.device)
+    truth, eager = run_reference(inputs, torch.float64), run_reference(inputs, dtype)
+    losses = []
+    for chunk in (1, 37, 64, 70, 4096):
+        few = dtype == torch.float32 or reduction == "none" or 70 / chunk <= 8
+        accumulate = {} if few else {"accumulate_dtype": torch.float32}
+        ours = run_ours(inputs, place, chunk_tokens=chunk, **accumulate)
+        assert_outcome(ours, eager, truth, dtype)
+        losses.append(ours.loss)
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nats", [11.0, 40.0, 59.0, 61.0, 89.0, 300.0, 3000.0])
+@pytest.mark.parametrize("every_row", [False, True])
+def test_confidently_wrong_rows(place: Place, dtype: torch.dtype, nats: float, every_row: bool) -> None:
+    """Rows whose target lies far below the largest logit, alone among others and all at once."""
+    made = torch.Generator().manual_seed(3)
+    hidden = torch.zeros(20, 64)
+    wrong = torch.ones(20, dtype=torch.bool) if every_row else torch.arange(20) == 7
+    hidden[:, 0] = torch.where(wrong, nats, 1.0)
+    hidden[:, 1:] = torch.randn(20, 63, generator=made) * 0.1
+    weight = torch.randn(200, 64, generator=made) * 0.1
+    weight[:, 0] = 0.0
+    weight[3, 0] = 1.0  # the one logit of `nats`
+    inputs = Case("", (20,), 64, 200, ignored=0.0).inputs(dtype, place.device)
+    target = torch.randint(4, 200, (20,), generator=made).to(place.device)
+    object.__setattr__(inputs, "hidden", hidden.to(place.device, dtype))
+    object.__setattr__(inputs, "weight", weight.to(place.device, dtype))
+    object.__setattr__(inputs, "target", target)
+    truth, eager = run_reference(inputs, torch.float64), run_reference(inputs, dtype)
+    assert_outcome(run_ours(inputs, place), eager, truth, dtype)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_masked_logits(place: Place) -> None:
+    """A bias of -inf takes tokens out of the vocabulary: probability 0, no nan, strips of -inf alone included."""
+    inputs = Case("", (40,), 64, 507, {"bias": lambda c, g: torch.zeros(c.vocab)}).inputs(torch.float16, place.device)
+    inputs.options["bias"][100:400] = -torch.inf
+    inputs.target.copy_(torch.where(inputs.target < 400, inputs.target.clamp(max=99), inputs.target))
+    truth, eager = run_reference(inputs, torch.float64), run_reference(inputs, torch.float16)
+    ours = run_ours(inputs, place)
+    assert_outcome(ours, eager, truth, torch.float16)
+    assert not ours.weight[100:400].any()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_z_loss_row_sums(place: Place, dtype: torch.dtype) -> None:
+    """Rows of dlogits sum to 2 z w lse: with a constant column of hidden 1 they are the column sums of its dweight."""
+    inputs = SMALL.inputs(dtype, place.device)
+    inputs.hidden.zero_()[..., 0] = 1.0
+    for z in (0.0, 0.5):
+        object.__setattr__(inputs, "options", {"z_loss": z, "reduction": "sum"})
+        ours = run_ours(inputs, place, torch.ones((), device=place.device))
+        counts = inputs.target != -100
+        lse = (inputs.hidden.double() @ inputs.weight.double().T).logsumexp(-1)
+        expected = (2 * z * lse[counts]).sum()
+        total = ours.weight[:, 0].double().sum()
+        size = ours.weight[:, 0].double().abs().sum()
+        assert abs(total - expected) <= 4 * torch.finfo(dtype).eps * size
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", [c for c in SIZE_CASES if c.vocab < 50000], ids=lambda c: c.name)
+def test_loss_only_is_the_loss(place: Place, case: Case) -> None:
+    inputs = case.inputs(torch.float16, place.device)
+    with torch.no_grad():
+        alone = linear_cross_entropy(
+            inputs.hidden, inputs.weight, inputs.target, backend=place.backend, **inputs.schedule
+        )
+    # bit for bit: what a call asks beside the loss does not change the loss
+    assert torch.equal(alone, run_ours(inputs, place).loss)
+    assert alone.grad_fn is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(4096, 1024, 128256), (300, 2304, 256000), (1000, 64, 50257)])
+def test_real_sizes(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    """Real vocabularies on a GPU, in chunks, with an accumulator of either dtype."""
+    tokens, hidden, vocab = shape
+    inputs = Case("", (tokens,), hidden, vocab).inputs(dtype, "cuda")
+    one = torch.ones((), device="cuda")
+    truth = run_reference(inputs, torch.float32, one)
+    eager = run_reference(inputs, dtype, one)
+    for accumulate in {torch.float32, dtype} - {torch.float16}:
+        chunk = -(-tokens // 4)
+        ours = run_ours(
+            inputs, Place("triton", "cuda"), one, chunk_tokens=chunk, accumulate_dtype=accumulate
+        )
+        assert_outcome(ours, eager, truth, dtype)
+
+
+@pytest.mark.gpu
+def test_hopper_keeps_exponentials() -> None:
+    """The matmul with the exponentials is the one that a Hopper GPU runs."""
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert plan(256, 64, 507, torch.bfloat16, device="cuda").sizes.store == "exp"
+    assert plan(256, 63, 507, torch.bfloat16, device="cuda").sizes.store == "logits"
+    assert plan(256, 64, 507, torch.float32, device="cuda").sizes.store == "logits"
+
+
+def test_loss_is_within_budget_of_itself() -> None:
+    """The budget can fail: a gradient off by one part in a hundred breaks it."""
+    inputs = SMALL.inputs(torch.float32, "cpu")
+    truth, eager = run_reference(inputs, torch.float64), run_reference(inputs, torch.float32)
+    with pytest.raises(AssertionError, match="over the budget"):
+        assert_within_budget(eager.weight * 1.01, eager.weight, truth.weight, torch.float32, "gradient")

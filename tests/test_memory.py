@@ -1,0 +1,200 @@
+"""Measured peaks against the plan's prediction, and that nothing the size of a chunk's logits is made but one buffer."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import PLACES, Case, Place, bias, per_class, per_token
+from tracking import Tracker
+
+from chunked_head import Plan, linear_cross_entropy, plan
+from chunked_head.plans import MiB
+
+TOKENS, HIDDEN, VOCAB = 512, 24, 6007
+
+
+def operands(place: Place, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+    tokens, hidden, vocab = shape
+    made = torch.Generator().manual_seed(1)
+    h = torch.randn(tokens, hidden, generator=made).to(place.device, dtype).requires_grad_()
+    w = torch.randn(vocab, hidden, generator=made).to(place.device, dtype).requires_grad_()
+    return h, w, torch.randint(0, vocab, (tokens,), generator=made).to(place.device)
+
+
+def measure(place: Place, tensors: tuple[torch.Tensor, ...], upstream: float = 1.0, **options: Any) -> int:
+    """Peak bytes over the inputs of loss and backward."""
+    hidden, weight, target = tensors
+
+    def step() -> None:
+        loss = linear_cross_entropy(hidden, weight, target, backend=place.backend, **options)
+        if loss.requires_grad:
+            (loss.sum() * upstream).backward()
+
+    if place.device == "cuda":
+        step()  # cuBLAS takes its workspace
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        with Tracker(*tensors) as tracker:
+            step()
+        peak = tracker.peak_bytes
+    hidden.grad = weight.grad = None
+    return peak
+
+
+def assert_predicted(measured: int, expected: Plan) -> None:
+    allowed = max(0.05 * expected.peak_bytes, 8 * MiB)
+    assert abs(measured - expected.peak_bytes) <= allowed, (
+        f"measured {measured / MiB:.2f} MiB, predicted {expected.peak_bytes / MiB:.2f} MiB\n{expected}"
+    )
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {},
+    {"chunk_tokens": 256},
+    {"chunk_tokens": 128, "accumulate_dtype": torch.float32},
+    {"memory_budget": "48MiB"},
+    {"reduction": "none"},
+    {"reduction": "none", "memory_budget": "40MiB"},
+]
+
+
+# large enough that 5 % are more than small change, small enough for two cores
+CPU_SHAPE, GPU_SHAPE = (1024, 64, 20000), (4096, 1024, 128256)
+
+
+@pytest.mark.parametrize("place", [p for p in PLACES if p.id != "triton-interpreted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("upstream", [1.0, 0.37])
+def test_prediction(place: Place, dtype: torch.dtype, schedule: dict[str, Any], upstream: float) -> None:
+    shape = CPU_SHAPE
+    if place.device == "cuda":
+        shape = GPU_SHAPE
+        schedule = {k: "900MiB" if k == "memory_budget" else 8 * v if k == "chunk_tokens" else v for k, v in schedule.items()}
+    if place.device == "cuda" and place.backend == "torch" and dtype != torch.float32:
+        shape = (1024, 256, 50000)  # 16-bit operands are cast tile by tile there: right, and slow
+    tensors = operands(place, dtype, shape)
+    expected = plan(*shape, dtype, device=place.device, backend=place.backend, **schedule)
+    measured = measure(place, tensors, upstream, **schedule)
+    assert_predicted(measured, expected)
+    if "memory_budget" in schedule:
+        assert expected.extra_bytes <= expected.budget
+        assert measured - expected.gradient_bytes <= expected.budget * 1.05
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+def test_frozen_operands_take_no_memory(place: Place, frozen: str) -> None:
+    shape = (64, 32, 5003)
+    hidden, weight, target = operands(place, torch.float32, shape)
+    hidden.requires_grad_(frozen == "weight")
+    weight.requires_grad_(frozen == "hidden")
+    expected = plan(
+        *shape, torch.float32, hidden_grad=frozen == "weight", weight_grad=frozen == "hidden",
+        device=place.device, backend=place.backend, chunk_tokens=16,
+    )  # fmt: skip
+    assert expected.gradient_bytes == {"hidden": 5003 * 32 * 4, "weight": 64 * 32 * 4, "both": 0}[frozen]
+    if place.device == "cpu":
+        measured = measure(place, (hidden, weight, target), chunk_tokens=16)
+        assert measured <= expected.peak_bytes * 1.05 + 64_000  # and so no 640 KB gradient of a frozen weight
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "none": {"reduction": "none"},
+    "smoothing": {"label_smoothing": 0.1, "z_loss": 1e-3},
+    "softcap": {"softcap": 5.0, "logit_scale": 0.5},
+    "smoothing-softcap": {"softcap": 5.0, "label_smoothing": 0.1},
+    "bias": {"bias": bias},
+    "weights": {"class_weights": per_class, "token_weights": per_token},
+    "shift": {"shift": 1},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_one_buffer_of_logits(place: Place, dtype: torch.dtype, name: str) -> None:
+    """For every option and store, one tensor of chunk x vocabulary elements at a time; no torch softmax touches it."""
+    tokens, chunk = (96, 64) if place == Place("triton", "cpu") else (512, 256)
+    if place == Place("triton", "cpu") and dtype == torch.float32 and name not in ("plain", "none", "smoothing"):
+        tokens, chunk = 40, 32  # the interpreter walks every row
+    case = Case("", (tokens,), HIDDEN, VOCAB, OPTIONS[name], {"chunk_tokens": chunk})
+    inputs = case.inputs(dtype, place.device)
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    options = inputs.options | {"chunk_tokens": chunk}
+    if "bias" in options:
+        options["bias"].requires_grad_()
+    if dtype == torch.bfloat16 and place.device == "cpu" and tokens // chunk > 8:
+        options["accumulate_dtype"] = torch.float32
+    large = chunk * VOCAB
+    assert large > VOCAB * HIDDEN, "the weight's gradient is no larger than a chunk's logits"
+    with Tracker(hidden, weight, inputs.target, large=large) as tracker:
+        linear_cross_entropy(hidden, weight, inputs.target, backend=place.backend, **options).sum().backward()
+    if place != Place("triton", "cpu"):  # the interpreter copies a kernel's arguments for itself
+        assert tracker.most_large == 1, "one reused buffer, and it is there"
+    if place.backend == "triton":
+        reducing = {"_softmax", "_log_softmax", "logsumexp", "exp", "gather", "sub", "mul", "where", "clone"}
+        assert not tracker.large_operations & reducing, tracker.large_operations
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_loss_only_makes_no_gradient_buffer(place: Place) -> None:
+    hidden, weight, target = (t.detach() for t in operands(place, torch.float32, (40, 512, 700)))
+    with Tracker(hidden, weight, target, large=weight.numel()) as tracker:
+        linear_cross_entropy(hidden, weight, target, backend=place.backend, chunk_tokens=8)
+    assert tracker.most_large == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"normalizer": 9.0}, {"reduction": "none"}, {"z_loss": 1e-3, "label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_no_host_synchronisation(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    hidden, weight, target = operands(Place("triton", "cuda"), dtype, (700, 256, 5000))
+    upstream = torch.full((), 0.37, device="cuda")
+
+    def step() -> None:
+        loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=256, **options)
+        (loss.sum() * upstream).backward()
+
+    step()  # kernels are compiled
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_int32() -> None:
+    """A buffer of more than 2^31 logits: the last rows come out as they do in small chunks."""
+    hidden, weight, target = operands(Place("triton", "cuda"), torch.bfloat16, (9000, 64, 256000))
+    outcomes = []
+    for chunk in (9000, 1500):
+        hidden.grad = weight.grad = None
+        linear_cross_entropy(hidden, weight, target, chunk_tokens=chunk, accumulate_dtype=torch.float32).backward()
+        outcomes.append((hidden.grad, weight.grad))
+    torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=2e-2, atol=1e-9)
+    torch.testing.assert_close(outcomes[0][1], outcomes[1][1], rtol=2e-2, atol=1e-8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bad", [128256, -1, 1 << 40, -(1 << 40)])
+def test_out_of_range_on_gpu(reduction: str, dtype: torch.dtype, bad: int) -> None:
+    """One bad target makes the whole call nan, loss and gradients, and touches no memory that is not the call's."""
+    hidden, weight, target = operands(Place("triton", "cuda"), dtype, (300, 64, 128256))
+    target[17] = bad
+    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction)
+    loss.sum().backward()
+    torch.cuda.synchronize()
+    assert loss.isnan().all()
+    assert weight.grad.isnan().any()
+    assert hidden.grad[torch.arange(300) != 17].isnan().all()

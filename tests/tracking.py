@@ -1,0 +1,37 @@
+"""Watches the tensors that a call makes: how large each is, and how many bytes live at the same time."""
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Tracker(TorchDispatchMode):
+    """Counts storages made while it is on; those that existed before are no business of a call."""
+
+    def __init__(self, *existing: torch.Tensor, large: int = 1 << 62):
+        super().__init__()
+        self.known = {t.untyped_storage()._cdata for t in existing}
+        self.large = large  # elements from which a tensor is large
+        self.live: dict[int, tuple[StorageWeakRef, int, bool]] = {}
+        self.peak_bytes = 0
+        self.most_large = 0
+        self.large_operations: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(t, torch.Tensor) and t.numel() >= self.large for t in tree_leaves((args, kwargs, result))):
+            self.large_operations.add(func.overloadpacket.__name__)
+        # what was freed before this operation is no longer there, and the result of this one is
+        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known and storage._cdata not in self.live:
+                    elements = storage.nbytes() // tensor.element_size()
+                    self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), elements >= self.large
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size, _ in self.live.values()))
+        self.most_large = max(self.most_large, sum(large for _, _, large in self.live.values()))
+        return result
