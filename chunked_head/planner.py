@@ -22,6 +22,7 @@ from .plans import (
     name,
     parse_bytes,
     recompute_terms,
+    rows_of,
     sweep_terms,
 )
 
@@ -147,7 +148,7 @@ def plan_half_weight(sizes: Sizes, request: Request) -> Plan:
         attempts.append((own, 0, 1, MAX_HALF_CHUNKS))
     if may_own and wanted is not None and not request.explicit and request.chunk_tokens is None:
         # asked for by name, it overrides the default budget: chunks as large as the accuracy asks
-        request = replace(request, chunk_tokens=balanced(sizes.tokens, -(-sizes.tokens // MAX_HALF_CHUNKS)))
+        request = replace(request, chunk_tokens=rows_of(sizes.tokens, MAX_HALF_CHUNKS))
         attempts.append((own, 0, 1, MAX_HALF_CHUNKS))
     if may_wide:
         attempts.append((torch.float32, 0 if request.explicit else fp32_bytes, CHUNK_MULTIPLE, 0))
@@ -173,7 +174,7 @@ def plan_half_weight(sizes: Sizes, request: Request) -> Plan:
 
 
 def half_bytes(sizes: Sizes) -> int:
-    rows = balanced(sizes.tokens, -(-sizes.tokens // MAX_HALF_CHUNKS))
+    rows = rows_of(sizes.tokens, MAX_HALF_CHUNKS)
     return extra_of(forward_terms(sizes, rows, sizes.hidden_dtype, sizes.weight_dtype))
 
 
@@ -211,7 +212,7 @@ def best_tile(sizes: Sizes, budget: int, weight_acc: torch.dtype, most_blocks: i
     best: tuple[int, int] | None = None
     tried = 0
     for blocks in range(1, most_blocks + 1):
-        block = balanced(sizes.tokens, -(-max(sizes.tokens, 1) // blocks))
+        block = rows_of(sizes.tokens, blocks)
         if block == tried:
             continue
         tried = block

@@ -226,6 +226,12 @@ def balanced(tokens: int, most: int) -> int:
     return min(most, math.ceil(rows / CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
+def rows_of(tokens: int, chunks: int) -> int:
+    """Rows of equal chunks, no more of them than ``chunks``, a multiple of 128 where there are several."""
+    rows = -(-max(tokens, 1) // chunks)
+    return min(max(tokens, 1), -(-rows // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
+
+
 def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: torch.dtype) -> tuple[Term, ...]:
     """Gradients in the forward pass: they wait in ``*_acc`` and are the gradients where that is their dtype."""
     d_hidden, d_weight = sizes.gradient_terms

@@ -1,0 +1,130 @@
+"""Plans: within their budget, balanced, of the promised accuracy, and decided without a tensor."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunked_head import plan
+from chunked_head.plans import DEFAULT_BUDGET, MiB, parse_bytes
+
+LLAMA: dict[str, Any] = {"hidden": 4096, "vocab": 128256, "dtype": torch.bfloat16, "device": "cuda"}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokens=st.integers(0, 200_000),
+    hidden=st.integers(1, 8192),
+    vocab=st.integers(1, 300_000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    budget=st.none() | st.integers(1 * MiB, 20_000 * MiB),
+    reduction=st.sampled_from(["mean", "none"]),
+    hidden_grad=st.booleans(),
+    weight_grad=st.booleans(),
+)
+def test_budget_holds(tokens, hidden, vocab, dtype, budget, reduction, hidden_grad, weight_grad) -> None:
+    try:
+        made = plan(
+            tokens, hidden, vocab, dtype, memory_budget=budget, reduction=reduction, device="cpu", backend="torch",
+            hidden_grad=hidden_grad, weight_grad=weight_grad,
+        )  # fmt: skip
+    except ValueError as error:
+        assert budget is not None or tokens * 48 + 20 * hidden * vocab > DEFAULT_BUDGET, str(error)
+        assert "too small" in str(error)
+        return
+    grown = 4 * hidden * vocab if budget is None else 0
+    assert made.extra_bytes <= (budget or DEFAULT_BUDGET) + grown
+    assert made.extra_bytes <= made.budget
+    covered = [t for rows in made.token_chunks() for t in (rows.start, rows.stop)]
+    assert covered == sorted(covered)
+    assert (covered[0], covered[-1]) == (0, tokens) if tokens else not covered
+    if made.chunks > 1 and made.chunk_tokens >= 128:
+        assert made.chunk_tokens % 128 == 0
+        # balanced: no chunk could go, and none is larger than it must be by a multiple of 128
+        assert (made.chunks - 1) * made.chunk_tokens < tokens
+        assert made.chunk_tokens - 128 < -(-tokens // made.chunks)
+    if weight_grad and made.weight_accumulate == dtype and dtype in (torch.bfloat16, torch.float16):
+        assert (made.blocks if made.schedule == "recompute" else made.chunks) <= 8 or not tokens
+    assert hash(made) == hash(dataclasses.replace(made))
+    assert str(made)
+
+
+def test_default_for_a_large_head() -> None:
+    made = plan(8192, **LLAMA)
+    assert (made.schedule, made.chunks, made.chunk_tokens) == ("forward", 4, 2048)
+    assert made.accumulate_dtype == torch.bfloat16
+    assert made.extra_bytes <= 640 * MiB
+
+
+def test_default_grows_by_an_accumulator() -> None:
+    made = plan(65536, **LLAMA)
+    assert made.accumulate_dtype == torch.float32
+    assert 640 * MiB < made.extra_bytes <= 640 * MiB + 4 * 4096 * 128256
+
+
+def test_accumulates_in_fp32_where_that_fits() -> None:
+    assert plan(16384, **LLAMA, memory_budget="3GiB").accumulate_dtype == torch.float32
+    assert plan(8192, 512, 128256, torch.bfloat16, device="cuda", memory_budget="1GiB").accumulate_dtype == torch.float32
+
+
+def test_one_chunk_needs_no_accumulator() -> None:
+    made = plan(1024, **LLAMA)
+    assert (made.chunks, made.accumulate_dtype) == (1, torch.bfloat16)
+
+
+def test_named_chunk_and_accumulator() -> None:
+    made = plan(8192, **LLAMA, chunk_tokens=4096, accumulate_dtype=torch.float32)
+    assert (made.chunks, made.chunk_tokens, made.accumulate_dtype) == (2, 4096, torch.float32)
+    assert made.hidden_accumulate == torch.float32
+    with pytest.raises(ValueError, match=r"needs \d+ bytes \([\d.]+ MiB\) beside the gradients"):
+        plan(8192, **LLAMA, chunk_tokens=4096, accumulate_dtype=torch.float32, memory_budget="640MiB")
+
+
+def test_small_budget_recomputes() -> None:
+    made = plan(8192, **LLAMA, memory_budget="220MiB")
+    assert made.schedule == "recompute"
+    assert made.weight_error is not None and made.weight_error < 4e-3
+    exact = plan(8192, **LLAMA, memory_budget="300MiB", accumulate_dtype=torch.float32)
+    assert (exact.schedule, exact.blocks) == ("recompute", 1)
+    assert exact.extra_bytes <= 300 * MiB
+
+
+def test_fp16_waits_in_fp32() -> None:
+    made = plan(8192, 4096, 128256, torch.float16, device="cuda")
+    assert made.accumulate_dtype == torch.float32
+
+
+def test_loss_only() -> None:
+    made = plan(8192, **LLAMA, hidden_grad=False, weight_grad=False)
+    assert (made.schedule, made.gradient_bytes) == ("loss only", 0)
+
+
+def test_autocast_names_the_cast_weight() -> None:
+    made = plan(8192, **LLAMA, hidden_dtype=torch.float32, weight_dtype=torch.float32)
+    cast = next(term for term in made.terms if term.kind == "cast")
+    assert cast.loop == 2 * 4096 * 128256
+    assert made.accumulate_dtype == torch.float32
+    assert made.extra_bytes <= 640 * MiB
+
+
+def test_prints_as_a_table() -> None:
+    text = str(plan(8192, **LLAMA, chunk_tokens=2048))
+    for part in ("8192 x 4096 x 128256, bfloat16", "4 of 2048 tokens", "expected error", "beside the gradients"):
+        assert part in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan(8192, **LLAMA).chunk_tokens = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("64MiB", 64 << 20), ("1.5GiB", 3 << 29), ("2 GB", 2 * 10**9), ("100", 100), ("3kb", 3000), (7, 7), ("1g", 10**9)],
+)
+def test_parse_bytes(text: str | int, size: int) -> None:
+    assert parse_bytes(text, "memory_budget") == size
