@@ -236,6 +236,7 @@ def read_device(parser: argparse.ArgumentParser, text: str) -> torch.device:
             parser.error("argument --device: no CUDA device is available here")
         if (device.index or 0) >= torch.cuda.device_count():
             parser.error(f"argument --device: {text!r} is not there, {torch.cuda.device_count()} device(s) are")
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
 

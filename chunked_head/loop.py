@@ -140,7 +140,7 @@ def recompute(call: Call, hidden: Tensor, head: Head, stats: RowStats, upstream:
                     d_rows = grads.hidden[block]
             for tile in plan.column_tiles():
                 dlogits = session.tile_grad(rows, tile, target[block], stats.at(block), coefficients)
-                add_tile(dlogits, rows, head.weight[tile], d_rows, grads, tile, block.start == 0, gain)
+                add_tile(dlogits, rows, head.weight[tile], d_rows, grads, tile, block.start == 0, gain, plan)
             if d_rows is not None and grads.hidden is not None:
                 if gain is not None:
                     d_rows.mul_(gain)
@@ -159,6 +159,7 @@ def add_tile(
     tile: slice,
     first_block: bool,
     gain: Tensor | None,
+    plan: Plan,
 ) -> None:
     """A tile's share of every gradient."""
     if d_rows is not None:
@@ -168,10 +169,11 @@ def add_tile(
         grads.bias[tile].copy_(total) if first_block else grads.bias[tile].add_(total)
     if grads.weight is None:
         return
-    if gain is None:
+    if not plan.sizes.through_fp32(plan.weight_accumulate):
         add_dweight(dlogits, rows, grads.weight[tile], first_block)
         return
     product = torch.empty_like(grads.weight[tile], dtype=torch.float32)
     add_dweight(dlogits, rows, product, first=True)
-    product.mul_(gain)
+    if gain is not None:
+        product.mul_(gain)
     grads.weight[tile].copy_(product) if first_block else grads.weight[tile].add_(product)

@@ -99,12 +99,15 @@ def plan_forward(
     # a 16-bit gradient of hidden that waits in fp32 is rounded once, after the upstream gradient is known
     keep_wide = weight_acc != sizes.weight_dtype or not sizes.weight_grad
     needed = 0
-    for hidden_acc in (wide, sizes.hidden_dtype) if keep_wide and wide != sizes.hidden_dtype else (sizes.hidden_dtype,):
+    choices = [wide] if keep_wide and wide != sizes.hidden_dtype else []
+    if sizes.sums_into(sizes.hidden_dtype):
+        choices.append(sizes.hidden_dtype)
+    for hidden_acc in choices or [wide]:
 
         def extra(rows: int, hidden_acc: torch.dtype = hidden_acc) -> int:
             return extra_of(forward_terms(sizes, rows, hidden_acc, weight_acc))
 
-        rows = chunk_rows(sizes, request, extra, budget, hidden_acc == sizes.hidden_dtype)
+        rows = chunk_rows(sizes, request, extra, budget, last=hidden_acc == (choices or [wide])[-1])
         enough = rows >= min(least, max(sizes.tokens, 1)) if request.chunk_tokens is None else rows > 0
         if enough and (not most_chunks or -(-sizes.tokens // rows) <= most_chunks):
             rows = balanced(sizes.tokens, rows)
@@ -131,7 +134,7 @@ def plan_half_weight(sizes: Sizes, request: Request) -> Plan:
     """A 16-bit weight: its gradient in one product, in an fp32 accumulator, in its own dtype, or by recomputing."""
     own, wanted = sizes.weight_dtype, request.accumulate_dtype
     # unscaled sums over tokens can pass fp16's 65504, so in fp16 they always wait in fp32
-    may_own = own != torch.float16 and wanted in (None, own)
+    may_own = own != torch.float16 and sizes.sums_into(own) and wanted in (None, own)
     may_wide = wanted in (None, torch.float32)
     if wanted == torch.float16:
         raise ValueError(
@@ -203,8 +206,9 @@ def plan_recompute(sizes: Sizes, request: Request, note: str) -> Plan:
 
 def hidden_accumulator(sizes: Sizes, tile: int) -> torch.dtype:
     """One tile makes the gradient of hidden in one product; several are added in fp32."""
-    half = sizes.hidden_dtype.itemsize < 4
-    return torch.float32 if half and tile < sizes.vocab else sizes.hidden_dtype
+    if sizes.hidden_dtype.itemsize < 4 and (tile < sizes.vocab or not sizes.sums_into(sizes.hidden_dtype)):
+        return torch.float32
+    return sizes.hidden_dtype
 
 
 def best_tile(sizes: Sizes, budget: int, weight_acc: torch.dtype, most_blocks: int, rows: int):

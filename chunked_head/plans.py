@@ -65,6 +65,14 @@ class Sizes:
     def half(self) -> bool:
         return self.dtype in ROUNDING_ERROR
 
+    def sums_into(self, dtype: torch.dtype) -> bool:
+        """Whether a product of operands can be stored in ``dtype``: theirs, or a wide one."""
+        return dtype == self.dtype or dtype.itemsize >= 4
+
+    def through_fp32(self, weight_acc: torch.dtype) -> bool:
+        """Whether a tile of the weight's gradient is made in fp32 first: fp16 gets its scale there."""
+        return self.dtype == torch.float16 or not self.sums_into(weight_acc)
+
     @property
     def element(self) -> int:
         """Bytes of an operand's element."""
@@ -267,8 +275,7 @@ def recompute_terms(
     d_hidden, d_weight = sizes.gradient_terms
     accumulate_h = sizes.hidden_grad and hidden_acc != sizes.hidden_dtype
     cast_w = sizes.weight_grad and weight_acc != sizes.weight_dtype
-    # in fp16 a tile of the weight's gradient gets its scale in fp32
-    product = tile * sizes.hidden * 4 if sizes.dtype == torch.float16 and sizes.weight_grad else 0
+    product = tile * sizes.hidden * 4 if sizes.weight_grad and sizes.through_fp32(weight_acc) else 0
     return (
         replace(d_hidden, loop=d_hidden.finish),
         replace(d_weight, loop=0 if cast_w else d_weight.finish),

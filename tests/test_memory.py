@@ -180,8 +180,9 @@ def test_offsets_beyond_int32() -> None:
         hidden.grad = weight.grad = None
         linear_cross_entropy(hidden, weight, target, chunk_tokens=chunk, accumulate_dtype=torch.float32).backward()
         outcomes.append((hidden.grad, weight.grad))
-    torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=2e-2, atol=1e-9)
-    torch.testing.assert_close(outcomes[0][1], outcomes[1][1], rtol=2e-2, atol=1e-8)
+    for whole, pieces in zip(*outcomes, strict=True):
+        error = (whole.double() - pieces.double()).norm(dim=1) / pieces.double().norm(dim=1).clamp(min=1e-30)
+        assert error.max() < 1e-2, f"row {int(error.argmax())}"
 
 
 @pytest.mark.gpu
