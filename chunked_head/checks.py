@@ -52,7 +52,9 @@ def check_tensor(argument: str, tensor: Tensor | None, optional: bool) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
     if type(tensor).__name__ == "DTensor":
-        raise TypeError(f"{argument} is a DTensor, which this version does not shard over; pass {argument}.full_tensor()")
+        raise TypeError(
+            f"{argument} is a DTensor, which this version does not shard over; pass {argument}.full_tensor()"
+        )
 
 
 def check_shape(argument: str, tensor: Tensor, right: bool, expected: str, remedy: str) -> None:

@@ -11,8 +11,8 @@ from .autograd import HeadLoss
 from .backends import Layout, resolve
 from .loop import Call
 from .objective import make_objective
-from .plans import Plan, Sizes
 from .planner import Request, make_plan
+from .plans import Plan, Sizes
 from .prepare import Tensors, in_backward, pair_targets, shift_right, sizes_of
 from .reduction import make_reduction
 from .stats import Head
@@ -217,13 +217,13 @@ def plan(
     checks.check_reduction(reduction)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = resolve(backend, place)
-    weighted_sum = label_smoothing > 0.0
+    weighted_sum, bias_grad = label_smoothing > 0.0, bias and weight_grad
     sizes = Sizes(
         tokens, hidden, vocab, dtype,
         hidden_dtype=hidden_dtype or dtype, weight_dtype=weight_dtype or dtype,
-        hidden_grad=hidden_grad, weight_grad=weight_grad, bias_grad=bias and weight_grad,
+        hidden_grad=hidden_grad, weight_grad=weight_grad, bias_grad=bias_grad,
         late_upstream=reduction == "none", weighted_sum=weighted_sum,
-        store=chosen.store(Layout(place, dtype, hidden, True, softcap is not None and weighted_sum)),
+        store=chosen.store(Layout(place, dtype, hidden, True, True, weighted_sum, softcap is not None, bias_grad)),
         **chosen.traits(place),
     )  # fmt: skip
     return make_plan(sizes, Request(memory_budget, chunk_tokens, accumulate_dtype))

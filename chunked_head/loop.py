@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .backends import Backend
-from .matmul import add_dbias, add_dhidden, add_dweight
+from .gradients import Gradients, add_tile
 from .objective import Objective
 from .plans import Plan
 from .reduction import Reduction, split_gain
@@ -33,40 +33,6 @@ class Call:
         dtype = self.plan.sizes.dtype
         bias = None if bias is None else bias.to(dtype)
         return Head(weight.to(dtype), bias, self.objective.class_weights, self.logit_scale, self.softcap)
-
-
-@dataclass
-class Gradients:
-    """Gradients, or what waits to become them once the upstream gradient is known; None where nobody asks."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-    @classmethod
-    def empty(cls, plan: Plan, hidden: torch.dtype, weight: torch.dtype, device: torch.device) -> "Gradients":
-        sizes = plan.sizes
-
-        def buffer(wanted: bool, dtype: torch.dtype, *shape: int) -> Tensor | None:
-            # without tokens no product fills them
-            make = torch.empty if sizes.tokens else torch.zeros
-            return make(shape, dtype=dtype, device=device) if wanted else None
-
-        return cls(
-            buffer(sizes.hidden_grad, hidden, sizes.tokens, sizes.hidden),
-            buffer(sizes.weight_grad, weight, sizes.vocab, sizes.hidden),
-            buffer(sizes.bias_grad, torch.promote_types(sizes.dtype, torch.float32), sizes.vocab),
-        )
-
-    def finish(self, backend: Backend, factor: Tensor, plan: Plan) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Times the last factor, in the dtypes of the inputs; each buffer is let go before the next is handed over."""
-        dtypes = plan.sizes.hidden_dtype, plan.sizes.weight_dtype, plan.sizes.weight_dtype
-        finished = []
-        for field, dtype in zip(("hidden", "weight", "bias"), dtypes, strict=True):
-            buffer = getattr(self, field)
-            setattr(self, field, None)
-            finished.append(None if buffer is None else backend.scale(buffer, factor, dtype))
-        return finished[0], finished[1], finished[2]
 
 
 class Operand:
@@ -105,14 +71,10 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[Tensor, RowStats, Gra
         values[rows] = objective.values(chunk_stats, rows)
         if grads is None:
             continue
-        dlogits = session.grad_(target[rows], chunk_stats, objective.coefficients(chunk_stats, scale[rows], rows))
-        first = rows.start == 0
-        if grads.hidden is not None:
-            add_dhidden(dlogits, head.weight, grads.hidden[rows], first=True)
-        if grads.weight is not None:
-            add_dweight(dlogits, chunk, grads.weight, first)
-        if grads.bias is not None:
-            add_dbias(dlogits, grads.bias, first)
+        coefficients = objective.coefficients(chunk_stats, scale[rows], rows)
+        session.add_gradients(rows, chunk, target[rows], chunk_stats, coefficients, grads)
+    if grads is not None:
+        session.finish(hidden, target, grads)
     return values, stats, grads
 
 
@@ -148,32 +110,3 @@ def recompute(call: Call, hidden: Tensor, head: Head, stats: RowStats, upstream:
                     grads.hidden[block] = d_rows
     one = torch.ones((), dtype=call.reduction.inverse.dtype, device=hidden.device)
     return grads.finish(call.backend, one, plan)
-
-
-def add_tile(
-    dlogits: Tensor,  # [rows, columns]
-    rows: Tensor,  # [rows, hidden]
-    weight: Tensor,  # [columns, hidden]
-    d_rows: Tensor | None,  # [rows, hidden]
-    grads: Gradients,
-    tile: slice,
-    first_block: bool,
-    gain: Tensor | None,
-    plan: Plan,
-) -> None:
-    """A tile's share of every gradient."""
-    if d_rows is not None:
-        add_dhidden(dlogits, weight, d_rows, first=tile.start == 0)
-    if grads.bias is not None:
-        total = dlogits.sum(0, dtype=grads.bias.dtype) * (1.0 if gain is None else gain)
-        grads.bias[tile].copy_(total) if first_block else grads.bias[tile].add_(total)
-    if grads.weight is None:
-        return
-    if not plan.sizes.through_fp32(plan.weight_accumulate):
-        add_dweight(dlogits, rows, grads.weight[tile], first_block)
-        return
-    product = torch.empty_like(grads.weight[tile], dtype=torch.float32)
-    add_dweight(dlogits, rows, product, first=True)
-    if gain is not None:
-        product.mul_(gain)
-    grads.weight[tile].copy_(product) if first_block else grads.weight[tile].add_(product)

@@ -10,7 +10,6 @@ from .plans import (
     DEFAULT_BUDGET,
     GOOD_CHUNK,
     MAX_HALF_CHUNKS,
-    BYTES_PER_TOKEN,
     MiB,
     Plan,
     Sizes,

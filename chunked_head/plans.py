@@ -26,7 +26,7 @@ BYTES_PER_TOKEN = 48
 CAST_BYTES = 16 * MiB
 
 Schedule = Literal["loss only", "forward", "recompute"]
-Store = Literal["exp", "logits"]
+Store = Literal["fast", "exp", "logits"]
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class Sizes:
     @property
     def logit_bytes(self) -> int:
         """Bytes the buffer needs for one logit: 16-bit exponentials, else fp32 (fp64) logits."""
-        return self.element if self.store == "exp" else max(4, self.element)
+        return max(4, self.element) if self.store == "logits" else self.element
 
     @property
     def row_bytes(self) -> int:
         """Bytes that one more row in a chunk costs: its logits, its strips' statistics, its hidden states."""
-        if self.store == "exp":
+        if self.store != "logits":
             strips = 2 * math.ceil(self.vocab / 256)
             logits = math.ceil(self.vocab / 8) * 8 * self.element + strips * (12 if self.weighted_sum else 8)
         else:
@@ -116,7 +116,6 @@ class Sizes:
             Term("gradient of hidden", 0, d_hidden, kind="gradient"),
             Term("gradient of weight", 0, d_weight + d_bias, kind="gradient"),
         )
-
 
     @property
     def common_terms(self) -> tuple[Term, ...]:
@@ -254,6 +253,7 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
         Term("gradient of hidden, waiting", wait_h if cast_h else 0, left_h),
         Term("gradient of weight, waiting", wait_w if cast_w else 0, wait_w if cast_w else 0),
         Term("logits of a chunk and its rows", rows * sizes.row_bytes),
+        Term("rows scaled, target's terms", fast_rows(sizes, rows, hidden_acc) if sizes.store == "fast" else 0),
         Term("work space of tiles", work_space(sizes, sizes.vocab, rows)),
         *sizes.common_terms,
     )
@@ -284,10 +284,20 @@ def recompute_terms(
         # in backward there are plain logits to differentiate, whatever the sweep stored
         Term("logits of a block's tile", block * tile * max(4, sizes.element)),
         Term("hidden states of a block", block * sizes.operand_bytes),
-        Term("work space of tiles", product + work_space(sizes, tile, block), sweep=work_space(sizes, sizes.vocab, rows)),
+        Term(
+            "work space of tiles", product + work_space(sizes, tile, block), sweep=work_space(sizes, sizes.vocab, rows)
+        ),
         *sweep_terms(sizes, rows)[:1],
         *sizes.common_terms,
     )
+
+
+def fast_rows(sizes: Sizes, rows: int, hidden_acc: torch.dtype) -> int:
+    """The fast road's scaled operand, fp32 product on its way to a 16-bit gradient, and sums of targets' rows."""
+    scaled = rows * sizes.hidden * sizes.element if sizes.weight_grad else 0
+    product = rows * sizes.hidden * 4 if sizes.hidden_grad and hidden_acc != torch.float32 else 0
+    target_rows = sizes.tokens * 28 + sizes.tokens * sizes.hidden // 8 if sizes.weight_grad else 0
+    return scaled + product + target_rows
 
 
 def work_space(sizes: Sizes, columns: int, rows: int) -> int:
@@ -334,7 +344,10 @@ def table(plan: Plan) -> str:
         ("tokens x hidden x vocab", f"{s.tokens} x {s.hidden} x {s.vocab}, {name(s.dtype)}"),
         ("schedule", plan.schedule + (f" ({plan.note})" if plan.note else "")),
         ("chunks", f"{plan.chunks} of {plan.chunk_tokens} tokens"),
-        ("logits buffer", "16-bit exponentials" if s.store == "exp" else f"{s.logit_bytes * 8}-bit logits"),
+        (
+            "logits buffer",
+            f"{s.logit_bytes * 8}-bit logits" if s.store == "logits" else f"16-bit exponentials ({s.store} road)",
+        ),
     ]
     if plan.schedule == "recompute":
         rows.append(("gradients", f"{plan.blocks} x {plan.block_tokens} tokens, tiles of {plan.tile_columns} columns"))

@@ -72,14 +72,19 @@ def sizes_of(
     grad = torch.is_grad_enabled()
     # a view shares memory with what it views, a copy does not
     copied = rows.numel() > 0 and rows.data_ptr() != hidden.data_ptr()
-    plain = weight.is_contiguous() and weight.data_ptr() % 16 == 0
-    layout = Layout(hidden.device, dtype, weight.shape[1], plain, weighted_sum and head.softcap is not None)
+    bias_grad = grad and bias is not None and bias.requires_grad
+    layout = Layout(
+        hidden.device, dtype, weight.shape[1],
+        plain_weight=weight.is_contiguous() and weight.data_ptr() % 16 == 0,
+        plain_rows=rows.stride(1) == 1 or rows.shape[1] == 1,
+        smoothed=weighted_sum, capped=head.softcap is not None, bias_grad=bias_grad,
+    )  # fmt: skip
     return Sizes(
         rows.shape[0], rows.shape[1], weight.shape[0], dtype,
         hidden_dtype=hidden.dtype, weight_dtype=weight.dtype,
         hidden_grad=grad and hidden.requires_grad,
         weight_grad=grad and weight.requires_grad,
-        bias_grad=grad and bias is not None and bias.requires_grad,
+        bias_grad=bias_grad,
         late_upstream=late, weighted_sum=weighted_sum,
         store=backend.store(layout), copied=copied, **backend.traits(hidden.device),
     )  # fmt: skip

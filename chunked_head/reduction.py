@@ -19,7 +19,9 @@ class Reduction:
     kind: str
     inverse: Tensor  # [] fp32 or fp64
     upstream: Tensor | float  # the factor that the caller foretold
-    token_scale: Tensor  # [tokens], token weights, 0 where a token does not count; largest is 1 where `gain` is split off
+    token_scale: (
+        Tensor  # [tokens], token weights, 0 where a token does not count; largest is 1 where `gain` is split off
+    )
     gain: Tensor | float  # what was split off
 
     def value(self, values: Tensor) -> Tensor:

@@ -1,13 +1,17 @@
 """The logits matmul whose epilogue leaves statistics and exponentials instead of logits.
 
 A persistent GEMM over ``[BLOCK_M, BLOCK_N]`` tiles. Each tile is finished in column strips of ``BLOCK_N / 2``: from the
-fp32 accumulator come the strip's row maximum and its row sum of exponentials, and
+fp32 accumulator come the strip's offset and its row sum of exponentials, and
 
-    E[i, j] = GAIN * exp(x[i, j] - max of row i within the strip)
+    E[i, j] = GAIN * exp(x[i, j] - offset of row i in the strip)
 
-goes out in the operands' 16-bit type. E lies in [0, GAIN], so nothing overflows however peaked the row is, and a
-probability read back from it is off by one 16-bit rounding of *itself*, whereas one computed from a 16-bit logit is off
-by that rounding times the logit. No logit is ever rounded.
+goes out in the operands' 16-bit type. A probability read back from E is off by one 16-bit rounding of *itself*, whereas
+one computed from a 16-bit logit is off by that rounding times the logit. No logit is ever rounded.
+
+Two offsets. Without ``row_offset_ptr``: the row's maximum within the strip, so E lies in [0, GAIN] however peaked the
+row is. With it: one offset for the whole row, given beforehand (the target's logit), so that the rest of the gradient
+is a factor per row and needs no pass over E; the target's own column is left out, to be added exactly. A strip whose
+maximum lies more than REACH above takes a larger offset, which is the sign that the row has to be levelled afterwards.
 """
 
 import triton
@@ -20,13 +24,15 @@ from .transform import log2_e, transform_logits
 def finish_strip(
     # outputs
     exp_desc,
-    strip_max_ptr,
+    strip_offset_ptr,
     strip_sum_ptr,
     strip_weighted_sum_ptr,
     # inputs
     acc,
     bias_ptr,
     class_weights_ptr,
+    row_offset_ptr,
+    target_ptr,
     # sizes
     row_start,
     strip,
@@ -38,6 +44,7 @@ def finish_strip(
     BLOCK_M: tl.constexpr,
     STRIP: tl.constexpr,
     GAIN: tl.constexpr,
+    REACH: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
 ):
     offs_row = row_start + tl.arange(0, BLOCK_M)
@@ -58,12 +65,18 @@ def finish_strip(
     if not EVEN_VOCAB:
         x = tl.where(in_vocab[None, :], x, float("-inf"))
 
-    row_max = tl.max(x, 1)
-    offset = tl.where(row_max == float("-inf"), 0.0, row_max)  # a strip of -inf alone: exp(-inf - 0) = 0, not nan
+    strip_offset = tl.max(x, 1)
+    if row_offset_ptr is not None:
+        row_offset = tl.load(row_offset_ptr + offs_row, mask=in_rows, other=0.0)
+        strip_offset = tl.where(strip_offset - row_offset > REACH, strip_offset - REACH, row_offset)
+    shift = tl.where(strip_offset == float("-inf"), 0.0, strip_offset)  # a strip of -inf alone: exp(-inf - 0) = 0
     # subtracted first: one fused multiply-add would leave the largest term 1 +- 1e-7 |x|, and lse off by as much
-    e = tl.exp2((x - offset[:, None]) * log2_e)
+    e = tl.exp2((x - shift[:, None]) * log2_e)
+    if row_offset_ptr is not None:
+        target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32)
+        e = tl.where(offs_col[None, :] == target[:, None], 0.0, e)
     stats_at = strip.to(tl.int64) * rows + offs_row
-    tl.store(strip_max_ptr + stats_at, row_max, mask=in_rows)
+    tl.store(strip_offset_ptr + stats_at, strip_offset, mask=in_rows)
     tl.store(strip_sum_ptr + stats_at, tl.sum(e, 1), mask=in_rows)
 
     exp_desc.store([row_start, strip * STRIP], (e * GAIN).to(exp_desc.dtype))
@@ -73,7 +86,7 @@ def finish_strip(
 def exp_logits_kernel(
     # outputs
     exp_desc,  # [rows, vocab] 16 bit, store block [BLOCK_M, BLOCK_N / 2]
-    strip_max_ptr,  # [strips, rows] fp32, strips = 2 * ceil(vocab / BLOCK_N)
+    strip_offset_ptr,  # [strips, rows] fp32, strips = 2 * ceil(vocab / BLOCK_N)
     strip_sum_ptr,  # [strips, rows] fp32
     strip_weighted_sum_ptr,  # [strips, rows] fp32: sum of omega * x, or None
     # inputs
@@ -81,6 +94,8 @@ def exp_logits_kernel(
     weight_desc,  # [vocab, hidden] 16 bit, block [BLOCK_N, BLOCK_K]
     bias_ptr,  # [vocab] or None
     class_weights_ptr,  # [vocab] or None
+    row_offset_ptr,  # [rows] fp32, or None for each strip's own maximum
+    target_ptr,  # [rows] int64, -1 where the row does not count; read where row_offset is
     # sizes
     rows,
     vocab,
@@ -94,7 +109,9 @@ def exp_logits_kernel(
     GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr,
     GAIN: tl.constexpr,
+    REACH: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
+    UPCAST: tl.constexpr,  # the interpreter's product of bf16 operands is wrong, of fp32 ones right
 ):
     STRIP: tl.constexpr = BLOCK_N // 2
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -112,18 +129,20 @@ def exp_logits_kernel(
         for k in range(0, hidden, BLOCK_K):
             h = hidden_desc.load([row_start, k])
             w = weight_desc.load([tile_n * BLOCK_N, k])
+            if UPCAST:
+                h, w = h.to(tl.float32), w.to(tl.float32)
             acc = tl.dot(h, w.T, acc)
 
         halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, STRIP)), (0, 2, 1))
         left, right = tl.split(halves)
         finish_strip(
-            exp_desc, strip_max_ptr, strip_sum_ptr, strip_weighted_sum_ptr,
-            left, bias_ptr, class_weights_ptr, row_start, tile_n * 2, rows, vocab,
-            logit_scale, softcap, BLOCK_M, STRIP, GAIN, EVEN_VOCAB,
+            exp_desc, strip_offset_ptr, strip_sum_ptr, strip_weighted_sum_ptr,
+            left, bias_ptr, class_weights_ptr, row_offset_ptr, target_ptr,
+            row_start, tile_n * 2, rows, vocab, logit_scale, softcap, BLOCK_M, STRIP, GAIN, REACH, EVEN_VOCAB,
         )  # fmt: skip
         # past the vocabulary the right strip writes what merges to nothing (-inf, 0), and its store falls outside
         finish_strip(
-            exp_desc, strip_max_ptr, strip_sum_ptr, strip_weighted_sum_ptr,
-            right, bias_ptr, class_weights_ptr, row_start, tile_n * 2 + 1, rows, vocab,
-            logit_scale, softcap, BLOCK_M, STRIP, GAIN, EVEN_VOCAB,
+            exp_desc, strip_offset_ptr, strip_sum_ptr, strip_weighted_sum_ptr,
+            right, bias_ptr, class_weights_ptr, row_offset_ptr, target_ptr, row_start, tile_n * 2 + 1, rows, vocab,
+            logit_scale, softcap, BLOCK_M, STRIP, GAIN, REACH, EVEN_VOCAB,
         )  # fmt: skip

@@ -9,15 +9,20 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .exp_logits import exp_logits_kernel
-from .exp_stats import exp_grad_kernel, merge_strips_kernel
+from .exp_stats import exp_grad_kernel, level_rows_kernel, merge_strips_kernel
 from .row import row_grad_kernel, row_stats_kernel
 from .scale import scale_kernel
 from .target_logits import target_logits_kernel
+from .target_terms import add_target_rows_kernel, finish_dhidden_kernel, join_pieces_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 # fp16 reaches 2^-24 below 1; with the maximum at 2^15 exponentials down to e^-27 of it stay normal numbers
 EXP_GAIN = {torch.bfloat16: 1.0, torch.float16: 32768.0}
+
+# nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
+REACH = 60.0
+PIECE = 64  # tokens of equal or neighbouring targets that are summed at a time
 
 
 class ExpTile(NamedTuple):
@@ -28,7 +33,7 @@ class ExpTile(NamedTuple):
     block_k: int = 64
     group_m: int = 16
     warps: int = 8
-    stages: int = 4
+    stages: int = 3
     per_multiprocessor: int = 1
 
     @property
@@ -56,13 +61,15 @@ def multiprocessors(device: torch.device) -> int:
 
 def exp_logits(
     exp: torch.Tensor,  # [rows, vocab] 16 bit, row stride a multiple of 8
-    strip_max: torch.Tensor,  # [strips, rows] fp32
+    strip_offset: torch.Tensor,  # [strips, rows] fp32
     strip_sum: torch.Tensor,  # [strips, rows] fp32
     strip_weighted_sum: torch.Tensor | None,  # [strips, rows] fp32
     hidden: torch.Tensor,  # [rows, hidden] contiguous
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
+    row_offset: torch.Tensor | None,  # [rows] fp32
+    target: torch.Tensor,  # [rows] int64
     logit_scale: float | None,
     softcap: float | None,
     tile: ExpTile = EXP_TILE,
@@ -72,13 +79,15 @@ def exp_logits(
     programs = min(resident, triton.cdiv(rows, tile.block_m) * triton.cdiv(vocab, tile.block_n))
     exp_logits_kernel[(programs,)](
         TensorDescriptor.from_tensor(exp, [tile.block_m, tile.strip]),
-        strip_max,
+        strip_offset,
         strip_sum,
         strip_weighted_sum,
         TensorDescriptor.from_tensor(hidden, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
         bias,
         class_weights,
+        row_offset,
+        target,
         rows,
         vocab,
         hidden.shape[1],
@@ -90,7 +99,9 @@ def exp_logits(
         GROUP_M=tile.group_m,
         PROGRAMS=programs,
         GAIN=EXP_GAIN[exp.dtype],
+        REACH=REACH,
         EVEN_VOCAB=vocab % tile.block_n == 0,
+        UPCAST=INTERPRETED,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -123,18 +134,24 @@ def target_logits(
 def merge_strips(
     lse: torch.Tensor,
     weighted_sum: torch.Tensor | None,
-    strip_max: torch.Tensor,
+    level: torch.Tensor | None,  # [rows] fp32
+    strip_offset: torch.Tensor,
     strip_sum: torch.Tensor,
     strip_weighted_sum: torch.Tensor | None,
+    target_logit: torch.Tensor,
+    target: torch.Tensor,
 ) -> None:
-    strips, rows = strip_max.shape
+    strips, rows = strip_offset.shape
     block_rows, block_strips = 8, 512
     merge_strips_kernel[(triton.cdiv(rows, block_rows),)](
         lse,
         weighted_sum,
-        strip_max,
+        level,
+        strip_offset,
         strip_sum,
         strip_weighted_sum,
+        target_logit,
+        target,
         rows,
         strips,
         BLOCK_ROWS=block_rows,
@@ -145,7 +162,7 @@ def merge_strips(
 
 def exp_grad_(
     exp: torch.Tensor,
-    strip_max: torch.Tensor,
+    strip_offset: torch.Tensor,
     lse: torch.Tensor,
     target_logit: torch.Tensor,
     target: torch.Tensor,
@@ -162,7 +179,7 @@ def exp_grad_(
     strip = EXP_TILE.strip
     exp_grad_kernel[(triton.cdiv(vocab, strip), triton.cdiv(rows, block_rows))](
         exp,
-        strip_max,
+        strip_offset,
         lse,
         target_logit,
         target,
@@ -179,6 +196,62 @@ def exp_grad_(
         STRIP=strip,
         GAIN=EXP_GAIN[exp.dtype],
         num_warps=warps,
+    )
+
+
+def level_rows(exp: torch.Tensor, strip_offset: torch.Tensor, level: torch.Tensor, target_logit: torch.Tensor) -> None:
+    rows, vocab = exp.shape
+    block_rows, splits = 16, 8
+    level_rows_kernel[(triton.cdiv(rows, block_rows), splits)](
+        exp,
+        strip_offset,
+        level,
+        target_logit,
+        rows,
+        vocab,
+        strip_offset.shape[0],
+        exp.stride(0),
+        BLOCK_ROWS=block_rows,
+        STRIP=EXP_TILE.strip,
+        SPLITS=splits,
+        num_warps=4,
+    )
+
+
+def finish_dhidden(
+    dhidden: torch.Tensor,  # [rows, hidden]
+    product: torch.Tensor,  # [rows, hidden] fp32
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    softmax_factor: torch.Tensor,
+    target_factor: torch.Tensor,
+) -> None:
+    rows, hidden = product.shape
+    block = min(triton.next_power_of_2(hidden), 2048)
+    finish_dhidden_kernel[(rows, triton.cdiv(hidden, block))](
+        dhidden, product, weight, target, softmax_factor, target_factor, hidden, BLOCK=block, num_warps=4
+    )
+
+
+def add_target_rows(
+    dweight: torch.Tensor,  # [vocab, hidden] contiguous
+    hidden: torch.Tensor,  # [tokens, hidden], columns contiguous
+    target: torch.Tensor,  # [tokens] int64
+    target_factor: torch.Tensor,  # [tokens] fp32
+) -> None:
+    """``dweight[target[i]] += target_factor[i] * hidden[i]``, the same bits whenever it is done."""
+    tokens, columns = hidden.shape
+    sorted_target, order = torch.sort(target, stable=True)
+    pieces = triton.cdiv(tokens, PIECE)
+    piece_sum = torch.empty(2 * pieces, columns, dtype=torch.float32, device=hidden.device)
+    block = 128 if columns >= 128 else max(16, triton.next_power_of_2(columns))
+    grid = pieces, triton.cdiv(columns, block)
+    add_target_rows_kernel[grid](
+        dweight, piece_sum, hidden, order, sorted_target, target_factor,
+        tokens, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    join_pieces_kernel[grid](
+        dweight, piece_sum, sorted_target, tokens, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=block, num_warps=4
     )
 
 

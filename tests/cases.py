@@ -167,9 +167,17 @@ def combinations() -> list:
         for case in CASES:
             interpreted = place.id == "triton-interpreted"
             for dtype in (torch.float32, *HALVES):
-                if interpreted and case in OPTION_CASES and dtype != (torch.float16 if case.hidden == 64 else torch.float32):
+                if (
+                    interpreted
+                    and case in OPTION_CASES
+                    and dtype != (torch.float16 if case.hidden == 64 else torch.float32)
+                ):
                     continue
-                if interpreted and (case.vocab, dtype) in ((50257, torch.bfloat16), (128256, torch.bfloat16), (128256, torch.float16)):
+                if interpreted and (case.vocab, dtype) in (
+                    (50257, torch.bfloat16),
+                    (128256, torch.bfloat16),
+                    (128256, torch.float16),
+                ):
                     continue
                 found.append(
                     pytest.param(

@@ -142,9 +142,7 @@ def test_real_sizes(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     eager = run_reference(inputs, dtype, one)
     for accumulate in {torch.float32, dtype} - {torch.float16}:
         chunk = -(-tokens // 4)
-        ours = run_ours(
-            inputs, Place("triton", "cuda"), one, chunk_tokens=chunk, accumulate_dtype=accumulate
-        )
+        ours = run_ours(inputs, Place("triton", "cuda"), one, chunk_tokens=chunk, accumulate_dtype=accumulate)
         assert_outcome(ours, eager, truth, dtype)
 
 

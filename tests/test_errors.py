@@ -102,7 +102,10 @@ def test_accumulating_in_16_bits_has_limits() -> None:
         linear_cross_entropy(hidden, weight, target, chunk_tokens=10, accumulate_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="float16 cannot hold sums of unscaled gradients"):
         linear_cross_entropy(
-            hidden.detach().half().requires_grad_(), weight.detach().half().requires_grad_(), target, accumulate_dtype=HALF
+            hidden.detach().half().requires_grad_(),
+            weight.detach().half().requires_grad_(),
+            target,
+            accumulate_dtype=HALF,
         )
 
 

@@ -11,8 +11,7 @@ from cases import PLACES, Case, Inputs, Place, run, run_ours, run_reference, ups
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import chunked_head.autograd
-import chunked_head.loop
+import chunked_head.gradients
 from chunked_head import ChunkedHead, linear_cross_entropy, reference
 
 SMALL = Case("", (60,), 64, 131, schedule={"chunk_tokens": 32})
@@ -66,9 +65,9 @@ def test_frozen_operands(place: Place, reduction: str, asked: str) -> None:
     hidden.requires_grad_(asked == "hidden")
     weight.requires_grad_(asked == "weight")
     spy = mock.patch.multiple(
-        chunked_head.loop,
-        add_dhidden=mock.Mock(side_effect=chunked_head.loop.add_dhidden),
-        add_dweight=mock.Mock(side_effect=chunked_head.loop.add_dweight),
+        chunked_head.gradients,
+        add_dhidden=mock.Mock(side_effect=chunked_head.gradients.add_dhidden),
+        add_dweight=mock.Mock(side_effect=chunked_head.gradients.add_dweight),
     )
     with spy:
         loss = linear_cross_entropy(
@@ -76,8 +75,8 @@ def test_frozen_operands(place: Place, reduction: str, asked: str) -> None:
         )
         if asked != "neither":
             loss.backward(upstream_like(loss))
-        assert bool(chunked_head.loop.add_dhidden.call_count) == (asked == "hidden")
-        assert bool(chunked_head.loop.add_dweight.call_count) == (asked == "weight")
+        assert bool(chunked_head.gradients.add_dhidden.call_count) == (asked == "hidden")
+        assert bool(chunked_head.gradients.add_dweight.call_count) == (asked == "weight")
     assert torch.equal(loss, full.loss)
     assert loss.requires_grad == (asked != "neither")
     if asked == "hidden":
@@ -135,7 +134,9 @@ def test_masked_rows_may_hold_anything(place: Place) -> None:
     for reduction in ("mean", "none"):
         inputs.options["reduction"] = reduction
         clean = run_ours(inputs, place)
-        soiled = Inputs(dirty, inputs.weight, inputs.target, inputs.options | {"token_weights": weights}, {"chunk_tokens": 32})
+        soiled = Inputs(
+            dirty, inputs.weight, inputs.target, inputs.options | {"token_weights": weights}, {"chunk_tokens": 32}
+        )
         ours = run_ours(soiled, place)
         assert torch.equal(ours.loss, clean.loss)
         assert torch.equal(ours.hidden, clean.hidden)
@@ -152,7 +153,12 @@ def test_nothing_counts(place: Place, reduction: str, empty: str, weighted: bool
     inputs = Case("", (tokens,), 64, 131, ignored=1.1).inputs(torch.float16, place.device)
     omega = torch.rand(131, device=place.device) if weighted else None
     ours = run(
-        linear_cross_entropy, inputs, backend=place.backend, reduction=reduction, class_weights=omega, label_smoothing=0.1
+        linear_cross_entropy,
+        inputs,
+        backend=place.backend,
+        reduction=reduction,
+        class_weights=omega,
+        label_smoothing=0.1,
     )
     assert ours.loss.shape == ((tokens,) if reduction == "none" else ())
     for value in ours[:3]:
@@ -248,8 +254,8 @@ def test_activation_checkpointing(place: Place, reentrant: bool) -> None:
     def region(hidden: Tensor) -> Tensor:
         return linear_cross_entropy(hidden.sin().asin(), weight, inputs.target, backend=place.backend) * 1.0
 
-    counted = mock.Mock(side_effect=chunked_head.loop.add_dweight)
-    with mock.patch.object(chunked_head.loop, "add_dweight", counted):
+    counted = mock.Mock(side_effect=chunked_head.gradients.add_dweight)
+    with mock.patch.object(chunked_head.gradients, "add_dweight", counted):
         checkpoint(region, hidden.clamp(-1, 1), use_reentrant=reentrant).backward()
     assert counted.call_count == 1
     expected = run(

@@ -75,7 +75,9 @@ def test_prediction(place: Place, dtype: torch.dtype, schedule: dict[str, Any], 
     shape = CPU_SHAPE
     if place.device == "cuda":
         shape = GPU_SHAPE
-        schedule = {k: "900MiB" if k == "memory_budget" else 8 * v if k == "chunk_tokens" else v for k, v in schedule.items()}
+        schedule = {
+            k: "900MiB" if k == "memory_budget" else 8 * v if k == "chunk_tokens" else v for k, v in schedule.items()
+        }
     if place.device == "cuda" and place.backend == "torch" and dtype != torch.float32:
         shape = (1024, 256, 50000)  # 16-bit operands are cast tile by tile there: right, and slow
     tensors = operands(place, dtype, shape)
@@ -152,7 +154,9 @@ def test_loss_only_makes_no_gradient_buffer(place: Place) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{"normalizer": 9.0}, {"reduction": "none"}, {"z_loss": 1e-3, "label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"normalizer": 9.0}, {"reduction": "none"}, {"z_loss": 1e-3, "label_smoothing": 0.1}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_no_host_synchronisation(dtype: torch.dtype, options: dict[str, Any]) -> None:
     hidden, weight, target = operands(Place("triton", "cuda"), dtype, (700, 256, 5000))

@@ -42,7 +42,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     for name in ("chunked_head", "kernels", "pyproject.toml", "README.md", "LICENSE"):
         subprocess.run(["cp", "-r", str(ROOT / name), str(source)], check=True)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-q", "-w", str(folder), str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "-q",
+        "-w",
+        str(folder),
+        str(source),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=200)
     return next(folder.glob("*.whl"))
 

@@ -67,7 +67,9 @@ def test_default_grows_by_an_accumulator() -> None:
 
 def test_accumulates_in_fp32_where_that_fits() -> None:
     assert plan(16384, **LLAMA, memory_budget="3GiB").accumulate_dtype == torch.float32
-    assert plan(8192, 512, 128256, torch.bfloat16, device="cuda", memory_budget="1GiB").accumulate_dtype == torch.float32
+    assert (
+        plan(8192, 512, 128256, torch.bfloat16, device="cuda", memory_budget="1GiB").accumulate_dtype == torch.float32
+    )
 
 
 def test_one_chunk_needs_no_accumulator() -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..gradients import Gradients
 from ..plans import Plan, Store
 from ..stats import Coefficients, Head, RowStats
 
@@ -22,8 +23,19 @@ class Session(Protocol):
     def stats(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
         """Logits of a chunk of rows into the buffer, their statistics into ``out``. Rows that don't count are -1."""
 
-    def grad_(self, target: Tensor, stats: RowStats, coefficients: Coefficients) -> Tensor:
-        """The chunk that ``stats`` saw last, turned in place into the gradient of its raw logits [rows, vocab]."""
+    def add_gradients(
+        self,
+        rows: slice,
+        hidden: Tensor,
+        target: Tensor,
+        stats: RowStats,
+        coefficients: Coefficients,
+        grads: Gradients,
+    ) -> None:
+        """Gradients of the chunk that ``stats`` saw last, rows ``rows`` of the call, added to ``grads``."""
+
+    def finish(self, hidden: Tensor, target: Tensor, grads: Gradients) -> None:
+        """What was left over until every chunk of the call [tokens, hidden] had been seen."""
 
     def tile_grad(
         self, hidden: Tensor, tile: slice, target: Tensor, stats: RowStats, coefficients: Coefficients
@@ -38,7 +50,10 @@ class Layout(NamedTuple):
     dtype: torch.dtype  # of the matmuls
     hidden: int
     plain_weight: bool  # contiguous and aligned to 16 bytes
-    logits_needed: bool  # the gradient asks for logits even where their exponential underflows
+    plain_rows: bool  # columns of hidden states contiguous
+    smoothed: bool  # the gradient has a term of every logit
+    capped: bool  # ... and a factor of it
+    bias_grad: bool
 
 
 class Backend(Protocol):

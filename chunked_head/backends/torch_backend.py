@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gradients import AddsDlogits
 from ..matmul import project
 from ..plans import Plan, Store, slices
 from ..stats import Coefficients, Head, RowStats
@@ -42,7 +43,7 @@ def session(head: Head, plan: Plan, tiled: bool) -> "TorchSession":
     return TorchSession(head, plan, tiled)
 
 
-class TorchSession:
+class TorchSession(AddsDlogits):
     def __init__(self, head: Head, plan: Plan, tiled: bool):
         self.head = head
         self.dtype = torch.promote_types(head.weight.dtype, torch.float32)

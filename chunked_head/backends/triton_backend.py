@@ -1,8 +1,12 @@
 """The head in Triton kernels: NVIDIA GPUs, and any machine under Triton's interpreter (``TRITON_INTERPRET=1``).
 
-Two stores of the reused buffer, both with statistics from fp32 accumulators. ``exp``: our own matmul leaves 16-bit
-exponentials and statistics (Hopper, 16-bit operands). ``logits``: cuBLAS leaves fp32 logits, and the gradient of
-16-bit operands is written, 16-bit wide, over their bytes.
+Three stores of the reused buffer, all with statistics from fp32 accumulators:
+
+- ``fast``: our own matmul leaves bf16 exponentials relative to the target's logit; the gradients are plain products
+  with them, a factor per row and the target's terms apart (Hopper; no smoothing, no cap).
+- ``exp``: it leaves 16-bit exponentials relative to each strip's maximum, one pass turns them into the gradient
+  (Hopper, 16-bit operands).
+- ``logits``: cuBLAS leaves fp32 logits, and the gradient of 16-bit operands is written, 16-bit wide, over their bytes.
 """
 
 from typing import Any
@@ -10,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gradients import AddsDlogits, Gradients
 from ..kernels import launch
-from ..matmul import project
+from ..matmul import add_dhidden, add_dweight, project
 from ..plans import Plan, Store
 from ..stats import Coefficients, Head, RowStats
 from . import Layout
@@ -27,21 +32,24 @@ def store(layout: Layout) -> Store:
         )
     if layout.dtype == torch.float64:
         raise ValueError("backend='triton' computes in fp32 at most, hidden is float64: use backend='torch'")
-    # fp32 has no 16-bit exponentials; out of one that underflowed no logit can be read back
-    if layout.dtype == torch.float32 or layout.logits_needed or not layout.plain_weight:
+    aligned = layout.plain_weight and layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0
+    if layout.dtype == torch.float32 or not aligned or not runs_exp_logits(layout.device):
         return "logits"
-    aligned = layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0
-    return "exp" if aligned and runs_exp_logits(layout.device, layout.dtype) else "logits"
+    if layout.smoothed and layout.capped:
+        return "logits"  # no logit can be read back out of an exponential that underflowed, and this needs every one
+    # a factor per row would take fp16 out of its range; smoothing and caps need a pass over the buffer
+    one_factor = layout.dtype == torch.bfloat16 and not (layout.smoothed or layout.capped or layout.bias_grad)
+    return "fast" if one_factor and layout.plain_rows else "exp"
 
 
-def runs_exp_logits(device: torch.device, dtype: torch.dtype) -> bool:
+def runs_exp_logits(device: torch.device) -> bool:
     """Whether the device runs the matmul with the exponentials: its tile is sized for Hopper's shared memory.
 
     Where there is no GPU to ask, a plan for one is a plan for Hopper.
     """
-    if device.type == "cuda":
-        return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
-    return dtype == torch.float16  # the interpreter's product of bf16 operands is wrong
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_capability(device)[0] == 9
+    return True
 
 
 def traits(device: torch.device) -> dict[str, Any]:
@@ -55,9 +63,11 @@ def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def session(head: Head, plan: Plan, tiled: bool) -> "ExpSession | LogitsSession":
+def session(head: Head, plan: Plan, tiled: bool) -> "ExpSession | FastSession | LogitsSession":
     # tiles have their statistics already, and nothing to gain from exponentials
-    return ExpSession(head, plan) if plan.sizes.store == "exp" and not tiled else LogitsSession(head, plan, tiled)
+    if tiled or plan.sizes.store == "logits":
+        return LogitsSession(head, plan, tiled)
+    return FastSession(head, plan) if plan.sizes.store == "fast" else ExpSession(head, plan)
 
 
 def transform(head: Head) -> tuple[float | None, float | None]:
@@ -65,35 +75,41 @@ def transform(head: Head) -> tuple[float | None, float | None]:
     return (None if head.logit_scale == 1.0 else float(head.logit_scale)), head.softcap
 
 
-class ExpSession:
+class ExpSession(AddsDlogits):
     def __init__(self, head: Head, plan: Plan):
         self.head, self.sizes = head, plan.sizes
         rows, vocab = plan.chunk_tokens, plan.sizes.vocab
         device = head.weight.device
         padded = -(-vocab // 8) * 8  # a row starts on 16 bytes
         self.buffer = torch.empty(rows, padded, dtype=plan.sizes.dtype, device=device)
-        strips = launch.strips_of(vocab)
         kept = 3 if plan.sizes.weighted_sum else 2
-        self.strips = torch.empty(kept, strips * rows, dtype=torch.float32, device=device)
+        self.strips = torch.empty(kept, launch.strips_of(vocab) * rows, dtype=torch.float32, device=device)
 
     def stats(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
-        rows = hidden.shape[0]
+        self.exponentials(hidden, target, out, row_offset=None, level=None)
+
+    def exponentials(
+        self, hidden: Tensor, target: Tensor, out: RowStats, row_offset: Tensor | None, level: Tensor | None
+    ) -> None:
+        rows, head = hidden.shape[0], self.head
         self.exp = self.buffer[:rows, : self.sizes.vocab]
         strips = self.strips[:, : launch.strips_of(self.sizes.vocab) * rows].unflatten(1, (-1, rows))
-        self.strip_max, strip_sum, *weighted = strips.unbind(0)
+        self.strip_offset, strip_sum, *weighted = strips.unbind(0)
         strip_weighted = weighted[0] if out.weighted_sum is not None else None
-        head = self.head
         launch.target_logits(out.target_logit, hidden, head.weight, target, head.bias, *transform(head))
         launch.exp_logits(
-            self.exp, self.strip_max, strip_sum, strip_weighted,
-            hidden, head.weight, head.bias, head.class_weights, *transform(head),
+            self.exp, self.strip_offset, strip_sum, strip_weighted,
+            hidden, head.weight, head.bias, head.class_weights, row_offset, target, *transform(head),
         )  # fmt: skip
-        launch.merge_strips(out.lse, out.weighted_sum, self.strip_max, strip_sum, strip_weighted)
+        launch.merge_strips(
+            out.lse, out.weighted_sum, level,
+            self.strip_offset, strip_sum, strip_weighted, out.target_logit, target,
+        )  # fmt: skip
 
     def grad_(self, target: Tensor, stats: RowStats, coefficients: Coefficients) -> Tensor:
         head = self.head
         launch.exp_grad_(
-            self.exp, self.strip_max, stats.lse, stats.target_logit, target,
+            self.exp, self.strip_offset, stats.lse, stats.target_logit, target,
             *coefficients, head.class_weights, *transform(head),
         )  # fmt: skip
         return self.exp
@@ -102,7 +118,61 @@ class ExpSession:
         raise AssertionError("gradients with known statistics are made from plain logits")
 
 
-class LogitsSession:
+class FastSession(ExpSession):
+    """With exponentials E relative to one level per row, and the target's column left out of them,
+
+        dlogits = softmax_factor * E + target_factor * onehot(target)
+        softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta
+
+    so dhidden is ``E @ weight`` times a factor plus a row of the weight, dweight is ``E.T @ (factor * hidden)`` plus
+    rows of hidden states at their targets. The last are added at the end, when all tokens can be sorted by target.
+    """
+
+    def __init__(self, head: Head, plan: Plan):
+        super().__init__(head, plan)
+        sizes, device = plan.sizes, head.weight.device
+        if plan.schedule != "forward":
+            return
+        if sizes.weight_grad:
+            self.scaled = torch.empty(plan.chunk_tokens, sizes.hidden, dtype=sizes.dtype, device=device)
+            self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
+        if sizes.hidden_grad and plan.hidden_accumulate != torch.float32:
+            self.product = torch.empty(plan.chunk_tokens, sizes.hidden, dtype=torch.float32, device=device)
+
+    def stats(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
+        self.level = torch.empty_like(out.lse)
+        self.exponentials(hidden, target, out, row_offset=out.target_logit, level=self.level)
+
+    def add_gradients(
+        self,
+        rows: slice,
+        hidden: Tensor,
+        target: Tensor,
+        stats: RowStats,
+        coefficients: Coefficients,
+        grads: Gradients,
+    ) -> None:
+        weight = self.head.weight
+        launch.level_rows(self.exp, self.strip_offset, self.level, stats.target_logit)
+        alpha = coefficients.alpha * self.head.logit_scale
+        softmax_factor = alpha * (self.level - stats.lse).exp()
+        target_factor = alpha * (stats.target_logit - stats.lse).exp() - coefficients.beta * self.head.logit_scale
+        if grads.hidden is not None:
+            out = grads.hidden[rows]
+            product = out if out.dtype == torch.float32 else self.product[: len(out)]
+            add_dhidden(self.exp, weight, product, first=True)
+            launch.finish_dhidden(out, product, weight, target, softmax_factor, target_factor)
+        if grads.weight is not None:
+            scaled = torch.mul(hidden, softmax_factor.unsqueeze(1), out=self.scaled[: len(hidden)])
+            add_dweight(self.exp, scaled, grads.weight, first=rows.start == 0)
+            self.target_factor[rows] = target_factor
+
+    def finish(self, hidden: Tensor, target: Tensor, grads: Gradients) -> None:
+        if grads.weight is not None:
+            launch.add_target_rows(grads.weight, hidden, target, self.target_factor)
+
+
+class LogitsSession(AddsDlogits):
     def __init__(self, head: Head, plan: Plan, tiled: bool):
         self.head, self.dtype = head, plan.sizes.dtype
         self.buffer = torch.empty(plan.buffer_elements(tiled), dtype=torch.float32, device=head.weight.device)

@@ -1,0 +1,128 @@
+"""The target's terms of the gradients, apart from the products of exponentials and exact in fp32."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def finish_dhidden_kernel(
+    # outputs
+    dhidden_ptr,  # [rows, hidden], may be the product itself
+    # inputs
+    product_ptr,  # [rows, hidden] fp32, exponentials @ weight
+    weight_ptr,  # [vocab, hidden]
+    target_ptr,  # [rows] int64, -1 where the row does not count
+    softmax_factor_ptr,  # [rows] fp32
+    target_factor_ptr,  # [rows] fp32
+    # sizes
+    hidden,
+    BLOCK: tl.constexpr,
+):
+    """``dhidden = softmax_factor * product + target_factor * weight[target]``"""
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < hidden
+    column = tl.maximum(tl.load(target_ptr + row), 0)
+    product = tl.load(product_ptr + row * hidden + offs, mask=mask, other=0.0)
+    w = tl.load(weight_ptr + column * hidden + offs, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(softmax_factor_ptr + row) * product + tl.load(target_factor_ptr + row) * w
+    tl.store(dhidden_ptr + row * hidden + offs, grad.to(dhidden_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_target_rows_kernel(
+    # outputs
+    dweight_ptr,  # [vocab, hidden], added to
+    piece_sum_ptr,  # [2 * pieces, hidden] fp32: sums of a target that other pieces hold too, head and tail
+    # inputs
+    hidden_ptr,  # [tokens, hidden]
+    order_ptr,  # [tokens] int64, tokens sorted by target
+    sorted_target_ptr,  # [tokens] int64, -1 first
+    target_factor_ptr,  # [tokens] fp32
+    # sizes
+    tokens,
+    hidden,
+    hidden_stride,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``dweight[target[i]] += target_factor[i] * hidden[i]``, tokens in sorted pieces of a fixed size.
+
+    A target whose tokens all lie in one piece is finished here. One that spans pieces, at most one at either end of
+    each, leaves its sums to ``join_pieces_kernel``: whatever the targets, the order of every sum is fixed, and no
+    program walks over more than a piece.
+    """
+    piece = tl.program_id(0)
+    at = piece * PIECE + tl.arange(0, PIECE)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_cols = cols < hidden
+    target = tl.load(sorted_target_ptr + at, mask=at < tokens, other=-1)
+    before = tl.load(sorted_target_ptr + at - 1, mask=(at > 0) & (at < tokens), other=-2)
+    counts = target >= 0
+    token = tl.load(order_ptr + at, mask=at < tokens, other=0)
+    factor = tl.load(target_factor_ptr + token, mask=counts, other=0.0)
+    h = tl.load(
+        hidden_ptr + token[:, None] * hidden_stride + cols[None, :], mask=counts[:, None] & in_cols[None, :], other=0.0
+    ).to(tl.float32)
+
+    # a row for each target of the piece, where it stands first, gathers all of them
+    in_piece = tl.arange(0, PIECE)
+    first = counts & ((in_piece == 0) | (before != target))
+    gather = tl.where(first[:, None] & (target[:, None] == target[None, :]), factor[None, :], 0.0)
+    total = tl.dot(gather, h, input_precision="ieee")
+
+    end = (piece + 1) * PIECE
+    after = tl.load(sorted_target_ptr + end, mask=end < tokens, other=-2)
+    from_before = (in_piece == 0) & (before == target)
+    whole = first & (from_before == 0) & (target != after)
+    out = dweight_ptr + target[:, None] * hidden + cols[None, :]
+    mask = whole[:, None] & in_cols[None, :]
+    sum_so_far = tl.load(out, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out, (sum_so_far + total).to(dweight_ptr.dtype.element_ty), mask=mask)
+    slot = 2 * piece + tl.where(from_before, 0, 1)
+    partial = first & (whole == 0)
+    tl.store(
+        piece_sum_ptr + slot.to(tl.int64)[:, None] * hidden + cols[None, :], total,
+        mask=partial[:, None] & in_cols[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def join_pieces_kernel(
+    # outputs
+    dweight_ptr,  # [vocab, hidden], added to
+    # inputs
+    piece_sum_ptr,  # [2 * pieces, hidden] fp32
+    sorted_target_ptr,  # [tokens] int64
+    # sizes
+    tokens,
+    hidden,
+    pieces,
+    PIECE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds up the targets that span pieces, each by the program of the piece in which it begins."""
+    piece = tl.program_id(0)
+    end = (piece + 1) * PIECE
+    target = tl.load(sorted_target_ptr + end - 1, mask=end < tokens, other=-1)
+    after = tl.load(sorted_target_ptr + end, mask=end < tokens, other=-2)
+    start = tl.load(sorted_target_ptr + piece * PIECE)
+    before = tl.load(sorted_target_ptr + piece * PIECE - 1, mask=piece > 0, other=-2)
+    begins_here = (start != target) | (before != target)
+    if (target >= 0) & (after == target) & begins_here:
+        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        in_cols = cols < hidden
+        total = tl.load(piece_sum_ptr + (2 * piece + 1).to(tl.int64) * hidden + cols, mask=in_cols, other=0.0)
+        following = piece + 1
+        more = 1
+        while more > 0:
+            at = following + tl.arange(0, AT_ONCE)
+            here = tl.load(sorted_target_ptr + at * PIECE, mask=at < pieces, other=-2) == target
+            heads = piece_sum_ptr + (2 * at).to(tl.int64)[:, None] * hidden + cols[None, :]
+            total += tl.sum(tl.load(heads, mask=here[:, None] & in_cols[None, :], other=0.0), 0)
+            more = tl.min(here.to(tl.int32), 0)
+            following += AT_ONCE
+        out = dweight_ptr + target * hidden + cols
+        sum_so_far = tl.load(out, mask=in_cols, other=0.0).to(tl.float32)
+        tl.store(out, (sum_so_far + total).to(dweight_ptr.dtype.element_ty), mask=in_cols)
