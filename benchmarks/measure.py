@@ -156,6 +156,16 @@ def time_rounds(
     return {name: values for name, values in times.items() if name not in failures}, failures
 
 
+def heat(steps: Mapping[str, Callable[[], Any]], operands: Operands, seconds: float) -> None:
+    """Run the steps in turns for a while, uncounted; what fails here fails again where it is reported."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for step in steps.values():
+            operands.clear()
+            attempt(step, operands)
+        torch.cuda.synchronize()
+
+
 def _timed(step: Callable[[], Any], device: torch.device) -> Callable[[], float]:
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

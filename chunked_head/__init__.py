@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-# The kernels' folder lies beside this package in a checkout and inside it in a wheel. It must have no __init__.py: at the
-# top of a checkout it would pass for the package `kernels`, which transformers looks for and would then execute.
+# The kernels' folder lies beside this package in a checkout and inside it in a wheel. It must have no __init__.py: at
+# the top of a checkout it would pass for the package `kernels`, which transformers looks for and would then execute.
 _beside = Path(__file__).resolve().parent.parent
 if not (Path(__file__).resolve().parent / "kernels").is_dir() and (_beside / "kernels" / "exp_logits.py").is_file():
     __path__.append(str(_beside))

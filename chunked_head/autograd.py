@@ -12,7 +12,7 @@ from .stats import RowStats
 
 
 class HeadLoss(torch.autograd.Function):
-    """``apply(hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, call)`` -> loss, 0-d or [tokens]."""
+    """Of hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, and a call: the loss."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:

@@ -82,7 +82,7 @@ def linear_cross_entropy(
         accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
             weight's own over few chunks), ``torch.float32`` or the weight's dtype.
         upstream: the gradient that ``backward`` will bring for the loss, where it is known (a loss scale): folded in
-            before gradients are rounded. Any other upstream gradient stays right. A number other than 0, or a 0-d tensor.
+            before gradients are rounded. Any other upstream gradient stays right. A number but 0, or a 0-d tensor.
         backend: ``"triton"`` or ``"torch"``; None: the device's own.
 
     Returns:

@@ -36,23 +36,21 @@ class Call:
 
 
 class Operand:
-    """Rows of hidden states as the matmuls take them: contiguous, in their dtype, 0 where a row does not count.
+    """Rows of hidden states as the matmuls take them, in one reused buffer."""
 
-    The zeros keep whatever stands in a masked row (nan, inf) out of the weight's gradient, where multiplying by a
-    gradient of 0 would not.
-    """
-
-    def __init__(self, hidden: Tensor, target: Tensor, rows: int, dtype: torch.dtype):
-        self.hidden, self.target = hidden, target
-        self.buffer = torch.empty(rows, hidden.shape[1], dtype=dtype, device=hidden.device)
+    def __init__(self, call: Call, hidden: Tensor, rows: int):
+        self.call, self.hidden = call, hidden
+        self.buffer = torch.empty(rows, hidden.shape[1], dtype=call.plan.sizes.dtype, device=hidden.device)
 
     def rows(self, rows: slice) -> Tensor:
-        source, target = self.hidden[rows], self.target[rows]
-        return self.buffer[: len(source)].copy_(source).masked_fill_((target < 0).unsqueeze(1), 0.0)
+        source = self.hidden[rows]
+        out = self.buffer[: len(source)]
+        self.call.backend.clean_rows(out, source, self.call.target[rows])
+        return out
 
 
 def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[Tensor, RowStats, Gradients | None]:
-    """One pass over token chunks: values per token, statistics, and in the ``forward`` schedule what becomes gradients."""
+    """One pass over token chunks: values, statistics, and in the ``forward`` schedule what becomes the gradients."""
     plan, objective, target = call.plan, call.objective, call.target
     dtype = torch.promote_types(plan.sizes.dtype, torch.float32)
     stats = RowStats.empty(plan.sizes.tokens, objective.needs_weighted_sum, dtype, hidden.device)
@@ -63,7 +61,7 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[Tensor, RowStats, Gra
         scale = call.reduction.known_scale
     if plan.sizes.tokens == 0:
         return values, stats, grads
-    operand = Operand(hidden, target, plan.chunk_tokens, plan.sizes.dtype)
+    operand = Operand(call, hidden, plan.chunk_tokens)
     session = call.backend.session(head, plan, tiled=False)
     for rows in plan.token_chunks():
         chunk, chunk_stats = operand.rows(rows), stats.at(rows)
@@ -90,7 +88,7 @@ def recompute(call: Call, hidden: Tensor, head: Head, stats: RowStats, upstream:
         scale, gain = split_gain(scale)
     grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device)
     if plan.sizes.tokens:
-        operand = Operand(hidden, target, plan.block_tokens, plan.sizes.dtype)
+        operand = Operand(call, hidden, plan.block_tokens)
         session = call.backend.session(head, plan, tiled=True)
         for block in plan.token_blocks():
             rows = operand.rows(block)

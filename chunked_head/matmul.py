@@ -77,8 +77,12 @@ def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
     """``out (+)= a @ b``, stored rather than added to zeros the first time."""
-    wide = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
-    torch.mm(a, b, out=out, **wide) if first else torch.addmm(out, a, b, out=out, **wide)
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out) if first else torch.addmm(out, a, b, out=out)
+    elif first:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
 
 
 def add_dbias(

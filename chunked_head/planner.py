@@ -210,7 +210,9 @@ def hidden_accumulator(sizes: Sizes, tile: int) -> torch.dtype:
     return sizes.hidden_dtype
 
 
-def best_tile(sizes: Sizes, budget: int, weight_acc: torch.dtype, most_blocks: int, rows: int):
+def best_tile(
+    sizes: Sizes, budget: int, weight_acc: torch.dtype, most_blocks: int, rows: int
+) -> tuple[int, int] | None:
     """(block, tile) that fits with the fewest blocks whose tile is wide enough, else the widest tile; or None."""
     best: tuple[int, int] | None = None
     tried = 0
@@ -219,12 +221,12 @@ def best_tile(sizes: Sizes, budget: int, weight_acc: torch.dtype, most_blocks: i
         if block == tried:
             continue
         tried = block
-        tile = largest(
-            lambda n, block=block: (
-                extra_of(recompute_terms(sizes, rows, block, n, hidden_accumulator(sizes, n), weight_acc)) <= budget
-            ),
-            sizes.vocab,
-        )
+
+        def fits(tile: int, block: int = block) -> bool:
+            terms = recompute_terms(sizes, rows, block, tile, hidden_accumulator(sizes, tile), weight_acc)
+            return extra_of(terms) <= budget
+
+        tile = largest(fits, sizes.vocab)
         if tile >= min(sizes.vocab, GOOD_TILE):
             return block, tile
         if tile > (best[1] if best else 0):

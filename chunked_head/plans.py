@@ -122,10 +122,11 @@ class Sizes:
         """What every schedule needs from start to end."""
         copy = self.tokens * self.hidden * self.hidden_dtype.itemsize if self.copied else 0
         cast = self.weight_elements * self.element if self.weight_dtype != self.dtype else 0
+        vectors = self.tokens * BYTES_PER_TOKEN
         return (
             Term("contiguous hidden states", copy, copy, copy),
             Term("weight cast for autocast", cast, 0, cast, kind="cast"),
-            Term("per-token vectors", *(3 * [self.tokens * BYTES_PER_TOKEN])),
+            Term("per-token vectors", vectors, vectors, vectors),
         )
 
 
@@ -275,11 +276,12 @@ def recompute_terms(
     d_hidden, d_weight = sizes.gradient_terms
     accumulate_h = sizes.hidden_grad and hidden_acc != sizes.hidden_dtype
     cast_w = sizes.weight_grad and weight_acc != sizes.weight_dtype
+    waiting = sizes.weight_elements * weight_acc.itemsize if cast_w else 0
     product = tile * sizes.hidden * 4 if sizes.weight_grad and sizes.through_fp32(weight_acc) else 0
     return (
         replace(d_hidden, loop=d_hidden.finish),
         replace(d_weight, loop=0 if cast_w else d_weight.finish),
-        Term("gradient of weight, waiting", *(2 * [sizes.weight_elements * weight_acc.itemsize if cast_w else 0])),
+        Term("gradient of weight, waiting", waiting, waiting),
         Term("gradient of hidden, a block", block * sizes.hidden * 4 if accumulate_h else 0),
         # in backward there are plain logits to differentiate, whatever the sweep stored
         Term("logits of a block's tile", block * tile * max(4, sizes.element)),
@@ -296,7 +298,7 @@ def fast_rows(sizes: Sizes, rows: int, hidden_acc: torch.dtype) -> int:
     """The fast road's scaled operand, fp32 product on its way to a 16-bit gradient, and sums of targets' rows."""
     scaled = rows * sizes.hidden * sizes.element if sizes.weight_grad else 0
     product = rows * sizes.hidden * 4 if sizes.hidden_grad and hidden_acc != torch.float32 else 0
-    target_rows = sizes.tokens * 28 + sizes.tokens * sizes.hidden // 8 if sizes.weight_grad else 0
+    target_rows = sizes.tokens * 28 + sizes.tokens * sizes.hidden // 4 if sizes.weight_grad else 0
     return scaled + product + target_rows
 
 
@@ -325,7 +327,7 @@ def extra_of(terms: tuple[Term, ...]) -> int:
 
 
 def largest(fits: Callable[[int], bool], most: int, multiple: int = CHUNK_MULTIPLE) -> int:
-    """The largest n up to ``most`` that fits, a multiple of ``multiple`` unless it is ``most`` or none so large fits."""
+    """The largest n up to ``most`` that fits, a multiple of ``multiple`` unless it is ``most`` or no such fits."""
     if fits(most):
         return most
     for step, top in ((multiple, most // multiple), (1, multiple - 1)):

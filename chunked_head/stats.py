@@ -10,8 +10,8 @@ from torch import Tensor
 class RowStats(NamedTuple):
     """Statistics of rows of logits ``x`` (after scale and cap), fp32 (fp64 for fp64 hidden states).
 
-    ``lse`` [tokens]: ``logsumexp(x)``. ``target_logit`` [tokens]: ``x`` at the target, whatever it is where the row does
-    not count. ``weighted_sum`` [tokens]: ``sum(omega * x)``, omega the class weights or 1; None unless asked for.
+    ``lse`` [tokens]: ``logsumexp(x)``. ``target_logit`` [tokens]: ``x`` at the target, anything where the row does not
+    count. ``weighted_sum`` [tokens]: ``sum(omega * x)``, omega the class weights or 1; None unless asked for.
     """
 
     lse: Tensor
@@ -30,9 +30,9 @@ class RowStats(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """``dlogits[j] = p[j] * alpha - beta * [j == target] - kappa * omega[j]``, each [tokens], 0 where a row does not count.
+    """``dlogits[j] = p[j] * alpha - beta * [j == target] - kappa * omega[j]``, each [tokens].
 
-    The gradient identity of the label losses; ``kappa`` is None where nothing asks for it.
+    The gradient identity of the label losses; 0 where a row does not count, ``kappa`` None where nothing asks for it.
     """
 
     alpha: Tensor

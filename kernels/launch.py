@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .exp_logits import exp_logits_kernel
 from .exp_stats import exp_grad_kernel, level_rows_kernel, merge_strips_kernel
 from .row import row_grad_kernel, row_stats_kernel
+from .rows import copy_rows_kernel
 from .scale import scale_kernel
 from .target_logits import target_logits_kernel
 from .target_terms import add_target_rows_kernel, finish_dhidden_kernel, join_pieces_kernel
@@ -22,7 +23,7 @@ EXP_GAIN = {torch.bfloat16: 1.0, torch.float16: 32768.0}
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = 60.0
-PIECE = 64  # tokens of equal or neighbouring targets that are summed at a time
+PIECE = 32  # tokens of equal or neighbouring targets that are summed at a time
 
 
 class ExpTile(NamedTuple):
@@ -215,6 +216,20 @@ def level_rows(exp: torch.Tensor, strip_offset: torch.Tensor, level: torch.Tenso
         STRIP=EXP_TILE.strip,
         SPLITS=splits,
         num_warps=4,
+    )
+
+
+def copy_rows(
+    out: torch.Tensor,  # [rows, hidden] contiguous
+    source: torch.Tensor,  # [rows, hidden]
+    target: torch.Tensor,  # [rows] int64, -1 where the row does not count
+    factor: torch.Tensor | None,  # [rows] fp32
+) -> None:
+    """``out = factor * source``, 0 where a row does not count."""
+    rows, hidden = out.shape
+    block = min(triton.next_power_of_2(hidden), 2048)
+    copy_rows_kernel[(rows, triton.cdiv(hidden, block))](
+        out, source, target, factor, hidden, source.stride(0), source.stride(1), BLOCK=block, num_warps=4
     )
 
 

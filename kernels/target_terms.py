@@ -68,8 +68,8 @@ def add_target_rows_kernel(
     # a row for each target of the piece, where it stands first, gathers all of them
     in_piece = tl.arange(0, PIECE)
     first = counts & ((in_piece == 0) | (before != target))
-    gather = tl.where(first[:, None] & (target[:, None] == target[None, :]), factor[None, :], 0.0)
-    total = tl.dot(gather, h, input_precision="ieee")
+    gather = tl.where(first[:, None] & (target[:, None] == target[None, :]), 1.0, 0.0)
+    total = tl.dot(gather, factor[:, None] * h, input_precision="tf32x3")  # ones are exact, and this splits the rest
 
     end = (piece + 1) * PIECE
     after = tl.load(sorted_target_ptr + end, mask=end < tokens, other=-2)

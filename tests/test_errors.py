@@ -91,7 +91,7 @@ def test_device_mismatch(place: Place) -> None:
 
 
 def test_triton_takes_no_float64() -> None:
-    with pytest.raises(ValueError, match="(float64|CUDA device).*use backend='torch'"):
+    with pytest.raises(ValueError, match=r"(float64|CUDA device).*use backend='torch'"):
         call(hidden=torch.randn(4, 6, 8).double(), weight=torch.randn(11, 8).double(), backend="triton")
 
 

@@ -1,4 +1,4 @@
-"""What happens to a call's gradients: upstreams, repeated and missing backwards, frozen operands, autocast, checkpoints."""
+"""What happens to gradients: upstreams, repeated and missing backwards, frozen operands, autocast, checkpoints."""
 
 from collections.abc import Callable
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Measured peaks against the plan's prediction, and that nothing the size of a chunk's logits is made but one buffer."""
+"""Measured peaks against the plan's prediction, and nothing as large as a chunk's logits but one buffer."""
 
 from typing import Any
 

@@ -66,11 +66,18 @@ class Backend(Protocol):
         """What ``Sizes`` should know: ``half_products``, whether 16-bit operands are multiplied uncast; ``scratch``,
         bytes of elementwise tiles."""
 
+    def clean_rows(self, out: Tensor, source: Tensor, target: Tensor) -> None:
+        """Rows as the matmuls take them: contiguous, in the dtype of ``out``, 0 where a row's target is -1.
+
+        The zeros keep whatever stands in a masked row (nan, inf) out of the weight's gradient, where multiplying by a
+        gradient of 0 would not.
+        """
+
     def session(self, head: Head, plan: Plan, tiled: bool) -> Session:
         """The buffer of a call's sweep over whole rows, or of its gradients' tiles where the plan recomputes."""
 
     def scale(self, source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """``source * factor`` (0-d, on the device) in ``dtype``: in place where that is its dtype, else a new tensor."""
+        """``source * factor`` (0-d, on the device) in ``dtype``: in place where that is its own, else a new tensor."""
 
 
 def resolve(name: str | None, device: torch.device) -> Backend:
@@ -81,7 +88,7 @@ def resolve(name: str | None, device: torch.device) -> Backend:
         raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
     if name == "triton" and not has_triton():
         raise ValueError("backend='triton' needs the package triton (pip install triton); use backend='torch'")
-    return importlib.import_module(f".{name}_backend", __name__)  # type: ignore[return-value]
+    return importlib.import_module(f".{name}_backend", __name__)
 
 
 def has_triton() -> bool:

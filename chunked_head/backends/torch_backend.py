@@ -28,6 +28,10 @@ def traits(device: torch.device) -> dict[str, Any]:
     return {"half_products": False, "scratch": 4 * TILE_ELEMENTS}
 
 
+def clean_rows(out: Tensor, source: Tensor, target: Tensor) -> None:
+    out.copy_(source).masked_fill_((target < 0).unsqueeze(1), 0.0)
+
+
 def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if source.dtype == dtype:
         if source.device.type == "cpu" and factor == 1:  # elsewhere to look would be to wait for the device
@@ -116,8 +120,8 @@ class TorchSession(AddsDlogits):
                 bend = slope(x, head)
                 x.sub_(stats.lse[rows, None]).exp_().mul_(alpha)
                 if part.kappa is not None:
-                    omega = 1.0 if head.class_weights is None else head.class_weights[columns]
-                    x.sub_(part.kappa[:, None] * omega)
+                    kappa = part.kappa[:, None]
+                    x.sub_(kappa if head.class_weights is None else kappa * head.class_weights[columns])
                 if isinstance(bend, Tensor) or bend != 1.0:
                     x.mul_(bend)
         here = (target >= 0) & (target < logits.shape[1])

@@ -56,6 +56,10 @@ def traits(device: torch.device) -> dict[str, Any]:
     return {"half_products": device.type == "cuda", "scratch": 0}
 
 
+def clean_rows(out: Tensor, source: Tensor, target: Tensor) -> None:
+    launch.copy_rows(out, source, target, factor=None)
+
+
 def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     out = source if source.dtype == dtype else torch.empty_like(source, dtype=dtype)
     if source.numel():
@@ -163,7 +167,8 @@ class FastSession(ExpSession):
             add_dhidden(self.exp, weight, product, first=True)
             launch.finish_dhidden(out, product, weight, target, softmax_factor, target_factor)
         if grads.weight is not None:
-            scaled = torch.mul(hidden, softmax_factor.unsqueeze(1), out=self.scaled[: len(hidden)])
+            scaled = self.scaled[: len(hidden)]
+            launch.copy_rows(scaled, hidden, target, softmax_factor)
             add_dweight(self.exp, scaled, grads.weight, first=rows.start == 0)
             self.target_factor[rows] = target_factor
 
