@@ -32,7 +32,6 @@ from benchmarks.shapes import (
 )
 
 FLOOR = "floor"
-WARM_SECONDS = 3.0  # until a GPU has settled at the clocks that its power limit allows
 WARM_UP = 2
 _GPU_SHAPES = (Shape(8192, 4096, 128256), Shape(8192, 2048, 128256), Shape(8192, 2304, 256000))
 
@@ -152,44 +151,26 @@ def _time(
     rows: dict[str, dict[str, Any]],
     watch: Watch,
 ) -> None:
-    """Time the steps in turns, a run of the floor beside each; the floor's buffers go when this returns.
-
-    A GPU at its power limit changes its clocks with what it has just done, so a step is compared with the floors that
-    ran next to it and with no others.
-    """
+    """Time the steps and the floor in turns; the floor's buffers go when this returns."""
     watch.stage(f"{shape}: {setting.rounds} rounds")
     floor, failure = measure.attempt(lambda: _ready_floor(operands, setting.device), operands)
-    beside = {key: f"{FLOOR} beside {key}" for key in steps}
-    timed: dict[str, Callable[[], Any]] = {}
-    for key, step in steps.items():
-        timed |= ({} if failure else {beside[key]: floor}) | {key: step}
-    if setting.device.type == "cuda":
-        measure.heat(timed, operands, WARM_SECONDS)
+    timed = steps if failure else {FLOOR: floor, **steps}
     times, failures = measure.time_rounds(timed, operands, setting.device, setting.rounds, watch.tick)
     if failure:
         failures[FLOOR] = failure
-    floors = {key: times.pop(name) for key, name in beside.items() if name in times}
     for key, values in times.items():
-        rows[key] |= _timing(values, floors.get(key), shape)
-    if floors:
-        everywhere = [value for values in floors.values() for value in values]
-        rows[FLOOR] |= _timing(everywhere, everywhere, shape)
+        rows[key] |= {
+            "ms": measure.quantile(values, 0.5),
+            "ms_p20": measure.quantile(values, 0.2),
+            "ms_p80": measure.quantile(values, 0.8),
+            "ms_rounds": [round(value, 4) for value in values],
+        }
+        if FLOOR in times:
+            rows[key]["ratio"] = rows[key]["ms"] / measure.quantile(times[FLOOR], 0.5)
+        rows[key]["tflops"] = shape.flops / rows[key]["ms"] / 1e9
     for key, failed in failures.items():
-        rows[key if key in rows else FLOOR] |= failed.record()
+        rows[key] |= failed.record()
         steps.pop(key, None)
-
-
-def _timing(values: list[float], floor: list[float] | None, shape: Shape) -> dict[str, Any]:
-    """The figures of a row, and its ratio to the floors that ran beside it."""
-    median = measure.quantile(values, 0.5)
-    ratio = {"ratio": median / measure.quantile(floor, 0.5)} if floor else {}
-    return ratio | {
-        "ms": median,
-        "ms_p20": measure.quantile(values, 0.2),
-        "ms_p80": measure.quantile(values, 0.8),
-        "ms_rounds": [round(value, 4) for value in values],
-        "tflops": shape.flops / median / 1e9,
-    }
 
 
 def _ready_floor(operands: Operands, device: torch.device) -> measure.Floor:

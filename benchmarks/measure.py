@@ -24,6 +24,7 @@ from benchmarks.providers import Loss, build
 from benchmarks.shapes import Operands, Shape, make_operands, parse_dtype
 
 OUT_OF_MEMORY = "out of memory"
+SETTLING_RUNS = 2
 _CHILD_SECONDS = 900.0
 _SAMPLE_SECONDS = 0.002
 _M_MMAP_THRESHOLD = -3
@@ -129,9 +130,11 @@ def time_rounds(
 ) -> tuple[dict[str, list[float]], dict[str, Failure]]:
     """Milliseconds of each step in each round, the steps taking turns.
 
-    The order is reversed in every other round, so that a slow change of the clocks falls on all steps alike.
-    A first round is not counted: in it the allocator settles on blocks for all the steps together. A step that fails
-    leaves the turn and is returned with its failure.
+    The order is reversed in every other round, so that a slow change of the clocks falls on all steps alike. On a GPU a
+    turn is three runs of which the last is timed: at its power limit a GPU's clocks depend on what the last tens of
+    milliseconds asked of it, and a step would be charged, or credited, for its neighbour. A first round is not counted:
+    in it the allocator settles on blocks for all the steps together. A step that fails leaves the turn and is returned
+    with its failure.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     failures: dict[str, Failure] = {}
@@ -140,8 +143,7 @@ def time_rounds(
         for name in list(steps) if number % 2 == 0 else reversed(list(steps)):
             if name in failures:
                 continue
-            operands.clear()
-            reading, failure = attempt(functools.partial(_timed, steps[name], device), operands)
+            reading, failure = attempt(functools.partial(_turn, steps[name], operands, device), operands)
             if failure is not None:
                 failures[name] = failure
             else:
@@ -156,14 +158,13 @@ def time_rounds(
     return {name: values for name, values in times.items() if name not in failures}, failures
 
 
-def heat(steps: Mapping[str, Callable[[], Any]], operands: Operands, seconds: float) -> None:
-    """Run the steps in turns for a while, uncounted; what fails here fails again where it is reported."""
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for step in steps.values():
-            operands.clear()
-            attempt(step, operands)
-        torch.cuda.synchronize()
+def _turn(step: Callable[[], Any], operands: Operands, device: torch.device) -> Callable[[], float]:
+    """Runs that settle the clocks, and then the one that is timed."""
+    for _ in range(SETTLING_RUNS if device.type == "cuda" else 0):
+        operands.clear()
+        step()
+    operands.clear()
+    return _timed(step, device)
 
 
 def _timed(step: Callable[[], Any], device: torch.device) -> Callable[[], float]:

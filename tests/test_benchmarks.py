@@ -154,8 +154,7 @@ def test_head_end_to_end(tmp_path, capsys, monkeypatch, no_memory_process):
     }
     for row in rows.values():
         assert row["status"] == "ok", row
-        runs = 2 * 6 if row["provider"] == "floor" else 2  # the floor runs beside each of the six
-        assert row["ms"] > 0 and row["ratio"] > 0 and len(row["ms_rounds"]) == runs
+        assert row["ms"] > 0 and row["ratio"] > 0 and len(row["ms_rounds"]) == 2
     ours = rows["ours:chunk_tokens=16", 0.37]
     assert ours["plan"]["chunks"] == 3 and ours["plan"]["peak_bytes"] > 0
     assert ours["loss"] == pytest.approx(rows["eager", 1.0]["loss"], rel=1e-4)
