@@ -1,5 +1,7 @@
 """The only autograd.Function: gradients computed in forward and handed over in backward, or computed there."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
+        with as_called(hidden.device):
             values, stats, grads = sweep(call, hidden, call.head(weight, bias))
             loss = call.reduction.value(values)
         if call.plan.sizes.any_grad:
@@ -30,7 +32,7 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         call, grads = ctx.call, ctx.grads
         ctx.grads = None
-        with torch.no_grad(), torch.autocast(upstream.device.type, enabled=False):
+        with torch.no_grad(), as_called(upstream.device):
             if grads is not None:
                 finished = grads.finish(call.backend, call.reduction.rest(upstream), call.plan)
             else:
@@ -41,6 +43,14 @@ class HeadLoss(torch.autograd.Function):
             inputs = [t for t in ctx.saved_tensors[:3] if t is not None]
             finished = tuple(None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in finished)
         return *finished, None
+
+
+@contextlib.contextmanager
+def as_called(device: torch.device) -> Iterator[None]:
+    """On the tensors' own GPU (kernels go to the current one), and with no cast but those that the plan knows of."""
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_device, torch.autocast(device.type, enabled=False):
+        yield
 
 
 class OnlyOnce(torch.autograd.Function):
