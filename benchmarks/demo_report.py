@@ -27,9 +27,12 @@ from benchmarks.demo_train import RunResult, TrainingConfig
 
 # Both heads compute the same loss; only the order of the floating-point sums differs. In fp32 that was at most 5e-6
 # over 8 to 120 steps, while a gradient with one chunk left out or 10 % too small differed by 2e-3 within 6 steps:
-# 1e-4 lies between. (A constant factor on *all* gradients would pass: AdamW does not see it.) bf16 rounds 65,536
-# times as coarsely and a run amplifies that, so the GPU's bound is an estimate that catches only a plainly wrong head.
-TOLERANCE = {"cpu": 1e-4, "cuda": 5e-2}
+# 1e-4 lies between. (A constant factor on *all* gradients would pass: AdamW does not see it.)
+# bf16 training is chaotic: on an H200 the plain head against itself, its initial weights changed by one part in a
+# million, differed by 2e-4 to 4e-3 at step 20 and by 0.12 to 0.15 within 200. So only the first steps are held to
+# a bound there; the rest is shown.
+TOLERANCE = {"cpu": 1e-4, "cuda": 2e-3}
+COMPARED_STEPS = {"cpu": 1 << 30, "cuda": 10}
 UNTIMED_STEPS = 2  # the first steps also fetch memory from the system
 SAMPLED_STEPS = 8
 MAX_CORES_ELSEWHERE = 0.3  # beyond this, on a machine of few cores, times say more about the others
@@ -60,16 +63,30 @@ class Comparison:
         return TOLERANCE[torch.device(self.config.device).type]
 
     @cached_property
+    def compared(self) -> list[float]:
+        """The differences that are held to the tolerance: of the validation too where all steps are."""
+        steps = COMPARED_STEPS[torch.device(self.config.device).type]
+        return self.differences[:steps] + ([self.validation_difference] if steps >= self.config.steps else [])
+
+    @cached_property
     def agree(self) -> bool:
         # all(x <= t), not max(...) <= t: a NaN compares false here, and max() could pass over it.
-        return all(difference <= self.tolerance for difference in [*self.differences, self.validation_difference])
+        return all(difference <= self.tolerance for difference in self.compared)
+
+    @property
+    def scope(self) -> str:
+        steps = COMPARED_STEPS[torch.device(self.config.device).type]
+        if steps >= self.config.steps:
+            return "in every step and in validation"
+        return f"in the first {steps} steps (bf16 training amplifies any rounding afterwards)"
 
     @property
     def verdict(self) -> str:
         relation = "agree" if self.agree else "do NOT agree"
         return (
-            f"The losses {relation} to {self.tolerance:g}: largest difference {largest(self.differences):.1e} over "
-            f"{self.config.steps} steps, {self.validation_difference:.1e} in validation."
+            f"The losses {relation} to {self.tolerance:g} {self.scope}: "
+            f"largest difference {largest(self.compared):.1e} there, {largest(self.differences):.1e} over all {self.config.steps} steps, "
+            f"{self.validation_difference:.1e} in validation."
         )
 
 

@@ -18,6 +18,7 @@ from .reduction import make_reduction
 from .stats import Head
 
 
+@torch.compiler.disable  # a graph break: its loop and its autograd.Function are no code for a compiler to take apart
 def linear_cross_entropy(
     hidden: Tensor,  # [..., hidden]
     weight: Tensor,  # [vocab, hidden]
