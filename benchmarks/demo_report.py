@@ -85,8 +85,8 @@ class Comparison:
         relation = "agree" if self.agree else "do NOT agree"
         return (
             f"The losses {relation} to {self.tolerance:g} {self.scope}: "
-            f"largest difference {largest(self.compared):.1e} there, {largest(self.differences):.1e} over all {self.config.steps} steps, "
-            f"{self.validation_difference:.1e} in validation."
+            f"largest difference {largest(self.compared):.1e} there, {largest(self.differences):.1e} over all "
+            f"{self.config.steps} steps, {self.validation_difference:.1e} in validation."
         )
 
 

@@ -51,6 +51,8 @@ def check_tensor(argument: str, tensor: Tensor | None, optional: bool) -> None:
         return
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{argument} must be a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()")
     if type(tensor).__name__ == "DTensor":
         raise TypeError(
             f"{argument} is a DTensor, which this version does not shard over; pass {argument}.full_tensor()"
@@ -70,6 +72,10 @@ def matmul_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.d
     for argument, tensor in operands.items():
         check_dtype(argument, tensor.dtype)
     device = hidden.device.type
+    if device == "meta":
+        raise ValueError(
+            "hidden is on the meta device, where there is nothing to compute; move the tensors to a real one"
+        )
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         check_dtype("the autocast dtype", dtype)
@@ -112,6 +118,8 @@ def check_options(
     """Checks what is no tensor."""
     check_reduction(reduction)
     check_int("ignore_index", ignore_index)
+    if not -(1 << 63) <= ignore_index < 1 << 63:
+        raise ValueError(f"ignore_index must fit int64 as targets do, got {ignore_index}")
     check_int("shift", shift)
     check_number("label_smoothing", label_smoothing, 0.0, 1.0)
     check_number("z_loss", z_loss, 0.0, math.inf)

@@ -41,7 +41,7 @@ class Gradients:
         self, backend: "Backend", factor: Tensor, plan: Plan
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Times the last factor, in the dtypes of the inputs; each buffer is let go before the next is handed over."""
-        dtypes = plan.sizes.hidden_dtype, plan.sizes.weight_dtype, plan.sizes.weight_dtype
+        dtypes = plan.sizes.hidden_dtype, plan.sizes.weight_dtype, plan.sizes.bias_dtype or plan.sizes.weight_dtype
         finished = []
         for field, dtype in zip(("hidden", "weight", "bias"), dtypes, strict=True):
             buffer = getattr(self, field)

@@ -106,11 +106,16 @@ def linear_cross_entropy(
     objective = make_objective(tensors, paired, shift, label_smoothing, z_loss, dtype)
     head = Head(weight, bias, objective.class_weights, float(logit_scale), softcap)
     rows = hidden.reshape(-1, hidden.shape[-1])
+    again = in_backward()
     sizes = sizes_of(
-        tensors, rows, dtype, chosen, head, objective.needs_weighted_sum, late=reduction == "none" or in_backward()
+        tensors, rows, dtype, chosen, head, objective.needs_weighted_sum, late=reduction == "none" or again
     )
-    plan = make_plan(sizes, Request(memory_budget, chunk_tokens, accumulate_dtype))
-    reduced = make_reduction(reduction, objective, bad, normalizer, upstream, split=dtype == torch.float16)
+    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
+    # computed again in backward, a call recomputes whatever its request was made for
+    plan = make_plan(sizes, Request() if again else request)
+    reduced = make_reduction(
+        reduction, objective, bad, normalizer, upstream, float(logit_scale), dtype == torch.float16
+    )
     loss = HeadLoss.apply(rows, weight, bias, Call(plan, chosen, objective, reduced, head.logit_scale, softcap))
     return loss if reduction != "none" else shift_right(loss.reshape(target.shape), shift)
 

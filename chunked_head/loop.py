@@ -31,7 +31,7 @@ class Call:
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """The head in the dtype of the matmuls: under autocast the weight is cast here, once."""
         dtype = self.plan.sizes.dtype
-        bias = None if bias is None else bias.to(dtype)
+        bias = None if bias is None else bias.to(dtype).contiguous()
         return Head(weight.to(dtype), bias, self.objective.class_weights, self.logit_scale, self.softcap)
 
 
@@ -85,7 +85,7 @@ def recompute(call: Call, hidden: Tensor, head: Head, stats: RowStats, upstream:
     scale = call.reduction.scaled(call.reduction.gain * call.reduction.inverse * upstream)
     gain = None
     if plan.sizes.dtype == torch.float16:
-        scale, gain = split_gain(scale)
+        scale, gain = split_gain(scale, call.reduction.unit)
     grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device)
     if plan.sizes.tokens:
         operand = Operand(call, hidden, plan.block_tokens)
@@ -106,5 +106,4 @@ def recompute(call: Call, hidden: Tensor, head: Head, stats: RowStats, upstream:
                     d_rows.mul_(gain)
                 if d_rows.dtype != grads.hidden.dtype:
                     grads.hidden[block] = d_rows
-    one = torch.ones((), dtype=call.reduction.inverse.dtype, device=hidden.device)
-    return grads.finish(call.backend, one, plan)
+    return grads.finish(call.backend, call.reduction.one_or_nan, plan)

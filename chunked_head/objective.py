@@ -38,7 +38,7 @@ class Objective:
     def values(self, stats: RowStats, rows: slice) -> Tensor:
         """The loss of each token, its token weight included, 0 where it does not count [rows]."""
         lse, target_logit, weighted_sum = stats
-        label, everywhere = self.shares(rows, lse)
+        label, everywhere = self.shares(rows)
         value = label * (lse - target_logit)
         if weighted_sum is not None:
             value = value + everywhere * lse - self.label_smoothing / self.vocab * weighted_sum
@@ -50,20 +50,21 @@ class Objective:
 
     def coefficients(self, stats: RowStats, scale: Tensor, rows: slice) -> Coefficients:
         """Coefficients of the gradient of ``sum(scale * l)``; ``scale`` is 0 where a token does not count [rows]."""
-        label, everywhere = self.shares(rows, stats.lse)
+        label, everywhere = self.shares(rows)
         alpha = label + everywhere
         if self.z_loss:
             alpha = alpha + 2.0 * self.z_loss * stats.lse
         kappa = self.label_smoothing / self.vocab * scale if self.needs_weighted_sum else None
         return Coefficients(alpha * scale, label * scale, kappa)
 
-    def shares(self, rows: slice, like: Tensor) -> tuple[Tensor | float, Tensor | float]:
+    def shares(self, rows: slice) -> tuple[Tensor | float, Tensor | float]:
         """Weight of the target's term and of the uniform term's ``lse``."""
         smoothing = self.label_smoothing
         if self.class_weights is None:
             return 1.0 - smoothing, smoothing
-        of_target = self.class_weights[self.target[rows].clamp(min=0)]
-        return (1.0 - smoothing) * of_target, smoothing / self.vocab * self.class_weights.sum()
+        target = self.target[rows]
+        of_target = torch.where(target >= 0, self.class_weights[target.clamp(min=0)], 0.0)
+        return (1.0 - smoothing) * of_target, smoothing and smoothing / self.vocab * self.class_weights.sum()
 
 
 def make_objective(
@@ -75,6 +76,7 @@ def make_objective(
     if token_weights is not None:
         token_weights = shift_left(token_weights, shift, 0).reshape(-1).to(statistics)
     if class_weights is not None:
-        class_weights = class_weights.to(statistics).contiguous()
+        # a copy: backward may read it, and would not notice that the caller had changed it
+        class_weights = class_weights.detach().to(statistics, copy=True).contiguous()
     vocab = tensors.weight.shape[0]
     return Objective(vocab, float(label_smoothing), float(z_loss), target, token_weights, class_weights, statistics)

@@ -37,6 +37,13 @@ class Request:
     chunk_tokens: int | None = None
     accumulate_dtype: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        chunk = self.chunk_tokens
+        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+            raise ValueError(f"chunk_tokens must be a positive int, got {chunk!r}")
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget, "memory_budget")
+
     @property
     def explicit(self) -> bool:
         return self.memory_budget is not None
@@ -60,9 +67,6 @@ def make_plan(sizes: Sizes, request: Request) -> Plan:
 
 
 def check_request(sizes: Sizes, request: Request) -> None:
-    chunk = request.chunk_tokens
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk_tokens must be a positive int, got {chunk!r}")
     wanted = request.accumulate_dtype
     allowed = {sizes.weight_dtype} | ({torch.float32} if sizes.weight_dtype.itemsize < 4 else set())
     if wanted is not None and wanted not in allowed:
@@ -96,7 +100,8 @@ def plan_forward(
     budget = request.budget + grow
     wide = torch.float32 if sizes.hidden_dtype.itemsize < 4 else sizes.hidden_dtype
     # a 16-bit gradient of hidden that waits in fp32 is rounded once, after the upstream gradient is known
-    keep_wide = weight_acc != sizes.weight_dtype or not sizes.weight_grad
+    # (fp16 waits without its scale, and so wants the range as well)
+    keep_wide = weight_acc != sizes.weight_dtype or not sizes.weight_grad or sizes.dtype == torch.float16
     needed = 0
     choices = [wide] if keep_wide and wide != sizes.hidden_dtype else []
     if sizes.sums_into(sizes.hidden_dtype):
@@ -183,12 +188,12 @@ def half_bytes(sizes: Sizes) -> int:
 def plan_recompute(sizes: Sizes, request: Request, note: str) -> Plan:
     """Statistics in the forward pass, gradients in backward from logits computed again."""
     rows = sweep_rows(sizes, request)
-    fp32_weight = sizes.weight_grad and sizes.weight_dtype.itemsize < 4
+    half_weight = sizes.weight_grad and sizes.weight_dtype.itemsize < 4
     # a tile of the weight's gradient is finished once per block of tokens: 16-bit sums for few blocks only
     few = 1 if request.accumulate_dtype == torch.float32 else MAX_HALF_CHUNKS
     many = -(-max(sizes.tokens, 1) // CHUNK_MULTIPLE)
-    attempts = [(sizes.weight_dtype, request.budget, min(few, many) if fp32_weight else many)]
-    if fp32_weight and not request.explicit:
+    attempts = [(sizes.weight_dtype, request.budget, min(few, many) if half_weight else many)]
+    if half_weight and not request.explicit and request.accumulate_dtype != sizes.weight_dtype:
         attempts.append((torch.float32, request.budget + 4 * sizes.weight_elements, many))
     for weight_acc, budget, most_blocks in attempts:
         found = best_tile(sizes, budget, weight_acc, most_blocks, rows)
@@ -198,8 +203,9 @@ def plan_recompute(sizes: Sizes, request: Request, note: str) -> Plan:
             terms = recompute_terms(sizes, rows, block, tile, hidden_acc, weight_acc)
             plan = assemble(sizes, budget, "recompute", rows, terms, hidden_acc, weight_acc)
             return replace(plan, block_tokens=block, tile_columns=tile, note=note)
-    block, tile = min(max(sizes.tokens, 1), CHUNK_MULTIPLE), min(sizes.vocab, CHUNK_MULTIPLE)
-    refuse(request, extra_of(recompute_terms(sizes, rows, block, tile, torch.float32, sizes.weight_dtype)), block)
+    block, tile = rows_of(sizes.tokens, attempts[0][2]), min(sizes.vocab, CHUNK_MULTIPLE)
+    hidden_acc = hidden_accumulator(sizes, tile)
+    refuse(request, extra_of(recompute_terms(sizes, rows, block, tile, hidden_acc, sizes.weight_dtype)), block)
     raise AssertionError("refuse() raises")
 
 

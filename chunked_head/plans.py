@@ -54,6 +54,7 @@ class Sizes:
     hidden_grad: bool = True
     weight_grad: bool = True
     bias_grad: bool = False
+    bias_dtype: torch.dtype | None = None  # where it is not the weight's
     late_upstream: bool = False  # the upstream gradient is not a scalar: gradients wait for it
     weighted_sum: bool = False  # label smoothing: one more statistic
     store: Store = "logits"  # what the reused buffer holds between the matmul and the gradient
@@ -228,10 +229,9 @@ def balanced(tokens: int, most: int) -> int:
     """Rows of equal chunks of at most ``most``, a multiple of 128 where ``most`` leaves room for that."""
     if tokens <= most:
         return max(tokens, 1)
-    if most >= CHUNK_MULTIPLE:
-        most -= most % CHUNK_MULTIPLE
     rows = math.ceil(tokens / math.ceil(tokens / most))
-    return min(most, math.ceil(rows / CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
+    rounded = math.ceil(rows / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+    return rounded if rounded <= most else rows
 
 
 def rows_of(tokens: int, chunks: int) -> int:

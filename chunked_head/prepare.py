@@ -84,7 +84,7 @@ def sizes_of(
         hidden_dtype=hidden.dtype, weight_dtype=weight.dtype,
         hidden_grad=grad and hidden.requires_grad,
         weight_grad=grad and weight.requires_grad,
-        bias_grad=bias_grad,
+        bias_grad=bias_grad, bias_dtype=None if bias is None else bias.dtype,
         late_upstream=late, weighted_sum=weighted_sum,
         store=backend.store(layout), copied=copied, **backend.traits(hidden.device),
     )  # fmt: skip

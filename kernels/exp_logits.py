@@ -10,8 +10,9 @@ one computed from a 16-bit logit is off by that rounding times the logit. No log
 
 Two offsets. Without ``row_offset_ptr``: the row's maximum within the strip, so E lies in [0, GAIN] however peaked the
 row is. With it: one offset for the whole row, given beforehand (the target's logit), so that the rest of the gradient
-is a factor per row and needs no pass over E; the target's own column is left out, to be added exactly. A strip whose
-maximum lies more than REACH above takes a larger offset, which is the sign that the row has to be levelled afterwards.
+is a factor per row and needs no pass over E. A strip whose maximum lies more than REACH above takes a larger offset,
+which is the sign that the row has to be levelled afterwards. The target's own column is left out of E and of the sums,
+to be added from its exact logit: then loss and gradient see one and the same logit.
 """
 
 import triton
@@ -72,9 +73,8 @@ def finish_strip(
     shift = tl.where(strip_offset == float("-inf"), 0.0, strip_offset)  # a strip of -inf alone: exp(-inf - 0) = 0
     # subtracted first: one fused multiply-add would leave the largest term 1 +- 1e-7 |x|, and lse off by as much
     e = tl.exp2((x - shift[:, None]) * log2_e)
-    if row_offset_ptr is not None:
-        target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32)
-        e = tl.where(offs_col[None, :] == target[:, None], 0.0, e)
+    target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32)
+    e = tl.where(offs_col[None, :] == target[:, None], 0.0, e)
     stats_at = strip.to(tl.int64) * rows + offs_row
     tl.store(strip_offset_ptr + stats_at, strip_offset, mask=in_rows)
     tl.store(strip_sum_ptr + stats_at, tl.sum(e, 1), mask=in_rows)
@@ -95,7 +95,7 @@ def exp_logits_kernel(
     bias_ptr,  # [vocab] or None
     class_weights_ptr,  # [vocab] or None
     row_offset_ptr,  # [rows] fp32, or None for each strip's own maximum
-    target_ptr,  # [rows] int64, -1 where the row does not count; read where row_offset is
+    target_ptr,  # [rows] int64, -1 where the row does not count
     # sizes
     rows,
     vocab,

@@ -14,10 +14,10 @@ def merge_strips_kernel(
     level_ptr,  # [rows] fp32: offset that all of the row is to have; None with offsets of each strip's own
     # inputs
     strip_offset_ptr,  # [strips, rows] fp32
-    strip_sum_ptr,  # [strips, rows] fp32, without the target's term where there is a level
+    strip_sum_ptr,  # [strips, rows] fp32, without the target's term
     strip_weighted_sum_ptr,  # [strips, rows] fp32 or None
-    target_logit_ptr,  # [rows] fp32, the offset that was asked for; read where there is a level
-    target_ptr,  # [rows] int64, likewise
+    target_logit_ptr,  # [rows] fp32, and the offset that was asked for where there is a level
+    target_ptr,  # [rows] int64, -1 where the row does not count
     # sizes
     rows,
     strips,
@@ -30,11 +30,10 @@ def merge_strips_kernel(
     run_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     run_weighted = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     largest_offset = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-    if level_ptr is not None:
-        asked = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
-        counts = tl.load(target_ptr + offs_row, mask=in_rows, other=-1) >= 0
-        run_max = tl.where(counts, asked, run_max)
-        run_sum = tl.where(counts, 1.0, run_sum)
+    asked = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
+    counts = tl.load(target_ptr + offs_row, mask=in_rows, other=-1) >= 0
+    run_max = tl.where(counts, asked, run_max)
+    run_sum = tl.where(counts & (asked != float("-inf")), 1.0, run_sum)
     for start in range(0, strips, BLOCK_STRIPS):
         offs_strip = start + tl.arange(0, BLOCK_STRIPS)
         at = offs_strip[:, None].to(tl.int64) * rows + offs_row[None, :]

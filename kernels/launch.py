@@ -354,6 +354,7 @@ def scale(out: torch.Tensor, source: torch.Tensor, factor: torch.Tensor) -> None
         source,
         factor,
         source.numel(),
+        triton.cdiv(source.numel(), programs * block),
         PROGRAMS=programs,
         BLOCK=block,
         IN_PLACE=out.data_ptr() == source.data_ptr(),

@@ -23,7 +23,7 @@ def copy_rows_kernel(
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < hidden
     kept = tl.where(tl.load(target_ptr + row) >= 0, hidden, 0)
-    value = tl.load(source_ptr + row * row_stride + offs * column_stride, mask=offs < kept, other=0.0)
+    value = tl.load(source_ptr + row * row_stride + offs.to(tl.int64) * column_stride, mask=offs < kept, other=0.0)
     if factor_ptr is not None:
         value = value.to(tl.float32) * tl.load(factor_ptr + row)
     tl.store(out_ptr + row * hidden + offs, value.to(out_ptr.dtype.element_ty), mask=mask)

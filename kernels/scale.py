@@ -13,6 +13,7 @@ def scale_kernel(
     factor_ptr,  # [] fp32, on the device
     # sizes
     numel,
+    steps,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
     IN_PLACE: tl.constexpr,
@@ -21,7 +22,7 @@ def scale_kernel(
     # in place there is nothing to do for a factor of 1, which is what nearly every step asks for
     if (not IN_PLACE) or factor != 1.0:
         offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        for _ in range(0, tl.cdiv(numel, PROGRAMS * BLOCK)):
+        for _ in range(0, steps):
             value = tl.load(in_ptr + offs, mask=offs < numel).to(tl.float32) * factor
             tl.store(out_ptr + offs, value.to(out_ptr.dtype.element_ty), mask=offs < numel)
             offs += PROGRAMS * BLOCK

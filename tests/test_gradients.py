@@ -326,3 +326,85 @@ def test_changed_input_is_noticed() -> None:
         weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.sum().backward()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_strided_bias(place: Place, dtype: torch.dtype, reduction: str) -> None:
+    """A bias that is a column of something, or one number expanded."""
+    inputs = SMALL.inputs(dtype, place.device)
+    column = torch.randn(131, 2, generator=torch.Generator().manual_seed(2)).to(place.device, dtype)[:, 0]
+    for bias in (column, torch.full((1,), 0.5, device=place.device, dtype=dtype).expand(131)):
+        case = Inputs(inputs.hidden, inputs.weight, inputs.target, {"reduction": reduction}, {"chunk_tokens": 32})
+
+        def call(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor = bias, **options) -> Tensor:
+            return linear_cross_entropy(hidden, weight, target, bias=bias, **options)
+
+        ours = run(call, case, backend=place.backend, chunk_tokens=32)
+        plain = Inputs(inputs.hidden, inputs.weight, inputs.target, {"reduction": reduction, "bias": bias.contiguous()})
+        truth, eager = (run_reference(plain, d) for d in (torch.float64, dtype))
+        for name in ("hidden", "weight"):
+            assert_within_budget(getattr(ours, name), getattr(eager, name), getattr(truth, name), dtype, name)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("size", [1e6, 1e-9])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_fp16_with_class_weights_of_any_size(place: Place, size: float, reduction: str) -> None:
+    """A mean does not feel the size of the class weights, and 16-bit gradients of logits must not either."""
+    omega = torch.full((131,), size, device=place.device)
+    inputs = Case("", (60,), 64, 131, {"class_weights": lambda c, g: torch.full((c.vocab,), size)}).inputs(
+        torch.float16, place.device
+    )
+    inputs.options["reduction"] = reduction
+    upstream = torch.full((60,), 0.01 / size, device=place.device) if reduction == "none" else None
+    truth, eager = (run_reference(inputs, d, upstream) for d in (torch.float64, torch.float16))
+    ours = run_ours(inputs, place, upstream)
+    assert omega.isfinite().all()
+    assert_within_budget(ours.hidden, eager.hidden, truth.hidden, torch.float16, "hidden")
+    assert_within_budget(ours.weight, eager.weight, truth.weight, torch.float16, "weight")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_fp16_keeps_small_probabilities(place: Place) -> None:
+    """Rows of the weight that are nobody's target, where every gradient is a small probability's."""
+    inputs = Case("", (12,), 16, 20011, ignored=0.0, spread=0.1).inputs(torch.float16, place.device)
+    upstream = torch.tensor(65536.0, device=place.device)
+    truth, eager = (run_reference(inputs, d, upstream) for d in (torch.float64, torch.float16))
+    ours = run_ours(inputs, place, upstream)
+    others = torch.ones(20011, dtype=torch.bool, device=place.device)
+    others[inputs.target] = False
+    assert_within_budget(ours.weight[others], eager.weight[others], truth.weight[others], torch.float16, "weight")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_arguments_changed_before_backward(place: Place) -> None:
+    """A loss scale or class weights that their owner changes in place after the call change nothing."""
+    inputs = SMALL.inputs(torch.float32, place.device)
+    expected = run_ours(inputs, place, torch.tensor(2.0, device=place.device))
+    hidden, weight = leaves(inputs)
+    scale = torch.tensor(2.0, device=place.device)
+    loss = linear_cross_entropy(hidden, weight, inputs.target, upstream=scale, backend=place.backend)
+    scale.mul_(2.0)
+    loss.backward(torch.tensor(2.0, device=place.device))
+    torch.testing.assert_close(weight.grad, expected.weight)
+
+    omega = torch.ones(131, device=place.device)
+    options = {"reduction": "sum", "class_weights": omega, "backend": place.backend}
+    loss = linear_cross_entropy(hidden, weight, inputs.target, **options)
+    first = torch.autograd.grad(loss, weight, retain_graph=True)[0]
+    omega.mul_(3.0)
+    torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], first)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_class_weights_of_no_target(place: Place) -> None:
+    """An infinite weight of a class that nobody has is no business of the masked tokens."""
+    inputs = SMALL.inputs(torch.float32, place.device)
+    inputs.target[inputs.target == 0] = 1
+    omega = torch.ones(131, device=place.device)
+    omega[0] = torch.inf
+    inputs.options["class_weights"] = omega
+    truth, eager = (run_reference(inputs, d) for d in (torch.float64, torch.float32))
+    assert_outcome(run_ours(inputs, place), eager, truth, torch.float32)

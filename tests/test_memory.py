@@ -197,9 +197,11 @@ def test_out_of_range_on_gpu(reduction: str, dtype: torch.dtype, bad: int) -> No
     """One bad target makes the whole call nan, loss and gradients, and touches no memory that is not the call's."""
     hidden, weight, target = operands(Place("triton", "cuda"), dtype, (300, 64, 128256))
     target[17] = bad
+    if bad == -1:
+        target[:17] = target[18:] = -100  # nobody else counts
     loss = linear_cross_entropy(hidden, weight, target, reduction=reduction)
     loss.sum().backward()
     torch.cuda.synchronize()
     assert loss.isnan().all()
-    assert weight.grad.isnan().any()
-    assert hidden.grad[torch.arange(300) != 17].isnan().all()
+    assert weight.grad.isnan().all()
+    assert hidden.grad.isnan().all()
