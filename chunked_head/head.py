@@ -79,7 +79,7 @@ def linear_cross_entropy(
         memory_budget: bytes, or a string such as "512MiB", that everything beside the gradients (and under autocast the
             cast weight) may take. None: 640 MiB, and where that would mean more than 8 chunks of a 16-bit weight's
             gradient, an fp32 accumulator of it on top. See ``chunked_head.plan``.
-        chunk_tokens: tokens in a chunk instead of what the budget gives.
+        chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives.
         accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
             weight's own over few chunks), ``torch.float32`` or the weight's dtype.
         upstream: the gradient that ``backward`` will bring for the loss, where it is known (a loss scale): folded in

@@ -11,8 +11,8 @@ one computed from a 16-bit logit is off by that rounding times the logit. No log
 Two offsets. Without ``row_offset_ptr``: the row's maximum within the strip, so E lies in [0, GAIN] however peaked the
 row is. With it: one offset for the whole row, given beforehand (the target's logit), so that the rest of the gradient
 is a factor per row and needs no pass over E. A strip whose maximum lies more than REACH above takes a larger offset,
-which is the sign that the row has to be levelled afterwards. The target's own column is left out of E and of the sums,
-to be added from its exact logit: then loss and gradient see one and the same logit.
+which is the sign that the row has to be levelled afterwards. The target's own column is left out of E and of the
+sums, to be added from its exact logit: then loss and gradient see one and the same logit.
 """
 
 import triton

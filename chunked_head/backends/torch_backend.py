@@ -1,7 +1,7 @@
 """The head in torch operations, for the CPU and any device that has no Triton.
 
 Logits are kept in fp32 (fp64 for fp64 operands). Elementwise work goes tile by tile, about a mebibyte each: a tile
-stays in the processor's cache through all operations on it, and no temporary is larger.
+stays in the processor's cache through all operations on it, and temporaries are no larger.
 """
 
 from collections.abc import Iterator
