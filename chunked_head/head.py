@@ -10,9 +10,10 @@ from . import checks
 from .autograd import HeadLoss
 from .backends import Layout, resolve
 from .loop import Call
+from .memory import Sizes
 from .objective import make_objective
 from .planner import Request, make_plan
-from .plans import Plan, Sizes
+from .plans import Plan
 from .prepare import Tensors, in_backward, pair_targets, shift_right, sizes_of
 from .reduction import make_reduction
 from .stats import Head

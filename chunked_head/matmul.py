@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .plans import cast_rows, slices
+from .memory import cast_rows
+from .plans import slices
 
 
 def vocabulary_tiles(weight_like: Tensor) -> Iterator[slice]:

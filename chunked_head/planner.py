@@ -5,25 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .plans import (
-    CHUNK_MULTIPLE,
-    DEFAULT_BUDGET,
-    GOOD_CHUNK,
-    MAX_HALF_CHUNKS,
-    MiB,
-    Plan,
-    Sizes,
-    Term,
-    balanced,
-    extra_of,
-    forward_terms,
-    largest,
-    name,
-    parse_bytes,
-    recompute_terms,
-    rows_of,
-    sweep_terms,
-)
+from .memory import CHUNK_MULTIPLE, MiB, Sizes, Term, extra_of, forward_terms, recompute_terms, sweep_terms
+from .plans import DEFAULT_BUDGET, GOOD_CHUNK, MAX_HALF_CHUNKS, Plan, balanced, largest, name, parse_bytes, rows_of
 
 # fewer columns than this and the recompute schedule's matmuls starve; then the tokens are split as well
 GOOD_TILE = 512

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .backends import Backend, Layout
-from .plans import Sizes
+from .memory import Sizes
 from .stats import Head
 
 

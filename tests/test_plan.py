@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunked_head import plan
-from chunked_head.plans import DEFAULT_BUDGET, MiB, parse_bytes
+from chunked_head.memory import MiB
+from chunked_head.plans import DEFAULT_BUDGET, parse_bytes
 
 LLAMA: dict[str, Any] = {"hidden": 4096, "vocab": 128256, "dtype": torch.bfloat16, "device": "cuda"}
 

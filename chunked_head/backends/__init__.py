@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..gradients import Gradients
-from ..plans import Plan, Store
+from ..memory import Store
+from ..plans import Plan
 from ..stats import Coefficients, Head, RowStats
 
 BACKENDS = ("triton", "torch")

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..gradients import AddsDlogits
 from ..matmul import project
-from ..plans import Plan, Store, slices
+from ..memory import Store
+from ..plans import Plan, slices
 from ..stats import Coefficients, Head, RowStats
 from . import Layout
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..gradients import AddsDlogits, Gradients
 from ..kernels import launch
 from ..matmul import add_dhidden, add_dweight, project
-from ..plans import Plan, Store
+from ..memory import Store
+from ..plans import Plan
 from ..stats import Coefficients, Head, RowStats
 from . import Layout
 
