@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .matmul import add_dbias, add_dhidden, add_dweight
+from .matmul import add_dbias, add_dhidden, add_dweight, put
 from .plans import Plan
 from .stats import Coefficients, Head, RowStats
 
@@ -65,8 +65,7 @@ def add_tile(
     if d_rows is not None:
         add_dhidden(dlogits, weight, d_rows, first=tile.start == 0)
     if grads.bias is not None:
-        total = dlogits.sum(0, dtype=grads.bias.dtype) * (1.0 if gain is None else gain)
-        grads.bias[tile].copy_(total) if first_block else grads.bias[tile].add_(total)
+        add_dbias(dlogits, grads.bias[tile], first_block, gain)
     if grads.weight is None:
         return
     if not plan.sizes.through_fp32(plan.weight_accumulate):
@@ -76,7 +75,7 @@ def add_tile(
     add_dweight(dlogits, rows, product, first=True)
     if gain is not None:
         product.mul_(gain)
-    grads.weight[tile].copy_(product) if first_block else grads.weight[tile].add_(product)
+    put(grads.weight[tile], product, first_block)
 
 
 class AddsDlogits:

@@ -95,9 +95,9 @@ def recompute(call: Call, hidden: Tensor, head: Head, stats: RowStats, upstream:
             coefficients = call.objective.coefficients(stats.at(block), scale[block], block)
             d_rows = None
             if grads.hidden is not None:
-                d_rows = torch.empty_like(grads.hidden[block], dtype=plan.hidden_accumulate)
-                if plan.hidden_accumulate == plan.sizes.hidden_dtype:
-                    d_rows = grads.hidden[block]
+                d_rows = grads.hidden[block]
+                if plan.hidden_accumulate != d_rows.dtype:
+                    d_rows = torch.empty_like(d_rows, dtype=plan.hidden_accumulate)
             for tile in plan.column_tiles():
                 dlogits = session.tile_grad(rows, tile, target[block], stats.at(block), coefficients)
                 add_tile(dlogits, rows, head.weight[tile], d_rows, grads, tile, block.start == 0, gain, plan)

@@ -48,7 +48,7 @@ def add_dhidden(
         multiply(dlogits[:, tile].float(), weight[tile].float(), total, store)
         store = False
     if total is not out:
-        out.copy_(total) if first else out.add_(total)
+        put(out, total, first)
 
 
 def add_dweight(
@@ -63,8 +63,7 @@ def add_dweight(
         return
     wide = hidden.float()
     for tile in vocabulary_tiles(out):
-        product = dlogits[:, tile].float().t() @ wide
-        out[tile].copy_(product) if first else out[tile].add_(product)
+        put(out[tile], dlogits[:, tile].float().t() @ wide, first)
 
 
 def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:
@@ -90,7 +89,13 @@ def add_dbias(
     dlogits: Tensor,  # [rows, columns]
     out: Tensor,  # [columns] fp32 or fp64
     first: bool,
+    gain: Tensor | None = None,  # []
 ) -> None:
-    """``out (+)= dlogits.sum(0)``"""
+    """``out (+)= gain * dlogits.sum(0)``"""
     total = dlogits.sum(0, dtype=out.dtype)
-    out.copy_(total) if first else out.add_(total)
+    put(out, total if gain is None else total * gain, first)
+
+
+def put(out: Tensor, value: Tensor, first: bool) -> None:
+    """``out (+)= value``, stored rather than added to zeros the first time."""
+    out.copy_(value) if first else out.add_(value)

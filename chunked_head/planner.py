@@ -66,7 +66,6 @@ def plan_loss_only(sizes: Sizes, request: Request) -> Plan:
 
 def sweep_rows(sizes: Sizes, request: Request) -> int:
     """Rows of a chunk in a pass that keeps statistics and no gradient."""
-
     most = sizes.tokens if request.chunk_tokens is None else min(sizes.tokens, request.chunk_tokens)
     rows = largest(lambda n: extra_of(sweep_terms(sizes, n)) <= request.budget, max(most, 1))
     if request.chunk_tokens is not None and not request.explicit:
@@ -89,12 +88,13 @@ def plan_forward(
     choices = [wide] if keep_wide and wide != sizes.hidden_dtype else []
     if sizes.sums_into(sizes.hidden_dtype):
         choices.append(sizes.hidden_dtype)
-    for hidden_acc in choices or [wide]:
+    choices = choices or [wide]
+    for hidden_acc in choices:
 
         def extra(rows: int, hidden_acc: torch.dtype = hidden_acc) -> int:
             return extra_of(forward_terms(sizes, rows, hidden_acc, weight_acc))
 
-        rows = chunk_rows(sizes, request, extra, budget, last=hidden_acc == (choices or [wide])[-1])
+        rows = chunk_rows(sizes, request, extra, budget, last=hidden_acc == choices[-1])
         enough = rows >= min(least, max(sizes.tokens, 1)) if request.chunk_tokens is None else rows > 0
         if enough and (not most_chunks or -(-sizes.tokens // rows) <= most_chunks):
             rows = balanced(sizes.tokens, rows)

@@ -23,9 +23,7 @@ class Reduction:
     one_or_nan: Tensor  # [] nan where a target is out of range
     upstream: Tensor | float  # the factor that the caller foretold
     unit: Tensor | float  # size of a token's gradient of logits at scale 1 [tokens]
-    token_scale: (
-        Tensor  # [tokens], token weights, 0 where a token does not count; largest is 1 where `gain` is split off
-    )
+    token_scale: Tensor  # [tokens], token weights less `gain`, 0 where a token does not count
     gain: Tensor | float  # what was split off
 
     def value(self, values: Tensor) -> Tensor:

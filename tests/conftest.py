@@ -4,12 +4,17 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 HAS_GPU = torch.cuda.is_available()
 torch.set_num_threads(1)  # the tests' sizes are small, and several workers may share the cores
 if not HAS_GPU:
     # before anything imports triton: kernels are interpreted or compiled as the variable says at import
     os.environ["TRITON_INTERPRET"] = "1"
+
+# no examples remembered from earlier runs; test_properties.py pins its draw
+settings.register_profile("repeatable", database=None)
+settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
