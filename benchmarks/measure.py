@@ -6,8 +6,10 @@ import contextlib
 import ctypes
 import functools
 import gc
+import json
 import multiprocessing
 import multiprocessing.connection
+import tempfile
 import threading
 import time
 import traceback
@@ -32,13 +34,17 @@ _M_MMAP_THRESHOLD = -3
 
 @dataclass
 class Step:
-    """One step of a provider: the loss, and its backward with a chosen gradient from above."""
+    """One step of a provider: the loss, and its backward with a chosen gradient from above, or no gradient at all."""
 
     loss: Loss
     operands: Operands
     upstream: float = 1.0
+    backward: bool = True
 
     def __call__(self) -> Tensor:
+        if not self.backward:
+            with torch.no_grad():
+                return self.loss(self.operands.hidden, self.operands.weight, self.operands.target)
         loss = self.loss(self.operands.hidden, self.operands.weight, self.operands.target)
         (loss if self.upstream == 1 else loss * self.upstream).backward()
         return loss.detach()
@@ -98,6 +104,8 @@ class Floor:
     Logits = h W^T, dH = dlogits W and dW = dlogits^T h, all in the input's type. The logits stand in for dlogits:
     a matrix product's time hardly depends on the values, as long as they are not zeros. Where the [T, V] buffer
     would take more than a quarter of the free memory, the products run in row blocks.
+
+    ``products`` is 3; 1 for the logits alone; 4 for a second product of logits as well, a teacher's or the same again.
     """
 
     def __init__(self, operands: Operands, device: torch.device) -> None:
@@ -109,11 +117,14 @@ class Floor:
         self.d_hidden, self.d_weight = torch.empty_like(self.hidden), torch.empty_like(self.weight)
 
     @torch.no_grad()
-    def __call__(self) -> None:
+    def __call__(self, products: int = 3) -> None:
         for start in range(0, self.hidden.shape[0], self.rows):
             hidden = self.hidden[start : start + self.rows]
             logits = self.logits[: hidden.shape[0]]
-            torch.mm(hidden, self.weight.T, out=logits)
+            for _ in range(max(1, products - 2)):
+                torch.mm(hidden, self.weight.T, out=logits)
+            if products == 1:
+                continue
             torch.mm(logits, self.weight, out=self.d_hidden[start : start + self.rows])
             if start == 0:
                 torch.mm(logits.T, hidden, out=self.d_weight)
@@ -181,6 +192,33 @@ def _timed(step: Callable[[], Any], device: torch.device) -> Callable[[], float]
     return lambda: milliseconds
 
 
+def launches(step: Callable[[], Any], device: torch.device) -> list[str]:
+    """What one step runs, by name and in order: kernels, copies and fills of a GPU; torch's operations on a CPU."""
+    gpu = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU, *([activity.CUDA] if gpu else [])]) as profile:
+        step()
+        if gpu:
+            torch.cuda.synchronize(device)
+    # The trace tells kernels from the annotations that compiled code puts around them; the list of events does not.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    wanted = ("kernel", "gpu_memcpy", "gpu_memset") if gpu else ("cpu_op",)
+    events = [event for event in events if event.get("cat") in wanted and event.get("ph") == "X"]
+    events.sort(key=lambda event: (event["ts"], -event["dur"]))
+    if gpu:
+        return [event["name"] for event in events]
+    names, end = list[str](), float("-inf")
+    for event in events:
+        # What lies within an operation is that operation's own affair.
+        if event["name"].startswith("aten::") and event["ts"] >= end:
+            names.append(event["name"])
+            end = event["ts"] + event["dur"]
+    return names
+
+
 def quantile(values: list[float], fraction: float) -> float:
     """The value below which a fraction of the values lies, interpolated."""
     return float(torch.tensor(values, dtype=torch.float64).quantile(fraction))
@@ -196,6 +234,12 @@ class MemoryRequest:
     upstream: float = 1.0
     data: str = "random"
     targets: str = "random"
+
+    def step(self) -> Step:
+        """Draw the operands and make the step."""
+        device = torch.device("cpu")
+        operands = make_operands(self.shape, parse_dtype(self.dtype), device, data=self.data, targets=self.targets)
+        return Step(build(self.provider, device).call, operands, self.upstream)
 
 
 def gpu_peak(step: Step) -> dict[str, int]:
@@ -248,14 +292,10 @@ def cpu_peak(request: MemoryRequest) -> tuple[dict[str, int] | None, Failure | N
 def _cpu_child(sender: multiprocessing.connection.Connection, request: MemoryRequest, threads: int) -> None:
     try:
         torch.set_num_threads(threads)
-        device = torch.device("cpu")
-        operands = make_operands(
-            request.shape, parse_dtype(request.dtype), device, data=request.data, targets=request.targets
-        )
-        step = Step(build(request.provider, device).call, operands, request.upstream)
+        step = request.step()
         _return_large_blocks()
         step()
-        operands.clear()
+        step.operands.clear()
         sender.send({"peak_bytes": _resident_peak(step)})
     except Exception as error:  # travels back as a row of the table
         sender.send(Failure.of(error))

@@ -169,17 +169,22 @@ def predict(provider: Provider, shape: Shape, dtype: torch.dtype, device: torch.
         known = inspect.signature(make_plan).parameters
         options = {key: value for key, value in provider.options.items() if key in known}
         made = make_plan(shape.tokens, shape.hidden, shape.vocab, dtype, device=device.type, **options)
-        return {
-            "peak_bytes": int(made.peak_bytes),
-            "extra_bytes": int(made.extra_bytes),
-            "chunk_tokens": int(made.chunk_tokens),
-            "chunks": int(made.chunks),
-            "schedule": str(made.schedule),
-            "accumulate_dtype": str(made.accumulate_dtype).removeprefix("torch."),
-            "text": str(made).split("\n"),
-        }
+        return describe_plan(made)
     except Exception as error:  # a wrong prediction is worth a note, not the measurement
         return {"error": f"{type(error).__name__}: {error}"}
+
+
+def describe_plan(made: Any) -> dict[str, Any]:
+    """A plan in plain values."""
+    return {
+        "peak_bytes": int(made.peak_bytes),
+        "extra_bytes": int(made.extra_bytes),
+        "chunk_tokens": int(made.chunk_tokens),
+        "chunks": int(made.chunks),
+        "schedule": str(made.schedule),
+        "accumulate_dtype": str(made.accumulate_dtype).removeprefix("torch."),
+        "text": str(made).split("\n"),
+    }
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -209,17 +214,18 @@ def _json_path(text: str) -> Path:
     return Path(text)
 
 
-def common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all benchmarks share."""
+def common_arguments(parser: argparse.ArgumentParser, peers: bool = True) -> None:
+    """Add the options that all benchmarks share; without `peers`, the choice of a provider is not among them."""
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--dtype", type=argument(parse_dtype), help="the operands' type: bf16, fp16, fp32")
-    parser.add_argument(
-        "--provider",
-        action="append",
-        type=argument(_checked_spec),
-        metavar="NAME[:KEY=VALUE,...]",
-        help=f"repeatable; one of {', '.join(NAMES)}; ours takes options",
-    )
+    if peers:
+        parser.add_argument(
+            "--provider",
+            action="append",
+            type=argument(_checked_spec),
+            metavar="NAME[:KEY=VALUE,...]",
+            help=f"repeatable; one of {', '.join(NAMES)}; ours takes options",
+        )
     parser.add_argument("--output", type=argument(_json_path), metavar="PATH", help="the JSON file of the results")
 
 

@@ -175,6 +175,14 @@ def _draw_targets(shape: Shape, targets: str, device: torch.device, generator: t
     return torch.randint(shape.vocab, (shape.tokens,), device=device, generator=generator)
 
 
+def draw_segments(tokens: int, count: int, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Segment ids [tokens] in order, of lengths that differ by up to half their mean and are nowhere 0."""
+    mean = tokens / count
+    jitter = torch.rand(count - 1, device=device, generator=generator) - 0.5
+    starts = ((torch.arange(1, count, device=device) + 0.5 * jitter) * mean).ceil().long()
+    return torch.bucketize(torch.arange(tokens, device=device), starts, right=True)
+
+
 def _likeliest(hidden: Tensor, weight: Tensor) -> Tensor:
     # In row blocks of at most 256 MiB of logits: the full logits are what this library is there to avoid.
     rows = max(1, 2**28 // (weight.shape[0] * weight.element_size()))

@@ -1,4 +1,4 @@
-"""The only autograd.Function: gradients computed in forward and handed over in backward, or computed there."""
+"""The autograd.Function of the head: gradients computed in forward and handed over in backward, or computed there."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,35 +14,51 @@ from .stats import RowStats
 
 
 class HeadLoss(torch.autograd.Function):
-    """Of hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, and a call: the loss."""
+    """Of hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, and a call: what its objective returns.
+
+    ``found`` receives the statistics, for what is made of them without a gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, found: list[RowStats]
+    ) -> tuple[Tensor, ...]:
         with as_called(hidden.device):
-            values, stats, grads = sweep(call, hidden, call.head(weight, bias))
-            loss = call.reduction.value(values)
+            stats, grads = sweep(call, hidden, call.head(weight, bias))
+            outputs = call.objective.outputs(stats)
+        found.append(stats)
         if call.plan.sizes.any_grad:
             # inputs are saved for a recomputing or a repeated backward: autograd checks that nobody changed them
-            ctx.save_for_backward(hidden, weight, bias, *stats)
+            named = stats.named()
+            teacher = call.objective.teacher
+            also = [] if teacher is None else teacher.tensors
+            ctx.save_for_backward(hidden, weight, bias, *named.values(), *also)
             # gradients are attributes: saved tensors would be cloned on their way out
-            ctx.call, ctx.grads = call, grads
-        return loss
+            ctx.call, ctx.grads, ctx.names = call, grads, tuple(named)
+        ctx.mark_non_differentiable(*outputs[getattr(call.objective, "differentiable", 1) :])
+        ctx.set_materialize_grads(False)
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         call, grads = ctx.call, ctx.grads
+        if all(given is None for given in upstream):
+            return None, None, None, None, None
         ctx.grads = None
-        with torch.no_grad(), as_called(upstream.device):
+        device = next(given.device for given in upstream if given is not None)
+        with torch.no_grad(), as_called(device):
             if grads is not None:
-                finished = grads.finish(call.backend, call.reduction.rest(upstream), call.plan)
+                finished = grads.finish(call.backend, call.objective.rest(upstream), call.plan)
             else:
-                hidden, weight, bias, *stats = ctx.saved_tensors
+                hidden, weight, bias, *vectors = ctx.saved_tensors
+                stats = RowStats(**dict(zip(ctx.names, vectors, strict=False)))
+                coefficients, gain = call.objective.late(stats, upstream)
                 call = with_recompute_plan(call)
-                finished = recompute(call, hidden, call.head(weight, bias), RowStats(*stats), upstream)
+                finished = recompute(call, hidden, call.head(weight, bias), stats, coefficients, gain)
         if torch.is_grad_enabled():  # create_graph: constants here would silently drop a gradient penalty
             inputs = [t for t in ctx.saved_tensors[:3] if t is not None]
             finished = tuple(None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in finished)
-        return *finished, None
+        return *finished, None, None
 
 
 @contextlib.contextmanager

@@ -6,17 +6,16 @@ import torch
 from torch import Tensor
 
 from .plans import name
-from .prepare import Tensors
 
 REDUCTIONS = ("mean", "sum", "none")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_tensors(tensors: Tensors) -> torch.dtype:
+def check_operands(hidden: Tensor, weight: Tensor, target: Tensor | None, bias: Tensor | None) -> torch.dtype:
     """Checks shapes, dtypes and devices; returns the dtype of the matmuls."""
-    hidden, weight, target, bias, class_weights, token_weights = tensors
-    for argument, tensor in tensors._asdict().items():
-        check_tensor(argument, tensor, optional=argument in ("bias", "class_weights", "token_weights"))
+    tensors = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+    for argument, tensor in tensors.items():
+        check_tensor(argument, tensor, optional=argument in ("target", "bias"))
     check_shape("hidden", hidden, hidden.dim() >= 1, "[..., hidden]", "")
     check_shape("weight", weight, weight.dim() == 2, "[vocab, hidden]", "pass lm_head.weight")
     if hidden.shape[-1] != weight.shape[1] or 0 in weight.shape:
@@ -25,25 +24,71 @@ def check_tensors(tensors: Tensors) -> torch.dtype:
             f"{tuple(weight.shape)}; if a sharding framework left an empty or partial weight, gather it first"
         )
     leading = tuple(hidden.shape[:-1])
-    check_shape("target", target, tuple(target.shape) == leading, f"{leading}, the leading shape of hidden", "reshape")
+    if target is not None:
+        same = tuple(target.shape) == leading
+        check_shape("target", target, same, f"{leading}, the leading shape of hidden", "reshape")
+        check_ids("target", target)
+    if bias is not None:
+        check_per_class("bias", bias, weight.shape[0])
+    check_devices(tensors)
+    return matmul_dtype(hidden, weight, bias)
+
+
+def check_logits(logits: Tensor, target: Tensor | None) -> torch.dtype:
+    """The same for logits that exist already; returns their dtype."""
+    check_tensor("logits", logits, optional=False)
+    check_tensor("target", target, optional=True)
+    check_shape("logits", logits, logits.dim() >= 1 and logits.shape[-1] > 0, "[..., vocab]", "")
+    if target is not None:
+        # ids first: class probabilities have a shape of their own
+        check_ids("target", target)
+        leading = tuple(logits.shape[:-1])
+        same = tuple(target.shape) == leading
+        check_shape("target", target, same, f"{leading}, the leading shape of logits", "reshape")
+        if target.device != logits.device:
+            raise ValueError(f"target is on {target.device}, logits on {logits.device}; move one of them")
+    check_dtype("logits", logits.dtype)
+    if logits.device.type == "meta":
+        raise ValueError("logits are on the meta device, where there is nothing to compute; move them to a real one")
+    return logits.dtype
+
+
+def check_ids(argument: str, target: Tensor) -> None:
     if target.dtype != torch.int64:
         remedy = "class probabilities are not supported" if target.is_floating_point() else "use target.long()"
-        raise TypeError(f"target must hold token ids of dtype int64, got {name(target.dtype)}; {remedy}")
-    vocab = weight.shape[0]
-    for argument, vector in (("bias", bias), ("class_weights", class_weights)):
-        if vector is not None:
-            check_shape(argument, vector, tuple(vector.shape) == (vocab,), f"({vocab},), one per row of weight", "")
+        raise TypeError(f"{argument} must hold token ids of dtype int64, got {name(target.dtype)}; {remedy}")
+
+
+def check_per_class(argument: str, vector: Tensor, vocab: int) -> None:
+    check_shape(argument, vector, tuple(vector.shape) == (vocab,), f"({vocab},), one per row of weight", "")
+
+
+def check_class_weights(
+    weights: Tensor | None, vocab: int, device: torch.device, argument: str = "class_weights"
+) -> None:
+    """Weights that a loss holds for each class."""
+    check_tensor(argument, weights, optional=True)
+    if weights is not None:
+        check_per_class(argument, weights, vocab)
+        check_constant(argument, weights)
+        check_devices({"hidden": torch.empty(0, device=device), argument: weights})
+
+
+def check_token_weights(token_weights: Tensor | None, leading: tuple[int, ...], device: torch.device) -> None:
+    check_tensor("token_weights", token_weights, optional=True)
     if token_weights is not None:
         same = tuple(token_weights.shape) == leading
         check_shape("token_weights", token_weights, same, f"{leading}, the shape of target", "expand it to that shape")
-    for argument, vector in (("class_weights", class_weights), ("token_weights", token_weights)):
-        if vector is not None and (vector.requires_grad or not vector.is_floating_point()):
-            raise ValueError(
-                f"{argument} must be floating-point and takes no gradient, got {name(vector.dtype)} with "
-                f"requires_grad={vector.requires_grad}; pass {argument}.float().detach()"
-            )
-    check_devices(tensors)
-    return matmul_dtype(hidden, weight, bias)
+        check_constant("token_weights", token_weights)
+        check_devices({"hidden": torch.empty(0, device=device), "token_weights": token_weights})
+
+
+def check_constant(argument: str, vector: Tensor) -> None:
+    if vector.requires_grad or not vector.is_floating_point():
+        raise ValueError(
+            f"{argument} must be floating-point and takes no gradient, got {name(vector.dtype)} with "
+            f"requires_grad={vector.requires_grad}; pass {argument}.float().detach()"
+        )
 
 
 def check_tensor(argument: str, tensor: Tensor | None, optional: bool) -> None:
@@ -94,43 +139,43 @@ def check_dtype(argument: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{argument} must be one of {', '.join(map(name, DTYPES))}, got {dtype}")
 
 
-def check_devices(tensors: Tensors) -> None:
-    for argument, tensor in tensors._asdict().items():
-        if tensor is not None and tensor.device != tensors.hidden.device:
-            raise ValueError(f"{argument} is on {tensor.device}, hidden on {tensors.hidden.device}; move one of them")
+def check_devices(tensors: dict[str, Tensor | None]) -> None:
+    hidden = tensors["hidden"]
+    assert hidden is not None
+    for argument, tensor in tensors.items():
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{argument} is on {tensor.device}, hidden on {hidden.device}; move one of them")
 
 
-def check_reduction(reduction: str) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+def check_reduction(reduction: str, allowed: tuple[str, ...] = REDUCTIONS, remedy: str = "") -> None:
+    if reduction not in allowed:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, allowed))}, got {reduction!r}{remedy}")
 
 
-def check_options(
+def check_head(
     ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
     softcap: float | None,
     logit_scale: float,
+    temperature: float,
     shift: int,
-    target: Tensor,
+    leading: tuple[int, ...],
 ) -> None:
     """Checks what is no tensor."""
-    check_reduction(reduction)
     check_int("ignore_index", ignore_index)
     if not -(1 << 63) <= ignore_index < 1 << 63:
         raise ValueError(f"ignore_index must fit int64 as targets do, got {ignore_index}")
     check_int("shift", shift)
-    check_number("label_smoothing", label_smoothing, 0.0, 1.0)
-    check_number("z_loss", z_loss, 0.0, math.inf)
     check_number("logit_scale", logit_scale, -math.inf, math.inf)
+    check_number("temperature", temperature, 0.0, math.inf)
+    if temperature == 0:
+        raise ValueError("temperature must be positive, got 0; for greedy choices compare with the argmax")
     if softcap is not None:
         check_number("softcap", softcap, 0.0, math.inf)
         if softcap == 0:
             raise ValueError("softcap must be positive or None, got 0; None caps nothing")
     if shift < 0:
         raise ValueError(f"shift must be at least 0, got {shift}; 1 pairs position t with target t + 1")
-    if shift and target.dim() == 0:
+    if shift and not leading:
         raise ValueError(f"shift={shift} needs a target with a dimension to shift along, got a 0-d target")
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .matmul import add_dbias, add_dhidden, add_dweight, put
 from .plans import Plan
-from .stats import Coefficients, Head, RowStats
+from .stats import Coefficients, Head, Rows, RowStats
 
 if TYPE_CHECKING:
     from .backends import Backend
@@ -83,27 +83,24 @@ class AddsDlogits:
 
     head: Head
 
-    def grad_(self, target: Tensor, stats: RowStats, coefficients: Coefficients) -> Tensor:
+    def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
         """The chunk seen last, turned in place into the gradient of its raw logits [rows, vocab]."""
         raise NotImplementedError
 
     def add_gradients(
-        self,
-        rows: slice,
-        hidden: Tensor,  # [rows, hidden]
-        target: Tensor,  # [rows]
-        stats: RowStats,
-        coefficients: Coefficients,
-        grads: Gradients,
+        self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
     ) -> None:
-        dlogits = self.grad_(target, stats, coefficients)
-        first = rows.start == 0
+        dlogits = self.grad_(rows, stats, coefficients)
+        first = at.start == 0
         if grads.hidden is not None:
-            add_dhidden(dlogits, self.head.weight, grads.hidden[rows], first=True)
+            add_dhidden(dlogits, self.head.weight, grads.hidden[at], first=True)
         if grads.weight is not None:
-            add_dweight(dlogits, hidden, grads.weight, first)
+            add_dweight(dlogits, rows.hidden, grads.weight, first)
         if grads.bias is not None:
             add_dbias(dlogits, grads.bias, first)
 
     def finish(self, hidden: Tensor, target: Tensor, grads: Gradients) -> None:
         """Nothing is left over."""
+
+    def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        raise AssertionError("gradients with known statistics are made from plain logits")

@@ -1,22 +1,16 @@
-"""The public operation, its module and its plan."""
+"""Cross-entropy of a linear head, and its module."""
 
 import inspect
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import checks
-from .autograd import HeadLoss
-from .backends import Layout, resolve
-from .loop import Call
-from .memory import Sizes
-from .objective import make_objective
-from .planner import Request, make_plan
-from .plans import Plan
-from .prepare import Tensors, in_backward, pair_targets, shift_right, sizes_of
-from .reduction import make_reduction
-from .stats import Head
+from . import checks, losses
+from .call import HeadOptions, ask, execute, scalar_objective, token_objective
+from .planner import Request
+from .prepare import shift_right
 
 
 @torch.compiler.disable  # a graph break: its loop and its autograd.Function are no code for a compiler to take apart
@@ -97,28 +91,30 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
     """
-    tensors = Tensors(hidden, weight, target, bias, class_weights, token_weights)
-    dtype = checks.check_tensors(tensors)
-    checks.check_options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, shift, target)
+    head = HeadOptions(
+        hidden, weight, target, bias, ignore_index, softcap, logit_scale, 1.0, shift, memory_budget, chunk_tokens,
+        accumulate_dtype, backend,
+    )  # fmt: skip
+    head.check()
+    checks.check_reduction(reduction)
+    checks.check_number("label_smoothing", label_smoothing, 0.0, 1.0)
+    checks.check_number("z_loss", z_loss, 0.0, math.inf)
     checks.check_scalar("normalizer", normalizer, hidden.device, reduction == "mean", 'reduction="mean"')
     checks.check_scalar("upstream", upstream, hidden.device, reduction != "none", 'reduction="mean" or "sum"')
-    chosen = resolve(backend, hidden.device)
-    paired, bad = pair_targets(target, shift, ignore_index, weight.shape[0])
-    objective = make_objective(tensors, paired, shift, label_smoothing, z_loss, dtype)
-    head = Head(weight, bias, objective.class_weights, float(logit_scale), softcap)
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    again = in_backward()
-    sizes = sizes_of(
-        tensors, rows, dtype, chosen, head, objective.needs_weighted_sum, late=reduction == "none" or again
-    )
+    checks.check_class_weights(class_weights, head.vocab, hidden.device)
+    checks.check_token_weights(token_weights, head.leading, hidden.device)
+    loss = losses.cross_entropy(label_smoothing=float(label_smoothing), class_weights=class_weights)
+    if z_loss:
+        loss = loss + float(z_loss) * losses.z_loss()
+    asked = ask(head, loss, batch={} if token_weights is None else {"token_weights": token_weights})
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
-    # computed again in backward, a call recomputes whatever its request was made for
-    plan = make_plan(sizes, Request() if again else request)
-    reduced = make_reduction(
-        reduction, objective, bad, normalizer, upstream, float(logit_scale), dtype == torch.float16
-    )
-    loss = HeadLoss.apply(rows, weight, bias, Call(plan, chosen, objective, reduced, head.logit_scale, softcap))
-    return loss if reduction != "none" else shift_right(loss.reshape(target.shape), shift)
+    if reduction == "none":
+        (values,), _, _ = execute(asked, token_objective(asked), request, late=True)
+        return shift_right(values.reshape(target.shape), shift)
+    # the z-loss shares the denominator of the cross-entropy, class weights and all
+    objective = scalar_objective(asked, reduction, normalizer, upstream, share_denominator=True)
+    (value,), _, _ = execute(asked, objective, request, late=False)
+    return value
 
 
 class ChunkedHead(nn.Module):
@@ -187,50 +183,3 @@ class ChunkedHead(nn.Module):
     def extra_repr(self) -> str:
         shape = f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}"
         return ", ".join([shape, *(f"{key}={value!r}" for key, value in self.options.items())])
-
-
-def plan(
-    tokens: int,
-    hidden: int,
-    vocab: int,
-    dtype: torch.dtype,
-    *,
-    memory_budget: int | str | None = None,
-    chunk_tokens: int | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    hidden_grad: bool = True,
-    weight_grad: bool = True,
-    bias: bool = False,
-    hidden_dtype: torch.dtype | None = None,
-    weight_dtype: torch.dtype | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    device: torch.device | str | None = None,
-    backend: str | None = None,
-) -> Plan:
-    """The plan that ``linear_cross_entropy`` follows for a call of these sizes; nothing is allocated.
-
-        print(plan(tokens=16384, hidden=4096, vocab=128256, dtype=torch.bfloat16, memory_budget="1GiB"))
-
-    ``dtype`` is that of the matmuls, ``hidden_dtype`` and ``weight_dtype`` those of the tensors where autocast makes
-    them differ. ``device`` defaults to the GPU where there is one. ValueError where the request cannot be met.
-    """
-    for argument, size in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab)):
-        least = 0 if argument == "tokens" else 1
-        if isinstance(size, bool) or not isinstance(size, int) or size < least:
-            raise ValueError(f"{argument} must be an int of at least {least}, got {size!r}")
-    checks.check_dtype("dtype", dtype)
-    checks.check_reduction(reduction)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chosen = resolve(backend, place)
-    weighted_sum, bias_grad = label_smoothing > 0.0, bias and weight_grad
-    sizes = Sizes(
-        tokens, hidden, vocab, dtype,
-        hidden_dtype=hidden_dtype or dtype, weight_dtype=weight_dtype or dtype,
-        hidden_grad=hidden_grad, weight_grad=weight_grad, bias_grad=bias_grad,
-        late_upstream=reduction == "none", weighted_sum=weighted_sum,
-        store=chosen.store(Layout(place, dtype, hidden, True, True, weighted_sum, softcap is not None, bias_grad)),
-        **chosen.traits(place),
-    )  # fmt: skip
-    return make_plan(sizes, Request(memory_budget, chunk_tokens, accumulate_dtype))

@@ -10,13 +10,18 @@ from typing import Literal
 
 import torch
 
+from .stats import Demand
+
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128
 ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
-# target, validity, weights, statistics, values and what the loss makes of them
-BYTES_PER_TOKEN = 48
+# target, validity, weights, statistics and coefficients of a call that asks for nothing further
+BYTES_PER_TOKEN = 56
+# what the losses' arithmetic holds at a time for each token that it is done for, and for each of its columns
+BYTES_PER_EVALUATED = 160
+BYTES_PER_COLUMN = 96
 CAST_BYTES = 16 * MiB
-Store = Literal["fast", "exp", "logits"]
+Store = Literal["fast", "relative", "logits"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,11 @@ class Sizes:
     bias_grad: bool = False
     bias_dtype: torch.dtype | None = None  # where it is not the weight's
     late_upstream: bool = False  # the upstream gradient is not a scalar: gradients wait for it
-    weighted_sum: bool = False  # label smoothing: one more statistic
+    coupled: bool = False  # a token's gradient depends on other tokens' statistics: all of them come first
+    demand: Demand = Demand()  # the statistics
+    teacher_columns: int = 0  # of a dense teacher's vocabulary that the student has too
+    teacher_width: int = 0  # of its hidden states, 0 where it gives logits
+    teacher_store: Literal["relative", "logits"] | None = None  # of its logits; None where the caller's are read
     store: Store = "logits"  # what the reused buffer holds between the matmul and the gradient
     copied: bool = False  # hidden states that no view flattens
     scratch: int = 0  # bytes of the backend's elementwise tiles
@@ -71,18 +80,41 @@ class Sizes:
 
     @property
     def logit_bytes(self) -> int:
-        """Bytes the buffer needs for one logit: 16-bit exponentials, else fp32 (fp64) logits."""
-        return max(4, self.element) if self.store == "logits" else self.element
+        """Bytes the buffer needs for one logit: 16-bit exponentials or relative logits, else fp32 (fp64) logits."""
+        return max(4, self.element) if self.store == "logits" else 2
 
     @property
     def row_bytes(self) -> int:
         """Bytes that one more row in a chunk costs: its logits, its strips' statistics, its hidden states."""
-        if self.store != "logits":
-            strips = 2 * math.ceil(self.vocab / 256)
-            logits = math.ceil(self.vocab / 8) * 8 * self.element + strips * (12 if self.weighted_sum else 8)
-        else:
-            logits = self.vocab * self.logit_bytes
-        return logits + self.operand_bytes
+        return self.kept_bytes + self.swept_bytes
+
+    @property
+    def sweep_bytes(self) -> int:
+        """The same in a pass that makes no gradient."""
+        kept = 0 if self.store != "logits" and self.demand.one_sweep else self.kept_bytes
+        return kept + self.swept_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """A row of stored logits, and its teacher's."""
+        teacher = 0
+        if self.teacher_store == "logits":
+            teacher = self.teacher_columns * max(4, self.element)
+        elif self.teacher_store == "relative":
+            teacher = math.ceil(self.teacher_columns / 8) * 16 + strips_of(self.teacher_columns) * 8
+        if self.store == "logits":
+            return self.vocab * max(4, self.element) + teacher
+        return math.ceil(self.vocab / 8) * 16 + teacher
+
+    @property
+    def swept_bytes(self) -> int:
+        """What a row needs whether its logits are kept or not."""
+        demand = self.demand
+        evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * demand.columns
+        rows = self.operand_bytes + self.teacher_width * self.element + evaluated
+        if self.store == "logits":
+            return rows
+        return rows + strips_of(self.vocab) * (8 + 4 * demand.entropy[0] + 4 * demand.weighted_sum + 8 * demand.top)
 
     @property
     def operand_bytes(self) -> int:
@@ -113,7 +145,9 @@ class Sizes:
         """What every schedule needs from start to end."""
         copy = self.tokens * self.hidden * self.hidden_dtype.itemsize if self.copied else 0
         cast = self.weight_elements * self.element if self.weight_dtype != self.dtype else 0
-        vectors = self.tokens * BYTES_PER_TOKEN
+        # a loss that sees all tokens at once does its arithmetic for all of them at once
+        evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * self.demand.columns if self.coupled else 0
+        vectors = self.tokens * (BYTES_PER_TOKEN + 8 * self.demand.vectors + 16 * self.demand.columns + evaluated)
         return (
             Term("contiguous hidden states", copy, copy, copy),
             Term("weight cast for autocast", cast, 0, cast, kind="cast"),
@@ -144,7 +178,7 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
 def sweep_terms(sizes: Sizes, rows: int) -> tuple[Term, ...]:
     """A pass that keeps statistics and no gradient."""
     return (
-        Term("logits of a chunk and its rows", 0, sweep=rows * sizes.row_bytes),
+        Term("logits of a chunk and its rows", 0, sweep=rows * sizes.sweep_bytes),
         Term("work space of tiles", 0, sweep=work_space(sizes, sizes.vocab, rows)),
         *sizes.common_terms,
     )
@@ -159,14 +193,15 @@ def recompute_terms(
     cast_w = sizes.weight_grad and weight_acc != sizes.weight_dtype
     waiting = sizes.weight_elements * weight_acc.itemsize if cast_w else 0
     product = tile * sizes.hidden * 4 if sizes.weight_grad and sizes.through_fp32(weight_acc) else 0
+    teacher = min(tile, sizes.teacher_columns) if sizes.teacher_store else 0
     return (
         replace(d_hidden, loop=d_hidden.finish),
         replace(d_weight, loop=0 if cast_w else d_weight.finish),
         Term("gradient of weight, waiting", waiting, waiting),
         Term("gradient of hidden, a block", block * sizes.hidden * 4 if accumulate_h else 0),
         # in backward there are plain logits to differentiate, whatever the sweep stored
-        Term("logits of a block's tile", block * tile * max(4, sizes.element)),
-        Term("hidden states of a block", block * sizes.operand_bytes),
+        Term("logits of a block's tile", block * (tile + teacher) * max(4, sizes.element)),
+        Term("hidden states of a block", block * (sizes.operand_bytes + sizes.teacher_width * sizes.element)),
         Term(
             "work space of tiles", product + work_space(sizes, tile, block), sweep=work_space(sizes, sizes.vocab, rows)
         ),
@@ -181,6 +216,11 @@ def fast_rows(sizes: Sizes, rows: int, hidden_acc: torch.dtype) -> int:
     product = rows * sizes.hidden * 4 if sizes.hidden_grad and hidden_acc != torch.float32 else 0
     target_rows = sizes.tokens * 28 + sizes.tokens * sizes.hidden // 4 if sizes.weight_grad else 0
     return scaled + product + target_rows
+
+
+def strips_of(vocab: int) -> int:
+    """Strips of 128 columns that the logits matmul leaves statistics of."""
+    return 2 * math.ceil(vocab / 256)
 
 
 def work_space(sizes: Sizes, columns: int, rows: int) -> int:

@@ -1,82 +1,318 @@
-"""From statistics of rows to the loss of each token and the coefficients of its gradient.
+"""What a call returns and differentiates: from statistics to values, and from upstream gradients to coefficients.
 
-The loss of a token, with class weights ``omega`` (1 where there are none), smoothing ``eps`` and ``z``:
-
-    l = (1 - eps) omega_y (lse - x_y) + eps / V * sum_j omega_j (lse - x_j) + z lse^2
-
-Cross-entropy with smoothing and class weights as ``torch.nn.functional.cross_entropy``; z-loss as PaLM (Chowdhery et
-al. 2022, section 5), which takes token weights but no class weights. Its gradient in x_j is the identity of
-``stats.Coefficients`` with ``alpha = (1 - eps) omega_y + eps / V * sum omega + 2 z lse``, ``beta = (1 - eps) omega_y``,
-``kappa = eps / V``.
+Three kinds: a scalar loss with parts and metrics, a value per token, or the statistics themselves. Denominators and
+weights are settled here, before any logit, and this is the only place that divides by anything.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from .prepare import Tensors, shift_left
-from .stats import Coefficients, RowStats
+from .batch import Batch
+from .evaluate import (
+    Evaluation,
+    Inputs,
+    Structure,
+    as_coefficients,
+    coefficients_of,
+    masked,
+    run,
+    unit_mask,
+    weighted_values,
+)
+from .fields import Prepared
+from .losses.base import Losses, Summand
+from .metrics import Metric, MetricValue, unit_weights
+from .stats import Coefficients, Demand, RowStats, Teacher
+
+FP16_LARGEST = 64.0
 
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """What is asked of each token: the loss's constants, and per token what does not depend on logits."""
+    """What all kinds share; ``vocab``-sized and per-token tensors that losses and kernels read."""
 
-    vocab: int
-    label_smoothing: float
-    z_loss: float
-    target: Tensor  # [tokens] int64, -1 where the token does not count
-    token_weights: Tensor | None  # [tokens]
-    class_weights: Tensor | None  # [vocab]
+    demand: Demand
+    structure: Structure
+    target: Tensor  # [tokens] int64, -1 where a token does not count
+    columns: Tensor | None  # [tokens, K] int64, -1 for none
+    teacher: Teacher | None
+    class_weights: Tensor | None
+    one_or_nan: Tensor  # [] nan where an id is out of range: then everything is, rather than something wrong
     dtype: torch.dtype  # of statistics and values
+    fp16: bool
 
-    @property
-    def needs_weighted_sum(self) -> bool:
-        return self.label_smoothing > 0.0
+    def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
+        """A chunk's statistics have been made; its coefficients, where gradients are made along with them."""
 
-    def values(self, stats: RowStats, rows: slice) -> Tensor:
-        """The loss of each token, its token weight included, 0 where it does not count [rows]."""
-        lse, target_logit, weighted_sum = stats
-        label, everywhere = self.shares(rows)
-        value = label * (lse - target_logit)
-        if weighted_sum is not None:
-            value = value + everywhere * lse - self.label_smoothing / self.vocab * weighted_sum
-        if self.z_loss:
-            value = value + self.z_loss * lse.square()
-        if self.token_weights is not None:
-            value = value * self.token_weights[rows]
-        return torch.where(self.target[rows] >= 0, value, 0.0)
+    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
+        """What the call returns, once all chunks have been visited."""
+        raise NotImplementedError
 
-    def coefficients(self, stats: RowStats, scale: Tensor, rows: slice) -> Coefficients:
-        """Coefficients of the gradient of ``sum(scale * l)``; ``scale`` is 0 where a token does not count [rows]."""
-        label, everywhere = self.shares(rows)
-        alpha = label + everywhere
-        if self.z_loss:
-            alpha = alpha + 2.0 * self.z_loss * stats.lse
-        kappa = self.label_smoothing / self.vocab * scale if self.needs_weighted_sum else None
-        return Coefficients(alpha * scale, label * scale, kappa)
+    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
+        """Coefficients of all tokens with the upstream gradients known, and a factor taken out of them."""
+        raise NotImplementedError
 
-    def shares(self, rows: slice) -> tuple[Tensor | float, Tensor | float]:
-        """Weight of the target's term and of the uniform term's ``lse``."""
-        smoothing = self.label_smoothing
-        if self.class_weights is None:
-            return 1.0 - smoothing, smoothing
-        target = self.target[rows]
-        of_target = torch.where(target >= 0, self.class_weights[target.clamp(min=0)], 0.0)
-        return (1.0 - smoothing) * of_target, smoothing and smoothing / self.vocab * self.class_weights.sum()
+    def rest(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        """What is left to multiply gradients by that were made before the upstream gradient had come."""
+        raise NotImplementedError
+
+    def fitted(self, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
+        """Coefficients that keep fp16 gradients of logits within range, and the factor taken out, to come in fp32."""
+        if not self.fp16:
+            return coefficients, None
+        sizes = [value.abs().amax() for value in coefficients.named().values() if value.numel()]
+        gain = gain_of(torch.stack(sizes).amax()) if sizes else self.one_or_nan
+        return coefficients.times(1.0 / gain), gain
 
 
-def make_objective(
-    tensors: Tensors, target: Tensor, shift: int, label_smoothing: float, z_loss: float, dtype: torch.dtype
-) -> Objective:
-    """The objective of paired targets; weights in the dtype of the statistics, which takes no gradient to them."""
-    statistics = torch.promote_types(dtype, torch.float32)
-    token_weights, class_weights = tensors.token_weights, tensors.class_weights
-    if token_weights is not None:
-        token_weights = shift_left(token_weights, shift, 0).reshape(-1).to(statistics)
-    if class_weights is not None:
-        # a copy: backward may read it, and would not notice that the caller had changed it
-        class_weights = class_weights.detach().to(statistics, copy=True).contiguous()
-    vocab = tensors.weight.shape[0]
-    return Objective(vocab, float(label_smoothing), float(z_loss), target, token_weights, class_weights, statistics)
+def gain_of(largest: Tensor) -> Tensor:
+    """What to divide by so that the largest gradient of a logit is about 64: it keeps the probabilities of a 128K
+    vocabulary among fp16's normal numbers, and leaves a factor of 1000 to what was not foreseen."""
+    gain = largest / FP16_LARGEST
+    return torch.where(gain == 0, 1.0, gain)
+
+
+@dataclass(frozen=True, eq=False)
+class ScalarObjective(Objective):
+    """A sum of losses, each reduced by itself."""
+
+    inputs: Inputs  # of all tokens; factors at the upstream gradient that was foretold, less ``gain``
+    coefficients: list[Tensor]  # of the summands, 0-d
+    inverse: list[Tensor]  # 1 / D of each, 0-d: 0 for a normalizer of 0
+    declared: Tensor | float  # the upstream gradient that was foretold
+    gain: Tensor | None
+    coupled: bool
+    counts: list[Tensor]  # of the metrics
+    segment_metrics: tuple[tuple[Metric, int], ...]
+    fused: bool
+    sums: list[list[Tensor]] = field(default_factory=list)  # of each chunk
+    taken_out: list[Tensor] = field(default_factory=list)  # by ``fitted`` in the forward pass
+
+    def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
+        if self.coupled and not (rows.start == 0 and rows.stop == len(self.target)):
+            return None
+        evaluation = self.evaluate(stats, rows, self.inputs.factors, gradient)
+        self.sums.append(evaluation.sums)
+        if not gradient:
+            return None
+        coefficients = as_coefficients(evaluation.coefficients)
+        if self.coupled:
+            coefficients, gain = self.fitted(coefficients)
+            self.taken_out[:] = [] if gain is None else [gain]
+        return coefficients
+
+    def evaluate(self, stats: RowStats, rows: slice, factors: list[Tensor], gradient: bool) -> Evaluation:
+        structure = self.structure if gradient else replace(self.structure, leaves=frozenset())
+        inputs = rows_of(self.inputs, rows)._replace(factors=factors)
+        return run(structure, stats.named(), inputs, self.fused and not self.coupled)
+
+    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
+        everything = slice(0, len(self.target))
+        if not self.sums and len(self.target):
+            self.sums.append(self.evaluate(stats, everything, self.inputs.factors, gradient=False).sums)
+        parts = self.part_values()
+        loss = torch.stack([c * part for c, part in zip(self.coefficients, parts, strict=True)]).sum()
+        return (loss,)
+
+    def part_values(self) -> list[Tensor]:
+        """Each summand's own value."""
+        if not self.sums:
+            return [inverse * 0.0 for inverse in self.inverse]
+        count = len(self.inverse)
+        return [
+            torch.stack([chunk[i] for chunk in self.sums]).sum() * self.inverse[i] for i in range(count)
+        ]  # fmt: skip
+
+    def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
+        """Metrics of all chunks; those that must see all tokens at once are made here."""
+        first = len(self.inverse)
+        chunks = [chunk[first:] for chunk in self.sums]
+        values = {}
+        measured = list(self.structure.metrics)
+        if self.segment_metrics and len(self.target):
+            structure = replace(self.structure, summands=(), metrics=self.segment_metrics, leaves=frozenset())
+            apart = run(structure, stats.named(), self.inputs, False).sums
+            chunks = [[*chunk, *(apart if i == 0 else [None] * len(apart))] for i, chunk in enumerate(chunks)]
+        measured += self.segment_metrics
+        for i, (metric, _) in enumerate(measured):
+            found = [chunk[i] for chunk in chunks if chunk[i] is not None]
+            values[metric.label] = self.metric_value(metric, found, self.counts[i])
+        return values
+
+    def metric_value(self, metric: Metric, found: list[Tensor], count: Tensor) -> MetricValue:
+        if metric.reduce == "mean":
+            zero = torch.zeros((), dtype=self.dtype, device=self.target.device)
+            total = torch.stack(found).sum(0) if found else zero
+            return MetricValue("mean", total + (self.one_or_nan - 1.0), count, finish=metric.finish)
+        nothing = -torch.inf if metric.reduce == "max" else torch.inf
+        lowest = torch.full((), nothing, dtype=self.dtype, device=self.target.device)
+        every = torch.stack([*found, lowest])
+        return MetricValue(metric.reduce, extremum=every.amax(0) if metric.reduce == "max" else every.amin(0))
+
+    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
+        (given,) = upstream
+        assert given is not None
+        factors = [c * inverse * given for c, inverse in zip(self.coefficients, self.inverse, strict=True)]
+        evaluation = self.evaluate(stats, slice(0, len(self.target)), factors, gradient=True)
+        return self.fitted(as_coefficients(evaluation.coefficients))
+
+    def rest(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        (given,) = upstream
+        assert given is not None
+        ratio = torch.where(given == self.declared, 1.0, given / self.declared).to(self.dtype) * self.one_or_nan
+        for gain in (self.gain, *self.taken_out):
+            if gain is not None:
+                ratio = ratio * gain
+        return ratio
+
+
+@dataclass(frozen=True, eq=False)
+class TokenObjective(Objective):
+    """The weighted sum of token losses for each token, unreduced."""
+
+    inputs: Inputs
+    coefficients: list[Tensor]
+    fused: bool
+
+    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
+        batch = Batch(self.inputs.fields, self.target, self.inputs.num_segments, self.structure.vocab)
+        leaves = {name: masked(value, batch.mask) for name, value in stats.named().items()}
+        total = torch.zeros(len(self.target), dtype=self.dtype, device=self.target.device)
+        for i, (_, view) in enumerate(self.structure.summands):
+            total = total + self.coefficients[i] * weighted_values(self.structure, i, view, leaves, batch, self.inputs)
+        return (total + (self.one_or_nan - 1.0),)
+
+    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
+        (given,) = upstream
+        assert given is not None
+        given = torch.where(self.target >= 0, given, 0.0)
+        factors = [c * given for c in self.coefficients]
+        evaluation = run(self.structure, stats.named(), self.inputs._replace(factors=factors), self.fused)
+        return self.fitted(as_coefficients(evaluation.coefficients))
+
+
+@dataclass(frozen=True, eq=False)
+class StatsObjective(Objective):
+    """Statistics for a loss that the caller computes: those in ``names``, the first ``differentiable`` with gradient."""
+
+    names: tuple[str, ...]
+    differentiable: int
+
+    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
+        counts = self.target >= 0
+        found = []
+        for name in self.names:
+            value = getattr(stats, name)
+            kept = torch.where(counts if value.dim() == 1 else counts[:, None], value, torch.zeros_like(value))
+            found.append(kept + (self.one_or_nan - 1.0) if kept.is_floating_point() else kept)
+        return tuple(found)
+
+    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
+        counts = self.target >= 0
+        grads = {
+            name: torch.where(counts, given, 0.0).to(self.dtype)
+            for name, given in zip(self.names[: self.differentiable], upstream, strict=False)
+            if given is not None
+        }
+        for name in ("logprob", "lse"):  # alpha and beta are always there
+            grads.setdefault(name, torch.zeros(len(self.target), dtype=self.dtype, device=self.target.device))
+        return self.fitted(as_coefficients(coefficients_of(self.structure, grads, stats.named())))
+
+
+def rows_of(inputs: Inputs, rows: slice) -> Inputs:
+    """The inputs of a slice of tokens, sharing memory."""
+    count = len(inputs.target)
+    if rows.start == 0 and rows.stop == count:
+        return inputs
+    return inputs._replace(
+        target=inputs.target[rows],
+        fields={name: value[rows] if name in inputs.token_fields else value for name, value in inputs.fields.items()},
+        weights=[None if weight is None else weight[rows] for weight in inputs.weights],
+        metric_weights={name: value[rows] for name, value in inputs.metric_weights.items()},
+    )
+
+
+def reduced(
+    losses: Losses,
+    prepared: Prepared,
+    vocab: int,
+    reduction: str,
+    normalizer: float | Tensor | None,
+    one_or_nan: Tensor,
+    dtype: torch.dtype,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Coefficients of the summands and 1 / D of each, on the device; nothing here waits for it."""
+    batch = Batch(prepared.fields, prepared.target, prepared.num_segments, vocab)
+    device = prepared.target.device
+    coefficients, inverse = [], []
+    for coefficient, summand in losses.terms:
+        coefficients.append(on_device(coefficient, dtype, device))
+        kind = summand.reduction or reduction
+        given = summand.normalizer if summand.normalizer is not None else normalizer
+        if kind != "mean":
+            inverse.append(one_or_nan)
+        elif given is None:
+            total = default_denominator(summand, batch, dtype)
+            inverse.append(one_or_nan / torch.where(total == 0, 1.0, total))
+        else:
+            total = prepared.fields[given].to(dtype) if isinstance(given, str) else on_device(given, dtype, device)
+            inverse.append(torch.where(total == 0, 0.0, 1.0 / total) * one_or_nan)
+    return coefficients, inverse
+
+
+def default_denominator(summand: Summand, batch: Batch, dtype: torch.dtype) -> Tensor:
+    """How many units count, or the sum of what each token adds."""
+    if summand.unit == "token" and summand.counted is not None:
+        each = summand.counted(batch, **summand.tensors).to(dtype)
+        return torch.where(batch.mask, each, 0.0).sum()
+    return unit_mask(summand.unit, batch).sum().to(dtype)
+
+
+def on_device(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A 0-d tensor: filled on the device, because a copy from the host would be waited for."""
+    if isinstance(value, Tensor):
+        # a copy: the caller may change his before backward comes
+        return value.detach().to(device=device, dtype=dtype, copy=True)
+    return torch.full((), float(value), dtype=dtype, device=device)
+
+
+def foreseen_gain(
+    losses: Losses, factors: list[Tensor], weights: list[Tensor | None], batch: Batch, logit_scale: float
+) -> Tensor:
+    """The gain of fp16 gradients that are made before all coefficients are known, from what is: weights and sizes."""
+    largest = torch.zeros_like(factors[0])
+    for (_, summand), factor, weight in zip(losses.terms, factors, weights, strict=True):
+        size = torch.ones_like(batch.target, dtype=factor.dtype)
+        if summand.size is not None:
+            size = summand.size(batch, **summand.tensors).abs().to(factor.dtype)
+        if weight is not None:
+            size = size * weight.abs()
+        size = torch.where(batch.mask, size, 0.0)
+        largest = largest + factor.abs() * abs(logit_scale) * (size.amax() if len(size) else 0.0)
+    return gain_of(largest)
+
+
+def metric_counts(
+    metrics: tuple[Metric, ...], prepared: Prepared, vocab: int, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Weights of tokens for each weighting, and what each metric's sum is divided by."""
+    batch = Batch(prepared.fields, prepared.target, prepared.num_segments, vocab)
+    weights: dict[str, Tensor] = {}
+    groups: dict[str, Tensor] = {}
+    counts = []
+    for metric in metrics:
+        if metric.unit == "segment":
+            counts.append(unit_mask("segment", batch).sum().to(dtype))
+        elif metric.weighting == "token":
+            counts.append(batch.mask.sum().to(dtype))
+        else:
+            if metric.weighting not in weights:
+                assert prepared.num_segments is not None
+                ids = prepared.fields[metric.ids]
+                weights[metric.weighting], groups[metric.weighting] = unit_weights(
+                    ids, batch.mask, prepared.num_segments, dtype
+                )
+            counts.append(groups[metric.weighting])
+    return weights, counts

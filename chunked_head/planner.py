@@ -44,6 +44,8 @@ def make_plan(sizes: Sizes, request: Request) -> Plan:
         return plan_loss_only(sizes, request)
     if sizes.late_upstream:
         return plan_recompute(sizes, request, "the upstream gradient comes late")
+    if sizes.coupled:
+        return plan_coupled(sizes, request)
     if sizes.weight_grad and sizes.weight_dtype.itemsize < 4:
         return plan_half_weight(sizes, request)
     return plan_forward(sizes, request, sizes.weight_dtype)
@@ -115,6 +117,18 @@ def chunk_rows(sizes: Sizes, request: Request, extra, budget: int, last: bool) -
         modest = sizes.tokens * sizes.hidden * 4 <= DEFAULT_BUDGET // 2
         return rows if last or modest else 0
     return rows if extra(rows) <= budget else 0
+
+
+def plan_coupled(sizes: Sizes, request: Request) -> Plan:
+    """Gradients that wait for every token's statistics: nothing is recomputed where one chunk holds all tokens."""
+    one = sizes.weight_dtype if sizes.sums_into(sizes.weight_dtype) and sizes.dtype != torch.float16 else torch.float32
+    fits = request.chunk_tokens is None or request.chunk_tokens >= sizes.tokens
+    if fits and (not sizes.weight_grad or request.accumulate_dtype in (None, one)):
+        try:
+            return plan_forward(sizes, request, one, least=sizes.tokens, most_chunks=1)
+        except ValueError:
+            pass
+    return plan_recompute(sizes, request, "a loss couples tokens")
 
 
 def plan_half_weight(sizes: Sizes, request: Request) -> Plan:

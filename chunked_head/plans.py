@@ -36,6 +36,7 @@ class Plan:
     weight_accumulate: torch.dtype
     terms: tuple[Term, ...]
     note: str = ""
+    arithmetic: str = ""  # how the losses' own is done, where it is not compiled as it could be
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
@@ -77,6 +78,11 @@ class Plan:
     def buffer_elements(self, tiled: bool) -> int:
         """Logits that a call holds at a time: a chunk's, or a block's tile in the recompute schedule's backward."""
         return self.block_tokens * self.tile_columns if tiled else self.chunk_tokens * self.sizes.vocab
+
+    def teacher_elements(self, tiled: bool) -> int:
+        """The same of a dense teacher."""
+        columns = self.sizes.teacher_columns
+        return self.block_tokens * min(self.tile_columns, columns) if tiled else self.chunk_tokens * columns
 
     def token_chunks(self) -> Iterator[slice]:
         return slices(self.sizes.tokens, self.chunk_tokens)
@@ -149,13 +155,19 @@ def table(plan: Plan) -> str:
         ("chunks", f"{plan.chunks} of {plan.chunk_tokens} tokens"),
         (
             "logits buffer",
-            f"{s.logit_bytes * 8}-bit logits" if s.store == "logits" else f"16-bit exponentials ({s.store} road)",
+            {
+                "logits": f"{s.logit_bytes * 8}-bit logits",
+                "relative": "16-bit logits relative to strips of columns",
+                "fast": "16-bit exponentials relative to the target",
+            }[s.store],
         ),
     ]
     if plan.schedule == "recompute":
         rows.append(("gradients", f"{plan.blocks} x {plan.block_tokens} tokens, tiles of {plan.tile_columns} columns"))
     if s.any_grad:
         rows.append(("accumulation", f"weight {name(plan.weight_accumulate)}, hidden {name(plan.hidden_accumulate)}"))
+    if plan.arithmetic:
+        rows.append(("losses", plan.arithmetic))
     if plan.weight_error is not None:
         rows.append(("expected error of dweight", f"{plan.weight_error:.1e} relative"))
     lines = [f"{key:<32}{value}" for key, value in rows]

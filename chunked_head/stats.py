@@ -1,56 +1,179 @@
 """What a row of logits is reduced to, and what its gradient is made from."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+# stands for log q where a teacher's probability is 0 and KL(p || q) would be infinite
+LOG_FLOOR = -1e4
 
-class RowStats(NamedTuple):
-    """Statistics of rows of logits ``x`` (after scale and cap), fp32 (fp64 for fp64 hidden states).
+Vectors = TypeVar("Vectors", "RowStats", "Coefficients")
 
-    ``lse`` [tokens]: ``logsumexp(x)``. ``target_logit`` [tokens]: ``x`` at the target, anything where the row does not
-    count. ``weighted_sum`` [tokens]: ``sum(omega * x)``, omega the class weights or 1; None unless asked for.
+
+class View(NamedTuple):
+    """A softmax over the logits: ``softmax(ratio * x[:columns])``, ``columns`` None for all of them."""
+
+    ratio: float = 1.0
+    columns: int | None = None
+
+
+class Pairing(NamedTuple):
+    """A dense teacher beside the student: which softmax of the student's, what is wanted, how the teacher is made."""
+
+    view: int  # of Demand.views
+    forward_kl: bool
+    reverse_kl: bool
+    entropy: bool
+    tvd: bool
+    beta: float | None  # of the Jensen-Shannon divergence, or None
+    columns: int  # that both vocabularies have
+
+
+class Demand(NamedTuple):
+    """The statistics that a call needs, ``lse``, ``logprob`` and ``target_logit`` always among them, and what of them
+    its gradient depends on."""
+
+    views: tuple[View, ...] = (View(),)  # the first over all columns at ratio 1
+    entropy: tuple[bool, ...] = (False,)  # for each view
+    weighted_sum: bool = False
+    top: bool = False
+    columns: int = 0  # K: logits of so many columns of each row's own
+    top_k: int = 0  # largest logits and their columns
+    pairing: Pairing | None = None
+    rank_one: bool = True  # the gradient is alpha p - beta 1[target] at the first view, and nothing else
+
+    @property
+    def one_sweep(self) -> bool:
+        """Whether one look at each logit makes all statistics, so that a sweep need not keep what it has passed."""
+        return len(self.views) == 1 and self.pairing is None and self.top_k == 0
+
+    @property
+    def vectors(self) -> int:
+        """Statistics per token beside the first three."""
+        two, pairing = len(self.views) > 1, self.pairing
+        count = sum(self.entropy) + self.weighted_sum + 2 * self.top + self.columns + 3 * self.top_k + 2 * two
+        return count + (8 if pairing is not None else 0)
+
+
+@dataclass(frozen=True, eq=False)
+class RowStats:
+    """Statistics of rows of logits ``x`` (after scale, cap and the call's temperature), fp32 (fp64 for fp64), [tokens].
+
+    ``logprob``: of the target, 0 where a row does not count. ``target_logit``: anything where it does not.
+    ``weighted_sum``: ``sum(omega * x)``, omega the class weights or 1. ``top``, ``argmax``: the largest logit and the
+    first column that has it. ``column_logits`` [tokens, K]. ``*2``: at the second view. With a teacher ``q`` and
+    ``m = beta q + (1 - beta) p``: ``kl_mixture`` is KL(p || m), ``sign`` is ``sum p sign(p - q)``.
     """
 
     lse: Tensor
+    logprob: Tensor
     target_logit: Tensor
-    weighted_sum: Tensor | None
+    entropy: Tensor | None = None
+    weighted_sum: Tensor | None = None
+    top: Tensor | None = None
+    argmax: Tensor | None = None
+    column_logits: Tensor | None = None
+    top_k_logits: Tensor | None = None
+    top_k_ids: Tensor | None = None
+    lse2: Tensor | None = None
+    logprob2: Tensor | None = None
+    entropy2: Tensor | None = None
+    teacher_lse: Tensor | None = None
+    forward_kl: Tensor | None = None
+    reverse_kl: Tensor | None = None
+    teacher_entropy: Tensor | None = None
+    kl_mixture: Tensor | None = None
+    jsd: Tensor | None = None
+    tvd: Tensor | None = None
+    sign: Tensor | None = None
 
     @classmethod
-    def empty(cls, tokens: int, weighted_sum: bool, dtype: torch.dtype, device: torch.device) -> "RowStats":
-        count = 3 if weighted_sum else 2
-        rows = [torch.empty(tokens, dtype=dtype, device=device) for _ in range(count)]
-        return cls(rows[0], rows[1], rows[2] if weighted_sum else None)
+    def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":
+        def rows(wanted: bool, *shape: int, kind: torch.dtype = dtype) -> Tensor | None:
+            return torch.empty(tokens, *shape, dtype=kind, device=device) if wanted else None
+
+        two = len(demand.views) > 1
+        pairing = demand.pairing
+        vectors = [torch.empty(tokens, dtype=dtype, device=device) for _ in range(3)]
+        return cls(
+            vectors[0], vectors[1], vectors[2],
+            entropy=rows(demand.entropy[0]),
+            weighted_sum=rows(demand.weighted_sum),
+            top=rows(demand.top),
+            argmax=rows(demand.top, kind=torch.int32),
+            column_logits=rows(demand.columns > 0, demand.columns),
+            top_k_logits=rows(demand.top_k > 0, demand.top_k),
+            top_k_ids=rows(demand.top_k > 0, demand.top_k, kind=torch.int64),
+            lse2=rows(two), logprob2=rows(two), entropy2=rows(two and demand.entropy[1]),
+            teacher_lse=rows(pairing is not None),
+            forward_kl=rows(pairing is not None and pairing.forward_kl),
+            reverse_kl=rows(pairing is not None and pairing.reverse_kl),
+            teacher_entropy=rows(pairing is not None and pairing.entropy),
+            kl_mixture=rows(pairing is not None and pairing.beta is not None),
+            jsd=rows(pairing is not None and pairing.beta is not None),
+            tvd=rows(pairing is not None and pairing.tvd),
+            sign=rows(pairing is not None and pairing.tvd),
+        )  # fmt: skip
 
     def at(self, rows: slice) -> "RowStats":
         """The statistics of a slice of rows, sharing memory."""
-        return RowStats(self.lse[rows], self.target_logit[rows], _rows(self.weighted_sum, rows))
+        return sliced(self, rows)
+
+    def named(self) -> dict[str, Tensor]:
+        return dict(present(self))
 
 
-class Coefficients(NamedTuple):
-    """``dlogits[j] = p[j] * alpha - beta * [j == target] - kappa * omega[j]``, each [tokens].
+@dataclass(frozen=True, eq=False)
+class Coefficients:
+    """Factors of the terms of ``kernels/row_grad.py``'s identity, each [tokens]; None where nothing asks for a term.
 
-    The gradient identity of the label losses; 0 where a row does not count, ``kappa`` None where nothing asks for it.
+    0 where a row does not count. ``columns`` [tokens, K] is what each of a row's own columns gets beside.
     """
 
-    alpha: Tensor
-    beta: Tensor
-    kappa: Tensor | None
+    alpha: Tensor | None = None
+    beta: Tensor | None = None
+    eta: Tensor | None = None
+    kappa: Tensor | None = None
+    alpha2: Tensor | None = None
+    eta2: Tensor | None = None
+    gamma: Tensor | None = None
+    rho: Tensor | None = None
+    tau: Tensor | None = None
+    theta: Tensor | None = None
+    columns: Tensor | None = None
 
     def at(self, rows: slice) -> "Coefficients":
         """The coefficients of a slice of rows, sharing memory."""
-        return Coefficients(self.alpha[rows], self.beta[rows], _rows(self.kappa, rows))
+        return sliced(self, rows)
+
+    def times(self, factor: Tensor) -> "Coefficients":
+        """Times a 0-d factor."""
+        return replace(self, **{name: value * factor for name, value in present(self)})
+
+    def named(self) -> dict[str, Tensor]:
+        return dict(present(self))
 
 
-def _rows(vector: Tensor | None, rows: slice) -> Tensor | None:
-    return None if vector is None else vector[rows]
+def present(vectors: RowStats | Coefficients) -> Iterator[tuple[str, Tensor]]:
+    for field in fields(vectors):
+        value = getattr(vectors, field.name)
+        if value is not None:
+            yield field.name, value
+
+
+def sliced(vectors: Vectors, rows: slice) -> Vectors:
+    return replace(vectors, **{name: value[rows] for name, value in present(vectors)})
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """The operand of every matmul and what makes logits of the products: ``x = cap(scale * (h @ weight.T + bias))``."""
+    """The operand of every matmul and what makes logits of the products: ``x = cap(scale * (h @ weight.T + bias))``.
+
+    The call's temperature is in scale and cap: ``cap tanh(s r / cap) / T = (cap / T) tanh((s / T) r / (cap / T))``.
+    """
 
     weight: Tensor  # [vocab, hidden]
     bias: Tensor | None  # [vocab]
@@ -60,6 +183,50 @@ class Head:
 
     def columns(self, tile: slice) -> "Head":
         """The head of a slice of the vocabulary, sharing memory."""
-        return Head(
-            self.weight[tile], _rows(self.bias, tile), _rows(self.class_weights, tile), self.logit_scale, self.softcap
+        return replace(
+            self,
+            weight=self.weight[tile],
+            bias=None if self.bias is None else self.bias[tile],
+            class_weights=None if self.class_weights is None else self.class_weights[tile],
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """A dense teacher: its logits, or its hidden states and head; its temperature is in scale and cap."""
+
+    logits: Tensor | None  # [tokens, vocabulary], raw
+    hidden: Tensor | None  # [tokens, width]
+    weight: Tensor | None  # [vocabulary, width]
+    bias: Tensor | None  # [vocabulary]
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    def rows(self, rows: slice) -> "Teacher":
+        return replace(
+            self,
+            logits=None if self.logits is None else self.logits[rows],
+            hidden=None if self.hidden is None else self.hidden[rows],
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.logits, self.hidden, self.weight, self.bias) if t is not None]
+
+    def with_hidden(self, hidden: Tensor) -> "Teacher":
+        return replace(self, hidden=hidden)
+
+
+class Rows(NamedTuple):
+    """The rows of a chunk as a session takes them."""
+
+    hidden: Tensor  # [rows, hidden], clean
+    target: Tensor  # [rows] int64, -1 where a row does not count
+    columns: Tensor | None = None  # [rows, K] int64, -1 for none
+    teacher: Teacher | None = None
+
+    def at(self, rows: slice) -> "Rows":
+        """A slice of the rows, sharing memory."""
+        columns = None if self.columns is None else self.columns[rows]
+        teacher = None if self.teacher is None else self.teacher.rows(rows)
+        return Rows(self.hidden[rows], self.target[rows], columns, teacher)

@@ -1,18 +1,19 @@
-"""The logits matmul whose epilogue leaves statistics and exponentials instead of logits.
+"""The logits matmul whose epilogue leaves statistics, and exponentials or relative logits instead of logits.
 
 A persistent GEMM over ``[BLOCK_M, BLOCK_N]`` tiles. Each tile is finished in column strips of ``BLOCK_N / 2``: from the
-fp32 accumulator come the strip's offset and its row sum of exponentials, and
+fp32 accumulator come the strip's offset, its row sum of exponentials and what else was asked for. What goes out, 16
+bits wide, is one of three things:
 
-    E[i, j] = GAIN * exp(x[i, j] - offset of row i in the strip)
+- exponentials ``E = exp(x - offset)`` in the operands' type, relative to an offset of the whole row that was given
+  beforehand (the target's logit): the rest of the gradient is a factor per row and needs no pass over E. A strip whose
+  maximum lies more than REACH above takes a larger offset, the sign that the row has to be levelled afterwards.
+- relative logits ``x - offset`` in fp16, relative to the row's maximum in the strip: off by 2^-12 of their distance
+  from the maximum, so a probability ``p`` by ``2^-12 log(p_max / p)`` of itself, for any row up to 65504 nats wide.
+  Every statistic and every gradient can be made from them.
+- nothing, where only statistics are wanted.
 
-goes out in the operands' 16-bit type. A probability read back from E is off by one 16-bit rounding of *itself*, whereas
-one computed from a 16-bit logit is off by that rounding times the logit. No logit is ever rounded.
-
-Two offsets. Without ``row_offset_ptr``: the row's maximum within the strip, so E lies in [0, GAIN] however peaked the
-row is. With it: one offset for the whole row, given beforehand (the target's logit), so that the rest of the gradient
-is a factor per row and needs no pass over E. A strip whose maximum lies more than REACH above takes a larger offset,
-which is the sign that the row has to be levelled afterwards. The target's own column is left out of E and of the
-sums, to be added from its exact logit: then loss and gradient see one and the same logit.
+No logit is ever rounded by its own size. The target's own column is left out of E and of the sums, to be added from its
+exact logit: then loss and gradient see one and the same logit.
 """
 
 import triton
@@ -24,10 +25,13 @@ from .transform import log2_e, transform_logits
 @triton.jit
 def finish_strip(
     # outputs
-    exp_desc,
+    out_desc,
     strip_offset_ptr,
     strip_sum_ptr,
+    strip_shifted_sum_ptr,
     strip_weighted_sum_ptr,
+    strip_top_ptr,
+    strip_argmax_ptr,
     # inputs
     acc,
     bias_ptr,
@@ -44,7 +48,6 @@ def finish_strip(
     softcap,
     BLOCK_M: tl.constexpr,
     STRIP: tl.constexpr,
-    GAIN: tl.constexpr,
     REACH: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
 ):
@@ -52,6 +55,7 @@ def finish_strip(
     offs_col = strip * STRIP + tl.arange(0, STRIP)
     in_rows = offs_row < rows
     in_vocab = offs_col < vocab
+    stats_at = strip.to(tl.int64) * rows + offs_row
     x = acc
     if bias_ptr is not None:
         x += tl.load(bias_ptr + offs_col, mask=in_vocab, other=0.0).to(tl.float32)[None, :]
@@ -62,33 +66,47 @@ def finish_strip(
             omega = tl.load(class_weights_ptr + offs_col, mask=in_vocab, other=0.0).to(tl.float32)
         # selection, so that a logit of -inf with weight 0 does not become nan
         weighted = tl.where(omega[None, :] != 0.0, x * omega[None, :], 0.0)
-        tl.store(strip_weighted_sum_ptr + strip.to(tl.int64) * rows + offs_row, tl.sum(weighted, 1), mask=in_rows)
+        tl.store(strip_weighted_sum_ptr + stats_at, tl.sum(weighted, 1), mask=in_rows)
     if not EVEN_VOCAB:
         x = tl.where(in_vocab[None, :], x, float("-inf"))
 
-    strip_offset = tl.max(x, 1)
+    top = tl.max(x, 1)
+    if strip_top_ptr is not None:
+        here = tl.where(x == top[:, None], offs_col[None, :], 2147483647)
+        tl.store(strip_top_ptr + stats_at, top, mask=in_rows)
+        tl.store(strip_argmax_ptr + stats_at, tl.min(here, 1), mask=in_rows)
+    strip_offset = top
     if row_offset_ptr is not None:
         row_offset = tl.load(row_offset_ptr + offs_row, mask=in_rows, other=0.0)
         strip_offset = tl.where(strip_offset - row_offset > REACH, strip_offset - REACH, row_offset)
     shift = tl.where(strip_offset == float("-inf"), 0.0, strip_offset)  # a strip of -inf alone: exp(-inf - 0) = 0
     # subtracted first: one fused multiply-add would leave the largest term 1 +- 1e-7 |x|, and lse off by as much
-    e = tl.exp2((x - shift[:, None]) * log2_e)
+    z = x - shift[:, None]
+    e = tl.exp2(z * log2_e)
     target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32)
     e = tl.where(offs_col[None, :] == target[:, None], 0.0, e)
-    stats_at = strip.to(tl.int64) * rows + offs_row
     tl.store(strip_offset_ptr + stats_at, strip_offset, mask=in_rows)
     tl.store(strip_sum_ptr + stats_at, tl.sum(e, 1), mask=in_rows)
+    if strip_shifted_sum_ptr is not None:
+        tl.store(strip_shifted_sum_ptr + stats_at, tl.sum(tl.where(e > 0.0, e * z, 0.0), 1), mask=in_rows)
 
-    exp_desc.store([row_start, strip * STRIP], (e * GAIN).to(exp_desc.dtype))
+    if out_desc is not None:
+        if row_offset_ptr is not None:
+            out_desc.store([row_start, strip * STRIP], e.to(out_desc.dtype))
+        else:
+            out_desc.store([row_start, strip * STRIP], z.to(out_desc.dtype))
 
 
 @triton.jit
 def exp_logits_kernel(
     # outputs
-    exp_desc,  # [rows, vocab] 16 bit, store block [BLOCK_M, BLOCK_N / 2]
+    out_desc,  # [rows, vocab] 16 bit, store block [BLOCK_M, BLOCK_N / 2], or None
     strip_offset_ptr,  # [strips, rows] fp32, strips = 2 * ceil(vocab / BLOCK_N)
-    strip_sum_ptr,  # [strips, rows] fp32
+    strip_sum_ptr,  # [strips, rows] fp32: sum of exp(x - offset)
+    strip_shifted_sum_ptr,  # [strips, rows] fp32: sum of exp(x - offset) (x - offset), or None
     strip_weighted_sum_ptr,  # [strips, rows] fp32: sum of omega * x, or None
+    strip_top_ptr,  # [strips, rows] fp32: largest x, or None
+    strip_argmax_ptr,  # [strips, rows] int32: the first column that has it, or None
     # inputs
     hidden_desc,  # [rows, hidden] 16 bit, block [BLOCK_M, BLOCK_K]
     weight_desc,  # [vocab, hidden] 16 bit, block [BLOCK_N, BLOCK_K]
@@ -108,7 +126,6 @@ def exp_logits_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    GAIN: tl.constexpr,
     REACH: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter's product of bf16 operands is wrong, of fp32 ones right
@@ -136,13 +153,13 @@ def exp_logits_kernel(
         halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, STRIP)), (0, 2, 1))
         left, right = tl.split(halves)
         finish_strip(
-            exp_desc, strip_offset_ptr, strip_sum_ptr, strip_weighted_sum_ptr,
-            left, bias_ptr, class_weights_ptr, row_offset_ptr, target_ptr,
-            row_start, tile_n * 2, rows, vocab, logit_scale, softcap, BLOCK_M, STRIP, GAIN, REACH, EVEN_VOCAB,
+            out_desc, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr,
+            strip_argmax_ptr, left, bias_ptr, class_weights_ptr, row_offset_ptr, target_ptr,
+            row_start, tile_n * 2, rows, vocab, logit_scale, softcap, BLOCK_M, STRIP, REACH, EVEN_VOCAB,
         )  # fmt: skip
         # past the vocabulary the right strip writes what merges to nothing (-inf, 0), and its store falls outside
         finish_strip(
-            exp_desc, strip_offset_ptr, strip_sum_ptr, strip_weighted_sum_ptr,
-            right, bias_ptr, class_weights_ptr, row_offset_ptr, target_ptr, row_start, tile_n * 2 + 1, rows, vocab,
-            logit_scale, softcap, BLOCK_M, STRIP, GAIN, REACH, EVEN_VOCAB,
+            out_desc, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr,
+            strip_argmax_ptr, right, bias_ptr, class_weights_ptr, row_offset_ptr, target_ptr,
+            row_start, tile_n * 2 + 1, rows, vocab, logit_scale, softcap, BLOCK_M, STRIP, REACH, EVEN_VOCAB,
         )  # fmt: skip

@@ -9,17 +9,12 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .exp_logits import exp_logits_kernel
-from .exp_stats import exp_grad_kernel, level_rows_kernel, merge_strips_kernel
-from .row import row_grad_kernel, row_stats_kernel
 from .rows import copy_rows_kernel
 from .scale import scale_kernel
-from .target_logits import target_logits_kernel
+from .strips import level_rows_kernel, merge_strips_kernel
 from .target_terms import add_target_rows_kernel, finish_dhidden_kernel, join_pieces_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-# fp16 reaches 2^-24 below 1; with the maximum at 2^15 exponentials down to e^-27 of it stay normal numbers
-EXP_GAIN = {torch.bfloat16: 1.0, torch.float16: 32768.0}
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = 60.0
@@ -60,163 +55,101 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+class Strips(NamedTuple):
+    """What the logits matmul leaves of each strip of columns, [strips, rows]; None what was not asked for."""
+
+    offset: torch.Tensor
+    sum: torch.Tensor
+    shifted_sum: torch.Tensor | None
+    weighted_sum: torch.Tensor | None
+    top: torch.Tensor | None
+    argmax: torch.Tensor | None  # int32
+
+    @classmethod
+    def empty(cls, rows: int, vocab: int, device: torch.device, shifted: bool, weighted: bool, top: bool) -> "Strips":
+        def make(wanted: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+            return torch.empty(strips_of(vocab) * rows, dtype=dtype, device=device) if wanted else None
+
+        always = [torch.empty(strips_of(vocab) * rows, dtype=torch.float32, device=device) for _ in range(2)]
+        return cls(*always, make(shifted), make(weighted), make(top), make(top, torch.int32))
+
+    def of_rows(self, rows: int, vocab: int) -> "Strips":
+        """The first of the buffer, for a chunk of so many rows."""
+        strips = strips_of(vocab)
+        return Strips(*(None if t is None else t[: strips * rows].view(strips, rows) for t in self))
+
+
 def exp_logits(
-    exp: torch.Tensor,  # [rows, vocab] 16 bit, row stride a multiple of 8
-    strip_offset: torch.Tensor,  # [strips, rows] fp32
-    strip_sum: torch.Tensor,  # [strips, rows] fp32
-    strip_weighted_sum: torch.Tensor | None,  # [strips, rows] fp32
+    out: torch.Tensor | None,  # [rows, vocab] 16 bit, row stride a multiple of 8: exponentials, or fp16 relative logits
+    strips: Strips,
     hidden: torch.Tensor,  # [rows, hidden] contiguous
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
-    row_offset: torch.Tensor | None,  # [rows] fp32
+    row_offset: torch.Tensor | None,  # [rows] fp32: then exponentials are stored, else relative logits
     target: torch.Tensor,  # [rows] int64
     logit_scale: float | None,
     softcap: float | None,
     tile: ExpTile = EXP_TILE,
 ) -> None:
-    rows, vocab = exp.shape
+    rows, vocab = hidden.shape[0], weight.shape[0]
     resident = tile.per_multiprocessor * multiprocessors(hidden.device)
     programs = min(resident, triton.cdiv(rows, tile.block_m) * triton.cdiv(vocab, tile.block_n))
     exp_logits_kernel[(programs,)](
-        TensorDescriptor.from_tensor(exp, [tile.block_m, tile.strip]),
-        strip_offset,
-        strip_sum,
-        strip_weighted_sum,
+        None if out is None else TensorDescriptor.from_tensor(out, [tile.block_m, tile.strip]),
+        *strips,
         TensorDescriptor.from_tensor(hidden, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
-        bias,
-        class_weights,
-        row_offset,
-        target,
-        rows,
-        vocab,
-        hidden.shape[1],
-        logit_scale,
-        softcap,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        GROUP_M=tile.group_m,
-        PROGRAMS=programs,
-        GAIN=EXP_GAIN[exp.dtype],
-        REACH=REACH,
-        EVEN_VOCAB=vocab % tile.block_n == 0,
-        UPCAST=INTERPRETED,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-
-
-def target_logits(
-    target_logit: torch.Tensor,  # [rows] fp32
-    hidden: torch.Tensor,  # [rows, hidden] contiguous
-    weight: torch.Tensor,  # [vocab, hidden] contiguous
-    target: torch.Tensor,  # [rows] int64, -1 where the row does not count
-    bias: torch.Tensor | None,
-    logit_scale: float | None,
-    softcap: float | None,
-) -> None:
-    rows, columns = hidden.shape
-    target_logits_kernel[(rows,)](
-        target_logit,
-        hidden,
-        weight,
-        target,
-        bias,
-        columns,
-        logit_scale,
-        softcap,
-        BLOCK=min(triton.next_power_of_2(columns), 2048),
-        num_warps=4,
-    )
+        bias, class_weights, row_offset, target,
+        rows, vocab, hidden.shape[1], logit_scale, softcap,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, PROGRAMS=programs,
+        REACH=REACH, EVEN_VOCAB=vocab % tile.block_n == 0, UPCAST=INTERPRETED,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def merge_strips(
     lse: torch.Tensor,
+    logprob: torch.Tensor,
+    entropy: torch.Tensor | None,
     weighted_sum: torch.Tensor | None,
+    top: torch.Tensor | None,
+    argmax: torch.Tensor | None,
     level: torch.Tensor | None,  # [rows] fp32
-    strip_offset: torch.Tensor,
-    strip_sum: torch.Tensor,
-    strip_weighted_sum: torch.Tensor | None,
+    strips: Strips,
     target_logit: torch.Tensor,
     target: torch.Tensor,
 ) -> None:
-    strips, rows = strip_offset.shape
+    count, rows = strips.offset.shape
     block_rows, block_strips = 8, 512
     merge_strips_kernel[(triton.cdiv(rows, block_rows),)](
-        lse,
-        weighted_sum,
-        level,
-        strip_offset,
-        strip_sum,
-        strip_weighted_sum,
-        target_logit,
-        target,
-        rows,
-        strips,
-        BLOCK_ROWS=block_rows,
-        BLOCK_STRIPS=block_strips,
-        num_warps=8,
-    )
+        lse, logprob, entropy, weighted_sum, top, argmax, level,
+        *strips, target_logit, target,
+        rows, count, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips, num_warps=8,
+    )  # fmt: skip
 
 
-def exp_grad_(
-    exp: torch.Tensor,
+def level_rows(
+    exp: torch.Tensor,  # [rows, vocab] 16 bit
+    softmax_factor: torch.Tensor,
+    target_factor: torch.Tensor,
     strip_offset: torch.Tensor,
-    lse: torch.Tensor,
+    level: torch.Tensor,
     target_logit: torch.Tensor,
-    target: torch.Tensor,
+    lse: torch.Tensor,
+    logprob: torch.Tensor,
     alpha: torch.Tensor,
     beta: torch.Tensor,
-    kappa: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
     logit_scale: float | None,
-    softcap: float | None,
-    block_rows: int = 32,
-    warps: int = 4,
 ) -> None:
-    rows, vocab = exp.shape
-    strip = EXP_TILE.strip
-    exp_grad_kernel[(triton.cdiv(vocab, strip), triton.cdiv(rows, block_rows))](
-        exp,
-        strip_offset,
-        lse,
-        target_logit,
-        target,
-        alpha,
-        beta,
-        kappa,
-        class_weights,
-        rows,
-        vocab,
-        exp.stride(0),
-        logit_scale,
-        softcap,
-        BLOCK_ROWS=block_rows,
-        STRIP=strip,
-        GAIN=EXP_GAIN[exp.dtype],
-        num_warps=warps,
-    )
-
-
-def level_rows(exp: torch.Tensor, strip_offset: torch.Tensor, level: torch.Tensor, target_logit: torch.Tensor) -> None:
     rows, vocab = exp.shape
     block_rows, splits = 16, 8
     level_rows_kernel[(triton.cdiv(rows, block_rows), splits)](
-        exp,
-        strip_offset,
-        level,
-        target_logit,
-        rows,
-        vocab,
-        strip_offset.shape[0],
-        exp.stride(0),
-        BLOCK_ROWS=block_rows,
-        STRIP=EXP_TILE.strip,
-        SPLITS=splits,
-        num_warps=4,
-    )
+        exp, softmax_factor, target_factor,
+        strip_offset, level, target_logit, lse, logprob, alpha, beta,
+        rows, vocab, strip_offset.shape[0], exp.stride(0), logit_scale,
+        BLOCK_ROWS=block_rows, STRIP=EXP_TILE.strip, SPLITS=splits, num_warps=4,
+    )  # fmt: skip
 
 
 def copy_rows(
@@ -267,81 +200,6 @@ def add_target_rows(
     )  # fmt: skip
     join_pieces_kernel[grid](
         dweight, piece_sum, sorted_target, tokens, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=block, num_warps=4
-    )
-
-
-def row_block(columns: int) -> tuple[int, int]:
-    """Elements a step and warps of the kernels that walk a row."""
-    block = min(triton.next_power_of_2(columns), 1024 if INTERPRETED else 8192)
-    return max(block, 128), 4 if block < 2048 else 16
-
-
-def row_stats(
-    lse: torch.Tensor,
-    target_logit: torch.Tensor,
-    weighted_sum: torch.Tensor | None,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
-    logit_scale: float | None,
-    softcap: float | None,
-) -> None:
-    rows, vocab = logits.shape
-    block, warps = row_block(vocab)
-    row_stats_kernel[(rows,)](
-        lse,
-        target_logit,
-        weighted_sum,
-        logits,
-        target,
-        bias,
-        class_weights,
-        vocab,
-        logits.stride(0),
-        logit_scale,
-        softcap,
-        BLOCK=block,
-        num_warps=warps,
-    )
-
-
-def row_grad(
-    dlogits: torch.Tensor,
-    logits: torch.Tensor,
-    lse: torch.Tensor,
-    target_logit: torch.Tensor,
-    target: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    kappa: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
-    first_column: int,
-    logit_scale: float | None,
-    softcap: float | None,
-) -> None:
-    rows, columns = logits.shape
-    block, warps = row_block(columns)
-    row_grad_kernel[(rows,)](
-        dlogits,
-        logits,
-        lse,
-        target_logit,
-        target,
-        alpha,
-        beta,
-        kappa,
-        bias,
-        class_weights,
-        columns,
-        first_column,
-        logits.stride(0),
-        dlogits.stride(0),
-        logit_scale,
-        softcap,
-        BLOCK=block,
-        num_warps=warps,
     )
 
 

@@ -40,3 +40,52 @@ def transform_derivative(
     if logit_scale is not None:
         slope = slope * logit_scale
     return slope
+
+
+@triton.jit
+def finish_loaded(
+    x,  # stored logits as fp32, -inf where there is none
+    offset,  # of relative logits, or None: then x is raw
+    bias,  # of raw logits, or None
+    logit_scale,
+    softcap,
+):
+    """The logit that the softmax sees, from what a buffer holds."""
+    if offset is not None:
+        return x + offset
+    if bias is not None:
+        x += bias
+    return transform_logits(x, logit_scale, softcap)
+
+
+@triton.jit
+def log_mixture(
+    log_a,  # log-probabilities
+    log_b,
+    log_share_a: tl.constexpr,  # logarithms of the shares, which add up to 1
+    log_share_b: tl.constexpr,
+):
+    """``log(share_a exp(log_a) + share_b exp(log_b))``, -inf where both are."""
+    a = log_a + log_share_a
+    b = log_b + log_share_b
+    largest = tl.maximum(a, b)
+    offset = tl.where(largest == float("-inf"), 0.0, largest)
+    return offset + tl.log2(tl.exp2((a - offset) * log2_e) + tl.exp2((b - offset) * log2_e)) * ln_2
+
+
+@triton.jit
+def anchor(
+    target_logit,
+    logprob,  # of the target, 0 where there is none
+    lse,
+    ratio,  # of the temperature, inverse; float or None for 1
+):
+    """``(a, b)`` such that ``log p = (x - a) + b``.
+
+    ``x - lse`` has the rounding of lse, which is as large as the logits are. The target's logit and log-probability
+    know better, wherever the row has a target of probability above 0.
+    """
+    if ratio is not None:
+        target_logit = target_logit * ratio
+    known = (logprob != 0.0) & (tl.abs(target_logit) < float("inf")) & (logprob == logprob)
+    return tl.where(known, target_logit, lse), tl.where(known, logprob, 0.0)

@@ -1,6 +1,7 @@
 """Where tests run: the CPU by torch and by Triton's interpreter, a GPU by both backends (``-m gpu``)."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,6 +23,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     if any(item.get_closest_marker("gpu") for item in items):
         raise pytest.UsageError("tests marked gpu were asked for and torch sees no GPU: they fail rather than skip")
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The losses' arithmetic runs as plain PyTorch: to compile each of hundreds of sums of losses would take an hour.
+    Tests marked ``compiled`` hold the compiled ones to these."""
+    if request.node.get_closest_marker("compiled"):
+        yield
+    else:
+        with torch.compiler.set_stance("force_eager"):
+            yield
 
 
 @pytest.fixture(autouse=True)

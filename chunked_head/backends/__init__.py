@@ -5,7 +5,7 @@ A backend is a module with three functions, ``Backend`` below; a ``Session`` hol
 
 import importlib
 import importlib.util
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..gradients import Gradients
 from ..memory import Store
 from ..plans import Plan
-from ..stats import Coefficients, Head, RowStats
+from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 
 BACKENDS = ("triton", "torch")
 
@@ -21,26 +21,18 @@ BACKENDS = ("triton", "torch")
 class Session(Protocol):
     """One call's buffer of logits and what is done in it."""
 
-    def stats(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
-        """Logits of a chunk of rows into the buffer, their statistics into ``out``. Rows that don't count are -1."""
+    def stats(self, rows: Rows, out: RowStats) -> None:
+        """Logits of a chunk of rows into the buffer, and every statistic that ``out`` has room for."""
 
     def add_gradients(
-        self,
-        rows: slice,
-        hidden: Tensor,
-        target: Tensor,
-        stats: RowStats,
-        coefficients: Coefficients,
-        grads: Gradients,
+        self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
     ) -> None:
-        """Gradients of the chunk that ``stats`` saw last, rows ``rows`` of the call, added to ``grads``."""
+        """Gradients of the chunk that ``stats`` saw last, rows ``at`` of the call, added to ``grads``."""
 
     def finish(self, hidden: Tensor, target: Tensor, grads: Gradients) -> None:
         """What was left over until every chunk of the call [tokens, hidden] had been seen."""
 
-    def tile_grad(
-        self, hidden: Tensor, tile: slice, target: Tensor, stats: RowStats, coefficients: Coefficients
-    ) -> Tensor:
+    def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         """The gradient of the raw logits in a slice of the vocabulary, whose statistics are known [rows, tile]."""
 
 
@@ -52,9 +44,9 @@ class Layout(NamedTuple):
     hidden: int
     plain_weight: bool  # contiguous and aligned to 16 bytes
     plain_rows: bool  # columns of hidden states contiguous
-    smoothed: bool  # the gradient has a term of every logit
-    capped: bool  # ... and a factor of it
+    capped: bool
     bias_grad: bool
+    demand: Demand
 
 
 class Backend(Protocol):
@@ -62,6 +54,9 @@ class Backend(Protocol):
 
     def store(self, layout: Layout) -> Store:
         """What this backend keeps of the logits between statistics and gradient; ValueError where it cannot serve."""
+
+    def teacher_store(self, teacher: Teacher, store: Store) -> Literal["relative", "logits"] | None:
+        """What it keeps of a dense teacher's logits beside a student's; None where the caller's are read in place."""
 
     def traits(self, device: torch.device) -> dict[str, Any]:
         """What ``Sizes`` should know: ``half_products``, whether 16-bit operands are multiplied uncast; ``scratch``,
@@ -76,6 +71,15 @@ class Backend(Protocol):
 
     def session(self, head: Head, plan: Plan, tiled: bool) -> Session:
         """The buffer of a call's sweep over whole rows, or of its gradients' tiles where the plan recomputes."""
+
+    def logits_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+        """Statistics of logits that exist already: ``rows.hidden`` are they, [rows, vocab] with contiguous columns, of
+        any floating-point dtype. Of ``head`` only scale, cap and class weights are read."""
+
+    def logits_grad(
+        self, out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
+    ) -> None:
+        """Their gradient, 0 where a row does not count; ``out`` may be the logits themselves."""
 
     def scale(self, source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """``source * factor`` (0-d, on the device) in ``dtype``: in place where that is its own, else a new tensor."""

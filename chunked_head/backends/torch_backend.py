@@ -4,8 +4,9 @@ Logits are kept in fp32 (fp64 for fp64 operands). Elementwise work goes tile by 
 stays in the processor's cache through all operations on it, and temporaries are no larger.
 """
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ..gradients import AddsDlogits
 from ..matmul import project
 from ..memory import Store
 from ..plans import Plan, slices
-from ..stats import Coefficients, Head, RowStats
+from ..stats import LOG_FLOOR, Coefficients, Demand, Head, Rows, RowStats, Teacher, View
 from . import Layout
 
 TILE_COLUMNS = 1 << 15
@@ -22,6 +23,10 @@ TILE_ELEMENTS = 1 << 18
 
 
 def store(layout: Layout) -> Store:
+    return "logits"
+
+
+def teacher_store(teacher: Teacher, store: Store) -> Literal["relative", "logits"] | None:
     return "logits"
 
 
@@ -50,101 +55,330 @@ def session(head: Head, plan: Plan, tiled: bool) -> "TorchSession":
 
 class TorchSession(AddsDlogits):
     def __init__(self, head: Head, plan: Plan, tiled: bool):
-        self.head = head
+        self.head, self.sizes, self.demand = head, plan.sizes, plan.sizes.demand
         self.dtype = torch.promote_types(head.weight.dtype, torch.float32)
+        device = head.weight.device
         elements = plan.buffer_elements(tiled)
-        self.buffer = torch.empty(elements, dtype=self.dtype, device=head.weight.device)
-        self.scratch = torch.empty(min(TILE_ELEMENTS, elements), dtype=self.dtype, device=head.weight.device)
+        self.buffer = torch.empty(elements, dtype=self.dtype, device=device)
+        self.scratch = torch.empty(min(TILE_ELEMENTS, elements), dtype=self.dtype, device=device)
         self.logits = self.buffer
+        if self.demand.pairing is not None:
+            self.teacher_buffer = torch.empty(plan.teacher_elements(tiled), dtype=self.dtype, device=device)
 
-    def stats(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
-        self.logits = self.compute_logits(hidden, self.head)
-        for rows in row_blocks(self.logits):
-            self.block_stats(self.logits[rows], target[rows], out.at(rows))
+    def stats(self, rows: Rows, out: RowStats) -> None:
+        self.logits = self.compute_logits(rows.hidden, self.head)
+        if self.demand.pairing is not None:
+            assert rows.teacher is not None
+            self.teacher = self.teacher_logits(rows.teacher, slice(0, self.demand.pairing.columns))
+        for block in row_blocks(self.logits):
+            self.block_stats(self.logits[block], rows.target[block], out.at(block))
+            if self.demand.pairing is not None:
+                self.block_pair_stats(self.logits[block], self.teacher[block], out.at(block))
+        if out.column_logits is not None:
+            assert rows.columns is not None
+            out.column_logits.copy_(self.logits.gather(1, rows.columns.clamp(min=0)))
+        if out.top_k_ids is not None and out.top_k_logits is not None:
+            torch.topk(self.logits, out.top_k_ids.shape[1], out=(out.top_k_logits, out.top_k_ids))
 
     def compute_logits(self, hidden: Tensor, head: Head) -> Tensor:
-        shape = hidden.shape[0], head.weight.shape[0]
-        logits = self.buffer[: shape[0] * shape[1]].view(shape)
+        logits = self.buffer[: hidden.shape[0] * head.weight.shape[0]].view(hidden.shape[0], -1)
         project(hidden, head.weight, logits)
-        if head.bias is not None or head.softcap is not None or head.logit_scale != 1.0:
-            for rows in row_blocks(logits):
-                for columns in slices(shape[1], TILE_COLUMNS):
-                    transform_(logits[rows, columns], columns, head)
+        transform_(logits, head.bias, head)
+        return logits
+
+    def teacher_logits(self, teacher: Teacher, columns: slice) -> Tensor:
+        source = teacher.logits if teacher.logits is not None else teacher.hidden
+        assert source is not None
+        count = columns.stop - columns.start
+        logits = self.teacher_buffer[: len(source) * count].view(len(source), count)
+        if teacher.logits is not None:
+            logits.copy_(teacher.logits[:, columns])
+        else:
+            assert teacher.hidden is not None and teacher.weight is not None
+            project(teacher.hidden, teacher.weight[columns], logits)
+        transform_(logits, None if teacher.bias is None else teacher.bias[columns], teacher)
         return logits
 
     def block_stats(self, x: Tensor, target: Tensor, out: RowStats) -> None:
-        row_max = x.amax(1, keepdim=True)
-        row_max.masked_fill_(row_max == -torch.inf, 0.0)
-        total = torch.zeros_like(row_max)
-        weighted = torch.zeros_like(row_max)
-        omega = self.head.class_weights
-        for columns in slices(x.shape[1], TILE_COLUMNS):
-            part = x[:, columns]
-            scratch = self.scratch[: part.numel()].view(part.shape)
-            total += torch.sub(part, row_max, out=scratch).exp_().sum(1, keepdim=True)
-            if out.weighted_sum is not None and omega is not None:
-                # selection, so that a logit of -inf with weight 0 does not become nan
-                torch.mul(part, omega[columns], out=scratch).masked_fill_(omega[columns] == 0, 0.0)
-                weighted += scratch.sum(1, keepdim=True)
-            elif out.weighted_sum is not None:
-                weighted += part.sum(1, keepdim=True)
-        out.lse.copy_((row_max + total.log()).squeeze(1))
         out.target_logit.copy_(x.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1))
-        if out.weighted_sum is not None:
-            out.weighted_sum.copy_(weighted.squeeze(1))
+        row_max = x.amax(1)
+        if out.top is not None and out.argmax is not None:
+            out.top.copy_(row_max)
+            out.argmax.copy_(x.argmax(1))
+        for suffix, view in zip(("", "2"), self.demand.views, strict=False):
+            self.softmax_stats(x, target, row_max, view, suffix, out)
+        if out.weighted_sum is None:
+            return
+        omega = self.head.class_weights
+        if omega is None:
+            out.weighted_sum.copy_(x.sum(1))
+            return
+        weighted = torch.zeros_like(row_max)
+        for columns in slices(x.shape[1], TILE_COLUMNS):
+            # selection, so that a logit of -inf with weight 0 does not become nan
+            part = torch.mul(x[:, columns], omega[columns], out=self.tile_like(x[:, columns]))
+            weighted += part.masked_fill_(omega[columns] == 0, 0.0).sum(1)
+        out.weighted_sum.copy_(weighted)
 
-    def grad_(self, target: Tensor, stats: RowStats, coefficients: Coefficients) -> Tensor:
-        return self.differentiate_(self.logits, self.head, target, stats, coefficients)
+    def softmax_stats(self, x: Tensor, target: Tensor, row_max: Tensor, view: View, suffix: str, out: RowStats) -> None:
+        x = x[:, : view.columns]
+        top = x.amax(1) if view.columns is not None else row_max
+        top = torch.where(top == -torch.inf, 0.0, top)
+        total, shifted = torch.zeros_like(top), torch.zeros_like(top)
+        entropy = getattr(out, "entropy" + suffix)
+        for columns in slices(x.shape[1], TILE_COLUMNS):
+            z = torch.sub(x[:, columns], top[:, None], out=self.tile_like(x[:, columns]))
+            if view.ratio != 1.0:
+                z.mul_(view.ratio)
+            if entropy is None:
+                total += z.exp_().sum(1)
+                continue
+            e = z.exp()
+            total += e.sum(1)
+            shifted += torch.where(e > 0, e * z, 0.0).sum(1)
+        log_sum = total.log()
+        getattr(out, "lse" + suffix).copy_(top * view.ratio + log_sum)
+        # not target_logit - lse, which has lost what lies below an ulp of the logits
+        logprob = (out.target_logit - top) * view.ratio - log_sum
+        getattr(out, "logprob" + suffix).copy_(torch.where(target >= 0, logprob, 0.0))
+        if entropy is not None:
+            entropy.copy_(log_sum - shifted / total)
 
-    def tile_grad(
-        self, hidden: Tensor, tile: slice, target: Tensor, stats: RowStats, coefficients: Coefficients
-    ) -> Tensor:
+    def block_pair_stats(self, x: Tensor, y: Tensor, out: RowStats) -> None:
+        pairing = self.demand.pairing
+        assert pairing is not None and out.teacher_lse is not None
+        view = self.demand.views[pairing.view]
+        out.teacher_lse.copy_(y.logsumexp(1))
+        wanted = {name: getattr(out, name) for name in PAIR_STATS if getattr(out, name) is not None}
+        sums = {name: torch.zeros_like(out.lse) for name in wanted}
+        for columns in slices(pairing.columns, TILE_COLUMNS):
+            log_p = logprobs_(x[:, columns] * view.ratio, out, pairing.view, view.ratio)
+            log_q = y[:, columns] - out.teacher_lse[:, None]
+            p, q = log_p.exp(), log_q.exp()
+            # a probability of 0 has no part in a sum, whatever its logarithm
+            if "forward_kl" in wanted:
+                sums["forward_kl"] += torch.where(q > 0, q * (log_q - log_p), 0.0).sum(1)
+            if "reverse_kl" in wanted:
+                sums["reverse_kl"] += torch.where(p > 0, p * (log_p - log_q.clamp(min=LOG_FLOOR)), 0.0).sum(1)
+            if "teacher_entropy" in wanted:
+                sums["teacher_entropy"] -= torch.where(q > 0, q * log_q, 0.0).sum(1)
+            if pairing.beta is not None:
+                log_m = log_mixture(log_q, log_p, pairing.beta)
+                kl = torch.where(p > 0, p * (log_p - log_m), 0.0).sum(1)
+                sums["kl_mixture"] += kl
+                q_to_mixture = torch.where(q > 0, q * (log_q - log_m), 0.0).sum(1)
+                sums["jsd"] += pairing.beta * q_to_mixture + (1.0 - pairing.beta) * kl
+            if "tvd" in wanted:
+                sums["tvd"] += (p - q).abs().sum(1) / 2
+                sums["sign"] += (p * (p - q).sign()).sum(1)
+        for name, value in sums.items():
+            wanted[name].copy_(value)
+
+    def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        teacher = None if self.demand.pairing is None else self.teacher
+        return self.differentiate_(self.logits, self.head, 0, rows, stats, coefficients, teacher)
+
+    def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         head = self.head.columns(tile)
-        return self.differentiate_(self.compute_logits(hidden, head), head, target - tile.start, stats, coefficients)
+        logits = self.compute_logits(rows.hidden, head)
+        teacher = None
+        if self.demand.pairing is not None and tile.start < self.demand.pairing.columns:
+            assert rows.teacher is not None
+            teacher = self.teacher_logits(
+                rows.teacher, slice(tile.start, min(tile.stop, self.demand.pairing.columns))
+            )  # fmt: skip
+        return self.differentiate_(logits, head, tile.start, rows, stats, coefficients, teacher)
 
     def differentiate_(
-        self, logits: Tensor, head: Head, target: Tensor, stats: RowStats, coefficients: Coefficients
+        self,
+        logits: Tensor,
+        head: Head,
+        first: int,
+        rows: Rows,
+        stats: RowStats,
+        coefficients: Coefficients,
+        teacher: Tensor | None,
     ) -> Tensor:
-        """Logits to the gradient of raw logits in place; ``target`` counts from the logits' first column."""
-        # at the target, from the statistics: p - 1 out of a p near 1 would lose everything
-        at_target = (stats.target_logit - stats.lse).exp() * coefficients.alpha - coefficients.beta
-        if coefficients.kappa is not None:
-            omega = torch.ones_like(at_target)
-            if head.class_weights is not None:
-                omega = head.class_weights[target.clamp(0, logits.shape[1] - 1)]
-            at_target = at_target - coefficients.kappa * omega
-        at_target = at_target * slope(stats.target_logit, head)
-        for rows in row_blocks(logits):
-            part, alpha = coefficients.at(rows), coefficients.alpha[rows, None]
-            for columns in slices(logits.shape[1], TILE_COLUMNS):
-                x = logits[rows, columns]
-                bend = slope(x, head)
-                x.sub_(stats.lse[rows, None]).exp_().mul_(alpha)
-                if part.kappa is not None:
-                    kappa = part.kappa[:, None]
-                    x.sub_(kappa if head.class_weights is None else kappa * head.class_weights[columns])
-                if isinstance(bend, Tensor) or bend != 1.0:
-                    x.mul_(bend)
-        here = (target >= 0) & (target < logits.shape[1])
-        index = target.clamp(0, logits.shape[1] - 1).unsqueeze(1)
-        kept = logits.gather(1, index).squeeze(1)
-        return logits.scatter_(1, index, torch.where(here, at_target, kept).unsqueeze(1))
+        """Logits to the gradient of raw logits in place; ``first`` is the vocabulary's column where they begin."""
+        columns = logits.shape[1]
+        # the target's column, and a row's own, from their exact logits beside those that a tile rounds
+        target = rows.target - first
+        here = (target >= 0) & (target < columns) & (rows.target >= 0)
+        if coefficients.beta is not None:
+            index = target.clamp(0, columns - 1).unsqueeze(1)
+            beta = torch.where(here, coefficients.beta * slope(stats.target_logit, head), 0.0)
+        own = None
+        if coefficients.columns is not None:
+            assert rows.columns is not None and stats.column_logits is not None
+            inside = (rows.columns >= first) & (rows.columns < first + columns)
+            own = (rows.columns - first).clamp(0, columns - 1)
+            added = coefficients.columns * slope(stats.column_logits, head)
+            added = torch.where(inside & (rows.target >= 0)[:, None], added, 0.0)
+        for block in row_blocks(logits):
+            for part in slices(columns, TILE_COLUMNS):
+                y = None
+                if teacher is not None and part.start < teacher.shape[1]:
+                    y = teacher[block, part]
+                self.tile_gradient_(
+                    logits[block, part], y, head, part, first, stats.at(block), coefficients.at(block)
+                )  # fmt: skip
+            if teacher is not None:
+                # selection: where a row does not count its teacher may be nan
+                logits[block].masked_fill_((rows.target[block] < 0)[:, None], 0.0)
+        if coefficients.beta is not None:
+            logits.scatter_add_(1, index, -beta.unsqueeze(1))
+        if own is not None:
+            logits.scatter_add_(1, own, added)
+        return logits
+
+    def tile_gradient_(
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        head: Head,
+        part: slice,
+        first: int,
+        stats: RowStats,
+        c: Coefficients,
+    ) -> None:
+        """A tile of logits, and of the teacher's, to the gradient without what single columns get beside."""
+        bend = slope(x, head)
+        pairing = self.demand.pairing
+        second = None
+        if stats.lse2 is not None:
+            second = logprobs_(x * self.demand.views[1].ratio, stats, 1, self.demand.views[1].ratio)
+            limit = self.demand.views[1].columns
+            if limit is not None:
+                second[:, max(0, limit - first - part.start) :] = -torch.inf
+        logprobs_(x, stats, 0)
+        beside = y is not None and pairing is not None and pairing.view == 0
+        log_p = x.clone() if c.eta is not None or beside else x
+        if c.alpha is None:
+            x.zero_()
+        elif c.eta is None:
+            x.exp_().mul_(c.alpha[:, None])
+        else:
+            p = x.exp_()
+            factor = c.alpha[:, None] + c.eta[:, None] * log_p
+            x.mul_(torch.where(p > 0, factor, 0.0))
+        if second is not None and c.alpha2 is not None:
+            p2 = second.exp()
+            if c.eta2 is None:
+                x.add_(p2.mul_(c.alpha2[:, None]))
+            else:
+                x.add_(torch.where(p2 > 0, p2 * (c.alpha2[:, None] + c.eta2[:, None] * second), 0.0))
+        if c.kappa is not None:
+            kappa = c.kappa[:, None]
+            x.sub_(kappa if head.class_weights is None else kappa * head.class_weights[part])
+        if y is not None and pairing is not None:
+            assert stats.teacher_lse is not None
+            count = y.shape[1]
+            log_q = y - stats.teacher_lse[:, None]
+            lp = (log_p if pairing.view == 0 else second)[:, :count]  # type: ignore[index]
+            x[:, :count].add_(teacher_terms(lp, log_q, c, pairing.beta))
+        if isinstance(bend, Tensor) or bend != 1.0:
+            x.mul_(bend)
+
+    def tile_like(self, part: Tensor) -> Tensor:
+        return self.scratch[: part.numel()].view(part.shape)
+
+
+def logprobs_(x: Tensor, stats: RowStats, view: int, ratio: float = 1.0) -> Tensor:
+    """Logits at a view to log-probabilities, in place.
+
+    ``x - lse`` has the rounding of lse, which is as large as the logits are. The target's logit and log-probability
+    know better: ``(x - x_y) + log p_y``, wherever the row has a target of probability above 0.
+    """
+    lse, logprob = (stats.lse2, stats.logprob2) if view else (stats.lse, stats.logprob)
+    assert lse is not None and logprob is not None
+    known = torch.isfinite(stats.target_logit) & (logprob != 0)
+    anchor = torch.where(known, stats.target_logit * ratio, lse)
+    return x.sub_(anchor[:, None]).add_(torch.where(known, logprob, 0.0)[:, None])
+
+
+class GivenLogits(TorchSession):
+    """Logits that exist already, in the place of hidden states and of what a matmul makes of them."""
+
+    def __init__(self, head: Head, demand: Demand, logits: Tensor):
+        self.head, self.demand = head, demand
+        self.dtype = torch.promote_types(logits.dtype, torch.float32)
+        rows, columns = logits.shape
+        block = min(rows, block_rows(columns))
+        self.buffer = logits.new_empty(block * columns, dtype=self.dtype)
+        self.scratch = logits.new_empty(block * min(columns, TILE_COLUMNS), dtype=self.dtype)
+        if demand.pairing is not None:
+            self.teacher_buffer = logits.new_empty(block * demand.pairing.columns, dtype=self.dtype)
+
+    def compute_logits(self, hidden: Tensor, head: Head) -> Tensor:
+        logits = self.buffer[: hidden.numel()].view(hidden.shape)
+        logits.copy_(hidden)
+        transform_(logits, None, head)
+        return logits
+
+
+def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+    session = GivenLogits(head, demand, rows.hidden)
+    for block in row_blocks(rows.hidden):
+        session.stats(rows.at(block), out.at(block))
+
+
+def logits_grad(
+    out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
+) -> None:
+    session, everything = GivenLogits(head, demand, rows.hidden), slice(0, rows.hidden.shape[1])
+    for block in row_blocks(rows.hidden):
+        grad = session.tile_grad(rows.at(block), everything, stats.at(block), coefficients.at(block))
+        # selection: where a row does not count its logits may be nan
+        out[block] = grad.masked_fill_((rows.target[block] < 0)[:, None], 0.0)
+
+
+PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "sign")
+
+
+def teacher_terms(log_p: Tensor, log_q: Tensor, c: Coefficients, beta: float | None) -> Tensor:
+    """The terms of the gradient identity that have a teacher in them."""
+    p, q = log_p.exp(), log_q.exp()
+    grad = torch.zeros_like(p)
+    if c.gamma is not None:
+        grad -= c.gamma[:, None] * q
+    if c.rho is not None:
+        grad -= torch.where(p > 0, c.rho[:, None] * p * log_q.clamp(min=LOG_FLOOR), 0.0)
+    if c.tau is not None:
+        assert beta is not None
+        grad += torch.where(p > 0, c.tau[:, None] * p * (log_p - log_mixture(log_q, log_p, beta)), 0.0)
+    if c.theta is not None:
+        grad += c.theta[:, None] * p * (p - q).sign()
+    return grad
+
+
+def log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
+    """``log(beta q + (1 - beta) p)``"""
+    return torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
 
 
 def row_blocks(logits: Tensor) -> Iterator[slice]:
     """Rows that make a tile of the cache's size."""
     rows, columns = logits.shape
-    return slices(rows, max(1, TILE_ELEMENTS // max(1, min(columns, TILE_COLUMNS))))
+    return slices(rows, block_rows(columns))
 
 
-def transform_(x: Tensor, columns: slice, head: Head) -> None:
-    """Bias, scale and cap in place."""
-    if head.bias is not None:
-        x.add_(head.bias[columns])
-    if head.softcap is not None:
-        x.mul_(head.logit_scale / head.softcap).tanh_().mul_(head.softcap)
-    elif head.logit_scale != 1.0:
-        x.mul_(head.logit_scale)
+def block_rows(columns: int) -> int:
+    return max(1, TILE_ELEMENTS // max(1, min(columns, TILE_COLUMNS)))
+
+
+def transform_(x: Tensor, bias: Tensor | None, head: Head | Teacher) -> None:
+    """Bias, scale and cap in place, tile by tile."""
+    if bias is None and head.softcap is None and head.logit_scale == 1.0:
+        return
+    for rows in row_blocks(x):
+        for columns in slices(x.shape[1], TILE_COLUMNS):
+            part = x[rows, columns]
+            if bias is not None:
+                part.add_(bias[columns])
+            if head.softcap is not None:
+                part.mul_(head.logit_scale / head.softcap).tanh_().mul_(head.softcap)
+            elif head.logit_scale != 1.0:
+                part.mul_(head.logit_scale)
 
 
 def slope(x: Tensor, head: Head) -> Tensor | float:

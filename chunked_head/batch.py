@@ -1,0 +1,57 @@
+"""The fields of a call as its losses see them: rows beside the statistics, what does not count already taken out."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+
+class Batch(Mapping[str, Tensor]):
+    """Fields of some tokens [n, ...]; segment, pair and constant fields whole.
+
+    Where a token does not count, token fields hold 0 (segments -1), whatever the caller had there. ``target`` [n] is
+    a valid id everywhere (0 where a token does not count), ``mask`` [n] bool says which count.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Tensor],
+        target: Tensor,  # [n] int64, -1 where a token does not count
+        num_segments: int | None,
+        vocab: int,
+    ):
+        self.fields, self.num_segments, self.vocab = fields, num_segments, vocab
+        self.mask = target >= 0
+        self.target = target.clamp(min=0)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.fields)
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
+    def segment_sum(self, values: Tensor, name: str = "segments") -> Tensor:
+        """Sums of ``values`` [n] over each segment's tokens that count [num_segments]; tokens of segment -1 add nothing."""
+        assert self.num_segments is not None
+        ids = self.fields[name]
+        kept = self.mask & (ids >= 0)
+        # what belongs nowhere goes into one segment more, which is dropped
+        index = torch.where(kept, ids, self.num_segments)
+        zeros = values.new_zeros(self.num_segments + 1)
+        return zeros.index_add(0, index, torch.where(kept, values, 0.0))[:-1]
+
+    def segment_count(self, name: str = "segments") -> Tensor:
+        """Tokens that count in each segment [num_segments], fp32."""
+        return self.segment_sum(torch.ones_like(self.target, dtype=torch.float32), name)
+
+    def segment_mean(self, values: Tensor, name: str = "segments") -> Tensor:
+        """Means over each segment's tokens that count [num_segments], 0 for segments without any."""
+        return self.segment_sum(values, name) / self.segment_count(name).clamp(min=1.0).to(values.dtype)
+
+    def per_token(self, values: Tensor, name: str = "segments") -> Tensor:
+        """Each token's segment's value [n] of ``values`` [num_segments], 0 for tokens of segment -1."""
+        ids = self.fields[name]
+        return torch.where(ids >= 0, values[ids.clamp(min=0)], 0.0)

@@ -1,0 +1,275 @@
+"""From statistics to values and coefficients: the losses' and metrics' own arithmetic, on vectors of tokens.
+
+``evaluate`` is plain PyTorch and differentiated by ``torch.func``; on a GPU it is compiled, once for each structure,
+into a kernel or two. A structure is what cannot change without other code: which functions with which options, at which
+softmax. Coefficients, denominators, weights and fields are inputs.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .batch import Batch
+from .loss_stats import Stats
+from .losses.base import DENSE, Summand
+from .metrics import Metric
+from .stats import Coefficients, Pairing, View
+
+# leaves of the graph that autograd walks; what else there is of statistics takes no gradient
+LEAVES = (
+    "logprob", "lse", "entropy", "weighted_sum", "column_logits", "forward_kl", "reverse_kl", "jsd", "tvd",
+    "logprob2", "lse2", "entropy2",
+)  # fmt: skip
+SUFFIX = ("", "2")
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """What is compiled."""
+
+    summands: tuple[tuple[Summand, int], ...]  # with the view that each sees
+    metrics: tuple[tuple[Metric, int], ...]
+    views: tuple[View, ...]
+    pairing: Pairing | None
+    leaves: frozenset[str]  # that a gradient is wanted to
+    vocab: int
+
+    @property
+    def key(self) -> tuple:
+        summands = tuple((summand.key, view) for summand, view in self.summands)
+        metrics = tuple((metric.key, view) for metric, view in self.metrics)
+        return summands, metrics, self.views, self.pairing, self.leaves, self.vocab
+
+    @property
+    def compiled(self) -> bool:
+        return all(summand.compiled for summand, _ in self.summands)
+
+
+class Inputs(NamedTuple):
+    """What ``evaluate`` reads beside the statistics, for some tokens."""
+
+    target: Tensor  # [n] int64, -1 where a token does not count
+    fields: dict[str, Tensor]
+    num_segments: int | None
+    factors: list[Tensor]  # of each summand: coefficient / D, 0-d or per token
+    weights: list[Tensor | None]  # of each summand [n]
+    tensors: list[dict[str, Tensor]]  # of each summand
+    metric_weights: dict[str, Tensor]  # of tokens, for each weighting but "token"
+    token_fields: frozenset[str] = frozenset()  # those of ``fields`` that are sliced with the tokens
+
+
+class Evaluation(NamedTuple):
+    coefficients: dict[str, Tensor]
+    sums: list[Tensor]  # of each summand's weighted values, then of each metric's (extrema among them)
+
+
+def stats_at(structure: Structure, view: int, leaves: Mapping[str, Tensor]) -> Stats:
+    """The statistics as a loss sees them, at one softmax."""
+    suffix, ratio = SUFFIX[view], structure.views[view].ratio
+    lse = leaves["lse" + suffix]
+    values = {"logprob": leaves["logprob" + suffix], "lse": lse}
+    if "entropy" + suffix in leaves:
+        values["entropy"] = leaves["entropy" + suffix]
+    if "weighted_sum" in leaves:
+        values["weighted_sum"] = leaves["weighted_sum"] * ratio
+        values["mean_logit"] = leaves["weighted_sum"] * (ratio / structure.vocab)
+    if "argmax" in leaves:
+        values["argmax"] = leaves["argmax"].to(torch.int64)
+        values["top_logprob"] = (leaves["top"] * ratio - lse).detach()
+    if "column_logits" in leaves:
+        values["topk_logprobs"] = leaves["column_logits"] * ratio - lse[:, None]
+    if structure.pairing is not None and structure.pairing.view == view:
+        values.update({name: leaves[name] for name in DENSE if name in leaves})
+    return Stats(values)
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """0 where a token does not count: by selection, so that what stands there has no part in anything."""
+    return torch.where(mask if values.dim() == 1 else mask[:, None], values, torch.zeros_like(values))
+
+
+def unit_mask(unit: str, batch: Batch) -> Tensor:
+    """Which values count: tokens that do, segments with such a token, pairs of two such segments."""
+    if unit == "token":
+        return batch.mask
+    counted = batch.segment_count() > 0
+    if unit == "segment":
+        return counted
+    pairs = batch["pairs"]
+    inside = (pairs >= 0).all(1)
+    return inside & counted[pairs.clamp(min=0)].all(1)
+
+
+def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Evaluation:
+    """Coefficients of the gradient of ``sum of factor * weight * value``, and the sums of parts and metrics."""
+    batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab)
+    leaves = {name: masked(value, batch.mask) for name, value in leaves.items()}
+    wanted = {name: leaves[name] for name in leaves if name in structure.leaves}
+    rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
+
+    def total(wanted: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        parts, whole = [], inputs.target.new_zeros((), dtype=inputs.factors[0].dtype)
+        for i, (_, view) in enumerate(structure.summands):
+            values = weighted_values(structure, i, view, {**wanted, **rest}, batch, inputs)
+            whole = whole + (values * inputs.factors[i]).sum()
+            parts.append(values.sum())
+        return whole, parts
+
+    if wanted and structure.summands:
+        grads, (_, parts) = torch.func.grad_and_value(total, has_aux=True)(wanted)
+        # again by selection: a loss may have had an infinite slope where a token does not count
+        grads = {name: masked(grad, batch.mask) for name, grad in grads.items()}
+        coefficients = coefficients_of(structure, grads, leaves)
+    else:
+        coefficients, parts = {}, total(wanted)[1] if structure.summands else []
+    return Evaluation(coefficients, parts + metric_sums(structure, leaves, batch, inputs))
+
+
+def weighted_values(
+    structure: Structure, i: int, view: int, leaves: Mapping[str, Tensor], batch: Batch, inputs: Inputs
+) -> Tensor:
+    """``m * w * l`` of a summand, one per unit."""
+    summand = structure.summands[i][0]
+    values = summand.values(stats_at(structure, view, leaves), batch, inputs.tensors[i])
+    weight = inputs.weights[i]
+    if weight is not None:
+        values = values * weight
+    return masked(values, unit_mask(summand.unit, batch))
+
+
+def metric_sums(structure: Structure, leaves: Mapping[str, Tensor], batch: Batch, inputs: Inputs) -> list[Tensor]:
+    """Sums over what counts, or extrema; 0-d, or [c] of metrics with several components."""
+    sums = []
+    for metric, view in structure.metrics:
+        values = metric.values(stats_at(structure, view, leaves), batch)
+        mask = unit_mask(metric.unit, batch)
+        if metric.reduce in ("max", "min"):
+            sign = 1.0 if metric.reduce == "max" else -1.0
+            sums.append(sign * torch.where(mask, sign * values, -torch.inf).amax(0))
+            continue
+        weight = inputs.metric_weights.get(metric.weighting) if metric.unit == "token" else None
+        if weight is not None:
+            values = values * (weight if values.dim() == 1 else weight[:, None])
+        sums.append(masked(values, mask).sum(0))
+    return sums
+
+
+def coefficients_of(
+    structure: Structure, grads: Mapping[str, Tensor], leaves: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Derivatives with respect to statistics -> factors of the gradient identity's terms, by the chain rule:
+
+        d logprob = 1[target] - p,   d lse = p,   d entropy = -p (log p + H),   d weighted_sum = omega,
+        d KL(q || p) = p - q,   d KL(p || q) = p (log p - log q - KL),   d JSD = (1 - b) p (log p - log m - KL(p || m)),
+        d TVD = p (sign(p - q) - sum p sign) / 2,   d x_k = 1[k]
+
+    each times the ratio of the softmax's temperature to that of the logits (inverse).
+    """
+    total: dict[str, Tensor] = {}
+
+    def add(name: str, value: Tensor) -> None:
+        total[name] = total[name] + value if name in total else value
+
+    for suffix, view in zip(SUFFIX, structure.views, strict=False):
+        r = view.ratio
+        if "lse" + suffix in grads:
+            add("alpha" + suffix, r * grads["lse" + suffix])
+        if "logprob" + suffix in grads:
+            g = r * grads["logprob" + suffix]
+            add("alpha" + suffix, -g)
+            add("beta", -g)
+        if "entropy" + suffix in grads:
+            g = r * grads["entropy" + suffix]
+            add("alpha" + suffix, -g * leaves["entropy" + suffix])
+            add("eta" + suffix, -g)
+    if "weighted_sum" in grads:
+        add("kappa", -grads["weighted_sum"])
+    if "column_logits" in grads:
+        add("columns", grads["column_logits"])
+    if structure.pairing is not None:
+        suffix, r = SUFFIX[structure.pairing.view], structure.views[structure.pairing.view].ratio
+        if "forward_kl" in grads:
+            g = r * grads["forward_kl"]
+            add("alpha" + suffix, g)
+            add("gamma", g)
+        if "reverse_kl" in grads:
+            g = r * grads["reverse_kl"]
+            add("alpha" + suffix, -g * leaves["reverse_kl"])
+            add("eta" + suffix, g)
+            add("rho", g)
+        if "jsd" in grads:
+            assert structure.pairing.beta is not None
+            g = (1.0 - structure.pairing.beta) * r * grads["jsd"]
+            add("alpha" + suffix, -g * leaves["kl_mixture"])
+            add("tau", g)
+        if "tvd" in grads:
+            g = 0.5 * r * grads["tvd"]
+            add("alpha" + suffix, -g * leaves["sign"])
+            add("theta", g)
+    return total
+
+
+COMPILED: dict[tuple, Callable[..., Any]] = {}
+SLOW: dict[tuple, str] = {}  # structures that do not compile, and why
+MOST_COMPILED = 256
+
+
+@contextlib.contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """Without the hooks of an activation checkpoint around the call: the vectors' graph lives and dies in here, and
+    ``torch.func`` refuses to run under hooks."""
+    hooks = []
+    try:
+        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            hooks.append(top)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def run(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs, fused: bool) -> Evaluation:
+    """``evaluate``, compiled where ``fused``; a user's function that does not compile runs as it is, with a warning."""
+    with no_saved_tensor_hooks():
+        return run_unhooked(structure, leaves, inputs, fused)
+
+
+def run_unhooked(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs, fused: bool) -> Evaluation:
+    key = structure.key
+    if not fused or not structure.compiled or key in SLOW:
+        return evaluate(structure, leaves, inputs)
+    if key not in COMPILED:
+        if len(COMPILED) >= MOST_COMPILED:
+            COMPILED.clear()
+        COMPILED[key] = torch.compile(closed(structure), dynamic=True, fullgraph=True)
+    try:
+        return Evaluation(*COMPILED[key](leaves, inputs))
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        names = ", ".join(summand.label for summand, _ in structure.summands)
+        warnings.warn(f"losses {names} do not compile ({reason}); they run as plain autograd", stacklevel=2)
+        SLOW[key] = reason
+        del COMPILED[key]
+        return evaluate(structure, leaves, inputs)
+
+
+def closed(structure: Structure) -> Callable[..., tuple]:
+    """``evaluate`` of one structure, as a function with code of its own: the compiler keeps what it has compiled by
+    code, and gives up on code that it has seen with a handful of structures."""
+
+    def compiled(leaves: dict[str, Tensor], inputs: Inputs) -> tuple:
+        return tuple(evaluate(structure, leaves, inputs))
+
+    code = compiled.__code__.replace(co_name=f"evaluate_{len(COMPILED)}")
+    return FunctionType(code, compiled.__globals__, code.co_name, closure=compiled.__closure__)
+
+
+def as_coefficients(values: Mapping[str, Tensor]) -> Coefficients:
+    return Coefficients(**values)

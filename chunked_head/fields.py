@@ -1,0 +1,245 @@
+"""The tensors that travel with tokens: checked, laid beside the hidden states that they go with, and cleaned of what
+does not count."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .losses.base import FIELDS, Field, Losses, Summand
+from .losses.distillation import PADDING
+from .metrics import Metric
+from .plans import name
+from .prepare import shift_left
+
+TYPES = {"float": "floating-point", "int": "int64 or int32", "bool": "bool"}
+TEACHER = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")
+
+
+class Prepared(NamedTuple):
+    """Per row of hidden states; what does not count is 0 (ids -1)."""
+
+    target: Tensor  # [tokens] int64, -1 where a token does not count
+    bad: Tensor  # [] bool: whether an id of any kind is out of range (known on the CPU, where it raises)
+    fields: dict[str, Tensor]
+    num_segments: int | None
+
+
+class Frame(NamedTuple):
+    """What fields are held against."""
+
+    leading: tuple[int, ...]  # shape of the target
+    device: torch.device
+    dtype: torch.dtype  # of the statistics
+    shift: int
+    num_segments: int | None
+
+
+def kinds_of(parts: Iterable[Summand | Metric]) -> dict[str, Field]:
+    known = dict(FIELDS)
+    for part in parts:
+        for field, kind in part.extra_fields.items():
+            if known.get(field, kind) != kind:
+                raise ValueError(f"batch[{field!r}] is declared as {kind} by {part.label}, elsewhere as {known[field]}")
+            known[field] = kind
+    return known
+
+
+def wanted_fields(losses: Losses, metrics: Iterable[Metric], batch: Mapping[str, Tensor]) -> tuple[list[str], dict]:
+    """The fields that the losses and metrics of a call read, all there; and what is known of every field."""
+    summands = [summand for _, summand in losses.terms]
+    parts = [("loss", s) for s in summands] + [("metric", m) for m in metrics]
+    known = kinds_of(part for _, part in parts)
+    unknown = sorted(set(batch) - set(known))
+    if unknown:
+        raise ValueError(
+            f"batch has a field {unknown[0]!r} that neither the library nor a loss declares; known are "
+            f"{', '.join(sorted(known))}; drop it, or declare it by losses.custom(fields=...)"
+        )
+    wanted = [field for field in ("mask", "token_weights") if field in batch]
+    for what, part in parts:
+        for field in part.fields:
+            if field not in batch:
+                raise ValueError(f"{what} {part.label} needs batch[{field!r}], which is missing")
+        wanted += [*part.fields, *(field for field in part.optional_fields if field in batch)]
+        for option in (getattr(part, "token_weights", None), getattr(part, "normalizer", None)):
+            if isinstance(option, str):
+                if option not in batch:
+                    raise ValueError(f"{what} {part.label} needs batch[{option!r}], which is missing")
+                wanted.append(option)
+        if isinstance(part, Summand) and part.unit != "token":
+            wanted += ["segments"]
+        if isinstance(part, Summand) and part.teacher is not None:
+            check_teacher(part, batch)
+    return list(dict.fromkeys(wanted)), known
+
+
+def check_teacher(summand: Summand, batch: Mapping[str, Tensor]) -> None:
+    """Exactly one dense teacher."""
+    if "teacher_logits" in batch:
+        beside = [field for field in TEACHER[1:] if field in batch]
+        if beside:
+            raise ValueError(
+                f"batch has teacher_logits and {beside[0]}; loss {summand.label} takes one of them, teacher_logits or "
+                "teacher_hidden with teacher_weight"
+            )
+    elif "teacher_hidden" not in batch or "teacher_weight" not in batch:
+        raise ValueError(
+            f"loss {summand.label} needs batch['teacher_logits'], or batch['teacher_hidden'] and batch['teacher_weight']"
+        )
+
+
+def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
+    where = f"batch[{field!r}]"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{where} must be a torch.Tensor, got {type(value).__name__}")
+    if value.device != frame.device:
+        raise ValueError(f"{where} is on {value.device}, hidden on {frame.device}; move one of them")
+    if value.requires_grad:
+        raise ValueError(f"{where} takes no gradient here; pass it .detach()ed")
+    right = {
+        "float": value.is_floating_point(),
+        "int": value.dtype in (torch.int64, torch.int32),
+        "bool": value.dtype == torch.bool,
+    }[kind.type]
+    if not right:
+        raise TypeError(f"{where} must be {TYPES[kind.type]}, got {name(value.dtype)}; cast it")
+    dims = len(frame.leading)
+    if kind.kind in ("token", "row"):
+        if value.dim() != dims + kind.trailing or tuple(value.shape[:dims]) != frame.leading:
+            shape = ", ".join([*map(str, frame.leading), *["..."] * bool(kind.trailing)])
+            raise ValueError(
+                f"{where} must have shape ({shape}), that of the target"
+                + (f" and {kind.trailing} more dimensions" if kind.trailing else "")
+                + f", got {tuple(value.shape)}; nothing is broadcast: expand it to that shape"
+            )
+    elif kind.kind == "segment":
+        need_segments(where, frame)
+        if value.dim() < 1 or value.shape[0] != frame.num_segments:
+            raise ValueError(f"{where} must have shape ({frame.num_segments}, ...), got {tuple(value.shape)}")
+    elif kind.kind == "pair":
+        if field == "pairs" and (value.dim() != 2 or value.shape[1] != 2):
+            raise ValueError(
+                f"{where} must be [pairs, 2], segment ids of chosen and rejected, got {tuple(value.shape)}"
+            )
+    elif value.dim() != kind.trailing:
+        raise ValueError(f"{where} must have {kind.trailing} dimensions, got shape {tuple(value.shape)}")
+
+
+def need_segments(where: str, frame: Frame) -> None:
+    if frame.num_segments is None:
+        raise ValueError(f"{where} needs num_segments, the number of segments of the call, an int")
+
+
+def prepare_fields(
+    target: Tensor | None,
+    batch: Mapping[str, Tensor],
+    wanted: list[str],
+    known: Mapping[str, Field],
+    frame: Frame,
+    ignore_index: int,
+    vocab: int,
+) -> Prepared:
+    """Targets paired with the hidden states that predict them, fields likewise."""
+    for field in wanted:
+        check_field(field, batch[field], known[field], frame)
+        if field in ("segments", "documents"):
+            need_segments(f"batch[{field!r}]", frame)
+    mask = None
+    if "mask" in wanted:
+        mask = shift_left(batch["mask"], frame.shift, 0).reshape(-1)
+    if target is None:
+        target = torch.zeros(frame.leading, dtype=torch.int64, device=frame.device)
+    target, bad = pair_targets(target, mask, frame.shift, ignore_index, vocab)
+    counts = target >= 0
+    fields: dict[str, Tensor] = {}
+    for field in wanted:
+        if field == "mask":
+            continue
+        value, kind = batch[field], known[field]
+        if kind.kind in ("token", "row"):
+            value, wrong = beside_rows(field, value, kind, counts, frame, vocab)
+            bad = bad if wrong is None else bad | wrong
+        elif field == "pairs":
+            value, wrong = in_range(field, value.to(torch.int64), frame.num_segments or 0, None)
+            bad = bad | wrong
+        elif kind.type == "float" and field not in TEACHER:
+            value = value.to(frame.dtype, copy=True)
+        fields[field] = value
+    if "teacher_ids" in fields:
+        fields["teacher_ids"], wrong = clean_ids(fields, counts, vocab)
+        bad = bad | wrong
+    return Prepared(target, bad, fields, frame.num_segments)
+
+
+def beside_rows(
+    field: str, value: Tensor, kind: Field, counts: Tensor, frame: Frame, vocab: int
+) -> tuple[Tensor, Tensor | None]:
+    """A field of tokens [tokens, ...], in the order of the hidden states' rows."""
+    dims = len(frame.leading)
+    if kind.kind == "token":
+        fill = -1 if kind.type == "int" else 0
+        value = shift_left(value, frame.shift, fill, dims - 1) if dims else value
+    value = value.reshape(-1, *value.shape[dims:])
+    if field in ("teacher_logits", "teacher_hidden"):
+        if value.stride(1) != 1 and value.shape[1] != 1:
+            raise ValueError(f"batch[{field!r}] must be contiguous along its last dimension; pass .contiguous()")
+        return value, None
+    here = counts.reshape(-1, *[1] * (value.dim() - 1))
+    if kind.type == "bool":
+        return value & here, None
+    if kind.type == "int":
+        value = torch.where(here, value.to(torch.int64), -1)
+        return (
+            in_range(field, value, frame.num_segments or 0, -1) if field in ("segments", "documents") else (value, None)
+        )
+    return torch.where(here, value.to(frame.dtype), 0.0), None
+
+
+def in_range(field: str, ids: Tensor, number: int, none: int | None) -> tuple[Tensor, Tensor]:
+    """Ids in [0, number), or the one that means none; an IndexError on the CPU, elsewhere whether there is another."""
+    wrong = (ids < 0) | (ids >= number)
+    if none is not None:
+        wrong &= ids != none
+    if ids.device.type == "cpu" and wrong.any():
+        raise IndexError(
+            f"batch[{field!r}] must be in [0, {number})"
+            + (f" or {none} for none" if none is not None else "")
+            + f", got {int(ids[wrong][0])}"
+        )
+    return torch.where(wrong, -1, ids), wrong.any()
+
+
+def clean_ids(fields: Mapping[str, Tensor], counts: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """The teacher's K ids per token, -1 for those that stand for none, whatever id they hold."""
+    ids = fields["teacher_ids"]
+    valid = (
+        counts[:, None] & (fields["teacher_logprobs"] > PADDING) if "teacher_logprobs" in fields else counts[:, None]
+    )
+    if "teacher_mask" in fields:
+        valid = valid & fields["teacher_mask"]
+    cleaned, wrong = in_range("teacher_ids", torch.where(valid, ids, -1), vocab, -1)
+    return cleaned.contiguous(), wrong
+
+
+def pair_targets(
+    target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int
+) -> tuple[Tensor, Tensor]:
+    """The target of each row of hidden states, -1 where the row does not count, and whether one is out of range.
+
+    On the CPU an IndexError says which; elsewhere the answer stays on the device, as a 0-d bool.
+    """
+    paired = shift_left(target, shift, ignore_index).reshape(-1)
+    ignored = paired == ignore_index
+    if mask is not None:
+        ignored = ignored | ~mask
+    inside = (paired >= 0) & (paired < vocab)
+    bad = ~(ignored | inside)
+    if bad.device.type == "cpu" and bad.any():
+        first = int(bad.nonzero()[0])
+        raise IndexError(
+            f"target must be in [0, {vocab}) (the rows of weight) or ignore_index ({ignore_index}), got "
+            f"{int(paired[first])} for row {first} of the flattened hidden states; mask it with ignore_index"
+        )
+    return torch.where(ignored | ~inside, -1, paired), bad.any()

@@ -1,0 +1,155 @@
+"""Any loss of a linear head, with metrics; and what a call of given sizes needs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .call import Asked, HeadOptions, LogitsOptions, ask, execute, ordered_metrics, scalar_objective
+from .evaluate import SLOW
+from .losses.base import Losses
+from .metrics import Metric, MetricValue
+from .objective import ScalarObjective
+from .planner import Request
+from .plans import Plan
+from .stats import RowStats
+
+
+@dataclass(frozen=True, eq=False)
+class LossOutput:
+    """What ``linear_loss`` and ``logits_loss`` return.
+
+    ``loss``: 0-d, differentiable. ``parts``: each summand's own reduced value, 0-d and detached; ``loss`` is their sum
+    with the coefficients. ``metrics``: by name, each with ``.sum`` and ``.count`` or ``.extremum``, and ``.value``; on
+    the device. ``plan``: how the call ran; None for ``logits_loss``, which has nothing to plan.
+    """
+
+    loss: Tensor
+    parts: dict[str, Tensor]
+    metrics: dict[str, MetricValue]
+    plan: Plan | None
+
+
+@torch.compiler.disable  # a graph break: its loop and its autograd.Function are no code for a compiler to take apart
+def linear_loss(
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [vocab, hidden]
+    target: Tensor | None,  # [...] int64
+    loss: Losses,
+    *,
+    batch: Mapping[str, Tensor] | None = None,
+    num_segments: int | None = None,
+    metrics: Sequence[Metric] = (),
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    bias: Tensor | None = None,  # [vocab]
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    shift: int = 0,
+    memory_budget: int | str | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    upstream: float | Tensor | None = None,
+    backend: str | None = None,
+) -> LossOutput:
+    """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
+
+        x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
+        logprob = x.log_softmax(-1).gather(-1, target[..., None])[..., 0]     # and lse, entropy, ... of x
+        part = [(m * w * l(stats, batch)).sum() / D for l in losses]          # the values of each loss, unreduced
+        loss = sum(c * p for c, p in zip(coefficients, part))
+
+    without the logits. A token counts (m = 1) where its target is not ``ignore_index`` and ``batch["mask"]``, if given,
+    is True; what stands elsewhere, in any tensor, changes nothing. w are token weights, D is below.
+
+        out = linear_loss(hidden, weight, target, losses.grpo() + 1e-4 * losses.z_loss() - 0.01 * losses.entropy(),
+                          batch={"old_logprobs": old, "advantages": advantages}, metrics=[metrics.clip_fraction()])
+        out.loss.backward()
+
+    Args:
+        hidden, weight, bias, ignore_index, softcap, logit_scale, shift, memory_budget, chunk_tokens, accumulate_dtype,
+            upstream, backend: as in ``linear_cross_entropy``.
+        target: token ids [...] int64; None where no loss or metric reads it.
+        loss: ``chunked_head.losses``, added and multiplied by numbers or 0-d tensors; ``losses.custom`` makes one of a
+            function of your own.
+        batch: tensors that go with the tokens, by name: what the losses and metrics ask for, ``mask`` [...] bool and
+            ``token_weights`` [...]. Fields of the predicted token (mask, weights, log-probabilities, advantages,
+            segments) are indexed like the target and move with it under ``shift``; ``teacher_*`` like the hidden
+            states. Nothing is broadcast, and no field takes a gradient. ``losses.FIELDS`` lists all.
+        num_segments: how many segments ``batch["segments"]`` numbers, an int; ids in [0, num_segments), -1 for none.
+        metrics: ``chunked_head.metrics``, of names that differ.
+        reduction: of summands that name none: ``"mean"`` or ``"sum"``.
+        normalizer: D of summands that name none and are means: a number or a 0-d tensor on the device. None: of each
+            summand the tokens (segments, pairs) that count, 1 where there are none. 0 gives 0.
+        temperature: divides the logits for every loss and metric that names no temperature of its own. A call may mix
+            two temperatures.
+
+    Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
+    gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three.
+
+    Raises:
+        TypeError, ValueError: before any work, naming the argument; a missing field names the loss that needs it.
+        IndexError: on the CPU, for a target, segment or teacher id out of range; elsewhere loss, metrics and gradients
+            become nan.
+    """
+    head = HeadOptions(
+        hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
+        chunk_tokens, accumulate_dtype, backend,
+    )  # fmt: skip
+    measured = check_loss(head, loss, metrics, reduction, normalizer, upstream)
+    asked = ask(head, loss, measured, batch, num_segments)
+    objective = scalar_objective(asked, reduction, normalizer, upstream)
+    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
+    (value,), stats, call = execute(asked, objective, request, late=False)
+    return loss_output(asked, objective, value, stats, measured, call.plan)
+
+
+def check_loss(
+    head: HeadOptions | LogitsOptions,
+    loss: Losses,
+    metrics: Sequence[Metric],
+    reduction: str,
+    normalizer: float | Tensor | None,
+    upstream: float | Tensor | None,
+) -> tuple[Metric, ...]:
+    """Raises what is wrong with the arguments but ``batch``; the metrics."""
+    if not isinstance(loss, Losses):
+        remedy = "; wrap a function by losses.custom(function, scope=...)" if callable(loss) else ""
+        raise TypeError(f"loss must be made of chunked_head.losses, got {type(loss).__name__}{remedy}")
+    measured = tuple(metrics)
+    for metric in measured:
+        if not isinstance(metric, Metric):
+            raise TypeError(f"metrics must hold chunked_head.metrics, got {type(metric).__name__}; call its factory")
+    head.check()
+    checks.check_reduction(reduction, ("mean", "sum"), "; per-token values come from linear_logprobs")
+    checks.check_scalar("normalizer", normalizer, head.device, reduction == "mean", 'reduction="mean"')
+    checks.check_scalar("upstream", upstream, head.device, True, "")
+    for _, summand in loss.terms:
+        if not isinstance(summand.normalizer, str):
+            name = f"normalizer of {summand.label}"
+            checks.check_scalar(name, summand.normalizer, head.device, True, "")
+    return measured
+
+
+def loss_output(
+    asked: Asked,
+    objective: ScalarObjective,
+    value: Tensor,
+    stats: RowStats,
+    metrics: tuple[Metric, ...],
+    plan: Plan | None,
+) -> LossOutput:
+    """What a call returns whose loss is known."""
+    with torch.no_grad():
+        parts = dict(zip([s.label for _, s in asked.losses.terms], objective.part_values(), strict=True))
+        values = objective.metric_values(stats)
+    reason = SLOW.get(objective.structure.key)
+    if plan is not None and reason is not None:
+        plan = replace(plan, arithmetic=f"plain autograd: {reason}")
+    names = [metric.label for metric in metrics]
+    assert len(ordered_metrics(asked)) == len(names)
+    return LossOutput(value, parts, {name: values[name] for name in names}, plan)

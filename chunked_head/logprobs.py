@@ -1,0 +1,115 @@
+"""Per-token statistics of a linear head, differentiable, for a loss of the caller's own."""
+
+import functools
+from collections import namedtuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .call import HeadOptions, ask, execute, stats_objective
+from .losses.base import Losses
+from .planner import Request
+from .prepare import shift_right
+from .stats import Demand
+
+
+@torch.compiler.disable
+def linear_logprobs(
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [vocab, hidden]
+    target: Tensor,  # [...] int64
+    *,
+    entropy: bool = False,
+    lse: bool = False,
+    argmax: bool = False,
+    top_k: int | None = None,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,  # [...] bool
+    bias: Tensor | None = None,  # [vocab]
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    shift: int = 0,
+    memory_budget: int | str | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Log-probabilities of targets, and what else is asked for. Same values and gradients as
+
+        x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
+        logprobs = x.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+        entropy = -(x.softmax(-1) * x.log_softmax(-1)).sum(-1)
+        lse, argmax, top_k = x.logsumexp(-1), x.argmax(-1), x.log_softmax(-1).topk(k)
+
+    without the logits, for a loss of one's own:
+
+        logprobs, entropy = linear_logprobs(hidden, weight, target, entropy=True)
+        (-(advantages * logprobs) - 0.01 * entropy).mean().backward()
+
+    Any gradient of ``logprobs``, ``entropy`` and ``lse`` flows back; argmax and top-K have none. Under
+    ``torch.no_grad()``, or where neither hidden states nor head need a gradient, a call is one matmul and keeps no
+    logits beyond a chunk. With gradients, logits are computed again in ``backward``, since the gradient of each token
+    comes late: four matmuls. A loss from ``chunked_head.losses`` in ``linear_loss`` needs three.
+
+    A token's log-probability is the same in every call and under every loss: given back as ``old_logprobs``, it makes
+    a ratio of 1.
+
+    Args:
+        entropy, lse, argmax: whether to return these too, [...] fp32 in nats, int64 for argmax.
+        top_k: K largest log-probabilities and their ids: ``top_k_logprobs`` [..., K] fp32, ``top_k_ids`` [..., K].
+        temperature: divides the logits.
+        mask: [...] bool, tokens that count, beside ``ignore_index``. The others have 0 everywhere (ids too), and no
+            gradient.
+        The rest: as in ``linear_cross_entropy``; values stand at their target's place under ``shift``.
+
+    Returns:
+        ``logprobs`` [...] alone, or a named tuple ``(logprobs, entropy, lse, argmax, top_k_logprobs, top_k_ids)`` of
+        those that were asked for, in this order; fp32 (fp64 for fp64).
+
+    Raises:
+        TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
+    """
+    head = HeadOptions(
+        hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
+        chunk_tokens, accumulate_dtype, backend,
+    )  # fmt: skip
+    head.check()
+    if top_k is not None:
+        checks.check_int("top_k", top_k)
+        if not 1 <= top_k <= weight.shape[0]:
+            raise ValueError(f"top_k must be in [1, {weight.shape[0]}] (the rows of weight) or None, got {top_k}")
+    asked = ask(head, Losses(()), batch={} if mask is None else {"mask": mask})
+    demand = Demand(entropy=(entropy,), top=argmax, top_k=top_k or 0, rank_one=not entropy)
+    wanted = {
+        "logprob": True, "entropy": entropy, "lse": lse, "argmax": argmax, "top_k_logits": bool(top_k),
+        "top_k_ids": bool(top_k),
+    }  # fmt: skip
+    names = [name for name, asked_for in wanted.items() if asked_for]
+    if top_k and not lse:
+        names.insert(names.index("top_k_logits"), "lse")  # of the top K's log-probabilities
+    differentiable = [name for name in ("logprob", "entropy", "lse") if name in names]
+    ordered = (*differentiable, *(name for name in names if name not in differentiable))
+    objective = stats_objective(asked, demand, ordered, len(differentiable))
+    outputs, _, _ = execute(asked, objective, Request(memory_budget, chunk_tokens, accumulate_dtype), late=True)
+    found = dict(zip(ordered, outputs, strict=True))
+    result = {"logprobs": found["logprob"]}
+    result |= {name: found[name] for name in ("entropy", "lse") if wanted[name]}
+    if argmax:
+        result["argmax"] = found["argmax"].long()
+    if top_k:
+        counts = (asked.prepared.target >= 0)[:, None]
+        result["top_k_logprobs"] = torch.where(counts, found["top_k_logits"] - found["lse"].detach()[:, None], 0.0)
+        result["top_k_ids"] = found["top_k_ids"]
+    dim = len(head.leading) - 1
+    laid = {
+        name: shift_right(value.reshape(*head.leading, *value.shape[1:]), shift, dim) for name, value in result.items()
+    }
+    return laid["logprobs"] if len(laid) == 1 else result_type(tuple(laid))(**laid)
+
+
+@functools.cache
+def result_type(names: tuple[str, ...]) -> type:
+    return namedtuple("LogProbs", names)

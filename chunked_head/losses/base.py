@@ -1,0 +1,208 @@
+"""What a loss is: a function of per-token statistics, what it reads, and how its values are reduced.
+
+A ``Summand`` is one loss; ``Losses`` is a sum of them with coefficients, and the only thing that users hold:
+``losses.cross_entropy() + 1e-4 * losses.z_loss()``. A loss has no kernel: the kernels make the statistics that it
+``needs`` and take the coefficients that autograd finds.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypedDict
+
+from torch import Tensor
+
+Kind = Literal["token", "row", "segment", "pair", "constant"]
+Unit = Literal["token", "segment", "pair"]
+Scope = Literal["token", "segment"]
+
+
+class Field(NamedTuple):
+    """What is known of a field of ``batch``.
+
+    ``token``: indexed like the target and moved with it by ``shift``; ``row``: indexed like the hidden states;
+    ``segment``: ``[num_segments, ...]``; ``pair``: ``[pairs, ...]``; ``constant``: used whole.
+    """
+
+    kind: Kind
+    type: Literal["float", "int", "bool"] = "float"
+    trailing: int = 0  # dimensions after the kind's own
+
+
+FIELDS: dict[str, Field] = {
+    "mask": Field("token", "bool"),
+    "nll_mask": Field("token", "bool"),
+    "token_weights": Field("token"),
+    "old_logprobs": Field("token"),
+    "ref_logprobs": Field("token"),
+    "rollout_logprobs": Field("token"),
+    "advantages": Field("token"),
+    "segments": Field("token", "int"),
+    "documents": Field("token", "int"),
+    "teacher_logits": Field("row", trailing=1),
+    "teacher_hidden": Field("row", trailing=1),
+    "teacher_ids": Field("row", "int", trailing=1),
+    "teacher_logprobs": Field("row", trailing=1),
+    "teacher_mask": Field("row", "bool", trailing=1),
+    "segment_labels": Field("segment", "bool"),
+    "pairs": Field("pair", "int", trailing=1),
+    "kl_baseline": Field("constant"),
+    "teacher_weight": Field("constant", trailing=2),
+    "teacher_bias": Field("constant", trailing=1),
+}
+
+# statistics that a loss may need beside `logprob` and `lse`, which are always there
+STATISTICS = ("entropy", "mean_logit", "weighted_sum", "argmax", "top_logprob", "topk_logprobs")
+DENSE = ("forward_kl", "reverse_kl", "jsd", "tvd", "teacher_entropy")
+
+
+class Teacher(NamedTuple):
+    """The dense teacher of a loss: how its logits become its distribution ``q``."""
+
+    temperature: float | None = None  # None: the loss's
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    beta: float | None = None  # of the Jensen-Shannon divergence, where one is asked for
+
+
+class SummandOptions(TypedDict, total=False):
+    """What every loss takes beside its own options; None is the call's.
+
+    ``temperature`` divides the logits that the loss sees. ``token_weights``, a tensor of target's shape or the name of
+    a token field of ``batch``, multiply each token's value and are no part of the denominator. ``normalizer``, a
+    number, a 0-d tensor or the name of a constant field, is the denominator for ``reduction="mean"``. ``name`` is the
+    key in ``out.parts``.
+    """
+
+    temperature: float | None
+    token_weights: Tensor | str | None
+    normalizer: float | Tensor | str | None
+    reduction: str | None
+    name: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Summand:
+    """One loss. ``function(stats, batch, **options, **tensors)`` gives unreduced values, one per unit."""
+
+    kind: str  # the name of its factory
+    function: Callable[..., Tensor]
+    options: Mapping[str, Any] = field(default_factory=dict)  # hashable: part of what is compiled
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # as long as the vocabulary: inputs of what is compiled
+    needs: frozenset[str] = frozenset()
+    fields: tuple[str, ...] = ()
+    optional_fields: tuple[str, ...] = ()
+    extra_fields: Mapping[str, Field] = field(default_factory=dict)  # of a user's loss: what FIELDS does not know
+    scope: Scope = "token"
+    unit: Unit = "token"
+    reads_target: bool = True
+    teacher: Teacher | None = None
+    # (batch, **tensors) -> what each token adds to the default denominator (None: 1), and how large its gradient is
+    # beside its weight (None: about 1), which keeps fp16 gradients within range
+    counted: Callable[..., Tensor] | None = None
+    size: Callable[..., Tensor] | None = None
+    compiled: bool = True
+    temperature: float | None = None
+    token_weights: Tensor | str | None = None
+    normalizer: float | Tensor | str | None = None
+    reduction: str | None = None
+    name: str | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind
+
+    @property
+    def key(self) -> tuple:
+        """Equal for summands that compile to the same code."""
+        options = tuple(sorted(self.options.items()))
+        return self.function, options, tuple(self.tensors), self.unit, self.temperature, self.teacher
+
+    def values(self, stats: Any, batch: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+        return self.function(stats, batch, **self.options, **tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """A sum of losses with coefficients: numbers, or 0-d tensors on the device that may change from step to step."""
+
+    terms: tuple[tuple[float | Tensor, Summand], ...]
+
+    def __add__(self, other: "Losses") -> "Losses":
+        if not isinstance(other, Losses):
+            return NotImplemented
+        return Losses(self.terms + other.terms)
+
+    def __mul__(self, factor: float | Tensor) -> "Losses":
+        if isinstance(factor, Tensor):
+            if factor.dim() != 0 or factor.requires_grad:
+                raise ValueError(
+                    "the coefficient of a loss must be a number or a 0-d tensor without gradient, got shape "
+                    f"{tuple(factor.shape)}, requires_grad={factor.requires_grad}; per-token factors are token_weights"
+                )
+        elif isinstance(factor, bool) or not isinstance(factor, int | float):
+            return NotImplemented
+        return Losses(tuple((coefficient * factor, summand) for coefficient, summand in self.terms))
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> "Losses":
+        return self * -1.0
+
+    def __sub__(self, other: "Losses") -> "Losses":
+        if not isinstance(other, Losses):
+            return NotImplemented
+        return self + -other
+
+    def __truediv__(self, divisor: float) -> "Losses":
+        return self * (1.0 / divisor)
+
+    def __repr__(self) -> str:
+        return "Losses(" + " + ".join(f"{coefficient} * {summand.label}" for coefficient, summand in self.terms) + ")"
+
+
+def make(kind: str, function: Callable[..., Tensor], options: Mapping[str, Any] | None = None, **known: Any) -> Losses:
+    """A sum of one loss; ``known`` are fields of ``Summand``. Where they don't fit, an error that names the loss."""
+    summand = Summand(kind, function, options or {}, **known)
+    check_summand(summand)
+    return Losses(((1.0, summand),))
+
+
+def check_summand(summand: Summand) -> None:
+    where = f"losses.{summand.kind}"
+    temperature = summand.temperature
+    if temperature is not None and not (isinstance(temperature, int | float) and 0 < temperature < float("inf")):
+        remedy = "; for T = 0 train on the argmax as the target instead" if temperature == 0 else ""
+        raise ValueError(f"temperature of {where} must be a positive number, got {temperature!r}{remedy}")
+    if summand.reduction not in (None, "mean", "sum"):
+        raise ValueError(f'reduction of {where} must be "mean" or "sum" (None: the call\'s), got {summand.reduction!r}')
+    if summand.reduction == "sum" and summand.normalizer is not None:
+        raise ValueError(f'normalizer of {where} goes with reduction="mean" only; multiply the loss instead')
+    weights = summand.token_weights
+    if weights is not None and not isinstance(weights, str | Tensor):
+        raise TypeError(f"token_weights of {where} must be a tensor or the name of a field, got {weights!r}")
+    if weights is not None and summand.unit != "token":
+        raise ValueError(f"token_weights of {where} do not apply: its values are per {summand.unit}")
+
+
+def number(
+    where: str, argument: str, value: Any, least: float = -float("inf"), most: float = float("inf"), open_: bool = False
+) -> float:
+    """A loss's option as a float, or an error that names it; ``open_`` excludes ``least``."""
+    right = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+    if not right or (open_ and value == least):
+        interval = f"{'(' if open_ else '['}{least:g}, {most:g}]"
+        raise ValueError(f"{argument} of losses.{where} must be a number in {interval}, got {value!r}")
+    return float(value)
+
+
+def choice(where: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """A loss's option out of several, or an error that names it."""
+    if value not in allowed:
+        raise ValueError(f"{argument} of losses.{where} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    return value
+
+
+def renamed(losses: Losses, **known: Any) -> Losses:
+    """The one summand of ``losses`` with other fields."""
+    ((coefficient, summand),) = losses.terms
+    return Losses(((coefficient, replace(summand, **known)),))

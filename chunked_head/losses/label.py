@@ -1,0 +1,138 @@
+"""Losses of the target and of the logits alone: cross-entropy, focal, z-loss, entropy."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch
+from ..loss_stats import Stats
+from .base import Losses, make, number
+
+
+def cross_entropy(
+    label_smoothing: float = 0.0, class_weights: Tensor | None = None, token_scaling: bool = False, **summand: Any
+) -> Losses:
+    """``-log p_y``; with smoothing e and class weights c, as ``torch.nn.functional.cross_entropy``:
+    ``-(1 - e) c_y log p_y - e / V sum_j c_j log p_j``.
+
+    ``class_weights`` [V], floating point. With them the default denominator is the sum of the targets' weights over the
+    tokens that count, as PyTorch; ``normalizer`` and z-loss know nothing of them.
+    ``label_smoothing`` in [0, 1] is PyTorch's e; Megatron's formula is e V / (V - 1) here.
+    ``token_scaling`` multiplies a token's whole value by its detached probability (DFT, arXiv 2508.05629); the
+    denominator stays the count, as in TRL. Liger scales its z-loss too: here that is a summand of its own.
+    Defaults: PyTorch's. ``summand``: ``SummandOptions``.
+    """
+    smoothing = number("cross_entropy", "label_smoothing", label_smoothing, 0.0, 1.0)
+    _check_flag("cross_entropy", "token_scaling", token_scaling)
+    options = {"label_smoothing": smoothing, "token_scaling": token_scaling}
+    if class_weights is None:
+        needs = {"mean_logit"} if smoothing else set()
+        return make("cross_entropy", _cross_entropy, options, needs=frozenset(needs), **summand)
+    _check_per_class("cross_entropy", "class_weights", class_weights)
+
+    def size(batch: Batch, class_weights: Tensor) -> Tensor:
+        # a target of weight 0 still moves its row where there is smoothing
+        return (1 - smoothing) * class_weights[batch.target] + smoothing * class_weights.abs().mean()
+
+    return make(
+        "cross_entropy",
+        _cross_entropy,
+        options,
+        tensors={"class_weights": class_weights},
+        needs=frozenset({"weighted_sum"} if smoothing else ()),
+        counted=_target_weight,
+        size=size if smoothing else _target_weight,
+        **summand,
+    )
+
+
+def _target_weight(batch: Batch, class_weights: Tensor) -> Tensor:
+    return class_weights[batch.target]
+
+
+def _cross_entropy(
+    stats: Stats, batch: Batch, label_smoothing: float, token_scaling: bool, class_weights: Tensor | None = None
+) -> Tensor:
+    values = -stats.logprob
+    if class_weights is not None:
+        class_weights = class_weights.to(values.dtype)
+        values = class_weights[batch.target] * values
+    if label_smoothing:
+        if class_weights is None:
+            uniform = stats.lse - stats.mean_logit
+        else:
+            uniform = (class_weights.sum() * stats.lse - stats.weighted_sum) / batch.vocab
+        values = (1 - label_smoothing) * values + label_smoothing * uniform
+    return values * stats.logprob.detach().exp() if token_scaling else values
+
+
+def focal(gamma: float = 2.0, alpha: float | Tensor | None = None, **summand: Any) -> Losses:
+    """``-alpha_y (1 - p_y)^gamma log p_y`` over the softmax (Lin et al., arXiv 1708.02002).
+
+    ``alpha``: a tensor [V] of weights per class, or one number. The denominator stays the count of tokens: alpha is not
+    in it, unlike ``class_weights`` of cross-entropy. ``gamma = 0`` is cross-entropy; 2 is the paper's choice, alpha is
+    left out by default because the paper's 0.25 balances two classes. ``summand``: ``SummandOptions``.
+    """
+    gamma = number("focal", "gamma", gamma, 0.0, 1e3)
+    if isinstance(alpha, Tensor):
+        _check_per_class("focal", "alpha", alpha)
+        return make("focal", _focal, {"gamma": gamma}, tensors={"alpha": alpha}, size=_target_alpha, **summand)
+    factor = 1.0 if alpha is None else number("focal", "alpha", alpha, 0.0)
+    return make("focal", _focal, {"gamma": gamma, "alpha": factor}, **summand)
+
+
+def _target_alpha(batch: Batch, alpha: Tensor) -> Tensor:
+    return alpha[batch.target]
+
+
+def _focal(stats: Stats, batch: Batch, gamma: float, alpha: float | Tensor) -> Tensor:
+    factor = alpha[batch.target].to(stats.logprob.dtype) if isinstance(alpha, Tensor) else alpha
+    values = -factor * stats.logprob
+    if gamma == 0:
+        return values
+    rest = -torch.expm1(stats.logprob)
+    # a power below 1 has an infinite slope at 0, where the loss has none
+    certain = rest <= 0
+    return torch.where(certain, 0.0, torch.where(certain, 1.0, rest) ** gamma) * values
+
+
+def z_loss(**summand: Any) -> Losses:
+    """``lse^2``: keeps the softmax's normaliser near 1 (PaLM, arXiv 2204.02311, with a coefficient of 1e-4).
+
+    Of the logits at the loss's temperature, scaled and capped. Needs no target. Liger's ``lse_square_scale`` and
+    Megatron's are this times the coefficient. ``summand``: ``SummandOptions``.
+    """
+    return make("z_loss", _z_loss, reads_target=False, **summand)
+
+
+def _z_loss(stats: Stats, batch: Batch) -> Tensor:
+    return stats.lse.square()
+
+
+def entropy(**summand: Any) -> Losses:
+    """``-sum_j p_j log p_j`` in nats, differentiable: ``- 0.01 * entropy()`` is a bonus, a positive factor a penalty.
+
+    Of the softmax at the loss's temperature, as in verl; TRL's chunked log-probabilities ignore this gradient. Needs no
+    target. ``summand``: ``SummandOptions``.
+    """
+    return make("entropy", _entropy, needs=frozenset({"entropy"}), reads_target=False, **summand)
+
+
+def _entropy(stats: Stats, batch: Batch) -> Tensor:
+    return stats.entropy
+
+
+def _check_flag(where: str, argument: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument} of losses.{where} must be True or False, got {value!r}")
+
+
+def _check_per_class(where: str, argument: str, weights: Any) -> None:
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"{argument} of losses.{where} must be a tensor [vocab], got {weights!r}")
+    if weights.dim() != 1 or not weights.is_floating_point() or weights.requires_grad:
+        raise ValueError(
+            f"{argument} of losses.{where} must be a floating-point tensor [vocab] without gradient, got shape "
+            f"{tuple(weights.shape)}, {weights.dtype}, requires_grad={weights.requires_grad}"
+        )

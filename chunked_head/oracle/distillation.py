@@ -1,0 +1,170 @@
+"""Distillation losses from whole logits, token by token over explicit distributions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def forward_kl(
+    x: Tensor,  # [n, V]: tokens that count only, temperature applied
+    target: Tensor | None,
+    fields: Mapping[str, Any],  # teacher_x [n, V_t]: capped, the teacher's temperature applied
+    *,
+    form: str = "kl",
+    temperature: float | None = None,
+    t_squared: bool = False,
+    **teacher: Any,  # options that are in teacher_x already
+) -> Tensor:
+    """[n]"""
+    values = []
+    for log_p, log_q in both(x, fields["teacher_x"]):
+        value = kl(log_q, log_p)
+        if form == "cross_entropy":
+            has = log_q.exp() > 0
+            value = -(log_q.exp()[has] * log_p[has]).sum()
+        values.append(value)
+    return stacked(values, x) * factor(temperature, t_squared)
+
+
+def reverse_kl(
+    x: Tensor,
+    target: Tensor | None,
+    fields: Mapping[str, Any],
+    *,
+    temperature: float | None = None,
+    t_squared: bool = False,
+    **teacher: Any,
+) -> Tensor:
+    """[n]"""
+    values = [kl(log_p, log_q) for log_p, log_q in both(x, fields["teacher_x"])]
+    return stacked(values, x) * factor(temperature, t_squared)
+
+
+def jsd(
+    x: Tensor,
+    target: Tensor | None,
+    fields: Mapping[str, Any],
+    *,
+    beta: float = 0.5,
+    temperature: float | None = None,
+    t_squared: bool = False,
+    **teacher: Any,
+) -> Tensor:
+    """[n]"""
+    pairs = both(x, fields["teacher_x"])
+    if beta in (0, 1):
+        values = [kl(log_p, log_q) if beta else kl(log_q, log_p) for log_p, log_q in pairs]
+    else:
+        values = [jensen_shannon(log_p.exp(), log_q.exp(), beta) for log_p, log_q in pairs]
+    return stacked(values, x) * factor(temperature, t_squared)
+
+
+def tvd(
+    x: Tensor,
+    target: Tensor | None,
+    fields: Mapping[str, Any],
+    *,
+    temperature: float | None = None,
+    t_squared: bool = False,
+    **teacher: Any,
+) -> Tensor:
+    """[n]"""
+    values = [(log_p.exp() - log_q.exp()).abs().sum() / 2 for log_p, log_q in both(x, fields["teacher_x"])]
+    return stacked(values, x) * factor(temperature, t_squared)
+
+
+def topk_kl(
+    x: Tensor,
+    target: Tensor | None,
+    fields: Mapping[str, Any],  # teacher_ids, teacher_logprobs [n, K], perhaps teacher_mask
+    *,
+    divergence: str = "forward",
+    normalize: str = "tail",
+    beta: float = 0.5,
+    teacher_renormalize: bool | None = None,
+    teacher_temperature: float | None = None,
+    temperature: float | None = None,
+    t_squared: bool = False,
+) -> Tensor:
+    """[n]"""
+    mask = fields.get("teacher_mask")
+    values = []
+    for row, logits in enumerate(x):
+        known = probabilities(
+            fields["teacher_ids"][row], fields["teacher_logprobs"][row], None if mask is None else mask[row]
+        )
+        if not known:
+            values.append(logits.sum() * 0.0)
+            continue
+        ids = sorted(known)
+        t = torch.tensor([known[i] for i in ids], dtype=x.dtype)
+        t_rest = max(0.0, 1.0 - float(t.sum()))
+        power = 1.0 if teacher_temperature is None else 1.0 / teacher_temperature
+        if normalize == "topk" if teacher_renormalize is None else teacher_renormalize:
+            t, t_rest = t**power / (t**power).sum(), 0.0
+        elif power != 1:
+            total = float((t**power).sum()) + t_rest**power
+            t, t_rest = t**power / total, t_rest**power / total
+        everywhere = torch.softmax(logits, -1)
+        p = everywhere[ids]
+        others = torch.ones(len(logits), dtype=torch.bool)
+        others[ids] = False
+        if normalize == "topk":
+            p = p / p.sum()
+        elif normalize == "tail":
+            p = torch.cat([p, everywhere[others].sum()[None]])
+            t = torch.cat([t, torch.tensor([t_rest], dtype=x.dtype)])
+        elif divergence != "reverse":  # the reverse divergence over the vocabulary is infinite
+            p = everywhere
+            t = torch.zeros_like(everywhere).index_put((torch.tensor(ids),), t)
+        if divergence == "jsd" and beta not in (0, 1):
+            values.append(jensen_shannon(p, t, beta))
+        elif divergence == "tvd":
+            values.append((p - t).abs().sum() / 2)
+        elif divergence == "reverse" or (divergence == "jsd" and beta == 1):
+            values.append(relative_entropy(p, t))
+        else:
+            values.append(relative_entropy(t, p))
+    return stacked(values, x) * factor(temperature, t_squared)
+
+
+def probabilities(ids: Tensor, logprobs: Tensor, mask: Tensor | None) -> dict[int, float]:
+    """The teacher's probability of each id that it names: the largest of what it says."""
+    known: dict[int, float] = {}
+    for k, (i, logprob) in enumerate(zip(ids.tolist(), logprobs.double().tolist(), strict=True)):
+        if (mask is None or mask[k]) and logprob > -1e6:
+            known[i] = max(known.get(i, 0.0), torch.tensor(logprob, dtype=torch.float64).exp().item())
+    return known
+
+
+def both(x: Tensor, teacher_x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Log-probabilities of student and teacher over the ids that they share, token by token."""
+    shared = min(x.shape[1], teacher_x.shape[1])
+    student = x[:, :shared].log_softmax(-1)
+    teacher = teacher_x[:, :shared].detach().to(x.dtype).log_softmax(-1)
+    return list(zip(student, teacher, strict=True))
+
+
+def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    has = log_a.exp() > 0
+    return (log_a.exp()[has] * (log_a[has] - log_b[has])).sum()
+
+
+def relative_entropy(a: Tensor, b: Tensor) -> Tensor:
+    has = a > 0
+    return (a[has] * (a[has] / b[has]).log()).sum()
+
+
+def jensen_shannon(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    m = beta * q + (1 - beta) * p
+    return beta * relative_entropy(q, m) + (1 - beta) * relative_entropy(p, m)
+
+
+def factor(temperature: float | None, t_squared: bool) -> float:
+    return (temperature or 1.0) ** 2 if t_squared else 1.0
+
+
+def stacked(values: list[Tensor], x: Tensor) -> Tensor:
+    return torch.stack(values) if values else x.sum() * x.new_zeros(0)

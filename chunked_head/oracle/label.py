@@ -1,0 +1,42 @@
+"""Label losses on full logits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Fields = Mapping[str, Any]
+
+
+def cross_entropy(
+    x: Tensor,  # [n, V]
+    target: Tensor,
+    fields: Fields,
+    *,
+    label_smoothing: float = 0.0,
+    class_weights: Tensor | None = None,
+    token_scaling: bool = False,
+) -> Tensor:
+    values = F.cross_entropy(x, target, class_weights, reduction="none", label_smoothing=label_smoothing)
+    if token_scaling:
+        values = values * torch.softmax(x, -1).gather(-1, target[:, None])[:, 0].detach()
+    return values
+
+
+def focal(
+    x: Tensor, target: Tensor, fields: Fields, *, gamma: float = 2.0, alpha: float | Tensor | None = None
+) -> Tensor:
+    one_hot = F.one_hot(target, x.shape[-1]).to(x.dtype)
+    p = (torch.softmax(x, -1) * one_hot).sum(-1)
+    weight = 1.0 if alpha is None else (one_hot * alpha).sum(-1)
+    return -weight * (1 - p) ** gamma * p.log()
+
+
+def z_loss(x: Tensor, target: Tensor, fields: Fields) -> Tensor:
+    return x.exp().sum(-1).log() ** 2
+
+
+def entropy(x: Tensor, target: Tensor, fields: Fields) -> Tensor:
+    return torch.distributions.Categorical(logits=x).entropy()

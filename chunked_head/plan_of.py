@@ -1,0 +1,86 @@
+"""The plan of a call that has not been made."""
+
+from collections.abc import Sequence
+
+import torch
+
+from . import checks, losses
+from .backends import Layout, resolve
+from .demand import Question, answer
+from .losses.base import Losses
+from .memory import Sizes
+from .metrics import Metric
+from .planner import Request, make_plan
+from .plans import Plan
+from .stats import Teacher
+
+
+def plan(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype,
+    *,
+    loss: Losses | None = None,
+    metrics: Sequence[Metric] = (),
+    memory_budget: int | str | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    hidden_grad: bool = True,
+    weight_grad: bool = True,
+    bias: bool = False,
+    hidden_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    teacher_k: int = 0,
+    teacher_vocab: int | None = None,
+    teacher_hidden: int | None = None,
+    teacher_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """The plan that ``linear_cross_entropy`` or, given a ``loss``, ``linear_loss`` follows for a call of these sizes;
+    nothing is allocated.
+
+        print(plan(tokens=16384, hidden=4096, vocab=128256, dtype=torch.bfloat16, memory_budget="1GiB"))
+
+    ``dtype`` is that of the matmuls, ``hidden_dtype`` and ``weight_dtype`` those of the tensors where autocast makes
+    them differ. ``teacher_k`` is the K of ``teacher_ids``; a dense teacher has ``teacher_vocab`` rows (None: the
+    student's) and, where it gives hidden states, ``teacher_hidden`` columns of ``teacher_dtype``. ``device`` defaults
+    to the GPU where there is one. ValueError where the request cannot be met.
+    """
+    for argument, size in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab)):
+        least = 0 if argument == "tokens" else 1
+        if isinstance(size, bool) or not isinstance(size, int) or size < least:
+            raise ValueError(f"{argument} must be an int of at least {least}, got {size!r}")
+    checks.check_dtype("dtype", dtype)
+    checks.check_reduction(reduction)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = resolve(backend, place)
+    if loss is None:
+        loss = losses.cross_entropy(label_smoothing=label_smoothing)
+    elif label_smoothing:
+        raise ValueError("label_smoothing goes with loss=None; give it to losses.cross_entropy")
+    demand = answer(Question(loss, tuple(metrics), 1.0, vocab, teacher_k, teacher_vocab)).demand
+    pairing, bias_grad = demand.pairing, bias and weight_grad
+    store = chosen.store(Layout(place, dtype, hidden, True, True, softcap is not None, bias_grad, demand))
+    teacher_store, width = None, 0
+    if pairing is not None:
+        rows = None
+        if teacher_hidden is not None:
+            width = teacher_hidden
+            rows = torch.empty(pairing.columns, width, dtype=teacher_dtype or dtype, device="meta")
+        logits = torch.empty(0, device="meta") if rows is None else None
+        teacher_store = chosen.teacher_store(Teacher(logits, rows, rows, None), store)
+    sizes = Sizes(
+        tokens, hidden, vocab, dtype,
+        hidden_dtype=hidden_dtype or dtype, weight_dtype=weight_dtype or dtype,
+        hidden_grad=hidden_grad, weight_grad=weight_grad, bias_grad=bias_grad,
+        late_upstream=reduction == "none",
+        coupled=any(summand.scope == "segment" for _, summand in loss.terms), demand=demand,
+        teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
+        store=store, **chosen.traits(place),
+    )  # fmt: skip
+    return make_plan(sizes, Request(memory_budget, chunk_tokens, accumulate_dtype))

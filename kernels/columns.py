@@ -1,0 +1,158 @@
+"""Some columns of each row: their exact logits, and their exact gradients."""
+
+import triton
+import triton.language as tl
+
+from .transform import anchor, log2_e, transform_derivative, transform_logits
+
+
+@triton.jit
+def dot_columns_kernel(
+    # outputs
+    logit_ptr,  # [rows, count] fp32, of column 0 where an id is -1
+    # inputs
+    hidden_ptr,  # [rows, hidden]
+    weight_ptr,  # [vocab, hidden]
+    ids_ptr,  # [rows, count] int64, -1 for none
+    bias_ptr,  # [vocab] or None
+    # sizes
+    hidden,
+    count,
+    # scalars
+    logit_scale,
+    softcap,
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gathered rows of the weight times the row of hidden states, in fp32."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    column = tl.maximum(tl.load(ids_ptr + row * count + k, mask=k < count, other=0), 0)
+    lanes = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
+    for start in range(0, hidden, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        h = tl.load(hidden_ptr + row * hidden + offs, mask=offs < hidden, other=0.0).to(tl.float32)
+        at = weight_ptr + column[:, None] * hidden + offs[None, :]
+        w = tl.load(at, mask=(k < count)[:, None] & (offs < hidden)[None, :], other=0.0).to(tl.float32)
+        lanes += h[None, :] * w
+    x = tl.sum(lanes, 1)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + column).to(tl.float32)
+    tl.store(logit_ptr + row * count + k, transform_logits(x, logit_scale, softcap), mask=k < count)
+
+
+@triton.jit
+def pick_columns_kernel(
+    # outputs
+    logit_ptr,  # [rows, count] fp32, 0 where an id is -1
+    # inputs
+    logits_ptr,  # [rows, vocab], before bias and transform
+    ids_ptr,  # [rows, count] int64, -1 for none
+    bias_ptr,  # [vocab] or None
+    # sizes
+    count,
+    stride,
+    # scalars
+    logit_scale,
+    softcap,
+    BLOCK: tl.constexpr,
+):
+    """The same out of stored raw logits."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    column = tl.load(ids_ptr + row * count + k, mask=k < count, other=-1)
+    x = tl.load(logits_ptr + row * stride + column, mask=column >= 0, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + column, mask=column >= 0, other=0.0).to(tl.float32)
+    tl.store(logit_ptr + row * count + k, transform_logits(x, logit_scale, softcap), mask=k < count)
+
+
+@triton.jit
+def column_grad_kernel(
+    # in and out
+    dlogits_ptr,  # [rows, columns]
+    # inputs
+    logit_ptr,  # [rows, count] fp32, exact
+    ids_ptr,  # [rows, count] int64, -1 for none
+    sparse_ptr,  # [rows, count] fp32, what each adds to its column's gradient
+    class_weights_ptr,  # [columns] or None for 1
+    target_ptr,  # [rows] int64
+    target_logit_ptr,  # [rows] fp32, like all that follow
+    logprob_ptr,
+    lse_ptr,
+    alpha_ptr,  # or None
+    beta_ptr,  # or None
+    eta_ptr,  # or None
+    kappa_ptr,  # or None
+    logprob2_ptr,  # or None
+    lse2_ptr,
+    alpha2_ptr,
+    eta2_ptr,  # or None
+    # sizes
+    columns,
+    first_column,
+    columns2,
+    count,
+    stride,
+    # scalars
+    logit_scale,
+    softcap,
+    ratio2,
+    ADD: tl.constexpr,  # dlogits holds terms that cannot be made again here
+    BLOCK: tl.constexpr,
+):
+    """Overwrites the gradient of some columns with what exact logits give: ``p - t`` out of a rounded ``p`` would lose
+    everything as the student nears the teacher. A column that is named twice gets both terms, once."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    column = tl.load(ids_ptr + row * count + k, mask=k < count, other=-1)
+    x = tl.load(logit_ptr + row * count + k, mask=k < count, other=0.0)
+    sparse = tl.zeros((BLOCK,), dtype=tl.float32)
+    first = k < count
+    for other in range(0, count):
+        same = column == tl.load(ids_ptr + row * count + other)
+        sparse += tl.where(same, tl.load(sparse_ptr + row * count + other), 0.0)
+        first = first & ((same & (k > other)) == 0)
+    target = tl.load(target_ptr + row)
+    target_logit = tl.load(target_logit_ptr + row)
+    x = tl.where(column == target, target_logit, x)
+    offs = column - first_column
+    here = first & (column >= 0) & (offs >= 0) & (offs < columns)
+    at = dlogits_ptr + row * stride + offs
+    grad = sparse
+    slope = transform_derivative(x, logit_scale, softcap)
+    if ADD:
+        grad = grad * slope + tl.load(at, mask=here, other=0.0).to(tl.float32)
+    else:
+        if alpha_ptr is not None:
+            coefficient = tl.load(alpha_ptr + row)
+            offset1, rest1 = anchor(target_logit, tl.load(logprob_ptr + row), tl.load(lse_ptr + row), None)
+            log_p = (x - offset1) + rest1
+            p = tl.exp2(log_p * log2_e)
+            if eta_ptr is not None:
+                grad += tl.where(p > 0.0, p * (coefficient + tl.load(eta_ptr + row) * log_p), 0.0)
+            else:
+                grad += p * coefficient
+        if lse2_ptr is not None:
+            x2 = x
+            if ratio2 is not None:
+                x2 = x * ratio2
+            offset2, rest2 = anchor(target_logit, tl.load(logprob2_ptr + row), tl.load(lse2_ptr + row), ratio2)
+            log_p2 = tl.where(offs < columns2, (x2 - offset2) + rest2, float("-inf"))
+            p2 = tl.exp2(log_p2 * log2_e)
+            if alpha2_ptr is not None:
+                coefficient2 = tl.load(alpha2_ptr + row)
+                if eta2_ptr is not None:
+                    grad += tl.where(p2 > 0.0, p2 * (coefficient2 + tl.load(eta2_ptr + row) * log_p2), 0.0)
+                else:
+                    grad += p2 * coefficient2
+        if beta_ptr is not None:
+            grad = tl.where(column == target, grad - tl.load(beta_ptr + row), grad)
+        if kappa_ptr is not None:
+            kappa = tl.load(kappa_ptr + row)
+            if class_weights_ptr is not None:
+                grad -= kappa * tl.load(class_weights_ptr + offs, mask=here, other=0.0).to(tl.float32)
+            else:
+                grad -= kappa
+        grad = grad * slope
+    tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=here)

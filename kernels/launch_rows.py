@@ -1,0 +1,220 @@
+"""Launching the kernels that walk stored logits, on torch tensors."""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+
+from .columns import column_grad_kernel, dot_columns_kernel, pick_columns_kernel
+from .launch import EXP_TILE, INTERPRETED
+from .pair_stats import pair_stats_kernel
+from .row_grad import row_grad_kernel
+from .row_stats import row_stats_kernel
+
+
+class Stored(NamedTuple):
+    """Logits in a buffer: raw, or relative to the offsets of their strips."""
+
+    logits: torch.Tensor  # [rows, columns], columns contiguous
+    offset: torch.Tensor | None  # [strips, rows] fp32; then what follows is in the logits already
+    bias: torch.Tensor | None = None
+    logit_scale: float | None = None
+    softcap: float | None = None
+
+
+def row_block(columns: int) -> tuple[int, int]:
+    """Elements a step and warps of the kernels that walk a row."""
+    block = min(triton.next_power_of_2(columns), 1024 if INTERPRETED else 8192)
+    return max(block, 128), 4 if block < 2048 else 16
+
+
+def row_stats(
+    lse: torch.Tensor,  # [rows] fp32, as all outputs
+    logprob: torch.Tensor | None,
+    target_logit: torch.Tensor | None,  # an input where logits are relative
+    entropy: torch.Tensor | None,
+    weighted_sum: torch.Tensor | None,
+    top: torch.Tensor | None,
+    argmax: torch.Tensor | None,
+    stored: Stored,
+    columns: int,
+    target: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    ratio: float | None,
+) -> None:
+    logits = stored.logits
+    block, warps = row_block(columns)
+    row_stats_kernel[(logits.shape[0],)](
+        lse, logprob, target_logit, entropy, weighted_sum, top, argmax,
+        logits, stored.offset, target, stored.bias, class_weights,
+        logits.shape[0], columns, logits.stride(0), stored.logit_scale, stored.softcap, ratio,
+        STRIP=EXP_TILE.strip, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+
+
+def pair_stats(
+    forward_kl: torch.Tensor | None,  # [rows] fp32, as all outputs
+    reverse_kl: torch.Tensor | None,
+    teacher_entropy: torch.Tensor | None,
+    kl_mixture: torch.Tensor | None,
+    jsd: torch.Tensor | None,
+    tvd: torch.Tensor | None,
+    sign: torch.Tensor | None,
+    student: Stored,
+    target_logit: torch.Tensor,
+    logprob: torch.Tensor,
+    lse: torch.Tensor,
+    ratio: float | None,
+    teacher: Stored,
+    teacher_lse: torch.Tensor,
+    columns: int,
+    beta: float | None,
+    floor: float,
+) -> None:
+    rows = student.logits.shape[0]
+    block, warps = row_block(columns)
+    pair_stats_kernel[(rows,)](
+        forward_kl, reverse_kl, teacher_entropy, kl_mixture, jsd, tvd, sign,
+        student.logits, student.offset, student.bias, target_logit, logprob, lse,
+        teacher.logits, teacher.offset, teacher.bias, teacher_lse,
+        rows, columns, student.logits.stride(0), teacher.logits.stride(0),
+        student.logit_scale, student.softcap, ratio, teacher.logit_scale, teacher.softcap,
+        BETA=beta, **mixture(beta), FLOOR=floor, STRIP=EXP_TILE.strip, BLOCK=min(block, 4096), num_warps=warps,
+    )  # fmt: skip
+
+
+def mixture(beta: float | None) -> dict[str, float]:
+    return {"LOG_BETA": 0.0, "LOG_REST": 0.0} if beta is None else {
+        "LOG_BETA": math.log(beta), "LOG_REST": math.log1p(-beta)
+    }  # fmt: skip
+
+
+class Second(NamedTuple):
+    """The second softmax of a gradient."""
+
+    logprob: torch.Tensor
+    lse: torch.Tensor
+    alpha: torch.Tensor | None
+    eta: torch.Tensor | None
+    ratio: float | None
+    columns: int
+
+
+class Beside(NamedTuple):
+    """The teacher's side of a gradient."""
+
+    stored: Stored
+    lse: torch.Tensor
+    columns: int
+    second: bool  # the student's softmax beside it is the second one
+    gamma: torch.Tensor | None
+    rho: torch.Tensor | None
+    tau: torch.Tensor | None
+    theta: torch.Tensor | None
+    beta: float | None
+    floor: float
+
+
+def row_grad(
+    dlogits: torch.Tensor,  # [rows, columns], may share the bytes of the stored logits
+    stored: Stored,
+    class_weights: torch.Tensor | None,
+    target: torch.Tensor,
+    target_logit: torch.Tensor,
+    logprob: torch.Tensor,
+    lse: torch.Tensor,
+    alpha: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    eta: torch.Tensor | None,
+    kappa: torch.Tensor | None,
+    second: Second | None,
+    beside: Beside | None,
+    first_column: int,
+    logit_scale: float | None,
+    softcap: float | None,
+) -> None:
+    rows, columns = dlogits.shape
+    if stored.offset is not None:
+        block_rows, block, warps = 32, EXP_TILE.strip, 4
+        column_programs = triton.cdiv(columns, block)
+    else:
+        # one program walks a row, because a narrower gradient overwrites logits that lie before it
+        block_rows, column_programs = 1, 1
+        block, warps = row_block(columns)
+        block = min(block, 4096) if beside else block
+    second_ = second or Second(None, None, None, None, None, columns)  # type: ignore[arg-type]
+    teacher: tuple = (None,) * 8
+    sizes, scalars = (columns, 0), (None, None)
+    if beside is not None:
+        side = beside.stored
+        teacher = (
+            side.logits, side.offset, side.bias, beside.lse, beside.gamma, beside.rho, beside.tau, beside.theta
+        )  # fmt: skip
+        sizes, scalars = (beside.columns, side.logits.stride(0)), (side.logit_scale, side.softcap)
+    row_grad_kernel[(column_programs, triton.cdiv(rows, block_rows))](
+        dlogits, stored.logits, stored.offset, stored.bias, class_weights, target, target_logit, logprob, lse,
+        alpha, beta, eta, kappa, second_.logprob, second_.lse, second_.alpha, second_.eta, *teacher,
+        rows, columns, first_column, second_.columns, sizes[0],
+        stored.logits.stride(0), dlogits.stride(0), sizes[1],
+        logit_scale, softcap, second_.ratio, *scalars,
+        SECOND=beside is not None and beside.second, **mixture(beside.beta if beside else None),
+        FLOOR=beside.floor if beside else 0.0,
+        COLUMN_PROGRAMS=column_programs, STRIP=EXP_TILE.strip, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+
+
+def dot_columns(
+    logit: torch.Tensor,  # [rows, count] fp32
+    hidden: torch.Tensor,  # [rows, hidden] contiguous
+    weight: torch.Tensor,  # [vocab, hidden] contiguous
+    ids: torch.Tensor,  # [rows, count] int64 contiguous, -1 for none
+    bias: torch.Tensor | None,
+    logit_scale: float | None,
+    softcap: float | None,
+) -> None:
+    rows, count = ids.shape
+    # a target has a program of its own, whatever else is asked for: the same sum in the same order in every call
+    at_once, block = (1, 2048) if count == 1 else (8, 512)
+    dot_columns_kernel[(rows, triton.cdiv(count, at_once))](
+        logit, hidden, weight, ids, bias, hidden.shape[1], count, logit_scale, softcap,
+        AT_ONCE=at_once, BLOCK=min(triton.next_power_of_2(hidden.shape[1]), block), num_warps=4,
+    )  # fmt: skip
+
+
+def pick_columns(logit: torch.Tensor, stored: Stored, ids: torch.Tensor) -> None:
+    rows, count = ids.shape
+    pick_columns_kernel[(rows,)](
+        logit, stored.logits, ids, stored.bias, count, stored.logits.stride(0), stored.logit_scale, stored.softcap,
+        BLOCK=triton.next_power_of_2(count), num_warps=1,
+    )  # fmt: skip
+
+
+def column_grad(
+    dlogits: torch.Tensor,
+    logit: torch.Tensor,  # [rows, count] fp32
+    ids: torch.Tensor,  # [rows, count] int64
+    sparse: torch.Tensor,  # [rows, count] fp32
+    class_weights: torch.Tensor | None,
+    target: torch.Tensor,
+    target_logit: torch.Tensor,
+    logprob: torch.Tensor,
+    lse: torch.Tensor,
+    alpha: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    eta: torch.Tensor | None,
+    kappa: torch.Tensor | None,
+    second: Second | None,
+    first_column: int,
+    logit_scale: float | None,
+    softcap: float | None,
+    add: bool,
+) -> None:
+    rows, count = ids.shape
+    columns = dlogits.shape[1]
+    second_ = second or Second(None, None, None, None, None, columns)  # type: ignore[arg-type]
+    column_grad_kernel[(rows,)](
+        dlogits, logit, ids, sparse, class_weights, target, target_logit, logprob, lse, alpha, beta, eta, kappa,
+        second_.logprob, second_.lse, second_.alpha, second_.eta, columns, first_column, second_.columns, count, dlogits.stride(0),
+        logit_scale, softcap, second_.ratio, ADD=add, BLOCK=triton.next_power_of_2(count), num_warps=1,
+    )  # fmt: skip

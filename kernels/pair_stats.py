@@ -1,0 +1,135 @@
+"""Divergences of the softmaxes of two rows of stored logits whose normalisers are known, one program a row.
+
+Each is summed from differences of log-probabilities, so that equal rows give exactly 0.
+"""
+
+import triton
+import triton.language as tl
+
+from .transform import anchor, finish_loaded, log2_e, log_mixture
+
+
+@triton.jit
+def load_logprobs(
+    logits_ptr,
+    strip_offset_ptr,
+    bias_ptr,
+    start,  # log p = (x - start) + rest
+    rest,
+    row,
+    offs,
+    inside,
+    rows,
+    logit_scale,
+    softcap,
+    ratio,
+    STRIP: tl.constexpr,
+):
+    """Log-probabilities of one row's columns, -inf outside."""
+    x = tl.load(logits_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
+    if strip_offset_ptr is not None:
+        offset = tl.load(strip_offset_ptr + (offs // STRIP).to(tl.int64) * rows + row, mask=inside, other=0.0)
+        x = finish_loaded(x, offset, None, None, None)
+    elif bias_ptr is not None:
+        bias = tl.load(bias_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+        x = finish_loaded(x, None, bias, logit_scale, softcap)
+    else:
+        x = finish_loaded(x, None, None, logit_scale, softcap)
+    if ratio is not None:
+        x = x * ratio
+    return tl.where(inside, (x - start) + rest, float("-inf"))
+
+
+@triton.jit
+def pair_stats_kernel(
+    # outputs, each [rows] fp32 or None
+    forward_kl_ptr,  # KL(q || p)
+    reverse_kl_ptr,  # KL(p || q)
+    teacher_entropy_ptr,
+    kl_mixture_ptr,  # KL(p || m), m = beta q + (1 - beta) p
+    jsd_ptr,  # beta KL(q || m) + (1 - beta) KL(p || m)
+    tvd_ptr,  # sum |p - q| / 2
+    sign_ptr,  # sum p sign(p - q)
+    # inputs: p
+    logits_ptr,  # [rows, columns or more]
+    strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
+    bias_ptr,
+    target_logit_ptr,  # [rows] fp32
+    logprob_ptr,  # [rows] fp32
+    lse_ptr,  # [rows] fp32
+    # inputs: q
+    teacher_ptr,  # [rows, columns or more]
+    teacher_offset_ptr,
+    teacher_bias_ptr,
+    teacher_lse_ptr,
+    # sizes
+    rows,
+    columns,  # that both have
+    stride,
+    teacher_stride,
+    # scalars
+    logit_scale,
+    softcap,
+    ratio,
+    teacher_scale,
+    teacher_softcap,
+    BETA: tl.constexpr,
+    LOG_BETA: tl.constexpr,
+    LOG_REST: tl.constexpr,  # log(1 - beta)
+    FLOOR: tl.constexpr,  # of log q in KL(p || q), where q may be 0
+    STRIP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    teacher_ptr += row * teacher_stride
+    target_logit, logprob = tl.load(target_logit_ptr + row), tl.load(logprob_ptr + row)
+    start_p, rest_p = anchor(target_logit, logprob, tl.load(lse_ptr + row), ratio)
+    teacher_lse = tl.load(teacher_lse_ptr + row)
+    forward = tl.zeros((BLOCK,), dtype=tl.float32)
+    reverse = tl.zeros((BLOCK,), dtype=tl.float32)
+    entropy = tl.zeros((BLOCK,), dtype=tl.float32)
+    p_to_mixture = tl.zeros((BLOCK,), dtype=tl.float32)
+    q_to_mixture = tl.zeros((BLOCK,), dtype=tl.float32)
+    variation = tl.zeros((BLOCK,), dtype=tl.float32)
+    sign = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, columns, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        inside = offs < columns
+        log_p = load_logprobs(
+            logits_ptr, strip_offset_ptr, bias_ptr, start_p, rest_p, row, offs, inside, rows, logit_scale, softcap,
+            ratio, STRIP,
+        )  # fmt: skip
+        log_q = load_logprobs(
+            teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, teacher_lse, 0.0, row, offs, inside, rows,
+            teacher_scale, teacher_softcap, None, STRIP,
+        )  # fmt: skip
+        p = tl.exp2(log_p * log2_e)
+        q = tl.exp2(log_q * log2_e)
+        # a probability of 0 has no part in a sum, whatever its logarithm
+        if forward_kl_ptr is not None:
+            forward += tl.where(q > 0.0, q * (log_q - log_p), 0.0)
+        if reverse_kl_ptr is not None:
+            reverse += tl.where(p > 0.0, p * (log_p - tl.maximum(log_q, FLOOR)), 0.0)
+        if teacher_entropy_ptr is not None:
+            entropy -= tl.where(q > 0.0, q * log_q, 0.0)
+        if jsd_ptr is not None:
+            log_m = log_mixture(log_q, log_p, LOG_BETA, LOG_REST)
+            p_to_mixture += tl.where(p > 0.0, p * (log_p - log_m), 0.0)
+            q_to_mixture += tl.where(q > 0.0, q * (log_q - log_m), 0.0)
+        if tvd_ptr is not None:
+            variation += 0.5 * tl.abs(p - q)
+            sign += tl.where(p > q, p, tl.where(p < q, -p, 0.0))
+    if forward_kl_ptr is not None:
+        tl.store(forward_kl_ptr + row, tl.sum(forward, 0))
+    if reverse_kl_ptr is not None:
+        tl.store(reverse_kl_ptr + row, tl.sum(reverse, 0))
+    if teacher_entropy_ptr is not None:
+        tl.store(teacher_entropy_ptr + row, tl.sum(entropy, 0))
+    if jsd_ptr is not None:
+        kl_mixture = tl.sum(p_to_mixture, 0)
+        tl.store(kl_mixture_ptr + row, kl_mixture)
+        tl.store(jsd_ptr + row, BETA * tl.sum(q_to_mixture, 0) + (1.0 - BETA) * kl_mixture)
+    if tvd_ptr is not None:
+        tl.store(tvd_ptr + row, tl.sum(variation, 0))
+        tl.store(sign_ptr + row, tl.sum(sign, 0))

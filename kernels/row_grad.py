@@ -1,0 +1,168 @@
+"""Logits to the gradient of raw logits, in place: the gradient identity, each term absent where its pointer is None.
+
+    g_j = p_j (alpha + eta log p_j) + [the same at a second temperature] - beta 1[j = target] - kappa omega_j
+        - gamma q_j - rho p_j log q_j + tau p_j (log p_j - log m_j) + theta p_j sign(p_j - q_j)
+
+with q a teacher's softmax and m a mixture of p and q; then times the slope of scale and cap.
+"""
+
+import triton
+import triton.language as tl
+
+from .transform import anchor, finish_loaded, log2_e, log_mixture, transform_derivative
+
+
+@triton.jit
+def row_grad_kernel(
+    # outputs
+    dlogits_ptr,  # [rows, columns], may share the bytes of logits, in a type no wider
+    # inputs
+    logits_ptr,  # [rows, columns]: raw, or fp16 relative to the strips' offsets
+    strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
+    bias_ptr,  # [columns] or None
+    class_weights_ptr,  # [columns] or None for 1
+    target_ptr,  # [rows] int64, -1 where the row does not count
+    target_logit_ptr,  # [rows] fp32
+    logprob_ptr,  # [rows] fp32, like all that follow
+    lse_ptr,
+    alpha_ptr,  # or None, with eta
+    beta_ptr,  # or None
+    eta_ptr,  # or None
+    kappa_ptr,  # or None
+    logprob2_ptr,  # at the second temperature, or None
+    lse2_ptr,
+    alpha2_ptr,
+    eta2_ptr,  # or None
+    teacher_ptr,  # [rows, teacher_columns], or None
+    teacher_offset_ptr,  # [strips, rows] fp32, or None for raw logits
+    teacher_bias_ptr,
+    teacher_lse_ptr,
+    gamma_ptr,  # or None
+    rho_ptr,  # or None
+    tau_ptr,  # or None
+    theta_ptr,  # or None
+    # sizes
+    rows,
+    columns,
+    first_column,  # of these columns in the vocabulary
+    columns2,  # of these that the second softmax is over
+    teacher_columns,  # of these that the teacher has
+    logits_stride,  # elements from row to row
+    dlogits_stride,
+    teacher_stride,
+    # scalars
+    logit_scale,
+    softcap,
+    ratio2,  # of the second temperature, inverse, to the first; float or None for 1
+    teacher_scale,
+    teacher_softcap,
+    SECOND: tl.constexpr,  # p beside the teacher is of the second temperature
+    LOG_BETA: tl.constexpr,
+    LOG_REST: tl.constexpr,
+    FLOOR: tl.constexpr,
+    COLUMN_PROGRAMS: tl.constexpr,
+    STRIP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # STRIP where logits are relative
+):
+    offs_row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    in_rows = offs_row < rows
+    wide_row = offs_row.to(tl.int64)[:, None]
+    target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)[:, None]
+    counts = target >= 0
+    target = (target - first_column).to(tl.int32)
+    target_logit = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+    logprob = tl.load(logprob_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+    lse = tl.load(lse_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+    offset1, rest1 = anchor(target_logit, logprob, lse, None)
+    if lse2_ptr is not None:
+        logprob2 = tl.load(logprob2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        lse2 = tl.load(lse2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        offset2, rest2 = anchor(target_logit, logprob2, lse2, ratio2)
+    for start in range(tl.program_id(0) * BLOCK, columns, COLUMN_PROGRAMS * BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        in_columns = offs < columns
+        mask = in_rows[:, None] & in_columns[None, :]
+        x = tl.load(logits_ptr + wide_row * logits_stride + offs[None, :], mask=mask, other=0.0).to(tl.float32)
+        if strip_offset_ptr is not None:
+            at = tl.cast(start // STRIP, tl.int64) * rows + offs_row
+            offset = tl.load(strip_offset_ptr + at, mask=in_rows, other=0.0)[:, None]
+            x = finish_loaded(x, offset, None, None, None)
+        elif bias_ptr is not None:
+            bias = tl.load(bias_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+            x = finish_loaded(x, None, bias, logit_scale, softcap)
+        else:
+            x = finish_loaded(x, None, None, logit_scale, softcap)
+        # the target's column from its exact logit: p - 1 out of a rounded p would lose everything as p nears 1
+        is_target = offs[None, :] == target
+        x = tl.where(is_target, target_logit, x)
+        grad = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
+        log_p = (x - offset1) + rest1
+        if alpha_ptr is not None:
+            coefficient = tl.load(alpha_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+            p = tl.exp2(log_p * log2_e)
+            if eta_ptr is not None:
+                eta = tl.load(eta_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+                grad += tl.where(p > 0.0, p * (coefficient + eta * log_p), 0.0)
+            else:
+                grad += p * coefficient
+        if lse2_ptr is not None:
+            x2 = x
+            if ratio2 is not None:
+                x2 = x * ratio2
+            log_p2 = (x2 - offset2) + rest2
+            log_p2 = tl.where(offs[None, :] < columns2, log_p2, float("-inf"))
+            p2 = tl.exp2(log_p2 * log2_e)
+            if alpha2_ptr is not None:
+                coefficient2 = tl.load(alpha2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+                if eta2_ptr is not None:
+                    eta2 = tl.load(eta2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+                    grad += tl.where(p2 > 0.0, p2 * (coefficient2 + eta2 * log_p2), 0.0)
+                else:
+                    grad += p2 * coefficient2
+        if beta_ptr is not None:
+            beta = tl.load(beta_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+            grad = tl.where(is_target, grad - beta, grad)
+        if kappa_ptr is not None:
+            kappa = tl.load(kappa_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+            if class_weights_ptr is not None:
+                omega = tl.load(class_weights_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)
+                kappa = kappa * omega[None, :]
+            grad -= kappa
+        if teacher_ptr is not None:
+            in_teacher = in_rows[:, None] & (offs < teacher_columns)[None, :]
+            y = tl.load(teacher_ptr + wide_row * teacher_stride + offs[None, :], mask=in_teacher, other=0.0)
+            y = y.to(tl.float32)
+            if teacher_offset_ptr is not None:
+                at = tl.cast(start // STRIP, tl.int64) * rows + offs_row
+                y = finish_loaded(
+                    y, tl.load(teacher_offset_ptr + at, mask=in_rows, other=0.0)[:, None], None, None, None
+                )
+            elif teacher_bias_ptr is not None:
+                bias = tl.load(teacher_bias_ptr + offs, mask=offs < teacher_columns, other=0.0).to(tl.float32)[None, :]
+                y = finish_loaded(y, None, bias, teacher_scale, teacher_softcap)
+            else:
+                y = finish_loaded(y, None, None, teacher_scale, teacher_softcap)
+            log_q = y - tl.load(teacher_lse_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+            log_q = tl.where(in_teacher, log_q, float("-inf"))
+            q = tl.exp2(log_q * log2_e)
+            lp = log_p2 if SECOND else log_p
+            student = tl.exp2(lp * log2_e)
+            if gamma_ptr is not None:
+                grad -= tl.load(gamma_ptr + offs_row, mask=in_rows, other=0.0)[:, None] * q
+            if rho_ptr is not None:
+                rho = tl.load(rho_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+                grad -= tl.where(student > 0.0, rho * student * tl.maximum(log_q, FLOOR), 0.0)
+            if tau_ptr is not None:
+                tau = tl.load(tau_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+                log_m = log_mixture(log_q, lp, LOG_BETA, LOG_REST)
+                grad += tl.where(student > 0.0, tau * student * (lp - log_m), 0.0)
+            if theta_ptr is not None:
+                theta = tl.load(theta_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+                grad += theta * tl.where(student > q, student, tl.where(student < q, -student, 0.0))
+        # selection: where a row does not count a teacher's logits, or a bias, may be nan
+        grad = tl.where(counts, grad * transform_derivative(x, logit_scale, softcap), 0.0)
+        # a narrower dlogits[j] lands on the bytes of logits[j / 2]: all of the block must have been read
+        tl.debug_barrier()
+        at = dlogits_ptr + wide_row * dlogits_stride + offs[None, :]
+        tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,208 @@
+"""The list of losses that every backend is held to, with fields that make them work."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chunked_head import losses, reference
+from chunked_head.losses import Losses
+from chunked_head.reference import Term
+
+TOKENS, HIDDEN, VOCAB, SEGMENTS, K = 97, 64, 331, 9, 5
+
+
+@dataclass(frozen=True)
+class LossCase:
+    """A sum of losses and what is given beside it; ``batch`` names the fields, ``head`` are options of the head."""
+
+    name: str
+    terms: tuple[Term, ...]
+    batch: tuple[str, ...] = ()
+    head: Mapping[str, Any] = field(default_factory=dict)
+    teacher_vocab: int = VOCAB
+    target: bool = True
+
+    @property
+    def losses(self) -> Losses:
+        total = None
+        for coefficient, kind, options in self.terms:
+            one = coefficient * getattr(losses, kind)(**options)
+            total = one if total is None else total + one
+        assert total is not None
+        return total
+
+    @property
+    def segmented(self) -> bool:
+        return "segments" in self.batch
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor | None
+    batch: dict[str, Tensor]
+    head: dict[str, Any]
+    num_segments: int | None
+
+    def to(self, dtype: torch.dtype) -> "LossInputs":
+        """In another dtype: the operands of matmuls and a dense teacher's."""
+
+        def cast(name: str, value: Any) -> Any:
+            return value.to(dtype) if name in ("bias", "teacher_hidden", "teacher_weight", "teacher_bias") else value
+
+        return LossInputs(
+            self.hidden.to(dtype), self.weight.to(dtype), self.target,
+            {k: cast(k, v) for k, v in self.batch.items()}, {k: cast(k, v) for k, v in self.head.items()},
+            self.num_segments,
+        )  # fmt: skip
+
+
+def inputs_of(case: LossCase, dtype: torch.dtype, device: str, garbage: bool = False, seed: int = 3) -> LossInputs:
+    """Operands and fields; with ``garbage``, nan and the like wherever a token does not count."""
+    made = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=made)
+
+    hidden, weight = normal(TOKENS, HIDDEN), normal(VOCAB, HIDDEN) * 2.0 / HIDDEN**0.5
+    target = torch.randint(0, VOCAB, (TOKENS,), generator=made)
+    ignored = torch.rand(TOKENS, generator=made) < 0.2
+    masked = torch.rand(TOKENS, generator=made) < 0.1
+    # bf16 and fp32 see the same numbers: gradients may then be compared across roads
+    hidden, weight = hidden.to(dtype).float(), weight.to(dtype).float()
+    x = hidden @ weight.t() * case.head.get("logit_scale", 1.0)
+    own = x.log_softmax(-1).gather(1, target[:, None])[:, 0]
+    lengths = torch.tensor([11, 1, 17, 13, 7, 0, 20, 9, 12])
+    segments = torch.cat([torch.full((int(n),), i) for i, n in enumerate(lengths)] + [torch.full((97,), -1)])[:TOKENS]
+    ignored |= segments == 7  # a segment of which no token counts
+    teacher_x = normal(TOKENS, case.teacher_vocab) * 2.0
+    top = teacher_x[:, :VOCAB].log_softmax(-1).topk(K)
+    teacher_mask = torch.rand(TOKENS, K, generator=made) < 0.8
+    ids = top.indices.clone()
+    if "teacher_mask" in case.batch:
+        ids[:, 1] = torch.where(teacher_mask[:, 1], ids[:, 1], 10**6)  # what is padding may be any number
+    width = 48
+    fields = {
+        "mask": ~masked,
+        "token_weights": torch.rand(TOKENS, generator=made) * 2.0,
+        "old_logprobs": own + 0.3 * normal(TOKENS),
+        "ref_logprobs": own + 0.3 * normal(TOKENS),
+        "rollout_logprobs": own + 0.3 * normal(TOKENS),
+        "advantages": normal(TOKENS),
+        "segments": segments,
+        "nll_mask": torch.rand(TOKENS, generator=made) < 0.5,
+        "pairs": torch.tensor([[0, 1], [2, 3], [4, 6], [7, 8], [5, 0]]),
+        "segment_labels": torch.tensor([True, False, True, True, False, True, False, False, True]),
+        "kl_baseline": torch.tensor(0.3),
+        "teacher_logits": teacher_x,
+        "teacher_hidden": normal(TOKENS, width),
+        "teacher_weight": normal(case.teacher_vocab, width) * 2.0 / width**0.5,
+        "teacher_bias": normal(case.teacher_vocab),
+        "teacher_ids": ids,
+        "teacher_logprobs": top.values,
+        "teacher_mask": teacher_mask,
+    }
+    batch = {name: fields[name] for name in case.batch}
+    kept = ~ignored if case.target else torch.ones(TOKENS, dtype=torch.bool)
+    kept = kept & fields["mask"] if "mask" in batch else kept
+    if garbage:
+        hidden[~kept] = torch.nan
+        for name, value in batch.items():
+            if name in ("mask", "pairs", "segment_labels", "kl_baseline", "teacher_weight", "teacher_bias"):
+                continue
+            value[~kept] = torch.nan if value.is_floating_point() else 10**9 if value.dtype == torch.int64 else True
+    head: dict[str, Any] = dict(case.head)
+    if head.get("bias"):
+        head["bias"] = normal(VOCAB).to(device, dtype)
+    operand = ("teacher_hidden", "teacher_weight", "teacher_bias")
+    batch = {name: value.to(device, dtype if name in operand else None) for name, value in batch.items()}
+    target = torch.where(ignored, -100, target).to(device)
+    if garbage and "mask" in batch:
+        target = torch.where(batch["mask"], target, 10**9)
+    return LossInputs(
+        hidden.to(device, dtype), weight.to(device, dtype), target if case.target else None, batch, head,
+        SEGMENTS if case.segmented else None,
+    )  # fmt: skip
+
+
+def case(name: str, *terms: tuple, batch: str = "", head: Mapping[str, Any] | None = None, **more: Any) -> LossCase:
+    made = tuple(Term(*(term if isinstance(term[0], float) else (1.0, *term))) for term in terms)
+    return LossCase(name, made, tuple(batch.split()), head or {}, **more)
+
+
+POLICY = "old_logprobs advantages"
+SEGMENTED = POLICY + " segments"
+PAIRED = "ref_logprobs segments pairs"
+DENSE_HIDDEN = "teacher_hidden teacher_weight"
+TOKEN_CASES = [
+    case("cross-entropy", ("cross_entropy",)),
+    case("smoothing", ("cross_entropy", {"label_smoothing": 0.1}), batch="mask token_weights"),
+    case("dft", ("cross_entropy", {"token_scaling": True})),
+    case("focal", ("focal", {"gamma": 1.5}), batch="token_weights"),
+    case("entropy", ("entropy",), batch="mask", target=False),
+    case("z-loss", ("z_loss",), target=False),
+    case("sum", ("cross_entropy",), (1e-2, "z_loss"), (-0.1, "entropy"), batch="mask token_weights"),
+    case("two-temperatures", ("cross_entropy",), (0.5, "entropy", {"temperature": 2.0}), (0.1, "z_loss")),
+    case("temperature", ("cross_entropy",), (-0.1, "entropy"), head={"temperature": 0.7, "softcap": 9.0}),
+    case("entropy-head", (1.0, "cross_entropy"), (-0.1, "entropy"), head={"bias": True, "logit_scale": 0.6, "softcap": 8.0}),
+    case("reinforce", ("reinforce", {"rollout": "truncate"}), batch=POLICY + " rollout_logprobs mask"),
+    case("grpo", ("grpo",), batch=POLICY + " mask token_weights"),
+    case("grpo-dual", ("grpo", {"clip_high": 0.28, "dual_clip": 1.5}), batch=POLICY),
+    case("grpo-sum", ("grpo",), (1e-3, "z_loss"), (-0.01, "entropy"), (0.1, "kl_to_reference"), batch=POLICY + " ref_logprobs"),
+    case("cispo", ("cispo", {"clip_high": 0.2, "clip_low": 0.2}), batch=POLICY),
+    case("sapo", ("sapo",), batch=POLICY),
+    case("kl", ("kl_to_reference", {"estimator": "k3", "bias_correction": True}), batch="ref_logprobs old_logprobs"),
+    case("reductions", ("grpo", {"reduction": "sum"}), (0.1, "cross_entropy", {"normalizer": 123.0}), batch=POLICY),
+    case("nll-mask", ("cross_entropy", {"token_weights": "nll_mask"}), batch="nll_mask"),
+]  # fmt: skip
+SEGMENT_CASES = [
+    case("gspo", ("gspo",), batch=SEGMENTED + " mask"),
+    case("gspo-token", ("gspo", {"level": "token", "weighting": "token"}), (0.01, "entropy"), batch=SEGMENTED + " token_weights"),
+    case("gmpo", ("gmpo",), batch=SEGMENTED),
+    case("rloo", ("rloo",), (1e-2, "z_loss"), batch=SEGMENTED),
+    case("dpo", ("dpo",), batch=PAIRED),
+    case("dpo-ipo", ("dpo", {"variant": "ipo"}), batch=PAIRED + " mask"),
+    case("simpo", ("simpo", {"beta": 2.0}), batch="segments pairs"),
+    case("cpo", ("cpo",), (0.5, "cross_entropy", {"token_weights": "nll_mask"}), batch="segments pairs nll_mask"),
+    case("orpo", ("orpo",), batch="segments pairs"),
+    case("kto", ("kto",), batch="ref_logprobs segments segment_labels kl_baseline"),
+]  # fmt: skip
+TEACHER_CASES = [
+    case("forward-kl", ("forward_kl",), batch=DENSE_HIDDEN + " teacher_bias mask", target=False),
+    case("forward-kl-logits", ("forward_kl", {"temperature": 2.0, "t_squared": True}), (0.5, "cross_entropy"), batch="teacher_logits"),
+    case("reverse-kl", ("reverse_kl",), batch="teacher_logits mask", target=False),
+    case("reverse-kl-hidden", ("reverse_kl", {"teacher_softcap": 5.0}), batch=DENSE_HIDDEN),
+    case("jsd", ("jsd", {"beta": 0.3}), batch="teacher_logits token_weights"),
+    case("jsd-hidden", ("jsd", {"temperature": 1.5}), (0.5, "cross_entropy"), batch=DENSE_HIDDEN),
+    case("tvd", ("tvd",), batch="teacher_logits"),
+    case("mixed", (0.5, "forward_kl"), (0.5, "reverse_kl"), (0.2, "jsd"), (0.1, "tvd"), batch="teacher_logits"),
+    case("teacher-only", ("forward_kl", {"teacher_temperature": 2.0, "form": "cross_entropy"}), batch="teacher_logits"),
+    case("smaller-teacher", ("forward_kl",), (0.5, "cross_entropy"), batch="teacher_logits", teacher_vocab=300),
+    case("smaller-teacher-alone", ("reverse_kl",), batch=DENSE_HIDDEN, teacher_vocab=301),
+    case("larger-teacher", ("jsd",), (0.1, "entropy"), batch="teacher_logits", teacher_vocab=350),
+    case("capped-teacher", ("forward_kl", {"teacher_softcap": 3.0, "teacher_logit_scale": 0.8}), batch="teacher_logits", head={"softcap": 6.0}),
+    case("topk-tail", ("topk_kl",), batch="teacher_ids teacher_logprobs"),
+    case("topk-vocab", ("topk_kl", {"normalize": "vocab"}), (0.5, "cross_entropy"), batch="teacher_ids teacher_logprobs teacher_mask mask"),
+    case("topk-topk", ("topk_kl", {"normalize": "topk", "divergence": "jsd"}), batch="teacher_ids teacher_logprobs teacher_mask"),
+    case("topk-reverse", ("topk_kl", {"divergence": "reverse", "temperature": 2.0}), (1.0, "cross_entropy", {"label_smoothing": 0.1}), batch="teacher_ids teacher_logprobs", head={"softcap": 8.0}),
+    case("topk-and-dense", ("topk_kl",), (0.5, "forward_kl"), batch="teacher_ids teacher_logprobs teacher_logits"),
+    case("everything", ("grpo",), (0.1, "gspo"), (0.2, "topk_kl"), (0.3, "forward_kl"), (0.01, "entropy"), (0.1, "cross_entropy", {"label_smoothing": 0.1}), batch=SEGMENTED + " teacher_ids teacher_logprobs teacher_logits mask"),
+]  # fmt: skip
+LOSS_CASES = [*TOKEN_CASES, *SEGMENT_CASES, *TEACHER_CASES]
+
+
+def run_reference(case: LossCase, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+    """Loss, parts and gradients of hidden, weight (and bias) by the oracle."""
+    hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
+    head, leaves = dict(inputs.head), [hidden, weight]
+    if "bias" in head:
+        head["bias"] = head["bias"].detach().clone().requires_grad_()
+        leaves.append(head["bias"])
+    loss, parts = reference.linear_loss(
+        hidden, weight, inputs.target, case.terms, batch=inputs.batch, num_segments=inputs.num_segments, **head
+    )
+    return loss.detach(), {k: v.detach() for k, v in parts.items()}, list(torch.autograd.grad(loss, leaves))

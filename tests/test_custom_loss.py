@@ -1,0 +1,437 @@
+"""A loss of the user's own: what it reads is found out, what it claims is checked, what is equal is one."""
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chunked_head.losses.base import Field, Losses, Summand, Teacher
+from chunked_head.losses.custom import custom
+
+module = import_module("chunked_head.losses.custom")  # the package's attribute of this name is the function
+
+
+def summand(losses: Losses) -> Summand:
+    ((coefficient, only),) = losses.terms
+    assert coefficient == 1.0
+    return only
+
+
+def nll(stats: Any, batch: Any) -> Tensor:
+    return -stats.logprob
+
+
+# ---- what it reads
+
+
+@pytest.mark.parametrize(
+    ("function", "needs", "fields", "optional", "reads_target"),
+    [
+        (lambda s, b: -s.logprob, set(), (), (), True),
+        (lambda s, b: s.lse.square(), set(), (), (), False),
+        (lambda s, b: s.entropy + s.mean_logit, {"entropy", "mean_logit"}, (), (), False),
+        (lambda s, b: s.lse * (s.argmax == b.target), {"argmax"}, (), (), True),
+        (lambda s, b: -s.logprob * b["advantages"], set(), ("advantages",), (), True),
+        (lambda s, b: -s.logprob * b.fields["advantages"], set(), ("advantages",), (), True),
+        (
+            lambda s, b: s.lse if b.get("advantages") is None else s.lse * b["advantages"],
+            set(), (), ("advantages",), False,
+        ),
+        (
+            lambda s, b: s.lse * b["advantages"] if "advantages" in b else s.entropy,
+            {"entropy"}, (), ("advantages",), False,
+        ),
+        # not optional: it fails without
+        (lambda s, b: s.lse * b.get("advantages"), set(), ("advantages",), (), False),
+        # what replaces an optional field is optional
+        (
+            lambda s, b: -s.logprob - (b["old_logprobs"] if "old_logprobs" in b else b["ref_logprobs"]),
+            set(), (), ("old_logprobs", "ref_logprobs"), True,
+        ),
+        (lambda s, b: -s.topk_logprobs.sum(-1), {"topk_logprobs"}, ("teacher_ids",), (), False),
+        (
+            lambda s, b: s.forward_kl, {"forward_kl"}, (),
+            ("teacher_bias", "teacher_hidden", "teacher_logits", "teacher_weight"), False,
+        ),
+    ],
+)  # fmt: skip
+def test_what_it_reads(function: Callable, needs: set[str], fields: tuple, optional: tuple, reads_target: bool) -> None:
+    found = summand(custom(function, scope="token"))
+    assert found.needs == needs
+    assert found.fields == fields
+    assert found.optional_fields == optional
+    assert found.reads_target is reads_target
+    assert (found.scope, found.unit, found.label, found.compiled) == ("token", "token", "custom", True)
+
+
+def test_segments_and_pairs_are_fields() -> None:
+    found = summand(custom(lambda s, b: b.segment_mean(s.entropy), scope="segment", unit="segment"))
+    assert (found.fields, found.unit, found.scope, found.reads_target) == (("segments",), "segment", "segment", False)
+
+    def margin(stats: Any, batch: Any) -> Tensor:
+        sums = batch.segment_sum(stats.logprob)
+        return torch.relu(1 - sums[batch["pairs"][:, 0]] + sums[batch["pairs"][:, 1]])
+
+    found = summand(custom(margin, scope="segment", unit="pair"))
+    assert (found.fields, found.unit, found.label) == (("pairs", "segments"), "pair", "margin")
+    documents = summand(
+        custom(lambda s, b: s.lse * b.per_token(b.segment_count("documents"), "documents"), scope="segment")
+    )
+    assert documents.fields == ("documents",)
+
+
+def test_needs_and_fields_add_to_what_is_found() -> None:
+    found = summand(custom(nll, scope="token", needs=["entropy"], fields={"mine": "token", "advantages": "token"}))
+    assert found.needs == {"entropy"}
+    assert found.optional_fields == ("advantages", "mine") and found.fields == ()
+    assert found.extra_fields == {"mine": Field("token")}
+    assert summand(custom(nll, scope="token", reads_target=True)).reads_target
+    assert summand(custom(lambda s, b: s.lse, scope="token", reads_target=True)).reads_target
+
+
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [
+        ("token", lambda field: field),
+        (Field("token", "int"), lambda field: torch.tensor([1.0, 2.0])[field]),
+        (Field("token", "bool", 1), lambda field: field.any(-1).float()),
+        (Field("row", "float", 2), lambda field: field.sum((-1, -2))),
+        ("segment", lambda field: field.sum()),
+        (Field("pair", "float", 1), lambda field: field.sum()),
+        ("constant", lambda field: field),
+        (Field("constant", "float", 1), lambda field: field.sum()),
+    ],
+)
+def test_fields_of_ones_own(kind: Any, use: Callable[[Tensor], Tensor]) -> None:
+    found = summand(custom(lambda s, b: -s.logprob * use(b["mine"]), scope="token", fields={"mine": kind}))
+    assert found.fields == ("mine",)
+    assert found.extra_fields == {"mine": kind if isinstance(kind, Field) else Field(kind)}
+
+
+def test_options_tensors_and_summand_options() -> None:
+    def weighted(stats: Any, batch: Any, power: float, class_weights: Tensor) -> Tensor:
+        return -(class_weights[batch.target] ** power) * stats.logprob
+
+    weights = torch.rand(37)
+    found = summand(
+        custom(
+            weighted, scope="token", options={"power": 2.0}, tensors={"class_weights": weights}, name="mine",
+            temperature=0.5, token_weights="advantages", reduction="sum", compiled=False,
+        )
+    )  # fmt: skip
+    assert found.options == {"power": 2.0} and found.tensors["class_weights"] is weights
+    assert (found.name, found.temperature, found.token_weights) == ("mine", 0.5, "advantages")
+    assert (found.reduction, found.compiled) == ("sum", False)
+    smoothed = custom(lambda s, b, class_weights: s.weighted_sum, scope="token", tensors={"class_weights": weights})
+    assert summand(smoothed).needs == {"weighted_sum"}
+    found = summand(custom(lambda s, b: s.jsd, scope="token", teacher=Teacher(beta=0.3)))
+    assert found.teacher == Teacher(beta=0.3)
+    assert summand(custom(lambda s, b: s.tvd, scope="token")).teacher == Teacher()
+
+
+def test_decorator() -> None:
+    @custom(scope="token", name="other")
+    def loss(stats: Any, batch: Any) -> Tensor:
+        return -stats.logprob
+
+    @custom(scope="segment")
+    def centred(stats: Any, batch: Any) -> Tensor:
+        return -stats.logprob * (batch["advantages"] - batch["advantages"].mean())
+
+    assert isinstance(loss, Losses) and summand(loss).label == "other"
+    assert summand(centred).label == "centred" and summand(centred).scope == "segment"
+    assert [term.label for _, term in (loss + 0.1 * centred).terms] == ["other", "centred"]
+
+
+def test_the_values_are_the_functions() -> None:
+    synthetic = module._Synthetic(Summand("custom", nll), {})
+    run = synthetic.run(summand(custom(lambda s, b: s.lse * 2, scope="token")), module._Reads(), slice(0, 5))
+    assert torch.equal(run.values, 2 * run.leaves["lse"]) and len(run.values) == 5
+
+
+# ---- what it claims
+
+SCOPE = 'scope="token", but its .* at once and in pieces differ'
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b: -s.logprob * (b["advantages"] - b["advantages"].mean()),
+        lambda s, b: -s.logprob / len(s.logprob),
+        lambda s, b: -s.logprob / b.mask.sum(),
+        lambda s, b: -s.logprob * torch.arange(len(s.logprob)),
+        lambda s, b: -s.logprob.cumsum(0),
+        lambda s, b: -s.logprob * (s.logprob - s.logprob.max()).exp().detach(),
+        lambda s, b: -b.per_token(b.segment_mean(s.logprob)),
+        lambda s, b: -s.logprob.roll(1),
+        lambda s, b: 1e-6 * (s.lse - s.lse.mean()),  # small, yet nothing else
+    ],
+)
+def test_other_tokens_in_token_scope_are_caught(function: Callable) -> None:
+    with pytest.raises(ValueError, match=SCOPE) as caught:
+        custom(function, scope="token", name="mine")
+    assert "losses.custom('mine')" in str(caught.value) and 'scope="segment"' in str(caught.value)
+    assert summand(custom(function, scope="segment")).scope == "segment"
+
+
+def test_gradients_are_compared_too() -> None:
+    def leaking(stats: Any, batch: Any) -> Tensor:
+        mean = stats.lse.mean()
+        return -stats.logprob + mean - mean.detach()  # of the value 0
+
+    with pytest.raises(ValueError, match=r"gradients to stats\.lse on 24 made-up tokens"):
+        custom(leaking, scope="token")
+    assert summand(custom(leaking, scope="segment")).scope == "segment"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b: -s.logprob * b["advantages"].clamp(min=0),
+        lambda s, b: torch.where(b["advantages"] > 0, (s.logprob - b["old_logprobs"]).exp(), -s.entropy),
+        lambda s, b: (s.topk_logprobs - b["teacher_logprobs"]).square().mean(-1),
+        lambda s, b: -s.logprob * b["kl_baseline"],
+        lambda s, b: -s.logprob * b["segment_labels"].float().mean(),  # a segment field is whole in every piece
+        lambda s, b: -s.logprob / b["token_weights"],  # 0 / 0 where nothing counts
+        lambda s, b: torch.where(b.mask, -s.logprob, b.mask.sum()),  # that of others, where nothing counts
+        lambda s, b: (s.lse * 1e4).square() * 1e-8,
+    ],
+)
+def test_token_scope_is_accepted(function: Callable) -> None:
+    assert summand(custom(function, scope="token")).scope == "token"
+
+
+@pytest.mark.parametrize(
+    ("function", "known", "words"),
+    [
+        (lambda s, b: -s.logprob.sum(), {}, r"\[tokens\] = \(24,\) here; got \(\).*leave out .sum\(\)"),
+        (lambda s, b: -s.logprob[:, None], {}, r"got \(24, 1\)"),
+        (lambda s, b: -s.topk_logprobs, {}, r"got \(24, 4\)"),
+        (lambda s, b: -s.logprob.squeeze(), {}, r"\(1,\) here; got \(\)"),  # a piece of one token
+        (lambda s, b: 1.0, {}, "must return a tensor .* got float"),
+        (lambda s, b: s.argmax, {}, "floating-point values, got torch.int64"),
+        (lambda s, b: b.segment_mean(s.lse), {}, r'got \(5,\); values per segment are unit="segment"'),
+        (lambda s, b: s.lse, {"unit": "segment", "scope": "segment"}, r"\[num_segments\] = \(5,\) here; got \(24,\)"),
+        (lambda s, b: s.lse, {"unit": "pair", "scope": "segment"}, r"\[pairs\] = \(3,\) here; got \(24,\)"),
+        (lambda s, b: s.lse, {"unit": "segment"}, 'values per segment, which need all tokens: scope="segment"'),
+        (lambda s, b: -s.logprob.detach(), {}, "values without a gradient"),
+        (lambda s, b: b["advantages"], {}, "values without a gradient"),
+        (lambda s, b: s.lse * torch.rand(()), {}, "other values when it is run again"),
+        (lambda s, b: s.lse * b["advantages"].sub_(1.0), {}, "writes into 'advantages'"),
+        (lambda s, b: s.lse * b["mine"], {}, "no field 'mine'; declare .* fields={'mine': 'token'}"),
+        (lambda s, b: s.lse * b.get("mine", 1.0), {}, "asks for the field 'mine', which nobody knows"),
+        (lambda s, b: s.lse + sum(b.values()), {}, "names the fields that it reads"),
+        (lambda s, b: s.logprobs, {}, "AttributeError .* statistic 'logprobs' was not asked for.*check=False"),
+        (lambda s, b: s.lse / 0 + [], {}, "raised TypeError on 24 made-up tokens.*check=False with needs= and fields="),
+        (lambda s, b: s.lse + s.logprob, {"reads_target": False}, "reads the target"),
+        (lambda s, b: s.weighted_sum, {}, 'tensors={"class_weights"'),
+        (lambda s, b: s.jsd, {}, "pass teacher=Teacher"),
+        (nll, {"needs": ["logits"]}, "no statistic 'logits'"),
+        (nll, {"fields": {"mine": "tokens"}}, "field 'mine' .* must be declared as one of 'token'.* got 'tokens'"),
+        (nll, {"fields": ("mine",)}, "field 'mine' .* must be declared"),
+        (nll, {"fields": {"advantages": "segment"}}, "field 'advantages' .* cannot be another"),
+        (nll, {"scope": "batch"}, "scope of losses.custom.* got 'batch'"),
+        (nll, {"unit": "row"}, "unit of losses.custom"),
+        (nll, {"temperature": 0}, "temperature of losses.custom"),
+    ],
+)  # fmt: skip
+def test_refusals(function: Callable, known: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        custom(function, **{"scope": "token", **known})
+
+
+def test_wrong_types() -> None:
+    with pytest.raises(TypeError, match="takes a function"):
+        custom(3.0, scope="token")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be hashable"):
+        custom(lambda s, b, ids: s.lse, scope="token", options={"ids": [1]})
+    with pytest.raises(TypeError, match="several names"):
+        custom(nll, scope="token", fields="advantages")
+    with pytest.raises(TypeError, match="scope"):
+        custom(nll)  # type: ignore[call-arg]
+
+
+def test_the_cause_stays_visible() -> None:
+    with pytest.raises(ValueError, match="ZeroDivisionError") as caught:
+        custom(lambda s, b: s.lse * (1 / 0), scope="token")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_without_the_check() -> None:
+    calls = []
+
+    def picky(stats: Any, batch: Any) -> Tensor:
+        calls.append(len(stats.lse))
+        assert len(stats.lse) > 100
+        return stats.lse * batch["advantages"]
+
+    with pytest.raises(ValueError, match="AssertionError"):
+        custom(picky, scope="token")
+    calls.clear()
+    found = summand(custom(picky, scope="token", check=False, needs={"entropy"}, fields=("advantages",)))
+    assert calls == []
+    assert (found.needs, found.fields, found.reads_target) == ({"entropy"}, ("advantages",), True)
+    found = summand(custom(picky, scope="token", check=False, reads_target=False, fields={"mine": "row"}))
+    assert found.reads_target is False and found.extra_fields == {"mine": Field("row")}
+
+
+def test_nothing_outside_is_changed() -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match="run again"):
+        custom(lambda s, b: s.lse * torch.rand(()), scope="token")
+    custom(lambda s, b: s.lse * 3, scope="token")
+    assert torch.equal(state, torch.get_rng_state())
+    with torch.no_grad():
+        assert summand(custom(lambda s, b: s.lse * 5, scope="token")).scope == "token"
+    with torch.inference_mode():
+        assert summand(custom(lambda s, b: s.lse * 7, scope="token")).scope == "token"
+
+
+def test_the_synthetic_batch() -> None:
+    synthetic = module._Synthetic(Summand("custom", nll), {})
+    assert len(module.SEGMENT_IDS) == module.TOKENS == sum(module.PIECES)
+    assert len(set(module.PIECES)) == len(module.PIECES)
+    segments = synthetic.fields["segments"]
+    counts = [int((segments == s).sum()) for s in range(module.SEGMENTS)]
+    assert len(set(counts)) > 2 and 0 in counts and 1 in counts and (segments == -1).any()
+    masked = ~synthetic.mask
+    assert masked.sum() == len(module.MASKED) and (synthetic.target[masked] == -1).all()
+    assert (segments[masked] == -1).all() and (synthetic.fields["advantages"][masked] == 0).all()
+    assert all((value[masked] == 0).all() for value in synthetic.stats.values())
+    assert all((synthetic.stats[name] != 0).any() for name in synthetic.stats)
+
+
+# ---- what is equal
+
+
+def of(beta: Any) -> Losses:
+    return custom(lambda s, b: -s.logprob * b["advantages"] + 0 * s.lse * (beta == 3), scope="token")
+
+
+def test_equal_functions_have_equal_keys() -> None:
+    assert summand(of(2.0)).key == summand(of(2.0)).key
+    assert summand(of((1, "a"))).key == summand(of((1, "a"))).key
+    assert summand(of(float("nan"))).key == summand(of(float("nan"))).key
+    different: list[Any] = [2.0, 2, 3.0, True, 1, "2", None, (2,), (2.0,), 0.0, -0.0]
+    keys = [summand(of(beta)).key for beta in different]
+    assert len(set(keys)) == len(different)
+    assert summand(custom(nll, scope="token")).key == summand(custom(nll, scope="token")).key
+    assert summand(custom(nll, scope="token", temperature=2.0)).key != summand(custom(nll, scope="token")).key
+
+
+def test_defaults_and_inner_functions_are_part_of_it() -> None:
+    def with_default(beta: float) -> Losses:
+        def loss(stats: Any, batch: Any, by: float = beta) -> Tensor:
+            return -stats.logprob * by
+
+        return custom(loss, scope="token")
+
+    def with_keyword(beta: float) -> Losses:
+        def loss(stats: Any, batch: Any, *, by: float = beta) -> Tensor:
+            return -stats.logprob * by
+
+        return custom(loss, scope="token")
+
+    def with_inner(beta: float) -> Losses:
+        def scaled(x: Tensor) -> Tensor:
+            return -beta * x
+
+        return custom(lambda s, b: scaled(s.logprob), scope="token")
+
+    for maker in (with_default, with_keyword, with_inner):
+        assert summand(maker(0.5)).key == summand(maker(0.5)).key != summand(maker(0.25)).key
+        synthetic = module._Synthetic(Summand("custom", nll), {})
+        for beta in (0.5, 0.25, 0.5):
+            run = synthetic.run(summand(maker(beta)), module._Reads(), slice(0, 5))
+            torch.testing.assert_close(run.values, -beta * run.leaves["logprob"])
+
+
+def test_values_are_those_of_the_making() -> None:
+    def factor_of(losses: Losses) -> float:
+        synthetic = module._Synthetic(Summand("custom", nll), {})
+        run = synthetic.run(summand(losses), module._Reads(), slice(0, 3))
+        return (run.values / run.leaves["lse"])[0].item()
+
+    def two() -> tuple[Losses, Losses]:
+        beta = 11.0
+        first = custom(lambda s, b: beta * s.lse, scope="token")
+        beta = 12.0
+        return first, custom(lambda s, b: beta * s.lse, scope="token")
+
+    first, second = two()
+    again, _ = two()  # equal to the first, whose variable has changed since
+    assert factor_of(first) == pytest.approx(11)
+    assert factor_of(second) == pytest.approx(12)
+    assert factor_of(again) == pytest.approx(11)
+    assert summand(first).key == summand(again).key
+
+
+def test_what_is_not_plain_stays_itself() -> None:
+    class Holder:
+        beta = 2.0
+
+    holder, tensor = Holder(), torch.tensor(2.0)
+    objects: list[Callable] = [lambda s, b: holder.beta * s.lse, lambda s, b: tensor * s.lse]
+    for function in objects:
+        assert summand(custom(function, scope="token")).function is function
+        assert function not in module._functions.values()
+    assert summand(custom(partial(lambda s, b, c: c * s.lse, c=2.0), scope="token")).label == "custom"
+
+    def recursive(stats: Any, batch: Any, depth: int = 2) -> Tensor:
+        return stats.lse if depth == 0 else recursive(stats, batch, depth - 1)
+
+    assert summand(custom(recursive, scope="token")).function is recursive
+
+
+def test_a_second_making_runs_nothing() -> None:
+    calls = []
+
+    def counted(stats: Any, batch: Any) -> Tensor:
+        COUNTER.append(1)
+        return stats.lse * batch["advantages"]
+
+    COUNTER.clear()
+    first = summand(custom(counted, scope="token"))
+    calls.append(len(COUNTER))
+    second = summand(custom(counted, scope="token"))
+    assert calls[0] > 2 and len(COUNTER) == calls[0]
+    assert (second.fields, second.needs, second.key) == (first.fields, first.needs, first.key)
+    # another scope is another question
+    custom(counted, scope="segment")
+    assert len(COUNTER) > calls[0]
+
+
+COUNTER: list[int] = []
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REMEMBERED", 4)
+    monkeypatch.setattr(module, "_functions", {})
+    monkeypatch.setattr(module, "_results", {})
+    first = summand(of(100.0)).key
+    for beta in range(101, 110):
+        assert summand(of(float(beta))).key != first
+    assert len(module._functions) == len(module._results) == 4
+    assert summand(of(100.0)).key != first  # forgotten, and made again
+
+
+def test_it_compiles() -> None:
+    def loss(beta: float) -> Losses:
+        return custom(lambda s, b: -beta * s.logprob * b["advantages"], scope="token")
+
+    function = summand(loss(0.5)).function
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    synthetic = module._Synthetic(Summand("custom", nll), {})
+    from chunked_head.batch import Batch
+    from chunked_head.loss_stats import Stats
+
+    batch = Batch(synthetic.fields, synthetic.target, module.SEGMENTS, module.VOCAB)
+    got = compiled(Stats(synthetic.stats), batch)
+    expected = -0.5 * synthetic.stats["logprob"] * synthetic.fields["advantages"]
+    torch.testing.assert_close(got, expected)

@@ -1,0 +1,173 @@
+"""Normalisers of policy losses: against loops over sequences and Liger's reductions."""
+
+from typing import Any
+
+import pytest
+import torch
+from full_stats import only
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunked_head import weights
+from chunked_head.losses import policy
+
+F64 = torch.float64
+
+
+@pytest.fixture
+def data() -> tuple[Tensor, Tensor]:
+    """A mask [5, 6], whose row 3 is empty, and values with nan where it is False."""
+    mask = torch.rand(5, 6) < 0.7
+    mask[0], mask[1, 0], mask[2, 5], mask[3] = True, True, True, False
+    values = torch.randn(5, 6, dtype=F64)
+    return mask, torch.where(mask, values, float("nan"))
+
+
+def reduced(values: Tensor, mask: Tensor, known: dict[str, Any]) -> Tensor:
+    """What the call does with a loss's values: sum(m w l) / D."""
+    token_weights, normalizer = known.get("token_weights", 1.0), known.get("normalizer")
+    total = torch.where(mask, values * token_weights, 0.0).sum()
+    return total / (mask.sum().clamp(min=1) if normalizer is None else normalizer)
+
+
+def rows(mask: Tensor, values: Tensor) -> list[Tensor]:
+    return [values[i][mask[i]] for i in range(len(mask))]
+
+
+def test_formulas(data) -> None:
+    mask, values = data
+    sequences = rows(mask, values)
+    everything = torch.cat(sequences).sum()
+    means = torch.stack([s.mean() for s in sequences if len(s)])
+    total = int(mask.sum())
+    assert len(means) == 4 and total < 30
+
+    def same(known: dict[str, Any], expected: Tensor) -> None:
+        torch.testing.assert_close(reduced(values, mask, known), expected, rtol=1e-6, atol=0)
+
+    same(weights.token_mean(total), everything / total)
+    same(weights.token_mean(torch.tensor(2.0 * total)), everything / (2 * total))
+    same(weights.bnpo(), everything / total)
+    same(weights.sequence_mean(mask), means.sum() / 5)
+    same(weights.sequence_mean(mask, empty="excluded"), means.mean())
+    same(weights.sequence_mean(mask, num_sequences=40), means.sum() / 40)
+    same(weights.sequence_mean(mask, num_sequences=torch.tensor(40.0), empty="excluded"), means.sum() / 40)
+    same(weights.sequence_sum(5), everything / 5)
+    same(weights.sequence_sum(torch.tensor(7)), everything / 7)
+    same(weights.dr_grpo(5, 100), everything / 500)
+    same(weights.dr_grpo(torch.tensor(8), 10), everything / 80)
+
+
+@pytest.mark.parametrize("empty", ["counted", "excluded"])
+def test_segments_are_rows_unrolled(data, empty: str) -> None:
+    mask, _ = data
+    by_rows = weights.sequence_mean(mask, empty=empty)
+    segments = torch.tensor([4, 0, 6, 2, 3])[:, None].expand(5, 6).clone()  # 1 and 5 have no token at all
+    segments[~mask] = 10**9
+    order = torch.randperm(30)
+    packed = weights.sequence_mean(mask.flatten()[order], segments.flatten()[order], 7, empty=empty)
+    assert torch.equal(packed["token_weights"], by_rows["token_weights"].flatten()[order])
+    assert float(packed["normalizer"]) == (7 if empty == "counted" else 4)
+    assert float(by_rows["normalizer"]) == (5 if empty == "counted" else 4)
+    assert packed["token_weights"].dtype == torch.float32
+
+
+def test_tokens_of_no_segment_weigh_nothing() -> None:
+    mask = torch.tensor([True, True, True, False, True])
+    known = weights.sequence_mean(mask, torch.tensor([0, -1, 0, 0, 1]), 2)
+    assert known["token_weights"].tolist() == [0.5, 0.0, 0.5, 0.0, 1.0]
+
+
+def test_nothing_counts() -> None:
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    for empty, normalizer in (("counted", 2.0), ("excluded", 0.0)):
+        known = weights.sequence_mean(mask, empty=empty)
+        assert not known["token_weights"].any() and float(known["normalizer"]) == normalizer
+    assert weights.sequence_mean(mask[:0])["token_weights"].shape == (0, 3)
+
+
+def test_micro_batches_add_up(data) -> None:
+    mask, values = data
+    known = weights.sequence_mean(mask, num_sequences=5)
+    parts = [
+        reduced(values[part], mask[part], weights.sequence_mean(mask[part], num_sequences=5))
+        for part in (slice(0, 2), slice(2, 5))
+    ]
+    torch.testing.assert_close(sum(parts), reduced(values, mask, known))
+    total = int(mask.sum())
+    parts = [reduced(values[i], mask[i], weights.token_mean(total)) for i in range(5)]
+    torch.testing.assert_close(sum(parts), reduced(values, mask, weights.bnpo()))
+
+
+def test_no_wait_for_the_device(data) -> None:
+    """Nothing reads a value of a tensor, which is what would wait."""
+    mask, _ = data
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    def waits() -> bool:
+        return any("_local_scalar_dense" in name or "nonzero" in name or "masked_select" in name for name in seen)
+
+    with Watch():
+        for empty in ("counted", "excluded"):
+            weights.sequence_mean(mask, empty=empty)
+            weights.sequence_mean(mask, torch.zeros(5, 6, dtype=torch.int64), 1, empty=empty)
+        weights.token_mean(torch.tensor(3.0))
+        weights.dr_grpo(torch.tensor(3.0), 10)
+        weights.sequence_sum(torch.tensor(3.0))
+    assert len(seen) > 10 and not waits()
+    with Watch():
+        mask.sum().item()
+    assert waits()
+
+
+def test_go_into_losses(data) -> None:
+    mask, _ = data
+    summand = only(policy.grpo(**weights.sequence_mean(mask, empty="excluded"), clip_high=0.28))
+    assert summand.normalizer == 4 and summand.token_weights.shape == mask.shape
+    assert only(policy.grpo(**weights.dr_grpo(4, 1000))).normalizer == 4000
+    assert only(policy.grpo(**weights.token_mean(10))).token_weights is None
+    assert only(policy.grpo(**weights.bnpo())).normalizer is None
+
+
+@pytest.mark.parametrize("kind", ["dapo", "bnpo", "grpo", "dr_grpo"])
+def test_against_liger(data, kind: str) -> None:
+    liger = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOFunction
+    mask, values = data
+    # on policy the values are minus the advantages: any numbers make a loss
+    loss, _ = liger.ppo_loss_fn(
+        torch.zeros(5, 6, dtype=F64), mask.to(F64), torch.tensor([1.0, -2.0, 0.5, 9.0, 0.25], dtype=F64),
+        mask.to(F64), beta=0.0, loss_type=kind, max_completion_length=12, num_items_in_batch=mask.sum(),
+    )  # fmt: skip
+    values = -torch.tensor([1.0, -2.0, 0.5, 9.0, 0.25], dtype=F64)[:, None].expand(5, 6)
+    known = {
+        "dapo": weights.token_mean(mask.sum()),
+        "bnpo": weights.bnpo(),
+        "grpo": weights.sequence_mean(mask),
+        "dr_grpo": weights.dr_grpo(5, 12),
+    }[kind]
+    torch.testing.assert_close(reduced(values, mask, known), loss, rtol=1e-6, atol=0)
+    assert loss != 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "named"),
+    [
+        (lambda: weights.token_mean(-1), ValueError, "total of weights.token_mean"),
+        (lambda: weights.token_mean(torch.ones(1)), ValueError, "total of weights.token_mean"),
+        (lambda: weights.sequence_sum("4"), ValueError, "num_sequences of weights.sequence_sum"),
+        (lambda: weights.dr_grpo(4, -1), ValueError, "max_completion_length of weights.dr_grpo"),
+        (lambda: weights.sequence_mean(torch.ones(2, 3)), TypeError, "mask of weights.sequence_mean"),
+        (lambda: weights.sequence_mean(torch.ones(2).bool(), empty="kept"), ValueError, "empty of weights"),
+        (lambda: weights.sequence_mean(torch.ones(2).bool(), torch.zeros(2).long()), ValueError, "num_segments=None"),
+        (lambda: weights.sequence_mean(torch.ones(2).bool(), torch.zeros(3).long(), 1), ValueError, r"shape \(3,\)"),
+        (lambda: weights.sequence_mean(torch.ones(2).bool(), num_segments=1), ValueError, "goes with segments"),
+    ],
+)
+def test_wrong_arguments(wrong, error: type, named: str) -> None:
+    with pytest.raises(error, match=named):
+        wrong()
