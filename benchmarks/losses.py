@@ -1,7 +1,7 @@
 """Time, memory and kernel launches of losses from one softmax pass, beside bare matrix products on the same operands.
 
-`python -m benchmarks.losses` times every workload through `loss.backward()` as a ratio to the products that it cannot do
-without: three, or four with a dense teacher's logits or with logits that are computed again, or one without gradients.
+`python -m benchmarks.losses` times each workload through `loss.backward()` as a ratio to the products that it cannot do
+without: three; four with a dense teacher's logits, or with logits that are computed again; one without gradients.
 """
 
 from __future__ import annotations
@@ -9,121 +9,55 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import measure, providers
+from benchmarks import measure, providers, shapes
 from benchmarks.accuracy import relative_error
-from benchmarks.head import Watch, brief, make_console, mebibytes, number
-from benchmarks.shapes import (
-    Operands,
-    Shape,
-    draw_segments,
-    dtype_name,
-    make_operands,
-    parse_bytes,
-    parse_count,
-    parse_dtype,
-    parse_shape,
-    parse_upstream,
-)
-from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan
+from benchmarks.head import Watch, brief, make_console, mebibytes, number, report_failures
+from benchmarks.shapes import Operands, Shape
+from chunked_head import Plan, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan
 from chunked_head.oracle import distillation, label, policy, preference
 
 SHAPES = (Shape(8192, 4096, 128256), Shape(8192, 2048, 128256), Shape(8192, 1024, 151936))
-TEACHER_K = 64
-NOISE = 0.1  # of other policies' log-probabilities about our own: a few tokens in a hundred are clipped
-CHECK_TOKENS, CHECK_CHUNK = 96, 32
-WARM_UP = 2
-MOST_LAUNCHES = 6
-_POLICY, _PREFERENCE = ("old_logprobs", "advantages"), ("ref_logprobs", "segments", "pairs")
-_DENSE = ("teacher_hidden", "teacher_weight")
-# The kernels of matrix products: ours with the exponentials, cuBLAS's by its several names; torch's on a CPU.
-_PRODUCT = re.compile(r"exp_logits|gemm|nvjet|xmma|cutlass|^aten::(addmm|mm)$")
+CHECK_TOKENS, CHECK_CHUNK = 48, 16
+_ORACLE = (label, policy, preference, distillation)
 
 
 class Workload(NamedTuple):
     """What is asked of a head, what it reads, and how many bare products it is measured by."""
 
-    loss: Callable[[], losses.base.Losses]
+    loss: losses.base.Losses
     fields: tuple[str, ...] = ()
-    metrics: Callable[[], list[metrics.Metric]] = list
-    products: int = 3
-    segments: Callable[[int], int] = lambda tokens: 0  # how many, from the number of tokens
-    must: tuple[float | None, float | None, float | None] = (None, None, None)  # the largest ratio, for each of SHAPES
-    backward: bool = True
+    metrics: tuple[metrics.Metric, ...] = ()
+    products: int = 3  # 1: no gradients
+    must: tuple[float, ...] = ()  # the largest ratio that is accepted, for the first of SHAPES
 
 
-def _six_metrics() -> list[metrics.Metric]:
-    sides = [metrics.clip_fraction(side="low"), metrics.clip_fraction(side="high")]
-    return [metrics.ratio(), metrics.kl_old(), *sides, metrics.advantage(), metrics.effective_sample_size()]
-
-
+_CE, _POLICY, _DENSE = losses.cross_entropy(), ("old_logprobs", "advantages"), ("teacher_hidden", "teacher_weight")
+_CLIPPED = metrics.clip_fraction(side="low"), metrics.clip_fraction(side="high")
+_SIX = (metrics.ratio(), metrics.kl_old(), *_CLIPPED, metrics.advantage(), metrics.effective_sample_size())
+_GRPO = losses.grpo() + 1e-4 * losses.z_loss() - 0.01 * losses.entropy()
 WORKLOADS: dict[str, Workload] = {
-    "cross-entropy": Workload(losses.cross_entropy),
-    "ce+entropy+accuracy": Workload(
-        losses.cross_entropy, metrics=lambda: [metrics.entropy(), metrics.accuracy()], must=(1.09, 1.13, 1.22)
-    ),
-    "grpo": Workload(
-        lambda: losses.grpo() + 1e-4 * losses.z_loss() - 0.01 * losses.entropy(),
-        _POLICY, _six_metrics, must=(1.10, 1.15, 1.26),
-    ),
-    "gspo": Workload(
-        losses.gspo, (*_POLICY, "segments"), segments=lambda tokens: max(2, tokens // 512), must=(1.45, None, None)
-    ),
-    "dpo": Workload(
-        losses.dpo, _PREFERENCE, segments=lambda tokens: max(2, min(16, tokens // 4 * 2)), must=(1.45, None, None)
-    ),
-    "topk": Workload(
-        lambda: losses.topk_kl() + losses.cross_entropy(), ("teacher_ids", "teacher_logprobs"), must=(1.12, None, None)
-    ),
-    "dense-kl": Workload(losses.forward_kl, _DENSE, products=4, must=(1.10, None, None)),
-    "reverse-kl": Workload(losses.reverse_kl, _DENSE, products=4),
-    "jsd": Workload(losses.jsd, _DENSE, products=4),
-    "logprobs": Workload(losses.cross_entropy, products=1, backward=False),
-    # Logits are computed again in the backward: the products are logits twice, dH and dW.
-    "logprobs+entropy-grad": Workload(lambda: losses.grpo() - 0.01 * losses.entropy(), _POLICY, products=4),
-}  # fmt: skip
-
-
-def draw_batch(workload: Workload, operands: Operands, seed: int = 0) -> dict[str, Tensor]:
-    """The fields that a workload reads, for these operands."""
-    device, (tokens, vocab) = operands.hidden.device, (len(operands.target), len(operands.weight))
-    generator = torch.Generator(device=device).manual_seed(seed)
-    with torch.no_grad():
-        own = linear_logprobs(operands.hidden, operands.weight, operands.target)
-    normal = functools.partial(torch.randn, dtype=own.dtype, device=device, generator=generator)
-    count, k = workload.segments(tokens), min(TEACHER_K, vocab)
-
-    def teacher_ids() -> Tensor:
-        others = torch.randint(vocab, (tokens, k - 1), device=device, generator=generator)
-        return torch.cat([operands.target[:, None], others], 1)
-
-    @functools.cache
-    def teacher() -> Operands:
-        shape = Shape(tokens, operands.hidden.shape[1], vocab)
-        return make_operands(shape, operands.hidden.dtype, device, seed=seed + 1)
-
-    draw: dict[str, Callable[[], Tensor]] = {
-        "old_logprobs": lambda: own + NOISE * normal(tokens),
-        "ref_logprobs": lambda: own + NOISE * normal(tokens),
-        "advantages": lambda: normal(tokens),
-        "segments": lambda: draw_segments(tokens, count, device, generator),
-        "pairs": lambda: torch.arange(count, device=device).view(-1, 2),
-        "teacher_ids": teacher_ids,
-        # One entry more than is handed on: what the others leave of 1.
-        "teacher_logprobs": lambda: (2 * normal(tokens, k + 1)).log_softmax(1)[:, :k].contiguous(),
-        "teacher_hidden": lambda: teacher().hidden.detach(),
-        "teacher_weight": lambda: teacher().weight.detach(),
-    }
-    return {name: draw[name]() for name in workload.fields}
+    "cross-entropy": Workload(_CE),
+    "ce+entropy+accuracy": Workload(_CE, (), (metrics.entropy(), metrics.accuracy()), must=(1.09, 1.13, 1.22)),
+    "grpo": Workload(_GRPO, _POLICY, _SIX, must=(1.10, 1.15, 1.26)),
+    "gspo": Workload(losses.gspo(), (*_POLICY, "segments"), must=(1.45,)),
+    "dpo": Workload(losses.dpo(), ("ref_logprobs", "segments", "pairs"), must=(1.45,)),
+    "topk": Workload(losses.topk_kl() + _CE, ("teacher_ids", "teacher_logprobs"), must=(1.12,)),
+    "dense-kl": Workload(losses.forward_kl(), _DENSE, products=4, must=(1.10,)),
+    "reverse-kl": Workload(losses.reverse_kl(), _DENSE, products=4),
+    "jsd": Workload(losses.jsd(), _DENSE, products=4),
+    "logprobs": Workload(_CE, products=1),
+    # The backward comes late and computes the logits again: they are two of the four products.
+    "logprobs+entropy-grad": Workload(losses.grpo() - 0.01 * losses.entropy(), _POLICY, products=4),
+}
 
 
 @dataclass
@@ -133,11 +67,10 @@ class Call:
     name: str
     batch: dict[str, Tensor]
     options: dict[str, Any]
-    plan: Any = None  # how the last call ran, or would have by `chunked_head.plan`
+    plan: Plan | None = None  # how the last call ran, where it says so
 
     def __post_init__(self) -> None:
-        self.workload = WORKLOADS[self.name]
-        self.loss, self.metrics = self.workload.loss(), self.workload.metrics()
+        self.loss, self.metrics = WORKLOADS[self.name].loss, WORKLOADS[self.name].metrics
         self.num_segments = int(self.batch["segments"].max()) + 1 if "segments" in self.batch else None
 
     def __call__(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -157,22 +90,26 @@ class Call:
         self.plan = out.plan
         return out.loss
 
-    def predict(self, operands: Operands) -> dict[str, Any]:
-        """The plan of a call that has run."""
-        if self.plan is None:
-            hidden, weight, late = operands.hidden, operands.weight, self.name == "logprobs+entropy-grad"
-            wanted = {"loss": self.loss, "reduction": "none"} if late else {}
-            grads = {"hidden_grad": self.workload.backward, "weight_grad": self.workload.backward}
-            sizes, device = (*hidden.shape, len(weight), hidden.dtype), hidden.device
-            self.plan = plan(*sizes, device=device, **wanted, **grads, **self.options)
-        return providers.describe_plan(self.plan)
+
+def plan_of(step: measure.Step) -> Plan:
+    """How the last step ran; where the function does not say, what `chunked_head.plan` says of such a call."""
+    call, hidden, weight = step.loss, step.operands.hidden, step.operands.weight
+    assert isinstance(call, Call)
+    if call.plan is not None:
+        return call.plan
+    wanted: dict[str, Any] = {"hidden_grad": step.backward, "weight_grad": step.backward, **call.options}
+    if call.name == "logprobs+entropy-grad":
+        wanted |= {"loss": call.loss, "reduction": "none"}
+    return plan(len(hidden), hidden.shape[1], len(weight), hidden.dtype, device=hidden.device, **wanted)
 
 
 def make_step(name: str, operands: Operands, options: dict[str, Any], upstream: float = 1.0) -> measure.Step:
-    """A workload's step; the fields are drawn here and count as inputs."""
+    """A workload's step; its fields are drawn here and count as inputs."""
     workload = WORKLOADS[name]
-    call = Call(name, draw_batch(workload, operands), options)
-    return measure.Step(call, operands, upstream, workload.backward)
+    own = linear_logprobs(operands.hidden.detach(), operands.weight.detach(), operands.target)
+    segments = min(16, len(own) // 4 * 2) if "pairs" in workload.fields else len(own) // 512
+    batch = shapes.draw_fields(workload.fields, operands, own, max(2, segments))
+    return measure.Step(Call(name, batch, options), operands, upstream, workload.products > 1)
 
 
 @dataclass(frozen=True)
@@ -182,7 +119,7 @@ class Request(measure.MemoryRequest):
     options: dict[str, Any] = field(default_factory=dict)
 
     def step(self) -> measure.Step:
-        operands = make_operands(self.shape, parse_dtype(self.dtype), torch.device("cpu"))
+        operands = shapes.make_operands(self.shape, shapes.parse_dtype(self.dtype), torch.device("cpu"))
         return make_step(self.provider, operands, self.options, self.upstream)
 
 
@@ -199,12 +136,8 @@ def reference(call: Call, operands: Operands) -> tuple[float, Tensor, Tensor]:
     fields["num_segments"] = call.num_segments
     total = x.new_zeros(())
     for coefficient, summand in call.loss.terms:
-        formula = next(
-            getattr(module, summand.kind)
-            for module in (label, policy, preference, distillation)
-            if hasattr(module, summand.kind)
-        )
-        total = total + coefficient * formula(x, operands.target.cpu(), fields).mean()
+        module = next(module for module in _ORACLE if hasattr(module, summand.kind))
+        total = total + coefficient * getattr(module, summand.kind)(x, operands.target.cpu(), fields).mean()
     (dlogits,) = torch.autograd.grad(total, x)
     dlogits = dlogits.to(hidden.device)
     return total.item(), dlogits @ weight, dlogits.T @ hidden
@@ -212,81 +145,155 @@ def reference(call: Call, operands: Operands) -> tuple[float, Tensor, Tensor]:
 
 def check(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
     """Compare a workload with the reference at few tokens and the shape's hidden size and vocabulary, in chunks."""
-    operands = make_operands(Shape(CHECK_TOKENS, shape.hidden, shape.vocab), dtype, device, seed=2)
+    operands = shapes.make_operands(Shape(CHECK_TOKENS, shape.hidden, shape.vocab), dtype, device, seed=2)
     step = make_step(name, operands, {**options, "chunk_tokens": CHECK_CHUNK})
     loss = float(step())
     assert isinstance(step.loss, Call)
     expected, d_hidden, d_weight = reference(step.loss, operands)
-    found = {"loss_error": abs(loss - expected) / max(1.0, abs(expected))}
+    limits = (2e-3, 0.02) if dtype.itemsize < 4 else (1e-5, 1e-4)
+    errors = {"loss_error": abs(loss - expected) / max(1.0, abs(expected))}
     if step.backward:
-        found["d_hidden_error"] = relative_error(operands.hidden.grad, d_hidden, 1.0)
-        found["d_weight_error"] = relative_error(operands.weight.grad, d_weight, 1.0)
-    half = dtype.itemsize < 4
-    limits = {"loss_error": 2e-3 if half else 1e-5, "d_hidden_error": 0.02 if half else 1e-4}
-    limits["d_weight_error"] = limits["d_hidden_error"]
-    # `not >` would let nan pass
-    return {**found, "ok": all(error <= limits[key] for key, error in found.items())}
-
-
-def between_products(names: Sequence[str], made: Any) -> dict[str, list[str]]:
-    """From all launches of a call, those after a chunk's logits, the second chunk's where there are several.
-
-    Products are known by their kernels' names, and which is which by the plan; their number must be the plan's.
-    """
-    sizes, at = made.sizes, [place for place, name in enumerate(names) if _PRODUCT.search(name)]
-    logits = 2 if sizes.teacher_width else 1
-    sweep = made.chunks * logits
-    tiles = made.blocks * -(-sizes.vocab // made.tile_columns)
-    expected = {"loss only": sweep, "forward": sweep + 2 * made.chunks, "recompute": sweep + tiles * (logits + 2)}
-    if len(at) != expected[made.schedule]:
-        raise ValueError(
-            f"{len(at)} launches have a matrix product's name, the plan has {expected[made.schedule]}: "
-            + ", ".join(dict.fromkeys(names))
-        )
-
-    def gap(first: int, last: int | None) -> list[str]:
-        inner = names[at[first] + 1 : None if last is None else at[last]]
-        return [name for name in inner if not _PRODUCT.search(name)]
-
-    if made.schedule == "loss only":
-        return {"from the last chunk's logits to the end": gap(sweep - logits, None)}
-    first = sweep if made.schedule == "recompute" else (logits + 2) * (made.chunks > 1)
-    found = {"from a chunk's logits to its first gradient product": gap(first, first + logits)}
-    if made.schedule == "recompute":
-        found["from the last chunk's logits in the forward to the first in the backward"] = gap(sweep - logits, sweep)
-        if made.chunks > 1:
-            found["from a chunk's logits to the next chunk's in the forward"] = gap(0, logits)
-    return found
-
-
-def profile(step: measure.Step, made: Any) -> dict[str, list[str]]:
-    """The launches of one step that lie between its products."""
-    step.operands.clear()
-    return between_products(measure.launches(step, step.operands.hidden.device), made)
+        errors["d_hidden_error"] = relative_error(operands.hidden.grad, d_hidden, 1.0)
+        errors["d_weight_error"] = relative_error(operands.weight.grad, d_weight, 1.0)
+    within = [error <= limits[key != "loss_error"] for key, error in errors.items()]  # nan is within nothing
+    return {**errors, "ok": all(within)}
 
 
 def run_shape(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:
     """Measure every workload at one shape; one row for each workload and upstream."""
-    device, operands = args.device, make_operands(shape, args.dtype, args.device)
+    operands = shapes.make_operands(shape, args.dtype, args.device)
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, measure.Step] = {}
     for name in args.workload:
-        workload = WORKLOADS[name]
-        for upstream in args.upstream if workload.backward else args.upstream[:1]:
+        watch.stage(f"{shape}: warm-up of {name}")
+        workload, ready = WORKLOADS[name], functools.partial(_ready, name, operands, args.options)
+        made, failure = measure.attempt(ready, operands)
+        for upstream in args.upstream if workload.products > 1 else args.upstream[:1]:
             key = f"{name} upstream {upstream:g}"
-            watch.stage(f"{shape}: warm-up of {key}")
-            row = {"shape": str(shape), "dtype": dtype_name(args.dtype), "workload": name, "upstream": upstream}
-            row |= {"status": "ok", "products": workload.products}
-            row["must"] = workload.must[SHAPES.index(shape)] if shape in SHAPES else None
-            step, failure = measure.attempt(lambda: make_step(name, operands, args.options, upstream), operands)  # noqa: B023
+            rows[key] = row = {"shape": str(shape), "dtype": shapes.dtype_name(args.dtype), "workload": name}
+            row |= {"provider": f"ours, {name}", "upstream": upstream, "status": "ok", "products": workload.products}
+            row |= {"must": dict(zip(SHAPES, workload.must, strict=False)).get(shape)}
+            row |= failure.record() if failure else made[1]
             if failure is None:
-                row["loss"], failure = measure.attempt(functools.partial(_warm_up, step), operands)
-            if failure is None:
-                row["plan"] = step.loss.predict(operands)
-                steps[key] = step
-            rows[key] = row | (failure.record() if failure else {})
-    _time(operands, device, args.rounds, steps, rows, watch)
-    for key, step in steps.items():
-        watch.stage(f"{shape}: {key}, memory and what else was asked for")
-        _examine(rows[key], shape, step, args)
+                steps[key] = replace(made[0], upstream=upstream)
+    watch.stage(f"{shape}: {args.rounds} rounds")
+    products = {key: rows[key]["products"] for key in steps}
+    for key, timed in measure.time_beside(products, steps, operands, args.device, args.rounds, watch.tick).items():
+        rows[key] |= timed
+        if rows[key]["status"] == "ok":
+            watch.stage(f"{shape}: what else is asked of {key}")
+            rows[key] |= _examine(rows[key], shape, steps[key], args)
     return list(rows.values())
+
+
+def _ready(name: str, operands: Operands, options: dict[str, Any]) -> tuple[measure.Step, dict[str, Any]]:
+    step = make_step(name, operands, options)
+    for _ in range(2):
+        operands.clear()
+        loss = float(step())
+    operands.clear()
+    return step, {"loss": loss, "plan": providers.describe_plan(plan_of(step))}
+
+
+def _examine(row: dict[str, Any], shape: Shape, step: measure.Step, args: argparse.Namespace) -> dict[str, Any]:
+    """Peak memory and, where they are asked for, launches and the check."""
+    found, name, options, device = dict[str, Any](), row["workload"], args.options, args.device
+    if not args.no_memory:
+        peak, failure = measure.peak(step, Request(name, shape, row["dtype"], row["upstream"], options=options))
+        found |= {"memory_error": failure.record()} if failure else peak or {}
+    once = row["upstream"] == args.upstream[0]
+    if args.profile and once:
+        launched, failure = measure.attempt(lambda: measure.launched_between(step, plan_of(step), device))
+        found |= {"launches_error": failure.record()} if failure else {"launches": launched}
+    if args.check and once:
+        checked, failure = measure.attempt(lambda: check(name, shape, args.dtype, device, options))
+        found["check"] = {**failure.record(), "ok": False} if failure else checked
+    return found
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title=f"{rows[0]['shape']}, ratios to bare products (* over what it must be)")
+    columns = "upstream,ms,ratio,of products,must,p20-p80,peak MiB,plan's,chunks,loss,check"
+    for column in ("workload", *columns.split(",")):
+        table.add_column(column, no_wrap=True, justify="left" if column == "workload" else "right")
+    for row in rows:
+        if row["status"] != "ok":
+            table.add_row(row["workload"], number(row.get("upstream"), "g"), row["status"])
+            continue
+        over = row["must"] is not None and row.get("ratio", 0.0) > row["must"]
+        table.add_row(
+            row["workload"], number(row["upstream"], "g"), number(row["ms"]),
+            number(row.get("ratio")) + " *" * over, str(row["products"]), number(row["must"], ".2f"),
+            f"{number(row['ms_p20'])}-{number(row['ms_p80'])}",
+            row.get("memory_error", {}).get("status") or mebibytes(row.get("peak_bytes")),
+            mebibytes(row["plan"]["peak_bytes"]), f"{row['plan']['chunks']} {row['plan']['schedule']}",
+            number(row["loss"], ".5f"), {True: "ok", False: "WRONG"}.get(row.get("check", {}).get("ok"), "-"),
+        )  # fmt: skip
+    return table
+
+
+def _details(row: dict[str, Any]) -> list[str]:
+    """Lines of what does not fit a table: launches by name, and what is wrong."""
+    lines = list[str]()
+    for place, names in row.get("launches", {}).items():
+        listed = ", ".join(name[:60] for name in names) if len(names) <= 40 else "listed in the results"
+        lines.append(f"{len(names)} launches {place}: {listed}")
+    if "launches_error" in row:
+        lines.append(f"launches were not counted: {row['launches_error']['error']}")
+    if row.get("check", {}).get("ok") is False:
+        lines.append(f"WRONG: {json.dumps(brief(row['check']))}")
+    return [f"{row['workload']}: {line}" for line in lines]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description=__doc__.splitlines()[0])
+    known, add = providers.argument, parser.add_argument
+    add("--shape", action="append", type=known(shapes.parse_shape), help="repeatable: 8192x4096x128256, llama3-8b, cpu")
+    add("--workload", action="append", choices=WORKLOADS, help="repeatable (all)")
+    add("--rounds", type=known(shapes.parse_count), default=20, help="timed rounds (20)")
+    add("--upstream", nargs="+", type=known(shapes.parse_upstream), default=[1.0], help="gradients from above")
+    add("--memory-budget", type=known(shapes.parse_bytes), help="such as 1GiB")
+    add("--chunk-tokens", type=known(shapes.parse_count))
+    add("--accumulate-dtype", type=known(shapes.parse_dtype))
+    add("--profile", action="store_true", help="list the launches between a chunk's matrix products")
+    add("--check", action="store_true", help="compare loss and gradients with whole logits at a few tokens")
+    add("--no-memory", action="store_true", help="measure the time alone")
+    providers.common_arguments(parser, peers=False)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit status: 1 where a workload failed or is wrong."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    args.device = providers.read_device(parser, args.device)
+    gpu = args.device.type == "cuda"
+    args.dtype = args.dtype or (torch.bfloat16 if gpu else torch.float32)
+    args.workload, args.upstream = list(dict.fromkeys(args.workload or WORKLOADS)), list(dict.fromkeys(args.upstream))
+    named = ("memory_budget", "chunk_tokens", "accumulate_dtype")
+    args.options = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
+    sizes = list(dict.fromkeys(args.shape or (SHAPES if gpu else (Shape(*shapes.CPU_SHAPE),))))
+    path = providers.results_path(args.output, "losses", args.device)
+    console, rows = make_console(), list[dict[str, Any]]()
+    with Watch(len(sizes) * args.rounds) as watch:
+        for shape in sizes:
+            found, failure = measure.attempt(functools.partial(run_shape, shape, args, watch))
+            measure.release()
+            if failure:
+                found = [{"shape": str(shape), "workload": "all", "provider": "ours", **failure.record()}]
+            rows += found
+            console.print(_table(found))
+            lines = "\n".join(line for row in found for line in _details(row))
+            console.print(lines, markup=False, highlight=False, soft_wrap=True)
+            # After each shape, so that a run that is cut short leaves what it has.
+            providers.write_results(path, "losses", argv, args.device, rows=rows)
+    status = report_failures(console, rows)
+    keys = ("shape", "workload", "upstream", "status", "ms", "ratio", "products", "must", "peak_bytes")
+    short = [brief({key: row[key] for key in keys if key in row}) for row in rows]
+    print(json.dumps({"benchmark": "losses", "device": args.device.type, "rows": short}))
+    return status or int(any(row.get("check", {}).get("ok") is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

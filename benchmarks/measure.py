@@ -9,11 +9,12 @@ import gc
 import json
 import multiprocessing
 import multiprocessing.connection
+import re
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ SETTLING_RUNS = 2
 _CHILD_SECONDS = 900.0
 _SAMPLE_SECONDS = 0.002
 _M_MMAP_THRESHOLD = -3
+# Kernels of matrix products: ours with the exponentials, cuBLAS's by their several names; torch's operations on a CPU.
+_PRODUCT = re.compile(r"exp_logits|gemm|nvjet|xmma|cutlass|^aten::(addmm|mm)$")
 
 
 @dataclass
@@ -169,6 +172,33 @@ def time_rounds(
     return {name: values for name, values in times.items() if name not in failures}, failures
 
 
+def time_beside(
+    products: Mapping[str, int],
+    steps: Mapping[str, Callable[[], Any]],
+    operands: Operands,
+    device: torch.device,
+    rounds: int,
+    tick: Callable[[], Any] = lambda: None,
+) -> dict[str, dict[str, Any]]:
+    """Each step's times, and their ratio to as many bare products as are named for it, all taking turns.
+
+    A step that failed has the record of its failure instead.
+    """
+    release(operands)  # the floor sizes its buffers by the free memory
+    floor, failure = attempt(lambda: Floor(operands, device), operands)
+    counts = () if failure else sorted(set(products.values()))
+    floors = {f"{count} products": functools.partial(floor, count) for count in counts}
+    times, failures = time_rounds({**floors, **steps}, operands, device, rounds, tick)
+    found = {key: failures[key].record() for key in steps if key in failures}
+    for key in (key for key in steps if key in times):
+        ms, below = quantile(times[key], 0.5), times.get(f"{products[key]} products")
+        found[key] = {"ms": ms, "ms_p20": quantile(times[key], 0.2), "ms_p80": quantile(times[key], 0.8)}
+        found[key]["ms_rounds"] = [round(value, 4) for value in times[key]]
+        if below:
+            found[key] |= {"floor_ms": quantile(below, 0.5), "ratio": ms / quantile(below, 0.5)}
+    return found
+
+
 def _turn(step: Callable[[], Any], operands: Operands, device: torch.device) -> Callable[[], float]:
     """Runs that settle the clocks, and then the one that is timed."""
     for _ in range(SETTLING_RUNS if device.type == "cuda" else 0):
@@ -219,6 +249,45 @@ def launches(step: Callable[[], Any], device: torch.device) -> list[str]:
     return names
 
 
+def launched_between(step: Step, plan: Any, device: torch.device) -> dict[str, list[str]]:
+    """The launches of one step that lie between its matrix products, see `between_products`."""
+    step.operands.clear()
+    found = between_products(launches(step, device), plan)
+    step.operands.clear()
+    return found
+
+
+def between_products(names: Sequence[str], plan: Any) -> dict[str, list[str]]:
+    """From all launches of a call, those after a chunk's logits, the second chunk's where there are several.
+
+    Products are known by their kernels' names, and which is which by the plan; their number must be the plan's.
+    """
+    sizes, at = plan.sizes, [place for place, name in enumerate(names) if _PRODUCT.search(name)]
+    logits = 2 if sizes.teacher_width else 1
+    sweep = plan.chunks * logits
+    tiles = plan.blocks * -(-sizes.vocab // plan.tile_columns)
+    expected = {"loss only": sweep, "forward": sweep + 2 * plan.chunks, "recompute": sweep + tiles * (logits + 2)}
+    if len(at) != expected[plan.schedule]:
+        raise ValueError(
+            f"{len(at)} launches have a matrix product's name, the plan has {expected[plan.schedule]}: "
+            + ", ".join(dict.fromkeys(names))
+        )
+
+    def gap(first: int, last: int | None) -> list[str]:
+        inner = names[at[first] + 1 : None if last is None else at[last]]
+        return [name for name in inner if not _PRODUCT.search(name)]
+
+    if plan.schedule == "loss only":
+        return {"from the last chunk's logits to the end": gap(sweep - logits, None)}
+    first = sweep if plan.schedule == "recompute" else (logits + 2) * (plan.chunks > 1)
+    found = {"from a chunk's logits to its first gradient product": gap(first, first + logits)}
+    if plan.schedule == "recompute":
+        found["from the last chunk's logits in the forward to the first in the backward"] = gap(sweep - logits, sweep)
+        if plan.chunks > 1:
+            found["from a chunk's logits to the next chunk's in the forward"] = gap(0, logits)
+    return found
+
+
 def quantile(values: list[float], fraction: float) -> float:
     """The value below which a fraction of the values lies, interpolated."""
     return float(torch.tensor(values, dtype=torch.float64).quantile(fraction))
@@ -259,6 +328,13 @@ def gpu_peak(step: Step) -> dict[str, int]:
     requested = int(torch.cuda.memory_stats().get("requested_bytes.all.peak", 0)) - requested_before
     release(step.operands)
     return {"peak_bytes": int(peak), "requested_bytes": requested}
+
+
+def peak(step: Step, request: MemoryRequest) -> tuple[dict[str, int] | None, Failure | None]:
+    """Peak bytes beside the inputs: of this step on a GPU, of the request in a fresh process on a CPU."""
+    if step.operands.hidden.is_cuda:
+        return attempt(functools.partial(gpu_peak, step), step.operands)
+    return cpu_peak(request)
 
 
 def cpu_peak(request: MemoryRequest) -> tuple[dict[str, int] | None, Failure | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,10 @@ CPU_SHAPE = (1024, 512, 128256)
 
 DATA = ("random", "peaked")
 TARGETS = ("random", "zipf", "equal")
+
+# Of other policies' log-probabilities about ours: a few tokens in a hundred lie outside the usual clips of 0.2.
+POLICY_NOISE = 0.1
+TEACHER_K = 64
 
 _DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -173,6 +178,43 @@ def _draw_targets(shape: Shape, targets: str, device: torch.device, generator: t
         frequency = 1.0 / torch.arange(1, shape.vocab + 1, dtype=torch.float32, device=device)
         return torch.multinomial(frequency, shape.tokens, replacement=True, generator=generator)
     return torch.randint(shape.vocab, (shape.tokens,), device=device, generator=generator)
+
+
+def draw_fields(
+    names: Sequence[str], operands: Operands, logprobs: Tensor, segments: int, seed: int = 0
+) -> dict[str, Tensor]:
+    """The named fields of a batch, beside operands whose targets have these log-probabilities."""
+    tokens, device = len(operands.target), operands.hidden.device
+    shape = Shape(tokens, operands.hidden.shape[1], len(operands.weight))
+    k = min(TEACHER_K, shape.vocab)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    teachers: list[Operands] = []
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, dtype=logprobs.dtype, device=device, generator=generator)
+
+    def teacher() -> Operands:
+        if not teachers:
+            teachers.append(make_operands(shape, operands.hidden.dtype, device, seed=seed + 1))
+        return teachers[0]
+
+    def teacher_ids() -> Tensor:
+        others = torch.randint(shape.vocab, (tokens, k - 1), device=device, generator=generator)
+        return torch.cat([operands.target[:, None], others], 1)
+
+    draw: dict[str, Callable[[], Tensor]] = {
+        "old_logprobs": lambda: logprobs + POLICY_NOISE * normal(tokens),
+        "ref_logprobs": lambda: logprobs + POLICY_NOISE * normal(tokens),
+        "advantages": lambda: normal(tokens),
+        "segments": lambda: draw_segments(tokens, segments, device, generator),
+        "pairs": lambda: torch.arange(segments, device=device).view(-1, 2),
+        "teacher_ids": teacher_ids,
+        # One entry more than is handed on: what the K leave of 1.
+        "teacher_logprobs": lambda: (2.0 * normal(tokens, k + 1)).log_softmax(1)[:, :k].contiguous(),
+        "teacher_hidden": lambda: teacher().hidden.detach(),
+        "teacher_weight": lambda: teacher().weight.detach(),
+    }
+    return {name: draw[name]() for name in names}
 
 
 def draw_segments(tokens: int, count: int, device: torch.device, generator: torch.Generator) -> Tensor:

@@ -163,7 +163,8 @@ def ask(
     for name in {s.token_weights for _, s in losses.terms if isinstance(s.token_weights, str)}:
         if known[name].kind != "token" or known[name].trailing:
             raise ValueError(f"token_weights={name!r} must name a token field, not one of kind {known[name].kind!r}")
-    token_fields = frozenset(name for name in prepared.fields if known[name].kind in ("token", "row"))
+    own_rows = Field("row")  # of what the preparation has made
+    token_fields = frozenset(name for name in prepared.fields if known.get(name, own_rows).kind in ("token", "row"))
     teacher = None
     if answered.teacher is not None and answered.demand.pairing is not None:
         teacher = make_teacher(prepared.fields, answered.teacher, answered.demand.pairing.columns)

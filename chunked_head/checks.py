@@ -60,7 +60,7 @@ def check_ids(argument: str, target: Tensor) -> None:
 
 
 def check_per_class(argument: str, vector: Tensor, vocab: int) -> None:
-    check_shape(argument, vector, tuple(vector.shape) == (vocab,), f"({vocab},), one per row of weight", "")
+    check_shape(argument, vector, tuple(vector.shape) == (vocab,), f"({vocab},), one per class", "")
 
 
 def check_class_weights(
@@ -71,7 +71,8 @@ def check_class_weights(
     if weights is not None:
         check_per_class(argument, weights, vocab)
         check_constant(argument, weights)
-        check_devices({"hidden": torch.empty(0, device=device), argument: weights})
+        if weights.device != device:
+            raise ValueError(f"{argument} is on {weights.device}, the logits on {device}; move one of them")
 
 
 def check_token_weights(token_weights: Tensor | None, leading: tuple[int, ...], device: torch.device) -> None:

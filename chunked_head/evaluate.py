@@ -66,7 +66,9 @@ class Inputs(NamedTuple):
 
 class Evaluation(NamedTuple):
     coefficients: dict[str, Tensor]
-    sums: list[Tensor]  # of each summand's weighted values, then of each metric's (extrema among them)
+    table: Tensor  # [rows, n]: weighted values of each summand per token, then of each metric, for sums over all chunks
+    widths: list[int]  # rows of each of them, 0 for those with other units than tokens
+    apart: list[Tensor]  # values of these
 
 
 def stats_at(structure: Structure, view: int, leaves: Mapping[str, Tensor]) -> Stats:
@@ -114,21 +116,31 @@ def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) ->
     rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
 
     def total(wanted: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        parts, whole = [], inputs.target.new_zeros((), dtype=inputs.factors[0].dtype)
+        values, whole = [], inputs.target.new_zeros((), dtype=inputs.factors[0].dtype)
         for i, (_, view) in enumerate(structure.summands):
-            values = weighted_values(structure, i, view, {**wanted, **rest}, batch, inputs)
-            whole = whole + (values * inputs.factors[i]).sum()
-            parts.append(values.sum())
-        return whole, parts
+            values.append(weighted_values(structure, i, view, {**wanted, **rest}, batch, inputs))
+            whole = whole + (values[i] * inputs.factors[i]).sum()
+        return whole, values
 
     if wanted and structure.summands:
-        grads, (_, parts) = torch.func.grad_and_value(total, has_aux=True)(wanted)
+        grads, (_, values) = torch.func.grad_and_value(total, has_aux=True)(wanted)
         # again by selection: a loss may have had an infinite slope where a token does not count
         grads = {name: masked(grad, batch.mask) for name, grad in grads.items()}
         coefficients = coefficients_of(structure, grads, leaves)
     else:
-        coefficients, parts = {}, total(wanted)[1] if structure.summands else []
-    return Evaluation(coefficients, parts + metric_sums(structure, leaves, batch, inputs))
+        coefficients, values = {}, total(wanted)[1] if structure.summands else []
+    values = values + metric_values(structure, leaves, batch, inputs)
+    units = [part.unit for part, _ in (*structure.summands, *structure.metrics)]
+    rows, widths, apart = [], [], []
+    for unit, value in zip(units, values, strict=True):
+        parts = [] if unit != "token" else [value] if value.dim() == 1 else list(value.unbind(1))
+        rows += parts
+        widths.append(len(parts))
+        if unit != "token":
+            apart.append(value)
+    dtype = leaves["lse"].dtype
+    table = torch.stack([row.to(dtype) for row in rows]) if rows else leaves["lse"].new_empty(0, len(inputs.target))
+    return Evaluation(coefficients, table, widths, apart)
 
 
 def weighted_values(
@@ -143,21 +155,41 @@ def weighted_values(
     return masked(values, unit_mask(summand.unit, batch))
 
 
-def metric_sums(structure: Structure, leaves: Mapping[str, Tensor], batch: Batch, inputs: Inputs) -> list[Tensor]:
-    """Sums over what counts, or extrema; 0-d, or [c] of metrics with several components."""
-    sums = []
+def metric_values(structure: Structure, leaves: Mapping[str, Tensor], batch: Batch, inputs: Inputs) -> list[Tensor]:
+    """What sums (or extrema) are taken of: 0 (or an infinity) where a unit does not count; [n] or [n, c]."""
+    found = []
     for metric, view in structure.metrics:
-        values = metric.values(stats_at(structure, view, leaves), batch)
+        values = metric.values(stats_at(structure, view, leaves), batch).detach()
         mask = unit_mask(metric.unit, batch)
-        if metric.reduce in ("max", "min"):
-            sign = 1.0 if metric.reduce == "max" else -1.0
-            sums.append(sign * torch.where(mask, sign * values, -torch.inf).amax(0))
+        if metric.reduce != "mean":
+            found.append(torch.where(mask, values, -torch.inf if metric.reduce == "max" else torch.inf))
             continue
         weight = inputs.metric_weights.get(metric.weighting) if metric.unit == "token" else None
         if weight is not None:
             values = values * (weight if values.dim() == 1 else weight[:, None])
-        sums.append(masked(values, mask).sum(0))
-    return sums
+        found.append(masked(values, mask))
+    return found
+
+
+def totals(structure: Structure, evaluations: list[Evaluation]) -> list[Tensor]:
+    """Of all chunks: sums of each summand's values and each metric's, or extrema; 0-d, [c] of several components.
+
+    Tokens are summed in one go, so that a sum does not depend on the chunks that they came in.
+    """
+    table = evaluations[0].table if len(evaluations) == 1 else torch.cat([e.table for e in evaluations], 1)
+    sums = table.sum(1)
+    apart, row, found = iter(evaluations[0].apart), 0, []
+    parts = [part for part, _ in (*structure.summands, *structure.metrics)]
+    for part, width in zip(parts, evaluations[0].widths, strict=True):
+        reduce = getattr(part, "reduce", "mean")
+        values = next(apart).t() if width == 0 else table[row : row + width]
+        if reduce != "mean":
+            total = values.amax(-1) if reduce == "max" else values.amin(-1)
+        else:
+            total = values.sum(-1) if width == 0 else sums[row : row + width]
+        found.append(total.squeeze(0) if width == 1 else total)
+        row += width
+    return found
 
 
 def coefficients_of(

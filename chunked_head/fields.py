@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .losses.base import FIELDS, Field, Losses, Summand
-from .losses.distillation import PADDING
+from .losses.distillation import PADDING, entries
 from .metrics import Metric
-from .plans import name
+from .plans import name, slices
 from .prepare import shift_left
 
 TYPES = {"float": "floating-point", "int": "int64 or int32", "bool": "bool"}
@@ -95,7 +95,7 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{where} must be a torch.Tensor, got {type(value).__name__}")
     if value.device != frame.device:
-        raise ValueError(f"{where} is on {value.device}, hidden on {frame.device}; move one of them")
+        raise ValueError(f"{where} is on {value.device}, the target's rows on {frame.device}; move one of them")
     if value.requires_grad:
         raise ValueError(f"{where} takes no gradient here; pass it .detach()ed")
     right = {
@@ -169,6 +169,8 @@ def prepare_fields(
         fields[field] = value
     if "teacher_ids" in fields:
         fields["teacher_ids"], wrong = clean_ids(fields, counts, vocab)
+        if "teacher_logprobs" in fields:
+            fields["teacher_entries"] = distinct(fields["teacher_logprobs"], fields["teacher_ids"])
         bad = bad | wrong
     return Prepared(target, bad, fields, frame.num_segments)
 
@@ -223,6 +225,13 @@ def clean_ids(fields: Mapping[str, Tensor], counts: Tensor, vocab: int) -> tuple
     return cleaned.contiguous(), wrong
 
 
+def distinct(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """Which entries count [tokens, K]: found here, once, because every one is compared with every other."""
+    step = max(1, (1 << 24) // max(1, ids.shape[1] ** 2))
+    blocks = slices(len(ids), step)
+    return torch.cat([entries(logprobs[at], ids[at], ids[at] >= 0) for at in blocks]) if len(ids) else ids >= 0
+
+
 def pair_targets(
     target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int
 ) -> tuple[Tensor, Tensor]:
@@ -239,7 +248,7 @@ def pair_targets(
     if bad.device.type == "cpu" and bad.any():
         first = int(bad.nonzero()[0])
         raise IndexError(
-            f"target must be in [0, {vocab}) (the rows of weight) or ignore_index ({ignore_index}), got "
-            f"{int(paired[first])} for row {first} of the flattened hidden states; mask it with ignore_index"
+            f"target must be in [0, {vocab}) (the vocabulary) or ignore_index ({ignore_index}), got "
+            f"{int(paired[first])} for row {first}, leading dimensions flattened; mask it with ignore_index"
         )
     return torch.where(ignored | ~inside, -1, paired), bad.any()

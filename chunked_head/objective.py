@@ -18,6 +18,7 @@ from .evaluate import (
     coefficients_of,
     masked,
     run,
+    totals,
     unit_mask,
     weighted_values,
 )
@@ -87,14 +88,15 @@ class ScalarObjective(Objective):
     counts: list[Tensor]  # of the metrics
     segment_metrics: tuple[tuple[Metric, int], ...]
     fused: bool
-    sums: list[list[Tensor]] = field(default_factory=list)  # of each chunk
+    evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
+    found: list[Tensor] = field(default_factory=list)  # totals of the summands, then of the metrics
     taken_out: list[Tensor] = field(default_factory=list)  # by ``fitted`` in the forward pass
 
     def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
         if self.coupled and not (rows.start == 0 and rows.stop == len(self.target)):
             return None
         evaluation = self.evaluate(stats, rows, self.inputs.factors, gradient)
-        self.sums.append(evaluation.sums)
+        self.evaluations.append(evaluation)
         if not gradient:
             return None
         coefficients = as_coefficients(evaluation.coefficients)
@@ -110,46 +112,43 @@ class ScalarObjective(Objective):
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         everything = slice(0, len(self.target))
-        if not self.sums and len(self.target):
-            self.sums.append(self.evaluate(stats, everything, self.inputs.factors, gradient=False).sums)
+        if not self.evaluations and len(self.target):
+            self.evaluations.append(self.evaluate(stats, everything, self.inputs.factors, gradient=False))
+        if self.evaluations:
+            self.found[:] = totals(self.structure, self.evaluations)
+            self.evaluations.clear()
         parts = self.part_values()
         loss = torch.stack([c * part for c, part in zip(self.coefficients, parts, strict=True)]).sum()
         return (loss,)
 
     def part_values(self) -> list[Tensor]:
         """Each summand's own value."""
-        if not self.sums:
+        if not self.found:
             return [inverse * 0.0 for inverse in self.inverse]
-        count = len(self.inverse)
-        return [
-            torch.stack([chunk[i] for chunk in self.sums]).sum() * self.inverse[i] for i in range(count)
-        ]  # fmt: skip
+        return [total * inverse for total, inverse in zip(self.found, self.inverse, strict=False)]
 
     def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
         """Metrics of all chunks; those that must see all tokens at once are made here."""
-        first = len(self.inverse)
-        chunks = [chunk[first:] for chunk in self.sums]
-        values = {}
-        measured = list(self.structure.metrics)
+        found = self.found[len(self.inverse) :]
         if self.segment_metrics and len(self.target):
             structure = replace(self.structure, summands=(), metrics=self.segment_metrics, leaves=frozenset())
-            apart = run(structure, stats.named(), self.inputs, False).sums
-            chunks = [[*chunk, *(apart if i == 0 else [None] * len(apart))] for i, chunk in enumerate(chunks)]
-        measured += self.segment_metrics
-        for i, (metric, _) in enumerate(measured):
-            found = [chunk[i] for chunk in chunks if chunk[i] is not None]
-            values[metric.label] = self.metric_value(metric, found, self.counts[i])
-        return values
+            found = found + totals(structure, [run(structure, stats.named(), self.inputs, False)])
+        measured = [metric for metric, _ in (*self.structure.metrics, *self.segment_metrics)]
+        return {
+            metric.label: self.metric_value(metric, found[i] if found else None, self.counts[i])
+            for i, metric in enumerate(measured)
+        }
 
-    def metric_value(self, metric: Metric, found: list[Tensor], count: Tensor) -> MetricValue:
+    def metric_value(self, metric: Metric, found: Tensor | None, count: Tensor) -> MetricValue:
         if metric.reduce == "mean":
-            zero = torch.zeros((), dtype=self.dtype, device=self.target.device)
-            total = torch.stack(found).sum(0) if found else zero
+            # of no tokens, with as many components as there would have been
+            nothing = torch.zeros(2 if metric.finish.startswith("effective") else (), dtype=self.dtype)
+            total = nothing.to(self.target.device) if found is None else found
             return MetricValue("mean", total + (self.one_or_nan - 1.0), count, finish=metric.finish)
-        nothing = -torch.inf if metric.reduce == "max" else torch.inf
-        lowest = torch.full((), nothing, dtype=self.dtype, device=self.target.device)
-        every = torch.stack([*found, lowest])
-        return MetricValue(metric.reduce, extremum=every.amax(0) if metric.reduce == "max" else every.amin(0))
+        if found is None:
+            lowest = -torch.inf if metric.reduce == "max" else torch.inf
+            found = torch.full((), lowest, dtype=self.dtype, device=self.target.device)
+        return MetricValue(metric.reduce, extremum=found)
 
     def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
         (given,) = upstream

@@ -54,14 +54,15 @@ class Demand(NamedTuple):
     def vectors(self) -> int:
         """Statistics per token beside the first three."""
         two, pairing = len(self.views) > 1, self.pairing
-        count = sum(self.entropy) + self.weighted_sum + 2 * self.top + self.columns + 3 * self.top_k + 2 * two
-        return count + (8 if pairing is not None else 0)
+        count = sum(self.entropy) + self.weighted_sum + 2 * self.top + self.columns + 3 * self.top_k + 4 * two
+        return count + (9 if pairing is not None else 0)
 
 
 @dataclass(frozen=True, eq=False)
 class RowStats:
     """Statistics of rows of logits ``x`` (after scale, cap and the call's temperature), fp32 (fp64 for fp64), [tokens].
 
+    ``log p = (x - start) + rest`` without the rounding of lse, which is as large as the logits are.
     ``logprob``: of the target, 0 where a row does not count. ``target_logit``: anything where it does not.
     ``weighted_sum``: ``sum(omega * x)``, omega the class weights or 1. ``top``, ``argmax``: the largest logit and the
     first column that has it. ``column_logits`` [tokens, K]. ``*2``: at the second view. With a teacher ``q`` and
@@ -69,6 +70,8 @@ class RowStats:
     """
 
     lse: Tensor
+    start: Tensor
+    rest: Tensor
     logprob: Tensor
     target_logit: Tensor
     entropy: Tensor | None = None
@@ -79,9 +82,12 @@ class RowStats:
     top_k_logits: Tensor | None = None
     top_k_ids: Tensor | None = None
     lse2: Tensor | None = None
+    start2: Tensor | None = None
+    rest2: Tensor | None = None
     logprob2: Tensor | None = None
     entropy2: Tensor | None = None
-    teacher_lse: Tensor | None = None
+    teacher_start: Tensor | None = None
+    teacher_rest: Tensor | None = None
     forward_kl: Tensor | None = None
     reverse_kl: Tensor | None = None
     teacher_entropy: Tensor | None = None
@@ -97,9 +103,9 @@ class RowStats:
 
         two = len(demand.views) > 1
         pairing = demand.pairing
-        vectors = [torch.empty(tokens, dtype=dtype, device=device) for _ in range(3)]
+        vectors = [torch.empty(tokens, dtype=dtype, device=device) for _ in range(5)]
         return cls(
-            vectors[0], vectors[1], vectors[2],
+            *vectors,
             entropy=rows(demand.entropy[0]),
             weighted_sum=rows(demand.weighted_sum),
             top=rows(demand.top),
@@ -107,8 +113,9 @@ class RowStats:
             column_logits=rows(demand.columns > 0, demand.columns),
             top_k_logits=rows(demand.top_k > 0, demand.top_k),
             top_k_ids=rows(demand.top_k > 0, demand.top_k, kind=torch.int64),
-            lse2=rows(two), logprob2=rows(two), entropy2=rows(two and demand.entropy[1]),
-            teacher_lse=rows(pairing is not None),
+            lse2=rows(two), start2=rows(two), rest2=rows(two), logprob2=rows(two), entropy2=rows(two and demand.entropy[1]),
+            teacher_start=rows(pairing is not None),
+            teacher_rest=rows(pairing is not None),
             forward_kl=rows(pairing is not None and pairing.forward_kl),
             reverse_kl=rows(pairing is not None and pairing.reverse_kl),
             teacher_entropy=rows(pairing is not None and pairing.entropy),

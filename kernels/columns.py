@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .transform import anchor, log2_e, transform_derivative, transform_logits
+from .transform import log2_e, transform_derivative, transform_logits
 
 
 @triton.jit
@@ -78,14 +78,14 @@ def column_grad_kernel(
     class_weights_ptr,  # [columns] or None for 1
     target_ptr,  # [rows] int64
     target_logit_ptr,  # [rows] fp32, like all that follow
-    logprob_ptr,
-    lse_ptr,
+    start_ptr,  # log p = (x - start) + rest
+    rest_ptr,
     alpha_ptr,  # or None
     beta_ptr,  # or None
     eta_ptr,  # or None
     kappa_ptr,  # or None
-    logprob2_ptr,  # or None
-    lse2_ptr,
+    start2_ptr,  # or None
+    rest2_ptr,
     alpha2_ptr,
     eta2_ptr,  # or None
     # sizes
@@ -114,8 +114,7 @@ def column_grad_kernel(
         sparse += tl.where(same, tl.load(sparse_ptr + row * count + other), 0.0)
         first = first & ((same & (k > other)) == 0)
     target = tl.load(target_ptr + row)
-    target_logit = tl.load(target_logit_ptr + row)
-    x = tl.where(column == target, target_logit, x)
+    x = tl.where(column == target, tl.load(target_logit_ptr + row), x)
     offs = column - first_column
     here = first & (column >= 0) & (offs >= 0) & (offs < columns)
     at = dlogits_ptr + row * stride + offs
@@ -126,19 +125,18 @@ def column_grad_kernel(
     else:
         if alpha_ptr is not None:
             coefficient = tl.load(alpha_ptr + row)
-            offset1, rest1 = anchor(target_logit, tl.load(logprob_ptr + row), tl.load(lse_ptr + row), None)
-            log_p = (x - offset1) + rest1
+            log_p = (x - tl.load(start_ptr + row)) + tl.load(rest_ptr + row)
             p = tl.exp2(log_p * log2_e)
             if eta_ptr is not None:
                 grad += tl.where(p > 0.0, p * (coefficient + tl.load(eta_ptr + row) * log_p), 0.0)
             else:
                 grad += p * coefficient
-        if lse2_ptr is not None:
+        if start2_ptr is not None:
             x2 = x
             if ratio2 is not None:
                 x2 = x * ratio2
-            offset2, rest2 = anchor(target_logit, tl.load(logprob2_ptr + row), tl.load(lse2_ptr + row), ratio2)
-            log_p2 = tl.where(offs < columns2, (x2 - offset2) + rest2, float("-inf"))
+            log_p2 = (x2 - tl.load(start2_ptr + row)) + tl.load(rest2_ptr + row)
+            log_p2 = tl.where(offs < columns2, log_p2, float("-inf"))
             p2 = tl.exp2(log_p2 * log2_e)
             if alpha2_ptr is not None:
                 coefficient2 = tl.load(alpha2_ptr + row)

@@ -109,8 +109,10 @@ def exp_logits(
 
 
 def merge_strips(
-    lse: torch.Tensor,
-    logprob: torch.Tensor,
+    lse: torch.Tensor | None,
+    start: torch.Tensor,
+    rest: torch.Tensor,
+    logprob: torch.Tensor | None,
     entropy: torch.Tensor | None,
     weighted_sum: torch.Tensor | None,
     top: torch.Tensor | None,
@@ -123,7 +125,7 @@ def merge_strips(
     count, rows = strips.offset.shape
     block_rows, block_strips = 8, 512
     merge_strips_kernel[(triton.cdiv(rows, block_rows),)](
-        lse, logprob, entropy, weighted_sum, top, argmax, level,
+        lse, start, rest, logprob, entropy, weighted_sum, top, argmax, level,
         *strips, target_logit, target,
         rows, count, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips, num_warps=8,
     )  # fmt: skip
@@ -136,7 +138,8 @@ def level_rows(
     strip_offset: torch.Tensor,
     level: torch.Tensor,
     target_logit: torch.Tensor,
-    lse: torch.Tensor,
+    start: torch.Tensor,
+    rest: torch.Tensor,
     logprob: torch.Tensor,
     alpha: torch.Tensor,
     beta: torch.Tensor,
@@ -146,7 +149,7 @@ def level_rows(
     block_rows, splits = 16, 8
     level_rows_kernel[(triton.cdiv(rows, block_rows), splits)](
         exp, softmax_factor, target_factor,
-        strip_offset, level, target_logit, lse, logprob, alpha, beta,
+        strip_offset, level, target_logit, start, rest, logprob, alpha, beta,
         rows, vocab, strip_offset.shape[0], exp.stride(0), logit_scale,
         BLOCK_ROWS=block_rows, STRIP=EXP_TILE.strip, SPLITS=splits, num_warps=4,
     )  # fmt: skip

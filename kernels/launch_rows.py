@@ -30,7 +30,9 @@ def row_block(columns: int) -> tuple[int, int]:
 
 
 def row_stats(
-    lse: torch.Tensor,  # [rows] fp32, as all outputs
+    lse: torch.Tensor | None,  # [rows] fp32, as all outputs
+    start: torch.Tensor,
+    rest: torch.Tensor,
     logprob: torch.Tensor | None,
     target_logit: torch.Tensor | None,  # an input where logits are relative
     entropy: torch.Tensor | None,
@@ -46,7 +48,7 @@ def row_stats(
     logits = stored.logits
     block, warps = row_block(columns)
     row_stats_kernel[(logits.shape[0],)](
-        lse, logprob, target_logit, entropy, weighted_sum, top, argmax,
+        lse, start, rest, logprob, target_logit, entropy, weighted_sum, top, argmax,
         logits, stored.offset, target, stored.bias, class_weights,
         logits.shape[0], columns, logits.stride(0), stored.logit_scale, stored.softcap, ratio,
         STRIP=EXP_TILE.strip, BLOCK=block, num_warps=warps,
@@ -62,12 +64,12 @@ def pair_stats(
     tvd: torch.Tensor | None,
     sign: torch.Tensor | None,
     student: Stored,
-    target_logit: torch.Tensor,
-    logprob: torch.Tensor,
-    lse: torch.Tensor,
+    start: torch.Tensor,
+    rest: torch.Tensor,
     ratio: float | None,
     teacher: Stored,
-    teacher_lse: torch.Tensor,
+    teacher_start: torch.Tensor,
+    teacher_rest: torch.Tensor,
     columns: int,
     beta: float | None,
     floor: float,
@@ -76,8 +78,8 @@ def pair_stats(
     block, warps = row_block(columns)
     pair_stats_kernel[(rows,)](
         forward_kl, reverse_kl, teacher_entropy, kl_mixture, jsd, tvd, sign,
-        student.logits, student.offset, student.bias, target_logit, logprob, lse,
-        teacher.logits, teacher.offset, teacher.bias, teacher_lse,
+        student.logits, student.offset, student.bias, start, rest,
+        teacher.logits, teacher.offset, teacher.bias, teacher_start, teacher_rest,
         rows, columns, student.logits.stride(0), teacher.logits.stride(0),
         student.logit_scale, student.softcap, ratio, teacher.logit_scale, teacher.softcap,
         BETA=beta, **mixture(beta), FLOOR=floor, STRIP=EXP_TILE.strip, BLOCK=min(block, 4096), num_warps=warps,
@@ -93,8 +95,8 @@ def mixture(beta: float | None) -> dict[str, float]:
 class Second(NamedTuple):
     """The second softmax of a gradient."""
 
-    logprob: torch.Tensor
-    lse: torch.Tensor
+    start: torch.Tensor
+    rest: torch.Tensor
     alpha: torch.Tensor | None
     eta: torch.Tensor | None
     ratio: float | None
@@ -105,7 +107,8 @@ class Beside(NamedTuple):
     """The teacher's side of a gradient."""
 
     stored: Stored
-    lse: torch.Tensor
+    start: torch.Tensor
+    rest: torch.Tensor
     columns: int
     second: bool  # the student's softmax beside it is the second one
     gamma: torch.Tensor | None
@@ -122,8 +125,8 @@ def row_grad(
     class_weights: torch.Tensor | None,
     target: torch.Tensor,
     target_logit: torch.Tensor,
-    logprob: torch.Tensor,
-    lse: torch.Tensor,
+    start: torch.Tensor,
+    rest: torch.Tensor,
     alpha: torch.Tensor | None,
     beta: torch.Tensor | None,
     eta: torch.Tensor | None,
@@ -137,24 +140,25 @@ def row_grad(
     rows, columns = dlogits.shape
     if stored.offset is not None:
         block_rows, block, warps = 32, EXP_TILE.strip, 4
-        column_programs = triton.cdiv(columns, block)
+        # several strips a program: what is per row is loaded once for them
+        column_programs = triton.cdiv(triton.cdiv(columns, block), 8)
     else:
         # one program walks a row, because a narrower gradient overwrites logits that lie before it
         block_rows, column_programs = 1, 1
         block, warps = row_block(columns)
         block = min(block, 4096) if beside else block
     second_ = second or Second(None, None, None, None, None, columns)  # type: ignore[arg-type]
-    teacher: tuple = (None,) * 8
+    teacher: tuple = (None,) * 9
     sizes, scalars = (columns, 0), (None, None)
     if beside is not None:
         side = beside.stored
         teacher = (
-            side.logits, side.offset, side.bias, beside.lse, beside.gamma, beside.rho, beside.tau, beside.theta
+            side.logits, side.offset, side.bias, beside.start, beside.rest, beside.gamma, beside.rho, beside.tau, beside.theta
         )  # fmt: skip
         sizes, scalars = (beside.columns, side.logits.stride(0)), (side.logit_scale, side.softcap)
     row_grad_kernel[(column_programs, triton.cdiv(rows, block_rows))](
-        dlogits, stored.logits, stored.offset, stored.bias, class_weights, target, target_logit, logprob, lse,
-        alpha, beta, eta, kappa, second_.logprob, second_.lse, second_.alpha, second_.eta, *teacher,
+        dlogits, stored.logits, stored.offset, stored.bias, class_weights, target, target_logit, start, rest,
+        alpha, beta, eta, kappa, second_.start, second_.rest, second_.alpha, second_.eta, *teacher,
         rows, columns, first_column, second_.columns, sizes[0],
         stored.logits.stride(0), dlogits.stride(0), sizes[1],
         logit_scale, softcap, second_.ratio, *scalars,
@@ -198,8 +202,8 @@ def column_grad(
     class_weights: torch.Tensor | None,
     target: torch.Tensor,
     target_logit: torch.Tensor,
-    logprob: torch.Tensor,
-    lse: torch.Tensor,
+    start: torch.Tensor,
+    rest: torch.Tensor,
     alpha: torch.Tensor | None,
     beta: torch.Tensor | None,
     eta: torch.Tensor | None,
@@ -214,7 +218,7 @@ def column_grad(
     columns = dlogits.shape[1]
     second_ = second or Second(None, None, None, None, None, columns)  # type: ignore[arg-type]
     column_grad_kernel[(rows,)](
-        dlogits, logit, ids, sparse, class_weights, target, target_logit, logprob, lse, alpha, beta, eta, kappa,
-        second_.logprob, second_.lse, second_.alpha, second_.eta, columns, first_column, second_.columns, count, dlogits.stride(0),
+        dlogits, logit, ids, sparse, class_weights, target, target_logit, start, rest, alpha, beta, eta, kappa,
+        second_.start, second_.rest, second_.alpha, second_.eta, columns, first_column, second_.columns, count, dlogits.stride(0),
         logit_scale, softcap, second_.ratio, ADD=add, BLOCK=triton.next_power_of_2(count), num_warps=1,
     )  # fmt: skip

@@ -6,7 +6,7 @@ Each is summed from differences of log-probabilities, so that equal rows give ex
 import triton
 import triton.language as tl
 
-from .transform import anchor, finish_loaded, log2_e, log_mixture
+from .transform import finish_loaded, log2_e, log_mixture
 
 
 @triton.jit
@@ -14,7 +14,7 @@ def load_logprobs(
     logits_ptr,
     strip_offset_ptr,
     bias_ptr,
-    start,  # log p = (x - start) + rest
+    first,  # log p = (x - first) + rest
     rest,
     row,
     offs,
@@ -37,7 +37,7 @@ def load_logprobs(
         x = finish_loaded(x, None, None, logit_scale, softcap)
     if ratio is not None:
         x = x * ratio
-    return tl.where(inside, (x - start) + rest, float("-inf"))
+    return tl.where(inside, (x - first) + rest, float("-inf"))
 
 
 @triton.jit
@@ -54,14 +54,14 @@ def pair_stats_kernel(
     logits_ptr,  # [rows, columns or more]
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,
-    target_logit_ptr,  # [rows] fp32
-    logprob_ptr,  # [rows] fp32
-    lse_ptr,  # [rows] fp32
+    start_ptr,  # [rows] fp32: log p = (x - start) + rest
+    rest_ptr,  # [rows] fp32
     # inputs: q
     teacher_ptr,  # [rows, columns or more]
     teacher_offset_ptr,
     teacher_bias_ptr,
-    teacher_lse_ptr,
+    teacher_start_ptr,
+    teacher_rest_ptr,
     # sizes
     rows,
     columns,  # that both have
@@ -83,9 +83,8 @@ def pair_stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     teacher_ptr += row * teacher_stride
-    target_logit, logprob = tl.load(target_logit_ptr + row), tl.load(logprob_ptr + row)
-    start_p, rest_p = anchor(target_logit, logprob, tl.load(lse_ptr + row), ratio)
-    teacher_lse = tl.load(teacher_lse_ptr + row)
+    start_p, rest_p = tl.load(start_ptr + row), tl.load(rest_ptr + row)
+    start_q, rest_q = tl.load(teacher_start_ptr + row), tl.load(teacher_rest_ptr + row)
     forward = tl.zeros((BLOCK,), dtype=tl.float32)
     reverse = tl.zeros((BLOCK,), dtype=tl.float32)
     entropy = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -101,7 +100,7 @@ def pair_stats_kernel(
             ratio, STRIP,
         )  # fmt: skip
         log_q = load_logprobs(
-            teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, teacher_lse, 0.0, row, offs, inside, rows,
+            teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, start_q, rest_q, row, offs, inside, rows,
             teacher_scale, teacher_softcap, None, STRIP,
         )  # fmt: skip
         p = tl.exp2(log_p * log2_e)

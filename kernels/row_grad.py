@@ -9,7 +9,7 @@ with q a teacher's softmax and m a mixture of p and q; then times the slope of s
 import triton
 import triton.language as tl
 
-from .transform import anchor, finish_loaded, log2_e, log_mixture, transform_derivative
+from .transform import finish_loaded, log2_e, log_mixture, transform_derivative
 
 
 @triton.jit
@@ -23,20 +23,21 @@ def row_grad_kernel(
     class_weights_ptr,  # [columns] or None for 1
     target_ptr,  # [rows] int64, -1 where the row does not count
     target_logit_ptr,  # [rows] fp32
-    logprob_ptr,  # [rows] fp32, like all that follow
-    lse_ptr,
+    start_ptr,  # [rows] fp32, like all that follow: log p = (x - start) + rest
+    rest_ptr,
     alpha_ptr,  # or None, with eta
     beta_ptr,  # or None
     eta_ptr,  # or None
     kappa_ptr,  # or None
-    logprob2_ptr,  # at the second temperature, or None
-    lse2_ptr,
+    start2_ptr,  # at the second temperature, or None
+    rest2_ptr,
     alpha2_ptr,
     eta2_ptr,  # or None
     teacher_ptr,  # [rows, teacher_columns], or None
     teacher_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     teacher_bias_ptr,
-    teacher_lse_ptr,
+    teacher_start_ptr,
+    teacher_rest_ptr,
     gamma_ptr,  # or None
     rho_ptr,  # or None
     tau_ptr,  # or None
@@ -72,13 +73,35 @@ def row_grad_kernel(
     counts = target >= 0
     target = (target - first_column).to(tl.int32)
     target_logit = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-    logprob = tl.load(logprob_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-    lse = tl.load(lse_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-    offset1, rest1 = anchor(target_logit, logprob, lse, None)
-    if lse2_ptr is not None:
-        logprob2 = tl.load(logprob2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-        lse2 = tl.load(lse2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-        offset2, rest2 = anchor(target_logit, logprob2, lse2, ratio2)
+    # per row, and so before the loop over columns
+    row_start = tl.load(start_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+    row_rest = tl.load(rest_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+    if alpha_ptr is not None:
+        alpha = tl.load(alpha_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        if eta_ptr is not None:
+            eta = tl.load(eta_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+    if beta_ptr is not None:
+        beta = tl.load(beta_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+    if kappa_ptr is not None:
+        kappa = tl.load(kappa_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+    if start2_ptr is not None:
+        start2 = tl.load(start2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        rest2 = tl.load(rest2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        if alpha2_ptr is not None:
+            alpha2 = tl.load(alpha2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+            if eta2_ptr is not None:
+                eta2 = tl.load(eta2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+    if teacher_ptr is not None:
+        teacher_start = tl.load(teacher_start_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        teacher_rest = tl.load(teacher_rest_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        if gamma_ptr is not None:
+            gamma = tl.load(gamma_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        if rho_ptr is not None:
+            rho = tl.load(rho_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        if tau_ptr is not None:
+            tau = tl.load(tau_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        if theta_ptr is not None:
+            theta = tl.load(theta_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
     for start in range(tl.program_id(0) * BLOCK, columns, COLUMN_PROGRAMS * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         in_columns = offs < columns
@@ -97,38 +120,33 @@ def row_grad_kernel(
         is_target = offs[None, :] == target
         x = tl.where(is_target, target_logit, x)
         grad = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
-        log_p = (x - offset1) + rest1
+        log_p = (x - row_start) + row_rest
         if alpha_ptr is not None:
-            coefficient = tl.load(alpha_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
             p = tl.exp2(log_p * log2_e)
             if eta_ptr is not None:
-                eta = tl.load(eta_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-                grad += tl.where(p > 0.0, p * (coefficient + eta * log_p), 0.0)
+                grad += tl.where(p > 0.0, p * (alpha + eta * log_p), 0.0)
             else:
-                grad += p * coefficient
-        if lse2_ptr is not None:
+                grad += p * alpha
+        if start2_ptr is not None:
             x2 = x
             if ratio2 is not None:
                 x2 = x * ratio2
-            log_p2 = (x2 - offset2) + rest2
+            log_p2 = (x2 - start2) + rest2
             log_p2 = tl.where(offs[None, :] < columns2, log_p2, float("-inf"))
             p2 = tl.exp2(log_p2 * log2_e)
             if alpha2_ptr is not None:
-                coefficient2 = tl.load(alpha2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
                 if eta2_ptr is not None:
-                    eta2 = tl.load(eta2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-                    grad += tl.where(p2 > 0.0, p2 * (coefficient2 + eta2 * log_p2), 0.0)
+                    grad += tl.where(p2 > 0.0, p2 * (alpha2 + eta2 * log_p2), 0.0)
                 else:
-                    grad += p2 * coefficient2
+                    grad += p2 * alpha2
         if beta_ptr is not None:
-            beta = tl.load(beta_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
             grad = tl.where(is_target, grad - beta, grad)
         if kappa_ptr is not None:
-            kappa = tl.load(kappa_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
             if class_weights_ptr is not None:
                 omega = tl.load(class_weights_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)
-                kappa = kappa * omega[None, :]
-            grad -= kappa
+                grad -= kappa * omega[None, :]
+            else:
+                grad -= kappa
         if teacher_ptr is not None:
             in_teacher = in_rows[:, None] & (offs < teacher_columns)[None, :]
             y = tl.load(teacher_ptr + wide_row * teacher_stride + offs[None, :], mask=in_teacher, other=0.0)
@@ -143,22 +161,19 @@ def row_grad_kernel(
                 y = finish_loaded(y, None, bias, teacher_scale, teacher_softcap)
             else:
                 y = finish_loaded(y, None, None, teacher_scale, teacher_softcap)
-            log_q = y - tl.load(teacher_lse_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+            log_q = (y - teacher_start) + teacher_rest
             log_q = tl.where(in_teacher, log_q, float("-inf"))
             q = tl.exp2(log_q * log2_e)
             lp = log_p2 if SECOND else log_p
             student = tl.exp2(lp * log2_e)
             if gamma_ptr is not None:
-                grad -= tl.load(gamma_ptr + offs_row, mask=in_rows, other=0.0)[:, None] * q
+                grad -= gamma * q
             if rho_ptr is not None:
-                rho = tl.load(rho_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
                 grad -= tl.where(student > 0.0, rho * student * tl.maximum(log_q, FLOOR), 0.0)
             if tau_ptr is not None:
-                tau = tl.load(tau_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
                 log_m = log_mixture(log_q, lp, LOG_BETA, LOG_REST)
                 grad += tl.where(student > 0.0, tau * student * (lp - log_m), 0.0)
             if theta_ptr is not None:
-                theta = tl.load(theta_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
                 grad += theta * tl.where(student > q, student, tl.where(student < q, -student, 0.0))
         # selection: where a row does not count a teacher's logits, or a bias, may be nan
         grad = tl.where(counts, grad * transform_derivative(x, logit_scale, softcap), 0.0)

@@ -9,7 +9,9 @@ from .transform import finish_loaded, ln_2, log2_e, transform_logits
 @triton.jit
 def row_stats_kernel(
     # outputs
-    lse_ptr,  # [rows] fp32
+    lse_ptr,  # [rows] fp32 or None
+    start_ptr,  # [rows] fp32: log p = (x - start) + rest, without the rounding of lse
+    rest_ptr,  # [rows] fp32
     logprob_ptr,  # [rows] fp32, 0 where the row does not count; None without targets
     target_logit_ptr,  # [rows] fp32 or None; an input where logits are relative
     entropy_ptr,  # [rows] fp32 or None
@@ -94,7 +96,10 @@ def row_stats_kernel(
     weight = tl.exp2(distance * log2_e)
     row_sum = tl.sum(lane_sum * weight, 0)
     log_sum = tl.log2(row_sum) * ln_2
-    tl.store(lse_ptr + row, row_max + log_sum)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, row_max + log_sum)
+    tl.store(start_ptr + row, row_max)
+    tl.store(rest_ptr + row, -log_sum)
     if logprob_ptr is not None:
         if ratio is not None:
             target_logit = target_logit * ratio

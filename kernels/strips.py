@@ -9,8 +9,10 @@ from .transform import ln_2, log2_e
 @triton.jit
 def merge_strips_kernel(
     # outputs
-    lse_ptr,  # [rows] fp32
-    logprob_ptr,  # [rows] fp32, 0 where the row does not count
+    lse_ptr,  # [rows] fp32 or None
+    start_ptr,  # [rows] fp32: log p = (x - start) + rest, without the rounding of lse
+    rest_ptr,  # [rows] fp32
+    logprob_ptr,  # [rows] fp32, 0 where the row does not count; or None
     entropy_ptr,  # [rows] fp32 or None
     weighted_sum_ptr,  # [rows] fp32 or None
     top_ptr,  # [rows] fp32 or None: the largest logit
@@ -75,9 +77,14 @@ def merge_strips_kernel(
             run_top = tl.maximum(run_top, best)
     log_sum = tl.log2(run_sum) * ln_2
     lse = run_max + log_sum
-    tl.store(lse_ptr + offs_row, lse, mask=in_rows)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + offs_row, lse, mask=in_rows)
+    tl.store(start_ptr + offs_row, run_max, mask=in_rows)
+    tl.store(rest_ptr + offs_row, -log_sum, mask=in_rows)
     # not asked - lse, which has lost what lies below an ulp of the logits
-    tl.store(logprob_ptr + offs_row, tl.where(counts, (asked - run_max) - log_sum, 0.0), mask=in_rows)
+    if logprob_ptr is not None:
+        logprob = tl.where(counts, (asked - run_max) - log_sum, 0.0)
+        tl.store(logprob_ptr + offs_row, logprob, mask=in_rows)
     if entropy_ptr is not None:
         tl.store(entropy_ptr + offs_row, log_sum - run_shifted / run_sum, mask=in_rows)
     if level_ptr is not None:
@@ -100,7 +107,8 @@ def level_rows_kernel(
     strip_offset_ptr,  # [strips, rows] fp32
     level_ptr,  # [rows] fp32
     target_logit_ptr,  # [rows] fp32, the offset of rows that need nothing
-    lse_ptr,  # [rows] fp32
+    start_ptr,  # [rows] fp32
+    rest_ptr,  # [rows] fp32
     logprob_ptr,  # [rows] fp32
     alpha_ptr,  # [rows] fp32
     beta_ptr,  # [rows] fp32
@@ -124,11 +132,10 @@ def level_rows_kernel(
         beta = tl.load(beta_ptr + offs_row, mask=in_rows, other=0.0)
         if logit_scale is not None:
             alpha, beta = alpha * logit_scale, beta * logit_scale
-        lse = tl.load(lse_ptr + offs_row, mask=in_rows, other=0.0)
+        start = tl.load(start_ptr + offs_row, mask=in_rows, other=0.0)
+        rest = tl.load(rest_ptr + offs_row, mask=in_rows, other=0.0)
         logprob = tl.load(logprob_ptr + offs_row, mask=in_rows, other=0.0)
-        # relative to the target's logit that is its probability, without the rounding of lse
-        known = (level == tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)) & (logprob != 0.0)
-        softmax = tl.exp2(tl.where(known, logprob, level - lse) * log2_e)
+        softmax = tl.exp2(((level - start) + rest) * log2_e)
         tl.store(softmax_factor_ptr + offs_row, alpha * softmax, mask=in_rows)
         tl.store(target_factor_ptr + offs_row, alpha * tl.exp2(logprob * log2_e) - beta, mask=in_rows)
     uneven = in_rows & (level != tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0))

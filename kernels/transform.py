@@ -71,21 +71,3 @@ def log_mixture(
     largest = tl.maximum(a, b)
     offset = tl.where(largest == float("-inf"), 0.0, largest)
     return offset + tl.log2(tl.exp2((a - offset) * log2_e) + tl.exp2((b - offset) * log2_e)) * ln_2
-
-
-@triton.jit
-def anchor(
-    target_logit,
-    logprob,  # of the target, 0 where there is none
-    lse,
-    ratio,  # of the temperature, inverse; float or None for 1
-):
-    """``(a, b)`` such that ``log p = (x - a) + b``.
-
-    ``x - lse`` has the rounding of lse, which is as large as the logits are. The target's logit and log-probability
-    know better, wherever the row has a target of probability above 0.
-    """
-    if ratio is not None:
-        target_logit = target_logit * ratio
-    known = (logprob != 0.0) & (tl.abs(target_logit) < float("inf")) & (logprob == logprob)
-    return tl.where(known, target_logit, lse), tl.where(known, logprob, 0.0)

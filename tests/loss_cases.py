@@ -60,6 +60,15 @@ class LossInputs:
             self.num_segments,
         )  # fmt: skip
 
+    def on_cpu(self) -> "LossInputs":
+        def moved(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in values.items()}
+
+        target = None if self.target is None else self.target.cpu()
+        return LossInputs(
+            self.hidden.cpu(), self.weight.cpu(), target, moved(self.batch), moved(self.head), self.num_segments
+        )
+
 
 def inputs_of(case: LossCase, dtype: torch.dtype, device: str, garbage: bool = False, seed: int = 3) -> LossInputs:
     """Operands and fields; with ``garbage``, nan and the like wherever a token does not count."""
@@ -196,7 +205,8 @@ LOSS_CASES = [*TOKEN_CASES, *SEGMENT_CASES, *TEACHER_CASES]
 
 
 def run_reference(case: LossCase, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
-    """Loss, parts and gradients of hidden, weight (and bias) by the oracle."""
+    """Loss, parts and gradients of hidden, weight (and bias) by the oracle, which takes its time on the CPU."""
+    inputs = inputs.on_cpu()
     hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
     head, leaves = dict(inputs.head), [hidden, weight]
     if "bias" in head:

@@ -151,8 +151,8 @@ def test_roads_on_a_gpu() -> None:
     """Which road a Hopper GPU takes; others, other alignments and fp32 take the general one."""
     if torch.cuda.get_device_capability()[0] == 9:
         assert plan(256, 64, 507, torch.bfloat16, device="cuda").sizes.store == "fast"
-        assert plan(256, 64, 507, torch.float16, device="cuda").sizes.store == "exp"
-        assert plan(256, 64, 507, torch.bfloat16, device="cuda", softcap=30.0).sizes.store == "exp"
+        assert plan(256, 64, 507, torch.float16, device="cuda").sizes.store == "relative"
+        assert plan(256, 64, 507, torch.bfloat16, device="cuda", softcap=30.0).sizes.store == "relative"
     assert plan(256, 63, 507, torch.bfloat16, device="cuda").sizes.store == "logits"
     assert plan(256, 64, 507, torch.float32, device="cuda").sizes.store == "logits"
 

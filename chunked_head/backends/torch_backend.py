@@ -138,6 +138,8 @@ class TorchSession(AddsDlogits):
             shifted += torch.where(e > 0, e * z, 0.0).sum(1)
         log_sum = total.log()
         getattr(out, "lse" + suffix).copy_(top * view.ratio + log_sum)
+        getattr(out, "start" + suffix).copy_(top * view.ratio)
+        getattr(out, "rest" + suffix).copy_(-log_sum)
         # not target_logit - lse, which has lost what lies below an ulp of the logits
         logprob = (out.target_logit - top) * view.ratio - log_sum
         getattr(out, "logprob" + suffix).copy_(torch.where(target >= 0, logprob, 0.0))
@@ -146,14 +148,21 @@ class TorchSession(AddsDlogits):
 
     def block_pair_stats(self, x: Tensor, y: Tensor, out: RowStats) -> None:
         pairing = self.demand.pairing
-        assert pairing is not None and out.teacher_lse is not None
+        assert pairing is not None and out.teacher_start is not None and out.teacher_rest is not None
         view = self.demand.views[pairing.view]
-        out.teacher_lse.copy_(y.logsumexp(1))
+        start, rest = (out.start2, out.rest2) if pairing.view else (out.start, out.rest)
+        top = y.amax(1)
+        out.teacher_start.copy_(torch.where(top == -torch.inf, 0.0, top))
+        total = torch.zeros_like(top)
+        for columns in slices(pairing.columns, TILE_COLUMNS):
+            z = torch.sub(y[:, columns], out.teacher_start[:, None], out=self.tile_like(y[:, columns]))
+            total += z.exp_().sum(1)
+        out.teacher_rest.copy_(-total.log())
         wanted = {name: getattr(out, name) for name in PAIR_STATS if getattr(out, name) is not None}
         sums = {name: torch.zeros_like(out.lse) for name in wanted}
         for columns in slices(pairing.columns, TILE_COLUMNS):
-            log_p = logprobs_(x[:, columns] * view.ratio, out, pairing.view, view.ratio)
-            log_q = y[:, columns] - out.teacher_lse[:, None]
+            log_p = logprobs_(x[:, columns] * view.ratio, start, rest)
+            log_q = logprobs_(y[:, columns].clone(), out.teacher_start, out.teacher_rest)
             p, q = log_p.exp(), log_q.exp()
             # a probability of 0 has no part in a sum, whatever its logarithm
             if "forward_kl" in wanted:
@@ -246,11 +255,11 @@ class TorchSession(AddsDlogits):
         pairing = self.demand.pairing
         second = None
         if stats.lse2 is not None:
-            second = logprobs_(x * self.demand.views[1].ratio, stats, 1, self.demand.views[1].ratio)
+            second = logprobs_(x * self.demand.views[1].ratio, stats.start2, stats.rest2)
             limit = self.demand.views[1].columns
             if limit is not None:
                 second[:, max(0, limit - first - part.start) :] = -torch.inf
-        logprobs_(x, stats, 0)
+        logprobs_(x, stats.start, stats.rest)
         beside = y is not None and pairing is not None and pairing.view == 0
         log_p = x.clone() if c.eta is not None or beside else x
         if c.alpha is None:
@@ -271,9 +280,8 @@ class TorchSession(AddsDlogits):
             kappa = c.kappa[:, None]
             x.sub_(kappa if head.class_weights is None else kappa * head.class_weights[part])
         if y is not None and pairing is not None:
-            assert stats.teacher_lse is not None
             count = y.shape[1]
-            log_q = y - stats.teacher_lse[:, None]
+            log_q = logprobs_(y.clone(), stats.teacher_start, stats.teacher_rest)
             lp = (log_p if pairing.view == 0 else second)[:, :count]  # type: ignore[index]
             x[:, :count].add_(teacher_terms(lp, log_q, c, pairing.beta))
         if isinstance(bend, Tensor) or bend != 1.0:
@@ -283,53 +291,10 @@ class TorchSession(AddsDlogits):
         return self.scratch[: part.numel()].view(part.shape)
 
 
-def logprobs_(x: Tensor, stats: RowStats, view: int, ratio: float = 1.0) -> Tensor:
-    """Logits at a view to log-probabilities, in place.
-
-    ``x - lse`` has the rounding of lse, which is as large as the logits are. The target's logit and log-probability
-    know better: ``(x - x_y) + log p_y``, wherever the row has a target of probability above 0.
-    """
-    lse, logprob = (stats.lse2, stats.logprob2) if view else (stats.lse, stats.logprob)
-    assert lse is not None and logprob is not None
-    known = torch.isfinite(stats.target_logit) & (logprob != 0)
-    anchor = torch.where(known, stats.target_logit * ratio, lse)
-    return x.sub_(anchor[:, None]).add_(torch.where(known, logprob, 0.0)[:, None])
-
-
-class GivenLogits(TorchSession):
-    """Logits that exist already, in the place of hidden states and of what a matmul makes of them."""
-
-    def __init__(self, head: Head, demand: Demand, logits: Tensor):
-        self.head, self.demand = head, demand
-        self.dtype = torch.promote_types(logits.dtype, torch.float32)
-        rows, columns = logits.shape
-        block = min(rows, block_rows(columns))
-        self.buffer = logits.new_empty(block * columns, dtype=self.dtype)
-        self.scratch = logits.new_empty(block * min(columns, TILE_COLUMNS), dtype=self.dtype)
-        if demand.pairing is not None:
-            self.teacher_buffer = logits.new_empty(block * demand.pairing.columns, dtype=self.dtype)
-
-    def compute_logits(self, hidden: Tensor, head: Head) -> Tensor:
-        logits = self.buffer[: hidden.numel()].view(hidden.shape)
-        logits.copy_(hidden)
-        transform_(logits, None, head)
-        return logits
-
-
-def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
-    session = GivenLogits(head, demand, rows.hidden)
-    for block in row_blocks(rows.hidden):
-        session.stats(rows.at(block), out.at(block))
-
-
-def logits_grad(
-    out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
-) -> None:
-    session, everything = GivenLogits(head, demand, rows.hidden), slice(0, rows.hidden.shape[1])
-    for block in row_blocks(rows.hidden):
-        grad = session.tile_grad(rows.at(block), everything, stats.at(block), coefficients.at(block))
-        # selection: where a row does not count its logits may be nan
-        out[block] = grad.masked_fill_((rows.target[block] < 0)[:, None], 0.0)
+def logprobs_(x: Tensor, start: Tensor | None, rest: Tensor | None) -> Tensor:
+    """Logits to log-probabilities, in place."""
+    assert start is not None and rest is not None
+    return x.sub_(start[:, None]).add_(rest[:, None])
 
 
 PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "sign")

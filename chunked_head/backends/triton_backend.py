@@ -93,6 +93,13 @@ def transform(head: Head | Teacher) -> tuple[float | None, float | None]:
     return (None if head.logit_scale == 1.0 else float(head.logit_scale)), head.softcap
 
 
+Normalizer = tuple[Tensor, Tensor]  # start and rest: log p = (x - start) + rest
+
+
+def normalize_rows(normalize: Normalizer, stored: Stored, columns: int) -> None:
+    launch_rows.row_stats(None, *normalize, None, None, None, None, None, None, stored, columns, None, None, None)
+
+
 class KernelSession(AddsDlogits):
     """What sessions with a pass over stored logits share: second views, teachers, columns, gradients."""
 
@@ -108,43 +115,42 @@ class KernelSession(AddsDlogits):
         demand, vocab = self.demand, self.vocab
         if len(demand.views) > 1:
             view = demand.views[1]
-            assert out.lse2 is not None
+            assert out.lse2 is not None and out.start2 is not None and out.rest2 is not None
             launch_rows.row_stats(
-                out.lse2, out.logprob2, out.target_logit if self.stored.offset is not None else None, out.entropy2,
+                out.lse2, out.start2, out.rest2, out.logprob2, out.target_logit if self.stored.offset is not None else None, out.entropy2,
                 None, None, None, self.stored, view.columns or vocab, rows.target, None, ratio_of(view.ratio),
             )  # fmt: skip
         pairing = demand.pairing
         if pairing is None:
             return
-        assert rows.teacher is not None and out.teacher_lse is not None
-        self.teacher_stored = self.store_teacher(rows, out.teacher_lse)
-        logprob, lse = (out.logprob2, out.lse2) if pairing.view else (out.logprob, out.lse)
-        assert lse is not None and logprob is not None
+        assert rows.teacher is not None and out.teacher_start is not None and out.teacher_rest is not None
+        self.teacher_stored = self.store_teacher(rows, out.teacher_start, out.teacher_rest)
+        start, rest = (out.start2, out.rest2) if pairing.view else (out.start, out.rest)
+        assert start is not None and rest is not None
         launch_rows.pair_stats(
             out.forward_kl, out.reverse_kl, out.teacher_entropy, out.kl_mixture, out.jsd, out.tvd, out.sign,
-            self.stored, out.target_logit, logprob, lse, ratio_of(demand.views[pairing.view].ratio), self.teacher_stored, out.teacher_lse,
+            self.stored, start, rest, ratio_of(demand.views[pairing.view].ratio), self.teacher_stored, out.teacher_start, out.teacher_rest,
             pairing.columns, pairing.beta, LOG_FLOOR,
         )  # fmt: skip
 
-    def store_teacher(self, rows: Rows, lse: Tensor) -> Stored:
-        """The teacher's logits of a chunk and their normalisers."""
+    def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
+        """The teacher's logits of a chunk, and what makes log-probabilities of them."""
         raise NotImplementedError
 
-    def given_teacher(self, teacher: Teacher, columns: slice, lse: Tensor | None) -> Stored:
+    def given_teacher(self, teacher: Teacher, columns: slice, normalize: Normalizer | None) -> Stored:
         """Logits that the caller holds."""
         assert teacher.logits is not None
         stored = Stored(teacher.logits[:, columns], None, None, *transform(teacher))
-        if lse is not None:
-            count = stored.logits.shape[1]
-            launch_rows.row_stats(lse, None, None, None, None, None, None, stored, count, None, None, None)
+        if normalize is not None:
+            normalize_rows(normalize, stored, stored.logits.shape[1])
         return stored
 
     def second(self, stats: RowStats, coefficients: Coefficients, first: int, columns: int) -> Second | None:
-        if stats.lse2 is None or stats.logprob2 is None:
+        if stats.start2 is None or stats.rest2 is None:
             return None
         view = self.demand.views[1]
         here = min(max((view.columns or self.vocab) - first, 0), columns)
-        return Second(stats.logprob2, stats.lse2, coefficients.alpha2, coefficients.eta2, ratio_of(view.ratio), here)
+        return Second(stats.start2, stats.rest2, coefficients.alpha2, coefficients.eta2, ratio_of(view.ratio), here)
 
     def differentiate_(
         self,
@@ -161,12 +167,12 @@ class KernelSession(AddsDlogits):
         second = self.second(stats, c, first, columns)
         beside = None
         if teacher is not None and pairing is not None:
-            assert stats.teacher_lse is not None
+            assert stats.teacher_start is not None and stats.teacher_rest is not None
             beside = Beside(
-                teacher, stats.teacher_lse, min(max(pairing.columns - first, 0), columns), pairing.view == 1,
+                teacher, stats.teacher_start, stats.teacher_rest, min(max(pairing.columns - first, 0), columns), pairing.view == 1,
                 c.gamma, c.rho, c.tau, c.theta, pairing.beta, LOG_FLOOR,
             )  # fmt: skip
-        common = (stats.target_logit, stats.logprob, stats.lse, c.alpha, c.beta, c.eta, c.kappa, second)
+        common = (stats.target_logit, stats.start, stats.rest, c.alpha, c.beta, c.eta, c.kappa, second)
         launch_rows.row_grad(
             dlogits, stored, head.class_weights, rows.target, *common, beside, first, *transform(head)
         )  # fmt: skip
@@ -218,30 +224,30 @@ class RelativeSession(KernelSession):
             stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target, *scale_cap
         )
         launch.merge_strips(
-            out.lse, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
+            out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
             strips, out.target_logit, rows.target,
         )  # fmt: skip
         if stored is not None:
             self.stored = Stored(stored, strips.offset)
 
-    def store_teacher(self, rows: Rows, lse: Tensor) -> Stored:
+    def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
         teacher, count, columns = rows.teacher, len(rows.target), self.sizes.teacher_columns
         assert teacher is not None
         if teacher.logits is not None:
-            return self.given_teacher(teacher, slice(columns), lse)
+            return self.given_teacher(teacher, slice(columns), (start, rest))
         assert teacher.hidden is not None and teacher.weight is not None
         buffer = self.teacher_buffer[:count, :columns]
         if self.sizes.teacher_store == "logits":
             project(teacher.hidden, teacher.weight, buffer)
             stored = Stored(buffer, None, teacher.bias, *transform(teacher))
-            launch_rows.row_stats(lse, None, None, None, None, None, None, stored, columns, None, None, None)
+            normalize_rows((start, rest), stored, columns)
             return stored
         strips = self.teacher_strips.of_rows(count, columns)
         nowhere = torch.full_like(rows.target, -1)
         launch.exp_logits(
             buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, nowhere, *transform(teacher)
         )
-        launch.merge_strips(lse, torch.empty_like(lse), None, None, None, None, None, strips, lse, nowhere)
+        launch.merge_strips(None, start, rest, None, None, None, None, None, None, strips, start, nowhere)
         return Stored(buffer, strips.offset)
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
@@ -296,7 +302,7 @@ class FastSession(RelativeSession):
         softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
         launch.level_rows(
             exp, softmax_factor, target_factor, self.stored.offset, self.level, stats.target_logit,
-            stats.lse, stats.logprob, coefficients.alpha, coefficients.beta, transform(self.head)[0],
+            stats.start, stats.rest, stats.logprob, coefficients.alpha, coefficients.beta, transform(self.head)[0],
         )  # fmt: skip
         if grads.hidden is not None:
             out = grads.hidden[at]
@@ -332,7 +338,7 @@ class LogitsSession(KernelSession):
         logits = self.compute_logits(rows.hidden, head.weight, self.buffer)
         self.stored = Stored(logits, None, head.bias, *transform(head))
         launch_rows.row_stats(
-            out.lse, out.logprob, out.target_logit, out.entropy, out.weighted_sum, out.top, out.argmax,
+            out.lse, out.start, out.rest, out.logprob, out.target_logit, out.entropy, out.weighted_sum, out.top, out.argmax,
             self.stored, logits.shape[1], rows.target, head.class_weights, None,
         )  # fmt: skip
         if out.column_logits is not None:
@@ -347,20 +353,19 @@ class LogitsSession(KernelSession):
             launch_rows.pick_columns(out.top_k_logits, self.stored._replace(bias=None), out.top_k_ids)
         self.further_stats(rows, out)
 
-    def store_teacher(self, rows: Rows, lse: Tensor) -> Stored:
+    def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
         assert rows.teacher is not None and self.demand.pairing is not None
-        return self.teacher_logits(rows.teacher, slice(0, self.demand.pairing.columns), lse)
+        return self.teacher_logits(rows.teacher, slice(0, self.demand.pairing.columns), (start, rest))
 
-    def teacher_logits(self, teacher: Teacher, columns: slice, lse: Tensor | None) -> Stored:
+    def teacher_logits(self, teacher: Teacher, columns: slice, normalize: Normalizer | None) -> Stored:
         if teacher.logits is not None:
-            return self.given_teacher(teacher, columns, lse)
+            return self.given_teacher(teacher, columns, normalize)
         assert teacher.hidden is not None and teacher.weight is not None
         logits = self.compute_logits(teacher.hidden, teacher.weight[columns], self.teacher_buffer)
         bias = None if teacher.bias is None else teacher.bias[columns]
         stored = Stored(logits, None, bias, *transform(teacher))
-        if lse is not None:
-            count = logits.shape[1]
-            launch_rows.row_stats(lse, None, None, None, None, None, None, stored, count, None, None, None)
+        if normalize is not None:
+            normalize_rows(normalize, stored, logits.shape[1])
         return stored
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:

@@ -274,7 +274,9 @@ def topk_options(
 def _topk_kl(stats: Stats, batch: Batch, factor: float, **options: Any) -> Tensor:
     student = stats.topk_logprobs
     teacher = batch["teacher_logprobs"].to(student.dtype)
-    counts = entries(teacher, batch["teacher_ids"], batch.get("teacher_mask"))
+    counts = batch.get("teacher_entries")  # found once for all tokens, where the call could
+    if counts is None:
+        counts = entries(teacher, batch["teacher_ids"], batch.get("teacher_mask"))
     return topk_divergence(student, teacher, counts, **options) * factor
 
 

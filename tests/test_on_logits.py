@@ -1,0 +1,775 @@
+"""Losses on existing logits: against PyTorch and the oracle in float64, on every backend; copies, shapes and errors."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budget import assert_within_budget
+from cases import PLACES, Place, upstream_like
+from loss_cases import LOSS_CASES, TOKENS, LossCase, LossInputs, inputs_of, run_reference
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from tracking import Tracker
+
+import chunked_head.backends.triton_backend
+from chunked_head import linear_loss, losses, metrics
+from chunked_head.backends.torch_backend import TILE_ELEMENTS
+from chunked_head.on_logits import CrossEntropyLoss, count_views, logits_loss, row_views
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TRITON_PLACES = [place for place in PLACES if place.values[0].backend == "triton"]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def made_logits(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 5) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2.0).to(device, dtype)
+
+
+def made_target(vocab: int, *leading: int, ignore_index: int = -100, device: str = "cpu") -> Tensor:
+    made = torch.Generator().manual_seed(6)
+    target = torch.randint(0, vocab, leading, generator=made)
+    return target.masked_fill(torch.rand(leading, generator=made) < 0.2, ignore_index).to(device)
+
+
+def loss_and_grad(function: Callable[[Tensor], Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
+    x = logits.detach().requires_grad_()
+    loss = function(x)
+    (grad,) = torch.autograd.grad(loss, x, upstream_like(loss))
+    return loss.detach(), grad
+
+
+# ---- against PyTorch
+
+MODULE_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothing": {"label_smoothing": 0.1},
+    "weight": {"weight": True},
+    "weight+none": {"weight": True, "reduction": "none"},
+    "weight+smoothing": {"weight": True, "label_smoothing": 0.2},
+    "weight+smoothing+sum": {"weight": True, "label_smoothing": 0.2, "reduction": "sum"},
+    "smoothing+none": {"label_smoothing": 0.3, "reduction": "none"},
+    "ignore-negative": {"ignore_index": -1},
+    "ignore-inside": {"ignore_index": 5},
+}
+
+
+def module_combinations() -> list:
+    """Interpreted, where every step is slow, each option once for each vocabulary."""
+    return [
+        pytest.param(
+            place.values[0], dtype, vocab, name, marks=place.marks, id=f"{name}-{vocab}-{str(dtype)[6:]}-{place.id}"
+        )
+        for place in PLACES
+        for i, name in enumerate(MODULE_OPTIONS)
+        for vocab in (507, 64)
+        for j, dtype in enumerate(DTYPES)
+        if place.id != "triton-interpreted" or (i + (vocab == 64)) % 3 == j
+    ]
+
+
+@pytest.mark.parametrize(("place", "dtype", "vocab", "name"), module_combinations())
+def test_cross_entropy_is_torch(place: Place, dtype: torch.dtype, vocab: int, name: str) -> None:
+    options = dict(MODULE_OPTIONS[name])
+    if options.get("weight"):
+        options["weight"] = torch.rand(vocab, generator=torch.Generator().manual_seed(1)).to(place.device) + 0.1
+    logits = made_logits(43, vocab, dtype=dtype, device=place.device)
+    ignore_index = options.get("ignore_index", -100)
+    target = made_target(vocab, 43, ignore_index=ignore_index, device=place.device)
+    garbage = logits.masked_fill((target == ignore_index)[:, None], torch.nan)
+
+    def theirs(kind: torch.dtype) -> Callable[[Tensor], Tensor]:
+        given = {k: v.to(kind) if isinstance(v, Tensor) else v for k, v in options.items()}
+        return lambda x: F.cross_entropy(x.to(kind), target, **given)
+
+    truth = loss_and_grad(theirs(torch.float64), logits.double())
+    eager = loss_and_grad(theirs(torch.float32), logits)
+    loss, grad = loss_and_grad(lambda x: CrossEntropyLoss(**options, backend=place.backend)(x, target), garbage)
+    assert loss.dtype == torch.float32 and grad.dtype == dtype
+    assert_within_budget(loss, eager[0], truth[0], torch.float32, "loss")
+    assert_within_budget(grad, eager[1], truth[1], dtype, "gradient")
+
+
+@pytest.mark.parametrize("name", MODULE_OPTIONS)
+def test_cross_entropy_in_float64(name: str) -> None:
+    options = dict(MODULE_OPTIONS[name])
+    if options.get("weight"):
+        options["weight"] = torch.rand(33, dtype=torch.float64) + 0.1
+    logits = made_logits(43, 33, dtype=torch.float64)
+    target = made_target(33, 43, ignore_index=options.get("ignore_index", -100))
+    truth = loss_and_grad(lambda x: torch.nn.CrossEntropyLoss(**options)(x, target), logits)
+    ours = loss_and_grad(lambda x: CrossEntropyLoss(**options)(x, target), logits)
+    for mine, true in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-12, atol=1e-14)
+
+
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "one": ((7,), ()),
+    "two": ((5, 7), (5,)),
+    "second": ((5, 7, 3), (5, 3)),
+    "second-image": ((2, 7, 3, 4), (2, 3, 4)),
+    "second-one-class": ((5, 1, 3), (5, 3)),
+    "last": ((5, 3, 7), (5, 3)),
+    "last-deep": ((2, 3, 4, 7), (2, 3, 4)),
+    "last-batch-is-class": ((7, 3, 7), (7, 3)),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_layouts(place: Place, reduction: str, name: str) -> None:
+    shape, leading = SHAPES[name]
+    second = name.startswith("second")
+    classes = shape[1] if second else shape[-1]
+    logits = made_logits(*shape, device=place.device)
+    target = torch.randint(0, classes, leading).to(place.device)
+
+    def theirs(x: Tensor) -> Tensor:
+        return F.cross_entropy(x if second or x.dim() < 3 else x.movedim(-1, 1), target, reduction=reduction)
+
+    truth = loss_and_grad(theirs, logits.double())
+    ours = loss_and_grad(lambda x: CrossEntropyLoss(reduction=reduction, backend=place.backend)(x, target), logits)
+    assert ours[0].shape == truth[0].shape
+    for mine, true in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine, true.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_layout_that_reads_both_ways() -> None:
+    with pytest.raises(ValueError, match=r"input \(2, 7, 7\) with target \(2, 7\) may have its classes last or"):
+        CrossEntropyLoss()(torch.randn(2, 7, 7), torch.zeros(2, 7, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_z_loss_cap_and_scale_of_the_module(place: Place) -> None:
+    logits, target = made_logits(31, 65, device=place.device), made_target(65, 31, device=place.device)
+    weight = (torch.rand(65) + 0.1).to(place.device)
+
+    def theirs(x: Tensor) -> Tensor:
+        x = 5.0 * torch.tanh(0.8 * x / 5.0)
+        counts = target != -100
+        values = F.cross_entropy(x, target, weight.double(), reduction="none") + 0.01 * x.logsumexp(-1).square()
+        return values[counts].sum() / weight.double()[target[counts]].sum()
+
+    module = CrossEntropyLoss(weight, z_loss=0.01, softcap=5.0, logit_scale=0.8, backend=place.backend)
+    truth = loss_and_grad(theirs, logits.double())
+    ours = loss_and_grad(lambda x: module(x, target), logits)
+    for mine, true in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine, true.float(), rtol=1e-5, atol=1e-7)
+
+
+def test_the_module_is_a_drop_in() -> None:
+    weight = torch.rand(9)
+    ours, theirs = CrossEntropyLoss(weight, label_smoothing=0.1), torch.nn.CrossEntropyLoss(weight, label_smoothing=0.1)
+    assert ours.state_dict().keys() == theirs.state_dict().keys() == {"weight"}
+    assert not list(ours.parameters()) and not CrossEntropyLoss().state_dict()
+    assert ours.double().weight.dtype == torch.float64
+    assert (ours.ignore_index, ours.reduction, ours.label_smoothing) == (-100, "mean", 0.1)
+    assert "weight=(9,)" in repr(ours) and "label_smoothing=0.1" in repr(ours)
+
+
+# ---- every loss
+
+
+def on_logits(case: LossCase, inputs: LossInputs, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
+    """Logits, fields and options of a case of the linear head; a teacher gives its logits."""
+    head, batch = dict(inputs.head), dict(inputs.batch)
+    bias = head.pop("bias", None)
+    # the head's products before scale and cap, rounded as a model's are
+    logits = F.linear(inputs.hidden, inputs.weight, bias).to(dtype)
+    if "teacher_hidden" in batch:
+        names = ("teacher_hidden", "teacher_weight", "teacher_bias")
+        batch["teacher_logits"] = F.linear(*(batch.pop(name, None) for name in names))
+    if dtype == torch.float64:  # the oracle caps a teacher in its own dtype
+        batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    if case.name == "orpo":  # whose oracle has the odds of segments of which no token counts, 1 / 0
+        empty = torch.tensor([5, 7], device=logits.device)
+        batch["pairs"] = batch["pairs"][~torch.isin(batch["pairs"], empty).any(1)]
+    return logits, batch, head
+
+
+def assert_gradient(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
+    """Within the budget, but for what fp32 leaves of a row's terms, of order 1 / tokens, where they cancel."""
+    assert ours.shape == truth.shape and ours.dtype == dtype and torch.isfinite(truth).all() and truth.any()
+    error = ours.double() - truth
+    slack = 4 * torch.finfo(torch.float32).eps / TOKENS
+    error = error.sign() * (error.abs() - slack).clamp(min=0)
+    assert_within_budget(truth + error, eager, truth, dtype, "gradient")
+
+
+def by_oracle(case: LossCase, logits: Tensor, batch: dict[str, Any], head: dict[str, Any], inputs: LossInputs) -> Any:
+    """The oracle of the linear head, whose weight is the identity."""
+    identity = torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    given = LossInputs(logits, identity, inputs.target, batch, head, inputs.num_segments)
+    loss, parts, grads = run_reference(case, given)
+    return loss, parts, grads[0]
+
+
+def loss_combinations() -> list:
+    """Interpreted, where every step is slow, each loss once."""
+    return [
+        pytest.param(case, dtype, place.values[0], marks=place.marks, id=f"{case.name}-{str(dtype)[6:]}-{place.id}")
+        for place in PLACES
+        for i, case in enumerate(LOSS_CASES)
+        for j, dtype in enumerate(DTYPES)
+        if place.id != "triton-interpreted" or i % 3 == j
+    ]
+
+
+@pytest.mark.parametrize(("case", "dtype", "place"), loss_combinations())
+def test_loss(case: LossCase, dtype: torch.dtype, place: Place) -> None:
+    clean = inputs_of(case, dtype, place.device)
+    logits, batch, head = on_logits(case, clean, dtype)
+    truth = by_oracle(case, logits.double(), batch, head, clean)
+    eager = by_oracle(case, logits, batch, head, clean)
+    garbage = inputs_of(case, dtype, place.device, garbage=True)
+    logits, batch, head = on_logits(case, garbage, dtype)
+    x = logits.requires_grad_()
+    out = logits_loss(
+        x, garbage.target, case.losses, batch=batch, num_segments=garbage.num_segments, backend=place.backend, **head
+    )
+    (grad,) = torch.autograd.grad(out.loss, x, torch.full_like(out.loss, 0.37))
+    assert out.loss.shape == () and out.plan is None
+    assert out.parts.keys() == truth[1].keys()
+    for name, value in {"loss": out.loss, **out.parts}.items():
+        plain, exact = (given[0] if name == "loss" else given[1][name] for given in (eager, truth))
+        assert value.dtype == wide(dtype)
+        # tokens' values are of order 1 and may cancel: four ulp of 1 where the sum is less
+        one = torch.maximum(exact.abs(), torch.ones_like(exact)) - exact
+        assert_within_budget(value + one, plain + one, exact + one, torch.float32, name)
+    assert_gradient(grad, 0.37 * eager[2].double(), 0.37 * truth[2], dtype)
+
+
+@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
+def test_loss_in_float64(case: LossCase) -> None:
+    clean = inputs_of(case, torch.float64, "cpu")
+    logits, batch, head = on_logits(case, clean, torch.float64)
+    loss, parts, expected = by_oracle(case, logits, batch, head, clean)
+    garbage = inputs_of(case, torch.float64, "cpu", garbage=True)
+    logits, batch, head = on_logits(case, garbage, torch.float64)
+    x = logits.requires_grad_()
+    out = logits_loss(x, garbage.target, case.losses, batch=batch, num_segments=garbage.num_segments, **head)
+    (grad,) = torch.autograd.grad(out.loss, x)
+    assert torch.isfinite(loss) and expected.any()
+    torch.testing.assert_close(out.loss, loss, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(out.parts, parts, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-13)
+
+
+def test_gradcheck() -> None:
+    target, made = made_target(11, 6), losses.cross_entropy(label_smoothing=0.1) + 0.1 * losses.z_loss()
+    made = made - 0.3 * losses.entropy() + losses.focal()
+    x = made_logits(6, 11, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: logits_loss(x, target, made, softcap=6.0, logit_scale=1.3).loss, x)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_metrics_are_those_of_the_linear_head(place: Place) -> None:
+    logits, target = made_logits(3, 17, 65, device=place.device), made_target(65, 3, 17, device=place.device)
+    fields = {
+        "old_logprobs": logits.log_softmax(-1)[..., 0] * 0.3, "advantages": made_logits(3, 17, device=place.device),
+        "segments": torch.arange(51, device=place.device).view(3, 17) // 10,
+        "mask": made_logits(3, 17, device=place.device) > -2,
+    }  # fmt: skip
+    wanted = [
+        metrics.accuracy(), metrics.entropy(), metrics.perplexity(), metrics.lse(reduce="max"), metrics.clip_fraction(),
+        metrics.entropy(name="by segment", weighting="segment"), metrics.top_probability(), metrics.kl_old(),
+    ]  # fmt: skip
+    options: dict[str, Any] = {
+        "batch": fields, "num_segments": 6, "metrics": wanted, "temperature": 0.8, "backend": place.backend,
+    }  # fmt: skip
+    made = losses.grpo() - 0.1 * losses.entropy()
+    ours = logits_loss(logits, target, made, **options)
+    theirs = linear_loss(logits, torch.eye(65, device=place.device), target, made, **options)
+    assert ours.metrics.keys() == theirs.metrics.keys() and len(ours.metrics) == len(wanted)
+    for name, value in theirs.metrics.items():
+        assert torch.isfinite(value.value).all()
+        torch.testing.assert_close(ours.metrics[name].value, value.value, rtol=2e-5, atol=1e-6)
+        if value.reduce == "mean":
+            torch.testing.assert_close(ours.metrics[name].count, value.count)
+    assert not ours.loss.requires_grad
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_shift(place: Place) -> None:
+    logits, target = made_logits(3, 9, 65, device=place.device), made_target(65, 3, 9, device=place.device)
+    weights = torch.rand(3, 9).to(place.device)
+
+    def shifted(x: Tensor) -> Tensor:
+        batch = {"token_weights": weights}
+        return logits_loss(x, target, losses.cross_entropy(), batch=batch, shift=2, backend=place.backend).loss
+
+    def sliced(x: Tensor) -> Tensor:
+        values = F.cross_entropy(x[:, :-2].movedim(-1, 1), target[:, 2:], reduction="none") * weights[:, 2:]
+        return values.sum() / (target[:, 2:] != -100).sum()
+
+    ours, truth = loss_and_grad(shifted, logits), loss_and_grad(sliced, logits.double())
+    for mine, true in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine, true.float(), rtol=1e-5, atol=1e-7)
+    assert not ours[1][:, -2:].any() and ours[1][:, :-2].any()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_upstream_comes_before_rounding(place: Place, dtype: torch.dtype) -> None:
+    """A loss scale and a normalizer that cancel: on the way nothing leaves the range of 16 bits."""
+    logits, target = made_logits(23, 507, dtype=dtype, device=place.device), made_target(507, 23, device=place.device)
+
+    def ours(x: Tensor) -> Tensor:
+        return logits_loss(x, target, losses.cross_entropy(), normalizer=2.0**20, backend=place.backend).loss * 2.0**20
+
+    def theirs(x: Tensor) -> Tensor:
+        return F.cross_entropy(x.double(), target, reduction="sum")
+
+    (_, grad), (_, truth) = loss_and_grad(ours, logits), loss_and_grad(theirs, logits.double())
+    assert_within_budget(grad, truth.to(dtype), truth, dtype, "gradient")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nats", [40.0, 300.0, 3000.0])
+def test_confidently_wrong_rows(place: Place, dtype: torch.dtype, nats: float) -> None:
+    logits, target = made_logits(20, 131, dtype=dtype, device=place.device), made_target(130, 20, device=place.device)
+    logits[::3, 130] = nats
+
+    def theirs(kind: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return lambda x: F.cross_entropy(x.to(kind), target)
+
+    truth, eager = loss_and_grad(theirs(torch.float64), logits.double()), loss_and_grad(theirs(torch.float32), logits)
+    loss, grad = loss_and_grad(lambda x: CrossEntropyLoss(backend=place.backend)(x, target), logits)
+    assert_within_budget(loss, eager[0], truth[0], torch.float32, "loss")
+    assert_within_budget(grad, eager[1], truth[1], dtype, "gradient")
+
+
+# ---- nothing counts
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("leading", [(0,), (3, 0), (0, 4)])
+def test_no_tokens(place: Place, reduction: str, leading: tuple[int, ...]) -> None:
+    target = torch.zeros(leading, dtype=torch.int64, device=place.device)
+    module = CrossEntropyLoss(torch.rand(7, device=place.device), reduction=reduction, backend=place.backend)
+    loss, grad = loss_and_grad(lambda x: module(x, target), made_logits(*leading, 7, device=place.device))
+    assert loss.shape == (target.shape if reduction == "none" else ()) and not loss.any()
+    assert grad.shape == (*leading, 7)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_ignored(place: Place, reduction: str) -> None:
+    logits = torch.full((5, 7), torch.nan, device=place.device)
+    target = torch.full((5,), -100, device=place.device)
+    module = CrossEntropyLoss(reduction=reduction, label_smoothing=0.1, z_loss=0.1, backend=place.backend)
+    loss, grad = loss_and_grad(lambda x: module(x, target), logits)
+    assert torch.equal(loss, torch.zeros_like(loss)) and loss.shape == ((5,) if reduction == "none" else ())
+    assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_segments_of_which_none_counts(place: Place) -> None:
+    x = torch.full((6, 7), torch.inf, device=place.device, requires_grad=True)
+    batch = {
+        "segments": torch.tensor([0, 0, 0, 1, 1, 1], device=place.device),
+        "mask": torch.zeros(6, dtype=torch.bool, device=place.device),
+        "pairs": torch.tensor([[0, 1]], device=place.device),
+    }  # fmt: skip
+    target = torch.zeros(6, dtype=torch.int64, device=place.device)
+    out = logits_loss(x, target, losses.simpo(), batch=batch, num_segments=2, backend=place.backend)
+    (grad,) = torch.autograd.grad(out.loss, x)
+    assert not out.loss.any() and torch.equal(grad, torch.zeros_like(grad))
+
+
+# ---- rows that do not lie one after another
+
+
+def padded(x: Tensor) -> Tensor:
+    wide_rows = torch.full((*x.shape[:-1], x.shape[-1] + 5), torch.nan, dtype=x.dtype, device=x.device)
+    wide_rows[..., : x.shape[-1]] = x
+    return wide_rows[..., : x.shape[-1]]
+
+
+def prefix(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.full_like(x[:, :1], torch.nan)], 1)[:, :-1]
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def by_columns(x: Tensor) -> Tensor:
+    return x.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+LAYOUTS = {"padded": padded, "prefix": prefix, "transposed": transposed, "by-columns": by_columns}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_strides(place: Place, dtype: torch.dtype, inplace: bool, name: str) -> None:
+    logits, target = (
+        made_logits(3, 5, 131, dtype=dtype, device=place.device),
+        made_target(131, 3, 5, device=place.device),
+    )
+    teacher = made_logits(3, 5, 131, dtype=dtype, device=place.device, seed=9)
+    made = losses.cross_entropy() + losses.forward_kl() - 0.1 * losses.entropy(temperature=2.0)
+
+    def ours(x: Tensor, inplace: bool = False) -> Tensor:
+        batch = {"teacher_logits": teacher}
+        return logits_loss(x, target, made, batch=batch, inplace=inplace, backend=place.backend).loss
+
+    loss, grad = loss_and_grad(ours, logits)
+    assert grad.any()
+    leaf = LAYOUTS[name](logits).requires_grad_()
+    assert not leaf.is_contiguous()
+    x = LAYOUTS[name](leaf * 1.0) if inplace else leaf
+    same = ours(x, inplace)
+    assert torch.equal(same, loss)
+    (found,) = torch.autograd.grad(same, leaf, upstream_like(same))
+    assert torch.equal(found, grad)
+    if inplace and name != "by-columns":  # of those a copy is overwritten
+        assert torch.equal(x, grad)
+
+
+def test_views_of_rows() -> None:
+    x = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
+    for view, count in (
+        (x, 1), (x[:, :, :, :3], 1), (x[:, :, 1:], 6), (x[:, 1:], 2), (x.transpose(0, 1), 6), (x[:, :1, :2], 2),
+        (x[0, 0, 0], 1), (x[:, :0], 1), (x[1:2, 1:], 1), (x.expand(7, 2, 3, 4, 5)[:, 0], 7), (x[..., :1], 1),
+    ):  # fmt: skip
+        views = row_views(view)
+        assert len(views) == count_views(view) == count, view.shape
+        assert torch.equal(torch.cat(views), view.reshape(-1, view.shape[-1]))
+        assert all(v.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for v in views)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_too_many_views_are_copied(place: Place) -> None:
+    logits = made_logits(70, 3, 9, device=place.device)[:, :2]
+    assert count_views(logits) == 70
+    target = made_target(9, 70, 2, device=place.device)
+    ours = loss_and_grad(lambda x: CrossEntropyLoss(backend=place.backend)(x, target), logits)
+    truth = loss_and_grad(lambda x: F.cross_entropy(x.flatten(0, 1), target.flatten()), logits.double())
+    for mine, true in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine, true.float(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("place", TRITON_PLACES)
+def test_more_rows_than_a_grid_has(place: Place) -> None:
+    logits, target = made_logits(23, 65, device=place.device), made_target(65, 23, device=place.device)
+    ids = torch.stack([target.clamp(min=0), (target.clamp(min=0) + 1) % 65], -1)
+    batch = {
+        "teacher_ids": ids, "teacher_logprobs": torch.full((23, 2), -1.0, device=place.device),
+        "teacher_logits": made_logits(23, 65, device=place.device, seed=9),
+    }  # fmt: skip
+
+    def ours(x: Tensor) -> Tensor:
+        made = losses.topk_kl() + losses.forward_kl()
+        return logits_loss(x, target, made, batch=batch, backend=place.backend).loss
+
+    whole = loss_and_grad(ours, logits)
+    with mock.patch.object(chunked_head.backends.triton_backend, "MOST_ROWS", 10):
+        parts = loss_and_grad(ours, logits)
+    assert whole[1].any() and all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+@pytest.mark.gpu
+def test_many_rows_on_a_gpu() -> None:
+    logits, target = (
+        made_logits(70000, 257, dtype=torch.bfloat16, device="cuda"),
+        made_target(257, 70000, device="cuda"),
+    )
+    truth = loss_and_grad(lambda x: F.cross_entropy(x, target), logits.double())
+    eager = loss_and_grad(lambda x: F.cross_entropy(x.float(), target), logits)
+    ours = loss_and_grad(lambda x: CrossEntropyLoss()(x, target), logits)
+    assert_within_budget(ours[0], eager[0], truth[0], torch.float32, "loss")
+    assert_within_budget(ours[1], eager[1], truth[1], torch.bfloat16, "gradient")
+
+
+# ---- memory
+
+LARGE = 256 * 40000
+TILES = 14 * 4 * TILE_ELEMENTS  # bytes; the logits are 20 or 41 MB
+MEMORY_LOSSES: dict[str, losses.Losses] = {
+    "cross-entropy": losses.cross_entropy(),
+    "smoothing": losses.cross_entropy(label_smoothing=0.1) + losses.z_loss(),
+    "two-temperatures": losses.cross_entropy() - 0.1 * losses.entropy(temperature=2.0),
+    "teacher": losses.cross_entropy() + losses.forward_kl() + losses.jsd(),
+    "top-k": losses.topk_kl() + losses.entropy(),
+    "segments": losses.gspo(),
+}
+
+
+def memory_inputs(
+    device: str, dtype: torch.dtype, shape: tuple[int, int] = (256, 40000)
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    rows, vocab = shape
+    logits, target = made_logits(rows, vocab, dtype=dtype, device=device), made_target(vocab, rows, device=device)
+    fields = {
+        "teacher_logits": made_logits(rows, vocab, dtype=dtype, device=device, seed=9),
+        "teacher_ids": torch.randint(0, vocab, (rows, 4)).to(device),
+        "teacher_logprobs": torch.full((rows, 4), -2.0, device=device),
+        "segments": (torch.arange(rows) * 7 // rows).to(device),
+        "old_logprobs": torch.full((rows,), -10.0, device=device),
+        "advantages": made_logits(rows, device=device),
+    }
+    return logits, target, fields
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", MEMORY_LOSSES)
+def test_nothing_as_large_as_the_logits_but_the_gradient(dtype: torch.dtype, inplace: bool, name: str) -> None:
+    logits, target, fields = memory_inputs("cpu", dtype)
+    x = logits.requires_grad_().view_as(logits) if not inplace else logits.requires_grad_() * 1.0
+    with Tracker(x, logits, target, *fields.values(), large=LARGE) as forward:
+        out = logits_loss(x, target, MEMORY_LOSSES[name], batch=fields, num_segments=7, inplace=inplace)
+    assert forward.most_large == 0
+    assert forward.peak_bytes < TILES
+    with Tracker(x, logits, target, *fields.values(), large=LARGE) as backward:
+        (grad,) = torch.autograd.grad(out.loss, x)
+    assert backward.most_large == (0 if inplace else 1)
+    assert (grad.data_ptr() == x.data_ptr()) == inplace
+    assert backward.peak_bytes < TILES + LARGE * dtype.itemsize * backward.most_large
+
+
+@pytest.mark.parametrize("place", TRITON_PLACES)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", MEMORY_LOSSES)
+def test_only_kernels_touch_the_logits(place: Place, inplace: bool, name: str) -> None:
+    logits, target, fields = memory_inputs(place.device, torch.float32, (24, 1030))
+    x = logits.requires_grad_() * 1.0
+    with Tracker(x, logits, target, *fields.values(), large=x.numel()) as tracker:
+        out = logits_loss(
+            x, target, MEMORY_LOSSES[name], batch=fields, num_segments=7, inplace=inplace, backend=place.backend
+        )
+        torch.autograd.grad(out.loss, x)
+    assert tracker.most_large == (0 if inplace else 1)
+    # the interpreter's own: set_ and copy_
+    assert tracker.large_operations <= {"new_empty", "view", "alias", "detach", "slice", "set_", "copy_"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", MEMORY_LOSSES)
+def test_memory_on_a_gpu(inplace: bool, name: str) -> None:
+    def step() -> None:
+        x = logits.view_as(logits) if not inplace else logits * 1.0
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = logits_loss(x, target, MEMORY_LOSSES[name], batch=fields, num_segments=7, inplace=inplace)
+        torch.autograd.grad(out.loss, x)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+
+    logits, target, fields = memory_inputs("cuda", torch.bfloat16)
+    logits.requires_grad_()
+    peaks: list[int] = []
+    step()  # compiles
+    step()
+    gradient = 0 if inplace else LARGE * 2
+    assert gradient <= peaks[-1] <= gradient + (1 << 20)
+
+
+# ---- in place, and once or twice
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_inplace(place: Place, dtype: torch.dtype, reduction: str) -> None:
+    logits, target = made_logits(21, 131, dtype=dtype, device=place.device), made_target(131, 21, device=place.device)
+    options: dict[str, Any] = {"reduction": reduction, "z_loss": 0.01, "backend": place.backend}
+    loss, grad = loss_and_grad(lambda x: CrossEntropyLoss(**options)(x, target), logits)
+    leaf = logits.clone().requires_grad_()
+    x = leaf * 1.0
+    x.retain_grad()
+    mine = CrossEntropyLoss(**options, inplace=True)(x, target)
+    assert torch.equal(mine, loss) and torch.equal(x, logits)  # until backward, nothing is overwritten
+    mine.backward(upstream_like(mine), retain_graph=True)
+    assert torch.equal(leaf.grad, grad) and torch.equal(x, grad) and torch.equal(x.grad, grad)
+    assert x.data_ptr() not in (leaf.grad.data_ptr(), x.grad.data_ptr())
+    with pytest.raises(RuntimeError, match="a second backward through a loss with inplace=True"):
+        mine.backward(upstream_like(mine))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_inplace_is_seen_by_whoever_saved_the_logits(place: Place) -> None:
+    target = made_target(131, 21, device=place.device)
+    saved = made_logits(21, 131, device=place.device).requires_grad_().tanh()  # keeps its result
+    loss = logits_loss(saved, target, losses.cross_entropy(), inplace=True, backend=place.backend).loss
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    x = made_logits(21, 131, device=place.device).requires_grad_() * 1.0
+    first, second = (
+        logits_loss(x, target, losses.cross_entropy(), inplace=True, backend=place.backend).loss for _ in range(2)
+    )
+    first.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
+def test_inplace_refuses_what_must_keep_its_value() -> None:
+    target = made_target(9, 4)
+    leaf = made_logits(5, 9).requires_grad_()
+    for x in (leaf[:4], leaf[:4].view(4, 9), made_logits(4, 9).requires_grad_()):
+        with pytest.raises(ValueError, match="a leaf"):
+            logits_loss(x, target, losses.cross_entropy(), inplace=True)
+        assert logits_loss(x, target, losses.cross_entropy()).loss > 0
+    expanded = (leaf[:1] * 1.0).expand(4, 9)
+    with pytest.raises(ValueError, match="expanded"):
+        logits_loss(expanded, target, losses.cross_entropy(), inplace=True)
+    with torch.no_grad():  # nothing is written without a backward
+        assert logits_loss(leaf[:4] * 1.0, target, losses.cross_entropy(), inplace=True).loss > 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_second_backward(place: Place) -> None:
+    x = made_logits(21, 131, device=place.device).requires_grad_()
+    target = made_target(131, 21, device=place.device)
+    out = logits_loss(x, target, losses.cross_entropy() + losses.z_loss(), backend=place.backend)
+    (first,) = torch.autograd.grad(out.loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(out.loss * 2.0, x)
+    assert first.any()
+    torch.testing.assert_close(second, 2.0 * first)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_logits_changed_before_backward(place: Place) -> None:
+    x = made_logits(21, 131, device=place.device).requires_grad_() * 1.0
+    loss = logits_loss(x, made_target(131, 21, device=place.device), losses.cross_entropy(), backend=place.backend).loss
+    x.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_second_derivatives() -> None:
+    x = made_logits(5, 9).requires_grad_()
+    loss = logits_loss(x, made_target(9, 5), losses.cross_entropy()).loss
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_checkpoint(inplace: bool) -> None:
+    logits, target = made_logits(21, 33), made_target(33, 21)
+
+    def ours(x: Tensor) -> Tensor:
+        return logits_loss(x * 1.0, target, losses.cross_entropy(), inplace=inplace).loss
+
+    plain = loss_and_grad(ours, logits)
+    again = loss_and_grad(lambda x: checkpoint(ours, x, use_reentrant=False), logits)
+    assert plain[1].any() and all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_under_autocast() -> None:
+    """Autocast changes nothing: logits are computed on in fp32 whatever they are."""
+    logits, target = made_logits(21, 33), made_target(33, 21)
+    plain = loss_and_grad(lambda x: CrossEntropyLoss()(x, target), logits)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = loss_and_grad(lambda x: CrossEntropyLoss()(x, target), logits)
+    assert plain[1].any() and all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+# ---- wrong calls
+
+
+def call(**changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "logits": torch.randn(4, 6, 11), "target": torch.randint(0, 11, (4, 6)), "loss": losses.cross_entropy(),
+    }  # fmt: skip
+    return logits_loss(**(arguments | changes))
+
+
+WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (TypeError, "logits must be a torch.Tensor, got list", {"logits": [1.0]}),
+    (TypeError, "logits must be one of float32.*int64", {"logits": torch.ones(4, 6, 11, dtype=torch.int64)}),
+    (ValueError, r"logits must have shape \[..., vocab\], got \(4, 6, 0\)", {"logits": torch.randn(4, 6, 0)}),
+    (ValueError, r"logits must have shape \[..., vocab\], got \(\)", {"logits": torch.tensor(1.0)}),
+    (ValueError, "meta device", {"logits": torch.randn(4, 6, 11, device="meta"), "target": None}),
+    (ValueError, r"target must have shape \(4, 6\), the leading", {"target": torch.randint(0, 11, (24,))}),
+    (ValueError, "target is on meta, logits on cpu", {"target": torch.zeros(4, 6, dtype=torch.int64, device="meta")}),
+    (TypeError, "class probabilities are not supported", {"target": torch.rand(4, 6, 11)}),
+    (ValueError, "target is None, and cross_entropy reads it", {"target": None}),
+    (IndexError, r"target must be in \[0, 11\) .* got 11", {"target": torch.full((4, 6), 11)}),
+    (TypeError, "loss must be made of chunked_head.losses, got str", {"loss": "cross_entropy"}),
+    (TypeError, "metrics must hold chunked_head.metrics", {"metrics": [metrics.accuracy]}),
+    (ValueError, "reduction must be one of 'mean', 'sum', got 'none'", {"reduction": "none"}),
+    (ValueError, 'normalizer goes with reduction="mean"', {"reduction": "sum", "normalizer": 3.0}),
+    (ValueError, r"loss reinforce needs batch\['advantages'\]", {"loss": losses.reinforce()}),
+    (ValueError, "teacher_hidden: pass F.linear", {"batch": {"teacher_hidden": torch.randn(4, 6, 3)}}),
+    (ValueError, "temperature must be positive", {"temperature": 0.0}),
+    (ValueError, "softcap must be positive", {"softcap": 0.0}),
+    (ValueError, "shift must be at least 0", {"shift": -1}),
+    (ValueError, "backend must be None or one of", {"backend": "cuda"}),
+    (ValueError, "one per class", {"loss": losses.cross_entropy(class_weights=torch.rand(4))}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "changes"), WRONG, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_wrong_calls(error: type[Exception], match: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=match):
+        call(**changes)
+
+
+def test_the_right_call() -> None:
+    assert call().loss > 0
+
+
+WRONG_MODULES: list[tuple[str, dict[str, Any]]] = [
+    ("size_average is deprecated", {"size_average": True}),
+    ("reduce is deprecated", {"reduce": False}),
+    ("reduction must be one of", {"reduction": "avg"}),
+    ("label_smoothing must be finite and in", {"label_smoothing": 1.5}),
+    ("z_loss must be finite and in", {"z_loss": -1.0}),
+]
+
+
+@pytest.mark.parametrize(("match", "options"), WRONG_MODULES)
+def test_wrong_modules(match: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=match):
+        CrossEntropyLoss(**options)
+
+
+def test_wrong_calls_of_the_module() -> None:
+    x, module = torch.randn(4, 11), CrossEntropyLoss(torch.rand(11))
+    with pytest.raises(TypeError, match="class probabilities are not supported"):
+        module(x, torch.rand(4, 11))
+    with pytest.raises(ValueError, match=r"target must have shape \(4,\), the leading shape of logits"):
+        module(x, torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"weight must have shape \(12,\)"):
+        module(torch.randn(4, 12), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(TypeError, match="input must be a"):
+        module([1.0], torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("place", TRITON_PLACES)
+def test_float64_has_no_kernels(place: Place) -> None:
+    x = made_logits(4, 9, dtype=torch.float64, device=place.device)
+    with pytest.raises(ValueError, match="logits is float64: use backend='torch'"):
+        CrossEntropyLoss(backend=place.backend)(x, made_target(9, 4, device=place.device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_target_out_of_range_on_a_gpu(backend: str, reduction: str) -> None:
+    target = made_target(9, 20, device="cuda")
+    target[3] = 9
+    logits, module = made_logits(20, 9, device="cuda"), CrossEntropyLoss(reduction=reduction, backend=backend)
+    loss, grad = loss_and_grad(lambda x: module(x, target), logits)
+    counts = (target != -100) & (target != 9)
+    assert torch.isnan(loss if reduction == "mean" else loss[counts]).all()
+    assert torch.isnan(grad[counts]).all()
