@@ -8,22 +8,17 @@ _beside = Path(__file__).resolve().parent.parent
 if not (Path(__file__).resolve().parent / "kernels").is_dir() and (_beside / "kernels" / "exp_logits.py").is_file():
     __path__.append(str(_beside))
 
-from . import losses, metrics, weights  # noqa: E402  (after the path is set)
-from .head import ChunkedHead, linear_cross_entropy  # noqa: E402
-from .linear_loss import LossOutput, linear_loss  # noqa: E402
-from .logprobs import linear_logprobs  # noqa: E402
-from .plan_of import plan  # noqa: E402
-from .plans import Plan  # noqa: E402
+# ruff: noqa: E402  (after the path is set)
+from . import losses, metrics, weights
+from .gathered import gathered_topk_kl
+from .head import ChunkedHead, linear_cross_entropy
+from .linear_loss import LossOutput, linear_loss
+from .logprobs import linear_logprobs
+from .on_logits import CrossEntropyLoss, logits_loss
+from .plan_of import plan
+from .plans import Plan
 
 __all__ = [
-    "ChunkedHead",
-    "LossOutput",
-    "Plan",
-    "linear_cross_entropy",
-    "linear_logprobs",
-    "linear_loss",
-    "losses",
-    "metrics",
-    "plan",
-    "weights",
-]
+    "ChunkedHead", "CrossEntropyLoss", "LossOutput", "Plan", "gathered_topk_kl", "linear_cross_entropy",
+    "linear_logprobs", "linear_loss", "logits_loss", "losses", "metrics", "plan", "weights",
+]  # fmt: skip

@@ -34,7 +34,7 @@ class Batch(Mapping[str, Tensor]):
         return len(self.fields)
 
     def segment_sum(self, values: Tensor, name: str = "segments") -> Tensor:
-        """Sums of ``values`` [n] over each segment's tokens that count [num_segments]; tokens of segment -1 add nothing."""
+        """Sums of ``values`` [n] over each segment's tokens that count [num_segments]; segment -1 is none."""
         assert self.num_segments is not None
         ids = self.fields[name]
         kept = self.mask & (ids >= 0)
@@ -45,7 +45,7 @@ class Batch(Mapping[str, Tensor]):
 
     def segment_count(self, name: str = "segments") -> Tensor:
         """Tokens that count in each segment [num_segments], fp32."""
-        return self.segment_sum(torch.ones_like(self.target, dtype=torch.float32), name)
+        return self.segment_sum(torch.ones_like(self.mask, dtype=torch.float32), name)
 
     def segment_mean(self, values: Tensor, name: str = "segments") -> Tensor:
         """Means over each segment's tokens that count [num_segments], 0 for segments without any."""

@@ -55,8 +55,8 @@ def answer(question: Question) -> Answer:
     ordered = [first, *(pair for pair in asked if pair != first)]
     if len(ordered) > 2:
         raise ValueError(
-            "a call has at most two softmaxes, over different temperatures or vocabularies; these losses and metrics ask "
-            f"for temperatures {', '.join(f'{t:g}' for t in dict.fromkeys(t for t, _ in ordered))}"
+            "a call has at most two softmaxes, over different temperatures or vocabularies; these losses and metrics "
+            f"ask for temperatures {', '.join(f'{t:g}' for t in dict.fromkeys(t for t, _ in ordered))}"
             + (" and for the vocabulary shared with the teacher besides" if shared else "")
             + "; split them over two calls"
         )
@@ -121,8 +121,8 @@ def pair_up(
     betas = {s.teacher.beta for s, _ in dense if s.teacher is not None and s.teacher.beta is not None}
     if len(kinds) > 1 or len(betas) > 1:
         raise ValueError(
-            f"losses {', '.join(summand.label for summand, _ in dense)} see the dense teacher at different temperatures, "
-            "scales or beta; give them the same, or make two calls"
+            f"losses {', '.join(summand.label for summand, _ in dense)} see the dense teacher at different "
+            "temperatures, scales or beta; give them the same, or make two calls"
         )
     ((teacher, view),) = kinds
     columns = question.vocab if question.teacher_vocab is None else min(question.vocab, question.teacher_vocab)
@@ -138,9 +138,8 @@ def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> Tensor | 
     weighted = [summand for summand in summands if "weighted_sum" in summand.needs]
     if not weighted:
         return None
-    if "mean_logit" in names or any(
-        s.tensors["class_weights"] is not weighted[0].tensors["class_weights"] for s in weighted
-    ):
+    first = weighted[0].tensors["class_weights"]
+    if "mean_logit" in names or any(s.tensors["class_weights"] is not first for s in weighted):
         raise ValueError(
             f"{weighted[0].label} smooths over class weights, and a call sums its logits with one set of weights: "
             "losses and metrics that smooth with others, or need the mean logit, go into another call"

@@ -130,8 +130,10 @@ def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) ->
     else:
         coefficients, values = {}, total(wanted)[1] if structure.summands else []
     values = values + metric_values(structure, leaves, batch, inputs)
-    units = [part.unit for part, _ in (*structure.summands, *structure.metrics)]
-    rows, widths, apart = [], [], []
+    units = [*(summand.unit for summand, _ in structure.summands), *(metric.unit for metric, _ in structure.metrics)]
+    rows: list[Tensor] = []
+    widths: list[int] = []
+    apart: list[Tensor] = []
     for unit, value in zip(units, values, strict=True):
         parts = [] if unit != "token" else [value] if value.dim() == 1 else list(value.unbind(1))
         rows += parts

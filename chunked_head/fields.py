@@ -86,7 +86,8 @@ def check_teacher(summand: Summand, batch: Mapping[str, Tensor]) -> None:
             )
     elif "teacher_hidden" not in batch or "teacher_weight" not in batch:
         raise ValueError(
-            f"loss {summand.label} needs batch['teacher_logits'], or batch['teacher_hidden'] and batch['teacher_weight']"
+            f"loss {summand.label} needs batch['teacher_logits'], or batch['teacher_hidden'] with "
+            "batch['teacher_weight']"
         )
 
 

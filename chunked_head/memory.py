@@ -21,6 +21,7 @@ BYTES_PER_TOKEN = 56
 BYTES_PER_EVALUATED = 160
 BYTES_PER_COLUMN = 96
 CAST_BYTES = 16 * MiB
+PLAIN = Demand()
 Store = Literal["fast", "relative", "logits"]
 
 
@@ -52,7 +53,7 @@ class Sizes:
     bias_dtype: torch.dtype | None = None  # where it is not the weight's
     late_upstream: bool = False  # the upstream gradient is not a scalar: gradients wait for it
     coupled: bool = False  # a token's gradient depends on other tokens' statistics: all of them come first
-    demand: Demand = Demand()  # the statistics
+    demand: Demand = PLAIN  # the statistics
     teacher_columns: int = 0  # of a dense teacher's vocabulary that the student has too
     teacher_width: int = 0  # of its hidden states, 0 where it gives logits
     teacher_store: Literal["relative", "logits"] | None = None  # of its logits; None where the caller's are read
@@ -225,11 +226,13 @@ def strips_of(vocab: int) -> int:
 
 def work_space(sizes: Sizes, columns: int, rows: int) -> int:
     """Elementwise tiles of a backend that needs them, and where 16-bit operands are cast, the tiles of that."""
-    elementwise = min(sizes.scratch, rows * columns * sizes.logit_bytes)
+    demand = sizes.demand
+    tiles = 1 + 3 * any(demand.entropy) + 3 * (len(demand.views) > 1) + 6 * (demand.pairing is not None)
+    elementwise = tiles * min(sizes.scratch, rows * columns * sizes.logit_bytes)
     if not sizes.half or sizes.half_products:
         return elementwise
-    # a tile of the weight, and of its gradient
-    return elementwise + 2 * 4 * sizes.hidden * min(columns, cast_rows(sizes.hidden))
+    # a tile of the weight, or of its gradient
+    return elementwise + 4 * sizes.hidden * min(columns, cast_rows(sizes.hidden))
 
 
 def cast_rows(hidden: int) -> int:

@@ -194,7 +194,7 @@ class TokenObjective(Objective):
 
 @dataclass(frozen=True, eq=False)
 class StatsObjective(Objective):
-    """Statistics for a loss that the caller computes: those in ``names``, the first ``differentiable`` with gradient."""
+    """Statistics for a loss that the caller computes: ``names``, of which the first ``differentiable`` with gradient."""
 
     names: tuple[str, ...]
     differentiable: int

@@ -222,10 +222,11 @@ class Call:
 
     def rows(self, logits: Tensor) -> list[tuple[slice, Rows]]:
         objective, found, start = self.objective, [], 0
-        whole = Rows(logits, objective.target, objective.columns, objective.teacher)
         for view in row_views(logits):
             at = slice(start, start + len(view))
-            found.append((at, whole._replace(hidden=logits[:0]).at(at)._replace(hidden=view)))
+            columns = None if objective.columns is None else objective.columns[at]
+            teacher = None if objective.teacher is None else objective.teacher.rows(at)
+            found.append((at, Rows(view, objective.target[at], columns, teacher)))
             start = at.stop
         return found
 

@@ -95,7 +95,7 @@ def linear_loss(
     temperature: float = 1.0,
     shift: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and parts of ``chunked_head.linear_loss`` on full logits: formulas of ``chunked_head.oracle``, one by one."""
+    """Loss and parts of ``chunked_head.linear_loss`` on full logits, by the formulas of ``chunked_head.oracle``."""
     batch = dict(batch or {})
     if target is None:
         target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)

@@ -103,9 +103,9 @@ class RowStats:
 
         two = len(demand.views) > 1
         pairing = demand.pairing
-        vectors = [torch.empty(tokens, dtype=dtype, device=device) for _ in range(5)]
+        lse, start, rest, logprob, target_logit = (torch.empty(tokens, dtype=dtype, device=device) for _ in range(5))
         return cls(
-            *vectors,
+            lse, start, rest, logprob, target_logit,
             entropy=rows(demand.entropy[0]),
             weighted_sum=rows(demand.weighted_sum),
             top=rows(demand.top),
@@ -113,7 +113,8 @@ class RowStats:
             column_logits=rows(demand.columns > 0, demand.columns),
             top_k_logits=rows(demand.top_k > 0, demand.top_k),
             top_k_ids=rows(demand.top_k > 0, demand.top_k, kind=torch.int64),
-            lse2=rows(two), start2=rows(two), rest2=rows(two), logprob2=rows(two), entropy2=rows(two and demand.entropy[1]),
+            lse2=rows(two), start2=rows(two), rest2=rows(two), logprob2=rows(two),
+            entropy2=rows(two and demand.entropy[1]),
             teacher_start=rows(pairing is not None),
             teacher_rest=rows(pairing is not None),
             forward_kl=rows(pairing is not None and pairing.forward_kl),

@@ -83,8 +83,9 @@ def finish_strip(
     # subtracted first: one fused multiply-add would leave the largest term 1 +- 1e-7 |x|, and lse off by as much
     z = x - shift[:, None]
     e = tl.exp2(z * log2_e)
-    target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32)
-    e = tl.where(offs_col[None, :] == target[:, None], 0.0, e)
+    if target_ptr is not None:
+        target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32)
+        e = tl.where(offs_col[None, :] == target[:, None], 0.0, e)
     tl.store(strip_offset_ptr + stats_at, strip_offset, mask=in_rows)
     tl.store(strip_sum_ptr + stats_at, tl.sum(e, 1), mask=in_rows)
     if strip_shifted_sum_ptr is not None:
@@ -113,7 +114,7 @@ def exp_logits_kernel(
     bias_ptr,  # [vocab] or None
     class_weights_ptr,  # [vocab] or None
     row_offset_ptr,  # [rows] fp32, or None for each strip's own maximum
-    target_ptr,  # [rows] int64, -1 where the row does not count
+    target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
     # sizes
     rows,
     vocab,

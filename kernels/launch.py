@@ -87,7 +87,7 @@ def exp_logits(
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
     row_offset: torch.Tensor | None,  # [rows] fp32: then exponentials are stored, else relative logits
-    target: torch.Tensor,  # [rows] int64
+    target: torch.Tensor | None,  # [rows] int64
     logit_scale: float | None,
     softcap: float | None,
     tile: ExpTile = EXP_TILE,
@@ -119,8 +119,8 @@ def merge_strips(
     argmax: torch.Tensor | None,
     level: torch.Tensor | None,  # [rows] fp32
     strips: Strips,
-    target_logit: torch.Tensor,
-    target: torch.Tensor,
+    target_logit: torch.Tensor | None,
+    target: torch.Tensor | None,
 ) -> None:
     count, rows = strips.offset.shape
     block_rows, block_strips = 8, 512

@@ -75,14 +75,14 @@ def pair_stats(
     floor: float,
 ) -> None:
     rows = student.logits.shape[0]
-    block, warps = row_block(columns)
+    block = min(row_block(columns)[0], 2048)
     pair_stats_kernel[(rows,)](
         forward_kl, reverse_kl, teacher_entropy, kl_mixture, jsd, tvd, sign,
         student.logits, student.offset, student.bias, start, rest,
         teacher.logits, teacher.offset, teacher.bias, teacher_start, teacher_rest,
         rows, columns, student.logits.stride(0), teacher.logits.stride(0),
         student.logit_scale, student.softcap, ratio, teacher.logit_scale, teacher.softcap,
-        BETA=beta, **mixture(beta), FLOOR=floor, STRIP=EXP_TILE.strip, BLOCK=min(block, 4096), num_warps=warps,
+        BETA=beta, **mixture(beta), FLOOR=floor, STRIP=EXP_TILE.strip, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -136,12 +136,14 @@ def row_grad(
     first_column: int,
     logit_scale: float | None,
     softcap: float | None,
+    relative: tuple[int, int, int] = (8, 8, 4),  # rows, strips and warps of a program over relative logits
 ) -> None:
     rows, columns = dlogits.shape
     if stored.offset is not None:
-        block_rows, block, warps = 32, EXP_TILE.strip, 4
+        block_rows, strips, warps = relative
         # several strips a program: what is per row is loaded once for them
-        column_programs = triton.cdiv(triton.cdiv(columns, block), 8)
+        block = EXP_TILE.strip
+        column_programs = triton.cdiv(triton.cdiv(columns, block), strips)
     else:
         # one program walks a row, because a narrower gradient overwrites logits that lie before it
         block_rows, column_programs = 1, 1
@@ -153,10 +155,11 @@ def row_grad(
     if beside is not None:
         side = beside.stored
         teacher = (
-            side.logits, side.offset, side.bias, beside.start, beside.rest, beside.gamma, beside.rho, beside.tau, beside.theta
+            side.logits, side.offset, side.bias, beside.start, beside.rest,
+            beside.gamma, beside.rho, beside.tau, beside.theta,
         )  # fmt: skip
         sizes, scalars = (beside.columns, side.logits.stride(0)), (side.logit_scale, side.softcap)
-    row_grad_kernel[(column_programs, triton.cdiv(rows, block_rows))](
+    row_grad_kernel[(column_programs * triton.cdiv(rows, block_rows),)](
         dlogits, stored.logits, stored.offset, stored.bias, class_weights, target, target_logit, start, rest,
         alpha, beta, eta, kappa, second_.start, second_.rest, second_.alpha, second_.eta, *teacher,
         rows, columns, first_column, second_.columns, sizes[0],
@@ -219,6 +222,7 @@ def column_grad(
     second_ = second or Second(None, None, None, None, None, columns)  # type: ignore[arg-type]
     column_grad_kernel[(rows,)](
         dlogits, logit, ids, sparse, class_weights, target, target_logit, start, rest, alpha, beta, eta, kappa,
-        second_.start, second_.rest, second_.alpha, second_.eta, columns, first_column, second_.columns, count, dlogits.stride(0),
+        second_.start, second_.rest, second_.alpha, second_.eta,
+        columns, first_column, second_.columns, count, dlogits.stride(0),
         logit_scale, softcap, second_.ratio, ADD=add, BLOCK=triton.next_power_of_2(count), num_warps=1,
     )  # fmt: skip

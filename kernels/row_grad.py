@@ -66,7 +66,8 @@ def row_grad_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # STRIP where logits are relative
 ):
-    offs_row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column_program = tl.program_id(0) % COLUMN_PROGRAMS
+    offs_row = (tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
     wide_row = offs_row.to(tl.int64)[:, None]
     target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)[:, None]
@@ -102,7 +103,7 @@ def row_grad_kernel(
             tau = tl.load(tau_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
         if theta_ptr is not None:
             theta = tl.load(theta_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-    for start in range(tl.program_id(0) * BLOCK, columns, COLUMN_PROGRAMS * BLOCK):
+    for start in range(column_program * BLOCK, columns, COLUMN_PROGRAMS * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         in_columns = offs < columns
         mask = in_rows[:, None] & in_columns[None, :]

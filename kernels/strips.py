@@ -25,8 +25,8 @@ def merge_strips_kernel(
     strip_weighted_sum_ptr,  # [strips, rows] fp32 or None
     strip_top_ptr,  # [strips, rows] fp32 or None
     strip_argmax_ptr,  # [strips, rows] int32 or None
-    target_logit_ptr,  # [rows] fp32, and the offset that was asked for where there is a level
-    target_ptr,  # [rows] int64, -1 where the row does not count
+    target_logit_ptr,  # [rows] fp32, and the offset that was asked for where there is a level; None without targets
+    target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
     # sizes
     rows,
     strips,
@@ -42,10 +42,11 @@ def merge_strips_kernel(
     run_top = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     run_argmax = tl.full((BLOCK_ROWS,), 2147483647, dtype=tl.int32)
     largest_offset = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-    asked = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
-    counts = tl.load(target_ptr + offs_row, mask=in_rows, other=-1) >= 0
-    run_max = tl.where(counts, asked, run_max)
-    run_sum = tl.where(counts & (asked != float("-inf")), 1.0, run_sum)
+    if target_ptr is not None:
+        asked = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
+        counts = tl.load(target_ptr + offs_row, mask=in_rows, other=-1) >= 0
+        run_max = tl.where(counts, asked, run_max)
+        run_sum = tl.where(counts & (asked != float("-inf")), 1.0, run_sum)
     for start in range(0, strips, BLOCK_STRIPS):
         offs_strip = start + tl.arange(0, BLOCK_STRIPS)
         at = offs_strip[:, None].to(tl.int64) * rows + offs_row[None, :]

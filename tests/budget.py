@@ -13,6 +13,7 @@ def assert_within_budget(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torc
     ours, eager, truth = (t.detach().double().cpu() for t in (ours, eager, truth))
     error, allowed = (ours - truth).abs(), (eager - truth).abs()
     ulp = torch.finfo(dtype).eps
+    assert torch.isfinite(truth).all() and torch.isfinite(eager).all(), f"{what}: the oracle is not finite"
     assert torch.isfinite(ours).all(), f"{what}: {int((~torch.isfinite(ours)).sum())} elements are not finite"
     if not truth.numel():
         return

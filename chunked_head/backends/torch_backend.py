@@ -351,3 +351,39 @@ def slope(x: Tensor, head: Head) -> Tensor | float:
     if head.softcap is None:
         return head.logit_scale
     return (x / head.softcap).square_().neg_().add_(1.0).mul_(head.logit_scale)
+
+
+class GivenLogits(TorchSession):
+    """Logits that exist already, in the place of hidden states and of what a matmul makes of them."""
+
+    def __init__(self, head: Head, demand: Demand, logits: Tensor):
+        self.head, self.demand = head, demand
+        self.dtype = torch.promote_types(logits.dtype, torch.float32)
+        rows, columns = logits.shape
+        block = min(rows, block_rows(columns))
+        self.buffer = logits.new_empty(block * columns, dtype=self.dtype)
+        self.scratch = logits.new_empty(block * min(columns, TILE_COLUMNS), dtype=self.dtype)
+        if demand.pairing is not None:
+            self.teacher_buffer = logits.new_empty(block * demand.pairing.columns, dtype=self.dtype)
+
+    def compute_logits(self, hidden: Tensor, head: Head) -> Tensor:
+        logits = self.buffer[: hidden.numel()].view(hidden.shape)
+        logits.copy_(hidden)
+        transform_(logits, None, head)
+        return logits
+
+
+def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+    session = GivenLogits(head, demand, rows.hidden)
+    for block in row_blocks(rows.hidden):
+        session.stats(rows.at(block), out.at(block))
+
+
+def logits_grad(
+    out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
+) -> None:
+    session, everything = GivenLogits(head, demand, rows.hidden), slice(0, rows.hidden.shape[1])
+    for block in row_blocks(rows.hidden):
+        grad = session.tile_grad(rows.at(block), everything, stats.at(block), coefficients.at(block))
+        # selection: where a row does not count its logits may be nan
+        out[block] = grad.masked_fill_((rows.target[block] < 0)[:, None], 0.0)

@@ -116,8 +116,9 @@ class KernelSession(AddsDlogits):
         if len(demand.views) > 1:
             view = demand.views[1]
             assert out.lse2 is not None and out.start2 is not None and out.rest2 is not None
+            exact = out.target_logit if self.stored.offset is not None else None
             launch_rows.row_stats(
-                out.lse2, out.start2, out.rest2, out.logprob2, out.target_logit if self.stored.offset is not None else None, out.entropy2,
+                out.lse2, out.start2, out.rest2, out.logprob2, exact, out.entropy2,
                 None, None, None, self.stored, view.columns or vocab, rows.target, None, ratio_of(view.ratio),
             )  # fmt: skip
         pairing = demand.pairing
@@ -129,7 +130,8 @@ class KernelSession(AddsDlogits):
         assert start is not None and rest is not None
         launch_rows.pair_stats(
             out.forward_kl, out.reverse_kl, out.teacher_entropy, out.kl_mixture, out.jsd, out.tvd, out.sign,
-            self.stored, start, rest, ratio_of(demand.views[pairing.view].ratio), self.teacher_stored, out.teacher_start, out.teacher_rest,
+            self.stored, start, rest, ratio_of(demand.views[pairing.view].ratio),
+            self.teacher_stored, out.teacher_start, out.teacher_rest,
             pairing.columns, pairing.beta, LOG_FLOOR,
         )  # fmt: skip
 
@@ -169,7 +171,8 @@ class KernelSession(AddsDlogits):
         if teacher is not None and pairing is not None:
             assert stats.teacher_start is not None and stats.teacher_rest is not None
             beside = Beside(
-                teacher, stats.teacher_start, stats.teacher_rest, min(max(pairing.columns - first, 0), columns), pairing.view == 1,
+                teacher, stats.teacher_start, stats.teacher_rest,
+                min(max(pairing.columns - first, 0), columns), pairing.view == 1,
                 c.gamma, c.rho, c.tau, c.theta, pairing.beta, LOG_FLOOR,
             )  # fmt: skip
         common = (stats.target_logit, stats.start, stats.rest, c.alpha, c.beta, c.eta, c.kappa, second)
@@ -243,11 +246,10 @@ class RelativeSession(KernelSession):
             normalize_rows((start, rest), stored, columns)
             return stored
         strips = self.teacher_strips.of_rows(count, columns)
-        nowhere = torch.full_like(rows.target, -1)
         launch.exp_logits(
-            buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, nowhere, *transform(teacher)
+            buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, *transform(teacher)
         )
-        launch.merge_strips(None, start, rest, None, None, None, None, None, None, strips, start, nowhere)
+        launch.merge_strips(None, start, rest, None, None, None, None, None, None, strips, None, None)
         return Stored(buffer, strips.offset)
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
@@ -338,7 +340,8 @@ class LogitsSession(KernelSession):
         logits = self.compute_logits(rows.hidden, head.weight, self.buffer)
         self.stored = Stored(logits, None, head.bias, *transform(head))
         launch_rows.row_stats(
-            out.lse, out.start, out.rest, out.logprob, out.target_logit, out.entropy, out.weighted_sum, out.top, out.argmax,
+            out.lse, out.start, out.rest, out.logprob, out.target_logit, out.entropy, out.weighted_sum, out.top,
+            out.argmax,
             self.stored, logits.shape[1], rows.target, head.class_weights, None,
         )  # fmt: skip
         if out.column_logits is not None:

@@ -68,8 +68,8 @@ def simpo(
     """[P]"""
     values = []
     for u, v in chosen_and_rejected(log_likelihood(x, target), fields, average=True):
-        chosen = torch.sigmoid(beta * u - beta * v - gamma)
-        values.append(-(1 - label_smoothing) * chosen.log() - label_smoothing * (1 - chosen).log())
+        margin = beta * u - beta * v - gamma
+        values.append(-(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin))
     return stacked(values, x)
 
 
@@ -94,6 +94,9 @@ def orpo(x: Tensor, target: Tensor, fields: Mapping[str, Any], *, beta: float = 
     """[P]"""
     values = []
     for u, v in chosen_and_rejected(log_likelihood(x, target), fields, average=True):
+        if u == 0 or v == 0:  # a segment without tokens: the pair does not count, and its odds are infinite
+            values.append(u * 0.0 + v * 0.0)
+            continue
         odds_of_chosen, odds_of_rejected = u.exp() / (1 - u.exp()), v.exp() / (1 - v.exp())
         values.append(-beta * torch.log(odds_of_chosen / (odds_of_chosen + odds_of_rejected)))
     return stacked(values, x)

@@ -1,0 +1,151 @@
+"""Log-probabilities for a loss of the caller's own: values, gradients, and that they are the same in every call."""
+
+from typing import Any
+
+import pytest
+import torch
+from budget import assert_within_budget
+from cases import PLACES, Place
+from torch import Tensor
+from tracking import Tracker
+
+from chunked_head import linear_logprobs, linear_loss, losses, metrics
+
+TOKENS, HIDDEN, VOCAB = 83, 64, 277
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tempered": {"temperature": 0.7},
+    "capped": {"softcap": 6.0, "logit_scale": 1.3, "temperature": 1.4},
+    "negative": {"logit_scale": -0.8},
+}
+
+
+def operands(dtype: torch.dtype, device: str, spread: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
+    made = torch.Generator().manual_seed(9)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=made)
+    weight = torch.randn(VOCAB, HIDDEN, generator=made) * spread / HIDDEN**0.5
+    target = torch.randint(0, VOCAB, (TOKENS,), generator=made)
+    target[torch.rand(TOKENS, generator=made) < 0.2] = -100
+    return hidden.to(device, dtype), weight.to(device, dtype), target.to(device)
+
+
+def on_full_logits(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, softcap: float | None = None,
+    logit_scale: float = 1.0, temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Log-probability, entropy and lse, 0 where a token does not count; and the logits."""
+    x = torch.nn.functional.linear(hidden, weight, bias)
+    x = x.to(torch.promote_types(x.dtype, torch.float32)) * logit_scale
+    x = (x if softcap is None else softcap * torch.tanh(x / softcap)) / temperature
+    logs, counts = x.log_softmax(-1), target != -100
+    own = logs.gather(1, target.clamp(min=0)[:, None])[:, 0]
+    entropy = -(logs.exp() * logs).sum(-1)
+    own, entropy, lse = (torch.where(counts, t, 0.0) for t in (own, entropy, x.logsumexp(-1)))
+    return own, entropy, lse, x
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head", HEADS)
+def test_values_and_gradients(place: Place, dtype: torch.dtype, head: str) -> None:
+    if place == Place("triton", "cpu") and dtype == torch.bfloat16:
+        pytest.skip("interpreted, a road of bf16 is that of fp16")
+    hidden, weight, target = operands(dtype, place.device)
+    bias = torch.randn(VOCAB).to(place.device, dtype)
+    made = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(TOKENS, generator=made).to(place.device) for _ in range(3)]
+
+    def run(call: Any, kind: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        leaves = [t.detach().to(kind).requires_grad_() for t in (hidden, weight, bias)]
+        found = call(*leaves[:2], target, bias=leaves[2], **HEADS[head])[:3]
+        total = sum((u.to(f.dtype) * f).sum() for u, f in zip(upstream, found, strict=True))
+        return [f.detach() for f in found], list(torch.autograd.grad(total, leaves))
+
+    def ours(h: Tensor, w: Tensor, y: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        garbage = torch.where((y == -100)[:, None], torch.nan, h)
+        return linear_logprobs(
+            garbage, w, y, entropy=True, lse=True, backend=place.backend, memory_budget="1MiB", **options
+        )
+
+    (mine, grads), (plain, eager) = run(ours, dtype), run(on_full_logits, dtype)
+    exact, truth = run(on_full_logits, torch.float64)
+    for name, a, b, c in zip(("logprobs", "entropy", "lse"), mine, plain, exact, strict=True):
+        assert_within_budget(a, b, c, torch.float32, name)
+    for name, a, b, c in zip(("hidden", "weight", "bias"), grads, eager, truth, strict=True):
+        assert_within_budget(a, b, c, dtype, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("head", HEADS)
+def test_largest(place: Place, head: str) -> None:
+    """argmax and the K largest, ids and log-probabilities, under a bias, a cap and a negative scale too."""
+    hidden, weight, target = operands(torch.float32, place.device)
+    bias = torch.randn(VOCAB, device=place.device)
+    found = linear_logprobs(
+        hidden, weight, target, bias=bias, argmax=True, top_k=7, backend=place.backend, chunk_tokens=32, **HEADS[head]
+    )
+    assert found._fields == ("logprobs", "argmax", "top_k_logprobs", "top_k_ids")
+    own, _, _, x = on_full_logits(hidden.double(), weight.double(), target, bias.double(), **HEADS[head])
+    counts = target != -100
+    values, ids = x.log_softmax(-1).topk(7)
+    torch.testing.assert_close(found.logprobs.double(), own, rtol=1e-5, atol=2e-5)
+    assert torch.equal(found.argmax[counts], x.argmax(-1)[counts]) and torch.equal(found.top_k_ids[counts], ids[counts])
+    torch.testing.assert_close(found.top_k_logprobs[counts].double(), values[counts], rtol=1e-5, atol=2e-5)
+    assert not found.argmax[~counts].any() and not found.top_k_ids[~counts].any()
+    assert not found.top_k_logprobs.requires_grad and found.top_k_ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("spread", [2.0, 30.0])
+def test_fed_back_they_give_a_ratio_of_one(place: Place, dtype: torch.dtype, spread: float) -> None:
+    """Whatever the road, the chunks, the other losses and the metrics."""
+    if place == Place("triton", "cpu") and dtype == torch.bfloat16:
+        pytest.skip("interpreted, a road of bf16 is that of fp16")
+    hidden, weight, target = operands(dtype, place.device, spread)
+    with torch.no_grad():
+        old = linear_logprobs(hidden, weight, target, backend=place.backend)
+    grads = [t.requires_grad_() for t in (hidden, weight)]
+    assert all(t.requires_grad for t in grads)
+    advantages = torch.ones(TOKENS, device=place.device)
+    batch = {"old_logprobs": old, "advantages": advantages}
+    measured = [
+        metrics.ratio(reduce="max", name="most"), metrics.ratio(reduce="min", name="least"),
+        metrics.clip_fraction(clip_low=1e-5, clip_high=1e-5), metrics.entropy(), metrics.accuracy(),
+    ]  # fmt: skip
+    for loss in (
+        losses.grpo(),
+        losses.grpo() + 0.1 * losses.entropy(),
+        losses.grpo() + losses.cross_entropy(label_smoothing=0.1) + 1e-3 * losses.z_loss(),
+        losses.grpo() + losses.entropy(temperature=2.0),
+    ):
+        for chunk in (16, 128):
+            out = linear_loss(
+                hidden, weight, target, loss, batch=batch, metrics=measured, chunk_tokens=chunk, backend=place.backend
+            )
+            assert abs(out.metrics["most"].value - 1.0) <= 1e-5 and abs(out.metrics["least"].value - 1.0) <= 1e-5
+            assert out.metrics["clip_fraction"].value == 0.0
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    """One matmul: no buffer of a gradient's size, and no more logits than a chunk's."""
+    hidden, weight, target = torch.randn(512, 32), torch.randn(5003, 32), torch.randint(0, 5003, (512,))
+    with Tracker(hidden, weight, target, large=64 * 5003) as tracker, torch.no_grad():
+        found = linear_logprobs(hidden, weight, target, chunk_tokens=64)
+    assert found.grad_fn is None and tracker.most_large == 1
+    assert tracker.peak_bytes < 64 * 5003 * 4 + 2 * 2**20
+
+
+def test_shift_and_leading_dimensions() -> None:
+    hidden, weight, target = torch.randn(2, 9, 16), torch.randn(33, 16), torch.randint(0, 33, (2, 9))
+    mask = torch.rand(2, 9) < 0.7
+    found = linear_logprobs(hidden, weight, target, shift=1, mask=mask)
+    own = (hidden @ weight.t()).log_softmax(-1)[:, :-1].gather(2, target[:, 1:, None])[..., 0]
+    expected = torch.cat([torch.zeros(2, 1), torch.where(mask[:, 1:], own, 0.0)], 1)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("top_k", [0, 34, True, 1.5])
+def test_wrong_top_k(top_k: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="top_k"):
+        linear_logprobs(torch.randn(2, 4), torch.randn(33, 4), torch.zeros(2, dtype=torch.int64), top_k=top_k)

@@ -1,0 +1,164 @@
+"""Every loss: no second buffer of a chunk's logits, peaks as the plan says, and nothing that waits for the device."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import PLACES, Place
+from loss_cases import LOSS_CASES, VOCAB, LossCase, LossInputs, inputs_of
+from tracking import Tracker
+
+from chunked_head import LossOutput, linear_loss, losses, metrics, plan
+from chunked_head.backends import torch_backend
+from chunked_head.losses import Losses
+from chunked_head.memory import MiB
+
+CHUNK = 32
+
+
+def call(case: LossCase, inputs: LossInputs, place: Place, **more: Any) -> LossOutput:
+    return linear_loss(
+        inputs.hidden, inputs.weight, inputs.target, case.losses, batch=inputs.batch,
+        num_segments=inputs.num_segments, backend=place.backend, **inputs.head, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
+def test_one_buffer_of_logits(place: Place, case: LossCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor of chunk x vocabulary elements at a time, and one more where there is a dense teacher."""
+    # tiles much smaller than these small chunks, as they are beside real ones
+    monkeypatch.setattr(torch_backend, "TILE_ELEMENTS", 1024)
+    monkeypatch.setattr(torch_backend, "TILE_COLUMNS", 128)
+    inputs = inputs_of(case, torch.float16 if place.backend == "triton" else torch.float32, place.device)
+    weight = inputs.weight[:, :16].contiguous()  # its gradient is smaller than a chunk's logits
+    hidden = inputs.hidden[:, :16].contiguous().requires_grad_()
+    inputs = LossInputs(hidden, weight.requires_grad_(), inputs.target, inputs.batch, inputs.head, inputs.num_segments)
+    given = [v for v in inputs.batch.values() if isinstance(v, torch.Tensor)]
+    large = CHUNK * min(VOCAB, case.teacher_vocab) * 3 // 4
+    with Tracker(hidden, weight, *given, large=large) as tracker:
+        call(case, inputs, place, chunk_tokens=CHUNK).loss.backward()
+    if place == Place("triton", "cpu"):
+        pytest.skip("the interpreter copies a kernel's arguments for itself")
+    teacher = any(name.startswith(("teacher_logits", "teacher_hidden")) for name in case.batch)
+    in_place = place.backend == "triton" and "teacher_logits" in case.batch
+    assert tracker.most_large == 1 + (teacher and not in_place)
+    if place.backend == "triton":
+        touching = {"_softmax", "_log_softmax", "logsumexp", "exp", "gather", "sub", "mul", "where", "clone"}
+        assert not tracker.large_operations & touching, tracker.large_operations
+
+
+WIDE: dict[str, tuple[Losses, tuple, dict[str, Any]]] = {
+    "metrics": (losses.cross_entropy(), (metrics.entropy(), metrics.accuracy()), {}),
+    "entropy": (losses.cross_entropy() - 0.1 * losses.entropy(), (), {}),
+    "two-temperatures": (losses.cross_entropy() - 0.1 * losses.entropy(temperature=2.0), (), {}),
+    "gspo": (losses.gspo(), (metrics.ratio(level="segment"),), {}),
+    "topk": (losses.topk_kl() + losses.cross_entropy(), (), {"teacher_k": 32}),
+    "dense": (losses.forward_kl() + 0.1 * losses.jsd(), (), {"teacher_hidden": 96}),
+    "dense-smaller": (losses.reverse_kl(), (), {"teacher_hidden": 96, "teacher_vocab": 15000}),
+}
+
+
+@pytest.mark.parametrize("place", [p for p in PLACES if p.id != "triton-interpreted"])
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("budget", [None, "48MiB"])
+def test_prediction(place: Place, name: str, dtype: torch.dtype, budget: str | None) -> None:
+    loss, measured, teacher = WIDE[name]
+    tokens, width, vocab = (2048, 512, 64000) if place == Place("triton", "cuda") else (1024, 64, 20000)
+    if budget is not None and place == Place("triton", "cuda"):
+        budget = "500MiB"
+    made = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*shape, generator=made).to(place.device, kind)
+
+    hidden, weight = normal(tokens, width).requires_grad_(), normal(vocab, width).requires_grad_()
+    target = torch.randint(0, vocab, (tokens,), generator=made).to(place.device)
+    fields: dict[str, torch.Tensor] = {}
+    if name == "gspo":
+        fields = {"old_logprobs": normal(tokens, kind=torch.float32), "advantages": normal(tokens, kind=torch.float32)}
+        fields["segments"] = (torch.arange(tokens) // 100).to(place.device)
+    if "teacher_k" in teacher:
+        fields["teacher_ids"] = torch.randint(0, vocab, (tokens, 32), generator=made).to(place.device)
+        fields["teacher_logprobs"] = normal(tokens, 32, kind=torch.float32).log_softmax(-1)
+    if "teacher_hidden" in teacher:
+        fields["teacher_hidden"] = normal(tokens, 96)
+        fields["teacher_weight"] = normal(teacher.get("teacher_vocab", vocab), 96)
+    segments = 21 if name == "gspo" else None
+    expected = plan(
+        tokens, width, vocab, dtype, loss=loss, metrics=measured, memory_budget=budget, device=place.device,
+        backend=place.backend, **teacher,
+    )  # fmt: skip
+
+    def step() -> LossOutput:
+        hidden.grad = weight.grad = None
+        out = linear_loss(
+            hidden, weight, target, loss, batch=fields, num_segments=segments, metrics=measured,
+            memory_budget=budget, backend=place.backend,
+        )  # fmt: skip
+        out.loss.backward()
+        return out
+
+    if place.device == "cuda":
+        step()
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = step()
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        with Tracker(hidden, weight, target, *fields.values()) as tracker:
+            out = step()
+        peak = tracker.peak_bytes
+    assert out.plan == expected
+    assert abs(peak - expected.peak_bytes) <= max(0.05 * expected.peak_bytes, 8 * MiB), (
+        f"measured {peak / MiB:.2f} MiB, predicted {expected.peak_bytes / MiB:.2f} MiB\n{expected}"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
+def test_no_host_synchronisation(case: LossCase) -> None:
+    place = Place("triton", "cuda")
+    inputs = inputs_of(case, torch.bfloat16, "cuda")
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    measured = [metrics.entropy(), metrics.lse(reduce="max")] + ([metrics.accuracy()] if case.target else [])
+
+    def step() -> None:
+        out = call(case, inputs, place, chunk_tokens=CHUNK, metrics=measured)
+        out.loss.backward()
+        assert len(out.metrics) == len(measured)
+        hidden.grad = weight.grad = None
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("place", PLACES[:1])
+def test_a_sum_is_the_sum_of_its_summands(place: Place) -> None:
+    """Losses asked for together, with what each needs, are what they are one by one: values and gradients."""
+    terms = [c for c in LOSS_CASES if c.name in ("grpo", "gspo", "topk-vocab", "forward-kl-logits", "entropy-head")]
+    total: list[torch.Tensor] = []
+    names = sorted({name for c in terms for name in c.batch})
+    together = LossCase("together", tuple(t for c in terms for t in c.terms if t.kind != "cross_entropy"), tuple(names))
+    inputs = inputs_of(together, torch.float64, place.device)
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    options = {"batch": inputs.batch, "num_segments": inputs.num_segments, "backend": place.backend}
+    for factor, kind, given in together.terms:
+        one = getattr(losses, kind)(**given)
+        loss = linear_loss(hidden, weight, inputs.target, 0.7 * factor * one, chunk_tokens=16, **options).loss
+        grads = torch.autograd.grad(loss, [hidden, weight])
+        total = (
+            [a + b for a, b in zip(total, (loss.detach(), *grads), strict=True)] if total else [loss.detach(), *grads]
+        )
+    out = linear_loss(hidden, weight, inputs.target, 0.7 * together.losses, chunk_tokens=64, **options)
+    grads = torch.autograd.grad(out.loss, [hidden, weight])
+    for ours, expected in zip((out.loss, *grads), total, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
