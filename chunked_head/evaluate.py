@@ -173,13 +173,14 @@ def metric_values(structure: Structure, leaves: Mapping[str, Tensor], batch: Bat
     return found
 
 
-def totals(structure: Structure, evaluations: list[Evaluation]) -> list[Tensor]:
+def totals(structure: Structure, evaluations: list[Evaluation], poison: Tensor) -> list[Tensor]:
     """Of all chunks: sums of each summand's values and each metric's, or extrema; 0-d, [c] of several components.
 
-    Tokens are summed in one go, so that a sum does not depend on the chunks that they came in.
+    Tokens are summed in one go, so that a sum does not depend on the chunks that they came in. ``poison`` [] is 0, or
+    nan where an id was out of range.
     """
     table = evaluations[0].table if len(evaluations) == 1 else torch.cat([e.table for e in evaluations], 1)
-    sums = table.sum(1)
+    sums = table.sum(1) + poison
     apart, row, found = iter(evaluations[0].apart), 0, []
     parts = [part for part, _ in (*structure.summands, *structure.metrics)]
     for part, width in zip(parts, evaluations[0].widths, strict=True):
@@ -188,7 +189,7 @@ def totals(structure: Structure, evaluations: list[Evaluation]) -> list[Tensor]:
         if reduce != "mean":
             total = values.amax(-1) if reduce == "max" else values.amin(-1)
         else:
-            total = values.sum(-1) if width == 0 else sums[row : row + width]
+            total = values.sum(-1) + poison if width == 0 else sums[row : row + width]
         found.append(total.squeeze(0) if width == 1 else total)
         row += width
     return found

@@ -115,7 +115,7 @@ class ScalarObjective(Objective):
         if not self.evaluations and len(self.target):
             self.evaluations.append(self.evaluate(stats, everything, self.inputs.factors, gradient=False))
         if self.evaluations:
-            self.found[:] = totals(self.structure, self.evaluations)
+            self.found[:] = totals(self.structure, self.evaluations, self.one_or_nan - 1.0)
             self.evaluations.clear()
         parts = self.part_values()
         loss = torch.stack([c * part for c, part in zip(self.coefficients, parts, strict=True)]).sum()
@@ -132,7 +132,9 @@ class ScalarObjective(Objective):
         found = self.found[len(self.inverse) :]
         if self.segment_metrics and len(self.target):
             structure = replace(self.structure, summands=(), metrics=self.segment_metrics, leaves=frozenset())
-            found = found + totals(structure, [run(structure, stats.named(), self.inputs, False)])
+            found = found + totals(
+                structure, [run(structure, stats.named(), self.inputs, False)], self.one_or_nan - 1.0
+            )
         measured = [metric for metric, _ in (*self.structure.metrics, *self.segment_metrics)]
         return {
             metric.label: self.metric_value(metric, found[i] if found else None, self.counts[i])
@@ -144,7 +146,7 @@ class ScalarObjective(Objective):
             # of no tokens, with as many components as there would have been
             nothing = torch.zeros(2 if metric.finish.startswith("effective") else (), dtype=self.dtype)
             total = nothing.to(self.target.device) if found is None else found
-            return MetricValue("mean", total + (self.one_or_nan - 1.0), count, finish=metric.finish)
+            return MetricValue("mean", total, count, finish=metric.finish)
         if found is None:
             lowest = -torch.inf if metric.reduce == "max" else torch.inf
             found = torch.full((), lowest, dtype=self.dtype, device=self.target.device)
@@ -194,7 +196,7 @@ class TokenObjective(Objective):
 
 @dataclass(frozen=True, eq=False)
 class StatsObjective(Objective):
-    """Statistics for a loss that the caller computes: ``names``, of which the first ``differentiable`` with gradient."""
+    """Statistics for a loss that the caller computes: ``names``, the first ``differentiable`` of them with gradient."""
 
     names: tuple[str, ...]
     differentiable: int
@@ -246,6 +248,7 @@ def reduced(
     batch = Batch(prepared.fields, prepared.target, prepared.num_segments, vocab)
     device = prepared.target.device
     coefficients, inverse = [], []
+    known: dict[str, Tensor] = {}  # by unit: how many count
     for coefficient, summand in losses.terms:
         coefficients.append(on_device(coefficient, dtype, device))
         kind = summand.reduction or reduction
@@ -253,8 +256,13 @@ def reduced(
         if kind != "mean":
             inverse.append(one_or_nan)
         elif given is None:
-            total = default_denominator(summand, batch, dtype)
-            inverse.append(one_or_nan / torch.where(total == 0, 1.0, total))
+            plain = summand.counted is None or summand.unit != "token"
+            if not plain or summand.unit not in known:
+                total = default_denominator(summand, batch, dtype)
+                over = one_or_nan / torch.where(total == 0, 1.0, total)
+                if plain:
+                    known[summand.unit] = over
+            inverse.append(known[summand.unit] if plain else over)
         else:
             total = prepared.fields[given].to(dtype) if isinstance(given, str) else on_device(given, dtype, device)
             inverse.append(torch.where(total == 0, 0.0, 1.0 / total) * one_or_nan)
@@ -302,16 +310,16 @@ def metric_counts(
     groups: dict[str, Tensor] = {}
     counts = []
     for metric in metrics:
-        if metric.unit == "segment":
-            counts.append(unit_mask("segment", batch).sum().to(dtype))
-        elif metric.weighting == "token":
-            counts.append(batch.mask.sum().to(dtype))
+        if metric.unit == "segment" or metric.weighting == "token":
+            if metric.unit not in groups:
+                groups[metric.unit] = unit_mask(metric.unit, batch).sum().to(dtype)
+            counts.append(groups[metric.unit])
         else:
             if metric.weighting not in weights:
                 assert prepared.num_segments is not None
                 ids = prepared.fields[metric.ids]
-                weights[metric.weighting], groups[metric.weighting] = unit_weights(
+                weights[metric.weighting], groups["mean of " + metric.weighting] = unit_weights(
                     ids, batch.mask, prepared.num_segments, dtype
                 )
-            counts.append(groups[metric.weighting])
+            counts.append(groups["mean of " + metric.weighting])
     return weights, counts

@@ -108,10 +108,12 @@ def test_fed_back_they_give_a_ratio_of_one(place: Place, dtype: torch.dtype, spr
     grads = [t.requires_grad_() for t in (hidden, weight)]
     assert all(t.requires_grad for t in grads)
     advantages = torch.ones(TOKENS, device=place.device)
+    # fp32 holds a log-probability of -200 to 1.5e-5: beyond 1e-5 some ulp of it, as many as two products differ by
+    bound = 1e-5 + 4 * torch.finfo(torch.float32).eps * float(old.abs().max()) * (spread > 2.0)
     batch = {"old_logprobs": old, "advantages": advantages}
     measured = [
         metrics.ratio(reduce="max", name="most"), metrics.ratio(reduce="min", name="least"),
-        metrics.clip_fraction(clip_low=1e-5, clip_high=1e-5), metrics.entropy(), metrics.accuracy(),
+        metrics.clip_fraction(clip_low=bound, clip_high=bound), metrics.entropy(), metrics.accuracy(),
     ]  # fmt: skip
     for loss in (
         losses.grpo(),
@@ -123,7 +125,7 @@ def test_fed_back_they_give_a_ratio_of_one(place: Place, dtype: torch.dtype, spr
             out = linear_loss(
                 hidden, weight, target, loss, batch=batch, metrics=measured, chunk_tokens=chunk, backend=place.backend
             )
-            assert abs(out.metrics["most"].value - 1.0) <= 1e-5 and abs(out.metrics["least"].value - 1.0) <= 1e-5
+            assert abs(out.metrics["most"].value - 1.0) <= bound and abs(out.metrics["least"].value - 1.0) <= bound
             assert out.metrics["clip_fraction"].value == 0.0
 
 
