@@ -69,8 +69,8 @@ def reverse_kl(
 ) -> Losses:
     """``KL(p || q) = sum_j p_j * (log p_j - log q_j)`` to a dense teacher; fields and options as ``forward_kl``.
 
-    Infinite, with gradients that are no numbers, where the teacher excludes an id (a logit of -inf) that the student
-    does not: give such ids a finite logit, or use ``jsd``, which is bounded.
+    Where the teacher excludes an id (a logit of -inf) that the student does not, the divergence is infinite; its
+    ``log q`` is taken to be -1e4 there, so that value and gradient are large but finite. ``jsd`` is bounded.
     """
     return dense(
         "reverse_kl", _reverse_kl, {"reverse_kl"}, None,
