@@ -200,7 +200,7 @@ DENSE = ("forward_kl", "reverse_kl", "jsd", "tvd")
 ORACLE: dict[str, Callable[..., Tensor]] = {
     name: getattr(module, name)
     for module, names in (
-        (label, ("cross_entropy", "focal", "z_loss", "entropy")),
+        (label, ("cross_entropy", "focal", "unlikelihood", "z_loss", "entropy")),
         (policy, ("reinforce", "grpo", "cispo", "sapo", "gspo", "gmpo", "rloo", "kl_to_reference")),
         (preference, ("dpo", "simpo", "cpo", "orpo", "kto")),
         (distillation, (*DENSE, "topk_kl")),

@@ -152,6 +152,7 @@ TOKEN_CASES = [
     case("smoothing", ("cross_entropy", {"label_smoothing": 0.1}), batch="mask token_weights"),
     case("dft", ("cross_entropy", {"token_scaling": True})),
     case("focal", ("focal", {"gamma": 1.5}), batch="token_weights"),
+    case("unlikelihood", ("unlikelihood",), batch="token_weights"),
     case("entropy", ("entropy",), batch="mask", target=False),
     case("z-loss", ("z_loss",), target=False),
     case("sum", ("cross_entropy",), (1e-2, "z_loss"), (-0.1, "entropy"), batch="mask token_weights"),

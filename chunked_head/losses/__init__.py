@@ -3,12 +3,12 @@
 from .base import FIELDS, Field, Losses, Summand, Teacher
 from .custom import custom
 from .distillation import forward_kl, jsd, reverse_kl, topk_kl, tvd
-from .label import cross_entropy, entropy, focal, z_loss
+from .label import cross_entropy, entropy, focal, unlikelihood, z_loss
 from .policy import cispo, gmpo, grpo, gspo, kl_to_reference, reinforce, rloo, sapo
 from .preference import cpo, dpo, kto, orpo, simpo
 
 __all__ = [
     "FIELDS", "Field", "Losses", "Summand", "Teacher", "cispo", "cpo", "cross_entropy", "custom", "dpo", "entropy",
     "focal", "forward_kl", "gmpo", "grpo", "gspo", "jsd", "kl_to_reference", "kto", "orpo", "reinforce", "reverse_kl",
-    "rloo", "sapo", "simpo", "topk_kl", "tvd", "z_loss",
+    "rloo", "sapo", "simpo", "topk_kl", "tvd", "unlikelihood", "z_loss",
 ]  # fmt: skip

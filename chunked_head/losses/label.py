@@ -97,6 +97,21 @@ def _focal(stats: Stats, batch: Batch, gamma: float, alpha: float | Tensor) -> T
     return torch.where(certain, 0.0, torch.where(certain, 1.0, rest) ** gamma) * values
 
 
+def unlikelihood(**summand: Any) -> Losses:
+    """``-log(1 - p_y)``: takes probability from tokens that should not have been said (Welleck, arXiv 1908.04319).
+
+    Which tokens, ``token_weights`` say. The probability is taken to be at most 1 - 1e-6, beyond which there is no
+    gradient: the loss of a certain token would be infinite. ``summand``: ``SummandOptions``.
+    """
+    return make("unlikelihood", _unlikelihood, **summand)
+
+
+def _unlikelihood(stats: Stats, batch: Batch) -> Tensor:
+    logprob = stats.logprob.clamp(max=-1e-6)
+    small = torch.log1p(-logprob.clamp(max=-0.5).exp())  # 1 - p would lose a small p, and p a large one
+    return -torch.where(logprob < -0.5, small, torch.log(-torch.expm1(logprob)))
+
+
 def z_loss(**summand: Any) -> Losses:
     """``lse^2``: keeps the softmax's normaliser near 1 (PaLM, arXiv 2204.02311, with a coefficient of 1e-4).
 

@@ -34,6 +34,10 @@ def focal(
     return -weight * (1 - p) ** gamma * p.log()
 
 
+def unlikelihood(x: Tensor, target: Tensor, fields: Fields) -> Tensor:
+    return -torch.log(1 - torch.softmax(x, -1)[torch.arange(len(target)), target])
+
+
 def z_loss(x: Tensor, target: Tensor, fields: Fields) -> Tensor:
     return x.exp().sum(-1).log() ** 2
 
