@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .loop import Call, recompute, sweep
-from .planner import Request, make_plan
+from .planner import DEFAULT_REQUEST, Request, make_plan
 from .stats import RowStats
 
 
@@ -34,7 +34,7 @@ class HeadLoss(torch.autograd.Function):
             also = [] if teacher is None else teacher.tensors
             ctx.save_for_backward(hidden, weight, bias, *named.values(), *also)
             # gradients are attributes: saved tensors would be cloned on their way out
-            ctx.call, ctx.grads, ctx.names = call, grads, tuple(named)
+            ctx.call, ctx.grads, ctx.names = call.without_teacher(), grads, tuple(named)
         ctx.mark_non_differentiable(*outputs[getattr(call.objective, "differentiable", 1) :])
         ctx.set_materialize_grads(False)
         return outputs
@@ -52,6 +52,7 @@ class HeadLoss(torch.autograd.Function):
             else:
                 hidden, weight, bias, *vectors = ctx.saved_tensors
                 stats = RowStats(**dict(zip(ctx.names, vectors, strict=False)))
+                call = call.with_teacher(vectors[len(ctx.names) :])
                 coefficients, gain = call.objective.late(stats, upstream)
                 call = with_recompute_plan(call)
                 finished = recompute(call, hidden, call.head(weight, bias), stats, coefficients, gain)
@@ -86,4 +87,7 @@ def with_recompute_plan(call: Call) -> Call:
     if call.plan.schedule == "recompute":
         return call
     sizes = replace(call.plan.sizes, late_upstream=True)
-    return replace(call, plan=make_plan(sizes, Request()))
+    try:
+        return replace(call, plan=make_plan(sizes, Request(memory_budget=call.request.memory_budget)))
+    except ValueError:  # a budget that gradients in the forward pass fitted, and none made now would
+        return replace(call, plan=make_plan(sizes, DEFAULT_REQUEST))

@@ -13,7 +13,7 @@ from .backends import Backend, Layout, resolve
 from .batch import Batch
 from .demand import Answer, Question, answer
 from .evaluate import Inputs
-from .fields import Frame, Prepared, prepare_fields, wanted_fields
+from .fields import Frame, Prepared, check_fields, prepare_fields, wanted_fields
 from .loop import Call
 from .losses.base import Field, Losses, Summand
 from .losses.base import Teacher as TeacherOptions
@@ -145,24 +145,26 @@ def ask(
         for name, tensor in summand.tensors.items():
             checks.check_class_weights(tensor, head.vocab, head.device, f"{name} of {summand.label}")
     losses, batch, own = named_weights(losses, dict(batch or {}))
-    wanted, known = wanted_fields(losses, metrics, {name: value for name, value in batch.items() if name not in own})
-    known |= own
-    wanted += own
+    wanted, known = wanted_fields(losses, metrics, batch, own)
     parts: list[Summand | Metric] = [*(summand for _, summand in losses.terms), *metrics]
     reads = [part for part in parts if part.reads_target]
     if head.target is None and reads:
         raise ValueError(f"target is None, and {reads[0].label} reads it; pass token ids")
     if num_segments is not None:
         checks.check_int("num_segments", num_segments)
+        if num_segments < 1:
+            raise ValueError(f"num_segments must be at least 1, got {num_segments}")
     device, statistics = head.device, torch.promote_types(dtype, torch.float32)
     frame = Frame(head.leading, device, statistics, head.shift, num_segments)
+    for name in {s.token_weights for _, s in losses.terms if isinstance(s.token_weights, str)}:
+        if known[name].kind != "token" or known[name].trailing or name == "mask":
+            remedy = "the mask applies by itself" if name == "mask" else f"not one of kind {known[name].kind!r}"
+            raise ValueError(f"token_weights={name!r} must name a token field; {remedy}")
+    check_fields(batch, wanted, known, frame)
     teacher_vocab = check_dense_teacher(batch, wanted, dtype)
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
     answered = answer(Question(losses, metrics, head.temperature, head.vocab, columns, teacher_vocab))
     prepared = prepare_fields(head.target, batch, wanted, known, frame, head.ignore_index, head.vocab)
-    for name in {s.token_weights for _, s in losses.terms if isinstance(s.token_weights, str)}:
-        if known[name].kind != "token" or known[name].trailing:
-            raise ValueError(f"token_weights={name!r} must name a token field, not one of kind {known[name].kind!r}")
     own_rows = Field("row")  # of what the preparation has made
     token_fields = frozenset(name for name in prepared.fields if known.get(name, own_rows).kind in ("token", "row"))
     teacher = None
@@ -245,7 +247,7 @@ def scalar_objective(
         declared = declared.detach().to(dtype, copy=True)
     factors = [c * i * declared for c, i in zip(coefficients, inverse, strict=True)]
     inputs = make_inputs(asked, factors)
-    coupled = any(summand.scope == "segment" for _, summand in losses.terms)
+    segmented, coupled = coupling(losses, asked.dtype)
     gain = None
     if asked.dtype == torch.float16 and not coupled:
         batch = Batch(prepared.fields, prepared.target, prepared.num_segments, vocab)
@@ -255,8 +257,16 @@ def scalar_objective(
     return ScalarObjective(
         **common(asked), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
         declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=asked.answer.segment_metrics,
-        fused=asked.head.device.type == "cuda",
+        fused=asked.head.device.type == "cuda" and not segmented,
     )  # fmt: skip
+
+
+def coupling(losses: Losses, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether a loss needs all tokens' statistics for its values; and whether gradients wait for them, which those of
+    fp16 do as well where only the statistics tell how large they are."""
+    segmented = any(summand.scope == "segment" for _, summand in losses.terms)
+    unforeseen = dtype == torch.float16 and not all(summand.bounded for _, summand in losses.terms)
+    return segmented, segmented or unforeseen
 
 
 def token_objective(asked: Asked) -> TokenObjective:
@@ -320,8 +330,8 @@ def execute(
     coupled = isinstance(objective, ScalarObjective) and objective.coupled
     sizes = sizes_of(asked, objective, rows, softcap, late or again, coupled)
     # computed again in backward, a call recomputes whatever its request was made for
-    plan = make_plan(sizes, Request() if again else request)
-    call = Call(plan, asked.backend, objective, scale, softcap)
+    plan = make_plan(sizes, Request(memory_budget=request.memory_budget) if again else request)
+    call = Call(plan, asked.backend, objective, scale, softcap, request)
     found: list[RowStats] = []
     outputs = HeadLoss.apply(rows, head.weight, head.bias, call, found)
     return outputs, found[0], call

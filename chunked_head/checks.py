@@ -205,6 +205,6 @@ def check_scalar(argument: str, value: float | Tensor | None, device: torch.devi
                 f"{tuple(value.shape)} on {value.device}, requires_grad={value.requires_grad}"
             )
         return
-    check_number(argument, value, 0.0 if argument == "normalizer" else -math.inf, math.inf)
+    check_number(argument, value, 0.0 if argument.startswith("normalizer") else -math.inf, math.inf)
     if argument == "upstream" and value == 0:
         raise ValueError("upstream must not be 0: nothing could undo that factor; leave it at None")

@@ -98,10 +98,10 @@ def leaf(name: str, view: int) -> str | None:
 
 
 def check_names(summands: Sequence[Summand], metrics: Sequence[Metric]) -> None:
-    for what, labels in (("loss", [s.label for s in summands]), ("metric", [m.label for m in metrics])):
+    for what, labels in (("the losses", [s.label for s in summands]), ("the metrics", [m.label for m in metrics])):
         twice = {label for label in labels if labels.count(label) > 1}
         if twice:
-            raise ValueError(f"two {what}s are called {sorted(twice)[0]!r}; give one of them another name=")
+            raise ValueError(f"two of {what} are called {sorted(twice)[0]!r}; give one of them another name=")
 
 
 def pair_up(

@@ -8,7 +8,7 @@ softmax. Coefficients, denominators, weights and fields are inputs.
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -83,12 +83,20 @@ def stats_at(structure: Structure, view: int, leaves: Mapping[str, Tensor]) -> S
         values["mean_logit"] = leaves["weighted_sum"] * (ratio / structure.vocab)
     if "argmax" in leaves:
         values["argmax"] = leaves["argmax"].to(torch.int64)
-        values["top_logprob"] = (leaves["top"] * ratio - lse).detach()
+        values["top_logprob"] = logprob_of(leaves["top"] * ratio, leaves, suffix).detach()
     if "column_logits" in leaves:
-        values["topk_logprobs"] = leaves["column_logits"] * ratio - lse[:, None]
+        own = logprob_of((leaves["column_logits"] * ratio).t(), leaves, suffix)
+        values["topk_logprobs"] = (
+            own + (lse.detach() - lse)
+        ).t()  # the value without the rounding of lse, its gradient
     if structure.pairing is not None and structure.pairing.view == view:
         values.update({name: leaves[name] for name in DENSE if name in leaves})
     return Stats(values)
+
+
+def logprob_of(x: Tensor, leaves: Mapping[str, Tensor], suffix: str) -> Tensor:
+    """Log-probabilities of some logits [..., n] of each token, without the rounding of lse."""
+    return (x - leaves["start" + suffix]) + leaves["rest" + suffix]
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
@@ -298,6 +306,10 @@ def run_unhooked(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs
 def closed(structure: Structure) -> Callable[..., tuple]:
     """``evaluate`` of one structure, as a function with code of its own: the compiler keeps what it has compiled by
     code, and gives up on code that it has seen with a handful of structures."""
+
+    # it outlives the call, and so must not hold its tensors
+    bare = tuple((replace(summand, tensors={}, normalizer=None), view) for summand, view in structure.summands)
+    structure = replace(structure, summands=bare)
 
     def compiled(leaves: dict[str, Tensor], inputs: Inputs) -> tuple:
         return tuple(evaluate(structure, leaves, inputs))

@@ -43,14 +43,22 @@ def kinds_of(parts: Iterable[Summand | Metric]) -> dict[str, Field]:
             if known.get(field, kind) != kind:
                 raise ValueError(f"batch[{field!r}] is declared as {kind} by {part.label}, elsewhere as {known[field]}")
             known[field] = kind
+        if isinstance(part, Summand):
+            # named by a loss, and so declared by it
+            for option, kind in ((part.token_weights, Field("token")), (part.normalizer, Field("constant"))):
+                if isinstance(option, str):
+                    known.setdefault(option, kind)
     return known
 
 
-def wanted_fields(losses: Losses, metrics: Iterable[Metric], batch: Mapping[str, Tensor]) -> tuple[list[str], dict]:
-    """The fields that the losses and metrics of a call read, all there; and what is known of every field."""
+def wanted_fields(
+    losses: Losses, metrics: Iterable[Metric], batch: Mapping[str, Tensor], own: Mapping[str, Field]
+) -> tuple[list[str], dict[str, Field]]:
+    """The fields that the losses and metrics of a call read, all there; and what is known of every field, among them
+    ``own``, which losses brought along."""
     summands = [summand for _, summand in losses.terms]
     parts = [("loss", s) for s in summands] + [("metric", m) for m in metrics]
-    known = kinds_of(part for _, part in parts)
+    known = kinds_of(part for _, part in parts) | dict(own)
     unknown = sorted(set(batch) - set(known))
     if unknown:
         raise ValueError(
@@ -68,8 +76,16 @@ def wanted_fields(losses: Losses, metrics: Iterable[Metric], batch: Mapping[str,
                 if option not in batch:
                     raise ValueError(f"{what} {part.label} needs batch[{option!r}], which is missing")
                 wanted.append(option)
-        if isinstance(part, Summand) and part.unit != "token":
-            wanted += ["segments"]
+        for field in {"token": (), "segment": ("segments",), "pair": ("segments", "pairs")}[part.unit]:
+            if field not in batch:
+                raise ValueError(f"{what} {part.label} has values per {part.unit} and needs batch[{field!r}]")
+            wanted.append(field)
+        normalizer = getattr(part, "normalizer", None)
+        if isinstance(normalizer, str) and (known[normalizer].kind != "constant" or known[normalizer].trailing):
+            raise ValueError(
+                f"normalizer={normalizer!r} of {part.label} must name a constant, a 0-d tensor in batch; that field is "
+                f"of kind {known[normalizer].kind!r}"
+            )
         if isinstance(part, Summand) and part.teacher is not None:
             check_teacher(part, batch)
     return list(dict.fromkeys(wanted)), known
@@ -107,6 +123,8 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
     if not right:
         raise TypeError(f"{where} must be {TYPES[kind.type]}, got {name(value.dtype)}; cast it")
     dims = len(frame.leading)
+    if field == "kl_baseline" and tuple(value.shape) == (frame.num_segments,):
+        return
     if kind.kind in ("token", "row"):
         if value.dim() != dims + kind.trailing or tuple(value.shape[:dims]) != frame.leading:
             shape = ", ".join([*map(str, frame.leading), *["..."] * bool(kind.trailing)])
@@ -115,10 +133,13 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
                 + (f" and {kind.trailing} more dimensions" if kind.trailing else "")
                 + f", got {tuple(value.shape)}; nothing is broadcast: expand it to that shape"
             )
+        if 0 in value.shape[dims:]:
+            raise ValueError(f"{where} must not be empty along its last dimension, got {tuple(value.shape)}")
     elif kind.kind == "segment":
         need_segments(where, frame)
-        if value.dim() < 1 or value.shape[0] != frame.num_segments:
-            raise ValueError(f"{where} must have shape ({frame.num_segments}, ...), got {tuple(value.shape)}")
+        if value.dim() != 1 + kind.trailing or value.shape[0] != frame.num_segments:
+            shape = ", ".join([str(frame.num_segments), *["..."] * kind.trailing])
+            raise ValueError(f"{where} must have shape ({shape}), one per segment, got {tuple(value.shape)}")
     elif kind.kind == "pair":
         if field == "pairs" and (value.dim() != 2 or value.shape[1] != 2):
             raise ValueError(
@@ -133,6 +154,21 @@ def need_segments(where: str, frame: Frame) -> None:
         raise ValueError(f"{where} needs num_segments, the number of segments of the call, an int")
 
 
+def check_fields(batch: Mapping[str, Tensor], wanted: list[str], known: Mapping[str, Field], frame: Frame) -> None:
+    """Every field by itself, then those that must agree."""
+    for field in wanted:
+        check_field(field, batch[field], known[field], frame)
+        if field in ("segments", "documents"):
+            need_segments(f"batch[{field!r}]", frame)
+    of_ids = [field for field in ("teacher_logprobs", "teacher_mask") if field in wanted and "teacher_ids" in wanted]
+    for field in of_ids:
+        if batch[field].shape != batch["teacher_ids"].shape:
+            raise ValueError(
+                f"batch[{field!r}] must have the shape of teacher_ids, {tuple(batch['teacher_ids'].shape)}, got "
+                f"{tuple(batch[field].shape)}"
+            )
+
+
 def prepare_fields(
     target: Tensor | None,
     batch: Mapping[str, Tensor],
@@ -143,14 +179,12 @@ def prepare_fields(
     vocab: int,
 ) -> Prepared:
     """Targets paired with the hidden states that predict them, fields likewise."""
-    for field in wanted:
-        check_field(field, batch[field], known[field], frame)
-        if field in ("segments", "documents"):
-            need_segments(f"batch[{field!r}]", frame)
     mask = None
     if "mask" in wanted:
         mask = shift_left(batch["mask"], frame.shift, 0).reshape(-1)
     if target is None:
+        # every token counts: no id that stands for it may be the one that is ignored
+        ignore_index = -1
         target = torch.zeros(frame.leading, dtype=torch.int64, device=frame.device)
     target, bad = pair_targets(target, mask, frame.shift, ignore_index, vocab)
     counts = target >= 0
@@ -165,8 +199,9 @@ def prepare_fields(
         elif field == "pairs":
             value, wrong = in_range(field, value.to(torch.int64), frame.num_segments or 0, None)
             bad = bad | wrong
-        elif kind.type == "float" and field not in TEACHER:
-            value = value.to(frame.dtype, copy=True)
+        elif field not in TEACHER:
+            # a copy: backward may read it, and would not notice that the caller had changed it
+            value = value.to(frame.dtype if kind.type == "float" else value.dtype, copy=True)
         fields[field] = value
     if "teacher_ids" in fields:
         fields["teacher_ids"], wrong = clean_ids(fields, counts, vocab)
@@ -217,9 +252,9 @@ def in_range(field: str, ids: Tensor, number: int, none: int | None) -> tuple[Te
 def clean_ids(fields: Mapping[str, Tensor], counts: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """The teacher's K ids per token, -1 for those that stand for none, whatever id they hold."""
     ids = fields["teacher_ids"]
-    valid = (
-        counts[:, None] & (fields["teacher_logprobs"] > PADDING) if "teacher_logprobs" in fields else counts[:, None]
-    )
+    valid = counts[:, None]
+    if "teacher_logprobs" in fields:
+        valid = valid & ~(fields["teacher_logprobs"] <= PADDING)  # nan counts: an error should show
     if "teacher_mask" in fields:
         valid = valid & fields["teacher_mask"]
     cleaned, wrong = in_range("teacher_ids", torch.where(valid, ids, -1), vocab, -1)

@@ -129,9 +129,11 @@ def check_loss(
     checks.check_scalar("normalizer", normalizer, head.device, reduction == "mean", 'reduction="mean"')
     checks.check_scalar("upstream", upstream, head.device, True, "")
     for _, summand in loss.terms:
+        name, mean = f"normalizer of {summand.label}", (summand.reduction or reduction) == "mean"
         if not isinstance(summand.normalizer, str):
-            name = f"normalizer of {summand.label}"
-            checks.check_scalar(name, summand.normalizer, head.device, True, "")
+            checks.check_scalar(name, summand.normalizer, head.device, mean, 'reduction="mean"')
+        elif not mean:
+            raise ValueError(f'{name} goes with reduction="mean" only; multiply the result instead')
     return measured
 
 

@@ -77,6 +77,8 @@ def linear_logprobs(
         chunk_tokens, accumulate_dtype, backend,
     )  # fmt: skip
     head.check()
+    if target is None:
+        raise ValueError("target is None; linear_logprobs gives log-probabilities of targets: pass token ids")
     if top_k is not None:
         checks.check_int("top_k", top_k)
         if not 1 <= top_k <= weight.shape[0]:
@@ -88,8 +90,8 @@ def linear_logprobs(
         "top_k_ids": bool(top_k),
     }  # fmt: skip
     names = [name for name, asked_for in wanted.items() if asked_for]
-    if top_k and not lse:
-        names.insert(names.index("top_k_logits"), "lse")  # of the top K's log-probabilities
+    if top_k:
+        names += ["start", "rest"]  # of the top K's log-probabilities
     differentiable = [name for name in ("logprob", "entropy", "lse") if name in names]
     ordered = (*differentiable, *(name for name in names if name not in differentiable))
     objective = stats_objective(asked, demand, ordered, len(differentiable))
@@ -101,11 +103,14 @@ def linear_logprobs(
         result["argmax"] = found["argmax"].long()
     if top_k:
         counts = (asked.prepared.target >= 0)[:, None]
-        result["top_k_logprobs"] = torch.where(counts, found["top_k_logits"] - found["lse"].detach()[:, None], 0.0)
+        result["top_k_logprobs"] = torch.where(
+            counts, (found["top_k_logits"] - found["start"][:, None]) + found["rest"][:, None], 0.0
+        )
         result["top_k_ids"] = found["top_k_ids"]
     dim = len(head.leading) - 1
     laid = {
-        name: shift_right(value.reshape(*head.leading, *value.shape[1:]), shift, dim) for name, value in result.items()
+        name: shift_right(value.reshape((*head.leading, *value.shape[1:])), shift, dim)
+        for name, value in result.items()
     }
     return laid["logprobs"] if len(laid) == 1 else result_type(tuple(laid))(**laid)
 

@@ -1,6 +1,7 @@
 """The loop over token chunks, and its counterpart over blocks and tiles where gradients come after all statistics."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from .backends import Backend
 from .gradients import Gradients, add_tile
 from .objective import Objective
+from .planner import DEFAULT_REQUEST, Request
 from .plans import Plan
 from .stats import Coefficients, Head, Rows, RowStats
 
@@ -21,10 +23,24 @@ class Call:
     objective: Objective
     logit_scale: float
     softcap: float | None
+    request: Request = DEFAULT_REQUEST
 
     @property
     def target(self) -> Tensor:
         return self.objective.target
+
+    def without_teacher(self) -> "Call":
+        """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
+        teacher = self.objective.teacher
+        if teacher is None:
+            return self
+        return replace(self, objective=replace(self.objective, teacher=teacher.without_tensors()))
+
+    def with_teacher(self, tensors: Sequence[Tensor]) -> "Call":
+        teacher = self.objective.teacher
+        if teacher is None:
+            return self
+        return replace(self, objective=replace(self.objective, teacher=teacher.with_tensors(tensors)))
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """The head in the dtype of the matmuls: under autocast the weight is cast here, once."""

@@ -12,6 +12,8 @@ from torch import Tensor
 from .memory import cast_rows
 from .plans import slices
 
+FEW_ROWS = 8
+
 
 def vocabulary_tiles(weight_like: Tensor) -> Iterator[slice]:
     """Slices of the weight that are cast one at a time."""
@@ -24,6 +26,12 @@ def project(
     out: Tensor,  # [rows, columns], of the operands' dtype or fp32
 ) -> None:
     """``out = hidden @ weight.T``"""
+    if not hidden.is_cuda and 0 < len(hidden) < FEW_ROWS:
+        # BLAS sums products of few rows in another order: a row's logits would depend on how many came with it
+        padded = torch.nn.functional.pad(hidden, (0, 0, 0, FEW_ROWS - len(hidden)))
+        for tile in vocabulary_tiles(weight):
+            out[:, tile] = (padded.to(out.dtype) @ weight[tile].to(out.dtype).t())[: len(hidden)]
+        return
     if summed_by_blas(hidden, weight, out):
         multiply(hidden, weight.t(), out, first=True)
         return

@@ -115,7 +115,14 @@ class Sizes:
         rows = self.operand_bytes + self.teacher_width * self.element + evaluated
         if self.store == "logits":
             return rows
-        return rows + strips_of(self.vocab) * (8 + 4 * demand.entropy[0] + 4 * demand.weighted_sum + 8 * demand.top)
+        return rows + strips_of(self.vocab) * (
+            8
+            + 4 * demand.entropy[0]
+            + 4 * demand.weighted_sum
+            + 8 * demand.top
+            + 4 * (len(demand.views) > 1)
+            + 4 * any(demand.entropy[1:])
+        )
 
     @property
     def operand_bytes(self) -> int:

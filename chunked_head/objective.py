@@ -108,7 +108,7 @@ class ScalarObjective(Objective):
     def evaluate(self, stats: RowStats, rows: slice, factors: list[Tensor], gradient: bool) -> Evaluation:
         structure = self.structure if gradient else replace(self.structure, leaves=frozenset())
         inputs = rows_of(self.inputs, rows)._replace(factors=factors)
-        return run(structure, stats.named(), inputs, self.fused and not self.coupled)
+        return run(structure, stats.named(), inputs, self.fused)
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         everything = slice(0, len(self.target))
@@ -125,7 +125,11 @@ class ScalarObjective(Objective):
         """Each summand's own value."""
         if not self.found:
             return [inverse * 0.0 for inverse in self.inverse]
-        return [total * inverse for total, inverse in zip(self.found, self.inverse, strict=False)]
+        # selection: a normalizer of 0 gives 0 whatever the values are
+        return [
+            torch.where(inverse == 0, 0.0, total * inverse)
+            for total, inverse in zip(self.found, self.inverse, strict=False)
+        ]
 
     def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
         """Metrics of all chunks; those that must see all tokens at once are made here."""

@@ -6,6 +6,7 @@ import torch
 
 from . import checks, losses
 from .backends import Layout, resolve
+from .call import coupling
 from .demand import Question, answer
 from .losses.base import Losses
 from .memory import Sizes
@@ -34,6 +35,7 @@ def plan(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     teacher_k: int = 0,
     teacher_vocab: int | None = None,
     teacher_hidden: int | None = None,
@@ -63,7 +65,7 @@ def plan(
         loss = losses.cross_entropy(label_smoothing=label_smoothing)
     elif label_smoothing:
         raise ValueError("label_smoothing goes with loss=None; give it to losses.cross_entropy")
-    demand = answer(Question(loss, tuple(metrics), 1.0, vocab, teacher_k, teacher_vocab)).demand
+    demand = answer(Question(loss, tuple(metrics), temperature, vocab, teacher_k, teacher_vocab)).demand
     pairing, bias_grad = demand.pairing, bias and weight_grad
     store = chosen.store(Layout(place, dtype, hidden, True, True, softcap is not None, bias_grad, demand))
     teacher_store, width = None, 0
@@ -79,7 +81,7 @@ def plan(
         hidden_dtype=hidden_dtype or dtype, weight_dtype=weight_dtype or dtype,
         hidden_grad=hidden_grad, weight_grad=weight_grad, bias_grad=bias_grad,
         late_upstream=reduction == "none",
-        coupled=any(summand.scope == "segment" for _, summand in loss.terms), demand=demand,
+        coupled=coupling(loss, dtype)[1], demand=demand,
         teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
         store=store, **chosen.traits(place),
     )  # fmt: skip

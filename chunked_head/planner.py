@@ -36,6 +36,9 @@ class Request:
         return DEFAULT_BUDGET if self.memory_budget is None else parse_bytes(self.memory_budget, "memory_budget")
 
 
+DEFAULT_REQUEST = Request()
+
+
 @functools.lru_cache(maxsize=1024)
 def make_plan(sizes: Sizes, request: Request) -> Plan:
     """The plan for a call of these sizes; ValueError or TypeError where the request cannot be met."""

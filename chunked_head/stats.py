@@ -1,6 +1,6 @@
 """What a row of logits is reduced to, and what its gradient is made from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, TypeVar
 
@@ -220,6 +220,20 @@ class Teacher:
     @property
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.logits, self.hidden, self.weight, self.bias) if t is not None]
+
+    def without_tensors(self) -> "Teacher":
+        """The same with empty tensors in place of its own."""
+        return self.with_tensors([t.new_empty(0) for t in self.tensors])
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Teacher":
+        given = iter(tensors)
+        return replace(
+            self,
+            logits=None if self.logits is None else next(given),
+            hidden=None if self.hidden is None else next(given),
+            weight=None if self.weight is None else next(given),
+            bias=None if self.bias is None else next(given),
+        )
 
     def with_hidden(self, hidden: Tensor) -> "Teacher":
         return replace(self, hidden=hidden)

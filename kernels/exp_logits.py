@@ -32,6 +32,8 @@ def finish_strip(
     strip_weighted_sum_ptr,
     strip_top_ptr,
     strip_argmax_ptr,
+    strip_sum2_ptr,
+    strip_shifted_sum2_ptr,
     # inputs
     acc,
     bias_ptr,
@@ -43,9 +45,11 @@ def finish_strip(
     strip,
     rows,
     vocab,
+    columns2,
     # scalars
     logit_scale,
     softcap,
+    ratio2,
     BLOCK_M: tl.constexpr,
     STRIP: tl.constexpr,
     REACH: tl.constexpr,
@@ -90,6 +94,17 @@ def finish_strip(
     tl.store(strip_sum_ptr + stats_at, tl.sum(e, 1), mask=in_rows)
     if strip_shifted_sum_ptr is not None:
         tl.store(strip_shifted_sum_ptr + stats_at, tl.sum(tl.where(e > 0.0, e * z, 0.0), 1), mask=in_rows)
+    if strip_sum2_ptr is not None:
+        z2 = z
+        if ratio2 is not None:
+            z2 = z * ratio2
+        e2 = tl.exp2(z2 * log2_e)
+        if target_ptr is not None:
+            e2 = tl.where(offs_col[None, :] == target[:, None], 0.0, e2)
+        e2 = tl.where((offs_col < columns2)[None, :], e2, 0.0)
+        tl.store(strip_sum2_ptr + stats_at, tl.sum(e2, 1), mask=in_rows)
+        if strip_shifted_sum2_ptr is not None:
+            tl.store(strip_shifted_sum2_ptr + stats_at, tl.sum(tl.where(e2 > 0.0, e2 * z2, 0.0), 1), mask=in_rows)
 
     if out_desc is not None:
         if row_offset_ptr is not None:
@@ -108,6 +123,8 @@ def exp_logits_kernel(
     strip_weighted_sum_ptr,  # [strips, rows] fp32: sum of omega * x, or None
     strip_top_ptr,  # [strips, rows] fp32: largest x, or None
     strip_argmax_ptr,  # [strips, rows] int32: the first column that has it, or None
+    strip_sum2_ptr,  # [strips, rows] fp32: sum of exp(ratio2 (x - offset)) over the first columns2; or None
+    strip_shifted_sum2_ptr,  # [strips, rows] fp32: the same times ratio2 (x - offset), or None
     # inputs
     hidden_desc,  # [rows, hidden] 16 bit, block [BLOCK_M, BLOCK_K]
     weight_desc,  # [vocab, hidden] 16 bit, block [BLOCK_N, BLOCK_K]
@@ -119,9 +136,11 @@ def exp_logits_kernel(
     rows,
     vocab,
     hidden,
+    columns2,
     # scalars
     logit_scale,  # float or None for 1
     softcap,  # float or None
+    ratio2,  # of a second temperature to that of the logits, inverse; float or None for 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -155,12 +174,14 @@ def exp_logits_kernel(
         left, right = tl.split(halves)
         finish_strip(
             out_desc, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr,
-            strip_argmax_ptr, left, bias_ptr, class_weights_ptr, row_offset_ptr, target_ptr,
-            row_start, tile_n * 2, rows, vocab, logit_scale, softcap, BLOCK_M, STRIP, REACH, EVEN_VOCAB,
+            strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr, left, bias_ptr, class_weights_ptr,
+            row_offset_ptr, target_ptr, row_start, tile_n * 2, rows, vocab, columns2, logit_scale, softcap, ratio2,
+            BLOCK_M, STRIP, REACH, EVEN_VOCAB,
         )  # fmt: skip
         # past the vocabulary the right strip writes what merges to nothing (-inf, 0), and its store falls outside
         finish_strip(
             out_desc, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr,
-            strip_argmax_ptr, right, bias_ptr, class_weights_ptr, row_offset_ptr, target_ptr,
-            row_start, tile_n * 2 + 1, rows, vocab, logit_scale, softcap, BLOCK_M, STRIP, REACH, EVEN_VOCAB,
+            strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr, right, bias_ptr, class_weights_ptr,
+            row_offset_ptr, target_ptr, row_start, tile_n * 2 + 1, rows, vocab, columns2, logit_scale, softcap, ratio2,
+            BLOCK_M, STRIP, REACH, EVEN_VOCAB,
         )  # fmt: skip

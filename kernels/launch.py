@@ -64,14 +64,28 @@ class Strips(NamedTuple):
     weighted_sum: torch.Tensor | None
     top: torch.Tensor | None
     argmax: torch.Tensor | None  # int32
+    sum2: torch.Tensor | None  # of a second softmax
+    shifted_sum2: torch.Tensor | None
 
     @classmethod
-    def empty(cls, rows: int, vocab: int, device: torch.device, shifted: bool, weighted: bool, top: bool) -> "Strips":
+    def empty(
+        cls,
+        rows: int,
+        vocab: int,
+        device: torch.device,
+        shifted: bool = False,
+        weighted: bool = False,
+        top: bool = False,
+        second: bool = False,
+        shifted2: bool = False,
+    ) -> "Strips":
         def make(wanted: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
             return torch.empty(strips_of(vocab) * rows, dtype=dtype, device=device) if wanted else None
 
         always = [torch.empty(strips_of(vocab) * rows, dtype=torch.float32, device=device) for _ in range(2)]
-        return cls(*always, make(shifted), make(weighted), make(top), make(top, torch.int32))
+        return cls(
+            *always, make(shifted), make(weighted), make(top), make(top, torch.int32), make(second), make(shifted2)
+        )  # fmt: skip
 
     def of_rows(self, rows: int, vocab: int) -> "Strips":
         """The first of the buffer, for a chunk of so many rows."""
@@ -90,6 +104,8 @@ def exp_logits(
     target: torch.Tensor | None,  # [rows] int64
     logit_scale: float | None,
     softcap: float | None,
+    ratio2: float | None = None,
+    columns2: int = 0,
     tile: ExpTile = EXP_TILE,
 ) -> None:
     rows, vocab = hidden.shape[0], weight.shape[0]
@@ -101,7 +117,7 @@ def exp_logits(
         TensorDescriptor.from_tensor(hidden, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
         bias, class_weights, row_offset, target,
-        rows, vocab, hidden.shape[1], logit_scale, softcap,
+        rows, vocab, hidden.shape[1], columns2, logit_scale, softcap, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, PROGRAMS=programs,
         REACH=REACH, EVEN_VOCAB=vocab % tile.block_n == 0, UPCAST=INTERPRETED,
         num_warps=tile.warps, num_stages=tile.stages,
@@ -121,13 +137,17 @@ def merge_strips(
     strips: Strips,
     target_logit: torch.Tensor | None,
     target: torch.Tensor | None,
+    columns: int,
+    ratio: float | None = None,
+    second: bool = False,
 ) -> None:
+    """Statistics of the softmax over ``columns``; or of the second, its sums given as ``sum`` and ``shifted_sum``."""
     count, rows = strips.offset.shape
     block_rows, block_strips = 8, 512
     merge_strips_kernel[(triton.cdiv(rows, block_rows),)](
         lse, start, rest, logprob, entropy, weighted_sum, top, argmax, level,
-        *strips, target_logit, target,
-        rows, count, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips, num_warps=8,
+        *strips[:6], target_logit, target,
+        rows, count, columns, ratio, SECOND=second, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips, num_warps=8,
     )  # fmt: skip
 
 

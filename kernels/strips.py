@@ -30,6 +30,10 @@ def merge_strips_kernel(
     # sizes
     rows,
     strips,
+    columns,  # that the softmax is over
+    # scalars
+    ratio,  # of the temperature to that of the logits, inverse; float or None for 1
+    SECOND: tl.constexpr,  # sums of a second softmax, which may be over fewer columns
     BLOCK_ROWS: tl.constexpr,
     BLOCK_STRIPS: tl.constexpr,
 ):
@@ -44,7 +48,10 @@ def merge_strips_kernel(
     largest_offset = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     if target_ptr is not None:
         asked = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
-        counts = tl.load(target_ptr + offs_row, mask=in_rows, other=-1) >= 0
+        target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
+        counts = (target >= 0) & (target < columns)
+        if ratio is not None:
+            asked = asked * ratio
         run_max = tl.where(counts, asked, run_max)
         run_sum = tl.where(counts & (asked != float("-inf")), 1.0, run_sum)
     for start in range(0, strips, BLOCK_STRIPS):
@@ -53,6 +60,10 @@ def merge_strips_kernel(
         mask = (offs_strip[:, None] < strips) & in_rows[None, :]
         m = tl.load(strip_offset_ptr + at, mask=mask, other=float("-inf"))
         s = tl.load(strip_sum_ptr + at, mask=mask, other=0.0)
+        if ratio is not None:
+            m = m * ratio
+        if SECOND:
+            m = tl.where(s > 0.0, m, float("-inf"))
         strips_max = tl.max(m, 0)
         largest_offset = tl.maximum(largest_offset, strips_max)
         new_max = tl.maximum(run_max, strips_max)

@@ -111,16 +111,8 @@ class KernelSession(AddsDlogits):
         self.vocab = self.sizes.vocab
 
     def further_stats(self, rows: Rows, out: RowStats) -> None:
-        """Statistics that take a pass over the stored logits, the first view's being there."""
-        demand, vocab = self.demand, self.vocab
-        if len(demand.views) > 1:
-            view = demand.views[1]
-            assert out.lse2 is not None and out.start2 is not None and out.rest2 is not None
-            exact = out.target_logit if self.stored.offset is not None else None
-            launch_rows.row_stats(
-                out.lse2, out.start2, out.rest2, out.logprob2, exact, out.entropy2,
-                None, None, None, self.stored, view.columns or vocab, rows.target, None, ratio_of(view.ratio),
-            )  # fmt: skip
+        """Statistics of a teacher beside the student, whose own are there."""
+        demand = self.demand
         pairing = demand.pairing
         if pairing is None:
             return
@@ -196,12 +188,20 @@ class RelativeSession(KernelSession):
         # a sweep that makes no gradient and is not passed over again keeps nothing
         keep = plan.schedule == "forward" or not demand.one_sweep
         self.buffer = padded(rows, sizes.vocab, device) if keep else None
+        two = len(demand.views) > 1
         self.strips = launch.Strips.empty(
-            rows, sizes.vocab, device, demand.entropy[0], demand.weighted_sum, demand.top
-        )  # fmt: skip
+            rows,
+            sizes.vocab,
+            device,
+            demand.entropy[0],
+            demand.weighted_sum,
+            demand.top,
+            two,
+            two and demand.entropy[1],
+        )
         if sizes.teacher_store == "relative":
             self.teacher_buffer = padded(rows, sizes.teacher_columns, device)
-            self.teacher_strips = launch.Strips.empty(rows, sizes.teacher_columns, device, False, False, False)
+            self.teacher_strips = launch.Strips.empty(rows, sizes.teacher_columns, device)
         elif sizes.teacher_store == "logits":
             self.teacher_buffer = torch.empty(rows, sizes.teacher_columns, dtype=torch.float32, device=device)
 
@@ -223,13 +223,24 @@ class RelativeSession(KernelSession):
             assert rows.columns is not None
             launch_rows.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, *scale_cap)
         stored = None if buffer is None else buffer[:count, :vocab]
+        ratio2, columns2 = None, vocab
+        if len(self.demand.views) > 1:
+            view = self.demand.views[1]
+            ratio2, columns2 = ratio_of(view.ratio), view.columns or vocab
         launch.exp_logits(
-            stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target, *scale_cap
-        )
+            stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target,
+            *scale_cap, ratio2, columns2,
+        )  # fmt: skip
         launch.merge_strips(
             out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
-            strips, out.target_logit, rows.target,
+            strips, out.target_logit, rows.target, vocab,
         )  # fmt: skip
+        if out.start2 is not None and out.rest2 is not None:
+            second = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2, weighted_sum=None)
+            launch.merge_strips(
+                out.lse2, out.start2, out.rest2, out.logprob2, out.entropy2, None, None, None, None,
+                second, out.target_logit, rows.target, columns2, ratio2, second=True,
+            )  # fmt: skip
         if stored is not None:
             self.stored = Stored(stored, strips.offset)
 
@@ -249,7 +260,7 @@ class RelativeSession(KernelSession):
         launch.exp_logits(
             buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, *transform(teacher)
         )
-        launch.merge_strips(None, start, rest, None, None, None, None, None, None, strips, None, None)
+        launch.merge_strips(None, start, rest, None, None, None, None, None, None, strips, None, None, columns)
         return Stored(buffer, strips.offset)
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
@@ -344,6 +355,13 @@ class LogitsSession(KernelSession):
             out.argmax,
             self.stored, logits.shape[1], rows.target, head.class_weights, None,
         )  # fmt: skip
+        if len(self.demand.views) > 1:
+            view = self.demand.views[1]
+            assert out.lse2 is not None and out.start2 is not None and out.rest2 is not None
+            launch_rows.row_stats(
+                out.lse2, out.start2, out.rest2, out.logprob2, None, out.entropy2, None, None, None,
+                self.stored, view.columns or self.vocab, rows.target, None, ratio_of(view.ratio),
+            )  # fmt: skip
         if out.column_logits is not None:
             assert rows.columns is not None
             launch_rows.pick_columns(out.column_logits, self.stored, rows.columns)

@@ -80,6 +80,9 @@ class SummandOptions(TypedDict, total=False):
     name: str | None
 
 
+SUMMAND = tuple(SummandOptions.__annotations__)
+
+
 @dataclass(frozen=True, eq=False)
 class Summand:
     """One loss. ``function(stats, batch, **options, **tensors)`` gives unreduced values, one per unit."""
@@ -100,6 +103,8 @@ class Summand:
     # beside its weight (None: about 1), which keeps fp16 gradients within range
     counted: Callable[..., Tensor] | None = None
     size: Callable[..., Tensor] | None = None
+    # whether no coefficient is larger than weight and size by more than a factor of hundreds, whatever the statistics
+    bounded: bool = False
     compiled: bool = True
     temperature: float | None = None
     token_weights: Tensor | str | None = None
@@ -145,6 +150,10 @@ class Losses:
 
     __rmul__ = __mul__
 
+    def __radd__(self, other: int) -> "Losses":
+        """``sum([...])`` begins with 0."""
+        return self if other == 0 else NotImplemented
+
     def __neg__(self) -> "Losses":
         return self * -1.0
 
@@ -162,6 +171,9 @@ class Losses:
 
 def make(kind: str, function: Callable[..., Tensor], options: Mapping[str, Any] | None = None, **known: Any) -> Losses:
     """A sum of one loss; ``known`` are fields of ``Summand``. Where they don't fit, an error that names the loss."""
+    unknown = sorted(set(known) - Summand.__dataclass_fields__.keys())
+    if unknown:
+        raise TypeError(f"losses.{kind} has no option {unknown[0]!r}; every loss has {', '.join(SUMMAND)}")
     summand = Summand(kind, function, options or {}, **known)
     check_summand(summand)
     return Losses(((1.0, summand),))
@@ -170,13 +182,15 @@ def make(kind: str, function: Callable[..., Tensor], options: Mapping[str, Any] 
 def check_summand(summand: Summand) -> None:
     where = f"losses.{summand.kind}"
     temperature = summand.temperature
-    if temperature is not None and not (isinstance(temperature, int | float) and 0 < temperature < float("inf")):
+    if temperature is not None and not (type(temperature) in (int, float) and 0 < temperature < float("inf")):
         remedy = "; for T = 0 train on the argmax as the target instead" if temperature == 0 else ""
         raise ValueError(f"temperature of {where} must be a positive number, got {temperature!r}{remedy}")
     if summand.reduction not in (None, "mean", "sum"):
         raise ValueError(f'reduction of {where} must be "mean" or "sum" (None: the call\'s), got {summand.reduction!r}')
     if summand.reduction == "sum" and summand.normalizer is not None:
         raise ValueError(f'normalizer of {where} goes with reduction="mean" only; multiply the loss instead')
+    if summand.name is not None and not isinstance(summand.name, str):
+        raise TypeError(f"name of {where} must be a string, got {summand.name!r}")
     weights = summand.token_weights
     if weights is not None and not isinstance(weights, str | Tensor):
         raise TypeError(f"token_weights of {where} must be a tensor or the name of a field, got {weights!r}")

@@ -28,7 +28,7 @@ def cross_entropy(
     options = {"label_smoothing": smoothing, "token_scaling": token_scaling}
     if class_weights is None:
         needs = {"mean_logit"} if smoothing else set()
-        return make("cross_entropy", _cross_entropy, options, needs=frozenset(needs), **summand)
+        return make("cross_entropy", _cross_entropy, options, needs=frozenset(needs), bounded=True, **summand)
     _check_per_class("cross_entropy", "class_weights", class_weights)
 
     def size(batch: Batch, class_weights: Tensor) -> Tensor:
@@ -43,6 +43,7 @@ def cross_entropy(
         needs=frozenset({"weighted_sum"} if smoothing else ()),
         counted=_target_weight,
         size=size if smoothing else _target_weight,
+        bounded=True,
         **summand,
     )
 
@@ -77,9 +78,11 @@ def focal(gamma: float = 2.0, alpha: float | Tensor | None = None, **summand: An
     gamma = number("focal", "gamma", gamma, 0.0, 1e3)
     if isinstance(alpha, Tensor):
         _check_per_class("focal", "alpha", alpha)
-        return make("focal", _focal, {"gamma": gamma}, tensors={"alpha": alpha}, size=_target_alpha, **summand)
+        return make(
+            "focal", _focal, {"gamma": gamma}, tensors={"alpha": alpha}, size=_target_alpha, bounded=True, **summand
+        )
     factor = 1.0 if alpha is None else number("focal", "alpha", alpha, 0.0)
-    return make("focal", _focal, {"gamma": gamma, "alpha": factor}, **summand)
+    return make("focal", _focal, {"gamma": gamma, "alpha": factor}, bounded=True, **summand)
 
 
 def _target_alpha(batch: Batch, alpha: Tensor) -> Tensor:
@@ -118,7 +121,7 @@ def z_loss(**summand: Any) -> Losses:
     Of the logits at the loss's temperature, scaled and capped. Needs no target. Liger's ``lse_square_scale`` and
     Megatron's are this times the coefficient. ``summand``: ``SummandOptions``.
     """
-    return make("z_loss", _z_loss, reads_target=False, **summand)
+    return make("z_loss", _z_loss, reads_target=False, bounded=True, **summand)
 
 
 def _z_loss(stats: Stats, batch: Batch) -> Tensor:
@@ -131,7 +134,7 @@ def entropy(**summand: Any) -> Losses:
     Of the softmax at the loss's temperature, as in verl; TRL's chunked log-probabilities ignore this gradient. Needs no
     target. ``summand``: ``SummandOptions``.
     """
-    return make("entropy", _entropy, needs=frozenset({"entropy"}), reads_target=False, **summand)
+    return make("entropy", _entropy, needs=frozenset({"entropy"}), reads_target=False, bounded=True, **summand)
 
 
 def _entropy(stats: Stats, batch: Batch) -> Tensor:

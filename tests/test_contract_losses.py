@@ -1,0 +1,1156 @@
+"""The contract of losses and metrics, line by line, through the public calls, and the pitfalls that peers have met.
+
+Mixtures of everything are held to the oracle in float64, on the torch backend; single promises have a test of their
+own.
+"""
+
+import gc
+import math
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from tracking import Tracker
+
+from chunked_head import (
+    LossOutput,
+    linear_cross_entropy,
+    linear_logprobs,
+    linear_loss,
+    losses,
+    metrics,
+    plan,
+    reference,
+    weights,
+)
+from chunked_head.losses import Field, Losses
+from chunked_head.metrics import combine
+from chunked_head.reference import Term
+
+HIDDEN, VOCAB, SEGMENTS = 6, 13, 3
+LEADING = (5, 4)
+IGNORED = -100
+TEACHER_ROWS = ("teacher_logits", "teacher_hidden", "teacher_ids", "teacher_logprobs", "teacher_mask")
+WHOLE = ("mask", "pairs", "segment_labels", "kl_baseline", "teacher_weight", "teacher_bias")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def operands(*leading: int, hidden: int = HIDDEN, vocab: int = VOCAB) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weight and target; float64, both first ones with gradient."""
+    leading = leading or LEADING
+    target = torch.randint(0, vocab, leading, generator=torch.Generator().manual_seed(2))
+    return normal(*leading, hidden, seed=0).requires_grad_(), normal(vocab, hidden, seed=1).requires_grad_(), target
+
+
+def own_logprobs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    x = hidden.detach() @ weight.detach().t()
+    return x.log_softmax(-1).gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+
+def segment_fields(target: Tensor) -> dict[str, Tensor]:
+    return {
+        "segments": target % SEGMENTS, "pairs": torch.tensor([[0, 1], [2, 0]]), "advantages": normal(*target.shape),
+        "segment_labels": torch.tensor([True, False, True]), "ref_logprobs": normal(*target.shape, seed=5) - 2.0,
+    }  # fmt: skip
+
+
+def close(ours: Tensor, theirs: Tensor, what: str) -> None:
+    assert ours.shape == theirs.shape, what
+    atol = 1e-9 * max(1.0, float(theirs.abs().max()) if theirs.numel() else 1.0)
+    torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=1e-8, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+# ---- mixtures against the oracle
+
+CLASS_WEIGHTS = "class weights of the vocabulary"
+CANDIDATES: list[tuple[str, dict[str, Any]]] = [
+    ("cross_entropy", {}), ("cross_entropy", {"label_smoothing": 0.2}), ("cross_entropy", {"token_scaling": True}),
+    ("cross_entropy", {"class_weights": CLASS_WEIGHTS}), ("focal", {"gamma": 1.5}),
+    ("cross_entropy", {"class_weights": CLASS_WEIGHTS, "label_smoothing": 0.3}), ("focal", {"alpha": CLASS_WEIGHTS}),
+    ("z_loss", {}), ("entropy", {}), ("reinforce", {}), ("reinforce", {"rollout": "mask", "rollout_level": "segment"}),
+    ("grpo", {}), ("grpo", {"dual_clip": 1.1}), ("grpo", {"delta": 1.05, "rollout": "truncate"}),
+    ("cispo", {"clip_high": 0.1}), ("sapo", {}), ("gspo", {}), ("gspo", {"level": "token"}),
+    ("gspo", {"weighting": "token"}), ("gspo", {"weighting": "token", "level": "token"}), ("gmpo", {}), ("rloo", {}),
+    ("kl_to_reference", {}), ("kl_to_reference", {"estimator": "k3+"}),
+    ("kl_to_reference", {"estimator": "k1", "bias_correction": True}), ("dpo", {}), ("dpo", {"variant": "ipo"}),
+    ("dpo", {"variant": "apo_down"}), ("simpo", {}), ("cpo", {}), ("kto", {"desirable_weight": 2.0}),
+    ("forward_kl", {}), ("forward_kl", {"form": "cross_entropy"}), ("reverse_kl", {}), ("jsd", {"beta": 0.3}),
+    ("tvd", {}), ("topk_kl", {}), ("topk_kl", {"normalize": "vocab", "divergence": "jsd", "beta": 0.2}),
+    ("topk_kl", {"normalize": "topk"}), ("topk_kl", {"divergence": "tvd"}),
+    ("topk_kl", {"divergence": "reverse", "teacher_temperature": 2.0}),
+]  # fmt: skip
+DENSE = ("forward_kl", "reverse_kl", "jsd", "tvd")
+
+
+class Mixture:
+    """A sum of losses and a call of it, drawn by a seed."""
+
+    def __init__(self, seed: int):
+        self.draw, made = random.Random(seed), torch.Generator().manual_seed(seed)
+
+        def real(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=made, dtype=torch.float64)
+
+        def some(*shape: int, share: float) -> Tensor:
+            return torch.rand(*shape, generator=made) < share
+
+        pick = self.draw.choice
+        rows, length = pick([(1, 5), (3, 7), (2, 11)])
+        lead = self.leading = pick([(rows, length), (rows * length,), (rows, 1, length)])
+        width, vocab, k = pick([3, 8]), pick([5, 17, 40]), pick([1, 3, 4])
+        shared, self.num_segments = vocab + pick([0, -2, 3]), pick([4, 6])
+        self.hidden, self.weight = real(*lead, width), real(vocab, width)
+        self.bias = real(vocab) if pick([True, False]) else None
+        self.ignore_index = pick([IGNORED, IGNORED, 3])
+        self.target = torch.randint(0, vocab, lead, generator=made)
+        if self.ignore_index == IGNORED:
+            self.target = torch.where(some(*lead, share=0.2), IGNORED, self.target)
+        own = own_logprobs(self.hidden, self.weight, self.target)
+        fields = {
+            "old_logprobs": own + 0.3 * real(*lead), "ref_logprobs": own + 0.3 * real(*lead),
+            "rollout_logprobs": own + 0.3 * real(*lead), "advantages": real(*lead),
+            "segments": torch.randint(-1, self.num_segments - 1, lead, generator=made),  # the last one is empty
+            "pairs": torch.randint(0, self.num_segments, (5, 2), generator=made),
+            "segment_labels": some(self.num_segments, share=0.5), "kl_baseline": torch.tensor(0.2),
+            "teacher_logits": 2 * real(*lead, shared), "teacher_hidden": real(*lead, 4),
+            "teacher_weight": real(shared, 4), "teacher_bias": real(shared),
+            "teacher_ids": torch.randint(0, vocab, (*lead, k), generator=made),  # repeated now and then
+            "teacher_logprobs": real(*lead, k).log_softmax(-1) - 0.2, "teacher_mask": some(*lead, k, share=0.8),
+            "mask": some(*lead, share=0.8), "token_weights": real(*lead).abs(),
+        }  # fmt: skip
+        temperatures, class_weights = pick([[None], [None, 2.0], [2.0]]), torch.rand(vocab, generator=made).double()
+        self.terms = []
+        for i, (kind, options) in enumerate(self.draw.sample(CANDIDATES, pick([1, 2, 3, 4]))):
+            options = {name: class_weights if v is CLASS_WEIGHTS else v for name, v in options.items()}
+            options["name"] = f"{kind}-{i}"
+            if temperature := pick(temperatures):
+                options["temperature"] = temperature
+            options |= pick([{}] * 6 + [{"reduction": "sum"}, {"reduction": "mean", "normalizer": pick([7.0, 0.0])}])
+            self.terms.append(Term(pick([1.0, -0.5, 2.0]), kind, options))
+        names = {"mask"} if pick([True, False]) else set()
+        names |= {"token_weights"} if pick([True, False]) else set()
+        teacher = pick([{"teacher_logits"}, {"teacher_hidden", "teacher_weight"}])
+        for _, kind, options in self.terms:
+            if kind in DENSE:
+                names |= teacher
+            elif kind == "topk_kl":
+                names |= {"teacher_ids", "teacher_logprobs", "teacher_mask"}
+            elif kind in ("dpo", "simpo", "cpo", "kto", "kl_to_reference"):
+                names |= {"ref_logprobs", "old_logprobs", "segments", "pairs", "segment_labels", "kl_baseline"}
+            elif kind not in ("cross_entropy", "focal", "z_loss", "entropy"):
+                names |= {"advantages", "old_logprobs", "segments"}
+                names |= {"rollout_logprobs"} if "rollout" in options else set()
+        self.batch = {name: fields[name] for name in sorted(names)}
+        self.options: dict[str, Any] = {
+            "ignore_index": self.ignore_index, "temperature": pick([1.0, 1.0, 0.7]), "shift": pick([0, 0, 1, 2]),
+            "logit_scale": pick([1.0, -0.7, 1.3]), "softcap": pick([None, 5.0]),
+            "reduction": pick(["mean", "mean", "sum"]),
+        }  # fmt: skip
+        if self.options["reduction"] == "mean":
+            self.options["normalizer"] = pick([None, None, torch.tensor(4.0, dtype=torch.float64)])
+        self.needs = pick([(True, True, True), (True, False, False), (False, True, True), (False, True, False)])
+        self.way, self.chunk = pick(["plain", "again", "checkpoint"]), pick([None, 1, 3, 100])
+        self.upstream, self.foretold = pick([1.0, 0.37, -2.0]), pick([None, 0.37, 3.0])
+
+    @property
+    def losses(self) -> Losses:
+        total = None
+        for coefficient, kind, options in self.terms:
+            one = self.draw.choice([coefficient, torch.tensor(coefficient)]) * getattr(losses, kind)(**options)
+            total = one if total is None else total + one
+        assert total is not None
+        return total
+
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        made = [
+            None if t is None else t.clone().requires_grad_(need)
+            for t, need in zip((self.hidden, self.weight, self.bias), self.needs, strict=True)
+        ]
+        return made[0], made[1], made[2]  # type: ignore[return-value]
+
+    def oracle(self) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+        hidden, weight, bias = self.leaves()
+        loss, parts = reference.linear_loss(
+            hidden, weight, self.target, self.terms, batch=self.batch, num_segments=self.num_segments, bias=bias,
+            **self.options,
+        )  # fmt: skip
+        inputs = [t for t in (hidden, weight, bias) if t is not None and t.requires_grad]
+        return loss.detach(), parts, list(torch.autograd.grad(loss * self.upstream, inputs))
+
+    def garbled(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Hidden states, target and batch with nonsense wherever nothing counts."""
+        counts = self.target != self.ignore_index
+        if "mask" in self.batch:
+            counts = counts & self.batch["mask"]
+        shift = self.options["shift"]
+        predicted = counts.clone()
+        predicted[..., :shift] = False
+        predicts = torch.zeros_like(counts)
+        kept = max(0, self.leading[-1] - shift)
+        predicts[..., :kept] = counts[..., self.leading[-1] - kept :]
+        hidden, batch, target = self.hidden.clone(), {}, self.target.clone()
+        hidden[~predicts] = torch.nan
+        target[..., :shift] = self.ignore_index
+        if "mask" in self.batch:
+            target[~self.batch["mask"]] = 10**9
+        for name, value in self.batch.items():
+            value = value.clone()
+            if name not in WHOLE:
+                nowhere = ~(predicts if name in TEACHER_ROWS else predicted)
+                if value.is_floating_point():
+                    value[nowhere] = self.draw.choice([math.nan, math.inf, -math.inf])
+                else:
+                    value[nowhere] = True if value.dtype == torch.bool else 10**6
+            batch[name] = value
+        return hidden, target, batch
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_mixtures(block: int) -> None:
+    """Values, parts and gradients of any mixture, in any chunks, with nonsense where nothing counts, whatever was
+    foretold of the upstream gradient, for a second backward and under a checkpoint."""
+    ran = 0
+    for seed in range(1000 * block, 1000 * block + 40):
+        mixture = Mixture(seed)
+        loss = mixture.losses
+        hidden, target, batch = mixture.garbled()
+        mixture_hidden, mixture.hidden = mixture.hidden, hidden
+        hidden, weight, bias = mixture.leaves()
+        mixture.hidden = mixture_hidden
+        found: list[LossOutput] = []
+
+        def run(
+            hidden: Tensor, weight: Tensor, bias: Tensor | None, mixture: Mixture = mixture, loss: Losses = loss,
+            target: Tensor = target, batch: dict[str, Tensor] = batch, found: list[LossOutput] = found,
+        ) -> Tensor:  # fmt: skip
+            found.append(
+                linear_loss(
+                    hidden, weight, target, loss, batch=batch, num_segments=mixture.num_segments, bias=bias,
+                    chunk_tokens=mixture.chunk, upstream=mixture.foretold, **mixture.options,
+                )
+            )  # fmt: skip
+            return found[-1].loss
+
+        try:
+            value = (
+                checkpoint(run, hidden, weight, bias, use_reentrant=False)
+                if mixture.way == "checkpoint"
+                else run(hidden, weight, bias)
+            )
+        except ValueError as error:
+            # what one call cannot do, and says so
+            assert any(reason in str(error) for reason in ("two softmaxes", "smooths over", "different temperatures"))
+            continue
+        what = f"mixture {seed}, {mixture.way}, {[term.kind for term in mixture.terms]}"
+        if not (mixture.target != mixture.ignore_index).any():
+            continue
+        truth, parts, expected = mixture.oracle()
+        close(value.detach(), truth, what)
+        for name, part in parts.items():
+            close(found[0].parts[name], part.detach(), f"{what}, part {name}")
+        inputs = [t for t in (hidden, weight, bias) if t is not None and t.requires_grad]
+        again = mixture.way == "again"
+        grads = torch.autograd.grad(value * mixture.upstream, inputs, retain_graph=again)
+        for ours, theirs in zip(grads, expected, strict=True):
+            close(ours, theirs, f"{what}, gradient")
+        if again:
+            for ours, theirs in zip(torch.autograd.grad(value * 2 * mixture.upstream, inputs), expected, strict=True):
+                close(ours, 2 * theirs, f"{what}, second gradient")
+        ran += 1
+    assert ran >= 30
+
+
+# ---- masks, garbage, nothing at all
+
+NEEDY: dict[str, tuple[Losses, tuple[str, ...]]] = {
+    "grpo": (losses.grpo(), ("advantages", "old_logprobs")),
+    "gspo": (losses.gspo(), ("advantages", "old_logprobs", "segments")),
+    "dpo": (losses.dpo(), ("ref_logprobs", "segments", "pairs")),
+    "kto": (losses.kto(), ("ref_logprobs", "segments", "segment_labels")),
+    "dense": (losses.forward_kl() + losses.jsd(), ("teacher_logits",)),
+    "topk": (losses.topk_kl(), ("teacher_ids", "teacher_logprobs")),
+    "plain": (losses.cross_entropy() + losses.z_loss() - losses.entropy(), ()),
+}
+
+
+def fields_for(names: tuple[str, ...], target: Tensor) -> dict[str, Tensor]:
+    lead = target.shape
+    fields = segment_fields(target) | {
+        "old_logprobs": normal(*lead, seed=4) - 2.0, "teacher_logits": normal(*lead, VOCAB, seed=6),
+        "teacher_ids": torch.arange(4).expand(*lead, 4), "teacher_logprobs": normal(*lead, 4).log_softmax(-1) - 0.3,
+    }  # fmt: skip
+    return {name: fields[name] for name in names}
+
+
+@pytest.mark.parametrize("name", NEEDY)
+@pytest.mark.parametrize("nothing", ["all ignored", "all masked", "no tokens"])
+def test_nothing_counts(name: str, nothing: str) -> None:
+    """Loss 0 with a graph, zero gradients, metrics of nothing."""
+    loss, names = NEEDY[name]
+    hidden, weight, target = operands(*((5, 0) if nothing == "no tokens" else LEADING))
+    batch = fields_for(names, target)
+    if nothing == "all ignored":
+        target = torch.full_like(target, IGNORED)
+    elif nothing == "all masked":
+        batch["mask"] = torch.zeros_like(target, dtype=torch.bool)
+    out = linear_loss(
+        hidden, weight, target, loss, batch=batch, num_segments=SEGMENTS, chunk_tokens=7,
+        metrics=[metrics.entropy(), metrics.perplexity(), metrics.lse("max"), metrics.lse("min")],
+    )  # fmt: skip
+    out.loss.backward()
+    assert out.loss == 0 and out.loss.requires_grad
+    assert hidden.grad is not None and weight.grad is not None
+    assert not hidden.grad.any() and not weight.grad.any() and hidden.grad.shape == hidden.shape
+    assert all(part == 0 for part in out.parts.values())
+    assert out.metrics["entropy"].value == 0 and out.metrics["entropy"].count == 0
+    assert out.metrics["perplexity"].value == 1
+    assert out.metrics["lse_max"].extremum == -math.inf and out.metrics["lse_min"].extremum == math.inf
+
+
+def dlogits(loss: Losses, x: Tensor, target: Tensor | None = None, **more: Any) -> tuple[LossOutput, Tensor]:
+    """Gradient of logits [tokens, vocab]: with the unit matrix for hidden states it is that of the weight."""
+    weight = x.t().clone().requires_grad_()
+    out = linear_loss(torch.eye(len(x), dtype=x.dtype), weight, target, loss, **more)
+    (grad,) = torch.autograd.grad(out.loss, weight)
+    return out, grad.t()
+
+
+@pytest.mark.parametrize("name", NEEDY)
+def test_rows_of_the_gradient_add_up_to_what_the_z_loss_moves(name: str) -> None:
+    """All losses but z-loss are unmoved by a constant in the logits; a row that does not count is exactly 0."""
+    x, target = 2 * normal(20, VOCAB), torch.randint(0, VOCAB, (20,))
+    target[3:6] = IGNORED
+    loss, names = NEEDY[name]
+    _, grad = dlogits(loss, x, target, batch=fields_for(names, target.clamp(min=0)), num_segments=SEGMENTS)
+    counts = target != IGNORED
+    moved = 2 * x.logsumexp(-1) / counts.sum() if name == "plain" else torch.zeros(20, dtype=torch.float64)
+    torch.testing.assert_close(grad.sum(1)[counts], moved[counts], rtol=0, atol=1e-13)
+    assert grad[counts].abs().amax() > 1e-4 and not grad[~counts].any()
+
+
+@pytest.mark.parametrize("ignore_index", [0, 5])
+def test_without_a_target_ignore_index_excludes_nothing(ignore_index: int) -> None:
+    hidden, weight, _ = operands()
+    ours = linear_loss(hidden, weight, None, losses.z_loss(), ignore_index=ignore_index).loss
+    expected = (hidden @ weight.t()).logsumexp(-1).square().mean()
+    torch.testing.assert_close(ours, expected)
+
+
+def test_a_target_that_nobody_may_leave_out() -> None:
+    hidden, weight, _ = operands()
+    with pytest.raises(ValueError, match="target is None"):
+        linear_loss(hidden, weight, None, losses.z_loss(), metrics=[metrics.accuracy()])
+    with pytest.raises((ValueError, TypeError), match="target"):
+        linear_logprobs(hidden, weight, None)  # type: ignore[arg-type]
+
+
+# ---- values: weights, denominators, reductions
+
+
+def test_a_loss_has_token_weights_of_its_own() -> None:
+    hidden, weight, target = operands()
+    own = torch.rand(LEADING, dtype=torch.float64)
+    everyones = torch.rand(LEADING, dtype=torch.float64)
+    loss = losses.cross_entropy(token_weights=own) + losses.cross_entropy(name="other")
+    out = linear_loss(hidden, weight, target, loss, batch={"token_weights": everyones}, shift=1)
+    values = -(hidden @ weight.t()).log_softmax(-1)[:, :-1].gather(-1, target[:, 1:, None])[..., 0]
+    torch.testing.assert_close(out.parts["cross_entropy"], (own[:, 1:] * values).mean().detach())
+    torch.testing.assert_close(out.parts["other"], (everyones[:, 1:] * values).mean().detach())
+
+
+def test_normaliser_helpers_go_into_a_call() -> None:
+    hidden, weight, target = operands()
+    mask = torch.rand(LEADING) < 0.6
+    mask[2] = False  # an empty sequence, which counts in the denominator unless it is excluded
+    advantages = normal(*LEADING)
+    values = -advantages * own_logprobs(hidden, weight, target)
+    sequences = torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
+    for empty, divisor in (("counted", 5), ("excluded", int(mask.any(-1).sum()))):
+        loss = losses.reinforce(**weights.sequence_mean(mask, empty=empty))
+        out = linear_loss(hidden, weight, target, loss, batch={"advantages": advantages, "mask": mask})
+        torch.testing.assert_close(out.loss.detach(), sequences.sum() / divisor)
+
+
+@pytest.mark.parametrize(
+    "loss", [losses.cross_entropy(normalizer=10.0), losses.cross_entropy(normalizer=torch.tensor(10.0))]
+)
+def test_a_losss_normalizer_is_an_error_where_it_would_not_be_used(loss: Losses) -> None:
+    hidden, weight, target = operands()
+    with pytest.raises(ValueError, match=r"normalizer .*mean"):
+        linear_loss(hidden, weight, target, loss, reduction="sum")
+
+
+@pytest.mark.parametrize("value", [-10.0, math.nan])
+def test_a_losss_normalizer_is_checked_as_the_calls(value: float) -> None:
+    hidden, weight, target = operands()
+    with pytest.raises(ValueError, match="normalizer"):
+        linear_loss(hidden, weight, target, losses.cross_entropy(), normalizer=value)
+    with pytest.raises(ValueError, match="normalizer"):
+        linear_loss(hidden, weight, target, losses.cross_entropy(normalizer=value))
+
+
+@pytest.mark.parametrize(
+    "field", ["mask", "segments", "advantages", "segment_labels"], ids=lambda name: f"normalizer-{name}"
+)
+def test_a_normalizer_names_a_constant_field(field: str) -> None:
+    hidden, weight, target = operands()
+    batch = segment_fields(target) | {"mask": target > 2}
+    with pytest.raises(ValueError, match=f"normalizer.*{field}"):
+        linear_loss(
+            hidden, weight, target, losses.cross_entropy(normalizer=field), batch={field: batch[field]},
+            num_segments=SEGMENTS,
+        )  # fmt: skip
+
+
+def test_the_mask_is_no_weight() -> None:
+    hidden, weight, target = operands()
+    loss = losses.cross_entropy(token_weights="mask")
+    with pytest.raises(ValueError, match="the mask applies by itself"):
+        linear_loss(hidden, weight, target, loss, batch={"mask": target > 3})
+
+
+def test_a_normalizer_of_zero_gives_zero() -> None:
+    hidden, weight, target = operands()
+    bias = torch.zeros(VOCAB, dtype=torch.float64)
+    bias[target[0, 0]] = -math.inf
+    out = linear_loss(hidden, weight, target, losses.cross_entropy(), bias=bias, normalizer=0)
+    assert out.loss == 0 and out.parts["cross_entropy"] == 0
+
+
+def test_parts_add_up_and_reduce_themselves() -> None:
+    hidden, weight, target = operands()
+    tokens = target.numel()
+    half = torch.tensor(0.5)
+    loss = (losses.cross_entropy(reduction="sum") - half * losses.z_loss(normalizer=3.0)) / 2 + losses.entropy() * 0.1
+    out = linear_loss(hidden, weight, target, loss, normalizer=7.0)
+    x = (hidden @ weight.t()).detach()
+    parts = {
+        "cross_entropy": -own_logprobs(hidden, weight, target).sum(),
+        "z_loss": x.logsumexp(-1).square().sum() / 3.0,
+        "entropy": torch.distributions.Categorical(logits=x).entropy().sum() / 7.0,
+    }
+    assert out.parts.keys() == parts.keys() and tokens > 7
+    for name, expected in parts.items():
+        torch.testing.assert_close(out.parts[name], expected)
+        assert not out.parts[name].requires_grad
+    together = 0.5 * out.parts["cross_entropy"] - 0.25 * out.parts["z_loss"] + 0.1 * out.parts["entropy"]
+    torch.testing.assert_close(out.loss.detach(), together)
+
+
+def test_equal_names_raise() -> None:
+    hidden, weight, target = operands()
+    with pytest.raises(ValueError, match="called 'cross_entropy'"):
+        linear_loss(hidden, weight, target, losses.cross_entropy() + losses.cross_entropy(temperature=2.0))
+    with pytest.raises(ValueError, match="called 'lse'"):
+        linear_loss(hidden, weight, target, losses.z_loss(), metrics=[metrics.lse(), metrics.lse(temperature=2.0)])
+    both = losses.cross_entropy() + losses.cross_entropy(temperature=2.0, name="warm")
+    assert set(linear_loss(hidden, weight, target, both).parts) == {"cross_entropy", "warm"}
+
+
+def test_means_of_segments_count_those_with_a_token() -> None:
+    hidden, weight, target = operands()
+    batch = {"segments": torch.full(LEADING, -1), "advantages": torch.ones(LEADING)}
+    batch["segments"][0, :] = 4
+    batch["segments"][1, :2] = 1
+    batch["segments"][2, :] = 0
+    batch["mask"] = torch.ones(LEADING, dtype=torch.bool)
+    batch["mask"][2] = False  # segment 0 is there, and nothing of it counts
+    own = batch["old_logprobs"] = own_logprobs(hidden, weight, target)
+    out = linear_loss(
+        hidden, weight, target, losses.gspo() + losses.gspo(weighting="token", name="tokens"), batch=batch,
+        num_segments=6, metrics=[metrics.ratio(level="segment"), metrics.logprob(weighting="segment")],
+    )  # fmt: skip
+    # two segments of ratio 1; by tokens, those of no segment are counted too
+    torch.testing.assert_close(out.parts["gspo"], torch.tensor(-1.0, dtype=torch.float64))
+    torch.testing.assert_close(out.parts["tokens"], torch.tensor(-6 / 16, dtype=torch.float64))
+    assert out.metrics["ratio_segment"].count == 2
+    expected = (own[0].mean() + own[1, :2].mean()) / 2
+    torch.testing.assert_close(out.metrics["logprob"].value, expected)
+
+
+def test_linear_cross_entropy_is_a_thin_case() -> None:
+    hidden, weight, target = operands()
+    token_weights = torch.rand(LEADING)
+    ours = linear_cross_entropy(hidden, weight, target, token_weights=token_weights, z_loss=0.1, label_smoothing=0.2)
+    loss = losses.cross_entropy(label_smoothing=0.2) + 0.1 * losses.z_loss()
+    assert ours == linear_loss(hidden, weight, target, loss, batch={"token_weights": token_weights}).loss
+
+
+# ---- fields
+
+
+def test_fields_move_with_shift_or_do_not() -> None:
+    """What belongs to the predicted token moves with the target, what belongs to the predicting position does not."""
+    hidden, weight, target = operands()
+    fields = segment_fields(target) | {
+        "old_logprobs": normal(*LEADING, seed=8) - 2.0, "token_weights": torch.rand(LEADING).double(),
+        "mask": torch.rand(LEADING) < 0.7, "teacher_logits": normal(*LEADING, VOCAB, seed=9),
+        "teacher_ids": torch.randint(0, VOCAB, (*LEADING, 1)), "teacher_logprobs": -torch.rand(*LEADING, 1) - 0.2,
+    }  # fmt: skip
+    loss = losses.grpo() + losses.dpo() + losses.kto() + losses.gspo() + losses.forward_kl() + losses.topk_kl()
+
+    def at(leading: slice, trailing: slice) -> LossOutput:
+        moved = {
+            name: value if name in WHOLE[1:] else value[:, leading if name in TEACHER_ROWS else trailing]
+            for name, value in fields.items()
+        }
+        return linear_loss(
+            hidden[:, leading], weight, target[:, trailing], loss, batch=moved, num_segments=SEGMENTS,
+            metrics=[metrics.advantage(), metrics.kl_old()],
+        )  # fmt: skip
+
+    shifted = linear_loss(
+        hidden, weight, target, loss, batch=fields, num_segments=SEGMENTS, shift=2,
+        metrics=[metrics.advantage(), metrics.kl_old()],
+    )  # fmt: skip
+    by_hand = at(slice(None, -2), slice(2, None))
+    for name, part in by_hand.parts.items():
+        torch.testing.assert_close(shifted.parts[name], part)
+    for name, metric in by_hand.metrics.items():
+        torch.testing.assert_close(shifted.metrics[name].value, metric.value)
+    torch.testing.assert_close(
+        torch.autograd.grad(shifted.loss, weight)[0], torch.autograd.grad(by_hand.loss, weight)[0]
+    )
+
+
+some_ids = torch.arange(20).view(LEADING) % SEGMENTS
+IDS, ADVANTAGES, THREE = torch.zeros(*LEADING, 3, dtype=torch.int64), torch.ones(LEADING), -torch.ones(*LEADING, 3)
+LABELS = torch.ones(SEGMENTS, dtype=torch.bool)
+Wrong = tuple[type[Exception], str, Losses, dict[str, Any]]
+WRONG: dict[str, Wrong] = {
+    "missing": (ValueError, r"loss grpo needs batch\['advantages'\]", losses.grpo(), {}),
+    "unknown": (ValueError, "'old_logprob'", losses.z_loss(), {"old_logprob": ADVANTAGES}),
+    "column": (ValueError, "nothing is broadcast: expand", losses.reinforce(), {"advantages": torch.ones(5, 1)}),
+    "integers": (TypeError, "floating-point, got int64", losses.reinforce(), {"advantages": some_ids}),
+    "gradient": (ValueError, "detach", losses.reinforce(), {"advantages": ADVANTAGES.clone().requires_grad_()}),
+    "device": (ValueError, "is on meta", losses.reinforce(), {"advantages": ADVANTAGES.to("meta")}),
+    "mask-float": (TypeError, r"batch\['mask'\] must be bool", losses.z_loss(), {"mask": ADVANTAGES}),
+    "segment-range": (IndexError, "got 3", losses.gspo(), {"segments": some_ids + 1, "advantages": ADVANTAGES}),
+    "segment-minus-2": (IndexError, "got -2", losses.gspo(), {"segments": some_ids - 2, "advantages": ADVANTAGES}),
+    "pair-minus-1": (IndexError, "got -1", losses.cpo(), {"segments": some_ids, "pairs": torch.tensor([[0, -1]])}),
+    "pair-range": (IndexError, "got 3", losses.cpo(), {"segments": some_ids, "pairs": torch.tensor([[0, 3]])}),
+    "pair-shape": (ValueError, "pairs, 2", losses.cpo(), {"segments": some_ids, "pairs": torch.tensor([[0, 1, 2]])}),
+    "labels-number": (
+        ValueError, "segment_labels", losses.kto(reference_free=True),
+        {"segments": some_ids, "segment_labels": LABELS[:2]},
+    ),
+    "teacher-id-range": (
+        IndexError, f"got {VOCAB}", losses.topk_kl(), {"teacher_ids": IDS + VOCAB, "teacher_logprobs": THREE}
+    ),
+    # Fail, four of them: call.ask looks at the shapes of teacher fields before anything checks that they have one
+    "teacher-none": (TypeError, "teacher_logits", losses.forward_kl(), {"teacher_logits": None}),
+    "teacher-0d": (ValueError, "teacher_logits", losses.forward_kl(), {"teacher_logits": torch.tensor(1.0)}),
+    "teacher-weight-none": (
+        TypeError, "teacher_weight", losses.forward_kl(),
+        {"teacher_hidden": normal(*LEADING, 3), "teacher_weight": None},
+    ),
+    "teacher-ids-none": (TypeError, "teacher_ids", losses.topk_kl(), {"teacher_ids": None, "teacher_logprobs": THREE}),
+    # Fail: torch cannot reshape what is empty (fields.beside_rows)
+    "teacher-empty": (ValueError, "teacher_logits", losses.forward_kl(), {"teacher_logits": torch.zeros(*LEADING, 0)}),
+    "no-teacher-ids": (
+        ValueError, "teacher_ids", losses.topk_kl(), {"teacher_ids": IDS[..., :0], "teacher_logprobs": THREE[..., :0]}
+    ),
+    # Fail, three of them: trailing dimensions are never compared. One log-probability is broadcast over three ids, one
+    # bit of a mask over three entries, without a word; two for three is an error of torch's
+    "teacher-logprobs-broadcast": (
+        ValueError, "teacher_logprobs", losses.topk_kl(), {"teacher_ids": IDS, "teacher_logprobs": THREE[..., :1]}
+    ),
+    "teacher-logprobs-other": (
+        ValueError, "teacher_logprobs", losses.topk_kl(), {"teacher_ids": IDS, "teacher_logprobs": THREE[..., :2]}
+    ),
+    "teacher-mask-broadcast": (
+        ValueError, "teacher_mask", losses.topk_kl(),
+        {"teacher_ids": IDS, "teacher_logprobs": THREE, "teacher_mask": THREE[..., :1] < 0},
+    ),
+    # Fail: fields.check_field leaves a segment field's further dimensions alone, and the values are broadcast
+    "labels-column": (
+        ValueError, "segment_labels", losses.kto(reference_free=True),
+        {"segments": some_ids, "segment_labels": LABELS[:, None]},
+    ),
+    "labels-square": (
+        ValueError, "segment_labels", losses.kto(reference_free=True),
+        {"segments": some_ids, "segment_labels": LABELS.expand(3, 3)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_fields(name: str) -> None:
+    error, message, loss, batch = WRONG[name]
+    hidden, weight, target = operands()
+    with pytest.raises(error, match=message):
+        linear_loss(hidden, weight, target, loss, batch=batch, num_segments=SEGMENTS)
+
+
+@pytest.mark.parametrize("number", [True, 3.0, "3", torch.tensor(3), -3, None], ids=repr)
+def test_wrong_numbers_of_segments(number: Any) -> None:
+    hidden, weight, target = operands()
+    batch = {"segments": torch.full(LEADING, -1), "advantages": ADVANTAGES}
+    with pytest.raises((TypeError, ValueError), match="num_segments"):
+        linear_loss(hidden, weight, target, losses.gspo(), batch=batch, num_segments=number)
+
+
+def test_a_metric_names_what_it_lacks() -> None:
+    hidden, weight, target = operands()
+    with pytest.raises(ValueError, match=r"metric ratio needs batch\['old_logprobs'\]"):
+        linear_loss(hidden, weight, target, losses.z_loss(), metrics=[metrics.ratio()])
+
+
+@pytest.mark.parametrize("lacking", ["segments", "pairs"])
+def test_a_users_units_need_their_fields(lacking: str) -> None:
+    @losses.custom(scope="segment", unit="segment")
+    def by_documents(stats: Any, batch: Any) -> Tensor:
+        return batch.segment_mean(stats.logprob, "documents")
+
+    @losses.custom(scope="segment", unit="pair")
+    def by_pairs(stats: Any, batch: Any) -> Tensor:
+        return stats.logprob.sum().expand(len(batch["pairs"]) if "pairs" in batch else 3)
+
+    hidden, weight, target = operands()
+    cases = {"segments": (by_documents, {"documents": some_ids}), "pairs": (by_pairs, {"segments": some_ids})}
+    loss, batch = cases[lacking]
+    with pytest.raises(ValueError, match=lacking):
+        linear_loss(hidden, weight, target, loss, batch=batch, num_segments=SEGMENTS)
+
+
+def test_a_baseline_per_segment() -> None:
+    hidden, weight, target = operands()
+    batch = segment_fields(target) | {"kl_baseline": torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)}
+    del batch["pairs"], batch["advantages"]
+    out = linear_loss(hidden, weight, target, losses.kto(), batch=batch, num_segments=SEGMENTS)
+    difference = own_logprobs(hidden, weight, target) - batch["ref_logprobs"]
+    u = torch.stack([difference[batch["segments"] == s].sum() for s in range(SEGMENTS)])
+    reward = 0.1 * (u - batch["kl_baseline"].clamp(min=0))
+    expected = torch.sigmoid(torch.where(batch["segment_labels"], -reward, reward)).mean()
+    torch.testing.assert_close(out.loss.detach(), expected)
+
+
+def test_a_teachers_nan_shows() -> None:
+    hidden, weight, target = operands()
+    logprobs = torch.full((*LEADING, 3), math.nan)
+    batch = {"teacher_ids": torch.arange(3).expand(*LEADING, 3), "teacher_logprobs": logprobs}
+    assert linear_loss(hidden, weight, target, losses.topk_kl(), batch=batch).loss.isnan()
+
+
+# ---- what the caller does afterwards
+
+CHANGED: dict[str, tuple[Losses, tuple[str, ...]]] = {
+    "gspo": (losses.gspo(), ("segments", "advantages", "old_logprobs", "mask", "token_weights")),
+    "dpo": (losses.dpo(), ("segments", "pairs", "ref_logprobs")),
+    "kto": (losses.kto(), ("segments", "segment_labels", "ref_logprobs")),
+    "topk": (losses.gspo() + losses.topk_kl(), ("segments", "advantages", "teacher_ids", "teacher_logprobs")),
+    "user": (
+        losses.custom(
+            lambda stats, batch: batch.segment_mean(stats.logprob) * batch["kinds"].to(stats.logprob.dtype),
+            scope="segment", unit="segment", fields={"kinds": Field("segment", "int")},
+        ),  # fails, as kto
+        ("segments", "kinds"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_fields_changed_before_backward(name: str) -> None:
+    """What a recomputing backward reads is a copy, or autograd notices."""
+    loss, names = CHANGED[name]
+    hidden, weight, target = operands()
+    fields = fields_for((), target) | segment_fields(target) | {
+        "old_logprobs": normal(*LEADING, seed=4) - 2.0, "mask": target > 2, "token_weights": torch.rand(LEADING),
+        "teacher_ids": torch.arange(4).expand(*LEADING, 4).clone(), "kinds": torch.tensor([1, 2, 3]),
+        "teacher_logprobs": normal(*LEADING, 4).log_softmax(-1) - 0.3,
+    }  # fmt: skip
+    grads = []
+    for change in (False, True):
+        batch = {key: fields[key].clone() for key in names}
+        ours = target.clone()
+        out = linear_loss(hidden, weight, ours, loss, batch=batch, num_segments=SEGMENTS, chunk_tokens=7)
+        assert out.plan is not None and out.plan.schedule == "recompute"
+        if change:
+            ours.fill_(0)
+            for value in batch.values():
+                value.logical_not_() if value.dtype == torch.bool else value.zero_()
+        grads.append(torch.autograd.grad(out.loss, (hidden, weight)))
+    assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
+
+
+def test_numbers_on_the_device_changed_before_backward() -> None:
+    hidden, weight, target = operands()
+    grads = []
+    for change in (False, True):
+        held = [torch.tensor(v, dtype=torch.float64) for v in (2.0, 5.0, 3.0)]
+        class_weights = torch.linspace(0.1, 1.0, VOCAB, dtype=torch.float64)
+        loss = held[0] * losses.cross_entropy(class_weights=class_weights, label_smoothing=0.1, normalizer=held[1])
+        batch = {"segments": some_ids, "advantages": normal(*LEADING)}
+        out = linear_loss(
+            hidden, weight, target, loss + losses.gspo(), batch=batch, num_segments=SEGMENTS, upstream=held[2],
+            chunk_tokens=7,
+        )  # fmt: skip
+        if change:
+            for tensor in (*held, class_weights):
+                tensor.fill_(7.0)
+        grads.append(torch.autograd.grad(out.loss, (hidden, weight)))
+    assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
+
+
+@pytest.mark.parametrize("field", ["teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias"])
+def test_a_changed_dense_teacher_is_noticed(field: str) -> None:
+    hidden, weight, target = operands()
+    batch = {"segments": some_ids, "advantages": normal(*LEADING)}
+    if field == "teacher_logits":
+        batch["teacher_logits"] = normal(*LEADING, VOCAB)
+    else:
+        batch |= {"teacher_hidden": normal(*LEADING, 3), "teacher_weight": normal(VOCAB, 3)}
+        batch["teacher_bias"] = normal(VOCAB)
+    loss = losses.gspo() + losses.forward_kl()
+    out = linear_loss(hidden, weight, target, loss, batch=batch, num_segments=SEGMENTS, chunk_tokens=7)
+    batch[field].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
+
+
+def test_a_call_changes_nothing_of_the_callers() -> None:
+    mixture = Mixture(11)
+    tensors = {"hidden": mixture.hidden, "weight": mixture.weight, "target": mixture.target} | mixture.batch
+    before = {name: (value.clone(), value._version) for name, value in tensors.items()}
+    hidden, weight = mixture.hidden.requires_grad_(), mixture.weight.requires_grad_()
+    out = linear_loss(
+        hidden, weight, mixture.target, mixture.losses, batch=mixture.batch, num_segments=mixture.num_segments,
+        **mixture.options,
+    )  # fmt: skip
+    assert hidden.grad is None and weight.grad is None
+    torch.autograd.grad(out.loss, (hidden, weight))
+    for name, (value, version) in before.items():
+        assert torch.equal(tensors[name].detach(), value) and tensors[name]._version == version, name
+
+
+def test_a_teacher_is_let_go_after_backward() -> None:
+    hidden, weight, target = operands()
+    teacher = normal(*LEADING, VOCAB)
+    there = weakref.ref(teacher)
+    out = linear_loss(hidden, weight, target, losses.forward_kl(), batch={"teacher_logits": teacher})
+    del teacher
+    out.loss.backward()
+    gc.collect()
+    assert out.loss.requires_grad and there() is None
+
+
+def test_a_second_backward_keeps_to_the_budget() -> None:
+    hidden, weight = torch.randn(600, 16).requires_grad_(), torch.randn(5000, 16).requires_grad_()
+    target = torch.randint(0, 5000, (600,))
+    out = linear_loss(hidden, weight, target, losses.cross_entropy(), memory_budget="2MiB")
+    out.loss.backward(retain_graph=True)
+    hidden.grad = weight.grad = None
+    with Tracker(hidden, weight, target, large=10**9) as tracker:
+        out.loss.backward()
+    gradients = 4 * (hidden.numel() + weight.numel())
+    assert tracker.peak_bytes - gradients <= 2.5 * 2**20
+
+
+# ---- log-probabilities
+
+
+def spread_rows(nats: float, tokens: int = 37, width: int = 48, vocab: int = 131) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows whose largest logit lies about so many nats above the mean, and targets drawn from all ids."""
+    made = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(tokens, width, generator=made), torch.randn(vocab, width, generator=made)
+    x = hidden @ weight.t()
+    hidden = hidden * (nats / (x.amax(1) - x.mean(1)))[:, None]
+    return hidden, weight, torch.randint(0, vocab, (tokens,), generator=made)
+
+
+def ratio_is_one(out: LossOutput, nats: float = 0.0) -> bool:
+    """Within 1e-5, and beyond 59 nats some ulp of a logit: fp32 holds one of 300 to 3e-5."""
+    far = max(abs(float(out.metrics[name].value) - 1.0) for name in ("ratio_max", "ratio_min"))
+    bound = 1e-5 + (4 * torch.finfo(torch.float32).eps * nats if nats >= 59.0 else 0.0)
+    return far <= bound and float(out.metrics["clip_fraction"].value) == 0.0
+
+
+def ratio_metrics(temperature: float) -> list[metrics.Metric]:
+    return [
+        metrics.ratio(reduce="max", temperature=temperature), metrics.ratio(reduce="min", temperature=temperature),
+        metrics.clip_fraction(temperature=temperature), metrics.entropy(temperature=temperature),
+        metrics.accuracy(temperature=temperature),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("nats", [11.0, 40.0, 59.0, 61.0, 89.0, 300.0, 3000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [None, 16, 2, 1])
+def test_fed_back_in_other_chunks(nats: float, dtype: torch.dtype, chunk: int | None) -> None:
+    hidden, weight, target = spread_rows(nats)
+    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype)
+    with torch.no_grad():
+        old = linear_logprobs(hidden, weight, target)
+    out = linear_loss(
+        hidden, weight, target, losses.grpo() - 0.1 * losses.entropy(), chunk_tokens=chunk,
+        batch={"old_logprobs": old, "advantages": torch.ones(len(target))}, metrics=ratio_metrics(1.0), backend="torch",
+    )  # fmt: skip
+    assert ratio_is_one(out, nats)
+
+
+@pytest.mark.parametrize("nats", [3.0, 11.0, 300.0])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("torch", torch.float32), ("triton", torch.float32), ("triton", torch.float16)], ids=str
+)
+def test_fed_back_at_the_second_temperature(nats: float, backend: str, dtype: torch.dtype) -> None:
+    hidden, weight, target = spread_rows(nats, tokens=20, width=64, vocab=331)
+    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype)
+    with torch.no_grad():
+        old = linear_logprobs(hidden, weight, target, temperature=0.7, backend=backend)
+    out = linear_loss(
+        hidden, weight, target, losses.cross_entropy() + losses.grpo(temperature=0.7), metrics=ratio_metrics(0.7),
+        batch={"old_logprobs": old, "advantages": torch.ones(len(target))}, backend=backend,
+    )  # fmt: skip
+    assert ratio_is_one(out, nats)
+
+
+def test_the_largest_log_probability_is_the_targets() -> None:
+    hidden, weight, _ = spread_rows(300.0)
+    best = (hidden @ weight.t()).argmax(1)
+    found = linear_logprobs(hidden, weight, best, top_k=2)
+    assert torch.equal(found.top_k_ids[:, 0], best)
+    torch.testing.assert_close(found.top_k_logprobs[:, 0], found.logprobs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_log_probabilities_of_a_single_token(top_k: int | None) -> None:
+    weight = normal(VOCAB, HIDDEN, seed=1)
+    hidden = normal(HIDDEN)
+    found = linear_logprobs(hidden, weight, torch.tensor(4), top_k=top_k, entropy=True)
+    log_p = (weight @ hidden).log_softmax(-1)
+    torch.testing.assert_close(found.logprobs, log_p[4])
+    torch.testing.assert_close(found.entropy, -(log_p.exp() * log_p).sum())
+    if top_k:
+        assert torch.equal(found.top_k_ids, log_p.topk(3).indices)
+
+
+@pytest.mark.parametrize("top_k", [1, 4, VOCAB])
+@pytest.mark.parametrize("scale", [1.0, -1.4])
+def test_log_probabilities_and_their_gradients(top_k: int, scale: float) -> None:
+    """With bias, cap, a negative scale, temperature, shift and mask; any upstream, garbage where nothing counts."""
+    hidden, weight, target = operands()
+    bias = normal(VOCAB, seed=3).requires_grad_()
+    mask = torch.rand(LEADING, generator=torch.Generator().manual_seed(4)) < 0.7
+    found = linear_logprobs(
+        hidden, weight, torch.where(mask, target, 10**8), entropy=True, lse=True, argmax=True, top_k=top_k, shift=1,
+        mask=mask, bias=bias, softcap=3.0, logit_scale=scale, temperature=0.6, chunk_tokens=7,
+    )  # fmt: skip
+    x = 3.0 * torch.tanh(scale * (hidden @ weight.t() + bias) / 3.0) / 0.6
+    log_p, counts = x[:, :-1].log_softmax(-1), mask[:, 1:]
+    expected = {
+        "logprobs": log_p.gather(-1, target[:, 1:, None])[..., 0], "entropy": -(log_p.exp() * log_p).sum(-1),
+        "lse": x[:, :-1].logsumexp(-1), "argmax": x[:, :-1].argmax(-1), "top_k_logprobs": log_p.topk(top_k).values,
+        "top_k_ids": log_p.topk(top_k).indices,
+    }  # fmt: skip
+    assert found._fields == tuple(expected)
+    for name, value in expected.items():
+        ours = getattr(found, name)
+        torch.testing.assert_close(ours[:, 1:][counts], value[counts])
+        assert not ours[:, 0].any() and not ours[:, 1:][~counts].any()
+    assert not found.top_k_logprobs.requires_grad
+    upstream = {name: normal(5, 3, seed=i) for i, name in enumerate(("logprobs", "entropy", "lse"))}
+    inputs = (hidden, weight, bias)
+    theirs = torch.autograd.grad(
+        sum((torch.where(counts, upstream[name], 0.0) * expected[name]).sum() for name in upstream), inputs
+    )
+    ours = torch.autograd.grad(
+        [getattr(found, name)[:, 1:] for name in upstream], inputs,
+        [torch.where(counts, value, torch.nan) for value in upstream.values()],
+    )  # fmt: skip
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+# ---- pitfalls of single losses
+
+
+@pytest.mark.parametrize("far", [-1e30, -1e4, -89.0, 89.0, 1e4])
+@pytest.mark.parametrize("kind", ["grpo", "cispo", "sapo", "gspo", "gmpo", "rloo", "kl_to_reference"])
+def test_ratios_stay_finite(kind: str, far: float) -> None:
+    """Far from the old policy, with advantages of either sign and of 0."""
+    hidden, weight, target = operands()
+    hidden, weight = hidden.detach().float().requires_grad_(), weight.detach().float()
+    old = own_logprobs(hidden, weight, target) - far
+    advantages = torch.tensor([-1.0, 0.0, 1.0, 2.0]).expand(LEADING)
+    batch = {"old_logprobs": old, "ref_logprobs": old, "advantages": advantages, "segments": some_ids}
+    names = ("ref_logprobs",) if kind == "kl_to_reference" else ("old_logprobs", "advantages", "segments")
+    out = linear_loss(
+        hidden, weight, target, getattr(losses, kind)(), batch={name: batch[name] for name in names},
+        num_segments=SEGMENTS,
+    )  # fmt: skip
+    (grad,) = torch.autograd.grad(out.loss, hidden)
+    assert out.loss.isfinite() and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("normalize", ["tail", "vocab", "topk"])
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd", "tvd"])
+def test_one_teacher_entry(normalize: str, divergence: str) -> None:
+    """Over its own single id there is nothing to learn; with the rest, or the vocabulary, there is."""
+    x = 2 * normal(20, VOCAB)
+    batch = {"teacher_ids": torch.full((20, 1), 3), "teacher_logprobs": torch.full((20, 1), -0.1).double()}
+    out, grad = dlogits(losses.topk_kl(divergence, normalize), x, batch=batch)
+    assert out.loss.isfinite() and grad.isfinite().all()
+    assert bool(grad.abs().amax() > 1e-4) == (normalize != "topk")
+    torch.testing.assert_close(grad.sum(1), torch.zeros(20, dtype=torch.float64), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tvd"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_teacher_that_is_the_student(kind: str, backend: str) -> None:
+    x = (3 * normal(20, VOCAB)).float()
+    out, grad = dlogits(getattr(losses, kind)(), x, batch={"teacher_logits": x.clone()}, backend=backend)
+    assert abs(out.loss) < 1e-6 and grad.abs().amax() < 1e-7
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tvd"])
+@pytest.mark.parametrize("excluder", ["teacher", "both"])
+def test_ids_that_a_teacher_excludes(kind: str, excluder: str) -> None:
+    """Exact zeros are no nan; KL(p || q) is finite, and pushes an id down that the teacher excludes."""
+    x = normal(20, VOCAB)
+    teacher = normal(20, VOCAB, seed=1)
+    teacher[:, 2] = -math.inf
+    bias = torch.zeros(VOCAB, dtype=torch.float64)
+    if excluder == "both":
+        bias[2] = -math.inf
+    out, grad = dlogits(getattr(losses, kind)(), x, batch={"teacher_logits": teacher}, bias=bias)
+    assert out.loss.isfinite() and grad.isfinite().all()
+    assert (grad[:, 2] > 0).all() if excluder == "teacher" else not grad[:, 2].any()
+
+
+@pytest.mark.parametrize(("beta", "end"), [(0.0, "forward_kl"), (1.0, "reverse_kl")])
+def test_ends_of_beta(beta: float, end: str) -> None:
+    x, batch = normal(20, VOCAB), {"teacher_logits": normal(20, VOCAB, seed=1)}
+    ours, other = dlogits(losses.jsd(beta), x, batch=batch), dlogits(getattr(losses, end)(), x, batch=batch)
+    assert torch.equal(ours[0].loss, other[0].loss) and torch.equal(ours[1], other[1])
+
+
+def test_temperatures_of_distillation() -> None:
+    """On both, on the teacher alone, and with T^2 in value and gradient alike."""
+    x, teacher = normal(20, VOCAB), normal(20, VOCAB, seed=1)
+    batch = {"teacher_logits": teacher}
+
+    def by_hand(student: float, of_teacher: float) -> Tensor:
+        log_p, log_q = (x / student).log_softmax(-1), (teacher / of_teacher).log_softmax(-1)
+        return (log_q.exp() * (log_q - log_p)).sum(-1).mean()
+
+    both, grad = dlogits(losses.forward_kl(temperature=2.0), x, batch=batch)
+    torch.testing.assert_close(both.loss.detach(), by_hand(2.0, 2.0))
+    squared, squared_grad = dlogits(losses.forward_kl(temperature=2.0, t_squared=True), x, batch=batch)
+    torch.testing.assert_close(squared.loss, 4 * both.loss)
+    torch.testing.assert_close(squared_grad, 4 * grad)
+    alone, _ = dlogits(losses.forward_kl(teacher_temperature=2.0), x, batch=batch)
+    torch.testing.assert_close(alone.loss.detach(), by_hand(1.0, 2.0))
+
+
+def test_everything_is_tempered() -> None:
+    """Log-probability, entropy and z-loss, and metrics, are of the same logits."""
+    x, target = normal(20, VOCAB), torch.randint(0, VOCAB, (20,))
+    loss = losses.cross_entropy() + losses.z_loss() + losses.entropy()
+    cold = dlogits(loss, x, target, temperature=0.5, metrics=[metrics.lse(), metrics.mean_logit()])
+    plain = dlogits(loss, 2 * x, target, metrics=[metrics.lse(), metrics.mean_logit()])
+    torch.testing.assert_close(cold[1], 2 * plain[1])
+    for ours, theirs in zip(cold[0].parts.values(), plain[0].parts.values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for name, value in plain[0].metrics.items():
+        torch.testing.assert_close(cold[0].metrics[name].value, value.value)
+
+
+def test_two_temperatures_with_a_smaller_teacher() -> None:
+    """Hard labels at one temperature over all ids, a teacher at another over those that it has."""
+    x, target, teacher = normal(20, VOCAB), torch.randint(0, VOCAB, (20,)), normal(20, VOCAB - 3, seed=1)
+    loss = losses.cross_entropy() + 0.5 * losses.forward_kl(temperature=2.0)
+    out, grad = dlogits(loss, x, target, batch={"teacher_logits": teacher})
+    leaf = x.clone().requires_grad_()
+    log_p, log_q = (leaf[:, :-3] / 2).log_softmax(-1), (teacher / 2).log_softmax(-1)
+    kl = (log_q.exp() * (log_q - log_p)).sum(-1).mean()
+    whole = torch.nn.functional.cross_entropy(leaf, target) + 0.5 * kl
+    torch.testing.assert_close(out.loss.detach(), whole.detach())
+    torch.testing.assert_close(grad, torch.autograd.grad(whole, leaf)[0])
+
+
+FP16: dict[str, tuple[Losses, Callable[[Tensor], dict[str, Tensor]], Callable[[Tensor, Tensor], Tensor]]] = {
+    "ratio": (
+        losses.grpo(), lambda own: {"old_logprobs": own - 10, "advantages": -torch.ones(len(own))},
+        lambda new, own: (new - (own - 10)).exp().mean(),
+    ),
+    "kl": (
+        losses.kl_to_reference(), lambda own: {"ref_logprobs": own + 12},
+        lambda new, own: ((own + 12 - new).exp() - (own + 12 - new) - 1).mean(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FP16)
+def test_fp16_gradients_of_large_coefficients(name: str) -> None:
+    loss, fields, formula = FP16[name]
+    made = torch.Generator().manual_seed(3)
+    hidden = torch.randn(12, 64, generator=made).half().requires_grad_()
+    weight = (torch.randn(200, 64, generator=made) * 0.3).half()
+    target = torch.randint(0, 200, (12,), generator=made)
+    own = own_logprobs(hidden.double(), weight.double(), target)
+    out = linear_loss(hidden, weight, target, loss, batch=fields(own.float()), backend="triton")
+    (grad,) = torch.autograd.grad(out.loss, hidden)
+    exact = hidden.detach().double().requires_grad_()
+    new = (exact @ weight.double().t()).log_softmax(-1).gather(1, target[:, None])[:, 0]
+    (truth,) = torch.autograd.grad(formula(new, own.float().double()), exact)
+    assert truth.abs().amax() < 60000  # it could be held
+    assert grad.isfinite().all()
+    assert (grad.double() - truth).norm() < 2e-3 * truth.norm()
+
+
+# ---- metrics
+
+
+def test_metrics_by_hand_in_every_chunk() -> None:
+    """Sums, counts, extrema and weightings, under mask and shift; in micro-batches and as a whole."""
+    hidden, weight, target = operands(8, 5)
+    lead = (8, 5)
+    fields = {
+        "old_logprobs": own_logprobs(hidden, weight, target) + 0.3 * normal(*lead, seed=4), "advantages": normal(*lead),
+        "documents": torch.arange(8)[:, None].expand(lead) // 2 - 1, "mask": torch.rand(lead) < 0.7,
+    }  # fmt: skip
+    asked = [
+        metrics.accuracy(), metrics.kl_old(), metrics.ratio(reduce="max"), metrics.advantage("min"),
+        metrics.perplexity(), metrics.effective_sample_size(), metrics.entropy(weighting="document"),
+        metrics.clip_fraction(0.1, 0.05, side="signed"),
+    ]  # fmt: skip
+
+    def run(rows: slice, chunk: int | None) -> LossOutput:
+        return linear_loss(
+            hidden[rows], weight, target[rows], losses.grpo(), batch={k: v[rows] for k, v in fields.items()}, shift=1,
+            num_segments=4, metrics=asked, chunk_tokens=chunk,
+        )  # fmt: skip
+
+    x, y, counts = (hidden @ weight.t())[:, :-1].detach(), target[:, 1:], fields["mask"][:, 1:]
+    log_p = x.log_softmax(-1)
+    d = (log_p.gather(-1, y[..., None])[..., 0] - fields["old_logprobs"][:, 1:])[counts]
+    r, advantages = d.exp(), fields["advantages"][:, 1:][counts]
+    entropy, documents = -(log_p.exp() * log_p).sum(-1)[counts], fields["documents"][:, 1:][counts]
+    clipped = ((r < 0.9) & (advantages < 0)) | ((r > 1.05) & (advantages > 0))
+    per_document = [entropy[documents == i].mean() for i in range(4) if (documents == i).any()]
+    sums = {
+        "accuracy": (x.argmax(-1) == y)[counts].sum(), "kl_old": (r - d - 1).sum(),
+        "clip_fraction_signed": clipped.sum(), "entropy": sum(per_document),
+    }  # fmt: skip
+    assert 0 < clipped.sum() < len(r)
+    for chunk in (None, 3):
+        out = run(slice(None), chunk)
+        for name, expected in sums.items():
+            torch.testing.assert_close(out.metrics[name].sum, torch.as_tensor(expected).double())
+            assert out.metrics[name].count == (len(per_document) if name == "entropy" else len(r))
+        assert out.metrics["ratio_max"].sum is None
+        torch.testing.assert_close(out.metrics["ratio_max"].extremum, r.max())
+        torch.testing.assert_close(out.metrics["advantage_min"].value, advantages.min())
+        own = log_p.gather(-1, y[..., None])[..., 0][counts]
+        torch.testing.assert_close(out.metrics["perplexity"].value, (-own.mean()).exp())
+        torch.testing.assert_close(out.metrics["effective_sample_size"].value, r.sum() ** 2 / r.square().sum())
+        together = combine(run(rows, chunk).metrics for rows in (slice(0, 2), slice(2, 4), slice(4, 8)))
+        for name, value in together.items():
+            torch.testing.assert_close(value.value, out.metrics[name].value)
+
+
+def test_directions_of_kl() -> None:
+    """k3 to the old policy is KL(old || new) on the old one's samples, k3 to the reference KL(new || reference) on the
+    new one's: with every id once and its probability for a weight, the expectations are exact."""
+    new, other = normal(VOCAB).log_softmax(-1), normal(VOCAB, seed=1).log_softmax(-1)
+    every, ones = torch.arange(VOCAB), torch.ones(VOCAB, 1, dtype=torch.float64)
+    segments = {"segments": every, "old_logprobs": other, "ref_logprobs": other}
+
+    def each(metric: metrics.Metric) -> Tensor:
+        """The metric of each id alone."""
+        return torch.stack([
+            linear_loss(
+                ones, new[:, None], torch.where(every == i, every, IGNORED), losses.z_loss(), batch=segments,
+                num_segments=VOCAB, metrics=[metric],
+            ).metrics[metric.label].value
+            for i in range(VOCAB)
+        ])  # fmt: skip
+
+    old_to_new, new_to_reference = (other.exp() * (other - new)).sum(), (new.exp() * (new - other)).sum()
+    assert abs(old_to_new - new_to_reference) > 0.01
+    torch.testing.assert_close((other.exp() * each(metrics.kl_old())).sum(), old_to_new)
+    torch.testing.assert_close((new.exp() * each(metrics.kl_reference())).sum(), new_to_reference)
+
+
+# ---- users' losses, plans, compilers
+
+
+def test_a_users_loss_is_as_good_as_ours() -> None:
+    @losses.custom(scope="token")
+    def mine(stats: Any, batch: Any) -> Tensor:
+        return -stats.logprob + 1e-2 * stats.lse.square() - 0.1 * stats.entropy
+
+    hidden, weight, target = operands()
+    ours = losses.cross_entropy() + 1e-2 * losses.z_loss() - 0.1 * losses.entropy()
+    mask = {"mask": target > 2}
+    found = [linear_loss(hidden, weight, target, loss, batch=mask, chunk_tokens=7).loss for loss in (mine, ours)]
+    torch.testing.assert_close(found[0], found[1])
+    for a, b in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in found), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_users_infinite_slope_where_nothing_counts() -> None:
+    """Statistics are 0 there, and a logarithm of them has no finite slope."""
+    loss = losses.custom(lambda stats, batch: torch.log(-stats.logprob), scope="token")
+    hidden, weight, target = operands()
+    target = torch.where(target > 6, target, IGNORED)
+    (grad,) = torch.autograd.grad(linear_loss(hidden, weight, target, loss).loss, hidden)
+    assert grad.isfinite().all() and not grad[target == IGNORED].any() and grad[target != IGNORED].any()
+
+
+def test_scope_is_checked() -> None:
+    def centred(stats: Any, batch: Any) -> Tensor:
+        return -stats.logprob * (batch["advantages"] - batch["advantages"].mean())
+
+    with pytest.raises(ValueError, match='scope="segment"'):
+        losses.custom(centred, scope="token")
+    assert losses.custom(centred, scope="segment") is not None
+
+
+PLANNED: dict[str, tuple[Losses, dict[str, Any], dict[str, Any]]] = {
+    "label": (losses.cross_entropy() - 0.1 * losses.entropy(temperature=2.0), {}, {}),
+    "gspo": (losses.gspo(), {"segments": torch.zeros(40, dtype=torch.int64), "advantages": torch.ones(40)}, {}),
+    "topk": (
+        losses.topk_kl(), {"teacher_ids": torch.arange(3).expand(40, 3), "teacher_logprobs": -torch.ones(40, 3)},
+        {"teacher_k": 3},
+    ),
+    "smaller-teacher": (
+        losses.jsd() + losses.cross_entropy(), {"teacher_logits": torch.ones(40, 44)}, {"teacher_vocab": 44}
+    ),
+    "teacher-states": (
+        losses.reverse_kl(), {"teacher_hidden": torch.ones(40, 12), "teacher_weight": torch.ones(50, 12)},
+        {"teacher_hidden": 12},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("chunk", [None, 10])
+def test_the_plan_is_that_of_the_call(name: str, chunk: int | None) -> None:
+    loss, batch, sizes = PLANNED[name]
+    hidden, weight = torch.randn(40, 16).requires_grad_(), torch.randn(50, 16).requires_grad_()
+    out = linear_loss(
+        hidden, weight, torch.randint(0, 50, (40,)), loss, batch=batch, num_segments=1, metrics=[metrics.accuracy()],
+        chunk_tokens=chunk,
+    )  # fmt: skip
+    foretold = plan(
+        40, 16, 50, torch.float32, loss=loss, metrics=[metrics.accuracy()], chunk_tokens=chunk, device="cpu", **sizes
+    )
+    assert foretold == out.plan
+
+
+def test_the_plan_knows_the_calls_temperature() -> None:
+    hidden, weight, target = torch.randn(40, 16).requires_grad_(), torch.randn(50, 16), torch.randint(0, 50, (40,))
+    loss = losses.cross_entropy() + losses.entropy(temperature=0.7)
+    out = linear_loss(hidden, weight, target, loss, temperature=0.7)
+    options: dict[str, Any] = {"temperature": 0.7}
+    foretold = plan(40, 16, 50, torch.float32, loss=loss, weight_grad=False, device="cpu", **options)
+    assert foretold == out.plan
