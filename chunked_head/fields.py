@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .losses.base import FIELDS, Field, Losses, Summand
-from .losses.distillation import PADDING, entries
+from .losses.topk import PADDING, entries
 from .metrics import Metric
 from .plans import name, slices
 from .prepare import shift_left

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from .losses.base import choice
-from .losses.distillation import entries, positive, squared, topk_divergence, topk_options
+from .losses.temperatures import positive, squared
+from .losses.topk import entries, topk_divergence, topk_options
 
 WHERE = "gathered_topk_kl"
 

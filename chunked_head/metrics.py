@@ -1,270 +1,38 @@
 """Metrics from the statistics that losses are made of: no softmax pass of their own, nothing read from the device.
 
-A ``Metric`` is a function of ``(stats, batch)`` that gives one value per token or per segment, and how those become one
-number: a sum and a count, or an extremum. Both reduce correctly over micro-batches (``combine``) and ranks
-(``all_reduce``); only ``MetricValue.value`` divides. A metric of your own is a ``Metric(...)``.
+A metric of your own is a ``Metric(...)``.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypedDict
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .losses.base import Field, Scope
+from .metric_values import (
+    Finish,
+    Metric,
+    MetricOptions,
+    MetricValue,
+    Reduce,
+    Weighting,
+    accumulate,
+    all_reduce,
+    choice,
+    combine,
+    make,
+    merge,
+    number,
+    unit_weights,
+)
 
-Reduce = Literal["mean", "max", "min"]
-Weighting = Literal["token", "segment", "document"]
-Finish = Literal["mean", "perplexity", "effective_sample_size", "effective_sample_fraction"]
+__all__ = [
+    "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "accumulate", "accuracy",
+    "advantage", "all_reduce", "clip_fraction", "combine", "effective_sample_size", "entropy", "kl_old", "kl_reference",
+    "logprob", "lse", "mean_logit", "merge", "perplexity", "ratio", "top_probability", "unit_weights",
+]  # fmt: skip
 
 AGAINST = {"old": "old_logprobs", "reference": "ref_logprobs", "rollout": "rollout_logprobs"}
-INFINITY = float("inf")
-
-
-class MetricOptions(TypedDict, total=False):
-    """What every metric takes beside its own options.
-
-    ``weighting``, of a mean: ``"token"`` over all tokens; ``"segment"``, ``"document"`` over segments (documents) with
-    a token, of the mean over each one's tokens, by the token fields ``segments`` and ``documents``, in which -1 means
-    none. ``temperature`` divides the logits that the metric sees (None: the call's). ``name`` is the key in
-    ``out.metrics``.
-    """
-
-    weighting: Weighting
-    temperature: float | None
-    name: str | None
-
-
-@dataclass(frozen=True, eq=False)
-class Metric:
-    """``function(stats, batch, **options)`` gives values per unit, [n] or, with several components, [n, c]."""
-
-    kind: str  # the name of its factory
-    function: Callable[..., Tensor]
-    options: Mapping[str, Any] = field(default_factory=dict)  # hashable: part of what is compiled
-    needs: frozenset[str] = frozenset()
-    fields: tuple[str, ...] = ()
-    optional_fields: tuple[str, ...] = ()
-    extra_fields: Mapping[str, Field] = field(default_factory=dict)  # what FIELDS does not know
-    scope: Scope = "token"
-    unit: Literal["token", "segment"] = "token"
-    reads_target: bool = True
-    reduce: Reduce = "mean"
-    weighting: Weighting = "token"  # of unit token; the mean of segments is over those with a token
-    finish: Finish = "mean"  # from sums and count to .value
-    temperature: float | None = None
-    name: str | None = None
-
-    def __post_init__(self) -> None:
-        where = f"metrics.{self.kind}"
-        choice(where, "reduce", self.reduce, ("mean", "max", "min"))
-        choice(where, "weighting", self.weighting, ("token", "segment", "document"))
-        choice(where, "unit", self.unit, ("token", "segment"))
-        choice(where, "scope", self.scope, ("token", "segment"))
-        choice(where, "finish", self.finish, tuple(FINISH))
-        if self.unit == "segment" and self.scope != "segment":
-            raise ValueError(f'{where} has values per segment, which need all tokens: scope="segment"')
-        if self.weighting != "token" and (self.unit != "token" or self.reduce != "mean"):
-            raise ValueError(f"weighting of {where} is that of a mean over tokens; here it has no meaning")
-        temperature = self.temperature
-        if temperature is not None and not (isinstance(temperature, int | float) and 0 < temperature < INFINITY):
-            raise ValueError(f"temperature of {where} must be a positive number, got {temperature!r}")
-        if self.weighting != "token" and self.ids not in self.fields:
-            object.__setattr__(self, "fields", (*self.fields, self.ids))
-
-    @property
-    def label(self) -> str:
-        return self.name or self.kind
-
-    @property
-    def key(self) -> tuple:
-        """Equal for metrics that compile to the same code."""
-        options = tuple(sorted(self.options.items()))
-        return self.function, options, self.unit, self.temperature, self.reduce, self.weighting
-
-    @property
-    def ids(self) -> str:
-        """The field that the weighting goes by."""
-        return "documents" if self.weighting == "document" else "segments"
-
-    def values(self, stats: Any, batch: Any) -> Tensor:
-        return self.function(stats, batch, **self.options)
-
-
-@dataclass(frozen=True, eq=False)
-class MetricValue:
-    """A metric of some tokens: ``sum`` and ``count``, or ``extremum``; 0-d, or [c] with c components, on the device."""
-
-    reduce: Reduce = "mean"
-    sum: Tensor | None = None
-    count: Tensor | None = None  # 0-d: tokens, or segments or documents with a token
-    extremum: Tensor | None = None  # the maximum of nothing is -inf, its minimum inf
-    finish: Finish = "mean"
-
-    @property
-    def value(self) -> Tensor:
-        """What to log, on the device and never nan for want of tokens: the mean of nothing is 0, its perplexity 1."""
-        if self.reduce != "mean":
-            assert self.extremum is not None
-            return self.extremum
-        assert self.sum is not None and self.count is not None
-        return FINISH[self.finish](self.sum, self.count)
-
-
-def _mean(total: Tensor, count: Tensor) -> Tensor:
-    return total / torch.where(count > 0, count, 1.0)
-
-
-def _effective_sample_size(total: Tensor, count: Tensor) -> Tensor:
-    weights, squares = total.unbind(-1)
-    return torch.where(squares > 0, weights.square() / torch.where(squares > 0, squares, 1.0), 0.0)
-
-
-FINISH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean": _mean,
-    "perplexity": lambda total, count: _mean(total, count).exp(),
-    "effective_sample_size": _effective_sample_size,
-    "effective_sample_fraction": lambda total, count: _mean(_effective_sample_size(total, count), count),
-}
-
-
-# ---- from values to sums, and from sums to sums
-
-
-def unit_weights(ids: Tensor, mask: Tensor, number: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Weights [n] that make a sum over tokens one of the segments' means, and how many segments have a token (0-d).
-
-    1 / (tokens that count in the token's segment), 0 where a token does not count or is of no segment. ``ids`` [n] in
-    [-1, number), ``mask`` [n] of all the call's tokens: a chunk takes its slice.
-    """
-    kept = mask & (ids >= 0)
-    index = torch.where(kept, ids, number)
-    counts = torch.zeros(number + 1, dtype=dtype, device=ids.device).index_add(0, index, kept.to(dtype))
-    weights = torch.where(kept, 1.0 / counts.clamp(min=1.0)[index], 0.0)
-    return weights, (counts[:-1] > 0).sum().to(dtype)
-
-
-def accumulate(
-    metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | None = None, count: Tensor | None = None
-) -> MetricValue:
-    """The sums or the extremum of ``values`` [n] or [n, c] of some units where ``mask`` [n].
-
-    ``weights`` [n] are those of ``unit_weights`` where the metric's weighting asks for them; ``count`` is the number to
-    hold instead of counting: that of ``unit_weights``, given with one chunk only, or each chunk holds its share.
-    """
-    values = values.detach()
-    if values.dtype != torch.float64:
-        values = values.float()
-    wide = (-1,) + (1,) * (values.dim() - 1)
-    if metric.reduce != "mean":
-        nothing = -INFINITY if metric.reduce == "max" else INFINITY
-        if values.shape[0] == 0:  # torch's extremum of no rows raises
-            return MetricValue(metric.reduce, extremum=values.new_full(values.shape[1:], nothing))
-        selected = torch.where(mask.view(wide), values, nothing)
-        extremum = selected.amax(0) if metric.reduce == "max" else selected.amin(0)
-        return MetricValue(metric.reduce, extremum=extremum)
-    if weights is not None:
-        mask = mask & (weights > 0)
-        values = values * weights.view(wide)
-    total = torch.where(mask.view(wide), values, 0.0).sum(0)
-    if count is None:
-        shares = torch.ones_like(mask, dtype=values.dtype) if weights is None else weights.to(values.dtype)
-        count = torch.where(mask, shares, 0.0).sum()
-    return MetricValue("mean", total, count.to(values.dtype), finish=metric.finish)
-
-
-def merge(a: MetricValue, b: MetricValue) -> MetricValue:
-    """The metric of the tokens of both, for example of two micro-batches."""
-    if (a.reduce, a.finish) != (b.reduce, b.finish):
-        raise ValueError(f"metrics that differ cannot be merged: {a.reduce}, {a.finish} and {b.reduce}, {b.finish}")
-    if a.reduce != "mean":
-        assert a.extremum is not None and b.extremum is not None
-        larger = torch.maximum if a.reduce == "max" else torch.minimum
-        return replace(a, extremum=larger(a.extremum, b.extremum))
-    assert a.sum is not None and b.sum is not None and a.count is not None and b.count is not None
-    return replace(a, sum=a.sum + b.sum, count=a.count + b.count)
-
-
-def combine(several: Iterable[Mapping[str, MetricValue]]) -> dict[str, MetricValue]:
-    """``out.metrics`` of micro-batches as that of all their tokens; a name that some lack counts where it is.
-
-    A segment or document that lies in two micro-batches counts in each.
-    """
-    combined: dict[str, MetricValue] = {}
-    for metrics in several:
-        for name, value in metrics.items():
-            combined[name] = merge(combined[name], value) if name in combined else value
-    return combined
-
-
-def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[str, MetricValue]:
-    """``metrics`` over the ranks of ``group``: one SUM of all sums and counts, one MAX of all extrema.
-
-    Every rank must hold metrics of the same names and kinds (in any order), those without tokens included. On
-    vocabulary-parallel ranks metrics are equal already: reduce over groups that hold different tokens. Without an
-    initialised process group there is nothing to do. fp32, fp64 where a metric is.
-    """
-    from torch import distributed
-
-    if not metrics or not (distributed.is_available() and distributed.is_initialized()):
-        return dict(metrics)
-    names = sorted(metrics)  # the same order on every rank
-    means = [name for name in names if metrics[name].reduce == "mean"]
-    extrema = [name for name in names if metrics[name].reduce != "mean"]
-    reduced: dict[str, MetricValue] = {}
-    if means:
-        parts = [part for name in means for part in (metrics[name].sum, metrics[name].count) if part is not None]
-        sums = iter(_reduced(parts, distributed.ReduceOp.SUM, group))
-        reduced |= {name: replace(metrics[name], sum=next(sums), count=next(sums)) for name in means}
-    if extrema:
-        # minima travel as maxima of what they are the negative of
-        signs = [1.0 if metrics[name].reduce == "max" else -1.0 for name in extrema]
-        parts = [sign * _extremum(metrics[name]) for name, sign in zip(extrema, signs, strict=True)]
-        largest = _reduced(parts, distributed.ReduceOp.MAX, group)
-        for name, sign, part in zip(extrema, signs, largest, strict=True):
-            reduced[name] = replace(metrics[name], extremum=sign * part)
-    return {name: reduced[name] for name in metrics}
-
-
-def _extremum(value: MetricValue) -> Tensor:
-    assert value.extremum is not None
-    return value.extremum
-
-
-def _reduced(parts: list[Tensor], operation: Any, group: Any) -> list[Tensor]:
-    from torch import distributed
-
-    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-    packed = torch.cat([part.reshape(-1).to(dtype) for part in parts])
-    distributed.all_reduce(packed, op=operation, group=group)
-    pieces = packed.split([part.numel() for part in parts])
-    return [piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
-
-
-# ---- the metrics
-
-
-def choice(where: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{argument} of {where} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-    return value
-
-
-def _number(where: str, argument: str, value: Any, least: float, most: float = INFINITY) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise ValueError(f"{argument} of metrics.{where} must be a number in [{least:g}, {most:g}], got {value!r}")
-    return float(value)
-
-
-def _make(kind: str, function: Callable[..., Tensor], common: Mapping[str, Any], **known: Any) -> Metric:
-    """A metric of ``kind``; ``common`` are MetricOptions, ``known`` fields of Metric, ``name`` the default name."""
-    if unknown := sorted(set(common) - set(MetricOptions.__annotations__)):
-        raise TypeError(f"metrics.{kind} takes no option {unknown[0]!r}")
-    if common.get("weighting") is not None and known.get("unit") == "segment":
-        raise ValueError(f"weighting of metrics.{kind} has no meaning here: its values are per segment")
-    given = {name: value for name, value in common.items() if value is not None}
-    return Metric(kind, function, **(known | given))
 
 
 def _suffixed(kind: str, *suffixes: str | None) -> str:
@@ -279,7 +47,7 @@ def _level(kind: str, level: str) -> dict[str, Any]:
 
 def accuracy(**common: Any) -> Metric:
     """Share of tokens whose target has the largest logit, the first of them on ties. ``common``: ``MetricOptions``."""
-    return _make("accuracy", _accuracy, common, needs=frozenset({"argmax"}))
+    return make("accuracy", _accuracy, common, needs=frozenset({"argmax"}))
 
 
 def _accuracy(stats: Any, batch: Any) -> Tensor:
@@ -289,9 +57,9 @@ def _accuracy(stats: Any, batch: Any) -> Tensor:
 def perplexity(weighting: Literal["token", "segment"] = "token", **common: Any) -> Metric:
     """``exp(-mean log-probability)``; ``weighting="segment"``: the mean of the segments' own perplexities, as verl."""
     if choice("metrics.perplexity", "weighting", weighting, ("token", "segment")) == "token":
-        return _make("perplexity", _negative_logprob, common, finish="perplexity")
+        return make("perplexity", _negative_logprob, common, finish="perplexity")
     segment = _level("perplexity", "segment")
-    return _make("perplexity", _segment_perplexity, common, fields=("segments",), name="perplexity_segment", **segment)
+    return make("perplexity", _segment_perplexity, common, fields=("segments",), name="perplexity_segment", **segment)
 
 
 def _negative_logprob(stats: Any, batch: Any) -> Tensor:
@@ -323,7 +91,7 @@ def logprob(reduce: Reduce = "mean", **common: Any) -> Metric:
 
 
 def _statistic(kind: str, statistic: str, reduce: Reduce, common: Mapping[str, Any], **known: Any) -> Metric:
-    return _make(kind, _read, common, options={"statistic": statistic}, **_reduction(kind, reduce), **known)
+    return make(kind, _read, common, options={"statistic": statistic}, **_reduction(kind, reduce), **known)
 
 
 def _reduction(kind: str, reduce: Reduce, *suffixes: str | None) -> dict[str, Any]:
@@ -338,7 +106,7 @@ def top_probability(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Probability of the most probable token."""
     known = _reduction("top_probability", reduce)
     needs = frozenset({"top_logprob"})
-    return _make("top_probability", _top_probability, common, needs=needs, reads_target=False, **known)
+    return make("top_probability", _top_probability, common, needs=needs, reads_target=False, **known)
 
 
 def _top_probability(stats: Any, batch: Any) -> Tensor:
@@ -360,7 +128,7 @@ def ratio(
     """
     options, fields = _against("ratio", against, level, ratio_clamp)
     known = _reduction("ratio", reduce, None if against == "old" else against, None if level == "token" else level)
-    return _make("ratio", _ratio, common, options=options, fields=fields, **_level("ratio", level), **known)
+    return make("ratio", _ratio, common, options=options, fields=fields, **_level("ratio", level), **known)
 
 
 def effective_sample_size(
@@ -386,7 +154,7 @@ def effective_sample_size(
         None if level == "token" else level,
     )
     finish = "effective_sample_fraction" if normalized else "effective_sample_size"
-    return _make(
+    return make(
         kind, _ratio_powers, common, options=options, fields=fields, finish=finish, name=name, **_level(kind, level)
     )
 
@@ -402,7 +170,7 @@ def _ratio_options(kind: str, other: str, level: str, ratio_clamp: float | None)
 
 
 def _clamp(kind: str, argument: str, value: float | None) -> float | None:
-    return None if value is None else _number(kind, argument, value, 0.0)
+    return None if value is None else number(kind, argument, value, 0.0)
 
 
 def _log_ratio(stats: Any, batch: Any, other: str, level: str) -> Tensor:
@@ -442,7 +210,7 @@ def kl_old(
     fields = ("old_logprobs", "segments") if level == "segment" else ("old_logprobs",)
     suffixes = None if estimator == "k3" else estimator, None if level == "token" else level
     known = _reduction(kind, reduce, *suffixes)
-    return _make(kind, _kl_old, common, options=options, fields=fields, **_level(kind, level), **known)
+    return make(kind, _kl_old, common, options=options, fields=fields, **_level(kind, level), **known)
 
 
 def _estimator(kind: str, estimator: str) -> str:
@@ -490,7 +258,7 @@ def kl_reference(
     }
     fields = ("ref_logprobs", "old_logprobs") if bias_correction else ("ref_logprobs",)
     suffixes = None if estimator == "k3" else estimator, "corrected" if bias_correction else None
-    return _make(kind, _kl_reference, common, options=options, fields=fields, **_reduction(kind, reduce, *suffixes))
+    return make(kind, _kl_reference, common, options=options, fields=fields, **_reduction(kind, reduce, *suffixes))
 
 
 def _kl_reference(
@@ -526,14 +294,14 @@ def clip_fraction(
     kind = "clip_fraction"
     choice(f"metrics.{kind}", "side", side, ("unsigned", "signed", "low", "high"))
     options = _ratio_options(kind, "old_logprobs", level, ratio_clamp) | {
-        "low": 1 - _number(kind, "clip_low", clip_low, 0.0),
-        "high": 1 + _number(kind, "clip_high", clip_high, 0.0),
+        "low": 1 - number(kind, "clip_low", clip_low, 0.0),
+        "high": 1 + number(kind, "clip_high", clip_high, 0.0),
         "side": side,
     }
     fields = ("old_logprobs",) + (() if side == "unsigned" else ("advantages",))
     fields += ("segments",) if level == "segment" else ()
     name = _suffixed(kind, None if side == "unsigned" else side, None if level == "token" else level)
-    return _make(kind, _clip_fraction, common, options=options, fields=fields, name=name, **_level(kind, level))
+    return make(kind, _clip_fraction, common, options=options, fields=fields, name=name, **_level(kind, level))
 
 
 def _clip_fraction(
@@ -553,7 +321,7 @@ def _clip_fraction(
 def advantage(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Mean, maximum or minimum of ``batch["advantages"]`` over tokens that count."""
     known = _reduction("advantage", reduce)
-    return _make("advantage", _advantage, common, fields=("advantages",), reads_target=False, **known)
+    return make("advantage", _advantage, common, fields=("advantages",), reads_target=False, **known)
 
 
 def _advantage(stats: Any, batch: Any) -> Tensor:

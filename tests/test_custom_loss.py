@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from chunked_head.losses import closures
 from chunked_head.losses.base import Field, Losses, Summand, Teacher
 from chunked_head.losses.custom import custom
-
-module = import_module("chunked_head.losses.custom")  # the package's attribute of this name is the function
+from chunked_head.losses.synthetic import MASKED, PIECES, SEGMENT_IDS, SEGMENTS, TOKENS, VOCAB, Reads, Synthetic
 
 
 def summand(losses: Losses) -> Summand:
@@ -148,8 +147,8 @@ def test_decorator() -> None:
 
 
 def test_the_values_are_the_functions() -> None:
-    synthetic = module._Synthetic(Summand("custom", nll), {})
-    run = synthetic.run(summand(custom(lambda s, b: s.lse * 2, scope="token")), module._Reads(), slice(0, 5))
+    synthetic = Synthetic(Summand("custom", nll), {})
+    run = synthetic.run(summand(custom(lambda s, b: s.lse * 2, scope="token")), Reads(), slice(0, 5))
     assert torch.equal(run.values, 2 * run.leaves["lse"]) and len(run.values) == 5
 
 
@@ -294,14 +293,14 @@ def test_nothing_outside_is_changed() -> None:
 
 
 def test_the_synthetic_batch() -> None:
-    synthetic = module._Synthetic(Summand("custom", nll), {})
-    assert len(module.SEGMENT_IDS) == module.TOKENS == sum(module.PIECES)
-    assert len(set(module.PIECES)) == len(module.PIECES)
+    synthetic = Synthetic(Summand("custom", nll), {})
+    assert len(SEGMENT_IDS) == TOKENS == sum(PIECES)
+    assert len(set(PIECES)) == len(PIECES)
     segments = synthetic.fields["segments"]
-    counts = [int((segments == s).sum()) for s in range(module.SEGMENTS)]
+    counts = [int((segments == s).sum()) for s in range(SEGMENTS)]
     assert len(set(counts)) > 2 and 0 in counts and 1 in counts and (segments == -1).any()
     masked = ~synthetic.mask
-    assert masked.sum() == len(module.MASKED) and (synthetic.target[masked] == -1).all()
+    assert masked.sum() == len(MASKED) and (synthetic.target[masked] == -1).all()
     assert (segments[masked] == -1).all() and (synthetic.fields["advantages"][masked] == 0).all()
     assert all((value[masked] == 0).all() for value in synthetic.stats.values())
     assert all((synthetic.stats[name] != 0).any() for name in synthetic.stats)
@@ -346,16 +345,16 @@ def test_defaults_and_inner_functions_are_part_of_it() -> None:
 
     for maker in (with_default, with_keyword, with_inner):
         assert summand(maker(0.5)).key == summand(maker(0.5)).key != summand(maker(0.25)).key
-        synthetic = module._Synthetic(Summand("custom", nll), {})
+        synthetic = Synthetic(Summand("custom", nll), {})
         for beta in (0.5, 0.25, 0.5):
-            run = synthetic.run(summand(maker(beta)), module._Reads(), slice(0, 5))
+            run = synthetic.run(summand(maker(beta)), Reads(), slice(0, 5))
             torch.testing.assert_close(run.values, -beta * run.leaves["logprob"])
 
 
 def test_values_are_those_of_the_making() -> None:
     def factor_of(losses: Losses) -> float:
-        synthetic = module._Synthetic(Summand("custom", nll), {})
-        run = synthetic.run(summand(losses), module._Reads(), slice(0, 3))
+        synthetic = Synthetic(Summand("custom", nll), {})
+        run = synthetic.run(summand(losses), Reads(), slice(0, 3))
         return (run.values / run.leaves["lse"])[0].item()
 
     def two() -> tuple[Losses, Losses]:
@@ -380,7 +379,7 @@ def test_what_is_not_plain_stays_itself() -> None:
     objects: list[Callable] = [lambda s, b: holder.beta * s.lse, lambda s, b: tensor * s.lse]
     for function in objects:
         assert summand(custom(function, scope="token")).function is function
-        assert function not in module._functions.values()
+        assert function not in closures._functions.values()
     assert summand(custom(partial(lambda s, b, c: c * s.lse, c=2.0), scope="token")).label == "custom"
 
     def recursive(stats: Any, batch: Any, depth: int = 2) -> Tensor:
@@ -411,13 +410,13 @@ COUNTER: list[int] = []
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REMEMBERED", 4)
-    monkeypatch.setattr(module, "_functions", {})
-    monkeypatch.setattr(module, "_results", {})
+    monkeypatch.setattr(closures, "REMEMBERED", 4)
+    monkeypatch.setattr(closures, "_functions", {})
+    monkeypatch.setattr(closures, "_results", {})
     first = summand(of(100.0)).key
     for beta in range(101, 110):
         assert summand(of(float(beta))).key != first
-    assert len(module._functions) == len(module._results) == 4
+    assert len(closures._functions) == len(closures._results) == 4
     assert summand(of(100.0)).key != first  # forgotten, and made again
 
 
@@ -427,11 +426,11 @@ def test_it_compiles() -> None:
 
     function = summand(loss(0.5)).function
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    synthetic = module._Synthetic(Summand("custom", nll), {})
+    synthetic = Synthetic(Summand("custom", nll), {})
     from chunked_head.batch import Batch
     from chunked_head.loss_stats import Stats
 
-    batch = Batch(synthetic.fields, synthetic.target, module.SEGMENTS, module.VOCAB)
+    batch = Batch(synthetic.fields, synthetic.target, SEGMENTS, VOCAB)
     got = compiled(Stats(synthetic.stats), batch)
     expected = -0.5 * synthetic.stats["logprob"] * synthetic.fields["advantages"]
     torch.testing.assert_close(got, expected)

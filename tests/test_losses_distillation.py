@@ -14,7 +14,7 @@ from chunked_head.gathered import gathered_topk_kl
 from chunked_head.loss_stats import Stats
 from chunked_head.losses import distillation
 from chunked_head.losses.base import Losses, Summand, Teacher
-from chunked_head.losses.distillation import entries
+from chunked_head.losses.topk import entries
 from chunked_head.oracle import distillation as oracle
 
 TOKENS, VOCAB = 12, 17

@@ -16,7 +16,7 @@ from torch import Tensor
 from chunked_head import metrics
 from chunked_head.batch import Batch
 from chunked_head.loss_stats import Stats
-from chunked_head.losses import distillation, label, policy, preference
+from chunked_head.losses import distillation, label, policy, policy_segments, preference, topk
 from chunked_head.losses.base import Losses
 from chunked_head.metrics import Metric, MetricValue, accumulate, all_reduce, combine, merge, unit_weights
 
@@ -582,7 +582,7 @@ def test_functions_compile() -> None:
 
 # ---- the documentation
 
-MODULES = (label, policy, preference, distillation, metrics)
+MODULES = (label, policy, policy_segments, preference, distillation, topk, metrics)
 INNER = ("paired", "dense")  # what several factories share
 
 

@@ -2,46 +2,33 @@
 
 ``r = exp(logprob - old_logprobs)`` throughout, ``A`` the advantages, signs those of a loss to be minimised. Entropy
 bonus and KL to a reference are summands of their own. Normalisers (GRPO, Dr. GRPO, DAPO ...): ``chunked_head.weights``.
+Here are those whose values are per token; those of segments are in ``policy_segments``.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..batch import Batch
 from ..loss_stats import Stats
-from .base import Losses, SummandOptions, choice, make, number
+from .base import Losses, choice, make, number
+from .policy_segments import gmpo, gspo, rloo
+from .policy_shared import (
+    PolicyOptions,
+    Rollout,
+    checked_clamp,
+    clamped,
+    clipped_ratio,
+    make_policy,
+    ratio_bounds,
+    token_log_ratio,
+    weighted,
+)
 
-
-class PolicyOptions(SummandOptions, total=False):
-    """What every policy loss but ``kl_to_reference`` takes beside its own options.
-
-    ``rollout``: weights against the mismatch of rollout engine and trainer, ``v = exp(old_logprobs -
-    rollout_logprobs)``, detached factors of the loss's values (of no other summand); without ``old_logprobs`` the
-    detached ``logprob`` stands for them. "truncate" clamps v to [rollout_min, rollout_max], "mask" takes 0 for a v
-    outside; a token so masked stays in every count and denominator (verl's rejection masks leave it out: put those into
-    ``batch["mask"]``). None, the default: no weights.
-    ``rollout_level``: "token" (default), or "segment" for one v per segment, of the sum of its log-ratios; tokens of
-    segment -1 then have v = 1. For losses per segment, "token" takes the mean of the tokens' weights.
-    ``rollout_max``: by default 2 to truncate (verl) and 3 to mask (TRL). ``rollout_min``: None, the default, is 0.
-    Sources: TRL ``vllm_importance_sampling_mode`` (its default: segment, mask), verl ``rollout_is``, NeMo-RL TIS
-    (truncate) and IcePop (mask).
-    """
-
-    rollout: str | None
-    rollout_level: str
-    rollout_max: float | None
-    rollout_min: float | None
-
-
-class Rollout(NamedTuple):
-    """Checked options of the rollout weights."""
-
-    mode: str
-    level: str
-    most: float
-    least: float
+__all__ = [
+    "ESTIMATORS", "PolicyOptions", "cispo", "gmpo", "grpo", "gspo", "kl_to_reference", "reinforce", "rloo", "sapo",
+]  # fmt: skip
 
 
 def reinforce(**policy: Any) -> Losses:
@@ -51,14 +38,14 @@ def reinforce(**policy: Any) -> Losses:
     importance ratio to the old policy as a detached factor, PipelineRL's form, is ``cispo``.
     ``policy``: ``PolicyOptions``.
     """
-    return _make("reinforce", _reinforce, {}, policy)
+    return make_policy("reinforce", _reinforce, {}, policy)
 
 
 def _reinforce(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
     advantages = batch["advantages"]
     # a log-probability of -inf must not meet an advantage of 0
     values = -advantages * torch.where(advantages == 0, 0.0, stats.logprob)
-    return _weighted(values, stats, batch, rollout)
+    return weighted(values, stats, batch, rollout)
 
 
 def grpo(
@@ -80,7 +67,7 @@ def grpo(
     and Fast-LLM have none: None). GRPO, Dr. GRPO, DAPO and BNPO differ in normalisers only: ``chunked_head.weights``.
     0.2 is everyone's default. ``policy``: ``PolicyOptions``.
     """
-    low, high = _clips("grpo", clip_low, clip_high)
+    low, high = ratio_bounds("grpo", clip_low, clip_high)
     ceiling = None
     if delta is not None and dual_clip is not None:
         raise ValueError("losses.grpo takes delta or dual_clip, which bound the same ratio, not both")
@@ -90,8 +77,8 @@ def grpo(
         ceiling, high = max(delta, high), min(delta, high)
     if dual_clip is not None:
         ceiling = number("grpo", "dual_clip", dual_clip, 1.0, open_=True)
-    options = {"low": low, "high": high, "ceiling": ceiling, "ratio_clamp": _ratio_clamp("grpo", ratio_clamp)}
-    return _make("grpo", _grpo, options, policy)
+    options = {"low": low, "high": high, "ceiling": ceiling, "ratio_clamp": checked_clamp("grpo", ratio_clamp)}
+    return make_policy("grpo", _grpo, options, policy)
 
 
 def _grpo(
@@ -104,9 +91,9 @@ def _grpo(
     rollout: Rollout | None,
 ) -> Tensor:
     advantages = batch["advantages"]
-    log_ratio = _clamped(_log_ratio(stats, batch), ratio_clamp)
-    values = -advantages * _clipped_ratio(log_ratio, advantages, low, high, ceiling)
-    return _weighted(values, stats, batch, rollout)
+    log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
+    values = -advantages * clipped_ratio(log_ratio, advantages, low, high, ceiling)
+    return weighted(values, stats, batch, rollout)
 
 
 def cispo(
@@ -132,17 +119,17 @@ def cispo(
     else:
         high = number("cispo", 'clip_high (bounds="raw")', clip_high, 1.0)
         low = None if clip_low is None else number("cispo", 'clip_low (bounds="raw")', clip_low, 0.0, 1.0)
-    options = {"low": low, "high": high, "ratio_clamp": _ratio_clamp("cispo", ratio_clamp)}
-    return _make("cispo", _cispo, options, policy)
+    options = {"low": low, "high": high, "ratio_clamp": checked_clamp("cispo", ratio_clamp)}
+    return make_policy("cispo", _cispo, options, policy)
 
 
 def _cispo(
     stats: Stats, batch: Batch, low: float | None, high: float, ratio_clamp: float | None, rollout: Rollout | None
 ) -> Tensor:
     advantages = batch["advantages"]
-    ratio = _clamped(_log_ratio(stats, batch).detach(), ratio_clamp).exp().clamp(min=low, max=high)
+    ratio = clamped(token_log_ratio(stats, batch).detach(), ratio_clamp).exp().clamp(min=low, max=high)
     values = -ratio * advantages * torch.where(advantages == 0, 0.0, stats.logprob)
-    return _weighted(values, stats, batch, rollout)
+    return weighted(values, stats, batch, rollout)
 
 
 def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
@@ -155,9 +142,9 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None 
     options = {
         "tau_pos": number("sapo", "tau_pos", tau_pos, 0.0, 1e6, open_=True),
         "tau_neg": number("sapo", "tau_neg", tau_neg, 0.0, 1e6, open_=True),
-        "ratio_clamp": _ratio_clamp("sapo", ratio_clamp),
+        "ratio_clamp": checked_clamp("sapo", ratio_clamp),
     }
-    return _make("sapo", _sapo, options, policy)
+    return make_policy("sapo", _sapo, options, policy)
 
 
 def _sapo(
@@ -169,123 +156,12 @@ def _sapo(
     rollout: Rollout | None,
 ) -> Tensor:
     advantages = batch["advantages"]
-    log_ratio = _clamped(_log_ratio(stats, batch), ratio_clamp)
+    log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
     # for temperatures above 1e-30 the gate is flat long before exp(80), whose square would overflow in its gradient
     ratio = torch.where(advantages == 0, 0.0, log_ratio).clamp(max=80.0).exp()
     positive, negative = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in (tau_pos, tau_neg))
     values = -advantages * torch.where(advantages > 0, positive, negative)
-    return _weighted(values, stats, batch, rollout)
-
-
-def gspo(
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    weighting: str = "segment",
-    level: str = "segment",
-    ratio_clamp: float | None = 20.0,
-    **policy: Any,
-) -> Losses:
-    """``-min(R A_s, clip(R, 1 - clip_low, 1 + clip_high) A_s)`` per segment s, ``log R`` the mean over s of ``logprob -
-    old_logprobs``, ``A_s`` the mean of its advantages (arXiv 2507.18071).
-
-    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1 with its gradient).
-    ``weighting``: "segment", one value per segment, their mean counting segments with a token that counts (the paper,
-    TRL, NeMo-RL); "token", a segment's value at each of its tokens (Fast-LLM: long segments weigh more). LUSPO is
-    "token" with the number of segments as ``normalizer``. Tokens of segment -1 have value 0; by tokens they count.
-    ``level``: "segment"; or "token", GSPO-token (verl's GSPO): ``R_t = sg(R) exp(logprob - sg(logprob))`` with each
-    token's own advantage, averaged over the segment by weighting "segment".
-    ``ratio_clamp`` c: log R is clamped to [-c, c], without gradient outside (verl: at most 10; others none: None).
-    The paper clips at 3e-4 and 4e-4; 0.2 is what TRL, verl and Fast-LLM do unless told. ``policy``: ``PolicyOptions``.
-    """
-    low, high = _clips("gspo", clip_low, clip_high)
-    choice("gspo", "weighting", weighting, ("segment", "token"))
-    choice("gspo", "level", level, ("segment", "token"))
-    options = {
-        "low": low,
-        "high": high,
-        "weighting": weighting,
-        "level": level,
-        "ratio_clamp": _ratio_clamp("gspo", ratio_clamp),
-    }
-    size = _segment_mean_size if weighting == "segment" else _segment_size
-    return _make("gspo", _gspo, options, policy, unit=weighting, size=size)
-
-
-def _gspo(
-    stats: Stats,
-    batch: Batch,
-    low: float,
-    high: float,
-    weighting: str,
-    level: str,
-    ratio_clamp: float | None,
-    rollout: Rollout | None,
-) -> Tensor:
-    log_ratio = batch.segment_mean(_log_ratio(stats, batch))
-    if level == "token":
-        advantages = torch.where(batch["segments"] >= 0, batch["advantages"], 0.0)
-        # R's value, each token's own gradient
-        log_ratio = batch.per_token(log_ratio).detach() + (stats.logprob - stats.logprob.detach())
-        values = -advantages * _clipped_ratio(_clamped(log_ratio, ratio_clamp), advantages, low, high)
-        values = _weighted(values, stats, batch, rollout)
-        return values if weighting == "token" else batch.segment_mean(values)
-    advantages = batch.segment_mean(batch["advantages"])
-    values = -advantages * _clipped_ratio(_clamped(log_ratio, ratio_clamp), advantages, low, high)
-    if weighting == "token":
-        return _weighted(batch.per_token(values), stats, batch, rollout)
-    return _weighted_segments(values, stats, batch, rollout)
-
-
-def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
-    """``-A_s exp(mean over s of clip(log r))``: the geometric mean of ratios, each clipped in log space on the side
-    that its segment's advantage pushes to: at most clip_high for A_s > 0, at least -clip_low for A_s < 0 (arXiv
-    2507.20673).
-
-    One value per segment; ``A_s`` is the mean of its advantages. Fields: segments [tokens] int, advantages [tokens],
-    old_logprobs [tokens] (without them the ratio is 1 with its gradient). 0.4 in log space is the paper's advice.
-    ``ratio_clamp`` c: the tokens' log-ratios are clamped to [-c, c] first. ``policy``: ``PolicyOptions``.
-    """
-    options = {
-        "clip_low": number("gmpo", "clip_low", clip_low, 0.0),
-        "clip_high": number("gmpo", "clip_high", clip_high, 0.0),
-        "ratio_clamp": _ratio_clamp("gmpo", ratio_clamp),
-    }
-    return _make("gmpo", _gmpo, options, policy, unit="segment", size=_segment_mean_size)
-
-
-def _gmpo(
-    stats: Stats, batch: Batch, clip_low: float, clip_high: float, ratio_clamp: float | None, rollout: Rollout | None
-) -> Tensor:
-    advantages = batch.segment_mean(batch["advantages"])
-    direction = batch.per_token(advantages)
-    log_ratio = _clamped(_log_ratio(stats, batch), ratio_clamp)
-    upper, lower = log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low)
-    # an advantage of 0 has no direction and no gradient
-    log_ratio = torch.where(direction > 0, upper, torch.where(direction < 0, lower, 0.0))
-    values = -advantages * batch.segment_mean(log_ratio).exp()
-    return _weighted_segments(values, stats, batch, rollout)
-
-
-def rloo(clip_low: float = 0.2, clip_high: float = 0.2, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
-    """``-min(R A_s, clip(R, 1 - clip_low, 1 + clip_high) A_s)`` per segment s, ``log R`` the sum over s of ``logprob -
-    old_logprobs``: the ratio of whole completions (arXiv 2402.14740, as TRL's trainer).
-
-    One value per segment; ``A_s``, the mean of the segment's advantages, is the caller's leave-one-out advantage.
-    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1 with its gradient).
-    ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c]. Defaults: TRL's. ``policy``: ``PolicyOptions``.
-    """
-    low, high = _clips("rloo", clip_low, clip_high)
-    options = {"low": low, "high": high, "ratio_clamp": _ratio_clamp("rloo", ratio_clamp)}
-    return _make("rloo", _rloo, options, policy, unit="segment", size=_segment_size)
-
-
-def _rloo(
-    stats: Stats, batch: Batch, low: float, high: float, ratio_clamp: float | None, rollout: Rollout | None
-) -> Tensor:
-    advantages = batch.segment_mean(batch["advantages"])
-    log_ratio = _clamped(batch.segment_sum(_log_ratio(stats, batch)), ratio_clamp)
-    values = -advantages * _clipped_ratio(log_ratio, advantages, low, high)
-    return _weighted_segments(values, stats, batch, rollout)
+    return weighted(values, stats, batch, rollout)
 
 
 ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
@@ -325,9 +201,9 @@ def kl_to_reference(
     options = {
         "estimator": estimator,
         "bias_correction": bias_correction,
-        "log_ratio_clamp": _ratio_clamp("kl_to_reference", log_ratio_clamp, "log_ratio_clamp"),
-        "kl_clamp": _ratio_clamp("kl_to_reference", kl_clamp, "kl_clamp"),
-        "ratio_clamp": _ratio_clamp("kl_to_reference", ratio_clamp),
+        "log_ratio_clamp": checked_clamp("kl_to_reference", log_ratio_clamp, "log_ratio_clamp"),
+        "kl_clamp": checked_clamp("kl_to_reference", kl_clamp, "kl_clamp"),
+        "ratio_clamp": checked_clamp("kl_to_reference", ratio_clamp),
     }
     optional = ("old_logprobs",) if bias_correction else ()
     fields = ("ref_logprobs",)
@@ -343,7 +219,7 @@ def _kl_to_reference(
     kl_clamp: float | None,
     ratio_clamp: float | None,
 ) -> Tensor:
-    d = _clamped(batch["ref_logprobs"] - stats.logprob, log_ratio_clamp)
+    d = clamped(batch["ref_logprobs"] - stats.logprob, log_ratio_clamp)
     k2 = 0.5 * d.square()
     kind = estimator.removesuffix("+")
     if kind == "k1":
@@ -352,139 +228,9 @@ def _kl_to_reference(
         values = d.abs()
     else:
         values = k2 if kind == "k2" else torch.expm1(d) - d
-    values = _clamped(values, kl_clamp)
+    values = clamped(values, kl_clamp)
     if estimator.endswith("+"):
         return (values - k2).detach() + k2
     if bias_correction:
-        return values * _clamped(_log_ratio(stats, batch), ratio_clamp).exp()
+        return values * clamped(token_log_ratio(stats, batch), ratio_clamp).exp()
     return values
-
-
-def _log_ratio(stats: Stats, batch: Batch) -> Tensor:
-    """log r of each token [n]; on policy, where no old log-probabilities are given, 0 with gradient 1."""
-    return stats.logprob - _old(stats, batch)
-
-
-def _old(stats: Stats, batch: Batch) -> Tensor:
-    return batch["old_logprobs"] if "old_logprobs" in batch else stats.logprob.detach()
-
-
-def _clamped(values: Tensor, bound: float | None) -> Tensor:
-    """Within [-bound, bound], no gradient outside, infinite values included."""
-    return values if bound is None else values.clamp(-bound, bound)
-
-
-def _clipped_ratio(
-    log_ratio: Tensor, advantages: Tensor, low: float, high: float, ceiling: float | None = None
-) -> Tensor:
-    """The ratio r such that ``-A r`` is the clipped surrogate: at most ``high`` where A > 0, at least ``low`` and at
-    most ``ceiling`` where A < 0, 1 where A = 0; nan stays nan elsewhere.
-
-    Where a bound acts, or A is 0, the ratio is a constant chosen before exp: a product of 0 and an infinite ratio would
-    come out of the gradient of any clamp after it.
-    """
-    ratio = log_ratio.detach().exp()
-    above = (advantages > 0) & (ratio > high)
-    below = (advantages < 0) & (ratio < low)
-    fixed = above | below | (advantages == 0)
-    if ceiling is not None:
-        beyond = (advantages < 0) & (ratio > ceiling)
-        fixed = fixed | beyond
-    ratio = torch.where(fixed, 0.0, log_ratio).exp()
-    ratio = torch.where(above, high, torch.where(below, low, ratio))
-    return ratio if ceiling is None else torch.where(beyond, ceiling, ratio)
-
-
-def _rollout_weights(stats: Stats, batch: Batch, rollout: Rollout) -> Tensor:
-    """One detached weight per token [n]."""
-    log_ratio = _old(stats, batch) - batch["rollout_logprobs"]
-    if rollout.level == "segment":
-        log_ratio = batch.per_token(batch.segment_sum(log_ratio))
-    weights = log_ratio.exp()
-    if rollout.mode == "truncate":
-        return weights.clamp(rollout.least, rollout.most)
-    return torch.where((weights < rollout.least) | (weights > rollout.most), 0.0, weights)
-
-
-def _weighted(values: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    return values if rollout is None else values * _rollout_weights(stats, batch, rollout)
-
-
-def _weighted_segments(values: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    return values if rollout is None else values * batch.segment_mean(_rollout_weights(stats, batch, rollout))
-
-
-def _size(batch: Batch) -> Tensor:
-    return batch["advantages"].abs()
-
-
-def _segment_size(batch: Batch) -> Tensor:
-    # not of A_s: tokens of a GSPO-token segment have gradients where advantages cancel in the mean
-    return torch.maximum(_size(batch), batch.per_token(batch.segment_mean(_size(batch))))
-
-
-def _segment_mean_size(batch: Batch) -> Tensor:
-    return _segment_size(batch) / batch.per_token(batch.segment_count()).clamp(min=1.0)
-
-
-def _make(
-    kind: str,
-    function: Any,
-    options: dict[str, Any],
-    policy: dict[str, Any],
-    unit: str | None = None,  # None: a loss of tokens that knows no segments
-    size: Any = _size,
-) -> Losses:
-    """The loss with its rollout weights taken out of ``policy``."""
-    policy = dict(policy)
-    names = ("rollout", "rollout_level", "rollout_max", "rollout_min")
-    given = {name: policy.pop(name) for name in names if name in policy}
-    rollout = _rollout(kind, **given)
-    segments = unit is not None or (rollout is not None and rollout.level == "segment")
-    fields = ["advantages"]
-    if segments:
-        fields.append("segments")
-    if rollout is not None:
-        fields.append("rollout_logprobs")
-    # REINFORCE has no ratio: old log-probabilities are part of its rollout weights only
-    optional = () if kind == "reinforce" and rollout is None else ("old_logprobs",)
-    return make(
-        kind,
-        function,
-        {**options, "rollout": rollout},
-        fields=tuple(fields),
-        optional_fields=optional,
-        scope="segment" if segments else "token",
-        unit=unit or "token",
-        size=size,
-        **policy,
-    )
-
-
-def _rollout(
-    where: str,
-    rollout: str | None = None,
-    rollout_level: str = "token",
-    rollout_max: float | None = None,
-    rollout_min: float | None = None,
-) -> Rollout | None:
-    if rollout is None:
-        if rollout_max is not None or rollout_min is not None or rollout_level != "token":
-            raise ValueError(f'rollout_level, rollout_max and rollout_min of losses.{where} go with rollout="truncate"')
-        return None
-    choice(where, "rollout", rollout, ("truncate", "mask"))
-    choice(where, "rollout_level", rollout_level, ("token", "segment"))
-    if rollout_max is None:
-        rollout_max = 2.0 if rollout == "truncate" else 3.0
-    least = 0.0 if rollout_min is None else number(where, "rollout_min", rollout_min, 0.0)
-    most = number(where, "rollout_max", rollout_max, least, 1e30)
-    return Rollout(rollout, rollout_level, most, least)
-
-
-def _clips(where: str, clip_low: float, clip_high: float) -> tuple[float, float]:
-    """The least and the largest ratio."""
-    return 1.0 - number(where, "clip_low", clip_low, 0.0), 1.0 + number(where, "clip_high", clip_high, 0.0)
-
-
-def _ratio_clamp(where: str, value: float | None, argument: str = "ratio_clamp") -> float | None:
-    return None if value is None else number(where, argument, value, 0.0, open_=True)

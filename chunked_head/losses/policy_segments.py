@@ -1,0 +1,146 @@
+"""Losses of policy gradients whose ratio is one of a whole segment: ``gspo``, ``gmpo`` and ``rloo``."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch
+from ..loss_stats import Stats
+from .base import Losses, choice, number
+from .policy_shared import (
+    Rollout,
+    checked_clamp,
+    clamped,
+    clipped_ratio,
+    make_policy,
+    ratio_bounds,
+    rollout_weights,
+    token_log_ratio,
+    token_size,
+    weighted,
+)
+
+
+def gspo(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    weighting: str = "segment",
+    level: str = "segment",
+    ratio_clamp: float | None = 20.0,
+    **policy: Any,
+) -> Losses:
+    """``-min(R A_s, clip(R, 1 - clip_low, 1 + clip_high) A_s)`` per segment s, ``log R`` the mean over s of ``logprob -
+    old_logprobs``, ``A_s`` the mean of its advantages (arXiv 2507.18071).
+
+    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1 with its gradient).
+    ``weighting``: "segment", one value per segment, their mean counting segments with a token that counts (the paper,
+    TRL, NeMo-RL); "token", a segment's value at each of its tokens (Fast-LLM: long segments weigh more). LUSPO is
+    "token" with the number of segments as ``normalizer``. Tokens of segment -1 have value 0; by tokens they count.
+    ``level``: "segment"; or "token", GSPO-token (verl's GSPO): ``R_t = sg(R) exp(logprob - sg(logprob))`` with each
+    token's own advantage, averaged over the segment by weighting "segment".
+    ``ratio_clamp`` c: log R is clamped to [-c, c], without gradient outside (verl: at most 10; others none: None).
+    The paper clips at 3e-4 and 4e-4; 0.2 is what TRL, verl and Fast-LLM do unless told. ``policy``: ``PolicyOptions``.
+    """
+    low, high = ratio_bounds("gspo", clip_low, clip_high)
+    choice("gspo", "weighting", weighting, ("segment", "token"))
+    choice("gspo", "level", level, ("segment", "token"))
+    options = {
+        "low": low,
+        "high": high,
+        "weighting": weighting,
+        "level": level,
+        "ratio_clamp": checked_clamp("gspo", ratio_clamp),
+    }
+    size = _segment_mean_size if weighting == "segment" else _segment_size
+    return make_policy("gspo", _gspo, options, policy, unit=weighting, size=size)
+
+
+def _gspo(
+    stats: Stats,
+    batch: Batch,
+    low: float,
+    high: float,
+    weighting: str,
+    level: str,
+    ratio_clamp: float | None,
+    rollout: Rollout | None,
+) -> Tensor:
+    log_ratio = batch.segment_mean(token_log_ratio(stats, batch))
+    if level == "token":
+        advantages = torch.where(batch["segments"] >= 0, batch["advantages"], 0.0)
+        # R's value, each token's own gradient
+        log_ratio = batch.per_token(log_ratio).detach() + (stats.logprob - stats.logprob.detach())
+        values = -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, low, high)
+        values = weighted(values, stats, batch, rollout)
+        return values if weighting == "token" else batch.segment_mean(values)
+    advantages = batch.segment_mean(batch["advantages"])
+    values = -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, low, high)
+    if weighting == "token":
+        return weighted(batch.per_token(values), stats, batch, rollout)
+    return _weighted_segments(values, stats, batch, rollout)
+
+
+def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
+    """``-A_s exp(mean over s of clip(log r))``: the geometric mean of ratios, each clipped in log space on the side
+    that its segment's advantage pushes to: at most clip_high for A_s > 0, at least -clip_low for A_s < 0 (arXiv
+    2507.20673).
+
+    One value per segment; ``A_s`` is the mean of its advantages. Fields: segments [tokens] int, advantages [tokens],
+    old_logprobs [tokens] (without them the ratio is 1 with its gradient). 0.4 in log space is the paper's advice.
+    ``ratio_clamp`` c: the tokens' log-ratios are clamped to [-c, c] first. ``policy``: ``PolicyOptions``.
+    """
+    options = {
+        "clip_low": number("gmpo", "clip_low", clip_low, 0.0),
+        "clip_high": number("gmpo", "clip_high", clip_high, 0.0),
+        "ratio_clamp": checked_clamp("gmpo", ratio_clamp),
+    }
+    return make_policy("gmpo", _gmpo, options, policy, unit="segment", size=_segment_mean_size)
+
+
+def _gmpo(
+    stats: Stats, batch: Batch, clip_low: float, clip_high: float, ratio_clamp: float | None, rollout: Rollout | None
+) -> Tensor:
+    advantages = batch.segment_mean(batch["advantages"])
+    direction = batch.per_token(advantages)
+    log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
+    upper, lower = log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low)
+    # an advantage of 0 has no direction and no gradient
+    log_ratio = torch.where(direction > 0, upper, torch.where(direction < 0, lower, 0.0))
+    values = -advantages * batch.segment_mean(log_ratio).exp()
+    return _weighted_segments(values, stats, batch, rollout)
+
+
+def rloo(clip_low: float = 0.2, clip_high: float = 0.2, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
+    """``-min(R A_s, clip(R, 1 - clip_low, 1 + clip_high) A_s)`` per segment s, ``log R`` the sum over s of ``logprob -
+    old_logprobs``: the ratio of whole completions (arXiv 2402.14740, as TRL's trainer).
+
+    One value per segment; ``A_s``, the mean of the segment's advantages, is the caller's leave-one-out advantage.
+    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1 with its gradient).
+    ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c]. Defaults: TRL's. ``policy``: ``PolicyOptions``.
+    """
+    low, high = ratio_bounds("rloo", clip_low, clip_high)
+    options = {"low": low, "high": high, "ratio_clamp": checked_clamp("rloo", ratio_clamp)}
+    return make_policy("rloo", _rloo, options, policy, unit="segment", size=_segment_size)
+
+
+def _rloo(
+    stats: Stats, batch: Batch, low: float, high: float, ratio_clamp: float | None, rollout: Rollout | None
+) -> Tensor:
+    advantages = batch.segment_mean(batch["advantages"])
+    log_ratio = clamped(batch.segment_sum(token_log_ratio(stats, batch)), ratio_clamp)
+    values = -advantages * clipped_ratio(log_ratio, advantages, low, high)
+    return _weighted_segments(values, stats, batch, rollout)
+
+
+def _weighted_segments(values: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
+    return values if rollout is None else values * batch.segment_mean(rollout_weights(stats, batch, rollout))
+
+
+def _segment_size(batch: Batch) -> Tensor:
+    # not of A_s: tokens of a GSPO-token segment have gradients where advantages cancel in the mean
+    return torch.maximum(token_size(batch), batch.per_token(batch.segment_mean(token_size(batch))))
+
+
+def _segment_mean_size(batch: Batch) -> Tensor:
+    return _segment_size(batch) / batch.per_token(batch.segment_count()).clamp(min=1.0)
