@@ -1,22 +1,17 @@
-"""From a call's arguments to what runs: the same way for every public function."""
+"""From what a call asks to what runs: its objective, its plan, its sizes; the same way for every public function."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checks
+from .asked import Asked, HeadOptions
 from .autograd import HeadLoss
-from .backends import Backend, Layout, resolve
+from .backends import Layout
 from .batch import Batch
-from .demand import Answer, Question, answer
 from .evaluate import Inputs
-from .fields import Frame, Prepared, check_fields, prepare_fields, wanted_fields
 from .loop import Call
-from .losses.base import Field, Losses, Summand
-from .losses.base import Teacher as TeacherOptions
+from .losses.base import Losses
 from .memory import Sizes
 from .metrics import Metric
 from .objective import (
@@ -31,203 +26,7 @@ from .objective import (
 )
 from .planner import Request, make_plan
 from .prepare import in_backward
-from .stats import Demand, RowStats, Teacher
-
-
-@dataclass(frozen=True, eq=False)
-class HeadOptions:
-    """What every public function takes of the head and of how to run it."""
-
-    hidden: Tensor
-    weight: Tensor
-    target: Tensor | None
-    bias: Tensor | None
-    ignore_index: int
-    softcap: float | None
-    logit_scale: float
-    temperature: float
-    shift: int
-    memory_budget: int | str | None
-    chunk_tokens: int | None
-    accumulate_dtype: torch.dtype | None
-    backend: str | None
-
-    def check(self) -> torch.dtype:
-        """Raises what is wrong with these arguments; the dtype of the matmuls."""
-        dtype = checks.check_operands(self.hidden, self.weight, self.target, self.bias)
-        checks.check_head(
-            self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading
-        )  # fmt: skip
-        return dtype
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        return tuple(self.hidden.shape[:-1])
-
-    @property
-    def vocab(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device
-
-
-@dataclass(frozen=True, eq=False)
-class LogitsOptions:
-    """The same for logits that exist already."""
-
-    logits: Tensor
-    target: Tensor | None
-    ignore_index: int
-    softcap: float | None
-    logit_scale: float
-    temperature: float
-    shift: int
-    backend: str | None
-
-    def check(self) -> torch.dtype:
-        """Raises what is wrong with these arguments; the dtype of the arithmetic."""
-        dtype = checks.check_logits(self.logits, self.target)
-        checks.check_head(
-            self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading
-        )  # fmt: skip
-        return torch.promote_types(dtype, torch.float32)
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        return tuple(self.logits.shape[:-1])
-
-    @property
-    def vocab(self) -> int:
-        return self.logits.shape[-1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.logits.device
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """A call whose arguments have been checked: what it wants and the fields that go with it."""
-
-    head: HeadOptions | LogitsOptions
-    dtype: torch.dtype  # of the matmuls
-    backend: Backend
-    losses: Losses
-    metrics: tuple[Metric, ...]
-    answer: Answer
-    prepared: Prepared
-    token_fields: frozenset[str]
-    teacher: Teacher | None
-
-    @property
-    def statistics_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
-
-    @property
-    def one_or_nan(self) -> Tensor:
-        one = torch.ones((), dtype=self.statistics_dtype, device=self.head.device)
-        return torch.where(self.prepared.bad, torch.nan, one)
-
-
-def ask(
-    head: HeadOptions | LogitsOptions,
-    losses: Losses,
-    metrics: tuple[Metric, ...] = (),
-    batch: Mapping[str, Tensor] | None = None,
-    num_segments: int | None = None,
-) -> Asked:
-    """Checks everything, then lays fields beside rows; the first work on tensors."""
-    dtype = head.check()
-    backend = resolve(head.backend, head.device)
-    for _, summand in losses.terms:
-        for name, tensor in summand.tensors.items():
-            checks.check_class_weights(tensor, head.vocab, head.device, f"{name} of {summand.label}")
-    losses, batch, own = named_weights(losses, dict(batch or {}))
-    wanted, known = wanted_fields(losses, metrics, batch, own)
-    parts: list[Summand | Metric] = [*(summand for _, summand in losses.terms), *metrics]
-    reads = [part for part in parts if part.reads_target]
-    if head.target is None and reads:
-        raise ValueError(f"target is None, and {reads[0].label} reads it; pass token ids")
-    if num_segments is not None:
-        checks.check_int("num_segments", num_segments)
-        if num_segments < 1:
-            raise ValueError(f"num_segments must be at least 1, got {num_segments}")
-    device, statistics = head.device, torch.promote_types(dtype, torch.float32)
-    frame = Frame(head.leading, device, statistics, head.shift, num_segments)
-    for name in {s.token_weights for _, s in losses.terms if isinstance(s.token_weights, str)}:
-        if known[name].kind != "token" or known[name].trailing or name == "mask":
-            remedy = "the mask applies by itself" if name == "mask" else f"not one of kind {known[name].kind!r}"
-            raise ValueError(f"token_weights={name!r} must name a token field; {remedy}")
-    check_fields(batch, wanted, known, frame)
-    teacher_vocab = check_dense_teacher(batch, wanted, dtype)
-    columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
-    answered = answer(Question(losses, metrics, head.temperature, head.vocab, columns, teacher_vocab))
-    prepared = prepare_fields(head.target, batch, wanted, known, frame, head.ignore_index, head.vocab)
-    own_rows = Field("row")  # of what the preparation has made
-    token_fields = frozenset(name for name in prepared.fields if known.get(name, own_rows).kind in ("token", "row"))
-    teacher = None
-    if answered.teacher is not None and answered.demand.pairing is not None:
-        teacher = make_teacher(prepared.fields, answered.teacher, answered.demand.pairing.columns)
-    fields = {
-        k: v for k, v in prepared.fields.items() if k not in ("teacher_logits", "teacher_hidden", "teacher_weight")
-    }
-    prepared = prepared._replace(fields=fields)
-    return Asked(
-        head, dtype, backend, losses, metrics, answered, prepared, token_fields & frozenset(fields), teacher
-    )  # fmt: skip
-
-
-def named_weights(losses: Losses, batch: dict[str, Any]) -> tuple[Losses, dict[str, Any], dict[str, Field]]:
-    """Token weights that a loss holds itself, as fields of a name of their own."""
-    own: dict[str, Field] = {}
-    terms = []
-    for coefficient, summand in losses.terms:
-        if isinstance(summand.token_weights, Tensor):
-            key = f"token_weights of {summand.label}"
-            batch[key], own[key] = summand.token_weights, Field("token")
-            summand = replace(summand, token_weights=key)
-        terms.append((coefficient, summand))
-    return Losses(tuple(terms)), batch, own
-
-
-def check_dense_teacher(batch: Mapping[str, Tensor], wanted: list[str], dtype: torch.dtype) -> int | None:
-    """Rows of the teacher's vocabulary, None without one; its two matmul operands must fit each other."""
-    if "teacher_logits" in wanted:
-        return batch["teacher_logits"].shape[-1]
-    if "teacher_hidden" not in wanted:
-        return None
-    hidden, weight, bias = batch["teacher_hidden"], batch["teacher_weight"], batch.get("teacher_bias")
-    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"batch['teacher_weight'] must be [vocabulary, {hidden.shape[-1]}], the width of teacher_hidden, got "
-            f"{tuple(weight.shape)}"
-        )
-    for name, tensor in (("teacher_weight", weight), ("teacher_bias", bias)):
-        if tensor is not None and tensor.dtype != hidden.dtype:
-            raise TypeError(
-                f"batch[{name!r}] must have the dtype of teacher_hidden, {hidden.dtype}, got {tensor.dtype}"
-            )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"batch['teacher_bias'] must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-    if (hidden.dtype == torch.float64) != (dtype == torch.float64):
-        raise TypeError(f"batch['teacher_hidden'] is {hidden.dtype}, the student's matmuls are in {dtype}")
-    return weight.shape[0]
-
-
-def make_teacher(fields: Mapping[str, Tensor], options: TeacherOptions, columns: int) -> Teacher:
-    """The teacher over the vocabulary that it shares with the student, its temperature in scale and cap."""
-    assert options.temperature is not None
-    weight, bias = fields.get("teacher_weight"), fields.get("teacher_bias")
-    return Teacher(
-        fields.get("teacher_logits"),
-        fields.get("teacher_hidden"),
-        None if weight is None else weight[:columns].detach(),
-        None if bias is None else bias[:columns].detach(),
-        options.logit_scale / options.temperature,
-        None if options.softcap is None else options.softcap / options.temperature,
-    )
+from .stats import Demand, RowStats
 
 
 def scalar_objective(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from . import checks, losses
-from .call import HeadOptions, ask, execute, scalar_objective, token_objective
+from .asked import HeadOptions, ask
+from .call import execute, scalar_objective, token_objective
 from .planner import Request
 from .prepare import shift_right
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .call import Asked, HeadOptions, LogitsOptions, ask, execute, ordered_metrics, scalar_objective
+from .asked import Asked, HeadOptions, LogitsOptions, ask
+from .call import execute, ordered_metrics, scalar_objective
 from .evaluate import SLOW
 from .losses.base import Losses
 from .metrics import Metric, MetricValue

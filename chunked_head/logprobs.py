@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .call import HeadOptions, ask, execute, stats_objective
+from .asked import HeadOptions, ask
+from .call import execute, stats_objective
 from .losses.base import Losses
 from .planner import Request
 from .prepare import shift_right

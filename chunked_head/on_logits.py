@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from . import checks, losses
+from .asked import Asked, LogitsOptions, ask
 from .autograd import OnlyOnce, as_called
 from .backends import Backend
-from .call import Asked, LogitsOptions, ask, scalar_objective, token_objective
+from .call import scalar_objective, token_objective
 from .linear_loss import LossOutput, check_loss, loss_output
 from .losses.base import Losses
 from .metrics import Metric

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tracking import Tracker
 
 from chunked_head import linear_loss, losses, metrics
-from chunked_head.backends import torch_backend, triton_backend
+from chunked_head.backends import torch_backend
 from chunked_head.backends.torch_backend import TILE_ELEMENTS
 from chunked_head.on_logits import CrossEntropyLoss, count_views, logits_loss, row_views
 
@@ -463,25 +463,6 @@ def test_too_many_views_are_copied(batch: int, launches: int) -> None:
     truth = loss_and_grad(lambda x: F.cross_entropy(x.flatten(0, 1), target.flatten()), logits.double())
     for mine, true in zip(ours, truth, strict=True):
         torch.testing.assert_close(mine, true.float(), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("place", TRITON_PLACES)
-def test_more_rows_than_a_grid_has(place: Place) -> None:
-    logits, target = made_logits(23, 65, device=place.device), made_target(65, 23, device=place.device)
-    ids = torch.stack([target.clamp(min=0), (target.clamp(min=0) + 1) % 65], -1)
-    batch = {
-        "teacher_ids": ids, "teacher_logprobs": torch.full((23, 2), -1.0, device=place.device),
-        "teacher_logits": made_logits(23, 65, device=place.device, seed=9),
-    }  # fmt: skip
-
-    def ours(x: Tensor) -> Tensor:
-        made = losses.topk_kl() + losses.forward_kl()
-        return logits_loss(x, target, made, batch=batch, backend=place.backend).loss
-
-    whole = loss_and_grad(ours, logits)
-    with mock.patch.object(triton_backend, "MOST_ROWS", 10):
-        parts = loss_and_grad(ours, logits)
-    assert whole[1].any() and all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 @pytest.mark.gpu

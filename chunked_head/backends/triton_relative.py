@@ -1,0 +1,160 @@
+"""Sessions over what our own logits matmul leaves: fp16 relative logits, or bf16 exponentials."""
+
+import torch
+from torch import Tensor
+
+from ..gradients import Gradients
+from ..kernels import launch, launch_rows
+from ..kernels.launch_rows import Stored
+from ..matmul import add_dhidden, add_dweight, project
+from ..plans import Plan
+from ..stats import Coefficients, Head, Rows, RowStats
+from .triton_session import KernelSession, normalize_rows, ratio_of, transform
+
+
+class RelativeSession(KernelSession):
+    def __init__(self, head: Head, plan: Plan):
+        super().__init__(head, plan)
+        sizes, demand = self.sizes, self.demand
+        rows, device = plan.chunk_tokens, head.weight.device
+        # a sweep that makes no gradient and is not passed over again keeps nothing
+        keep = plan.schedule == "forward" or not demand.one_sweep
+        self.buffer = padded(rows, sizes.vocab, device) if keep else None
+        two = len(demand.views) > 1
+        self.strips = launch.Strips.empty(
+            rows,
+            sizes.vocab,
+            device,
+            demand.entropy[0],
+            demand.weighted_sum,
+            demand.top,
+            two,
+            two and demand.entropy[1],
+        )
+        if sizes.teacher_store == "relative":
+            self.teacher_buffer = padded(rows, sizes.teacher_columns, device)
+            self.teacher_strips = launch.Strips.empty(rows, sizes.teacher_columns, device)
+        elif sizes.teacher_store == "logits":
+            self.teacher_buffer = torch.empty(rows, sizes.teacher_columns, dtype=torch.float32, device=device)
+
+    def stats(self, rows: Rows, out: RowStats) -> None:
+        self.first_stats(rows, out, self.buffer, None, None)
+        self.further_stats(rows, out)
+
+    def first_stats(
+        self, rows: Rows, out: RowStats, buffer: Tensor | None, row_offset: Tensor | None, level: Tensor | None
+    ) -> None:
+        head, count, vocab = self.head, rows.hidden.shape[0], self.sizes.vocab
+        scale_cap = transform(head)
+        strips = self.strips.of_rows(count, vocab)
+        target_ids = rows.target.unsqueeze(1)
+        launch_rows.dot_columns(
+            out.target_logit.unsqueeze(1), rows.hidden, head.weight, target_ids, head.bias, *scale_cap
+        )  # fmt: skip
+        if out.column_logits is not None:
+            assert rows.columns is not None
+            launch_rows.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, *scale_cap)
+        stored = None if buffer is None else buffer[:count, :vocab]
+        ratio2, columns2 = None, vocab
+        if len(self.demand.views) > 1:
+            view = self.demand.views[1]
+            ratio2, columns2 = ratio_of(view.ratio), view.columns or vocab
+        launch.exp_logits(
+            stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target,
+            *scale_cap, ratio2, columns2,
+        )  # fmt: skip
+        launch.merge_strips(
+            out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
+            strips, out.target_logit, rows.target, vocab,
+        )  # fmt: skip
+        if out.start2 is not None and out.rest2 is not None:
+            second = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2, weighted_sum=None)
+            launch.merge_strips(
+                out.lse2, out.start2, out.rest2, out.logprob2, out.entropy2, None, None, None, None,
+                second, out.target_logit, rows.target, columns2, ratio2, second=True,
+            )  # fmt: skip
+        if stored is not None:
+            self.stored = Stored(stored, strips.offset)
+
+    def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
+        teacher, count, columns = rows.teacher, len(rows.target), self.sizes.teacher_columns
+        assert teacher is not None
+        if teacher.logits is not None:
+            return self.given_teacher(teacher, slice(columns), (start, rest))
+        assert teacher.hidden is not None and teacher.weight is not None
+        buffer = self.teacher_buffer[:count, :columns]
+        if self.sizes.teacher_store == "logits":
+            project(teacher.hidden, teacher.weight, buffer)
+            stored = Stored(buffer, None, teacher.bias, *transform(teacher))
+            normalize_rows((start, rest), stored, columns)
+            return stored
+        strips = self.teacher_strips.of_rows(count, columns)
+        launch.exp_logits(
+            buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, *transform(teacher)
+        )
+        launch.merge_strips(None, start, rest, None, None, None, None, None, None, strips, None, None, columns)
+        return Stored(buffer, strips.offset)
+
+    def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        dlogits = self.stored.logits.view(self.sizes.dtype)
+        teacher = None if self.demand.pairing is None else self.teacher_stored
+        return self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher)
+
+
+def padded(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Relative logits: a row starts on 16 bytes."""
+    return torch.empty(rows, -(-columns // 8) * 8, dtype=torch.float16, device=device)
+
+
+class FastSession(RelativeSession):
+    """With exponentials E relative to one level per row, and the target's column left out of them,
+
+        dlogits = softmax_factor * E + target_factor * onehot(target)
+        softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta
+
+    so dhidden is ``E @ weight`` times a factor plus a row of the weight, dweight is ``E.T @ (factor * hidden)`` plus
+    rows of hidden states at their targets. The last are added at the end, when all tokens can be sorted by target.
+    """
+
+    def __init__(self, head: Head, plan: Plan):
+        super().__init__(head, plan)
+        sizes, device = plan.sizes, head.weight.device
+        if plan.schedule != "forward":
+            return
+        self.softmax_factor = torch.empty(plan.chunk_tokens, dtype=torch.float32, device=device)
+        self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
+        if sizes.weight_grad:
+            self.scaled = torch.empty(plan.chunk_tokens, sizes.hidden, dtype=sizes.dtype, device=device)
+        if sizes.hidden_grad and plan.hidden_accumulate != torch.float32:
+            self.product = torch.empty(plan.chunk_tokens, sizes.hidden, dtype=torch.float32, device=device)
+
+    def stats(self, rows: Rows, out: RowStats) -> None:
+        if self.buffer is None:
+            return super().stats(rows, out)
+        self.level = torch.empty_like(out.lse)
+        exponentials = self.buffer.view(self.sizes.dtype)
+        self.first_stats(rows, out, exponentials, row_offset=out.target_logit, level=self.level)
+
+    def add_gradients(
+        self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
+    ) -> None:
+        weight, exp, count = self.head.weight, self.stored.logits, len(rows.target)
+        assert coefficients.alpha is not None and coefficients.beta is not None and self.stored.offset is not None
+        softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
+        launch.level_rows(
+            exp, softmax_factor, target_factor, self.stored.offset, self.level, stats.target_logit,
+            stats.start, stats.rest, stats.logprob, coefficients.alpha, coefficients.beta, transform(self.head)[0],
+        )  # fmt: skip
+        if grads.hidden is not None:
+            out = grads.hidden[at]
+            product = out if out.dtype == torch.float32 else self.product[: len(out)]
+            add_dhidden(exp, weight, product, first=True)
+            launch.finish_dhidden(out, product, weight, rows.target, softmax_factor, target_factor)
+        if grads.weight is not None:
+            scaled = self.scaled[:count]
+            launch.copy_rows(scaled, rows.hidden, rows.target, softmax_factor)
+            add_dweight(exp, scaled, grads.weight, first=at.start == 0)
+
+    def finish(self, hidden: Tensor, target: Tensor, grads: Gradients) -> None:
+        if grads.weight is not None:
+            launch.add_target_rows(grads.weight, hidden, target, self.target_factor)

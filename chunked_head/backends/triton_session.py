@@ -1,0 +1,105 @@
+"""What the Triton backend's sessions share: teachers beside the student, second softmaxes, any gradient in one pass."""
+
+from torch import Tensor
+
+from ..gradients import AddsDlogits
+from ..kernels import launch_rows
+from ..kernels.launch_rows import Beside, Second, Stored
+from ..plans import Plan
+from ..stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher
+
+
+def transform(head: Head | Teacher) -> tuple[float | None, float | None]:
+    """Scale and cap as the kernels take them: None for what there is none of, and then no code."""
+    return (None if head.logit_scale == 1.0 else float(head.logit_scale)), head.softcap
+
+
+Normalizer = tuple[Tensor, Tensor]  # start and rest: log p = (x - start) + rest
+
+
+def normalize_rows(normalize: Normalizer, stored: Stored, columns: int) -> None:
+    launch_rows.row_stats(None, *normalize, None, None, None, None, None, None, stored, columns, None, None, None)
+
+
+def ratio_of(ratio: float) -> float | None:
+    return None if ratio == 1.0 else float(ratio)
+
+
+class KernelSession(AddsDlogits):
+    """What sessions with a pass over stored logits share: second views, teachers, columns, gradients."""
+
+    stored: Stored
+    teacher_stored: Stored
+
+    def __init__(self, head: Head, plan: Plan):
+        self.head, self.sizes, self.demand = head, plan.sizes, plan.sizes.demand
+        self.vocab = self.sizes.vocab
+
+    def further_stats(self, rows: Rows, out: RowStats) -> None:
+        """Statistics of a teacher beside the student, whose own are there."""
+        demand = self.demand
+        pairing = demand.pairing
+        if pairing is None:
+            return
+        assert rows.teacher is not None and out.teacher_start is not None and out.teacher_rest is not None
+        self.teacher_stored = self.store_teacher(rows, out.teacher_start, out.teacher_rest)
+        start, rest = (out.start2, out.rest2) if pairing.view else (out.start, out.rest)
+        assert start is not None and rest is not None
+        launch_rows.pair_stats(
+            out.forward_kl, out.reverse_kl, out.teacher_entropy, out.kl_mixture, out.jsd, out.tvd, out.sign,
+            self.stored, start, rest, ratio_of(demand.views[pairing.view].ratio),
+            self.teacher_stored, out.teacher_start, out.teacher_rest,
+            pairing.columns, pairing.beta, LOG_FLOOR,
+        )  # fmt: skip
+
+    def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
+        """The teacher's logits of a chunk, and what makes log-probabilities of them."""
+        raise NotImplementedError
+
+    def given_teacher(self, teacher: Teacher, columns: slice, normalize: Normalizer | None) -> Stored:
+        """Logits that the caller holds."""
+        assert teacher.logits is not None
+        stored = Stored(teacher.logits[:, columns], None, None, *transform(teacher))
+        if normalize is not None:
+            normalize_rows(normalize, stored, stored.logits.shape[1])
+        return stored
+
+    def second(self, stats: RowStats, coefficients: Coefficients, first: int, columns: int) -> Second | None:
+        if stats.start2 is None or stats.rest2 is None:
+            return None
+        view = self.demand.views[1]
+        here = min(max((view.columns or self.vocab) - first, 0), columns)
+        return Second(stats.start2, stats.rest2, coefficients.alpha2, coefficients.eta2, ratio_of(view.ratio), here)
+
+    def differentiate_(
+        self,
+        dlogits: Tensor,
+        stored: Stored,
+        head: Head,
+        first: int,
+        rows: Rows,
+        stats: RowStats,
+        coefficients: Coefficients,
+        teacher: Stored | None,
+    ) -> Tensor:
+        c, pairing, columns = coefficients, self.demand.pairing, dlogits.shape[1]
+        second = self.second(stats, c, first, columns)
+        beside = None
+        if teacher is not None and pairing is not None:
+            assert stats.teacher_start is not None and stats.teacher_rest is not None
+            beside = Beside(
+                teacher, stats.teacher_start, stats.teacher_rest,
+                min(max(pairing.columns - first, 0), columns), pairing.view == 1,
+                c.gamma, c.rho, c.tau, c.theta, pairing.beta, LOG_FLOOR,
+            )  # fmt: skip
+        common = (stats.target_logit, stats.start, stats.rest, c.alpha, c.beta, c.eta, c.kappa, second)
+        launch_rows.row_grad(
+            dlogits, stored, head.class_weights, rows.target, *common, beside, first, *transform(head)
+        )  # fmt: skip
+        if c.columns is not None:
+            assert stats.column_logits is not None and rows.columns is not None
+            launch_rows.column_grad(
+                dlogits, stats.column_logits, rows.columns, c.columns, head.class_weights, rows.target, *common,
+                first, *transform(head), add=beside is not None,
+            )  # fmt: skip
+        return dlogits
