@@ -1,5 +1,6 @@
 """From a public function's arguments to what it asks: all checked, fields beside rows, the statistics it needs."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from . import checks
 from .backends import Backend, resolve
+from .batch import Batch
 from .demand import Answer, Question, answer
 from .fields import Frame, Prepared, check_fields, prepare_fields, wanted_fields
 from .losses.base import Field, Losses, Summand
@@ -109,6 +111,20 @@ class Asked:
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
+    def logit_scale(self) -> float:
+        """Of the logits at the first softmax's temperature."""
+        return float(self.head.logit_scale) / self.answer.temperature
+
+    @property
+    def softcap(self) -> float | None:
+        return None if self.head.softcap is None else self.head.softcap / self.answer.temperature
+
+    @functools.cached_property
+    def batch(self) -> Batch:
+        """The fields of all tokens."""
+        return Batch(self.prepared.fields, self.prepared.target, self.prepared.num_segments, self.head.vocab)
+
+    @functools.cached_property
     def one_or_nan(self) -> Tensor:
         one = torch.ones((), dtype=self.statistics_dtype, device=self.head.device)
         return torch.where(self.prepared.bad, torch.nan, one)
@@ -116,13 +132,13 @@ class Asked:
 
 def ask(
     head: HeadOptions | LogitsOptions,
+    dtype: torch.dtype,  # that head.check() returned
     losses: Losses,
     metrics: tuple[Metric, ...] = (),
     batch: Mapping[str, Tensor] | None = None,
     num_segments: int | None = None,
 ) -> Asked:
-    """Checks everything, then lays fields beside rows; the first work on tensors."""
-    dtype = head.check()
+    """Checks what is left to check, then lays fields beside rows; the first work on tensors."""
     backend = resolve(head.backend, head.device)
     for _, summand in losses.terms:
         for name, tensor in summand.tensors.items():

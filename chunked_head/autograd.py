@@ -30,12 +30,11 @@ class HeadLoss(torch.autograd.Function):
         if call.plan.sizes.any_grad:
             # inputs are saved for a recomputing or a repeated backward: autograd checks that nobody changed them
             named = stats.named()
-            teacher = call.objective.teacher
-            also = [] if teacher is None else teacher.tensors
-            ctx.save_for_backward(hidden, weight, bias, *named.values(), *also)
+            ctx.save_for_backward(hidden, weight, bias, *named.values(), *call.objective.teacher_tensors)
+            ctx.call, ctx.names = replace(call, objective=call.objective.without_teacher()), tuple(named)
             # gradients are attributes: saved tensors would be cloned on their way out
-            ctx.call, ctx.grads, ctx.names = call.without_teacher(), grads, tuple(named)
-        ctx.mark_non_differentiable(*outputs[getattr(call.objective, "differentiable", 1) :])
+            ctx.grads = grads
+        ctx.mark_non_differentiable(*outputs[call.objective.differentiable :])
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -52,7 +51,7 @@ class HeadLoss(torch.autograd.Function):
             else:
                 hidden, weight, bias, *vectors = ctx.saved_tensors
                 stats = RowStats(**dict(zip(ctx.names, vectors, strict=False)))
-                call = call.with_teacher(vectors[len(ctx.names) :])
+                call = replace(call, objective=call.objective.with_teacher(vectors[len(ctx.names) :]))
                 coefficients, gain = call.objective.late(stats, upstream)
                 call = with_recompute_plan(call)
                 finished = recompute(call, hidden, call.head(weight, bias), stats, coefficients, gain)

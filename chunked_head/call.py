@@ -8,7 +8,6 @@ from torch import Tensor
 from .asked import Asked, HeadOptions
 from .autograd import HeadLoss
 from .backends import Layout
-from .batch import Batch
 from .evaluate import Inputs
 from .loop import Call
 from .losses.base import Losses
@@ -36,8 +35,8 @@ def scalar_objective(
     upstream: float | Tensor | None,
     share_denominator: bool = False,
 ) -> ScalarObjective:
-    losses, prepared, dtype, vocab = asked.losses, asked.prepared, asked.statistics_dtype, asked.head.vocab
-    coefficients, inverse = reduced(losses, prepared, vocab, reduction, normalizer, asked.one_or_nan, dtype)
+    losses, batch, dtype = asked.losses, asked.batch, asked.statistics_dtype
+    coefficients, inverse = reduced(losses, batch, reduction, normalizer, asked.one_or_nan)
     if share_denominator:
         inverse = [inverse[0] for _ in inverse]
     declared: Tensor | float = 1.0 if upstream is None else upstream
@@ -49,10 +48,9 @@ def scalar_objective(
     segmented, coupled = coupling(losses, asked.dtype)
     gain = None
     if asked.dtype == torch.float16 and not coupled:
-        batch = Batch(prepared.fields, prepared.target, prepared.num_segments, vocab)
-        gain = foreseen_gain(losses, factors, inputs.weights, batch, asked.head.logit_scale / asked.answer.temperature)
+        gain = foreseen_gain(losses, factors, inputs.weights, batch, asked.logit_scale)
         inputs = inputs._replace(factors=[factor / gain for factor in factors])
-    weights, counts = metric_counts(ordered_metrics(asked), prepared, vocab, dtype)
+    weights, counts = metric_counts(ordered_metrics(asked), batch, dtype)
     return ScalarObjective(
         **common(asked), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
         declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=asked.answer.segment_metrics,
@@ -76,10 +74,8 @@ def token_objective(asked: Asked) -> TokenObjective:
     )  # fmt: skip
 
 
-def stats_objective(asked: Asked, demand: Demand, names: tuple[str, ...], differentiable: int) -> StatsObjective:
-    shared = common(asked)
-    shared["demand"] = demand
-    return StatsObjective(**shared, names=names, differentiable=differentiable)
+def stats_objective(asked: Asked, demand: Demand, names: tuple[str, ...], with_gradient: int) -> StatsObjective:
+    return StatsObjective(**(common(asked) | {"demand": demand}), names=names, with_gradient=with_gradient)
 
 
 def common(asked: Asked) -> dict[str, Any]:
@@ -123,22 +119,18 @@ def execute(
     head = asked.head
     assert isinstance(head, HeadOptions)
     rows = head.hidden.reshape(-1, head.hidden.shape[-1])
-    scale = float(head.logit_scale) / asked.answer.temperature
-    softcap = None if head.softcap is None else head.softcap / asked.answer.temperature
     again = in_backward()
     coupled = isinstance(objective, ScalarObjective) and objective.coupled
-    sizes = sizes_of(asked, objective, rows, softcap, late or again, coupled)
+    sizes = sizes_of(asked, objective, rows, late or again, coupled)
     # computed again in backward, a call recomputes whatever its request was made for
     plan = make_plan(sizes, Request(memory_budget=request.memory_budget) if again else request)
-    call = Call(plan, asked.backend, objective, scale, softcap, request)
+    call = Call(plan, asked.backend, objective, asked.logit_scale, asked.softcap, request)
     found: list[RowStats] = []
     outputs = HeadLoss.apply(rows, head.weight, head.bias, call, found)
     return outputs, found[0], call
 
 
-def sizes_of(
-    asked: Asked, objective: Objective, rows: Tensor, softcap: float | None, late: bool, coupled: bool
-) -> Sizes:
+def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupled: bool) -> Sizes:
     """What the plan is made from."""
     assert isinstance(asked.head, HeadOptions)
     hidden, weight, bias = asked.head.hidden, asked.head.weight, asked.head.bias
@@ -150,7 +142,7 @@ def sizes_of(
         hidden.device, asked.dtype, weight.shape[1],
         plain_weight=weight.is_contiguous() and weight.data_ptr() % 16 == 0,
         plain_rows=rows.stride(1) == 1 or rows.shape[1] == 1,
-        capped=softcap is not None, bias_grad=bias_grad, demand=objective.demand,
+        capped=asked.softcap is not None, bias_grad=bias_grad, demand=objective.demand,
     )  # fmt: skip
     store = asked.backend.store(layout)
     teacher, pairing = asked.teacher, objective.demand.pairing

@@ -67,7 +67,7 @@ def answer(question: Question) -> Answer:
 
     leaves = {f"{name}{SUFFIX[view]}" for _, view in seen for name in ("logprob", "lse")}
     for summand, view in seen:
-        leaves |= {leaf(name, view) for name in summand.needs if leaf(name, view) is not None}  # type: ignore[misc]
+        leaves |= {found for name in summand.needs if (found := leaf(name, view)) is not None}
     statistics = {(name, index[wanted(one)]) for one in everything for name in one.needs}
     names = {name for name, _ in statistics}
     teacher, pairing = pair_up(seen, names, question, ordered)
@@ -144,4 +144,4 @@ def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> Tensor | 
             f"{weighted[0].label} smooths over class weights, and a call sums its logits with one set of weights: "
             "losses and metrics that smooth with others, or need the mean logit, go into another call"
         )
-    return weighted[0].tensors["class_weights"]
+    return first

@@ -18,7 +18,7 @@ from torch import Tensor
 from .batch import Batch
 from .loss_stats import Stats
 from .losses.base import DENSE, Summand
-from .metrics import Metric
+from .metric_values import Metric, selected
 from .stats import Coefficients, Pairing, View
 
 # leaves of the graph that autograd walks; what else there is of statistics takes no gradient
@@ -169,15 +169,9 @@ def metric_values(structure: Structure, leaves: Mapping[str, Tensor], batch: Bat
     """What sums (or extrema) are taken of: 0 (or an infinity) where a unit does not count; [n] or [n, c]."""
     found = []
     for metric, view in structure.metrics:
-        values = metric.values(stats_at(structure, view, leaves), batch).detach()
-        mask = unit_mask(metric.unit, batch)
-        if metric.reduce != "mean":
-            found.append(torch.where(mask, values, -torch.inf if metric.reduce == "max" else torch.inf))
-            continue
-        weight = inputs.metric_weights.get(metric.weighting) if metric.unit == "token" else None
-        if weight is not None:
-            values = values * (weight if values.dim() == 1 else weight[:, None])
-        found.append(masked(values, mask))
+        values = metric.values(stats_at(structure, view, leaves), batch)
+        weights = inputs.metric_weights.get(metric.weighting) if metric.unit == "token" else None
+        found.append(selected(metric, values, unit_mask(metric.unit, batch), weights))
     return found
 
 

@@ -96,7 +96,7 @@ def linear_cross_entropy(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, 1.0, shift, memory_budget, chunk_tokens,
         accumulate_dtype, backend,
     )  # fmt: skip
-    head.check()
+    dtype = head.check()
     checks.check_reduction(reduction)
     checks.check_number("label_smoothing", label_smoothing, 0.0, 1.0)
     checks.check_number("z_loss", z_loss, 0.0, math.inf)
@@ -107,7 +107,7 @@ def linear_cross_entropy(
     loss = losses.cross_entropy(label_smoothing=float(label_smoothing), class_weights=class_weights)
     if z_loss:
         loss = loss + float(z_loss) * losses.z_loss()
-    asked = ask(head, loss, batch={} if token_weights is None else {"token_weights": token_weights})
+    asked = ask(head, dtype, loss, batch={} if token_weights is None else {"token_weights": token_weights})
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
     if reduction == "none":
         (values,), _, _ = execute(asked, token_objective(asked), request, late=True)

@@ -101,8 +101,9 @@ def linear_loss(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
         chunk_tokens, accumulate_dtype, backend,
     )  # fmt: skip
+    dtype = head.check()
     measured = check_loss(head, loss, metrics, reduction, normalizer, upstream)
-    asked = ask(head, loss, measured, batch, num_segments)
+    asked = ask(head, dtype, loss, measured, batch, num_segments)
     objective = scalar_objective(asked, reduction, normalizer, upstream)
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
     (value,), stats, call = execute(asked, objective, request, late=False)
@@ -117,7 +118,7 @@ def check_loss(
     normalizer: float | Tensor | None,
     upstream: float | Tensor | None,
 ) -> tuple[Metric, ...]:
-    """Raises what is wrong with the arguments but ``batch``; the metrics."""
+    """Raises what is wrong with the arguments but the head's and ``batch``; the metrics."""
     if not isinstance(loss, Losses):
         remedy = "; wrap a function by losses.custom(function, scope=...)" if callable(loss) else ""
         raise TypeError(f"loss must be made of chunked_head.losses, got {type(loss).__name__}{remedy}")
@@ -125,7 +126,6 @@ def check_loss(
     for metric in measured:
         if not isinstance(metric, Metric):
             raise TypeError(f"metrics must hold chunked_head.metrics, got {type(metric).__name__}; call its factory")
-    head.check()
     checks.check_reduction(reduction, ("mean", "sum"), "; per-token values come from linear_logprobs")
     checks.check_scalar("normalizer", normalizer, head.device, reduction == "mean", 'reduction="mean"')
     checks.check_scalar("upstream", upstream, head.device, True, "")

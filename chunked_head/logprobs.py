@@ -77,14 +77,14 @@ def linear_logprobs(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
         chunk_tokens, accumulate_dtype, backend,
     )  # fmt: skip
-    head.check()
+    dtype = head.check()
     if target is None:
         raise ValueError("target is None; linear_logprobs gives log-probabilities of targets: pass token ids")
     if top_k is not None:
         checks.check_int("top_k", top_k)
         if not 1 <= top_k <= weight.shape[0]:
             raise ValueError(f"top_k must be in [1, {weight.shape[0]}] (the rows of weight) or None, got {top_k}")
-    asked = ask(head, Losses(()), batch={} if mask is None else {"mask": mask})
+    asked = ask(head, dtype, Losses(()), batch={} if mask is None else {"mask": mask})
     demand = Demand(entropy=(entropy,), top=argmax, top_k=top_k or 0, rank_one=not entropy)
     wanted = {
         "logprob": True, "entropy": entropy, "lse": lse, "argmax": argmax, "top_k_logits": bool(top_k),

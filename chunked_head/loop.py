@@ -1,7 +1,6 @@
 """The loop over token chunks, and its counterpart over blocks and tiles where gradients come after all statistics."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,19 +27,6 @@ class Call:
     @property
     def target(self) -> Tensor:
         return self.objective.target
-
-    def without_teacher(self) -> "Call":
-        """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
-        teacher = self.objective.teacher
-        if teacher is None:
-            return self
-        return replace(self, objective=replace(self.objective, teacher=teacher.without_tensors()))
-
-    def with_teacher(self, tensors: Sequence[Tensor]) -> "Call":
-        teacher = self.objective.teacher
-        if teacher is None:
-            return self
-        return replace(self, objective=replace(self.objective, teacher=teacher.with_tensors(tensors)))
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """The head in the dtype of the matmuls: under autocast the weight is cast here, once."""

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from .losses.base import Field, Scope
+from .options import INFINITY, check_temperature, choice
 
 Reduce = Literal["mean", "max", "min"]
 Weighting = Literal["token", "segment", "document"]
 Finish = Literal["mean", "perplexity", "effective_sample_size", "effective_sample_fraction"]
-
-INFINITY = float("inf")
 
 
 class MetricOptions(TypedDict, total=False):
@@ -33,18 +32,6 @@ class MetricOptions(TypedDict, total=False):
     weighting: Weighting
     temperature: float | None
     name: str | None
-
-
-def choice(where: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{argument} of {where} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-    return value
-
-
-def number(where: str, argument: str, value: Any, least: float, most: float = INFINITY) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise ValueError(f"{argument} of metrics.{where} must be a number in [{least:g}, {most:g}], got {value!r}")
-    return float(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +65,7 @@ class Metric:
             raise ValueError(f'{where} has values per segment, which need all tokens: scope="segment"')
         if self.weighting != "token" and (self.unit != "token" or self.reduce != "mean"):
             raise ValueError(f"weighting of {where} is that of a mean over tokens; here it has no meaning")
-        temperature = self.temperature
-        if temperature is not None and not (isinstance(temperature, int | float) and 0 < temperature < INFINITY):
-            raise ValueError(f"temperature of {where} must be a positive number, got {temperature!r}")
+        check_temperature(where, self.temperature)
         if self.weighting != "token" and self.ids not in self.fields:
             object.__setattr__(self, "fields", (*self.fields, self.ids))
 
@@ -93,6 +78,11 @@ class Metric:
         """Equal for metrics that compile to the same code."""
         options = tuple(sorted(self.options.items()))
         return self.function, options, self.unit, self.temperature, self.reduce, self.weighting
+
+    @property
+    def components(self) -> int:
+        """Numbers per unit."""
+        return 2 if self.finish in ("effective_sample_size", "effective_sample_fraction") else 1
 
     @property
     def ids(self) -> str:
@@ -166,33 +156,22 @@ def unit_weights(ids: Tensor, mask: Tensor, number: int, dtype: torch.dtype = to
     return weights, (counts[:-1] > 0).sum().to(dtype)
 
 
-def accumulate(
-    metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | None = None, count: Tensor | None = None
-) -> MetricValue:
-    """The sums or the extremum of ``values`` [n] or [n, c] of some units where ``mask`` [n].
+def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
+    """What ``values`` [n] or [n, c] of some units add to a sum where ``mask`` [n], 0 elsewhere; or what an extremum is
+    taken of, with infinities elsewhere. fp32 at least, without gradient.
 
-    ``weights`` [n] are those of ``unit_weights`` where the metric's weighting asks for them; ``count`` is the number to
-    hold instead of counting: that of ``unit_weights``, given with one chunk only, or each chunk holds its share.
+    ``weights`` [n] are those of ``unit_weights`` where the metric's weighting asks for them.
     """
     values = values.detach()
     if values.dtype != torch.float64:
         values = values.float()
     wide = (-1,) + (1,) * (values.dim() - 1)
     if metric.reduce != "mean":
-        nothing = -INFINITY if metric.reduce == "max" else INFINITY
-        if values.shape[0] == 0:  # torch's extremum of no rows raises
-            return MetricValue(metric.reduce, extremum=values.new_full(values.shape[1:], nothing))
-        selected = torch.where(mask.view(wide), values, nothing)
-        extremum = selected.amax(0) if metric.reduce == "max" else selected.amin(0)
-        return MetricValue(metric.reduce, extremum=extremum)
+        return torch.where(mask.view(wide), values, -INFINITY if metric.reduce == "max" else INFINITY)
     if weights is not None:
         mask = mask & (weights > 0)
         values = values * weights.view(wide)
-    total = torch.where(mask.view(wide), values, 0.0).sum(0)
-    if count is None:
-        shares = torch.ones_like(mask, dtype=values.dtype) if weights is None else weights.to(values.dtype)
-        count = torch.where(mask, shares, 0.0).sum()
-    return MetricValue("mean", total, count.to(values.dtype), finish=metric.finish)
+    return torch.where(mask.view(wide), values, 0.0)
 
 
 def merge(a: MetricValue, b: MetricValue) -> MetricValue:

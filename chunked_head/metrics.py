@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .estimates import clamped, kl_estimate
 from .metric_values import (
     Finish,
     Metric,
@@ -16,18 +17,16 @@ from .metric_values import (
     MetricValue,
     Reduce,
     Weighting,
-    accumulate,
     all_reduce,
-    choice,
     combine,
     make,
     merge,
-    number,
     unit_weights,
 )
+from .options import choice, number
 
 __all__ = [
-    "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "accumulate", "accuracy",
+    "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "accuracy",
     "advantage", "all_reduce", "clip_fraction", "combine", "effective_sample_size", "entropy", "kl_old", "kl_reference",
     "logprob", "lse", "mean_logit", "merge", "perplexity", "ratio", "top_probability", "unit_weights",
 ]  # fmt: skip
@@ -170,7 +169,7 @@ def _ratio_options(kind: str, other: str, level: str, ratio_clamp: float | None)
 
 
 def _clamp(kind: str, argument: str, value: float | None) -> float | None:
-    return None if value is None else number(kind, argument, value, 0.0)
+    return None if value is None else number(f"metrics.{kind}", argument, value, 0.0)
 
 
 def _log_ratio(stats: Any, batch: Any, other: str, level: str) -> Tensor:
@@ -178,12 +177,8 @@ def _log_ratio(stats: Any, batch: Any, other: str, level: str) -> Tensor:
     return batch.segment_mean(log_ratio) if level == "segment" else log_ratio
 
 
-def _clamped(log_ratio: Tensor, clamp: float | None) -> Tensor:
-    return log_ratio if clamp is None else log_ratio.clamp(-clamp, clamp)
-
-
 def _ratio(stats: Any, batch: Any, other: str, level: str, ratio_clamp: float | None) -> Tensor:
-    return _clamped(_log_ratio(stats, batch, other, level), ratio_clamp).exp()
+    return clamped(_log_ratio(stats, batch, other, level), ratio_clamp).exp()
 
 
 def _ratio_powers(stats: Any, batch: Any, **options: Any) -> Tensor:
@@ -218,18 +213,7 @@ def _estimator(kind: str, estimator: str) -> str:
 
 
 def _kl_old(stats: Any, batch: Any, other: str, level: str, ratio_clamp: float | None, estimator: str) -> Tensor:
-    return _kl(_clamped(_log_ratio(stats, batch, other, level), ratio_clamp), estimator)
-
-
-def _kl(difference: Tensor, estimator: str) -> Tensor:
-    """KL of the policy that sampled, to the other; ``difference``: log-probability of the other less the sampler's."""
-    if estimator == "k1":
-        return -difference
-    if estimator == "abs":
-        return difference.abs()
-    if estimator == "k2":
-        return difference.square() / 2
-    return torch.expm1(difference) - difference
+    return kl_estimate(clamped(_log_ratio(stats, batch, other, level), ratio_clamp), estimator)
 
 
 def kl_reference(
@@ -270,8 +254,8 @@ def _kl_reference(
     kl_clamp: float | None,
     ratio_clamp: float | None,
 ) -> Tensor:
-    difference = _clamped(batch["ref_logprobs"] - stats.logprob, log_ratio_clamp)
-    values = _clamped(_kl(difference, estimator), kl_clamp)
+    difference = clamped(batch["ref_logprobs"] - stats.logprob, log_ratio_clamp)
+    values = clamped(kl_estimate(difference, estimator), kl_clamp)
     return values * _ratio(stats, batch, "old_logprobs", "token", ratio_clamp) if bias_correction else values
 
 
@@ -294,8 +278,8 @@ def clip_fraction(
     kind = "clip_fraction"
     choice(f"metrics.{kind}", "side", side, ("unsigned", "signed", "low", "high"))
     options = _ratio_options(kind, "old_logprobs", level, ratio_clamp) | {
-        "low": 1 - number(kind, "clip_low", clip_low, 0.0),
-        "high": 1 + number(kind, "clip_high", clip_high, 0.0),
+        "low": 1 - number(f"metrics.{kind}", "clip_low", clip_low, 0.0),
+        "high": 1 + number(f"metrics.{kind}", "clip_high", clip_high, 0.0),
         "side": side,
     }
     fields = ("old_logprobs",) + (() if side == "unsigned" else ("advantages",))

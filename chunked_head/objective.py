@@ -4,6 +4,7 @@ Three kinds: a scalar loss with parts and metrics, a value per token, or the sta
 weights are settled here, before any logit, and this is the only place that divides by anything.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,9 +21,7 @@ from .evaluate import (
     run,
     totals,
     unit_mask,
-    weighted_values,
 )
-from .fields import Prepared
 from .losses.base import Losses, Summand
 from .metrics import Metric, MetricValue, unit_weights
 from .stats import Coefficients, Demand, RowStats, Teacher
@@ -43,6 +42,22 @@ class Objective:
     one_or_nan: Tensor  # [] nan where an id is out of range: then everything is, rather than something wrong
     dtype: torch.dtype  # of statistics and values
     fp16: bool
+
+    @property
+    def differentiable(self) -> int:
+        """How many of the outputs, the first ones, take a gradient."""
+        return 1
+
+    def without_teacher(self) -> "Objective":
+        """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
+        return self if self.teacher is None else replace(self, teacher=self.teacher.without_tensors())
+
+    def with_teacher(self, tensors: Sequence[Tensor]) -> "Objective":
+        return self if self.teacher is None else replace(self, teacher=self.teacher.with_tensors(tensors))
+
+    @property
+    def teacher_tensors(self) -> list[Tensor]:
+        return [] if self.teacher is None else self.teacher.tensors
 
     def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
         """A chunk's statistics have been made; its coefficients, where gradients are made along with them."""
@@ -147,10 +162,10 @@ class ScalarObjective(Objective):
 
     def metric_value(self, metric: Metric, found: Tensor | None, count: Tensor) -> MetricValue:
         if metric.reduce == "mean":
-            # of no tokens, with as many components as there would have been
-            nothing = torch.zeros(2 if metric.finish.startswith("effective") else (), dtype=self.dtype)
-            total = nothing.to(self.target.device) if found is None else found
-            return MetricValue("mean", total, count, finish=metric.finish)
+            if found is None:
+                shape = () if metric.components == 1 else (metric.components,)
+                found = torch.zeros(shape, dtype=self.dtype, device=self.target.device)
+            return MetricValue("mean", found, count, finish=metric.finish)
         if found is None:
             lowest = -torch.inf if metric.reduce == "max" else torch.inf
             found = torch.full((), lowest, dtype=self.dtype, device=self.target.device)
@@ -182,11 +197,11 @@ class TokenObjective(Objective):
     fused: bool
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        batch = Batch(self.inputs.fields, self.target, self.inputs.num_segments, self.structure.vocab)
-        leaves = {name: masked(value, batch.mask) for name, value in stats.named().items()}
+        structure = replace(self.structure, leaves=frozenset())
+        table = run(structure, stats.named(), self.inputs, False).table
         total = torch.zeros(len(self.target), dtype=self.dtype, device=self.target.device)
-        for i, (_, view) in enumerate(self.structure.summands):
-            total = total + self.coefficients[i] * weighted_values(self.structure, i, view, leaves, batch, self.inputs)
+        for coefficient, values in zip(self.coefficients, table, strict=True):
+            total = total + coefficient * values
         return (total + (self.one_or_nan - 1.0),)
 
     def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
@@ -200,17 +215,20 @@ class TokenObjective(Objective):
 
 @dataclass(frozen=True, eq=False)
 class StatsObjective(Objective):
-    """Statistics for a loss that the caller computes: ``names``, the first ``differentiable`` of them with gradient."""
+    """Statistics for a loss that the caller computes: ``names``, the first ``with_gradient`` of them differentiable."""
 
     names: tuple[str, ...]
-    differentiable: int
+    with_gradient: int
+
+    @property
+    def differentiable(self) -> int:
+        return self.with_gradient
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         counts = self.target >= 0
         found = []
         for name in self.names:
-            value = getattr(stats, name)
-            kept = torch.where(counts if value.dim() == 1 else counts[:, None], value, torch.zeros_like(value))
+            kept = masked(getattr(stats, name), counts)
             found.append(kept + (self.one_or_nan - 1.0) if kept.is_floating_point() else kept)
         return tuple(found)
 
@@ -218,7 +236,7 @@ class StatsObjective(Objective):
         counts = self.target >= 0
         grads = {
             name: torch.where(counts, given, 0.0).to(self.dtype)
-            for name, given in zip(self.names[: self.differentiable], upstream, strict=False)
+            for name, given in zip(self.names[: self.with_gradient], upstream, strict=False)
             if given is not None
         }
         for name in ("logprob", "lse"):  # alpha and beta are always there
@@ -241,44 +259,41 @@ def rows_of(inputs: Inputs, rows: slice) -> Inputs:
 
 def reduced(
     losses: Losses,
-    prepared: Prepared,
-    vocab: int,
+    batch: Batch,
     reduction: str,
     normalizer: float | Tensor | None,
     one_or_nan: Tensor,
-    dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Coefficients of the summands and 1 / D of each, on the device; nothing here waits for it."""
-    batch = Batch(prepared.fields, prepared.target, prepared.num_segments, vocab)
-    device = prepared.target.device
+    dtype, device = one_or_nan.dtype, one_or_nan.device
     coefficients, inverse = [], []
-    known: dict[str, Tensor] = {}  # by unit: how many count
+    counts: dict[str, Tensor] = {}  # by unit
     for coefficient, summand in losses.terms:
         coefficients.append(on_device(coefficient, dtype, device))
-        kind = summand.reduction or reduction
         given = summand.normalizer if summand.normalizer is not None else normalizer
-        if kind != "mean":
+        if (summand.reduction or reduction) != "mean":
             inverse.append(one_or_nan)
         elif given is None:
-            plain = summand.counted is None or summand.unit != "token"
-            if not plain or summand.unit not in known:
-                total = default_denominator(summand, batch, dtype)
-                over = one_or_nan / torch.where(total == 0, 1.0, total)
-                if plain:
-                    known[summand.unit] = over
-            inverse.append(known[summand.unit] if plain else over)
+            total = default_denominator(summand, batch, dtype, counts)
+            inverse.append(one_or_nan / torch.where(total == 0, 1.0, total))
         else:
-            total = prepared.fields[given].to(dtype) if isinstance(given, str) else on_device(given, dtype, device)
+            total = batch[given].to(dtype) if isinstance(given, str) else on_device(given, dtype, device)
             inverse.append(torch.where(total == 0, 0.0, 1.0 / total) * one_or_nan)
     return coefficients, inverse
 
 
-def default_denominator(summand: Summand, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """How many units count, or the sum of what each token adds."""
+def default_denominator(summand: Summand, batch: Batch, dtype: torch.dtype, counts: dict[str, Tensor]) -> Tensor:
+    """The sum of what each token adds, or how many units count."""
     if summand.unit == "token" and summand.counted is not None:
-        each = summand.counted(batch, **summand.tensors).to(dtype)
-        return torch.where(batch.mask, each, 0.0).sum()
-    return unit_mask(summand.unit, batch).sum().to(dtype)
+        return masked(summand.counted(batch, **summand.tensors).to(dtype), batch.mask).sum()
+    return count_units(summand.unit, batch, dtype, counts)
+
+
+def count_units(unit: str, batch: Batch, dtype: torch.dtype, counts: dict[str, Tensor]) -> Tensor:
+    """How many units count; ``counts`` remembers."""
+    if unit not in counts:
+        counts[unit] = unit_mask(unit, batch).sum().to(dtype)
+    return counts[unit]
 
 
 def on_device(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -306,24 +321,20 @@ def foreseen_gain(
 
 
 def metric_counts(
-    metrics: tuple[Metric, ...], prepared: Prepared, vocab: int, dtype: torch.dtype
+    metrics: tuple[Metric, ...], batch: Batch, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Weights of tokens for each weighting, and what each metric's sum is divided by."""
-    batch = Batch(prepared.fields, prepared.target, prepared.num_segments, vocab)
     weights: dict[str, Tensor] = {}
-    groups: dict[str, Tensor] = {}
+    groups: dict[str, Tensor] = {}  # by weighting: segments or documents with a token
+    units: dict[str, Tensor] = {}
     counts = []
     for metric in metrics:
         if metric.unit == "segment" or metric.weighting == "token":
-            if metric.unit not in groups:
-                groups[metric.unit] = unit_mask(metric.unit, batch).sum().to(dtype)
-            counts.append(groups[metric.unit])
-        else:
-            if metric.weighting not in weights:
-                assert prepared.num_segments is not None
-                ids = prepared.fields[metric.ids]
-                weights[metric.weighting], groups["mean of " + metric.weighting] = unit_weights(
-                    ids, batch.mask, prepared.num_segments, dtype
-                )
-            counts.append(groups["mean of " + metric.weighting])
+            counts.append(count_units(metric.unit, batch, dtype, units))
+            continue
+        if metric.weighting not in weights:
+            assert batch.num_segments is not None
+            found = unit_weights(batch[metric.ids], batch.mask, batch.num_segments, dtype)
+            weights[metric.weighting], groups[metric.weighting] = found
+        counts.append(groups[metric.weighting])
     return weights, counts

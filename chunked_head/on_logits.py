@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ def logits_loss(
             gradient of every token that counts become nan.
     """
     options = LogitsOptions(logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend)
+    dtype = options.check()
     measured = check_loss(options, loss, metrics, reduction, normalizer, None)
     check_inplace(logits, inplace)
     if batch is not None and "teacher_hidden" in batch:
@@ -87,7 +88,7 @@ def logits_loss(
             "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to linear_loss, "
             "which holds the logits of neither"
         )
-    asked = ask(options, loss, measured, batch, num_segments)
+    asked = ask(options, dtype, loss, measured, batch, num_segments)
     objective = scalar_objective(asked, reduction, normalizer, None)
     value, stats = apply(asked, objective, inplace)
     return loss_output(asked, objective, value, stats, measured, None)
@@ -165,13 +166,13 @@ def cross_entropy(
     z_loss: float,
     inplace: bool,
 ) -> Tensor:
-    options.check()
+    dtype = options.check()
     check_inplace(options.logits, inplace)
     checks.check_class_weights(class_weights, options.vocab, options.device, "weight")
     loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
     if z_loss:
         loss = loss + z_loss * losses.z_loss()
-    asked = ask(options, loss)
+    asked = ask(options, dtype, loss)
     if reduction == "none":
         return apply(asked, token_objective(asked), inplace)[0].reshape(options.leading)
     return apply(asked, scalar_objective(asked, reduction, None, None, share_denominator=True), inplace)[0]
@@ -233,13 +234,11 @@ class Call:
 
 
 def apply(asked: Asked, objective: Objective, inplace: bool) -> tuple[Tensor, RowStats]:
-    options, temperature = asked.head, asked.answer.temperature
-    assert isinstance(options, LogitsOptions)
-    logits = options.logits
+    assert isinstance(asked.head, LogitsOptions)
+    logits = asked.head.logits
     if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or count_views(logits) > MOST_VIEWS:
         logits = logits.contiguous()
-    softcap = None if options.softcap is None else options.softcap / temperature
-    call = Call(asked.backend, objective, float(options.logit_scale) / temperature, softcap, inplace)
+    call = Call(asked.backend, objective, asked.logit_scale, asked.softcap, inplace)
     found: list[RowStats] = []
     return LogitsLoss.apply(logits, call, found), found[0]
 
@@ -278,9 +277,9 @@ class LogitsLoss(torch.autograd.Function):
             (output,) = objective.outputs(stats)
         found.append(stats)
         named = stats.named()
-        also = [] if objective.teacher is None else objective.teacher.tensors
-        ctx.save_for_backward(logits, *named.values(), *also)
-        ctx.call, ctx.names, ctx.overwritten = call, tuple(named), False
+        ctx.save_for_backward(logits, *named.values(), *objective.teacher_tensors)
+        ctx.call = replace(call, objective=objective.without_teacher())
+        ctx.names, ctx.overwritten = tuple(named), False
         ctx.set_materialize_grads(False)
         return output
 
@@ -293,10 +292,10 @@ class LogitsLoss(torch.autograd.Function):
                 "a second backward through a loss with inplace=True: the first has written the gradient over the "
                 "logits; use inplace=False to retain the graph"
             )
-        call: Call = ctx.call
         logits, *vectors = ctx.saved_tensors
         stats = RowStats(**dict(zip(ctx.names, vectors, strict=False)))
-        objective = call.objective
+        objective = ctx.call.objective.with_teacher(vectors[len(ctx.names) :])
+        call: Call = replace(ctx.call, objective=objective)
         with torch.no_grad(), as_called(logits.device):
             # where an id is out of range the whole gradient is nan
             coefficients, _ = objective.late(stats, (upstream * objective.one_or_nan,))

@@ -13,12 +13,13 @@ import torch
 from full_stats import full_stats
 from torch import Tensor
 
-from chunked_head import metrics
+from chunked_head import linear_loss, losses, metrics
 from chunked_head.batch import Batch
 from chunked_head.loss_stats import Stats
 from chunked_head.losses import distillation, label, policy, policy_segments, preference, topk
 from chunked_head.losses.base import Losses
-from chunked_head.metrics import Metric, MetricValue, accumulate, all_reduce, combine, merge, unit_weights
+from chunked_head.metric_values import selected
+from chunked_head.metrics import Metric, MetricValue, all_reduce, combine, merge, unit_weights
 
 TOKENS, VOCAB, SEGMENTS = 29, 11, 6
 # segments 0 and 3 lie interleaved, segment 4 has no token, segment 5 none that counts, two tokens are of none
@@ -62,6 +63,20 @@ class Data:
 
     def logprob(self) -> Tensor:
         return self.x.log_softmax(-1).gather(-1, self.target.clamp(min=0)[:, None])[:, 0]
+
+
+def accumulate(
+    metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | None = None, count: Tensor | None = None
+) -> MetricValue:
+    """Sums, or the extremum, of what a call selects of ``values``; the count is that of ``mask`` unless it is given."""
+    kept = selected(metric, values, mask, weights)
+    if metric.reduce != "mean":
+        nothing = kept.new_full((1,), -math.inf if metric.reduce == "max" else math.inf)
+        every = torch.cat([kept, nothing])
+        return MetricValue(metric.reduce, extremum=every.amax(0) if metric.reduce == "max" else every.amin(0))
+    if count is None:
+        count = (mask.to(kept.dtype) if weights is None else torch.where(mask, weights, 0.0).to(kept.dtype)).sum()
+    return MetricValue("mean", kept.sum(0), count.to(kept.dtype), finish=metric.finish)
 
 
 def measure(metric: Metric, data: Data, bounds: tuple[int, ...] = (0, TOKENS)) -> MetricValue:
@@ -381,6 +396,20 @@ def test_what_is_masked_is_selected_away() -> None:
     every = torch.ones(4, dtype=torch.bool)  # tokens that count, two of them in no segment
     weights, count = unit_weights(torch.tensor([0, -1, 1, -1]), every, 3)
     assert accumulate(metrics.ratio(weighting="segment"), values, every, weights, count).value.item() == 1.5
+
+
+def test_a_token_of_no_segment_has_no_part_in_a_mean_of_segments() -> None:
+    """By selection, in a call too: its weight of 0 times an infinite value would be nan."""
+    ids = torch.tensor([0, 0, 1, -1, 2])
+    mine = Metric(
+        "mine", lambda stats, batch: torch.where(batch["segments"] < 0, torch.inf, stats.lse * 0.0 + 1.0),
+        weighting="segment", reads_target=False,
+    )  # fmt: skip
+    out = linear_loss(
+        torch.randn(5, 4), torch.randn(7, 4), torch.arange(5), losses.cross_entropy(), metrics=[mine],
+        batch={"segments": ids}, num_segments=4,
+    )  # fmt: skip
+    assert out.metrics["mine"].value.item() == 1.0
 
 
 def test_sums_are_fp32_at_least_and_have_no_graph() -> None:

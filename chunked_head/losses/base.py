@@ -6,10 +6,12 @@ A ``Summand`` is one loss; ``Losses`` is a sum of them with coefficients, and th
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from torch import Tensor
+
+from .. import options as shared
 
 Kind = Literal["token", "row", "segment", "pair", "constant"]
 Unit = Literal["token", "segment", "pair"]
@@ -181,10 +183,7 @@ def make(kind: str, function: Callable[..., Tensor], options: Mapping[str, Any] 
 
 def check_summand(summand: Summand) -> None:
     where = f"losses.{summand.kind}"
-    temperature = summand.temperature
-    if temperature is not None and not (type(temperature) in (int, float) and 0 < temperature < float("inf")):
-        remedy = "; for T = 0 train on the argmax as the target instead" if temperature == 0 else ""
-        raise ValueError(f"temperature of {where} must be a positive number, got {temperature!r}{remedy}")
+    shared.check_temperature(where, summand.temperature)
     if summand.reduction not in (None, "mean", "sum"):
         raise ValueError(f'reduction of {where} must be "mean" or "sum" (None: the call\'s), got {summand.reduction!r}')
     if summand.reduction == "sum" and summand.normalizer is not None:
@@ -199,24 +198,17 @@ def check_summand(summand: Summand) -> None:
 
 
 def number(
-    where: str, argument: str, value: Any, least: float = -float("inf"), most: float = float("inf"), open_: bool = False
+    where: str,
+    argument: str,
+    value: Any,
+    least: float = -shared.INFINITY,
+    most: float = shared.INFINITY,
+    open_: bool = False,
 ) -> float:
-    """A loss's option as a float, or an error that names it; ``open_`` excludes ``least``."""
-    right = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-    if not right or (open_ and value == least):
-        interval = f"{'(' if open_ else '['}{least:g}, {most:g}]"
-        raise ValueError(f"{argument} of losses.{where} must be a number in {interval}, got {value!r}")
-    return float(value)
+    """A loss's option as a float, or an error that names it."""
+    return shared.number(f"losses.{where}", argument, value, least, most, open_)
 
 
 def choice(where: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
     """A loss's option out of several, or an error that names it."""
-    if value not in allowed:
-        raise ValueError(f"{argument} of losses.{where} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-    return value
-
-
-def renamed(losses: Losses, **known: Any) -> Losses:
-    """The one summand of ``losses`` with other fields."""
-    ((coefficient, summand),) = losses.terms
-    return Losses(((coefficient, replace(summand, **known)),))
+    return shared.choice(f"losses.{where}", argument, value, allowed)

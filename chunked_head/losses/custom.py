@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..options import choice
 from .base import DENSE, FIELDS, STATISTICS, Field, Scope, Summand, Teacher, Unit, make
 from .closures import Function, frozen, known_result, remember
 from .scope_check import checked
@@ -61,8 +62,8 @@ def custom(
     own = getattr(function, "__name__", "custom")
     name = name or ("custom" if own == "<lambda>" else own)
     where = f"losses.custom({name!r})"
-    _check_choice(where, "scope", scope, ("token", "segment"))
-    _check_choice(where, "unit", unit, ("token", "segment", "pair"))
+    choice(where, "scope", scope, ("token", "segment"))
+    choice(where, "unit", unit, ("token", "segment", "pair"))
     if unit != "token" and scope == "token":
         raise ValueError(f'{where} has values per {unit}, which need all tokens: scope="segment"')
     declared, extra = _declared(where, fields)
@@ -140,11 +141,6 @@ def _declared(
         elif kind.kind != FIELDS[name].kind or (isinstance(known, Field) and known != FIELDS[name]):
             raise ValueError(f"field {name!r} of {where} is a known one, {FIELDS[name]}, and cannot be another")
     return tuple(fields), extra
-
-
-def _check_choice(where: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{argument} of {where} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def _functional(summand: Mapping[str, Any]) -> dict[str, Any]:

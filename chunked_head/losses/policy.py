@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch
+from ..estimates import clamped, kl_estimate
 from ..loss_stats import Stats
 from .base import Losses, choice, make, number
 from .policy_segments import gmpo, gspo, rloo
@@ -18,7 +19,6 @@ from .policy_shared import (
     PolicyOptions,
     Rollout,
     checked_clamp,
-    clamped,
     clipped_ratio,
     make_policy,
     ratio_bounds,
@@ -220,16 +220,9 @@ def _kl_to_reference(
     ratio_clamp: float | None,
 ) -> Tensor:
     d = clamped(batch["ref_logprobs"] - stats.logprob, log_ratio_clamp)
-    k2 = 0.5 * d.square()
-    kind = estimator.removesuffix("+")
-    if kind == "k1":
-        values = -d
-    elif kind == "abs":
-        values = d.abs()
-    else:
-        values = k2 if kind == "k2" else torch.expm1(d) - d
-    values = clamped(values, kl_clamp)
+    values = clamped(kl_estimate(d, estimator.removesuffix("+")), kl_clamp)
     if estimator.endswith("+"):
+        k2 = kl_estimate(d, "k2")
         return (values - k2).detach() + k2
     if bias_correction:
         return values * clamped(token_log_ratio(stats, batch), ratio_clamp).exp()

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch
+from ..estimates import clamped
 from ..loss_stats import Stats
 from .base import Losses, choice, number
 from .policy_shared import (
     Rollout,
     checked_clamp,
-    clamped,
     clipped_ratio,
     make_policy,
     ratio_bounds,

@@ -49,11 +49,6 @@ def old_logprobs(stats: Stats, batch: Batch) -> Tensor:
     return batch["old_logprobs"] if "old_logprobs" in batch else stats.logprob.detach()
 
 
-def clamped(values: Tensor, bound: float | None) -> Tensor:
-    """Within [-bound, bound], no gradient outside, infinite values included."""
-    return values if bound is None else values.clamp(-bound, bound)
-
-
 def clipped_ratio(
     log_ratio: Tensor, advantages: Tensor, low: float, high: float, ceiling: float | None = None
 ) -> Tensor:

@@ -1,0 +1,21 @@
+"""Estimates from sampled tokens that losses and metrics share."""
+
+import torch
+from torch import Tensor
+
+
+def clamped(values: Tensor, bound: float | None) -> Tensor:
+    """Within [-bound, bound], no gradient outside, infinite values included."""
+    return values if bound is None else values.clamp(-bound, bound)
+
+
+def kl_estimate(difference: Tensor, estimator: str) -> Tensor:
+    """KL of the policy that sampled, to the other, by k1, abs, k2 or k3 (Schulman 2020); ``difference``:
+    log-probability of the other less the sampler's."""
+    if estimator == "k1":
+        return -difference
+    if estimator == "abs":
+        return difference.abs()
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    return torch.expm1(difference) - difference
