@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .transform import log2_e, transform_derivative, transform_logits
+from .transform import softmax_term, transform_derivative, transform_logits
 
 
 @triton.jit
@@ -78,12 +78,12 @@ def column_grad_kernel(
     class_weights_ptr,  # [columns] or None for 1
     target_ptr,  # [rows] int64
     target_logit_ptr,  # [rows] fp32, like all that follow
+    beta_ptr,  # or None
+    kappa_ptr,  # or None
     start_ptr,  # log p = (x - start) + rest
     rest_ptr,
-    alpha_ptr,  # or None
-    beta_ptr,  # or None
+    alpha_ptr,  # or None, with eta
     eta_ptr,  # or None
-    kappa_ptr,  # or None
     start2_ptr,  # or None
     rest2_ptr,
     alpha2_ptr,
@@ -124,26 +124,24 @@ def column_grad_kernel(
         grad = grad * slope + tl.load(at, mask=here, other=0.0).to(tl.float32)
     else:
         if alpha_ptr is not None:
-            coefficient = tl.load(alpha_ptr + row)
+            alpha = tl.load(alpha_ptr + row)
             log_p = (x - tl.load(start_ptr + row)) + tl.load(rest_ptr + row)
-            p = tl.exp2(log_p * log2_e)
             if eta_ptr is not None:
-                grad += tl.where(p > 0.0, p * (coefficient + tl.load(eta_ptr + row) * log_p), 0.0)
+                grad += softmax_term(log_p, alpha, tl.load(eta_ptr + row))
             else:
-                grad += p * coefficient
+                grad += softmax_term(log_p, alpha, None)
         if start2_ptr is not None:
             x2 = x
             if ratio2 is not None:
                 x2 = x * ratio2
             log_p2 = (x2 - tl.load(start2_ptr + row)) + tl.load(rest2_ptr + row)
             log_p2 = tl.where(offs < columns2, log_p2, float("-inf"))
-            p2 = tl.exp2(log_p2 * log2_e)
             if alpha2_ptr is not None:
-                coefficient2 = tl.load(alpha2_ptr + row)
+                alpha2 = tl.load(alpha2_ptr + row)
                 if eta2_ptr is not None:
-                    grad += tl.where(p2 > 0.0, p2 * (coefficient2 + tl.load(eta2_ptr + row) * log_p2), 0.0)
+                    grad += softmax_term(log_p2, alpha2, tl.load(eta2_ptr + row))
                 else:
-                    grad += p2 * coefficient2
+                    grad += softmax_term(log_p2, alpha2, None)
         if beta_ptr is not None:
             grad = tl.where(column == target, grad - tl.load(beta_ptr + row), grad)
         if kappa_ptr is not None:

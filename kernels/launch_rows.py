@@ -34,24 +34,24 @@ def row_stats(
     start: torch.Tensor,
     rest: torch.Tensor,
     logprob: torch.Tensor | None,
-    target_logit: torch.Tensor | None,  # an input where logits are relative
+    target_logit: torch.Tensor | None,
     entropy: torch.Tensor | None,
     weighted_sum: torch.Tensor | None,
     top: torch.Tensor | None,
     argmax: torch.Tensor | None,
-    stored: Stored,
+    stored: Stored,  # raw
     columns: int,
     target: torch.Tensor | None,
     class_weights: torch.Tensor | None,
     ratio: float | None,
 ) -> None:
     logits = stored.logits
+    assert stored.offset is None
     block, warps = row_block(columns)
     row_stats_kernel[(logits.shape[0],)](
         lse, start, rest, logprob, target_logit, entropy, weighted_sum, top, argmax,
-        logits, stored.offset, target, stored.bias, class_weights,
-        logits.shape[0], columns, logits.stride(0), stored.logit_scale, stored.softcap, ratio,
-        STRIP=EXP_TILE.strip, BLOCK=block, num_warps=warps,
+        logits, target, stored.bias, class_weights,
+        columns, logits.stride(0), stored.logit_scale, stored.softcap, ratio, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
@@ -92,15 +92,19 @@ def mixture(beta: float | None) -> dict[str, float]:
     }  # fmt: skip
 
 
-class Second(NamedTuple):
-    """The second softmax of a gradient."""
+class Softmax(NamedTuple):
+    """A softmax of a gradient: ``log p = (ratio x - start) + rest`` over so many columns, its term
+    ``p (alpha + eta log p)``; the first is over all at ratio 1."""
 
-    start: torch.Tensor
-    rest: torch.Tensor
-    alpha: torch.Tensor | None
-    eta: torch.Tensor | None
-    ratio: float | None
-    columns: int
+    start: torch.Tensor | None = None
+    rest: torch.Tensor | None = None
+    alpha: torch.Tensor | None = None
+    eta: torch.Tensor | None = None
+    ratio: float | None = None
+    columns: int = 0
+
+
+NO_SOFTMAX = Softmax()
 
 
 class Beside(NamedTuple):
@@ -125,13 +129,10 @@ def row_grad(
     class_weights: torch.Tensor | None,
     target: torch.Tensor,
     target_logit: torch.Tensor,
-    start: torch.Tensor,
-    rest: torch.Tensor,
-    alpha: torch.Tensor | None,
+    first: Softmax,
+    second: Softmax,
     beta: torch.Tensor | None,
-    eta: torch.Tensor | None,
     kappa: torch.Tensor | None,
-    second: Second | None,
     beside: Beside | None,
     first_column: int,
     logit_scale: float | None,
@@ -149,7 +150,6 @@ def row_grad(
         block_rows, column_programs = 1, 1
         block, warps = row_block(columns)
         block = min(block, 4096) if beside else block
-    second_ = second or Second(None, None, None, None, None, columns)  # type: ignore[arg-type]
     teacher: tuple = (None,) * 9
     sizes, scalars = (columns, 0), (None, None)
     if beside is not None:
@@ -160,11 +160,11 @@ def row_grad(
         )  # fmt: skip
         sizes, scalars = (beside.columns, side.logits.stride(0)), (side.logit_scale, side.softcap)
     row_grad_kernel[(column_programs * triton.cdiv(rows, block_rows),)](
-        dlogits, stored.logits, stored.offset, stored.bias, class_weights, target, target_logit, start, rest,
-        alpha, beta, eta, kappa, second_.start, second_.rest, second_.alpha, second_.eta, *teacher,
-        rows, columns, first_column, second_.columns, sizes[0],
+        dlogits, stored.logits, stored.offset, stored.bias, class_weights, target, target_logit, beta, kappa,
+        *first[:4], *second[:4], *teacher,
+        rows, columns, first_column, second.columns, sizes[0],
         stored.logits.stride(0), dlogits.stride(0), sizes[1],
-        logit_scale, softcap, second_.ratio, *scalars,
+        logit_scale, softcap, second.ratio, *scalars,
         SECOND=beside is not None and beside.second, **mixture(beside.beta if beside else None),
         FLOOR=beside.floor if beside else 0.0,
         COLUMN_PROGRAMS=column_programs, STRIP=EXP_TILE.strip, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
@@ -205,13 +205,10 @@ def column_grad(
     class_weights: torch.Tensor | None,
     target: torch.Tensor,
     target_logit: torch.Tensor,
-    start: torch.Tensor,
-    rest: torch.Tensor,
-    alpha: torch.Tensor | None,
+    first: Softmax,
+    second: Softmax,
     beta: torch.Tensor | None,
-    eta: torch.Tensor | None,
     kappa: torch.Tensor | None,
-    second: Second | None,
     first_column: int,
     logit_scale: float | None,
     softcap: float | None,
@@ -219,10 +216,8 @@ def column_grad(
 ) -> None:
     rows, count = ids.shape
     columns = dlogits.shape[1]
-    second_ = second or Second(None, None, None, None, None, columns)  # type: ignore[arg-type]
     column_grad_kernel[(rows,)](
-        dlogits, logit, ids, sparse, class_weights, target, target_logit, start, rest, alpha, beta, eta, kappa,
-        second_.start, second_.rest, second_.alpha, second_.eta,
-        columns, first_column, second_.columns, count, dlogits.stride(0),
-        logit_scale, softcap, second_.ratio, ADD=add, BLOCK=triton.next_power_of_2(count), num_warps=1,
+        dlogits, logit, ids, sparse, class_weights, target, target_logit, beta, kappa,
+        *first[:4], *second[:4], columns, first_column, second.columns, count, dlogits.stride(0),
+        logit_scale, softcap, second.ratio, ADD=add, BLOCK=triton.next_power_of_2(count), num_warps=1,
     )  # fmt: skip

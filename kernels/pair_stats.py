@@ -6,38 +6,8 @@ Each is summed from differences of log-probabilities, so that equal rows give ex
 import triton
 import triton.language as tl
 
-from .transform import finish_loaded, log2_e, log_mixture
-
-
-@triton.jit
-def load_logprobs(
-    logits_ptr,
-    strip_offset_ptr,
-    bias_ptr,
-    first,  # log p = (x - first) + rest
-    rest,
-    row,
-    offs,
-    inside,
-    rows,
-    logit_scale,
-    softcap,
-    ratio,
-    STRIP: tl.constexpr,
-):
-    """Log-probabilities of one row's columns, -inf outside."""
-    x = tl.load(logits_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
-    if strip_offset_ptr is not None:
-        offset = tl.load(strip_offset_ptr + (offs // STRIP).to(tl.int64) * rows + row, mask=inside, other=0.0)
-        x = finish_loaded(x, offset, None, None, None)
-    elif bias_ptr is not None:
-        bias = tl.load(bias_ptr + offs, mask=inside, other=0.0).to(tl.float32)
-        x = finish_loaded(x, None, bias, logit_scale, softcap)
-    else:
-        x = finish_loaded(x, None, None, logit_scale, softcap)
-    if ratio is not None:
-        x = x * ratio
-    return tl.where(inside, (x - first) + rest, float("-inf"))
+from .stored import load_row
+from .transform import log2_e, log_mixture
 
 
 @triton.jit
@@ -95,14 +65,17 @@ def pair_stats_kernel(
     for start in range(0, columns, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         inside = offs < columns
-        log_p = load_logprobs(
-            logits_ptr, strip_offset_ptr, bias_ptr, start_p, rest_p, row, offs, inside, rows, logit_scale, softcap,
-            ratio, STRIP,
+        x = load_row(
+            logits_ptr, strip_offset_ptr, bias_ptr, row, rows, offs, inside, logit_scale, softcap, STRIP
         )  # fmt: skip
-        log_q = load_logprobs(
-            teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, start_q, rest_q, row, offs, inside, rows,
-            teacher_scale, teacher_softcap, None, STRIP,
+        y = load_row(
+            teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, row, rows, offs, inside, teacher_scale, teacher_softcap,
+            STRIP,
         )  # fmt: skip
+        if ratio is not None:
+            x = x * ratio
+        log_p = tl.where(inside, (x - start_p) + rest_p, float("-inf"))
+        log_q = tl.where(inside, (y - start_q) + rest_q, float("-inf"))
         p = tl.exp2(log_p * log2_e)
         q = tl.exp2(log_q * log2_e)
         # a probability of 0 has no part in a sum, whatever its logarithm

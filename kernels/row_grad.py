@@ -9,7 +9,8 @@ with q a teacher's softmax and m a mixture of p and q; then times the slope of s
 import triton
 import triton.language as tl
 
-from .transform import finish_loaded, log2_e, log_mixture, transform_derivative
+from .stored import load_block
+from .transform import log2_e, log_mixture, softmax_term, transform_derivative
 
 
 @triton.jit
@@ -22,13 +23,13 @@ def row_grad_kernel(
     bias_ptr,  # [columns] or None
     class_weights_ptr,  # [columns] or None for 1
     target_ptr,  # [rows] int64, -1 where the row does not count
-    target_logit_ptr,  # [rows] fp32
-    start_ptr,  # [rows] fp32, like all that follow: log p = (x - start) + rest
+    target_logit_ptr,  # [rows] fp32, like all that follow
+    beta_ptr,  # or None
+    kappa_ptr,  # or None
+    start_ptr,  # log p = (x - start) + rest
     rest_ptr,
     alpha_ptr,  # or None, with eta
-    beta_ptr,  # or None
     eta_ptr,  # or None
-    kappa_ptr,  # or None
     start2_ptr,  # at the second temperature, or None
     rest2_ptr,
     alpha2_ptr,
@@ -107,39 +108,31 @@ def row_grad_kernel(
         offs = start + tl.arange(0, BLOCK)
         in_columns = offs < columns
         mask = in_rows[:, None] & in_columns[None, :]
-        x = tl.load(logits_ptr + wide_row * logits_stride + offs[None, :], mask=mask, other=0.0).to(tl.float32)
-        if strip_offset_ptr is not None:
-            at = tl.cast(start // STRIP, tl.int64) * rows + offs_row
-            offset = tl.load(strip_offset_ptr + at, mask=in_rows, other=0.0)[:, None]
-            x = finish_loaded(x, offset, None, None, None)
-        elif bias_ptr is not None:
-            bias = tl.load(bias_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-            x = finish_loaded(x, None, bias, logit_scale, softcap)
-        else:
-            x = finish_loaded(x, None, None, logit_scale, softcap)
+        x = load_block(
+            logits_ptr, strip_offset_ptr, bias_ptr, offs_row, in_rows, rows, logits_stride, start, offs, in_columns,
+            logit_scale, softcap, STRIP,
+        )  # fmt: skip
         # the target's column from its exact logit: p - 1 out of a rounded p would lose everything as p nears 1
         is_target = offs[None, :] == target
         x = tl.where(is_target, target_logit, x)
         grad = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         log_p = (x - row_start) + row_rest
         if alpha_ptr is not None:
-            p = tl.exp2(log_p * log2_e)
             if eta_ptr is not None:
-                grad += tl.where(p > 0.0, p * (alpha + eta * log_p), 0.0)
+                grad += softmax_term(log_p, alpha, eta)
             else:
-                grad += p * alpha
+                grad += softmax_term(log_p, alpha, None)
         if start2_ptr is not None:
             x2 = x
             if ratio2 is not None:
                 x2 = x * ratio2
             log_p2 = (x2 - start2) + rest2
             log_p2 = tl.where(offs[None, :] < columns2, log_p2, float("-inf"))
-            p2 = tl.exp2(log_p2 * log2_e)
             if alpha2_ptr is not None:
                 if eta2_ptr is not None:
-                    grad += tl.where(p2 > 0.0, p2 * (alpha2 + eta2 * log_p2), 0.0)
+                    grad += softmax_term(log_p2, alpha2, eta2)
                 else:
-                    grad += p2 * alpha2
+                    grad += softmax_term(log_p2, alpha2, None)
         if beta_ptr is not None:
             grad = tl.where(is_target, grad - beta, grad)
         if kappa_ptr is not None:
@@ -150,18 +143,10 @@ def row_grad_kernel(
                 grad -= kappa
         if teacher_ptr is not None:
             in_teacher = in_rows[:, None] & (offs < teacher_columns)[None, :]
-            y = tl.load(teacher_ptr + wide_row * teacher_stride + offs[None, :], mask=in_teacher, other=0.0)
-            y = y.to(tl.float32)
-            if teacher_offset_ptr is not None:
-                at = tl.cast(start // STRIP, tl.int64) * rows + offs_row
-                y = finish_loaded(
-                    y, tl.load(teacher_offset_ptr + at, mask=in_rows, other=0.0)[:, None], None, None, None
-                )
-            elif teacher_bias_ptr is not None:
-                bias = tl.load(teacher_bias_ptr + offs, mask=offs < teacher_columns, other=0.0).to(tl.float32)[None, :]
-                y = finish_loaded(y, None, bias, teacher_scale, teacher_softcap)
-            else:
-                y = finish_loaded(y, None, None, teacher_scale, teacher_softcap)
+            y = load_block(
+                teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, in_rows, rows, teacher_stride, start, offs,
+                offs < teacher_columns, teacher_scale, teacher_softcap, STRIP,
+            )  # fmt: skip
             log_q = (y - teacher_start) + teacher_rest
             log_q = tl.where(in_teacher, log_q, float("-inf"))
             q = tl.exp2(log_q * log2_e)

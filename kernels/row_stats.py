@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .transform import finish_loaded, ln_2, log2_e, transform_logits
+from .stored import load_row
+from .transform import ln_2, log2_e, transform_logits
 
 
 @triton.jit
@@ -13,26 +14,23 @@ def row_stats_kernel(
     start_ptr,  # [rows] fp32: log p = (x - start) + rest, without the rounding of lse
     rest_ptr,  # [rows] fp32
     logprob_ptr,  # [rows] fp32, 0 where the row does not count; None without targets
-    target_logit_ptr,  # [rows] fp32 or None; an input where logits are relative
+    target_logit_ptr,  # [rows] fp32 or None
     entropy_ptr,  # [rows] fp32 or None
     weighted_sum_ptr,  # [rows] fp32: sum of omega * x, or None
     top_ptr,  # [rows] fp32 or None: the largest logit
     argmax_ptr,  # [rows] int32 or None: the first column that has it
     # inputs
-    logits_ptr,  # [rows, columns]: raw, or fp16 relative to the strips' offsets
-    strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
+    logits_ptr,  # [rows, columns], raw
     target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
     bias_ptr,  # [columns] or None
     class_weights_ptr,  # [columns] or None for 1
     # sizes
-    rows,
     columns,
     stride,  # elements from row to row of logits
     # scalars
-    logit_scale,  # of raw logits, float or None for 1
-    softcap,  # of raw logits, float or None
+    logit_scale,  # float or None for 1
+    softcap,  # float or None
     ratio,  # of the temperature to that of the logits, inverse; float or None for 1
-    STRIP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -40,15 +38,12 @@ def row_stats_kernel(
     if target_ptr is not None:
         target = tl.load(target_ptr + row)
         counts = (target >= 0) & (target < columns)
-        if strip_offset_ptr is not None:
-            target_logit = tl.load(target_logit_ptr + row)
-        else:
-            raw = tl.load(logits_ptr + target, mask=counts, other=0.0).to(tl.float32)
-            if bias_ptr is not None:
-                raw += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
-            target_logit = transform_logits(raw, logit_scale, softcap)
-            if target_logit_ptr is not None:
-                tl.store(target_logit_ptr + row, target_logit)
+        raw = tl.load(logits_ptr + target, mask=counts, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            raw += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
+        target_logit = transform_logits(raw, logit_scale, softcap)
+        if target_logit_ptr is not None:
+            tl.store(target_logit_ptr + row, target_logit)
     # every lane keeps a maximum and sums of its own, so the loop has no reduction in it
     lane_max = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     lane_sum = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -58,17 +53,7 @@ def row_stats_kernel(
     for start in range(0, columns, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         inside = offs < columns
-        x = tl.load(logits_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
-        if strip_offset_ptr is not None:
-            offset = tl.load(strip_offset_ptr + (offs // STRIP).to(tl.int64) * rows + row, mask=inside, other=0.0)
-            x = finish_loaded(x, offset, None, None, None)
-            if target_ptr is not None:
-                x = tl.where(offs == target, target_logit, x)
-        elif bias_ptr is not None:
-            bias = tl.load(bias_ptr + offs, mask=inside, other=0.0).to(tl.float32)
-            x = finish_loaded(x, None, bias, logit_scale, softcap)
-        else:
-            x = finish_loaded(x, None, None, logit_scale, softcap)
+        x = load_row(logits_ptr, None, bias_ptr, row, 0, offs, inside, logit_scale, softcap, 1)
         if weighted_sum_ptr is not None:
             omega = tl.where(inside, 1.0, 0.0)
             if class_weights_ptr is not None:

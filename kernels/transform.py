@@ -43,19 +43,14 @@ def transform_derivative(
 
 
 @triton.jit
-def finish_loaded(
-    x,  # stored logits as fp32, -inf where there is none
-    offset,  # of relative logits, or None: then x is raw
-    bias,  # of raw logits, or None
-    logit_scale,
-    softcap,
+def softmax_term(
+    log_p,
+    alpha,
+    eta,  # or None for 0
 ):
-    """The logit that the softmax sees, from what a buffer holds."""
-    if offset is not None:
-        return x + offset
-    if bias is not None:
-        x += bias
-    return transform_logits(x, logit_scale, softcap)
+    """``p (alpha + eta log p)``, 0 where p is."""
+    p = tl.exp2(log_p * log2_e)
+    return tl.where(p > 0.0, p * (alpha + eta * log_p), 0.0) if eta is not None else p * alpha
 
 
 @triton.jit

@@ -70,7 +70,8 @@ class LogitsSession(KernelSession):
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
         teacher = None if self.demand.pairing is None else self.teacher_stored
-        return self.narrowed(self.stored, self.head, 0, rows, stats, coefficients, teacher)
+        dlogits = self.gradient_of(self.stored.logits)
+        return self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher)
 
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         head = self.head.columns(tile)
@@ -82,21 +83,12 @@ class LogitsSession(KernelSession):
             assert rows.teacher is not None
             columns = slice(tile.start, min(tile.stop, self.demand.pairing.columns))
             teacher = self.teacher_logits(rows.teacher, columns, None)
-        return self.narrowed(stored, head, tile.start, rows, stats, coefficients, teacher)
+        dlogits = self.gradient_of(stored.logits)
+        return self.differentiate_(dlogits, stored, head, tile.start, rows, stats, coefficients, teacher)
 
-    def narrowed(
-        self,
-        stored: Stored,
-        head: Head,
-        first: int,
-        rows: Rows,
-        stats: RowStats,
-        coefficients: Coefficients,
-        teacher: Stored | None,
-    ) -> Tensor:
-        # a 16-bit row lies in the first half of its fp32 row
-        dlogits = stored.logits.view(self.sizes.dtype)[:, : stored.logits.shape[1]]
-        return self.differentiate_(dlogits, stored, head, first, rows, stats, coefficients, teacher)
+    def gradient_of(self, logits: Tensor) -> Tensor:
+        """Where the gradient of these logits goes: a 16-bit row lies in the first half of its fp32 row."""
+        return logits.view(self.sizes.dtype)[:, : logits.shape[1]]
 
 
 class GivenLogits(LogitsSession):
@@ -109,15 +101,6 @@ class GivenLogits(LogitsSession):
     def compute_logits(self, hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
         return hidden
 
-    def narrowed(
-        self,
-        stored: Stored,
-        head: Head,
-        first: int,
-        rows: Rows,
-        stats: RowStats,
-        coefficients: Coefficients,
-        teacher: Stored | None,
-    ) -> Tensor:
+    def gradient_of(self, logits: Tensor) -> Tensor:
         assert self.out is not None
-        return self.differentiate_(self.out, stored, head, first, rows, stats, coefficients, teacher)
+        return self.out

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ..gradients import AddsDlogits
 from ..kernels import launch_rows
-from ..kernels.launch_rows import Beside, Second, Stored
+from ..kernels.launch_rows import NO_SOFTMAX, Beside, Softmax, Stored
 from ..plans import Plan
 from ..stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher
 
@@ -64,12 +64,13 @@ class KernelSession(AddsDlogits):
             normalize_rows(normalize, stored, stored.logits.shape[1])
         return stored
 
-    def second(self, stats: RowStats, coefficients: Coefficients, first: int, columns: int) -> Second | None:
-        if stats.start2 is None or stats.rest2 is None:
-            return None
+    def second(self, stats: RowStats, coefficients: Coefficients, first: int, columns: int) -> Softmax:
+        if stats.start2 is None:
+            return NO_SOFTMAX
         view = self.demand.views[1]
         here = min(max((view.columns or self.vocab) - first, 0), columns)
-        return Second(stats.start2, stats.rest2, coefficients.alpha2, coefficients.eta2, ratio_of(view.ratio), here)
+        c = coefficients
+        return Softmax(stats.start2, stats.rest2, c.alpha2, c.eta2, ratio_of(view.ratio), here)
 
     def differentiate_(
         self,
@@ -83,7 +84,6 @@ class KernelSession(AddsDlogits):
         teacher: Stored | None,
     ) -> Tensor:
         c, pairing, columns = coefficients, self.demand.pairing, dlogits.shape[1]
-        second = self.second(stats, c, first, columns)
         beside = None
         if teacher is not None and pairing is not None:
             assert stats.teacher_start is not None and stats.teacher_rest is not None
@@ -92,7 +92,8 @@ class KernelSession(AddsDlogits):
                 min(max(pairing.columns - first, 0), columns), pairing.view == 1,
                 c.gamma, c.rho, c.tau, c.theta, pairing.beta, LOG_FLOOR,
             )  # fmt: skip
-        common = (stats.target_logit, stats.start, stats.rest, c.alpha, c.beta, c.eta, c.kappa, second)
+        softmaxes = Softmax(stats.start, stats.rest, c.alpha, c.eta), self.second(stats, c, first, columns)
+        common = (stats.target_logit, *softmaxes, c.beta, c.kappa)
         launch_rows.row_grad(
             dlogits, stored, head.class_weights, rows.target, *common, beside, first, *transform(head)
         )  # fmt: skip

@@ -1,0 +1,59 @@
+"""Logits out of a buffer: raw ones through bias, scale and cap, relative ones by adding their strip's offset."""
+
+import triton
+import triton.language as tl
+
+from .transform import transform_logits
+
+
+@triton.jit
+def load_row(
+    logits_ptr,  # of the row: raw, or fp16 relative to the strips' offsets
+    strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
+    bias_ptr,  # [columns] or None
+    row,
+    rows,
+    offs,
+    inside,
+    logit_scale,
+    softcap,
+    STRIP: tl.constexpr,
+):
+    """Columns ``offs`` of one row, as the softmax sees them; anything outside."""
+    x = tl.load(logits_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
+    if strip_offset_ptr is not None:
+        x += tl.load(strip_offset_ptr + (offs // STRIP).to(tl.int64) * rows + row, mask=inside, other=0.0)
+    else:
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+        x = transform_logits(x, logit_scale, softcap)
+    return x
+
+
+@triton.jit
+def load_block(
+    logits_ptr,  # [rows, columns]: raw, or fp16 relative to the strips' offsets
+    strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
+    bias_ptr,  # [columns] or None
+    offs_row,
+    in_rows,
+    rows,
+    stride,
+    start,  # the first of offs, of one strip where logits are relative
+    offs,
+    in_columns,
+    logit_scale,
+    softcap,
+    STRIP: tl.constexpr,
+):
+    """A block of rows and columns, as the softmax sees it; anything outside."""
+    at = logits_ptr + offs_row.to(tl.int64)[:, None] * stride + offs[None, :]
+    x = tl.load(at, mask=in_rows[:, None] & in_columns[None, :], other=0.0).to(tl.float32)
+    if strip_offset_ptr is not None:
+        offset_at = strip_offset_ptr + tl.cast(start // STRIP, tl.int64) * rows + offs_row
+        x += tl.load(offset_at, mask=in_rows, other=0.0)[:, None]
+    else:
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        x = transform_logits(x, logit_scale, softcap)
+    return x
