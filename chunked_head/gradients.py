@@ -93,11 +93,14 @@ class AddsDlogits:
         dlogits = self.grad_(rows, stats, coefficients)
         first = at.start == 0
         if grads.hidden is not None:
-            add_dhidden(dlogits, self.head.weight, grads.hidden[at], first=True)
+            self.put_dhidden(dlogits, grads.hidden[at])
         if grads.weight is not None:
             add_dweight(dlogits, rows.hidden, grads.weight, first)
         if grads.bias is not None:
             add_dbias(dlogits, grads.bias, first)
+
+    def put_dhidden(self, dlogits: Tensor, out: Tensor) -> None:
+        add_dhidden(dlogits, self.head.weight, out, first=True)
 
     def finish(self, hidden: Tensor, target: Tensor, grads: Gradients) -> None:
         """Nothing is left over."""

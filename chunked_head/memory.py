@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from .kernels.tiles import dhidden_parts, strips_of
 from .stats import Demand
 
 MiB = 1 << 20
@@ -61,6 +62,7 @@ class Sizes:
     copied: bool = False  # hidden states that no view flattens
     scratch: int = 0  # bytes of the backend's elementwise tiles
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
+    multiprocessors: int = 0  # of a device that runs our own products of gradients, else 0
 
     @property
     def half(self) -> bool:
@@ -87,13 +89,13 @@ class Sizes:
     @property
     def row_bytes(self) -> int:
         """Bytes that one more row in a chunk costs: its logits, its strips' statistics, its hidden states."""
-        return self.kept_bytes + self.swept_bytes
+        return self.kept_bytes + self.swept_bytes(kept=True)
 
     @property
     def sweep_bytes(self) -> int:
         """The same in a pass that makes no gradient."""
-        kept = 0 if self.store != "logits" and self.demand.one_sweep else self.kept_bytes
-        return kept + self.swept_bytes
+        kept = self.store == "logits" or not self.demand.one_sweep
+        return kept * self.kept_bytes + self.swept_bytes(kept)
 
     @property
     def kept_bytes(self) -> int:
@@ -102,20 +104,21 @@ class Sizes:
         if self.teacher_store == "logits":
             teacher = self.teacher_columns * max(4, self.element)
         elif self.teacher_store == "relative":
-            teacher = math.ceil(self.teacher_columns / 8) * 16 + strips_of(self.teacher_columns) * 8
+            teacher = (
+                math.ceil(self.teacher_columns / 8) * 16 + strips_of(self.teacher_columns, self.teacher_width, True) * 8
+            )
         if self.store == "logits":
             return self.vocab * max(4, self.element) + teacher
         return math.ceil(self.vocab / 8) * 16 + teacher
 
-    @property
-    def swept_bytes(self) -> int:
-        """What a row needs whether its logits are kept or not."""
+    def swept_bytes(self, kept: bool) -> int:
+        """What a row needs beside logits, whether these are kept or not."""
         demand = self.demand
         evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * demand.columns
         rows = self.operand_bytes + self.teacher_width * self.element + evaluated
         if self.store == "logits":
             return rows
-        return rows + strips_of(self.vocab) * (
+        return rows + strips_of(self.vocab, self.hidden, kept and self.store == "relative") * (
             8
             + 4 * demand.entropy[0]
             + 4 * demand.weighted_sum
@@ -128,6 +131,10 @@ class Sizes:
     def operand_bytes(self) -> int:
         """Bytes per row of the matmuls' other operand: a clean copy, and where 16-bit rows are cast, those."""
         return self.hidden * (self.element if self.half_products or not self.half else 10)
+
+    def dhidden_parts(self, rows: int) -> int:
+        """Parts that a chunk's dhidden is made in, each with an fp32 sum of its own."""
+        return dhidden_parts(rows, self.hidden, self.multiprocessors) if self.multiprocessors else 1
 
     @property
     def weight_elements(self) -> int:
@@ -177,7 +184,8 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
         Term("gradient of hidden, waiting", wait_h if cast_h else 0, left_h),
         Term("gradient of weight, waiting", wait_w if cast_w else 0, wait_w if cast_w else 0),
         Term("logits of a chunk and its rows", rows * sizes.row_bytes),
-        Term("rows scaled, target's terms", fast_rows(sizes, rows, hidden_acc) if sizes.store == "fast" else 0),
+        Term("rows scaled, target's terms", fast_rows(sizes, rows) if sizes.store == "fast" else 0),
+        Term("gradient of hidden, parts", part_sums(sizes, rows)),
         Term("work space of tiles", work_space(sizes, sizes.vocab, rows)),
         *sizes.common_terms,
     )
@@ -218,17 +226,17 @@ def recompute_terms(
     )
 
 
-def fast_rows(sizes: Sizes, rows: int, hidden_acc: torch.dtype) -> int:
-    """The fast road's scaled operand, fp32 product on its way to a 16-bit gradient, and sums of targets' rows."""
-    scaled = rows * sizes.hidden * sizes.element if sizes.weight_grad else 0
-    product = rows * sizes.hidden * 4 if sizes.hidden_grad and hidden_acc != torch.float32 else 0
-    target_rows = sizes.tokens * 28 + sizes.tokens * sizes.hidden // 4 if sizes.weight_grad else 0
-    return scaled + product + target_rows
+def fast_rows(sizes: Sizes, rows: int) -> int:
+    """The fast road's scaled operand, and sums of targets' rows."""
+    if not sizes.weight_grad:
+        return 0
+    return rows * sizes.hidden * sizes.element + sizes.tokens * 28 + sizes.tokens * sizes.hidden // 4
 
 
-def strips_of(vocab: int) -> int:
-    """Strips of 128 columns that the logits matmul leaves statistics of."""
-    return 2 * math.ceil(vocab / 256)
+def part_sums(sizes: Sizes, rows: int) -> int:
+    """Sums of dhidden's parts, where it is made in several."""
+    parts = sizes.dhidden_parts(rows) if sizes.hidden_grad and sizes.store != "logits" else 1
+    return parts * rows * sizes.hidden * 4 if parts > 1 else 0
 
 
 def work_space(sizes: Sizes, columns: int, rows: int) -> int:

@@ -1,7 +1,6 @@
 """Launching the kernels on torch tensors: grids, block sizes and warps, and nothing of losses or schedules."""
 
 import functools
-import os
 from typing import NamedTuple
 
 import torch
@@ -9,49 +8,27 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .exp_logits import exp_logits_kernel
+from .products import dhidden_kernel, dweight_kernel
 from .rows import copy_rows_kernel
 from .scale import scale_kernel
 from .strips import level_rows_kernel, merge_strips_kernel
 from .target_terms import add_target_rows_kernel, finish_dhidden_kernel, join_pieces_kernel
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+from .tiles import INTERPRETED, PRODUCT_TILE, Tile, exp_tile
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = 60.0
 PIECE = 32  # tokens of equal or neighbouring targets that are summed at a time
 
 
-class ExpTile(NamedTuple):
-    """Tile of the logits matmul and how it is run."""
-
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    group_m: int = 16
-    warps: int = 8
-    stages: int = 3
-    per_multiprocessor: int = 1
-
-    @property
-    def strip(self) -> int:
-        """Columns that share one maximum and one sum."""
-        return self.block_n // 2
-
-
-EXP_TILE = ExpTile()
-if INTERPRETED:
-    EXP_TILE = ExpTile(block_m=32, block_n=64, block_k=32)
-
-
-def strips_of(vocab: int) -> int:
-    """Number of column strips in a row of ``vocab`` exponentials."""
-    return 2 * triton.cdiv(vocab, EXP_TILE.block_n)
+HOPPER_MULTIPROCESSORS = 132  # what a plan for a GPU assumes where there is none to ask
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # the interpreter runs programs one after the other; 4 of them still test the persistent loop
+    if not torch.cuda.is_available():
+        return HOPPER_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -71,7 +48,7 @@ class Strips(NamedTuple):
     def empty(
         cls,
         rows: int,
-        vocab: int,
+        strips: int,
         device: torch.device,
         shifted: bool = False,
         weighted: bool = False,
@@ -80,16 +57,15 @@ class Strips(NamedTuple):
         shifted2: bool = False,
     ) -> "Strips":
         def make(wanted: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-            return torch.empty(strips_of(vocab) * rows, dtype=dtype, device=device) if wanted else None
+            return torch.empty(strips * rows, dtype=dtype, device=device) if wanted else None
 
-        always = [torch.empty(strips_of(vocab) * rows, dtype=torch.float32, device=device) for _ in range(2)]
+        always = [torch.empty(strips * rows, dtype=torch.float32, device=device) for _ in range(2)]
         return cls(
             *always, make(shifted), make(weighted), make(top), make(top, torch.int32), make(second), make(shifted2)
         )  # fmt: skip
 
-    def of_rows(self, rows: int, vocab: int) -> "Strips":
+    def of_rows(self, rows: int, strips: int) -> "Strips":
         """The first of the buffer, for a chunk of so many rows."""
-        strips = strips_of(vocab)
         return Strips(*(None if t is None else t[: strips * rows].view(strips, rows) for t in self))
 
 
@@ -106,21 +82,23 @@ def exp_logits(
     softcap: float | None,
     ratio2: float | None = None,
     columns2: int = 0,
-    tile: ExpTile = EXP_TILE,
+    tile: Tile | None = None,
 ) -> None:
     rows, vocab = hidden.shape[0], weight.shape[0]
+    tile = tile or exp_tile(hidden.shape[1])
     resident = tile.per_multiprocessor * multiprocessors(hidden.device)
     programs = min(resident, triton.cdiv(rows, tile.block_m) * triton.cdiv(vocab, tile.block_n))
     exp_logits_kernel[(programs,)](
-        None if out is None else TensorDescriptor.from_tensor(out, [tile.block_m, tile.strip]),
+        None if out is None else TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
         *strips,
         TensorDescriptor.from_tensor(hidden, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
         bias, class_weights, row_offset, target,
         rows, vocab, hidden.shape[1], columns2, logit_scale, softcap, ratio2,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, PROGRAMS=programs,
-        REACH=REACH, EVEN_VOCAB=vocab % tile.block_n == 0, UPCAST=INTERPRETED,
-        num_warps=tile.warps, num_stages=tile.stages,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        STRIP=tile.block_n // (strips.offset.shape[0] // triton.cdiv(vocab, tile.block_n)),
+        GROUP_M=tile.group_m, PROGRAMS=programs, REACH=REACH, EVEN_VOCAB=vocab % tile.block_n == 0,
+        UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -155,7 +133,8 @@ def level_rows(
     exp: torch.Tensor,  # [rows, vocab] 16 bit
     softmax_factor: torch.Tensor,
     target_factor: torch.Tensor,
-    strip_offset: torch.Tensor,
+    strips: Strips,
+    strip: int,  # columns
     level: torch.Tensor,
     target_logit: torch.Tensor,
     start: torch.Tensor,
@@ -167,11 +146,12 @@ def level_rows(
 ) -> None:
     rows, vocab = exp.shape
     block_rows, splits = 16, 8
+    count = strips.offset.shape[0]
     level_rows_kernel[(triton.cdiv(rows, block_rows), splits)](
         exp, softmax_factor, target_factor,
-        strip_offset, level, target_logit, start, rest, logprob, alpha, beta,
-        rows, vocab, strip_offset.shape[0], exp.stride(0), logit_scale,
-        BLOCK_ROWS=block_rows, STRIP=EXP_TILE.strip, SPLITS=splits, num_warps=4,
+        strips.offset, strips.sum, level, target_logit, start, rest, logprob, alpha, beta,
+        rows, vocab, count, exp.stride(0), logit_scale,
+        BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, num_warps=4,
     )  # fmt: skip
 
 
@@ -189,19 +169,78 @@ def copy_rows(
     )
 
 
-def finish_dhidden(
-    dhidden: torch.Tensor,  # [rows, hidden]
-    product: torch.Tensor,  # [rows, hidden] fp32
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    softmax_factor: torch.Tensor,
-    target_factor: torch.Tensor,
+class Counted(NamedTuple):
+    """How many rows of a call count, and where a chunk begins among them: rows behind are not computed."""
+
+    count: torch.Tensor | None = None  # [] int64; None: all
+    first_row: int = 0
+
+
+ALL_ROWS = Counted()
+
+
+class Factors(NamedTuple):
+    """What makes gradients of products with exponentials: a factor per row, and the target's own term."""
+
+    target: torch.Tensor | None = None  # [rows] int64, -1 where the row does not count
+    softmax: torch.Tensor | None = None  # [rows] fp32
+    at_target: torch.Tensor | None = None  # [rows] fp32
+
+
+NO_FACTORS = Factors()
+
+
+def dhidden(
+    out: torch.Tensor,  # [rows, hidden], or with an order all of the call's [tokens, hidden]
+    partial: torch.Tensor | None,  # [parts, rows, hidden] fp32
+    grad: torch.Tensor,  # [rows, vocab] 16 bit
+    weight: torch.Tensor,  # [vocab, hidden] contiguous
+    factors: Factors = NO_FACTORS,
+    order: torch.Tensor | None = None,  # [rows] int64, rows of ``out``
+    counted: Counted = ALL_ROWS,
+    tile: Tile = PRODUCT_TILE,
 ) -> None:
-    rows, hidden = product.shape
-    block = min(triton.next_power_of_2(hidden), 2048)
-    finish_dhidden_kernel[(rows, triton.cdiv(hidden, block))](
-        dhidden, product, weight, target, softmax_factor, target_factor, hidden, BLOCK=block, num_warps=4
-    )
+    """``out = softmax * (grad @ weight) + at_target * weight[target]``"""
+    (rows, vocab), hidden = grad.shape, weight.shape[1]
+    parts = 1 if partial is None else partial.shape[0]
+    tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(hidden, tile.block_n) * parts
+    programs = min(tile.per_multiprocessor * multiprocessors(grad.device), tiles)
+    dhidden_kernel[(programs,)](
+        partial, out,
+        TensorDescriptor.from_tensor(grad, [tile.block_m, tile.block_k]),
+        TensorDescriptor.from_tensor(weight, [tile.block_k, tile.block_n]),
+        weight, counted.count, order, *factors, counted.first_row, rows, vocab, hidden,
+        PARTS=parts, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
+        PROGRAMS=programs, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if partial is not None:
+        block = min(triton.next_power_of_2(hidden), 2048)
+        finish_dhidden_kernel[(rows, triton.cdiv(hidden, block))](
+            out, partial, weight, counted.count, order, *factors, counted.first_row, rows, hidden,
+            PARTS=parts, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+
+
+def dweight(
+    out: torch.Tensor,  # [vocab, hidden] contiguous
+    grad: torch.Tensor,  # [rows, vocab] 16 bit
+    hidden: torch.Tensor,  # [rows, hidden] contiguous
+    first: bool,
+    counted: Counted = ALL_ROWS,
+    tile: Tile = PRODUCT_TILE,
+) -> None:
+    """``out (+)= grad.T @ hidden``, stored rather than added where ``first``"""
+    (rows, vocab), width = grad.shape, hidden.shape[1]
+    tiles = triton.cdiv(vocab, tile.block_m) * triton.cdiv(width, tile.block_n)
+    programs = min(tile.per_multiprocessor * multiprocessors(grad.device), tiles)
+    dweight_kernel[(programs,)](
+        TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
+        TensorDescriptor.from_tensor(grad, [tile.block_k, tile.block_m]),
+        TensorDescriptor.from_tensor(hidden, [tile.block_k, tile.block_n]),
+        counted.count, counted.first_row, rows, vocab, width,
+        ADD=not first, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
+        PROGRAMS=programs, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def add_target_rows(

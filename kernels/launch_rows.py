@@ -7,10 +7,10 @@ import torch
 import triton
 
 from .columns import column_grad_kernel, dot_columns_kernel, pick_columns_kernel
-from .launch import EXP_TILE, INTERPRETED
 from .pair_stats import pair_stats_kernel
 from .row_grad import row_grad_kernel
 from .row_stats import row_stats_kernel
+from .tiles import INTERPRETED, RELATIVE_STRIP
 
 
 class Stored(NamedTuple):
@@ -82,7 +82,7 @@ def pair_stats(
         teacher.logits, teacher.offset, teacher.bias, teacher_start, teacher_rest,
         rows, columns, student.logits.stride(0), teacher.logits.stride(0),
         student.logit_scale, student.softcap, ratio, teacher.logit_scale, teacher.softcap,
-        BETA=beta, **mixture(beta), FLOOR=floor, STRIP=EXP_TILE.strip, BLOCK=block, num_warps=4,
+        BETA=beta, **mixture(beta), FLOOR=floor, STRIP=RELATIVE_STRIP, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def row_grad(
     if stored.offset is not None:
         block_rows, strips, warps = relative
         # several strips a program: what is per row is loaded once for them
-        block = EXP_TILE.strip
+        block = RELATIVE_STRIP
         column_programs = triton.cdiv(triton.cdiv(columns, block), strips)
     else:
         # one program walks a row, because a narrower gradient overwrites logits that lie before it
@@ -167,7 +167,7 @@ def row_grad(
         logit_scale, softcap, second.ratio, *scalars,
         SECOND=beside is not None and beside.second, **mixture(beside.beta if beside else None),
         FLOOR=beside.floor if beside else 0.0,
-        COLUMN_PROGRAMS=column_programs, STRIP=EXP_TILE.strip, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
+        COLUMN_PROGRAMS=column_programs, STRIP=RELATIVE_STRIP, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ def merge_strips_kernel(
     argmax_ptr,  # [rows] int32 or None: the first column that has it
     level_ptr,  # [rows] fp32: offset that all of the row is to have; None with offsets of each strip's own
     # inputs
-    strip_offset_ptr,  # [strips, rows] fp32
-    strip_sum_ptr,  # [strips, rows] fp32, without the target's term
+    strip_offset_ptr,  # [strips, rows] fp32; with a level only where the sum is negative
+    strip_sum_ptr,  # [strips, rows] fp32, without the target's term; with a level, negative where the offset is not it
     strip_shifted_sum_ptr,  # [strips, rows] fp32 or None
     strip_weighted_sum_ptr,  # [strips, rows] fp32 or None
     strip_top_ptr,  # [strips, rows] fp32 or None
@@ -58,8 +58,14 @@ def merge_strips_kernel(
         offs_strip = start + tl.arange(0, BLOCK_STRIPS)
         at = offs_strip[:, None].to(tl.int64) * rows + offs_row[None, :]
         mask = (offs_strip[:, None] < strips) & in_rows[None, :]
-        m = tl.load(strip_offset_ptr + at, mask=mask, other=float("-inf"))
         s = tl.load(strip_sum_ptr + at, mask=mask, other=0.0)
+        if level_ptr is not None:
+            own = s < 0.0
+            m = tl.load(strip_offset_ptr + at, mask=mask & own, other=float("-inf"))
+            m = tl.where(own, m, asked[None, :])
+            s = tl.abs(s)
+        else:
+            m = tl.load(strip_offset_ptr + at, mask=mask, other=float("-inf"))
         if ratio is not None:
             m = m * ratio
         if SECOND:
@@ -116,7 +122,8 @@ def level_rows_kernel(
     softmax_factor_ptr,  # [rows] fp32: what E times gives the softmax's part of dlogits
     target_factor_ptr,  # [rows] fp32: dlogits at the target
     # inputs
-    strip_offset_ptr,  # [strips, rows] fp32
+    strip_offset_ptr,  # [strips, rows] fp32, where the sum is negative
+    strip_sum_ptr,  # [strips, rows] fp32
     level_ptr,  # [rows] fp32
     target_logit_ptr,  # [rows] fp32, the offset of rows that need nothing
     start_ptr,  # [rows] fp32
@@ -150,11 +157,14 @@ def level_rows_kernel(
         softmax = tl.exp2(((level - start) + rest) * log2_e)
         tl.store(softmax_factor_ptr + offs_row, alpha * softmax, mask=in_rows)
         tl.store(target_factor_ptr + offs_row, alpha * tl.exp2(logprob * log2_e) - beta, mask=in_rows)
-    uneven = in_rows & (level != tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0))
+    target_logit = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
+    uneven = in_rows & (level != target_logit)
     if tl.max(uneven.to(tl.int32), 0) > 0:
         for strip in range(tl.program_id(1), strips, SPLITS):
             offs_col = strip * STRIP + tl.arange(0, STRIP)
-            offset = tl.load(strip_offset_ptr + tl.cast(strip, tl.int64) * rows + offs_row, mask=uneven, other=0.0)
+            stats_at = tl.cast(strip, tl.int64) * rows + offs_row
+            own = tl.load(strip_sum_ptr + stats_at, mask=uneven, other=0.0) < 0.0
+            offset = tl.where(own, tl.load(strip_offset_ptr + stats_at, mask=own, other=0.0), target_logit)
             at = exp_ptr + offs_row.to(tl.int64)[:, None] * stride + offs_col[None, :]
             mask = uneven[:, None] & (offs_col < vocab)[None, :]
             e = tl.load(at, mask=mask, other=0.0).to(tl.float32) * tl.exp2((offset - level) * log2_e)[:, None]

@@ -65,7 +65,11 @@ def runs_exp_logits(device: torch.device) -> bool:
 
 
 def traits(device: torch.device) -> dict[str, Any]:
-    return {"half_products": device.type == "cuda", "scratch": 0}
+    own_products = runs_exp_logits(device)
+    return {
+        "half_products": device.type == "cuda", "scratch": 0,
+        "multiprocessors": launch.multiprocessors(device) if own_products else 0,
+    }  # fmt: skip
 
 
 def clean_rows(out: Tensor, source: Tensor, target: Tensor) -> None:

@@ -6,7 +6,8 @@ from torch import Tensor
 from ..gradients import Gradients
 from ..kernels import launch, launch_rows
 from ..kernels.launch_rows import Stored
-from ..matmul import add_dhidden, add_dweight, project
+from ..kernels.tiles import strip_width, strips_of
+from ..matmul import add_dweight, project
 from ..plans import Plan
 from ..stats import Coefficients, Head, Rows, RowStats
 from .triton_session import KernelSession, normalize_rows, ratio_of, transform
@@ -17,23 +18,23 @@ class RelativeSession(KernelSession):
         super().__init__(head, plan)
         sizes, demand = self.sizes, self.demand
         rows, device = plan.chunk_tokens, head.weight.device
+        self.plan_rows = rows
         # a sweep that makes no gradient and is not passed over again keeps nothing
         keep = plan.schedule == "forward" or not demand.one_sweep
         self.buffer = padded(rows, sizes.vocab, device) if keep else None
+        parts = sizes.dhidden_parts(rows)
+        shape = parts * rows * sizes.hidden if sizes.hidden_grad and plan.schedule == "forward" and parts > 1 else 0
+        self.partial_sums = torch.empty(shape, dtype=torch.float32, device=device)
         two = len(demand.views) > 1
+        self.strip_count = strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative")
         self.strips = launch.Strips.empty(
-            rows,
-            sizes.vocab,
-            device,
-            demand.entropy[0],
-            demand.weighted_sum,
-            demand.top,
-            two,
+            rows, self.strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
             two and demand.entropy[1],
-        )
+        )  # fmt: skip
         if sizes.teacher_store == "relative":
             self.teacher_buffer = padded(rows, sizes.teacher_columns, device)
-            self.teacher_strips = launch.Strips.empty(rows, sizes.teacher_columns, device)
+            self.teacher_strip_count = strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
+            self.teacher_strips = launch.Strips.empty(rows, self.teacher_strip_count, device)
         elif sizes.teacher_store == "logits":
             self.teacher_buffer = torch.empty(rows, sizes.teacher_columns, dtype=torch.float32, device=device)
 
@@ -46,7 +47,7 @@ class RelativeSession(KernelSession):
     ) -> None:
         head, count, vocab = self.head, rows.hidden.shape[0], self.sizes.vocab
         scale_cap = transform(head)
-        strips = self.strips.of_rows(count, vocab)
+        strips = self.strips.of_rows(count, self.strip_count)
         target_ids = rows.target.unsqueeze(1)
         launch_rows.dot_columns(
             out.target_logit.unsqueeze(1), rows.hidden, head.weight, target_ids, head.bias, *scale_cap
@@ -74,7 +75,16 @@ class RelativeSession(KernelSession):
                 second, out.target_logit, rows.target, columns2, ratio2, second=True,
             )  # fmt: skip
         if stored is not None:
-            self.stored = Stored(stored, strips.offset)
+            self.stored, self.stored_strips = Stored(stored, strips.offset), strips
+
+    def put_dhidden(self, dlogits: Tensor, out: Tensor) -> None:
+        launch.dhidden(out, self.partial(len(out)), dlogits, self.head.weight)
+
+    def partial(self, rows: int) -> Tensor | None:
+        """Where the parts of a chunk's dhidden go, if it is made in several [parts, rows, hidden]."""
+        width = self.sizes.hidden
+        parts = self.partial_sums.numel() // (self.plan_rows * width)
+        return self.partial_sums[: parts * rows * width].view(parts, rows, width) if parts else None
 
     def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
         teacher, count, columns = rows.teacher, len(rows.target), self.sizes.teacher_columns
@@ -88,7 +98,7 @@ class RelativeSession(KernelSession):
             stored = Stored(buffer, None, teacher.bias, *transform(teacher))
             normalize_rows((start, rest), stored, columns)
             return stored
-        strips = self.teacher_strips.of_rows(count, columns)
+        strips = self.teacher_strips.of_rows(count, self.teacher_strip_count)
         launch.exp_logits(
             buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, *transform(teacher)
         )
@@ -125,8 +135,6 @@ class FastSession(RelativeSession):
         self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
         if sizes.weight_grad:
             self.scaled = torch.empty(plan.chunk_tokens, sizes.hidden, dtype=sizes.dtype, device=device)
-        if sizes.hidden_grad and plan.hidden_accumulate != torch.float32:
-            self.product = torch.empty(plan.chunk_tokens, sizes.hidden, dtype=torch.float32, device=device)
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         if self.buffer is None:
@@ -139,17 +147,16 @@ class FastSession(RelativeSession):
         self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
     ) -> None:
         weight, exp, count = self.head.weight, self.stored.logits, len(rows.target)
-        assert coefficients.alpha is not None and coefficients.beta is not None and self.stored.offset is not None
+        assert coefficients.alpha is not None and coefficients.beta is not None
         softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
         launch.level_rows(
-            exp, softmax_factor, target_factor, self.stored.offset, self.level, stats.target_logit,
-            stats.start, stats.rest, stats.logprob, coefficients.alpha, coefficients.beta, transform(self.head)[0],
+            exp, softmax_factor, target_factor, self.stored_strips, strip_width(self.sizes.hidden, False),
+            self.level, stats.target_logit, stats.start, stats.rest, stats.logprob, coefficients.alpha,
+            coefficients.beta, transform(self.head)[0],
         )  # fmt: skip
         if grads.hidden is not None:
-            out = grads.hidden[at]
-            product = out if out.dtype == torch.float32 else self.product[: len(out)]
-            add_dhidden(exp, weight, product, first=True)
-            launch.finish_dhidden(out, product, weight, rows.target, softmax_factor, target_factor)
+            factors = launch.Factors(rows.target, softmax_factor, target_factor)
+            launch.dhidden(grads.hidden[at], self.partial(count), exp, weight, factors)
         if grads.weight is not None:
             scaled = self.scaled[:count]
             launch.copy_rows(scaled, rows.hidden, rows.target, softmax_factor)

@@ -1,0 +1,171 @@
+"""The products of logits' gradients, or of exponentials that stand for them, with the weight and with hidden states.
+
+Persistent GEMMs that know, on the device alone, how many rows count: what lies behind them costs nothing.
+"""
+
+import triton
+import triton.language as tl
+
+from .exp_logits import column_halves
+
+
+@triton.jit
+def counted_rows(count_ptr, first_row, rows):
+    """How many of a chunk's rows count, where a device-side number of all that do is given."""
+    if count_ptr is not None:
+        return tl.minimum(tl.maximum(tl.load(count_ptr) - first_row, 0), rows).to(tl.int32)
+    else:
+        return rows
+
+
+@triton.jit
+def store_dhidden(
+    partial_ptr,
+    dhidden_ptr,
+    acc,
+    weight_ptr,
+    order_ptr,
+    target_ptr,
+    softmax_factor_ptr,
+    target_factor_ptr,
+    part,
+    row_start,
+    column_start,
+    counted,
+    rows,
+    hidden,
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    offs_row = row_start + tl.arange(0, BLOCK_M)
+    offs_col = column_start + tl.arange(0, COLUMNS)
+    in_rows = offs_row < counted
+    mask = in_rows[:, None] & (offs_col < hidden)[None, :]
+    if partial_ptr is not None:
+        at = (part * rows + offs_row).to(tl.int64)[:, None] * hidden + offs_col[None, :]
+        tl.store(partial_ptr + at, acc, mask=mask)
+    else:
+        grad = acc
+        if softmax_factor_ptr is not None:
+            target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
+            counts = target >= 0
+            w = tl.load(
+                weight_ptr + target[:, None] * hidden + offs_col[None, :], mask=mask & counts[:, None], other=0.0
+            ).to(tl.float32)
+            softmax_factor = tl.load(softmax_factor_ptr + offs_row, mask=in_rows, other=0.0)
+            target_factor = tl.load(target_factor_ptr + offs_row, mask=in_rows, other=0.0)
+            grad = softmax_factor[:, None] * grad + target_factor[:, None] * w
+            grad = tl.where(counts[:, None], grad, 0.0)
+        out_row = offs_row.to(tl.int64)
+        if order_ptr is not None:
+            out_row = tl.load(order_ptr + offs_row, mask=in_rows, other=0)
+        at = out_row[:, None] * hidden + offs_col[None, :]
+        tl.store(dhidden_ptr + at, grad.to(dhidden_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dhidden_kernel(
+    # outputs: one of them
+    partial_ptr,  # [parts, rows, hidden] fp32: products over parts of the vocabulary; None with one part
+    dhidden_ptr,  # [rows, hidden], or all of the call's where there is an order
+    # inputs
+    grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_K]
+    weight_desc,  # [vocab, hidden], block [BLOCK_K, BLOCK_N]
+    weight_ptr,
+    count_ptr,  # [] int64: how many rows of the call count, or None for all
+    order_ptr,  # [rows] int64: where each row of the chunk stands in dhidden, or None
+    target_ptr,  # [rows] int64, -1 where the row does not count; None without factors
+    softmax_factor_ptr,  # [rows] fp32, or None for 1 and no target's term
+    target_factor_ptr,  # [rows] fp32
+    # sizes
+    first_row,  # of the chunk within the call
+    rows,
+    vocab,
+    hidden,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``dhidden = softmax_factor * (grad @ weight) + target_factor * weight[target]``, or the first product's parts."""
+    counted = counted_rows(count_ptr, first_row, rows)
+    tiles_m = tl.cdiv(counted, BLOCK_M)
+    tiles_n = tl.cdiv(hidden, BLOCK_N)
+    part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), PARTS) * BLOCK_K
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n * PARTS, PROGRAMS, flatten=True):
+        part = tile // (tiles_m * tiles_n)
+        in_part = tile % (tiles_m * tiles_n)
+        group = in_part // (GROUP_M * tiles_n)
+        group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
+        within = in_part % (GROUP_M * tiles_n)
+        row_start = (group * GROUP_M + within % group_rows) * BLOCK_M
+        column_start = (within // group_rows) * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(part * part_columns, min((part + 1) * part_columns, vocab), BLOCK_K):
+            g = grad_desc.load([row_start, k])
+            w = weight_desc.load([k, column_start])
+            if UPCAST:
+                g, w = g.to(tl.float32), w.to(tl.float32)
+            acc = tl.dot(g, w, acc)
+        left, right = column_halves(acc, BLOCK_M, BLOCK_N)
+        store_dhidden(
+            partial_ptr, dhidden_ptr, left, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
+            part, row_start, column_start, counted, rows, hidden, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+        store_dhidden(
+            partial_ptr, dhidden_ptr, right, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
+            part, row_start, column_start + BLOCK_N // 2, counted, rows, hidden, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+
+
+@triton.jit
+def dweight_kernel(
+    # outputs
+    dweight_desc,  # [vocab, hidden], block [BLOCK_M, BLOCK_N / 2]; added to, or stored
+    # inputs
+    grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_K, BLOCK_M]
+    hidden_desc,  # [rows, hidden], block [BLOCK_K, BLOCK_N], 0 behind the rows that count
+    count_ptr,  # [] int64: how many rows of the call count, or None for all
+    # sizes
+    first_row,  # of the chunk within the call
+    rows,
+    vocab,
+    hidden,
+    ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``dweight (+)= grad.T @ hidden``"""
+    counted = counted_rows(count_ptr, first_row, rows)
+    tiles_m = tl.cdiv(vocab, BLOCK_M)
+    tiles_n = tl.cdiv(hidden, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    if ADD:
+        tiles = tl.where(counted > 0, tiles, 0)  # nothing to add
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        group = tile // (GROUP_M * tiles_n)
+        group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
+        within = tile % (GROUP_M * tiles_n)
+        row_start = (group * GROUP_M + within % group_rows) * BLOCK_M
+        column_start = (within // group_rows) * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, counted, BLOCK_K):
+            g = grad_desc.load([k, row_start])
+            h = hidden_desc.load([k, column_start])
+            if UPCAST:
+                g, h = g.to(tl.float32), h.to(tl.float32)
+            acc = tl.dot(g.T, h, acc)
+        left, right = column_halves(acc, BLOCK_M, BLOCK_N)
+        if ADD:
+            left += dweight_desc.load([row_start, column_start]).to(tl.float32)
+        dweight_desc.store([row_start, column_start], left.to(dweight_desc.dtype))
+        if ADD:
+            right += dweight_desc.load([row_start, column_start + BLOCK_N // 2]).to(tl.float32)
+        dweight_desc.store([row_start, column_start + BLOCK_N // 2], right.to(dweight_desc.dtype))
