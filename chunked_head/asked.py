@@ -16,6 +16,7 @@ from .fields import Frame, Prepared, check_fields, prepare_fields, wanted_fields
 from .losses.base import Field, Losses, Summand
 from .losses.base import Teacher as TeacherOptions
 from .metrics import Metric
+from .packing import Packing
 from .stats import Teacher
 
 
@@ -36,9 +37,12 @@ class HeadOptions:
     chunk_tokens: int | None
     accumulate_dtype: torch.dtype | None
     backend: str | None
+    skip_ignored: bool | str = False
 
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the matmuls."""
+        if not (isinstance(self.skip_ignored, bool) or self.skip_ignored == "wait"):
+            raise ValueError(f'skip_ignored must be True, False or "wait", got {self.skip_ignored!r}')
         dtype = checks.check_operands(self.hidden, self.weight, self.target, self.bias)
         checks.check_head(
             self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading
@@ -105,6 +109,7 @@ class Asked:
     prepared: Prepared
     token_fields: frozenset[str]
     teacher: Teacher | None
+    packing: Packing | None = None
 
     @property
     def statistics_dtype(self) -> torch.dtype:
@@ -118,6 +123,17 @@ class Asked:
     @property
     def softcap(self) -> float | None:
         return None if self.head.softcap is None else self.head.softcap / self.answer.temperature
+
+    @property
+    def waits_for_nothing(self) -> bool:
+        """Whether the host may look at tensors for free."""
+        return self.head.device.type == "cpu" and not self.backend.bounds_rows("fast")
+
+    @property
+    def counts(self) -> Tensor:
+        """Which of the call's tokens count [tokens], where they stand."""
+        counts = self.prepared.target >= 0
+        return counts if self.packing is None else self.packing.unpack(counts)
 
     @functools.cached_property
     def batch(self) -> Batch:
@@ -173,9 +189,31 @@ def ask(
         k: v for k, v in prepared.fields.items() if k not in ("teacher_logits", "teacher_hidden", "teacher_weight")
     }
     prepared = prepared._replace(fields=fields)
-    return Asked(
+    asked = Asked(
         head, dtype, backend, losses, metrics, answered, prepared, token_fields & frozenset(fields), teacher
     )  # fmt: skip
+    return packed(asked, head.skip_ignored) if isinstance(head, HeadOptions) and head.skip_ignored else asked
+
+
+def packed(asked: Asked, skip: bool | str) -> Asked:
+    """The call with its tokens in an order in which those that count come first."""
+    prepared, teacher = asked.prepared, asked.teacher
+    # on the CPU there is no device to wait for
+    packing = Packing.of(prepared.target, wait=skip == "wait" or asked.waits_for_nothing)
+    fields = packing.pack_fields(prepared.fields, asked.token_fields)
+    if teacher is not None and packing.waited:
+        teacher = replace(
+            teacher,
+            logits=None if teacher.logits is None else packing.pack(teacher.logits),
+            hidden=None if teacher.hidden is None else packing.pack(teacher.hidden),
+        )
+    elif teacher is not None and teacher.logits is not None:
+        raise ValueError(
+            "skip_ignored=True cannot move the rows of batch['teacher_logits'], which are read where they lie; give "
+            'teacher_hidden and teacher_weight, or skip_ignored="wait"'
+        )
+    prepared = prepared._replace(target=packing.pack(prepared.target), fields=fields)
+    return replace(asked, prepared=prepared, teacher=teacher, packing=packing)
 
 
 def named_weights(losses: Losses, batch: dict[str, Any]) -> tuple[Losses, dict[str, Any], dict[str, Field]]:

@@ -119,14 +119,24 @@ def execute(
     head = asked.head
     assert isinstance(head, HeadOptions)
     rows = head.hidden.reshape(-1, head.hidden.shape[-1])
+    packing = asked.packing
+    if packing is not None and packing.waited:
+        rows, packing = packing.pack(rows), None
     again = in_backward()
     coupled = isinstance(objective, ScalarObjective) and objective.coupled
     sizes = sizes_of(asked, objective, rows, late or again, coupled)
+    if packing is not None and not asked.backend.bounds_rows(sizes.store):
+        raise ValueError(
+            f"skip_ignored=True needs matmuls that stop at a number of rows on the device, which these operands "
+            f"({asked.dtype}, on {head.device}) do not run in (see plan); use skip_ignored='wait' or False"
+        )
     # computed again in backward, a call recomputes whatever its request was made for
     plan = make_plan(sizes, Request(memory_budget=request.memory_budget) if again else request)
-    call = Call(plan, asked.backend, objective, asked.logit_scale, asked.softcap, request)
+    call = Call(plan, asked.backend, objective, asked.logit_scale, asked.softcap, request, packing)
     found: list[RowStats] = []
     outputs = HeadLoss.apply(rows, head.weight, head.bias, call, found)
+    if asked.packing is not None and not isinstance(objective, ScalarObjective):
+        outputs = tuple(map(asked.packing.unpack, outputs))
     return outputs, found[0], call
 
 

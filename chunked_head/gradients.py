@@ -93,16 +93,21 @@ class AddsDlogits:
         dlogits = self.grad_(rows, stats, coefficients)
         first = at.start == 0
         if grads.hidden is not None:
-            self.put_dhidden(dlogits, grads.hidden[at])
+            self.put_dhidden(dlogits, rows, grads.hidden, at)
         if grads.weight is not None:
-            add_dweight(dlogits, rows.hidden, grads.weight, first)
+            self.add_dweight(dlogits, rows, rows.hidden, grads.weight, first)
         if grads.bias is not None:
             add_dbias(dlogits, grads.bias, first)
 
-    def put_dhidden(self, dlogits: Tensor, out: Tensor) -> None:
-        add_dhidden(dlogits, self.head.weight, out, first=True)
+    def put_dhidden(self, dlogits: Tensor, rows: Rows, out: Tensor, at: slice) -> None:
+        """The product with the weight, of rows ``at`` of the call, into theirs of ``out`` [tokens, hidden]."""
+        add_dhidden(dlogits, self.head.weight, out[at], first=True)
 
-    def finish(self, hidden: Tensor, target: Tensor, grads: Gradients) -> None:
+    def add_dweight(self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool) -> None:
+        """The product with hidden states, or those times what ``dlogits`` lacks."""
+        add_dweight(dlogits, operand, out, first)
+
+    def finish(self, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         """Nothing is left over."""
 
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:

@@ -55,6 +55,7 @@ def linear_loss(
     chunk_tokens: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
     upstream: float | Tensor | None = None,
+    skip_ignored: bool | str = False,
     backend: str | None = None,
 ) -> LossOutput:
     """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
@@ -99,7 +100,7 @@ def linear_loss(
     """
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend,
+        chunk_tokens, accumulate_dtype, backend, skip_ignored,
     )  # fmt: skip
     dtype = head.check()
     measured = check_loss(head, loss, metrics, reduction, normalizer, upstream)

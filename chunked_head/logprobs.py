@@ -36,6 +36,7 @@ def linear_logprobs(
     memory_budget: int | str | None = None,
     chunk_tokens: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    skip_ignored: bool | str = False,
     backend: str | None = None,
 ) -> Any:
     """Log-probabilities of targets, and what else is asked for. Same values and gradients as
@@ -75,7 +76,7 @@ def linear_logprobs(
     """
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend,
+        chunk_tokens, accumulate_dtype, backend, skip_ignored,
     )  # fmt: skip
     dtype = head.check()
     if target is None:
@@ -103,7 +104,7 @@ def linear_logprobs(
     if argmax:
         result["argmax"] = found["argmax"].long()
     if top_k:
-        counts = (asked.prepared.target >= 0)[:, None]
+        counts = asked.counts[:, None]
         result["top_k_logprobs"] = torch.where(
             counts, (found["top_k_logits"] - found["start"][:, None]) + found["rest"][:, None], 0.0
         )

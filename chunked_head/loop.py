@@ -8,6 +8,7 @@ from torch import Tensor
 from .backends import Backend
 from .gradients import Gradients, add_tile
 from .objective import Objective
+from .packing import Packing
 from .planner import DEFAULT_REQUEST, Request
 from .plans import Plan
 from .stats import Coefficients, Head, Rows, RowStats
@@ -23,6 +24,7 @@ class Call:
     logit_scale: float
     softcap: float | None
     request: Request = DEFAULT_REQUEST
+    packing: Packing | None = None  # of tokens that only the device can tell from those that do not count
 
     @property
     def target(self) -> Tensor:
@@ -46,16 +48,22 @@ class Operands:
             self.teacher_buffer = teacher.hidden.new_empty(rows, teacher.hidden.shape[1])
 
     def rows(self, rows: slice) -> Rows:
-        objective, clean = self.call.objective, self.call.backend.clean_rows
-        source, target = self.hidden[rows], objective.target[rows]
-        out = self.buffer[: len(source)]
-        clean(out, source, target)
-        teacher = None if objective.teacher is None else objective.teacher.rows(rows)
+        objective, packing = self.call.objective, self.call.packing
+        target = objective.target[rows]
+        order = None if packing is None else packing.order[rows]
+        out = self.clean(self.buffer, self.hidden, rows, target, order)
+        teacher = objective.teacher
         if teacher is not None and teacher.hidden is not None:
-            cleaned = self.teacher_buffer[: len(source)]
-            clean(cleaned, teacher.hidden, target)
-            teacher = teacher.with_hidden(cleaned)
-        return Rows(out, target, None if objective.columns is None else objective.columns[rows], teacher)
+            teacher = teacher.with_hidden(self.clean(self.teacher_buffer, teacher.hidden, rows, target, order))
+        elif teacher is not None:
+            teacher = teacher.rows(rows)
+        columns = None if objective.columns is None else objective.columns[rows]
+        return Rows(out, target, columns, teacher, order, None if packing is None else packing.count, rows.start)
+
+    def clean(self, buffer: Tensor, source: Tensor, rows: slice, target: Tensor, order: Tensor | None) -> Tensor:
+        out = buffer[: len(target)]
+        self.call.backend.clean_rows(out, source if order is not None else source[rows], target, order)
+        return out
 
 
 def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
@@ -65,6 +73,8 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
     grads = None
     if plan.schedule == "forward":
         grads = Gradients.empty(plan, plan.hidden_accumulate, plan.weight_accumulate, hidden.device)
+        if call.packing is not None and grads.hidden is not None:
+            grads.hidden.zero_()  # where a token does not count nothing is computed
     if plan.sizes.tokens == 0:
         return stats, grads
     operands = Operands(call, hidden, plan.chunk_tokens)
@@ -77,7 +87,7 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
             assert coefficients is not None
             session.add_gradients(at, rows, chunk_stats, coefficients, grads)
     if grads is not None:
-        session.finish(hidden, call.target, grads)
+        session.finish(hidden, call.target, grads, None if call.packing is None else call.packing.order)
     return stats, grads
 
 
@@ -103,7 +113,7 @@ def recompute(
             d_rows = None
             if grads.hidden is not None:
                 d_rows = grads.hidden[block]
-                if plan.hidden_accumulate != d_rows.dtype:
+                if plan.hidden_accumulate != d_rows.dtype or rows.order is not None:
                     d_rows = torch.empty_like(d_rows, dtype=plan.hidden_accumulate)
             for tile in plan.column_tiles():
                 dlogits = session.tile_grad(rows, tile, stats.at(block), coefficients.at(block))
@@ -111,6 +121,8 @@ def recompute(
             if d_rows is not None and grads.hidden is not None:
                 if gain is not None:
                     d_rows.mul_(gain)
-                if d_rows.dtype != grads.hidden.dtype:
+                if rows.order is not None:
+                    grads.hidden.index_copy_(0, rows.order, d_rows.to(grads.hidden.dtype))
+                elif d_rows.dtype != grads.hidden.dtype:
                     grads.hidden[block] = d_rows
     return grads.finish(call.backend, call.objective.one_or_nan, plan)

@@ -246,9 +246,15 @@ class Rows(NamedTuple):
     target: Tensor  # [rows] int64, -1 where a row does not count
     columns: Tensor | None = None  # [rows, K] int64, -1 for none
     teacher: Teacher | None = None
+    order: Tensor | None = None  # [rows] int64: where each stands among the call's tokens; None: in a row
+    counted: Tensor | None = None  # [] int64: how many of the call's rows count, those first; None: any of them may
+    first: int = 0  # of these rows within the call
 
     def at(self, rows: slice) -> "Rows":
         """A slice of the rows, sharing memory."""
         columns = None if self.columns is None else self.columns[rows]
         teacher = None if self.teacher is None else self.teacher.rows(rows)
-        return Rows(self.hidden[rows], self.target[rows], columns, teacher)
+        order = None if self.order is None else self.order[rows]
+        return Rows(
+            self.hidden[rows], self.target[rows], columns, teacher, order, self.counted, self.first + rows.start
+        )

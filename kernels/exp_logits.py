@@ -19,13 +19,8 @@ exact logit: then loss and gradient see one and the same logit.
 import triton
 import triton.language as tl
 
+from .blocks import column_halves, counted_rows
 from .transform import log2_e, transform_logits
-
-
-@triton.jit
-def column_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of the columns, each in registers that hold it already."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -256,7 +251,9 @@ def exp_logits_kernel(
     class_weights_ptr,  # [vocab] or None
     row_offset_ptr,  # [rows] fp32, or None for each strip's own maximum
     target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
+    count_ptr,  # [] int64: how many rows of the call count, or None for all
     # sizes
+    first_row,  # of the chunk within the call
     rows,
     vocab,
     hidden,
@@ -277,7 +274,7 @@ def exp_logits_kernel(
 ):
     TARGETS: tl.constexpr = target_ptr is not None
     GIVEN: tl.constexpr = row_offset_ptr is not None
-    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(vocab, BLOCK_N)
     # `flatten` merges the tile loop with the loop over K, so that the next tile's loads run under this one's epilogue
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):

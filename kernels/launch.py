@@ -32,6 +32,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+class Counted(NamedTuple):
+    """How many rows of a call count, and where a chunk begins among them: rows behind are not computed."""
+
+    count: torch.Tensor | None = None  # [] int64; None: all
+    first_row: int = 0
+
+
+ALL_ROWS = Counted()
+
+
 class Strips(NamedTuple):
     """What the logits matmul leaves of each strip of columns, [strips, rows]; None what was not asked for."""
 
@@ -82,6 +92,7 @@ def exp_logits(
     softcap: float | None,
     ratio2: float | None = None,
     columns2: int = 0,
+    counted: Counted = ALL_ROWS,
     tile: Tile | None = None,
 ) -> None:
     rows, vocab = hidden.shape[0], weight.shape[0]
@@ -93,8 +104,8 @@ def exp_logits(
         *strips,
         TensorDescriptor.from_tensor(hidden, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
-        bias, class_weights, row_offset, target,
-        rows, vocab, hidden.shape[1], columns2, logit_scale, softcap, ratio2,
+        bias, class_weights, row_offset, target, counted.count,
+        counted.first_row, rows, vocab, hidden.shape[1], columns2, logit_scale, softcap, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STRIP=tile.block_n // (strips.offset.shape[0] // triton.cdiv(vocab, tile.block_n)),
         GROUP_M=tile.group_m, PROGRAMS=programs, REACH=REACH, EVEN_VOCAB=vocab % tile.block_n == 0,
@@ -143,14 +154,15 @@ def level_rows(
     alpha: torch.Tensor,
     beta: torch.Tensor,
     logit_scale: float | None,
+    counted: Counted = ALL_ROWS,
 ) -> None:
     rows, vocab = exp.shape
     block_rows, splits = 16, 8
     count = strips.offset.shape[0]
     level_rows_kernel[(triton.cdiv(rows, block_rows), splits)](
         exp, softmax_factor, target_factor,
-        strips.offset, strips.sum, level, target_logit, start, rest, logprob, alpha, beta,
-        rows, vocab, count, exp.stride(0), logit_scale,
+        strips.offset, strips.sum, level, target_logit, start, rest, logprob, alpha, beta, counted.count,
+        counted.first_row, rows, vocab, count, exp.stride(0), logit_scale,
         BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, num_warps=4,
     )  # fmt: skip
 
@@ -160,23 +172,14 @@ def copy_rows(
     source: torch.Tensor,  # [rows, hidden]
     target: torch.Tensor,  # [rows] int64, -1 where the row does not count
     factor: torch.Tensor | None,  # [rows] fp32
+    order: torch.Tensor | None = None,  # [rows] int64, rows of ``source``; None: its first
 ) -> None:
-    """``out = factor * source``, 0 where a row does not count."""
+    """``out = factor * source[order]``, 0 where a row does not count."""
     rows, hidden = out.shape
     block = min(triton.next_power_of_2(hidden), 2048)
     copy_rows_kernel[(rows, triton.cdiv(hidden, block))](
-        out, source, target, factor, hidden, source.stride(0), source.stride(1), BLOCK=block, num_warps=4
+        out, source, target, factor, order, hidden, source.stride(0), source.stride(1), BLOCK=block, num_warps=4
     )
-
-
-class Counted(NamedTuple):
-    """How many rows of a call count, and where a chunk begins among them: rows behind are not computed."""
-
-    count: torch.Tensor | None = None  # [] int64; None: all
-    first_row: int = 0
-
-
-ALL_ROWS = Counted()
 
 
 class Factors(NamedTuple):
@@ -248,16 +251,20 @@ def add_target_rows(
     hidden: torch.Tensor,  # [tokens, hidden], columns contiguous
     target: torch.Tensor,  # [tokens] int64
     target_factor: torch.Tensor,  # [tokens] fp32
+    rows: torch.Tensor | None = None,  # [tokens] int64, rows of ``hidden``; None: in its order
 ) -> None:
-    """``dweight[target[i]] += target_factor[i] * hidden[i]``, the same bits whenever it is done."""
+    """``dweight[target[i]] += target_factor[i] * hidden[rows[i]]``, the same bits whenever it is done."""
     tokens, columns = hidden.shape
-    sorted_target, order = torch.sort(target, stable=True)
+    # half as many passes as for int64
+    sorted_target, order = torch.sort(target.to(torch.int32), stable=True)
+    if rows is not None:
+        rows = rows[order]
     pieces = triton.cdiv(tokens, PIECE)
     piece_sum = torch.empty(2 * pieces, columns, dtype=torch.float32, device=hidden.device)
     block = 128 if columns >= 128 else max(16, triton.next_power_of_2(columns))
     grid = pieces, triton.cdiv(columns, block)
     add_target_rows_kernel[grid](
-        dweight, piece_sum, hidden, order, sorted_target, target_factor,
+        dweight, piece_sum, hidden, order, rows, sorted_target, target_factor,
         tokens, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, num_warps=4,
     )  # fmt: skip
     join_pieces_kernel[grid](

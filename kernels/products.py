@@ -6,16 +6,7 @@ Persistent GEMMs that know, on the device alone, how many rows count: what lies 
 import triton
 import triton.language as tl
 
-from .exp_logits import column_halves
-
-
-@triton.jit
-def counted_rows(count_ptr, first_row, rows):
-    """How many of a chunk's rows count, where a device-side number of all that do is given."""
-    if count_ptr is not None:
-        return tl.minimum(tl.maximum(tl.load(count_ptr) - first_row, 0), rows).to(tl.int32)
-    else:
-        return rows
+from .blocks import column_halves, counted_rows
 
 
 @triton.jit

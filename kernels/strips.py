@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .blocks import counted_rows
 from .transform import ln_2, log2_e
 
 
@@ -131,7 +132,9 @@ def level_rows_kernel(
     logprob_ptr,  # [rows] fp32
     alpha_ptr,  # [rows] fp32
     beta_ptr,  # [rows] fp32
+    count_ptr,  # [] int64: how many rows of the call count, or None for all
     # sizes
+    first_row,  # of the chunk within the call
     rows,
     vocab,
     strips,
@@ -144,7 +147,7 @@ def level_rows_kernel(
 ):
     """The factors of rows, and rows whose strips differ in offset brought to one: nearly all blocks have none."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    in_rows = offs_row < rows
+    in_rows = offs_row < counted_rows(count_ptr, first_row, rows)
     level = tl.load(level_ptr + offs_row, mask=in_rows, other=0.0)
     if tl.program_id(1) == 0:
         alpha = tl.load(alpha_ptr + offs_row, mask=in_rows, other=0.0)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .products import counted_rows
+from .blocks import counted_rows
 
 
 @triton.jit
@@ -52,7 +52,8 @@ def add_target_rows_kernel(
     # inputs
     hidden_ptr,  # [tokens, hidden]
     order_ptr,  # [tokens] int64, tokens sorted by target
-    sorted_target_ptr,  # [tokens] int64, -1 first
+    row_ptr,  # [tokens] int64: where a token stands in hidden, in the same order; None where tokens stand in theirs
+    sorted_target_ptr,  # [tokens] int32, -1 first
     target_factor_ptr,  # [tokens] fp32
     # sizes
     tokens,
@@ -76,8 +77,11 @@ def add_target_rows_kernel(
     counts = target >= 0
     token = tl.load(order_ptr + at, mask=at < tokens, other=0)
     factor = tl.load(target_factor_ptr + token, mask=counts, other=0.0)
+    row = token
+    if row_ptr is not None:
+        row = tl.load(row_ptr + at, mask=at < tokens, other=0)
     h = tl.load(
-        hidden_ptr + token[:, None] * hidden_stride + cols[None, :], mask=counts[:, None] & in_cols[None, :], other=0.0
+        hidden_ptr + row[:, None] * hidden_stride + cols[None, :], mask=counts[:, None] & in_cols[None, :], other=0.0
     ).to(tl.float32)
 
     # a row for each target of the piece, where it stands first, gathers all of them
@@ -90,7 +94,7 @@ def add_target_rows_kernel(
     after = tl.load(sorted_target_ptr + end, mask=end < tokens, other=-2)
     from_before = (in_piece == 0) & (before == target)
     whole = first & (from_before == 0) & (target != after)
-    out = dweight_ptr + target[:, None] * hidden + cols[None, :]
+    out = dweight_ptr + target.to(tl.int64)[:, None] * hidden + cols[None, :]
     mask = whole[:, None] & in_cols[None, :]
     sum_so_far = tl.load(out, mask=mask, other=0.0).to(tl.float32)
     tl.store(out, (sum_so_far + total).to(dweight_ptr.dtype.element_ty), mask=mask)
@@ -108,7 +112,7 @@ def join_pieces_kernel(
     dweight_ptr,  # [vocab, hidden], added to
     # inputs
     piece_sum_ptr,  # [2 * pieces, hidden] fp32
-    sorted_target_ptr,  # [tokens] int64
+    sorted_target_ptr,  # [tokens] int32
     # sizes
     tokens,
     hidden,
@@ -138,6 +142,6 @@ def join_pieces_kernel(
             total += tl.sum(tl.load(heads, mask=here[:, None] & in_cols[None, :], other=0.0), 0)
             more = tl.min(here.to(tl.int32), 0)
             following += AT_ONCE
-        out = dweight_ptr + target * hidden + cols
+        out = dweight_ptr + target.to(tl.int64) * hidden + cols
         sum_so_far = tl.load(out, mask=in_cols, other=0.0).to(tl.float32)
         tl.store(out, (sum_so_far + total).to(dweight_ptr.dtype.element_ty), mask=in_cols)

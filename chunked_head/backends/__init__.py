@@ -29,8 +29,8 @@ class Session(Protocol):
     ) -> None:
         """Gradients of the chunk that ``stats`` saw last, rows ``at`` of the call, added to ``grads``."""
 
-    def finish(self, hidden: Tensor, target: Tensor, grads: Gradients) -> None:
-        """What was left over until every chunk of the call [tokens, hidden] had been seen."""
+    def finish(self, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
+        """What was left over until every chunk of the call [tokens, hidden] had been seen; ``order`` as in ``Rows``."""
 
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         """The gradient of the raw logits in a slice of the vocabulary, whose statistics are known [rows, tile]."""
@@ -58,12 +58,16 @@ class Backend(Protocol):
     def teacher_store(self, teacher: Teacher, store: Store) -> Literal["relative", "logits"] | None:
         """What it keeps of a dense teacher's logits beside a student's; None where the caller's are read in place."""
 
+    def bounds_rows(self, store: Store) -> bool:
+        """Whether its matmuls can stop at a number of rows that only the device knows."""
+
     def traits(self, device: torch.device) -> dict[str, Any]:
         """What ``Sizes`` should know: ``half_products``, whether 16-bit operands are multiplied uncast; ``scratch``,
         bytes of elementwise tiles."""
 
-    def clean_rows(self, out: Tensor, source: Tensor, target: Tensor) -> None:
-        """Rows as the matmuls take them: contiguous, in the dtype of ``out``, 0 where a row's target is -1.
+    def clean_rows(self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
+        """Rows as the matmuls take them: contiguous, in the dtype of ``out``, 0 where a row's target is -1; the rows
+        ``order`` of the source where one is given.
 
         The zeros keep whatever stands in a masked row (nan, inf) out of the weight's gradient, where multiplying by a
         gradient of 0 would not.

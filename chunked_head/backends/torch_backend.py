@@ -34,8 +34,12 @@ def traits(device: torch.device) -> dict[str, Any]:
     return {"half_products": False, "scratch": 4 * TILE_ELEMENTS}
 
 
-def clean_rows(out: Tensor, source: Tensor, target: Tensor) -> None:
-    out.copy_(source).masked_fill_((target < 0).unsqueeze(1), 0.0)
+def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
+    out.copy_(source if order is None else source[order]).masked_fill_((target < 0).unsqueeze(1), 0.0)
+
+
+def bounds_rows(store: Store) -> bool:
+    return False
 
 
 def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

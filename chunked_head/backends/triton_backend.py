@@ -72,8 +72,12 @@ def traits(device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def clean_rows(out: Tensor, source: Tensor, target: Tensor) -> None:
-    launch.copy_rows(out, source, target, factor=None)
+def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
+    launch.copy_rows(out, source, target, None, order)
+
+
+def bounds_rows(store: Store) -> bool:
+    return store != "logits"
 
 
 def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -62,7 +62,7 @@ class RelativeSession(KernelSession):
             ratio2, columns2 = ratio_of(view.ratio), view.columns or vocab
         launch.exp_logits(
             stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target,
-            *scale_cap, ratio2, columns2,
+            *scale_cap, ratio2, columns2, counted_of(rows),
         )  # fmt: skip
         launch.merge_strips(
             out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
@@ -77,8 +77,19 @@ class RelativeSession(KernelSession):
         if stored is not None:
             self.stored, self.stored_strips = Stored(stored, strips.offset), strips
 
-    def put_dhidden(self, dlogits: Tensor, out: Tensor) -> None:
-        launch.dhidden(out, self.partial(len(out)), dlogits, self.head.weight)
+    def put_dhidden(
+        self, dlogits: Tensor, rows: Rows, out: Tensor, at: slice, factors: launch.Factors = launch.NO_FACTORS
+    ) -> None:
+        where = out[at] if rows.order is None else out
+        partial, counted = self.partial(len(rows.target)), counted_of(rows)
+        launch.dhidden(where, partial, dlogits, self.head.weight, factors, rows.order, counted)
+
+    def add_dweight(self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool) -> None:
+        # cuBLAS adds a little faster, but computes what nobody wants
+        if rows.counted is None:
+            add_dweight(dlogits, operand, out, first)
+        else:
+            launch.dweight(out, dlogits, operand, first, counted_of(rows))
 
     def partial(self, rows: int) -> Tensor | None:
         """Where the parts of a chunk's dhidden go, if it is made in several [parts, rows, hidden]."""
@@ -100,8 +111,9 @@ class RelativeSession(KernelSession):
             return stored
         strips = self.teacher_strips.of_rows(count, self.teacher_strip_count)
         launch.exp_logits(
-            buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, *transform(teacher)
-        )
+            buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, *transform(teacher),
+            counted=counted_of(rows),
+        )  # fmt: skip
         launch.merge_strips(None, start, rest, None, None, None, None, None, None, strips, None, None, columns)
         return Stored(buffer, strips.offset)
 
@@ -109,6 +121,10 @@ class RelativeSession(KernelSession):
         dlogits = self.stored.logits.view(self.sizes.dtype)
         teacher = None if self.demand.pairing is None else self.teacher_stored
         return self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher)
+
+
+def counted_of(rows: Rows) -> launch.Counted:
+    return launch.Counted(rows.counted, rows.first)
 
 
 def padded(rows: int, columns: int, device: torch.device) -> Tensor:
@@ -146,22 +162,22 @@ class FastSession(RelativeSession):
     def add_gradients(
         self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
     ) -> None:
-        weight, exp, count = self.head.weight, self.stored.logits, len(rows.target)
+        exp, count = self.stored.logits, len(rows.target)
         assert coefficients.alpha is not None and coefficients.beta is not None
         softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
         launch.level_rows(
             exp, softmax_factor, target_factor, self.stored_strips, strip_width(self.sizes.hidden, False),
             self.level, stats.target_logit, stats.start, stats.rest, stats.logprob, coefficients.alpha,
-            coefficients.beta, transform(self.head)[0],
+            coefficients.beta, transform(self.head)[0], counted_of(rows),
         )  # fmt: skip
         if grads.hidden is not None:
             factors = launch.Factors(rows.target, softmax_factor, target_factor)
-            launch.dhidden(grads.hidden[at], self.partial(count), exp, weight, factors)
+            self.put_dhidden(exp, rows, grads.hidden, at, factors)
         if grads.weight is not None:
             scaled = self.scaled[:count]
             launch.copy_rows(scaled, rows.hidden, rows.target, softmax_factor)
-            add_dweight(exp, scaled, grads.weight, first=at.start == 0)
+            self.add_dweight(exp, rows, scaled, grads.weight, first=at.start == 0)
 
-    def finish(self, hidden: Tensor, target: Tensor, grads: Gradients) -> None:
+    def finish(self, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         if grads.weight is not None:
-            launch.add_target_rows(grads.weight, hidden, target, self.target_factor)
+            launch.add_target_rows(grads.weight, hidden, target, self.target_factor, order)

@@ -1,0 +1,43 @@
+"""Tokens that count moved before those that do not, so that what does not count costs no matmul."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """An order of a call's tokens: those that count first, in the order in which they stand.
+
+    Without ``waited`` nobody but the device knows how many they are: all tokens are kept, and the matmuls stop at
+    ``count``. With it the host has waited for the number, and ``order`` holds those that count alone.
+    """
+
+    order: Tensor  # [kept] int64: where each token stands in the call's tensors
+    count: Tensor  # [] int64
+    tokens: int  # of the call
+    waited: bool
+
+    @classmethod
+    def of(cls, target: Tensor, wait: bool) -> "Packing":
+        """From each row's target, -1 where it does not count."""
+        counts = target >= 0
+        count = counts.sum()
+        order = torch.sort((~counts).to(torch.uint8), stable=True).indices
+        if wait:
+            order = order[: int(count)]
+        return cls(order, count, len(target), wait)
+
+    def pack(self, values: Tensor) -> Tensor:
+        """Values [tokens, ...] in this order [kept, ...]."""
+        return values.index_select(0, self.order)
+
+    def pack_fields(self, fields: Mapping[str, Tensor], token_fields: frozenset[str]) -> dict[str, Tensor]:
+        return {name: self.pack(value) if name in token_fields else value for name, value in fields.items()}
+
+    def unpack(self, values: Tensor) -> Tensor:
+        """Values [kept, ...] at their tokens' places [tokens, ...], 0 elsewhere; differentiable."""
+        everywhere = values.new_zeros(self.tokens, *values.shape[1:])
+        return everywhere.index_copy(0, self.order, values)

@@ -1,0 +1,134 @@
+"""Tokens that do not count, left out of the matmuls: nothing but the time may change."""
+
+import pytest
+import torch
+from budget import assert_within_budget
+from cases import PLACES, Case, Place, run, run_reference
+from torch import Tensor
+
+from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+
+SIZES = Case("", (96,), 64, 160)
+HALF = [torch.bfloat16, torch.float16]
+SHARES = [0.0, 0.5, 0.97, 1.0]
+
+
+def operands(place: Place, dtype: torch.dtype, ignored: float, seed: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states (nan where a token does not count), weight, target."""
+    inputs = SIZES.inputs(dtype, place.device)
+    generator = torch.Generator().manual_seed(seed)
+    skipped = (torch.rand(96, generator=generator) < ignored).to(place.device)
+    hidden = torch.where(skipped[:, None], torch.nan, inputs.hidden.detach())
+    target = torch.where(skipped, -100, inputs.target)
+    return hidden.requires_grad_(), inputs.weight.detach().requires_grad_(), target
+
+
+def both(place: Place, dtype: torch.dtype, ignored: float, loss, **options) -> tuple[list[Tensor], list[Tensor]]:
+    """Loss, gradient of hidden, gradient of weight: as ever, and with ``options``."""
+    found = []
+    for extra in ({}, options):
+        hidden, weight, target = operands(place, dtype, ignored)
+        value = loss(hidden, weight, target, extra)
+        value.backward(torch.full_like(value, 0.37))
+        found.append([value.detach(), hidden.grad, weight.grad])
+    return found[0], found[1]
+
+
+def same(ours: list[Tensor], usual: list[Tensor], dtype: torch.dtype) -> None:
+    """To the rounding of sums in another order."""
+    tolerance = {torch.bfloat16: 2**-7, torch.float16: 2**-9, torch.float32: 1e-5}[dtype]
+    for mine, theirs in zip(ours, usual, strict=True):
+        assert torch.isfinite(mine).all()
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()) / 4)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("ignored", SHARES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("skip", [True, "wait"])
+def test_cross_entropy(place: Place, dtype: torch.dtype, ignored: float, reduction: str, skip: bool | str) -> None:
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor, extra: dict) -> Tensor:
+        return linear_cross_entropy(
+            hidden, weight, target, reduction=reduction, chunk_tokens=32, backend=place.backend, **extra
+        )
+
+    usual, ours = both(place, dtype, ignored, loss, skip_ignored=skip)
+    same(ours, usual, dtype)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_against_the_oracle(place: Place, dtype: torch.dtype) -> None:
+    inputs = SIZES.inputs(dtype, place.device)
+    inputs.target[::3] = -100
+    upstream = torch.tensor(0.37, device=place.device)
+    ours = run(
+        lambda *a, **k: linear_cross_entropy(*a, skip_ignored=True, **k), inputs, upstream, chunk_tokens=32,
+        backend=place.backend,
+    )  # fmt: skip
+    truth, eager = (run_reference(inputs, d, upstream) for d in (torch.float64, dtype))
+    for name in ("hidden", "weight"):
+        assert_within_budget(getattr(ours, name), getattr(eager, name), getattr(truth, name), dtype, name)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["entropy", "smoothing", "gspo", "grpo"])
+def test_losses(place: Place, name: str) -> None:
+    """The general road, a loss of segments, fields that move along; parts and metrics too."""
+    made = {
+        "entropy": losses.cross_entropy() - 0.1 * losses.entropy(),
+        "smoothing": losses.cross_entropy(label_smoothing=0.1),
+        "gspo": losses.gspo(),
+        "grpo": losses.grpo() + 1e-3 * losses.z_loss(),
+    }[name]
+    policy = name in ("gspo", "grpo")
+    measured = [metrics.entropy(), metrics.accuracy(), *([metrics.ratio()] if policy else [])]
+    seen = []
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor, extra: dict) -> Tensor:
+        batch = {}
+        if policy:
+            batch = {"old_logprobs": -torch.arange(96.0) / 20, "advantages": torch.linspace(-1, 1, 96)}
+        if name == "gspo":
+            batch["segments"] = torch.arange(96) // 20
+        batch = {key: value.to(place.device) for key, value in batch.items()}
+        out = linear_loss(
+            hidden.nan_to_num(0.5),  # under the shift these predict tokens that count
+            weight, target, made, batch=batch, metrics=measured, num_segments=5 if name == "gspo" else None,
+            shift=1, chunk_tokens=32, backend=place.backend, **extra,
+        )  # fmt: skip
+        seen.append([*out.parts.values(), *(metric.value for metric in out.metrics.values())])
+        return out.loss
+
+    usual, ours = both(place, torch.bfloat16, 0.5, loss, skip_ignored=True)
+    same(ours, usual, torch.bfloat16)
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_logprobs(place: Place, top_k: int | None) -> None:
+    """Values stand where their tokens do."""
+    hidden, weight, target = operands(place, torch.bfloat16, 0.5)
+    options = {"entropy": True, "argmax": True, "chunk_tokens": 32, "backend": place.backend, "top_k": top_k}
+    skip = "wait" if top_k else True  # the K largest need plain logits
+    usual = linear_logprobs(hidden, weight, target, **options)
+    ours = linear_logprobs(hidden, weight, target, skip_ignored=skip, **options)
+    for name, mine, theirs in zip(ours._fields, ours, usual, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=name)
+        assert (mine[target == -100] == 0).all()
+
+
+def test_wrong() -> None:
+    hidden, weight, target = torch.randn(4, 8), torch.randn(6, 8), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"skip_ignored must be True, False or \"wait\", got 'yes'"):
+        linear_cross_entropy(hidden, weight, target, skip_ignored="yes")
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place.values[0].backend == "triton"])
+def test_where_rows_cannot_be_bounded(place: Place) -> None:
+    """fp32 runs cuBLAS's products over all rows: an error, and no silent other way."""
+    hidden, weight, target = operands(place, torch.float32, 0.5)
+    with pytest.raises(ValueError, match="use skip_ignored='wait' or False"):
+        linear_cross_entropy(hidden, weight, target, backend=place.backend, skip_ignored=True)
