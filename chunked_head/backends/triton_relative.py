@@ -153,7 +153,7 @@ class FastSession(RelativeSession):
         if grads.weight is not None:
             scaled = self.scaled[:count]
             launch.copy_rows(scaled, rows.hidden, rows.target, softmax_factor)
-            add_dweight(exp, scaled, grads.weight, first=at.start == 0)
+            add_dweight(exp, scaled, grads.weight, grads.stores(at.start == 0))
 
     def finish(self, hidden: Tensor, target: Tensor, grads: Gradients) -> None:
         if grads.weight is not None:
