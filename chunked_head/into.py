@@ -36,7 +36,7 @@ class Into:
     def handed_over(self) -> Tensor | None:
         """What backward returns for the weight, whose gradient lies in the buffer."""
         weight = self.weight
-        if self.attribute == "grad" or not hasattr(weight, "grad_added_to_main_grad"):
+        if self.attribute != "main_grad" or not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
         return torch._efficientzerotensor(weight.shape, dtype=weight.dtype, device=weight.device)
