@@ -76,7 +76,7 @@ def resolve(accumulate_into: Tensor | str | None, weight: Tensor, others: dict[s
         if not wanted:
             return None
         buffer, label = named(buffer, weight), f"weight.{buffer} (accumulate_into)"
-    if not isinstance(buffer, Tensor):
+    elif not isinstance(buffer, Tensor):
         raise TypeError(
             f"accumulate_into must be a tensor, the name of an attribute of weight or None, got {type(buffer).__name__}"
         )
