@@ -71,6 +71,8 @@ def resolve(accumulate_into: Tensor | str | None, weight: Tensor, others: dict[s
     if accumulate_into is None:
         return None
     wanted = torch.is_grad_enabled() and weight.requires_grad
+    if wanted:
+        check_weight(weight)
     buffer, label = accumulate_into, "accumulate_into"
     if isinstance(buffer, str):
         if not wanted:
@@ -83,8 +85,7 @@ def resolve(accumulate_into: Tensor | str | None, weight: Tensor, others: dict[s
     check_buffer(label, buffer, weight, others | {"weight": weight})
     if not wanted:
         return None
-    check_weight(weight)
-    attribute = next((a for a in ("grad", "main_grad") if weight_attribute(weight, a) is buffer), None)
+    attribute = next((a for a in ("grad", "main_grad") if getattr(weight, a, None) is buffer), None)
     if isinstance(accumulate_into, str):
         attribute = accumulate_into
     if attribute == "main_grad" and getattr(weight, "overwrite_main_grad", False):
@@ -95,13 +96,8 @@ def resolve(accumulate_into: Tensor | str | None, weight: Tensor, others: dict[s
     return Into(weight, buffer, attribute)
 
 
-def weight_attribute(weight: Tensor, name: str) -> Tensor | None:
-    # .grad of what is no leaf warns
-    return getattr(weight, name, None) if name != "grad" or weight.is_leaf else None
-
-
 def named(name: str, weight: Tensor) -> Tensor:
-    buffer = weight_attribute(weight, name)
+    buffer = getattr(weight, name, None)
     if buffer is None:
         keep = "; zero_grad(set_to_none=False) keeps it" if name == "grad" else ""
         raise ValueError(
