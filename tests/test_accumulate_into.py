@@ -9,7 +9,7 @@ from cases import PLACES, Case, Inputs, Place, bias, per_class, per_token, run_r
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from chunked_head import ChunkedHead, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+from chunked_head import ChunkedHead, linear_cross_entropy, linear_logprobs, linear_loss, losses, matmul, metrics
 
 SMALL = Case("", (60,), 64, 131, schedule={"chunk_tokens": 32})
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -275,3 +275,14 @@ def test_tied_weight(place: Place) -> None:
         head(embedding(tokens), tokens, shift=1).backward()
         grads.append(embedding.weight.grad)
     torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("first", [False, True])
+def test_product_with_a_gain(dtype: torch.dtype, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tile by tile, where one product sums the operands by itself and where they are cast."""
+    monkeypatch.setattr(matmul, "cast_rows", lambda hidden: 20)
+    dlogits, hidden, out = torch.randn(7, 53).to(dtype), torch.randn(7, 16).to(dtype), torch.ones(53, 16)
+    right = 3.0 * dlogits.double().t() @ hidden.double() + (0.0 if first else 1.0)
+    matmul.add_dweight(dlogits, hidden, out, first, torch.tensor(3.0))
+    torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-5)
