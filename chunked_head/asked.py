@@ -13,6 +13,8 @@ from .backends import Backend, resolve
 from .batch import Batch
 from .demand import Answer, Question, answer
 from .fields import Frame, Prepared, check_fields, prepare_fields, wanted_fields
+from .into import Into
+from .into import resolve as resolve_into
 from .losses.base import Field, Losses, Summand
 from .losses.base import Teacher as TeacherOptions
 from .metrics import Metric
@@ -37,6 +39,7 @@ class HeadOptions:
     chunk_tokens: int | None
     accumulate_dtype: torch.dtype | None
     backend: str | None
+    accumulate_into: Tensor | str | None
     skip_ignored: bool | str = False
 
     def check(self) -> torch.dtype:
@@ -47,7 +50,14 @@ class HeadOptions:
         checks.check_head(
             self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading
         )  # fmt: skip
+        self.into  # noqa: B018  (raises what is wrong with it)
         return dtype
+
+    @functools.cached_property
+    def into(self) -> Into | None:
+        """Where the weight's gradient goes instead of back, None where it goes back or is not made."""
+        others = {"hidden": self.hidden, "target": self.target, "bias": self.bias}
+        return resolve_into(self.accumulate_into, self.weight, others)
 
     @property
     def leading(self) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ class HeadLoss(torch.autograd.Function):
         with as_called(hidden.device):
             stats, grads = sweep(call, hidden, call.head(weight, bias))
             outputs = call.objective.outputs(stats)
+            ctx.witness = None if call.into is None or grads is None else call.into.witness(call.target)
         found.append(stats)
         if call.plan.sizes.any_grad:
             # inputs are saved for a recomputing or a repeated backward: autograd checks that nobody changed them
@@ -45,9 +46,18 @@ class HeadLoss(torch.autograd.Function):
             return None, None, None, None, None
         ctx.grads = None
         device = next(given.device for given in upstream if given is not None)
+        if call.into is not None:
+            call.into.check_there()
         with torch.no_grad(), as_called(device):
             if grads is not None:
-                finished = grads.finish(call.backend, call.objective.rest(upstream), call.plan)
+                factor, one_or_nan = call.objective.rest(upstream), call.objective.one_or_nan
+                if call.into is not None:
+                    # it was promised, and only as promised can what has been added stay
+                    one_or_nan = one_or_nan * call.objective.kept(upstream)
+                    if ctx.witness is not None:
+                        one_or_nan = one_or_nan * ctx.witness.one_or_nan()
+                    factor = factor * one_or_nan
+                finished = grads.finish(call.backend, factor, one_or_nan, call.plan)
             else:
                 hidden, weight, bias, *vectors = ctx.saved_tensors
                 stats = RowStats(**dict(zip(ctx.names, vectors, strict=False)))

@@ -132,7 +132,9 @@ def execute(
         )
     # computed again in backward, a call recomputes whatever its request was made for
     plan = make_plan(sizes, Request(memory_budget=request.memory_budget) if again else request)
-    call = Call(plan, asked.backend, objective, asked.logit_scale, asked.softcap, request, packing)
+    call = Call(
+        plan, asked.backend, objective, asked.logit_scale, asked.softcap, request, head.into, packing
+    )  # fmt: skip
     found: list[RowStats] = []
     outputs = HeadLoss.apply(rows, head.weight, head.bias, call, found)
     if asked.packing is not None and not isinstance(objective, ScalarObjective):
@@ -166,5 +168,6 @@ def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupl
         teacher_columns=0 if pairing is None else pairing.columns,
         teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         teacher_store=None if teacher is None else asked.backend.teacher_store(teacher, store),
-        store=store, copied=copied, **asked.backend.traits(hidden.device),
+        store=store, copied=copied, into=None if asked.head.into is None else asked.head.into.buffer.dtype,
+        **asked.backend.traits(hidden.device),
     )  # fmt: skip

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .into import Into
 from .matmul import add_dbias, add_dhidden, add_dweight, put
 from .plans import Plan
 from .stats import Coefficients, Head, Rows, RowStats
@@ -21,9 +22,13 @@ class Gradients:
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+    into: Into | None = None  # ``weight`` is a buffer of the caller's, to be added to
+    gain: Tensor | None = None  # [] taken out of the coefficients, for what nobody scales afterwards
 
     @classmethod
-    def empty(cls, plan: Plan, hidden: torch.dtype, weight: torch.dtype, device: torch.device) -> "Gradients":
+    def empty(
+        cls, plan: Plan, hidden: torch.dtype, weight: torch.dtype, device: torch.device, into: Into | None
+    ) -> "Gradients":
         sizes = plan.sizes
 
         def buffer(wanted: bool, dtype: torch.dtype, *shape: int) -> Tensor | None:
@@ -33,19 +38,31 @@ class Gradients:
 
         return cls(
             buffer(sizes.hidden_grad, hidden, sizes.tokens, sizes.hidden),
-            buffer(sizes.weight_grad, weight, sizes.vocab, sizes.hidden),
+            into.buffer if into else buffer(sizes.weight_grad, weight, sizes.vocab, sizes.hidden),
             buffer(sizes.bias_grad, torch.promote_types(sizes.dtype, torch.float32), sizes.vocab),
+            into,
         )
 
+    def stores(self, first: bool) -> bool:
+        """Whether a product is stored in the weight's gradient rather than added."""
+        return first and self.into is None
+
     def finish(
-        self, backend: "Backend", factor: Tensor, plan: Plan
+        self, backend: "Backend", factor: Tensor, one_or_nan: Tensor, plan: Plan
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Times the last factor, in the dtypes of the inputs; each buffer is let go before the next is handed over."""
+        """Times the last factor, in the dtypes of the inputs; each buffer is let go before the next is handed over.
+
+        The caller's buffer holds more than this call's gradient, and takes no factor but ``one_or_nan``.
+        """
         dtypes = plan.sizes.hidden_dtype, plan.sizes.weight_dtype, plan.sizes.bias_dtype or plan.sizes.weight_dtype
-        finished = []
+        finished: list[Tensor | None] = []
         for field, dtype in zip(("hidden", "weight", "bias"), dtypes, strict=True):
             buffer = getattr(self, field)
             setattr(self, field, None)
+            if field == "weight" and self.into is not None:
+                backend.scale(buffer, one_or_nan, buffer.dtype)
+                finished.append(self.into.handed_over())
+                continue
             finished.append(None if buffer is None else backend.scale(buffer, factor, dtype))
         return finished[0], finished[1], finished[2]
 
@@ -69,13 +86,13 @@ def add_tile(
     if grads.weight is None:
         return
     if not plan.sizes.through_fp32(plan.weight_accumulate):
-        add_dweight(dlogits, rows, grads.weight[tile], first_block)
+        add_dweight(dlogits, rows, grads.weight[tile], grads.stores(first_block))
         return
     product = torch.empty_like(grads.weight[tile], dtype=torch.float32)
     add_dweight(dlogits, rows, product, first=True)
     if gain is not None:
         product.mul_(gain)
-    put(grads.weight[tile], product, first_block)
+    put(grads.weight[tile], product, grads.stores(first_block))
 
 
 class AddsDlogits:
@@ -95,7 +112,7 @@ class AddsDlogits:
         if grads.hidden is not None:
             self.put_dhidden(dlogits, rows, grads.hidden, at)
         if grads.weight is not None:
-            self.add_dweight(dlogits, rows, rows.hidden, grads.weight, first)
+            self.add_dweight(dlogits, rows, rows.hidden, grads.weight, grads.stores(first), grads.gain)
         if grads.bias is not None:
             add_dbias(dlogits, grads.bias, first)
 
@@ -103,9 +120,11 @@ class AddsDlogits:
         """The product with the weight, of rows ``at`` of the call, into theirs of ``out`` [tokens, hidden]."""
         add_dhidden(dlogits, self.head.weight, out[at], first=True)
 
-    def add_dweight(self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool) -> None:
+    def add_dweight(
+        self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
+    ) -> None:
         """The product with hidden states, or those times what ``dlogits`` lacks."""
-        add_dweight(dlogits, operand, out, first)
+        add_dweight(dlogits, operand, out, first, gain)
 
     def finish(self, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         """Nothing is left over."""

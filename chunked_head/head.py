@@ -34,6 +34,7 @@ def linear_cross_entropy(
     memory_budget: int | str | None = None,
     chunk_tokens: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    accumulate_into: Tensor | str | None = None,
     upstream: float | Tensor | None = None,
     skip_ignored: bool | str = False,
     backend: str | None = None,
@@ -79,6 +80,14 @@ def linear_cross_entropy(
         chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives.
         accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
             weight's own over few chunks), ``torch.float32`` or the weight's dtype.
+        accumulate_into: a contiguous [vocab, hidden] tensor that the weight's gradient is added to, or the name of the
+            weight's attribute that is one (``"grad"``, ``"main_grad"``), looked up at each call. float32, or float64
+            for a float64 weight. The gradient is then held nowhere else, and backward gives ``weight`` none. It is
+            added in the forward pass, and you promise one backward whose upstream gradient is ``upstream``, or 1:
+            with any other, and where the buffer was zeroed in between, ``hidden``'s gradient and the buffer become
+            nan. Where gradients are made in backward (``reduction="none"``, a second backward, an activation
+            checkpoint's) they are added there, whatever the upstream gradient is. Without gradients, or with a frozen
+            weight, nothing is written.
         upstream: the gradient that ``backward`` will bring for the loss, where it is known (a loss scale): folded in
             before gradients are rounded. Any other upstream gradient stays right. A number but 0, or a 0-d tensor.
         skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
@@ -99,7 +108,7 @@ def linear_cross_entropy(
     """
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, 1.0, shift, memory_budget, chunk_tokens,
-        accumulate_dtype, backend, skip_ignored,
+        accumulate_dtype, backend, accumulate_into, skip_ignored,
     )  # fmt: skip
     dtype = head.check()
     checks.check_reduction(reduction)

@@ -54,6 +54,7 @@ def linear_loss(
     memory_budget: int | str | None = None,
     chunk_tokens: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    accumulate_into: Tensor | str | None = None,
     upstream: float | Tensor | None = None,
     skip_ignored: bool | str = False,
     backend: str | None = None,
@@ -74,7 +75,7 @@ def linear_loss(
 
     Args:
         hidden, weight, bias, ignore_index, softcap, logit_scale, shift, memory_budget, chunk_tokens, accumulate_dtype,
-            upstream, backend: as in ``linear_cross_entropy``.
+            accumulate_into, upstream, backend: as in ``linear_cross_entropy``.
         target: token ids [...] int64; None where no loss or metric reads it.
         loss: ``chunked_head.losses``, added and multiplied by numbers or 0-d tensors; ``losses.custom`` makes one of a
             function of your own.
@@ -91,7 +92,8 @@ def linear_loss(
             two temperatures.
 
     Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
-    gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three.
+    gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
+    and ``accumulate_into`` is added to there.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument; a missing field names the loss that needs it.
@@ -100,7 +102,7 @@ def linear_loss(
     """
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend, skip_ignored,
+        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored,
     )  # fmt: skip
     dtype = head.check()
     measured = check_loss(head, loss, metrics, reduction, normalizer, upstream)

@@ -36,6 +36,7 @@ def linear_logprobs(
     memory_budget: int | str | None = None,
     chunk_tokens: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    accumulate_into: Tensor | str | None = None,
     skip_ignored: bool | str = False,
     backend: str | None = None,
 ) -> Any:
@@ -65,7 +66,8 @@ def linear_logprobs(
         temperature: divides the logits.
         mask: [...] bool, tokens that count, beside ``ignore_index``. The others have 0 everywhere (ids too), and no
             gradient.
-        The rest: as in ``linear_cross_entropy``; values stand at their target's place under ``shift``.
+        The rest: as in ``linear_cross_entropy``, ``accumulate_into`` added to in backward; values stand at their
+            target's place under ``shift``.
 
     Returns:
         ``logprobs`` [...] alone, or a named tuple ``(logprobs, entropy, lse, argmax, top_k_logprobs, top_k_ids)`` of
@@ -76,7 +78,7 @@ def linear_logprobs(
     """
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend, skip_ignored,
+        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored,
     )  # fmt: skip
     dtype = head.check()
     if target is None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .backends import Backend
 from .gradients import Gradients, add_tile
+from .into import Into
 from .objective import Objective
 from .packing import Packing
 from .planner import DEFAULT_REQUEST, Request
@@ -24,6 +25,7 @@ class Call:
     logit_scale: float
     softcap: float | None
     request: Request = DEFAULT_REQUEST
+    into: Into | None = None  # where the weight's gradient goes, instead of back
     packing: Packing | None = None  # of tokens that only the device can tell from those that do not count
 
     @property
@@ -72,7 +74,7 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
     stats = RowStats.empty(plan.sizes.tokens, objective.demand, objective.dtype, hidden.device)
     grads = None
     if plan.schedule == "forward":
-        grads = Gradients.empty(plan, plan.hidden_accumulate, plan.weight_accumulate, hidden.device)
+        grads = Gradients.empty(plan, plan.hidden_accumulate, plan.weight_accumulate, hidden.device, call.into)
         if call.packing is not None and grads.hidden is not None:
             grads.hidden.zero_()  # where a token does not count nothing is computed
     if plan.sizes.tokens == 0:
@@ -85,6 +87,8 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
         coefficients = objective.visit(chunk_stats, at, gradient=grads is not None)
         if grads is not None:
             assert coefficients is not None
+            # a buffer of the caller's cannot be scaled once all is added
+            grads.gain = None if grads.into is None else objective.gain_so_far
             session.add_gradients(at, rows, chunk_stats, coefficients, grads)
     if grads is not None:
         session.finish(hidden, call.target, grads, None if call.packing is None else call.packing.order)
@@ -104,7 +108,7 @@ def recompute(
     Blocks of tokens outside, tiles of the vocabulary inside: a tile of the weight's gradient is one product per block.
     """
     plan = call.plan
-    grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device)
+    grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device, call.into)
     if plan.sizes.tokens:
         operands = Operands(call, hidden, plan.block_tokens)
         session = call.backend.session(head, plan, tiled=True)
@@ -125,4 +129,4 @@ def recompute(
                     grads.hidden.index_copy_(0, rows.order, d_rows.to(grads.hidden.dtype))
                 elif d_rows.dtype != grads.hidden.dtype:
                     grads.hidden[block] = d_rows
-    return grads.finish(call.backend, call.objective.one_or_nan, plan)
+    return grads.finish(call.backend, call.objective.one_or_nan, call.objective.one_or_nan, plan)

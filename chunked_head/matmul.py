@@ -64,14 +64,21 @@ def add_dweight(
     hidden: Tensor,  # [rows, hidden]
     out: Tensor,  # [columns, hidden]
     first: bool,
+    gain: Tensor | None = None,  # []
 ) -> None:
-    """``out = dlogits.T @ hidden`` where ``first``, else ``out += dlogits.T @ hidden``"""
-    if summed_by_blas(dlogits, hidden, out):
+    """``out = gain * dlogits.T @ hidden`` where ``first``, else ``out += gain * dlogits.T @ hidden``"""
+    by_blas = summed_by_blas(dlogits, hidden, out)
+    if by_blas and gain is None:
         multiply(dlogits.t(), hidden, out, first)
         return
-    wide = hidden.float()
+    wide = hidden if by_blas else hidden.float()
     for tile in vocabulary_tiles(out):
-        put(out[tile], dlogits[:, tile].float().t() @ wide, first)
+        if by_blas:
+            product = torch.empty_like(out[tile])
+            multiply(dlogits[:, tile].t(), wide, product, first=True)
+        else:
+            product = dlogits[:, tile].float().t() @ wide
+        put(out[tile], product if gain is None else product.mul_(gain), first)
 
 
 def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:

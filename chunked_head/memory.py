@@ -63,6 +63,7 @@ class Sizes:
     scratch: int = 0  # bytes of the backend's elementwise tiles
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
     multiprocessors: int = 0  # of a device that runs our own products of gradients, else 0
+    into: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
 
     @property
     def half(self) -> bool:
@@ -71,6 +72,11 @@ class Sizes:
     def sums_into(self, dtype: torch.dtype) -> bool:
         """Whether a product of operands can be stored in ``dtype``: theirs, or a wide one."""
         return dtype == self.dtype or dtype.itemsize >= 4
+
+    @property
+    def own_weight_grad(self) -> bool:
+        """Whether the weight's gradient is a tensor of the call's, to be handed over."""
+        return self.weight_grad and self.into is None
 
     def through_fp32(self, weight_acc: torch.dtype) -> bool:
         """Whether a tile of the weight's gradient is made in fp32 first: fp16 gets its scale there."""
@@ -148,7 +154,7 @@ class Sizes:
     def gradient_terms(self) -> tuple[Term, ...]:
         """The gradients that are handed over, as they stand during the finish."""
         d_hidden = self.tokens * self.hidden * self.hidden_dtype.itemsize if self.hidden_grad else 0
-        d_weight = self.weight_elements * self.weight_dtype.itemsize if self.weight_grad else 0
+        d_weight = self.weight_elements * self.weight_dtype.itemsize if self.own_weight_grad else 0
         d_bias = self.vocab * self.weight_dtype.itemsize if self.bias_grad else 0
         return (
             Term("gradient of hidden", 0, d_hidden, kind="gradient"),
@@ -174,7 +180,7 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
     """Gradients in the forward pass: they wait in ``*_acc`` and are the gradients where that is their dtype."""
     d_hidden, d_weight = sizes.gradient_terms
     wait_h = sizes.tokens * sizes.hidden * hidden_acc.itemsize if sizes.hidden_grad else 0
-    wait_w = sizes.weight_elements * weight_acc.itemsize if sizes.weight_grad else 0
+    wait_w = sizes.weight_elements * weight_acc.itemsize if sizes.own_weight_grad else 0
     cast_h, cast_w = hidden_acc != sizes.hidden_dtype, weight_acc != sizes.weight_dtype
     # the gradient of hidden is handed over first, and its accumulator is gone before the weight's gradient comes
     left_h = max(0, wait_h - d_weight.finish) if cast_h and cast_w else wait_h if cast_h else 0
@@ -186,7 +192,7 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
         Term("logits of a chunk and its rows", rows * sizes.row_bytes),
         Term("rows scaled, target's terms", fast_rows(sizes, rows) if sizes.store == "fast" else 0),
         Term("gradient of hidden, parts", part_sums(sizes, rows)),
-        Term("work space of tiles", work_space(sizes, sizes.vocab, rows)),
+        Term("work space of tiles", work_space(sizes, sizes.vocab, rows) + scaled_tile(sizes)),
         *sizes.common_terms,
     )
 
@@ -206,7 +212,7 @@ def recompute_terms(
     """Gradients in backward, once the upstream gradient is known: blocks of tokens, tiles of vocabulary inside."""
     d_hidden, d_weight = sizes.gradient_terms
     accumulate_h = sizes.hidden_grad and hidden_acc != sizes.hidden_dtype
-    cast_w = sizes.weight_grad and weight_acc != sizes.weight_dtype
+    cast_w = sizes.own_weight_grad and weight_acc != sizes.weight_dtype
     waiting = sizes.weight_elements * weight_acc.itemsize if cast_w else 0
     product = tile * sizes.hidden * 4 if sizes.weight_grad and sizes.through_fp32(weight_acc) else 0
     teacher = min(tile, sizes.teacher_columns) if sizes.teacher_store else 0
@@ -248,6 +254,14 @@ def work_space(sizes: Sizes, columns: int, rows: int) -> int:
         return elementwise
     # a tile of the weight, or of its gradient
     return elementwise + 4 * sizes.hidden * min(columns, cast_rows(sizes.hidden))
+
+
+def scaled_tile(sizes: Sizes) -> int:
+    """A tile of the weight's gradient that fp16's gain comes back to before it is added to a caller's buffer; where
+    operands are cast, it is among their tiles."""
+    if sizes.into is None or sizes.dtype != torch.float16 or not sizes.half_products:
+        return 0
+    return 4 * sizes.hidden * min(sizes.vocab, cast_rows(sizes.hidden))
 
 
 def cast_rows(hidden: int) -> int:

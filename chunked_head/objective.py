@@ -74,6 +74,15 @@ class Objective:
         """What is left to multiply gradients by that were made before the upstream gradient had come."""
         raise NotImplementedError
 
+    def kept(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        """[] 1 where the upstream gradient is the one that was foretold, else nan."""
+        raise NotImplementedError
+
+    @property
+    def gain_so_far(self) -> Tensor | None:
+        """What was taken out of the coefficients of gradients made before the upstream gradient had come."""
+        return None
+
     def fitted(self, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
         """Coefficients that keep fp16 gradients of logits within range, and the factor taken out, to come in fp32."""
         if not self.fp16:
@@ -182,10 +191,18 @@ class ScalarObjective(Objective):
         (given,) = upstream
         assert given is not None
         ratio = torch.where(given == self.declared, 1.0, given / self.declared).to(self.dtype) * self.one_or_nan
-        for gain in (self.gain, *self.taken_out):
-            if gain is not None:
-                ratio = ratio * gain
-        return ratio
+        gain = self.gain_so_far
+        return ratio if gain is None else ratio * gain
+
+    def kept(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        (given,) = upstream
+        assert given is not None
+        return torch.where(given == self.declared, 1.0, torch.nan).to(self.dtype)
+
+    @property
+    def gain_so_far(self) -> Tensor | None:
+        # one or the other: coupled losses find theirs once all tokens have been seen
+        return self.taken_out[0] if self.taken_out else self.gain
 
 
 @dataclass(frozen=True, eq=False)

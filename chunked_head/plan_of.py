@@ -8,6 +8,7 @@ from . import checks, losses
 from .backends import Layout, resolve
 from .call import coupling
 from .demand import Question, answer
+from .into import sum_dtype
 from .losses.base import Losses
 from .memory import Sizes
 from .metrics import Metric
@@ -27,6 +28,7 @@ def plan(
     memory_budget: int | str | None = None,
     chunk_tokens: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    accumulate_into: bool | torch.dtype = False,
     hidden_grad: bool = True,
     weight_grad: bool = True,
     bias: bool = False,
@@ -51,7 +53,8 @@ def plan(
     ``dtype`` is that of the matmuls, ``hidden_dtype`` and ``weight_dtype`` those of the tensors where autocast makes
     them differ. ``teacher_k`` is the K of ``teacher_ids``; a dense teacher has ``teacher_vocab`` rows (None: the
     student's) and, where it gives hidden states, ``teacher_hidden`` columns of ``teacher_dtype``. ``device`` defaults
-    to the GPU where there is one. ValueError where the request cannot be met.
+    to the GPU where there is one. ``accumulate_into``, True or a dtype: the weight's gradient is added to a buffer of
+    the caller's. ValueError where the request cannot be met.
     """
     for argument, size in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab)):
         least = 0 if argument == "tokens" else 1
@@ -59,6 +62,7 @@ def plan(
             raise ValueError(f"{argument} must be an int of at least {least}, got {size!r}")
     checks.check_dtype("dtype", dtype)
     checks.check_reduction(reduction)
+    into = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = resolve(backend, place)
     if loss is None:
@@ -83,6 +87,16 @@ def plan(
         late_upstream=reduction == "none",
         coupled=coupling(loss, dtype)[1], demand=demand,
         teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
-        store=store, **chosen.traits(place),
+        store=store, into=into, **chosen.traits(place),
     )  # fmt: skip
     return make_plan(sizes, Request(memory_budget, chunk_tokens, accumulate_dtype))
+
+
+def buffer_dtype(accumulate_into: bool | torch.dtype, weight_dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of the caller's buffer, None without one."""
+    allowed = sum_dtype(weight_dtype)
+    if accumulate_into not in (False, True, allowed):
+        raise ValueError(
+            f"accumulate_into must be False, True or {allowed} for a weight of {weight_dtype}, got {accumulate_into!r}"
+        )
+    return allowed if accumulate_into is not False else None

@@ -49,13 +49,17 @@ def make_plan(sizes: Sizes, request: Request) -> Plan:
         return plan_recompute(sizes, request, "the upstream gradient comes late")
     if sizes.coupled:
         return plan_coupled(sizes, request)
-    if sizes.weight_grad and sizes.weight_dtype.itemsize < 4:
+    if sizes.own_weight_grad and sizes.weight_dtype.itemsize < 4:
         return plan_half_weight(sizes, request)
-    return plan_forward(sizes, request, sizes.weight_dtype)
+    return plan_forward(sizes, request, sizes.into or sizes.weight_dtype)
 
 
 def check_request(sizes: Sizes, request: Request) -> None:
     wanted = request.accumulate_dtype
+    if sizes.into is not None and wanted not in (None, sizes.into):
+        raise ValueError(
+            f"accumulate_dtype must be None or {name(sizes.into)}, the dtype of accumulate_into, got {wanted!r}"
+        )
     allowed = {sizes.weight_dtype} | ({torch.float32} if sizes.weight_dtype.itemsize < 4 else set())
     if wanted is not None and wanted not in allowed:
         names = " or ".join(sorted(map(name, allowed)))
@@ -88,7 +92,9 @@ def plan_forward(
     wide = torch.float32 if sizes.hidden_dtype.itemsize < 4 else sizes.hidden_dtype
     # a 16-bit gradient of hidden that waits in fp32 is rounded once, after the upstream gradient is known
     # (fp16 waits without its scale, and so wants the range as well)
-    keep_wide = weight_acc != sizes.weight_dtype or not sizes.weight_grad or sizes.dtype == torch.float16
+    # beside a caller's buffer the upstream gradient is promised
+    waits = weight_acc != sizes.weight_dtype and sizes.into is None
+    keep_wide = waits or not sizes.weight_grad or sizes.dtype == torch.float16
     needed = 0
     choices = [wide] if keep_wide and wide != sizes.hidden_dtype else []
     if sizes.sums_into(sizes.hidden_dtype):
@@ -125,6 +131,7 @@ def chunk_rows(sizes: Sizes, request: Request, extra, budget: int, last: bool) -
 def plan_coupled(sizes: Sizes, request: Request) -> Plan:
     """Gradients that wait for every token's statistics: nothing is recomputed where one chunk holds all tokens."""
     one = sizes.weight_dtype if sizes.sums_into(sizes.weight_dtype) and sizes.dtype != torch.float16 else torch.float32
+    one = sizes.into or one
     fits = request.chunk_tokens is None or request.chunk_tokens >= sizes.tokens
     if fits and (not sizes.weight_grad or request.accumulate_dtype in (None, one)):
         try:
@@ -188,11 +195,11 @@ def half_bytes(sizes: Sizes) -> int:
 def plan_recompute(sizes: Sizes, request: Request, note: str) -> Plan:
     """Statistics in the forward pass, gradients in backward from logits computed again."""
     rows = sweep_rows(sizes, request)
-    half_weight = sizes.weight_grad and sizes.weight_dtype.itemsize < 4
+    half_weight = sizes.own_weight_grad and sizes.weight_dtype.itemsize < 4
     # a tile of the weight's gradient is finished once per block of tokens: 16-bit sums for few blocks only
     few = 1 if request.accumulate_dtype == torch.float32 else MAX_HALF_CHUNKS
     many = -(-max(sizes.tokens, 1) // CHUNK_MULTIPLE)
-    attempts = [(sizes.weight_dtype, request.budget, min(few, many) if half_weight else many)]
+    attempts = [(sizes.into or sizes.weight_dtype, request.budget, min(few, many) if half_weight else many)]
     if half_weight and not request.explicit and request.accumulate_dtype != sizes.weight_dtype:
         attempts.append((torch.float32, request.budget + 4 * sizes.weight_elements, many))
     for weight_acc, budget, most_blocks in attempts:
@@ -205,7 +212,7 @@ def plan_recompute(sizes: Sizes, request: Request, note: str) -> Plan:
             return replace(plan, block_tokens=block, tile_columns=tile, note=note)
     block, tile = rows_of(sizes.tokens, attempts[0][2]), min(sizes.vocab, CHUNK_MULTIPLE)
     hidden_acc = hidden_accumulator(sizes, tile)
-    refuse(request, extra_of(recompute_terms(sizes, rows, block, tile, hidden_acc, sizes.weight_dtype)), block)
+    refuse(request, extra_of(recompute_terms(sizes, rows, block, tile, hidden_acc, attempts[0][0])), block)
     raise AssertionError("refuse() raises")
 
 

@@ -68,7 +68,7 @@ class Plan:
     @property
     def weight_error(self) -> float | None:
         """Expected relative rounding error of the weight's gradient, where a 16-bit type rounds it."""
-        if not self.sizes.weight_grad or self.sizes.weight_dtype not in ROUNDING_ERROR:
+        if not self.sizes.own_weight_grad or self.sizes.weight_dtype not in ROUNDING_ERROR:
             return None
         roundings = 1
         if self.weight_accumulate == self.sizes.weight_dtype:
@@ -166,6 +166,9 @@ def table(plan: Plan) -> str:
         rows.append(("gradients", f"{plan.blocks} x {plan.block_tokens} tokens, tiles of {plan.tile_columns} columns"))
     if s.any_grad:
         rows.append(("accumulation", f"weight {name(plan.weight_accumulate)}, hidden {name(plan.hidden_accumulate)}"))
+    if s.into is not None and s.weight_grad:
+        phase = "forward pass" if plan.schedule == "forward" else "backward pass"
+        rows.append(("gradient of weight", f"added to the caller's {name(s.into)} buffer in the {phase}"))
     if plan.arithmetic:
         rows.append(("losses", plan.arithmetic))
     if plan.weight_error is not None:

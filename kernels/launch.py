@@ -241,7 +241,8 @@ def dweight(
         TensorDescriptor.from_tensor(grad, [tile.block_k, tile.block_m]),
         TensorDescriptor.from_tensor(hidden, [tile.block_k, tile.block_n]),
         counted.count, counted.first_row, rows, vocab, width,
-        ADD=not first, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
+        ADD=not first, BY_MEMORY=out.dtype == torch.float32 and not INTERPRETED,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         PROGRAMS=programs, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

@@ -113,6 +113,17 @@ def dhidden_kernel(
 
 
 @triton.jit
+def add_or_store(desc, row, column, value, ADD: tl.constexpr, BY_MEMORY: tl.constexpr):
+    """One addition per element and launch, so that memory's own (fp32 alone) leaves the same bits every time."""
+    if ADD and BY_MEMORY:
+        desc.atomic_add([row, column], value)
+    else:
+        if ADD:
+            value += desc.load([row, column]).to(tl.float32)
+        desc.store([row, column], value.to(desc.dtype))
+
+
+@triton.jit
 def dweight_kernel(
     # outputs
     dweight_desc,  # [vocab, hidden], block [BLOCK_M, BLOCK_N / 2]; added to, or stored
@@ -126,6 +137,7 @@ def dweight_kernel(
     vocab,
     hidden,
     ADD: tl.constexpr,
+    BY_MEMORY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -154,9 +166,5 @@ def dweight_kernel(
                 g, h = g.to(tl.float32), h.to(tl.float32)
             acc = tl.dot(g.T, h, acc)
         left, right = column_halves(acc, BLOCK_M, BLOCK_N)
-        if ADD:
-            left += dweight_desc.load([row_start, column_start]).to(tl.float32)
-        dweight_desc.store([row_start, column_start], left.to(dweight_desc.dtype))
-        if ADD:
-            right += dweight_desc.load([row_start, column_start + BLOCK_N // 2]).to(tl.float32)
-        dweight_desc.store([row_start, column_start + BLOCK_N // 2], right.to(dweight_desc.dtype))
+        add_or_store(dweight_desc, row_start, column_start, left, ADD, BY_MEMORY)
+        add_or_store(dweight_desc, row_start, column_start + BLOCK_N // 2, right, ADD, BY_MEMORY)

@@ -7,7 +7,7 @@ from ..gradients import Gradients
 from ..kernels import launch, launch_rows
 from ..kernels.launch_rows import Stored
 from ..kernels.tiles import strip_width, strips_of
-from ..matmul import add_dweight, project
+from ..matmul import project
 from ..plans import Plan
 from ..stats import Coefficients, Head, Rows, RowStats
 from .triton_session import KernelSession, normalize_rows, ratio_of, transform
@@ -84,10 +84,12 @@ class RelativeSession(KernelSession):
         partial, counted = self.partial(len(rows.target)), counted_of(rows)
         launch.dhidden(where, partial, dlogits, self.head.weight, factors, rows.order, counted)
 
-    def add_dweight(self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool) -> None:
+    def add_dweight(
+        self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
+    ) -> None:
         # cuBLAS adds a little faster, but computes what nobody wants
-        if rows.counted is None:
-            add_dweight(dlogits, operand, out, first)
+        if rows.counted is None or gain is not None:
+            super().add_dweight(dlogits, rows, operand, out, first, gain)
         else:
             launch.dweight(out, dlogits, operand, first, counted_of(rows))
 
@@ -176,7 +178,7 @@ class FastSession(RelativeSession):
         if grads.weight is not None:
             scaled = self.scaled[:count]
             launch.copy_rows(scaled, rows.hidden, rows.target, softmax_factor)
-            self.add_dweight(exp, rows, scaled, grads.weight, first=at.start == 0)
+            self.add_dweight(exp, rows, scaled, grads.weight, grads.stores(at.start == 0))
 
     def finish(self, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         if grads.weight is not None:

@@ -1,0 +1,288 @@
+"""The weight's gradient added to a buffer of the caller's: the same sums, and nothing where the promise is broken."""
+
+from typing import Any
+
+import pytest
+import torch
+from budget import assert_within_budget
+from cases import PLACES, Case, Inputs, Place, bias, per_class, per_token, run_reference
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from chunked_head import ChunkedHead, linear_cross_entropy, linear_logprobs, linear_loss, losses, matmul, metrics
+
+SMALL = Case("", (60,), 64, 131, schedule={"chunk_tokens": 32})
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1, "z_loss": 1e-2},
+    "softcap": {"softcap": 3.0, "logit_scale": 0.7},
+    "weights": {"class_weights": per_class, "token_weights": per_token},
+    "bias": {"bias": bias},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+}
+
+
+def leaves(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weight and an empty buffer for its gradient."""
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    return hidden, weight, torch.zeros_like(inputs.weight, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sums_are_gradients(place: Place, dtype: torch.dtype, name: str) -> None:
+    inputs = Case("", (60,), 64, 131, OPTIONS[name], {"chunk_tokens": 32}).inputs(dtype, place.device)
+    one = torch.ones((60,) if name == "none" else (), device=place.device)
+    truth, eager = (run_reference(inputs, d, one) for d in (torch.float64, dtype))
+    hidden, weight, buffer = leaves(inputs)
+    given = dict(inputs.options)
+    if "bias" in given:
+        given["bias"] = given["bias"].clone().requires_grad_()
+    loss = linear_cross_entropy(
+        hidden, weight, inputs.target, **given, chunk_tokens=32, accumulate_into=buffer, backend=place.backend
+    )
+    assert bool(buffer.any()) == (name != "none"), "written in the forward pass where the upstream gradient is known"
+    loss.backward(one)
+    assert weight.grad is None
+    assert_within_budget(hidden.grad, eager.hidden, truth.hidden, dtype, "hidden")
+    assert_within_budget(buffer, eager.weight, truth.weight, dtype, "buffer")
+    if "bias" in given:
+        assert_within_budget(given["bias"].grad, eager.bias, truth.bias, dtype, "bias")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_micro_batches(place: Place, dtype: torch.dtype) -> None:
+    """Pieces into one buffer that held something are one call on all, whatever the order of their backward passes."""
+    inputs = SMALL.inputs(dtype, place.device)
+    options: dict[str, Any] = {"normalizer": 50.0, "backend": place.backend, "chunk_tokens": 16}
+    _, weight, whole = leaves(inputs)
+    linear_cross_entropy(inputs.hidden, weight, inputs.target, accumulate_into=whole, **options).backward()
+    weight.main_grad = torch.full_like(whole, 0.5)
+    pieces = [
+        linear_cross_entropy(inputs.hidden[at], weight, inputs.target[at], accumulate_into="main_grad", **options)
+        for at in (slice(0, 7), slice(7, 40), slice(40, 60))
+    ]
+    for loss in reversed(pieces):
+        loss.backward()
+    torch.testing.assert_close(weight.main_grad - 0.5, whole, rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=1e-5)
+
+
+MIXED = losses.grpo() + 1e-3 * losses.z_loss() - 0.01 * losses.entropy()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("loss", [MIXED, losses.gspo()], ids=["mixed", "gspo"])
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_any_loss(place: Place, dtype: torch.dtype, loss: losses.Losses, chunk: int) -> None:
+    """The gradient that comes back without a buffer; losses that couple tokens add in backward if in several chunks."""
+    inputs = Case("", (60,), 64, 131, ignored=0.0).inputs(dtype, place.device)
+    made = torch.Generator().manual_seed(5)
+    batch = {
+        "old_logprobs": -5.0 + 0.1 * torch.randn(60, generator=made).to(place.device),
+        "advantages": torch.randn(60, generator=made).to(place.device),
+        "segments": (torch.arange(60) // 20).to(place.device),
+    }
+    used = {k: v for k, v in batch.items() if k != "segments" or loss is not MIXED}
+    segments = None if loss is MIXED else 3
+    results = []
+    for into in (False, True):
+        hidden, weight, buffer = leaves(inputs)
+        out = linear_loss(
+            hidden, weight, inputs.target, loss, batch=used, num_segments=segments, chunk_tokens=chunk,
+            accumulate_into=buffer if into else None, backend=place.backend, metrics=[metrics.entropy()],
+        )  # fmt: skip
+        # fp16 does not know how large gradients of ratios are before it has seen all
+        in_forward = chunk == 64 or (loss is MIXED and dtype == torch.float32)
+        if into:
+            assert out.plan is not None and (out.plan.schedule == "forward") == in_forward
+            assert bool(buffer.any()) == in_forward
+        out.loss.backward()
+        results.append((hidden.grad, buffer if into else weight.grad.float()))
+    for plain, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2e-3, atol=2e-3 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_log_probabilities_add_in_backward(place: Place) -> None:
+    inputs = SMALL.inputs(torch.float32, place.device)
+    hidden, weight, buffer = leaves(inputs)
+    linear_logprobs(hidden, weight, inputs.target, backend=place.backend).sum().backward()
+    out = linear_logprobs(inputs.hidden, weight, inputs.target, accumulate_into=buffer, backend=place.backend)
+    out.sum().backward()
+    torch.testing.assert_close(buffer, weight.grad)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_promise(place: Place, dtype: torch.dtype, kind: str) -> None:
+    """The upstream gradient that was foretold, or nan wherever anything of it went."""
+    inputs = SMALL.inputs(dtype, place.device)
+    inputs.options["bias"] = torch.randn(131, device=place.device).to(dtype)
+    given = torch.tensor(0.37, device=place.device)
+    truth, eager = (run_reference(inputs, d, given) for d in (torch.float64, dtype))
+    for kept in (True, False):
+        hidden, weight, buffer = leaves(inputs)
+        vector = inputs.options["bias"].clone().requires_grad_()
+        loss = linear_cross_entropy(
+            hidden, weight, inputs.target, bias=vector, accumulate_into=buffer, backend=place.backend,
+            upstream=0.37 if kind == "number" else given.clone(), chunk_tokens=32,
+        )  # fmt: skip
+        (loss * (0.37 if kept else 0.38)).backward()
+        if kept:
+            assert_within_budget(hidden.grad, eager.hidden, truth.hidden, dtype, "hidden")
+            assert_within_budget(buffer, eager.weight, truth.weight, dtype, "buffer")
+            assert_within_budget(vector.grad, eager.bias, truth.bias, dtype, "bias")
+        else:
+            assert all(t.isnan().all() for t in (hidden.grad, buffer, vector.grad))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_fp16_is_scaled_before_it_is_added(place: Place) -> None:
+    """1 / D = 2^-20 and a loss scale of 65536, both known: neither passes fp16's range on the way to the buffer."""
+    inputs = Case("", (200,), 64, 1009, {"normalizer": 2.0**20}).inputs(torch.float16, place.device)
+    scale = torch.tensor(65536.0, device=place.device)
+    truth, eager = (run_reference(inputs, dtype, scale) for dtype in (torch.float64, torch.float16))
+    hidden, weight, buffer = leaves(inputs)
+    options = inputs.options | {"accumulate_into": buffer, "upstream": scale, "backend": place.backend}
+    (linear_cross_entropy(hidden, weight, inputs.target, **options) * scale).backward()
+    assert_within_budget(hidden.grad, eager.hidden, truth.hidden, torch.float16, "hidden")
+    assert_within_budget(buffer, eager.weight, truth.weight, torch.float16, "buffer")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(place: Place, autocast: torch.dtype) -> None:
+    inputs = SMALL.inputs(torch.float32, place.device)
+    results = []
+    for into in (False, True):
+        hidden, weight, buffer = leaves(inputs)
+        with torch.autocast(place.device, dtype=autocast):
+            loss = linear_cross_entropy(
+                hidden, weight, inputs.target, accumulate_into=buffer if into else None, backend=place.backend
+            )
+        loss.backward()
+        results.append((hidden.grad, buffer if into else weight.grad))
+    for plain, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-3 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_zeroed_in_between(place: Place) -> None:
+    """Whoever empties the buffer between forward and backward hears of it; before the forward pass he may."""
+    inputs = SMALL.inputs(torch.float32, place.device)
+    head = ChunkedHead(64, 131, device=place.device, accumulate_into="grad", backend=place.backend)
+    head.weight.grad = torch.zeros_like(head.weight)
+    for _ in range(2):
+        head.zero_grad(set_to_none=False)
+        head(inputs.hidden, inputs.target).backward()
+    assert head.weight.grad.isfinite().all() and head.weight.grad.any()
+    hidden = inputs.hidden.clone().requires_grad_()
+    loss = head(hidden, inputs.target)
+    head.zero_grad(set_to_none=False)
+    loss.backward()
+    assert head.weight.grad.isnan().all() and hidden.grad.isnan().all()
+    head.zero_grad(set_to_none=False)
+    loss = head(hidden, inputs.target)
+    head.zero_grad(set_to_none=True)
+    with pytest.raises(RuntimeError, match=r"weight.grad is no longer the tensor .* before the forward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_backward_passes(place: Place) -> None:
+    """The gradient of hidden states alone, of the weight, and once more over a retained graph with any upstream."""
+    inputs = SMALL.inputs(torch.float32, place.device)
+    hidden, weight, buffer = leaves(inputs)
+    loss = linear_cross_entropy(hidden, weight, inputs.target, accumulate_into=buffer, backend=place.backend)
+    once = buffer.clone()
+    (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    assert torch.equal(buffer, once)
+    (second,) = torch.autograd.grad(2.0 * loss, hidden, retain_graph=True)
+    torch.testing.assert_close(second, 2.0 * first)
+    torch.testing.assert_close(buffer, 3.0 * once, rtol=1e-4, atol=1e-6)
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(loss, weight)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(place: Place, reentrant: bool) -> None:
+    """The region runs twice, and is added once."""
+    inputs = SMALL.inputs(torch.float32, place.device)
+    results = []
+    for into in (False, True):
+        hidden, weight, buffer = leaves(inputs)
+        options: dict[str, Any] = {"accumulate_into": buffer if into else None, "backend": place.backend}
+
+        def region(hidden: Tensor, weight: Tensor = weight, options: dict[str, Any] = options) -> Tensor:
+            return linear_cross_entropy(hidden.sin(), weight, inputs.target, **options)
+
+        checkpoint(region, hidden, use_reentrant=reentrant).backward()
+        results.append((hidden.grad, buffer if into else weight.grad))
+    for plain, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_to_write(place: Place) -> None:
+    """Evaluation, a frozen weight, masked tokens and none at all leave every bit of the buffer; names may be empty."""
+    inputs = SMALL.inputs(torch.float32, place.device)
+    hidden, weight, buffer = leaves(inputs)
+    buffer.normal_()
+    before = buffer.clone()
+    options: dict[str, Any] = {"accumulate_into": buffer, "backend": place.backend}
+    with torch.no_grad():
+        linear_cross_entropy(hidden, weight, inputs.target, **options)
+        linear_cross_entropy(hidden, weight, inputs.target, **(options | {"accumulate_into": "main_grad"}))
+    for into in (buffer, "main_grad"):
+        frozen = options | {"accumulate_into": into}
+        linear_cross_entropy(hidden, weight.detach(), inputs.target, **frozen).backward()
+    masked = torch.full_like(inputs.target, -100)
+    nan = torch.full_like(inputs.hidden, torch.nan)
+    linear_cross_entropy(nan, weight, masked, **options).backward()
+    linear_cross_entropy(inputs.hidden[:0], weight, inputs.target[:0], **options).backward()
+    assert torch.equal(buffer, before)
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_frozen_hidden(place: Place) -> None:
+    inputs = SMALL.inputs(torch.float32, place.device)
+    hidden, weight, buffer = leaves(inputs)
+    linear_cross_entropy(hidden, weight, inputs.target, backend=place.backend).backward()
+    loss = linear_cross_entropy(inputs.hidden, weight, inputs.target, accumulate_into=buffer, backend=place.backend)
+    loss.backward()
+    torch.testing.assert_close(buffer, weight.grad)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_tied_weight(place: Place) -> None:
+    """The embedding's gradient comes by autograd to the same ``.grad``."""
+    embedding = torch.nn.Embedding(131, 64, device=place.device)
+    linear = torch.nn.Linear(64, 131, bias=False, device=place.device)
+    linear.weight = embedding.weight
+    tokens = torch.randint(0, 131, (3, 20), device=place.device)
+    grads = []
+    for into in (None, "grad"):
+        embedding.weight.grad = torch.zeros_like(embedding.weight)
+        head = ChunkedHead.from_linear(linear, backend=place.backend, accumulate_into=into)
+        head(embedding(tokens), tokens, shift=1).backward()
+        grads.append(embedding.weight.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("first", [False, True])
+def test_product_with_a_gain(dtype: torch.dtype, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tile by tile, where one product sums the operands by itself and where they are cast."""
+    monkeypatch.setattr(matmul, "cast_rows", lambda hidden: 20)
+    dlogits, hidden, out = torch.randn(7, 53).to(dtype), torch.randn(7, 16).to(dtype), torch.ones(53, 16)
+    right = 3.0 * dlogits.double().t() @ hidden.double() + (0.0 if first else 1.0)
+    matmul.add_dweight(dlogits, hidden, out, first, torch.tensor(3.0))
+    torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-5)
