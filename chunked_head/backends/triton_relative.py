@@ -7,6 +7,7 @@ from ..gradients import Gradients
 from ..kernels import launch, launch_rows
 from ..kernels.launch_rows import Stored
 from ..matmul import add_dhidden, add_dweight, project
+from ..memory import padded_columns
 from ..plans import Plan
 from ..stats import Coefficients, Head, Rows, RowStats
 from .triton_session import KernelSession, normalize_rows, ratio_of, transform
@@ -103,7 +104,7 @@ class RelativeSession(KernelSession):
 
 def padded(rows: int, columns: int, device: torch.device) -> Tensor:
     """Relative logits: a row starts on 16 bytes."""
-    return torch.empty(rows, -(-columns // 8) * 8, dtype=torch.float16, device=device)
+    return torch.empty(rows, padded_columns(columns), dtype=torch.float16, device=device)
 
 
 class FastSession(RelativeSession):
