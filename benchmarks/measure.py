@@ -31,7 +31,7 @@ SETTLING_RUNS = 2
 _CHILD_SECONDS = 900.0
 _SAMPLE_SECONDS = 0.002
 _M_MMAP_THRESHOLD = -3
-# Kernels of matrix products: ours with exponentials or gradients, cuBLAS's by their several names; torch's operations on a CPU.
+# Kernels of matrix products: ours, cuBLAS's by their several names; torch's operations on a CPU.
 _PRODUCT = re.compile(r"(exp|grad)_logits|gemm|nvjet|xmma|cutlass|^aten::(addmm|mm)$")
 
 
