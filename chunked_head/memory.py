@@ -219,7 +219,7 @@ def recompute_terms(
         replace(d_weight, loop=0 if cast_w else d_weight.finish),
         Term("gradient of weight, waiting", waiting, waiting),
         Term("gradient of hidden, a block", block * sizes.hidden * 4 if accumulate_h else 0),
-        Term("logits of a block's tile", block * sizes.tile_bytes(tile)),
+        Term("gradients of a block's tile", block * sizes.tile_bytes(tile)),
         Term("hidden states of a block", block * (sizes.operand_bytes + sizes.teacher_width * sizes.element)),
         Term(
             "work space of tiles", product + work_space(sizes, tile, block), sweep=work_space(sizes, sizes.vocab, rows)

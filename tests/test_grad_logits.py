@@ -1,10 +1,16 @@
 """The matmul that leaves gradients of logits, against the matmul and the pass over stored logits that it stands for."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from budget import assert_within_budget
 from cases import GPU, TRITON, Place
+from loss_cases import LOSS_CASES, TOKENS, VOCAB, LossCase, inputs_of, run_reference
+
+from chunked_head import linear_cross_entropy, linear_loss, planner
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 COEFFICIENTS = ("alpha", "eta", "alpha2", "eta2", "beta", "kappa")
@@ -119,3 +125,96 @@ def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) ->
     assert (error <= allowed).all(), (
         f"{(error / allowed).max()} at {divmod(int((error / allowed).argmax()), case.columns)}"
     )
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """Two blocks of tokens and three tiles of columns in every plan that recomputes; the shape of each launch."""
+    from chunked_head.backends import triton_grads
+
+    seen: list[tuple[int, int]] = []
+    launch = triton_grads.launch_grads.grad_logits
+
+    def watched(dlogits: torch.Tensor, *arguments: Any) -> None:
+        assert dlogits.stride(0) % 8 == 0, "the tensor copy engine's rows start on 16 bytes"
+        seen.append(tuple(dlogits.shape))
+        launch(dlogits, *arguments)
+
+    monkeypatch.setattr(planner, "best_tile", lambda sizes, *_: (sizes.tokens - 20, 120))
+    monkeypatch.setattr(triton_grads.launch_grads, "grad_logits", watched)
+    planner.make_plan.cache_clear()
+    yield seen
+    planner.make_plan.cache_clear()
+
+
+def expected_tiles() -> list[tuple[int, int]]:
+    blocks, columns = (TOKENS - 20, 20), [min(120, VOCAB - start) for start in range(0, VOCAB, 120)]
+    return [(rows, count) for rows in blocks for count in columns]
+
+
+def recomputed() -> list:
+    """Interpreted, each takes seconds: one dense teacher stands for all, and fp16 for both dtypes."""
+    found = []
+    for place in PLACES:
+        interpreted = place.id == "triton-interpreted"
+        for case in LOSS_CASES:
+            for dtype in (torch.float16,) if interpreted else (torch.float16, torch.bfloat16):
+                if not interpreted or not dense(case) or case.name == "everything":
+                    name = f"{case.name}-{str(dtype)[6:]}-{place.id}"
+                    found.append(pytest.param(place.values[0], case, dtype, marks=place.marks, id=name))
+    return found
+
+
+def dense(case: LossCase) -> bool:
+    return "teacher_logits" in case.batch or "teacher_hidden" in case.batch
+
+
+@pytest.mark.parametrize(("place", "case", "dtype"), recomputed())
+def test_recomputed_losses(place: Place, case: LossCase, dtype: torch.dtype, tiles: list[tuple[int, int]]) -> None:
+    """Every loss in blocks and tiles, by a second backward, against the oracle on full logits in float64."""
+    inputs = inputs_of(case, dtype, place.device)
+    truth, eager = run_reference(case, inputs.to(torch.float64)), run_reference(case, inputs)
+    inputs = inputs_of(case, dtype, place.device, garbage=True)
+    leaves = [inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()]
+    if "bias" in inputs.head:
+        leaves.append(inputs.head["bias"].requires_grad_())
+    out = linear_loss(
+        *leaves[:2], inputs.target, case.losses, batch=inputs.batch, num_segments=inputs.num_segments,
+        backend=place.backend, **inputs.head,
+    )  # fmt: skip
+    upstream = torch.full_like(out.loss, 0.37)
+    torch.autograd.grad(out.loss, leaves, upstream, retain_graph=True)
+    tiles.clear()
+    grads = torch.autograd.grad(out.loss, leaves, upstream)
+    assert tiles == ([] if dense(case) else expected_tiles())
+    for name, ours, plain, exact in zip(("hidden", "weight", "bias"), grads, eager[2], truth[2], strict=False):
+        assert_within_budget(ours, 0.37 * plain.double(), 0.37 * exact, dtype, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_given_rows_of_upstream(place: Place, weighted: bool, tiles: list[tuple[int, int]]) -> None:
+    """reduction="none", frozen operands apart: the same gradient whichever of them is asked for."""
+    case = LOSS_CASES[0]
+    inputs = inputs_of(case, torch.float16, place.device)
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    upstream = (
+        torch.linspace(-1.0, 2.0, len(hidden), device=place.device) if weighted else torch.ones((), device=place.device)
+    )
+
+    def grads(*asked: torch.Tensor) -> list[torch.Tensor]:
+        operands = [t if any(t is a for a in asked) else t.detach() for t in (hidden, weight)]
+        loss = linear_cross_entropy(*operands, inputs.target, reduction="none", backend=place.backend)
+        return list(torch.autograd.grad((upstream * loss).sum(), asked))
+
+    both = grads(hidden, weight)
+    assert tiles == expected_tiles()
+    for alone, together in zip((*grads(hidden), *grads(weight)), both, strict=True):
+        torch.testing.assert_close(alone, together, rtol=2e-3, atol=1e-5)
+    logits = hidden.detach().double() @ weight.detach().double().t()
+    p = logits.softmax(1)
+    counts = inputs.target >= 0
+    p[counts, inputs.target[counts]] -= 1.0
+    dlogits = torch.where(counts[:, None], p * upstream.double().expand(len(hidden))[:, None], 0.0)
+    for ours, exact in zip(both, (dlogits @ weight.double(), dlogits.t() @ hidden.double()), strict=True):
+        assert (ours.double() - exact).norm() <= 2e-3 * exact.norm()
