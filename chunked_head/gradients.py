@@ -130,4 +130,4 @@ class AddsDlogits:
         """Nothing is left over."""
 
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
-        raise AssertionError("gradients with known statistics are made from plain logits")
+        raise AssertionError("tiles of gradients with known statistics have sessions of their own")

@@ -93,6 +93,19 @@ class Sizes:
         return max(4, self.element) if self.store == "logits" else 2
 
     @property
+    def grads_in_matmul(self) -> bool:
+        """Whether tiles whose statistics are known leave the matmul as 16-bit gradients, without logits before them."""
+        return self.store != "logits" and self.demand.pairing is None
+
+    def tile_bytes(self, tile: int) -> int:
+        """Bytes of a row of a tile in the recompute schedule, the teacher's beside it."""
+        if self.grads_in_matmul:
+            return padded_columns(tile) * self.element
+        # plain logits to differentiate, whatever the sweep stored
+        teacher = min(tile, self.teacher_columns) if self.teacher_store else 0
+        return (tile + teacher) * max(4, self.element)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes that one more row in a chunk costs: its logits, its strips' statistics, its hidden states."""
         return self.kept_bytes + self.swept_bytes(kept=True)
@@ -110,12 +123,11 @@ class Sizes:
         if self.teacher_store == "logits":
             teacher = self.teacher_columns * max(4, self.element)
         elif self.teacher_store == "relative":
-            teacher = (
-                math.ceil(self.teacher_columns / 8) * 16 + strips_of(self.teacher_columns, self.teacher_width, True) * 8
-            )
+            strips = strips_of(self.teacher_columns, self.teacher_width, True)
+            teacher = padded_columns(self.teacher_columns) * 2 + strips * 8
         if self.store == "logits":
             return self.vocab * max(4, self.element) + teacher
-        return math.ceil(self.vocab / 8) * 16 + teacher
+        return padded_columns(self.vocab) * 2 + teacher
 
     def swept_bytes(self, kept: bool) -> int:
         """What a row needs beside logits, whether these are kept or not."""
@@ -215,14 +227,12 @@ def recompute_terms(
     cast_w = sizes.own_weight_grad and weight_acc != sizes.weight_dtype
     waiting = sizes.weight_elements * weight_acc.itemsize if cast_w else 0
     product = tile * sizes.hidden * 4 if sizes.weight_grad and sizes.through_fp32(weight_acc) else 0
-    teacher = min(tile, sizes.teacher_columns) if sizes.teacher_store else 0
     return (
         replace(d_hidden, loop=d_hidden.finish),
         replace(d_weight, loop=0 if cast_w else d_weight.finish),
         Term("gradient of weight, waiting", waiting, waiting),
         Term("gradient of hidden, a block", block * sizes.hidden * 4 if accumulate_h else 0),
-        # in backward there are plain logits to differentiate, whatever the sweep stored
-        Term("logits of a block's tile", block * (tile + teacher) * max(4, sizes.element)),
+        Term("gradients of a block's tile", block * sizes.tile_bytes(tile)),
         Term("hidden states of a block", block * (sizes.operand_bytes + sizes.teacher_width * sizes.element)),
         Term(
             "work space of tiles", product + work_space(sizes, tile, block), sweep=work_space(sizes, sizes.vocab, rows)
@@ -243,6 +253,11 @@ def part_sums(sizes: Sizes, rows: int) -> int:
     """Sums of dhidden's parts, where it is made in several."""
     parts = sizes.dhidden_parts(rows) if sizes.hidden_grad and sizes.store != "logits" else 1
     return parts * rows * sizes.hidden * 4 if parts > 1 else 0
+
+
+def padded_columns(columns: int) -> int:
+    """Elements of a 16-bit row that starts, as the tensor copy engine asks, on 16 bytes."""
+    return math.ceil(columns / 8) * 8
 
 
 def work_space(sizes: Sizes, columns: int, rows: int) -> int:

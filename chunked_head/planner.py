@@ -7,9 +7,7 @@ import torch
 
 from .memory import CHUNK_MULTIPLE, MiB, Sizes, Term, extra_of, forward_terms, recompute_terms, sweep_terms
 from .plans import DEFAULT_BUDGET, GOOD_CHUNK, MAX_HALF_CHUNKS, Plan, balanced, largest, name, parse_bytes, rows_of
-
-# fewer columns than this and the recompute schedule's matmuls starve; then the tokens are split as well
-GOOD_TILE = 512
+from .tiles import best_tile, hidden_accumulator
 
 
 @dataclass(frozen=True)
@@ -214,37 +212,6 @@ def plan_recompute(sizes: Sizes, request: Request, note: str) -> Plan:
     hidden_acc = hidden_accumulator(sizes, tile)
     refuse(request, extra_of(recompute_terms(sizes, rows, block, tile, hidden_acc, attempts[0][0])), block)
     raise AssertionError("refuse() raises")
-
-
-def hidden_accumulator(sizes: Sizes, tile: int) -> torch.dtype:
-    """One tile makes the gradient of hidden in one product; several are added in fp32."""
-    if sizes.hidden_dtype.itemsize < 4 and (tile < sizes.vocab or not sizes.sums_into(sizes.hidden_dtype)):
-        return torch.float32
-    return sizes.hidden_dtype
-
-
-def best_tile(
-    sizes: Sizes, budget: int, weight_acc: torch.dtype, most_blocks: int, rows: int
-) -> tuple[int, int] | None:
-    """(block, tile) that fits with the fewest blocks whose tile is wide enough, else the widest tile; or None."""
-    best: tuple[int, int] | None = None
-    tried = 0
-    for blocks in range(1, most_blocks + 1):
-        block = rows_of(sizes.tokens, blocks)
-        if block == tried:
-            continue
-        tried = block
-
-        def fits(tile: int, block: int = block) -> bool:
-            terms = recompute_terms(sizes, rows, block, tile, hidden_accumulator(sizes, tile), weight_acc)
-            return extra_of(terms) <= budget
-
-        tile = largest(fits, sizes.vocab)
-        if tile >= min(sizes.vocab, GOOD_TILE):
-            return block, tile
-        if tile > (best[1] if best else 0):
-            best = block, tile
-    return best
 
 
 def assemble(

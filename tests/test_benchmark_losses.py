@@ -238,6 +238,9 @@ def test_launches_lie_between_the_right_products():
     sweep, tile = ["exp_logits", "stats", "copy"], ["gemm", "grad", "gemm", "gemm", "add"]
     found = measure.between_products([*sweep, *sweep, "loss", *tile, *tile], fake_plan("recompute", 2, tiles=2))
     assert list(found.values()) == [["grad"], ["stats", "copy", "loss"], ["stats", "copy"]]
+    tile[:2] = ["grad_logits_kernel"]  # the gradient leaves the product
+    found = measure.between_products([*sweep, *sweep, "loss", *tile, *tile], fake_plan("recompute", 2, tiles=2))
+    assert list(found.values()) == [[], ["stats", "copy", "loss"], ["stats", "copy"]]
     (found,) = measure.between_products([*sweep, *sweep], fake_plan("loss only", 2)).values()
     assert found == ["stats", "copy"]
     with pytest.raises(ValueError, match=r"4 launches have a matrix product's name, the plan has 3: .*splitKreduce"):

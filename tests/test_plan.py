@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunked_head import plan
+from chunked_head import Plan, losses, plan
 from chunked_head.memory import MiB
 from chunked_head.plans import DEFAULT_BUDGET, parse_bytes
 
@@ -131,3 +131,44 @@ def test_frozen() -> None:
 )
 def test_parse_bytes(text: str | int, size: int) -> None:
     assert parse_bytes(text, "memory_budget") == size
+
+
+GSPO = {"loss": losses.gspo()}
+DENSE: dict[str, Any] = {"loss": losses.gspo() + losses.forward_kl(), "teacher_vocab": 128256}
+
+
+def tile_bytes(made: Plan) -> int:
+    (term,) = (term for term in made.terms if term.name == "gradients of a block's tile")
+    return term.loop
+
+
+def test_tiles_of_known_gradients_take_two_bytes() -> None:
+    """On Hopper the matmul leaves 16-bit gradients; where it cannot, there are fp32 logits first."""
+    assert tile_bytes(made := plan(8192, **LLAMA, **GSPO)) == 2 * made.block_tokens * made.tile_columns
+    assert tile_bytes(made := plan(8192, 1024, 50257, torch.float16, device="cuda", memory_budget="64MiB", **GSPO)) == (
+        2 * made.block_tokens * -(-made.tile_columns // 8) * 8
+    )
+    for more in ({"dtype": torch.float32}, {"hidden": 4100}, {"backend": "torch"}):
+        made = plan(**{"tokens": 8192, **LLAMA, **GSPO, **more})
+        assert tile_bytes(made) == 4 * made.block_tokens * made.tile_columns
+    made = plan(8192, **LLAMA, **DENSE)  # the caller's logits are read in place
+    assert tile_bytes(made) == 4 * made.block_tokens * made.tile_columns
+
+
+@pytest.mark.parametrize("budget", ["100MiB", "256MiB", "640MiB"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_tiles_are_wide_and_even(budget: str, dtype: torch.dtype) -> None:
+    made = plan(8192, 4096, 128256, dtype, device="cuda", memory_budget=budget, **GSPO)
+    assert made.schedule == "recompute" and made.extra_bytes <= made.budget
+    if dtype == torch.bfloat16 or budget != "100MiB":  # fp16's product of a tile waits in fp32 as well
+        assert made.tile_columns >= 4096
+    assert made.tile_columns % 256 == 0
+    widths = [tile.stop - tile.start for tile in made.column_tiles()]
+    assert sum(widths) == 128256 and widths[-1] > made.tile_columns - 256 * len(widths)
+
+
+def test_blocks_where_wider_tiles_repay_them() -> None:
+    """Two blocks move half the bytes of one with narrow tiles; with room for wide tiles one block moves fewer."""
+    assert (made := plan(8192, **LLAMA, **GSPO, memory_budget="256MiB")).blocks == 2 and made.tile_columns > 16384
+    assert (made := plan(8192, **LLAMA, **GSPO)).blocks == 1 and made.tile_columns > 16384
+    assert plan(8192, **LLAMA, memory_budget="256MiB", accumulate_dtype=torch.float32, **GSPO).blocks == 1

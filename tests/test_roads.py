@@ -46,6 +46,10 @@ def table() -> str:
         "Statistics come from fp32 accumulators on every road. A mix of losses takes the road furthest down this list.",
         "Other GPUs, odd alignments and `linear_logprobs(top_k=...)` take `logits`; the torch backend has no other.",
         "",
+        "Where all statistics come before any gradient (losses of segments and pairs in several chunks,",
+        '`reduction="none"`, small budgets, a second backward), `fast` and `relative` keep no logits for the gradient:',
+        "a second logits matmul leaves it, in 16 bits. Beside a dense teacher it is made from fp32 logits.",
+        "",
         "| asked | bf16 | fp16 | fp32 |",
         "|---|---|---|---|",
     ]

@@ -7,6 +7,9 @@ Three stores of the reused buffer, all with statistics from fp32 accumulators:
 - ``relative``: it leaves fp16 logits relative to each strip's maximum, one pass turns them into any gradient (Hopper,
   16-bit operands).
 - ``logits``: cuBLAS leaves fp32 logits, and the gradient of 16-bit operands is written, 16-bit wide, over their bytes.
+
+Where statistics are known before any gradient (the plan recomputes) the first two store no logits at all: the matmul
+leaves the gradient. A dense teacher's terms need a row of each beside the other, and so the third.
 """
 
 from typing import Any, Literal
@@ -19,6 +22,7 @@ from ..memory import Store
 from ..plans import Plan
 from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 from . import Layout
+from .triton_grads import GradSession
 from .triton_logits import GivenLogits, LogitsSession
 from .triton_relative import FastSession, RelativeSession
 
@@ -87,8 +91,9 @@ def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | LogitsSession | RelativeSession":
-    # tiles have their statistics already, and nothing to gain from 16-bit logits
+def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | GradSession | LogitsSession | RelativeSession":
+    if tiled and plan.sizes.grads_in_matmul:
+        return GradSession(head, plan)
     if tiled or plan.sizes.store == "logits":
         return LogitsSession(head, plan, tiled)
     return FastSession(head, plan) if plan.sizes.store == "fast" else RelativeSession(head, plan)

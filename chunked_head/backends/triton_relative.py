@@ -8,6 +8,7 @@ from ..kernels import launch, launch_rows
 from ..kernels.launch_rows import Stored
 from ..kernels.tiles import strip_width, strips_of
 from ..matmul import project
+from ..memory import padded_columns
 from ..plans import Plan
 from ..stats import Coefficients, Head, Rows, RowStats
 from .triton_session import KernelSession, normalize_rows, ratio_of, transform
@@ -131,7 +132,7 @@ def counted_of(rows: Rows) -> launch.Counted:
 
 def padded(rows: int, columns: int, device: torch.device) -> Tensor:
     """Relative logits: a row starts on 16 bytes."""
-    return torch.empty(rows, -(-columns // 8) * 8, dtype=torch.float16, device=device)
+    return torch.empty(rows, padded_columns(columns), dtype=torch.float16, device=device)
 
 
 class FastSession(RelativeSession):

@@ -15,6 +15,8 @@ def transform(head: Head | Teacher) -> tuple[float | None, float | None]:
 
 
 Normalizer = tuple[Tensor, Tensor]  # start and rest: log p = (x - start) + rest
+# the target's logit, the two softmaxes, beta and kappa, as the kernels take them
+Terms = tuple[Tensor, Softmax, Softmax, Tensor | None, Tensor | None]
 
 
 def normalize_rows(normalize: Normalizer, stored: Stored, columns: int) -> None:
@@ -92,15 +94,35 @@ class KernelSession(AddsDlogits):
                 min(max(pairing.columns - first, 0), columns), pairing.view == 1,
                 c.gamma, c.rho, c.tau, c.theta, pairing.beta, LOG_FLOOR,
             )  # fmt: skip
-        softmaxes = Softmax(stats.start, stats.rest, c.alpha, c.eta), self.second(stats, c, first, columns)
-        common = (stats.target_logit, *softmaxes, c.beta, c.kappa)
+        common = self.terms(stats, c, first, columns)
         launch_rows.row_grad(
             dlogits, stored, head.class_weights, rows.target, *common, beside, first, *transform(head)
         )  # fmt: skip
-        if c.columns is not None:
-            assert stats.column_logits is not None and rows.columns is not None
-            launch_rows.column_grad(
-                dlogits, stats.column_logits, rows.columns, c.columns, head.class_weights, rows.target, *common,
-                first, *transform(head), add=beside is not None,
-            )  # fmt: skip
+        self.replace_columns_(dlogits, head, first, rows, stats, c, common, add=beside is not None)
         return dlogits
+
+    def terms(self, stats: RowStats, coefficients: Coefficients, first: int, columns: int) -> Terms:
+        """What the gradient of a tile's columns is made of, a dense teacher apart."""
+        c = coefficients
+        softmax = Softmax(stats.start, stats.rest, c.alpha, c.eta)
+        return stats.target_logit, softmax, self.second(stats, c, first, columns), c.beta, c.kappa
+
+    def replace_columns_(
+        self,
+        dlogits: Tensor,
+        head: Head,
+        first: int,
+        rows: Rows,
+        stats: RowStats,
+        coefficients: Coefficients,
+        common: Terms,
+        add: bool,
+    ) -> None:
+        """The rows' own columns, from exact logits."""
+        if coefficients.columns is None:
+            return
+        assert stats.column_logits is not None and rows.columns is not None
+        launch_rows.column_grad(
+            dlogits, stats.column_logits, rows.columns, coefficients.columns, head.class_weights, rows.target, *common,
+            first, *transform(head), add=add,
+        )  # fmt: skip

@@ -1,0 +1,30 @@
+"""The session of gradients whose statistics are known: they leave the matmul, and no logits are stored."""
+
+import torch
+from torch import Tensor
+
+from ..kernels import launch_grads
+from ..memory import padded_columns
+from ..plans import Plan
+from ..stats import Coefficients, Head, Rows, RowStats
+from .triton_session import KernelSession, transform
+
+
+class GradSession(KernelSession):
+    def __init__(self, head: Head, plan: Plan):
+        super().__init__(head, plan)
+        elements = plan.block_tokens * padded_columns(plan.tile_columns)
+        self.buffer = torch.empty(elements, dtype=self.sizes.dtype, device=head.weight.device)
+
+    def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        head, count, columns = self.head.columns(tile), len(rows.target), tile.stop - tile.start
+        # a row starts on 16 bytes
+        stride = padded_columns(columns)
+        dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]
+        common = self.terms(stats, coefficients, tile.start, columns)
+        launch_grads.grad_logits(
+            dlogits, rows.hidden, head.weight, head.bias, head.class_weights, rows.target, *common,
+            tile.start, *transform(head),
+        )  # fmt: skip
+        self.replace_columns_(dlogits, head, tile.start, rows, stats, coefficients, common, add=False)
+        return dlogits

@@ -1,0 +1,68 @@
+"""Which blocks of tokens and tiles of the vocabulary the recompute schedule makes its gradients from."""
+
+import math
+
+import torch
+
+from .memory import Sizes, extra_of, recompute_terms
+from .plans import largest, rows_of
+
+# columns of the widest tile of the logits matmul: what is left over in a narrower one is computed for nothing
+TILE_MULTIPLE = 256
+
+
+def best_tile(
+    sizes: Sizes, budget: int, weight_acc: torch.dtype, most_blocks: int, rows: int
+) -> tuple[int, int] | None:
+    """(block, tile) that fits and whose products move the fewest bytes; or None. ``rows`` are a sweep's."""
+    best: tuple[int, int] | None = None
+    least = math.inf
+    tried = 0
+    for blocks in range(1, most_blocks + 1):
+        block = rows_of(sizes.tokens, blocks)
+        if block == tried:
+            continue
+        tried = block
+        if moved_by_blocks(sizes, block, weight_acc) >= least:
+            break  # more blocks move more, whatever their tiles are
+
+        def fits(tile: int, block: int = block) -> bool:
+            terms = recompute_terms(sizes, rows, block, tile, hidden_accumulator(sizes, tile), weight_acc)
+            return extra_of(terms) <= budget
+
+        widest = largest(fits, sizes.vocab, TILE_MULTIPLE)
+        if widest == 0:
+            continue
+        tile = even_tile(sizes.vocab, widest)
+        moved = moved_by_blocks(sizes, block, weight_acc) + moved_by_tiles(sizes, tile)
+        if moved < least:
+            best, least = (block, tile), moved
+    return best
+
+
+def hidden_accumulator(sizes: Sizes, tile: int) -> torch.dtype:
+    """One tile makes the gradient of hidden in one product; several are added in fp32."""
+    if sizes.hidden_dtype.itemsize < 4 and (tile < sizes.vocab or not sizes.sums_into(sizes.hidden_dtype)):
+        return torch.float32
+    return sizes.hidden_dtype
+
+
+def even_tile(vocab: int, widest: int) -> int:
+    """Columns of as many tiles as the widest make, none much narrower than the others."""
+    if widest < TILE_MULTIPLE:
+        return widest
+    columns = math.ceil(vocab / math.ceil(vocab / widest))
+    return min(vocab, math.ceil(columns / TILE_MULTIPLE) * TILE_MULTIPLE)
+
+
+def moved_by_blocks(sizes: Sizes, block: int, weight_acc: torch.dtype) -> int:
+    """Bytes read and written because each block walks the whole weight, twice, and adds to its whole gradient."""
+    blocks = math.ceil(max(sizes.tokens, 1) / block)
+    added = (2 * blocks - 1) * weight_acc.itemsize if sizes.weight_grad else 0
+    return sizes.weight_elements * (2 * blocks * sizes.element + added)
+
+
+def moved_by_tiles(sizes: Sizes, tile: int) -> int:
+    """The same because each tile reads all rows of hidden states, twice, and adds to all of their gradient."""
+    added = 2 * max(4, sizes.hidden_dtype.itemsize) if sizes.hidden_grad else 0
+    return math.ceil(sizes.vocab / tile) * sizes.tokens * sizes.hidden * (2 * sizes.element + added)

@@ -1,0 +1,261 @@
+"""The logits matmul whose epilogue leaves the gradient of the raw logits, where their statistics are known beforehand.
+
+The same persistent GEMM as ``exp_logits.py``, and in its epilogue the identity of ``row_grad.py`` without a teacher,
+each term absent where its pointer is None:
+
+    g_j = p_j (alpha + eta log p_j) + [the same at a second temperature] - beta 1[j = target] - kappa omega_j
+
+times the slope of scale and cap, 0 for rows that do not count. No logit is ever stored.
+
+What only some tiles need (the target's column, the end of the second softmax's vocabulary) stands in a branch of its
+own: asked of every element it would cost 3 to 10 % of the matmul. The stores stand inside both sides of the branch,
+since a compiler that saw only values there would compute both and select.
+"""
+
+import triton
+import triton.language as tl
+
+from .transform import log2_e, softmax_term, transform_derivative, transform_logits
+
+
+@triton.jit
+def load_column(ptr, offs_row, in_rows):
+    """A number per row, as a column."""
+    return tl.load(ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+
+
+@triton.jit
+def known_softmax_term(
+    x,
+    start,  # [rows, 1]: log p = (x - start) + rest
+    rest,
+    alpha,
+    eta,  # or None for 0
+):
+    """``p (alpha + eta log p)`` of known rows, to be rounded to 16 bits."""
+    if eta is not None:
+        return softmax_term((x - start) + rest, alpha, eta)
+    else:
+        # one multiply-add: off by 1e-7 |start| of p, which 16 bits do not show
+        shift = tl.broadcast_to((rest - start) * log2_e, x.shape)
+        return alpha * tl.exp2(tl.fma(x, tl.full(x.shape, log2_e, tl.float32), shift))
+
+
+@triton.jit
+def grad_half(
+    # inputs
+    acc,  # [BLOCK_M, WIDTH] fp32
+    bias_ptr,
+    class_weights_ptr,
+    target,  # [BLOCK_M] of these columns, negative where the row does not count or its target lies before them
+    counts,  # [BLOCK_M]
+    target_logit,  # [BLOCK_M, 1], like all that follow; None where there is none
+    beta,
+    kappa,
+    start,
+    rest,
+    alpha,
+    eta,
+    start2,
+    rest2,
+    alpha2,
+    eta2,
+    # sizes
+    column_start,
+    columns,
+    columns2,
+    # scalars
+    logit_scale,
+    softcap,
+    ratio2,
+    OUT: tl.constexpr,  # dtype
+    WIDTH: tl.constexpr,
+    SPECIAL: tl.constexpr,  # some column is a target, or past the second softmax's last
+):
+    offs = column_start + tl.arange(0, WIDTH)
+    x = acc
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
+    x = transform_logits(x, logit_scale, softcap)
+    if SPECIAL:
+        # the target's column from its exact logit, as everywhere
+        is_target = offs[None, :] == target[:, None]
+        x = tl.where(is_target, target_logit, x)
+    grad = known_softmax_term(x, start, rest, alpha, eta) if alpha is not None else tl.zeros(x.shape, dtype=tl.float32)
+    if alpha2 is not None:
+        x2 = x
+        if ratio2 is not None:
+            x2 = x * ratio2
+        term = known_softmax_term(x2, start2, rest2, alpha2, eta2)
+        if SPECIAL:
+            term = tl.where((offs < columns2)[None, :], term, 0.0)
+        grad += term
+    if kappa is not None:
+        if class_weights_ptr is not None:
+            omega = tl.load(class_weights_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)
+            grad -= kappa * omega[None, :]
+        else:
+            grad -= kappa
+    if SPECIAL and beta is not None:
+        grad = tl.where(is_target, grad - beta, grad)
+    # selection, whatever stands in a row that does not count
+    grad = tl.where(counts[:, None], grad * transform_derivative(x, logit_scale, softcap), 0.0)
+    return grad.to(OUT)
+
+
+@triton.jit
+def finish_tile(
+    # outputs
+    dlogits_desc,
+    # inputs
+    acc,
+    bias_ptr,
+    class_weights_ptr,
+    target,
+    counts,
+    target_logit_ptr,
+    beta_ptr,
+    kappa_ptr,
+    start_ptr,
+    rest_ptr,
+    alpha_ptr,
+    eta_ptr,
+    start2_ptr,
+    rest2_ptr,
+    alpha2_ptr,
+    eta2_ptr,
+    # sizes
+    row_start,
+    column_start,
+    rows,
+    columns,
+    columns2,
+    # scalars
+    logit_scale,
+    softcap,
+    ratio2,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPECIAL: tl.constexpr,
+):
+    HALF: tl.constexpr = BLOCK_N // 2
+    offs_row = row_start + tl.arange(0, BLOCK_M)
+    in_rows = offs_row < rows
+    # None for what there is none of; the target's two numbers are read where a tile holds targets
+    target_logit = None
+    beta = None
+    kappa = None
+    alpha = None
+    eta = None
+    start2 = None
+    rest2 = None
+    alpha2 = None
+    eta2 = None
+    start = load_column(start_ptr, offs_row, in_rows)
+    rest = load_column(rest_ptr, offs_row, in_rows)
+    if SPECIAL:
+        target_logit = load_column(target_logit_ptr, offs_row, in_rows)
+        if beta_ptr is not None:
+            beta = load_column(beta_ptr, offs_row, in_rows)
+    if kappa_ptr is not None:
+        kappa = load_column(kappa_ptr, offs_row, in_rows)
+    if alpha_ptr is not None:
+        alpha = load_column(alpha_ptr, offs_row, in_rows)
+        if eta_ptr is not None:
+            eta = load_column(eta_ptr, offs_row, in_rows)
+    if alpha2_ptr is not None:
+        start2 = load_column(start2_ptr, offs_row, in_rows)
+        rest2 = load_column(rest2_ptr, offs_row, in_rows)
+        alpha2 = load_column(alpha2_ptr, offs_row, in_rows)
+        if eta2_ptr is not None:
+            eta2 = load_column(eta2_ptr, offs_row, in_rows)
+    left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+    grad = grad_half(
+        left, bias_ptr, class_weights_ptr, target, counts, target_logit, beta, kappa,
+        start, rest, alpha, eta, start2, rest2, alpha2, eta2,
+        column_start, columns, columns2, logit_scale, softcap, ratio2, dlogits_desc.dtype, HALF, SPECIAL,
+    )  # fmt: skip
+    dlogits_desc.store([row_start, column_start], grad)
+    return grad_half(
+        right, bias_ptr, class_weights_ptr, target, counts, target_logit, beta, kappa,
+        start, rest, alpha, eta, start2, rest2, alpha2, eta2,
+        column_start + HALF, columns, columns2, logit_scale, softcap, ratio2, dlogits_desc.dtype, HALF, SPECIAL,
+    )  # fmt: skip
+
+
+@triton.jit
+def grad_logits_kernel(
+    # outputs
+    dlogits_desc,  # [rows, columns] 16 bit, store block [BLOCK_M, BLOCK_N / 2]
+    # inputs
+    hidden_desc,  # [rows, hidden] 16 bit, block [BLOCK_M, BLOCK_K]
+    weight_desc,  # [columns, hidden] 16 bit, block [BLOCK_N, BLOCK_K]
+    bias_ptr,  # [columns] or None
+    class_weights_ptr,  # [columns] or None for 1
+    target_ptr,  # [rows] int64, -1 where the row does not count
+    target_logit_ptr,  # [rows] fp32, like all that follow
+    beta_ptr,  # or None
+    kappa_ptr,  # or None
+    start_ptr,  # log p = (x - start) + rest
+    rest_ptr,
+    alpha_ptr,  # or None, with eta
+    eta_ptr,  # or None
+    start2_ptr,  # at the second temperature, or None with all that follow
+    rest2_ptr,
+    alpha2_ptr,
+    eta2_ptr,  # or None
+    # sizes
+    rows,
+    columns,
+    hidden,
+    first_column,  # of these columns in the vocabulary
+    columns2,  # of these that the second softmax is over
+    # scalars
+    logit_scale,  # float or None for 1
+    softcap,  # float or None
+    ratio2,  # of the second temperature, inverse, to the first; float or None for 1
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    UPCAST: tl.constexpr,  # the interpreter's product of bf16 operands is wrong, of fp32 ones right
+):
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+        group = tile // (GROUP_M * tiles_n)
+        group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
+        within = tile % (GROUP_M * tiles_n)
+        row_start = (group * GROUP_M + within % group_rows) * BLOCK_M
+        column_start = within // group_rows * BLOCK_N
+
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, hidden, BLOCK_K):
+            h = hidden_desc.load([row_start, k])
+            w = weight_desc.load([column_start, k])
+            if UPCAST:
+                h, w = h.to(tl.float32), w.to(tl.float32)
+            acc = tl.dot(h, w.T, acc)
+
+        offs_row = row_start + tl.arange(0, BLOCK_M)
+        target = tl.load(target_ptr + offs_row, mask=offs_row < rows, other=-1)
+        counts = target >= 0
+        target = (target - first_column).to(tl.int32)
+        here = (target >= column_start) & (target < column_start + BLOCK_N)
+        special = tl.max(here.to(tl.int32), 0) > 0
+        if alpha2_ptr is not None:
+            special = special | (column_start + BLOCK_N > columns2)
+        if special:
+            right = finish_tile(
+                dlogits_desc, acc, bias_ptr, class_weights_ptr, target, counts, target_logit_ptr, beta_ptr, kappa_ptr,
+                start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr, alpha2_ptr, eta2_ptr,
+                row_start, column_start, rows, columns, columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, True,
+            )  # fmt: skip
+        else:
+            right = finish_tile(
+                dlogits_desc, acc, bias_ptr, class_weights_ptr, target, counts, target_logit_ptr, beta_ptr, kappa_ptr,
+                start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr, alpha2_ptr, eta2_ptr,
+                row_start, column_start, rows, columns, columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, False,
+            )  # fmt: skip
+        dlogits_desc.store([row_start, column_start + BLOCK_N // 2], right)

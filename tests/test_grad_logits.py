@@ -1,0 +1,220 @@
+"""The matmul that leaves gradients of logits, against the matmul and the pass over stored logits that it stands for."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from budget import assert_within_budget
+from cases import GPU, TRITON, Place
+from loss_cases import LOSS_CASES, TOKENS, VOCAB, LossCase, inputs_of, run_reference
+
+from chunked_head import linear_cross_entropy, linear_loss, planner
+
+PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
+COEFFICIENTS = ("alpha", "eta", "alpha2", "eta2", "beta", "kappa")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    coefficients: tuple[str, ...] = ("alpha", "beta")
+    rows: int = 77
+    hidden: int = 72
+    columns: int = 203
+    first: int = 0  # of the tile in a vocabulary of some more columns
+    columns2: int = 150
+    ratio2: float | None = None
+    bias: bool = False
+    class_weights: bool = False
+    logit_scale: float | None = None
+    softcap: float | None = None
+
+
+CASES = [
+    Case("cross-entropy"),
+    Case("later-tile", first=64),
+    Case("rows-of-whole-tiles", rows=64, columns=128, first=128),
+    Case("one-row", rows=1),
+    Case("few-columns", columns=5, columns2=3, hidden=8),
+    Case("alpha-alone", ("alpha",)),
+    Case("beta-alone", ("beta",)),
+    Case("kappa-alone", ("kappa",), first=8),
+    Case("nothing", ()),
+    Case("entropy", ("alpha", "eta", "beta")),
+    Case("smoothing", ("alpha", "beta", "kappa"), class_weights=True),
+    Case("smoothing-bias", ("alpha", "beta", "kappa"), bias=True, first=32),
+    Case("bias", bias=True, first=16),
+    Case("scale", logit_scale=0.37),
+    Case("cap", softcap=3.0, first=24),
+    Case("scale-cap-bias", softcap=3.0, logit_scale=1.5, bias=True),
+    Case("second-alone", ("alpha2", "beta"), ratio2=0.5),
+    Case("two-softmaxes", ("alpha", "alpha2", "beta"), ratio2=2.0, first=64),
+    Case("second-of-fewer", ("alpha", "alpha2", "eta2"), columns2=64),
+    Case("second-of-none-here", ("alpha", "alpha2"), columns2=0, first=96),
+    Case(
+        "everything", COEFFICIENTS, ratio2=0.7, bias=True, class_weights=True, logit_scale=0.8, softcap=5.0, first=40
+    ),
+]  # fmt: skip
+
+
+def softmax_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """start and rest of log p = (x - start) + rest"""
+    return x.max(1).values, -(x - x.max(1).values[:, None]).exp().sum(1).log()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) -> None:
+    from chunked_head.kernels import launch_grads, launch_rows
+    from chunked_head.kernels.launch_rows import Softmax, Stored
+
+    made = torch.Generator().manual_seed(3)
+    vocab = case.first + case.columns + 9
+    tile = slice(case.first, case.first + case.columns)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=made).to(place.device)
+
+    hidden = normal(case.rows, case.hidden).to(dtype)
+    weight = (3 * normal(vocab, case.hidden) / case.hidden**0.5).to(dtype)
+    bias = normal(vocab).to(dtype) if case.bias else None
+    class_weights = normal(vocab).abs() if case.class_weights else None
+    target = torch.randint(0, vocab, (case.rows,), generator=made).to(place.device)
+    target[::3] = tile.start + target[::3] % case.columns  # no tile without targets
+    target[4::5] = -1
+    hidden[4::10] = torch.nan  # of rows that do not count
+
+    raw = hidden.float() @ weight.float().t()
+    x = raw if bias is None else raw + bias.float()
+    x = x * (case.logit_scale or 1.0)
+    x = x if case.softcap is None else case.softcap * torch.tanh(x / case.softcap)
+    # not the matmul's own value: that it is taken, and not the column's, shows
+    target_logit = x.gather(1, target.clamp(min=0)[:, None])[:, 0] + 0.25 * normal(case.rows)
+    c = {name: normal(case.rows) for name in COEFFICIENTS if name in case.coefficients}
+    c = {name: value.masked_fill(target < 0, torch.nan) for name, value in c.items()}
+    first = Softmax(*softmax_of(x), c.get("alpha"), c.get("eta"))
+    second = Softmax(
+        *softmax_of(x * (case.ratio2 or 1.0)), c.get("alpha2"), c.get("eta2"), case.ratio2, case.columns2
+    )  # fmt: skip
+    common = (target, target_logit, first, second, c.get("beta"), c.get("kappa"))
+    sliced = None if class_weights is None else class_weights[tile]
+    after = (case.first, case.logit_scale, case.softcap)
+
+    expected = torch.empty(case.rows, case.columns, device=place.device)
+    stored = Stored(
+        raw[:, tile].contiguous(), None, None if bias is None else bias[tile], case.logit_scale, case.softcap
+    )  # fmt: skip
+    launch_rows.row_grad(expected, stored, sliced, *common, None, *after)
+    assert (expected[target < 0] == 0).all()
+    if case.coefficients:
+        assert expected.abs().max() > 0.1
+    # rounded once to 16 bits; what is added up before is as large as the coefficients
+    size = expected.abs() + 1e-3 * expected.abs().amax(1, keepdim=True)
+    allowed = torch.finfo(dtype).eps * size + 2e-5
+    for shape in {launch_grads.EXP_TILE, launch_grads.SHORT_TILE}:  # one where it is interpreted
+        # a number that no gradient is, in every place and in those between the rows, which stay as they are
+        buffer = torch.full((case.rows, -(-case.columns // 8) * 8 + 8), 77.0, device=place.device, dtype=dtype)
+        dlogits = buffer[:, : case.columns]
+        given = None if bias is None else bias[tile]
+        launch_grads.grad_logits(dlogits, hidden, weight[tile], given, sliced, *common, *after, tile=shape)
+        assert (buffer[:, case.columns :] == 77.0).all()
+        assert (dlogits[target < 0] == 0).all()
+        error = (dlogits.float() - expected).abs() / allowed
+        worst = divmod(int(error.argmax()), case.columns)
+        assert (error <= 1).all(), f"{error.max()} of what is allowed, at {worst}, {shape}"
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """Two blocks of tokens and three tiles of columns in every plan that recomputes; the shape of each launch."""
+    from chunked_head.backends import triton_grads
+
+    seen: list[tuple[int, int]] = []
+    launch = triton_grads.launch_grads.grad_logits
+
+    def watched(dlogits: torch.Tensor, *arguments: Any) -> None:
+        assert dlogits.stride(0) % 8 == 0, "the tensor copy engine's rows start on 16 bytes"
+        seen.append(tuple(dlogits.shape))
+        launch(dlogits, *arguments)
+
+    monkeypatch.setattr(planner, "best_tile", lambda sizes, *_: (sizes.tokens - 20, 120))
+    monkeypatch.setattr(triton_grads.launch_grads, "grad_logits", watched)
+    planner.make_plan.cache_clear()
+    yield seen
+    planner.make_plan.cache_clear()
+
+
+def expected_tiles() -> list[tuple[int, int]]:
+    blocks, columns = (TOKENS - 20, 20), [min(120, VOCAB - start) for start in range(0, VOCAB, 120)]
+    return [(rows, count) for rows in blocks for count in columns]
+
+
+def recomputed() -> list:
+    """Interpreted, each takes seconds: one dense teacher stands for all, and fp16 for both dtypes."""
+    found = []
+    for place in PLACES:
+        interpreted = place.id == "triton-interpreted"
+        for case in LOSS_CASES:
+            for dtype in (torch.float16,) if interpreted else (torch.float16, torch.bfloat16):
+                if not interpreted or not dense(case) or case.name == "everything":
+                    name = f"{case.name}-{str(dtype)[6:]}-{place.id}"
+                    found.append(pytest.param(place.values[0], case, dtype, marks=place.marks, id=name))
+    return found
+
+
+def dense(case: LossCase) -> bool:
+    return "teacher_logits" in case.batch or "teacher_hidden" in case.batch
+
+
+@pytest.mark.parametrize(("place", "case", "dtype"), recomputed())
+def test_recomputed_losses(place: Place, case: LossCase, dtype: torch.dtype, tiles: list[tuple[int, int]]) -> None:
+    """Every loss in blocks and tiles, by a second backward, against the oracle on full logits in float64."""
+    inputs = inputs_of(case, dtype, place.device)
+    truth, eager = run_reference(case, inputs.to(torch.float64)), run_reference(case, inputs)
+    inputs = inputs_of(case, dtype, place.device, garbage=True)
+    leaves = [inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()]
+    if "bias" in inputs.head:
+        leaves.append(inputs.head["bias"].requires_grad_())
+    out = linear_loss(
+        *leaves[:2], inputs.target, case.losses, batch=inputs.batch, num_segments=inputs.num_segments,
+        backend=place.backend, **inputs.head,
+    )  # fmt: skip
+    upstream = torch.full_like(out.loss, 0.37)
+    torch.autograd.grad(out.loss, leaves, upstream, retain_graph=True)
+    tiles.clear()
+    grads = torch.autograd.grad(out.loss, leaves, upstream)
+    assert tiles == ([] if dense(case) else expected_tiles())
+    for name, ours, plain, exact in zip(("hidden", "weight", "bias"), grads, eager[2], truth[2], strict=False):
+        assert_within_budget(ours, 0.37 * plain.double(), 0.37 * exact, dtype, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_given_rows_of_upstream(place: Place, weighted: bool, tiles: list[tuple[int, int]]) -> None:
+    """reduction="none", frozen operands apart: the same gradient whichever of them is asked for."""
+    case = LOSS_CASES[0]
+    inputs = inputs_of(case, torch.float16, place.device)
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    upstream = (
+        torch.linspace(-1.0, 2.0, len(hidden), device=place.device) if weighted else torch.ones((), device=place.device)
+    )
+
+    def grads(*asked: torch.Tensor) -> list[torch.Tensor]:
+        operands = [t if any(t is a for a in asked) else t.detach() for t in (hidden, weight)]
+        loss = linear_cross_entropy(*operands, inputs.target, reduction="none", backend=place.backend)
+        return list(torch.autograd.grad((upstream * loss).sum(), asked))
+
+    both = grads(hidden, weight)
+    assert tiles == expected_tiles()
+    for alone, together in zip((*grads(hidden), *grads(weight)), both, strict=True):
+        torch.testing.assert_close(alone, together, rtol=2e-3, atol=1e-5)
+    logits = hidden.detach().double() @ weight.detach().double().t()
+    p = logits.softmax(1)
+    counts = inputs.target >= 0
+    p[counts, inputs.target[counts]] -= 1.0
+    dlogits = torch.where(counts[:, None], p * upstream.double().expand(len(hidden))[:, None], 0.0)
+    for ours, exact in zip(both, (dlogits @ weight.double(), dlogits.t() @ hidden.double()), strict=True):
+        assert (ours.double() - exact).norm() <= 2e-3 * exact.norm()
