@@ -70,6 +70,7 @@ def softmax_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) -> None:
     from chunked_head.kernels import launch_grads, launch_rows
     from chunked_head.kernels.launch_rows import Softmax, Stored
+    from chunked_head.kernels.tiles import NARROW_TILE, WIDE_TILE
 
     made = torch.Generator().manual_seed(3)
     vocab = case.first + case.columns + 9
@@ -114,7 +115,7 @@ def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) ->
     # rounded once to 16 bits; what is added up before is as large as the coefficients
     size = expected.abs() + 1e-3 * expected.abs().amax(1, keepdim=True)
     allowed = torch.finfo(dtype).eps * size + 2e-5
-    for shape in {launch_grads.EXP_TILE, launch_grads.SHORT_TILE}:  # one where it is interpreted
+    for shape in (WIDE_TILE, NARROW_TILE):
         # a number that no gradient is, in every place and in those between the rows, which stay as they are
         buffer = torch.full((case.rows, -(-case.columns // 8) * 8 + 8), 77.0, device=place.device, dtype=dtype)
         dlogits = buffer[:, : case.columns]
