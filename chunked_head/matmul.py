@@ -73,12 +73,18 @@ def add_dweight(
         return
     wide = hidden if by_blas else hidden.float()
     for tile in vocabulary_tiles(out):
-        if by_blas:
-            product = torch.empty_like(out[tile])
-            multiply(dlogits[:, tile].t(), wide, product, first=True)
-        else:
-            product = dlogits[:, tile].float().t() @ wide
-        put(out[tile], product if gain is None else product.mul_(gain), first)
+        # no name for a tile's product: it would still be there when the next is made
+        put(out[tile], dweight_tile(dlogits[:, tile], wide, out.dtype, gain), first)
+
+
+def dweight_tile(dlogits: Tensor, hidden: Tensor, dtype: torch.dtype, gain: Tensor | None) -> Tensor:
+    """``gain * dlogits.T @ hidden``, of 16-bit operands in ``dtype``, else in that of ``hidden``."""
+    if hidden.dtype == dlogits.dtype and hidden.dtype.itemsize < 4:
+        product = torch.empty(dlogits.shape[1], hidden.shape[1], dtype=dtype, device=hidden.device)
+        multiply(dlogits.t(), hidden, product, first=True)
+    else:
+        product = dlogits.float().t() @ hidden
+    return product if gain is None else product.mul_(gain)
 
 
 def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:

@@ -113,7 +113,7 @@ def kernels_between_products(loss: Losses, inputs: Any, measured: tuple) -> list
     names = [e.name for e in events if not e.name.startswith(("Memcpy", "Memset"))]
     first = max(i for i, name in enumerate(names) if "exp_logits" in name)
     after = names[first + 1 :]
-    products = ("gemm", "nvjet", "cutlass", "xmma")
+    products = ("dhidden_kernel", "gemm", "nvjet", "cutlass", "xmma")
     last = next(i for i, name in enumerate(after) if any(p in name.lower() for p in products))
     return after[:last]
 
