@@ -62,7 +62,8 @@ class Sizes:
     copied: bool = False  # hidden states that no view flattens
     scratch: int = 0  # bytes of the backend's elementwise tiles
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
-    multiprocessors: int = 0  # of a device that runs our own products of gradients, else 0
+    multiprocessors: int = 0  # of a device that runs our own matmuls, else 0
+    skips: bool = False  # products stop at a number of rows that only the device knows
     into: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
 
     @property
@@ -113,8 +114,13 @@ class Sizes:
     @property
     def sweep_bytes(self) -> int:
         """The same in a pass that makes no gradient."""
-        kept = self.store == "logits" or not self.demand.one_sweep
+        kept = self.keeps_sweep
         return kept * self.kept_bytes + self.swept_bytes(kept)
+
+    @property
+    def keeps_sweep(self) -> bool:
+        """Whether a pass that makes no gradient stores its logits."""
+        return self.store == "logits" or not self.demand.one_sweep
 
     @property
     def kept_bytes(self) -> int:
@@ -152,7 +158,8 @@ class Sizes:
 
     def dhidden_parts(self, rows: int) -> int:
         """Parts that a chunk's dhidden is made in, each with an fp32 sum of its own."""
-        return dhidden_parts(rows, self.hidden, self.multiprocessors) if self.multiprocessors else 1
+        own = self.multiprocessors and self.store != "logits"
+        return dhidden_parts(rows, self.hidden, self.multiprocessors) if own else 1
 
     @property
     def weight_elements(self) -> int:
@@ -202,7 +209,7 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
         Term("gradient of hidden, waiting", wait_h if cast_h else 0, left_h),
         Term("gradient of weight, waiting", wait_w if cast_w else 0, wait_w if cast_w else 0),
         Term("logits of a chunk and its rows", rows * sizes.row_bytes),
-        Term("rows scaled, target's terms", fast_rows(sizes, rows) if sizes.store == "fast" else 0),
+        Term("target's terms of dweight", target_rows(sizes) if sizes.store == "fast" else 0),
         Term("gradient of hidden, parts", part_sums(sizes, rows)),
         Term("work space of tiles", work_space(sizes, sizes.vocab, rows) + scaled_tile(sizes)),
         *sizes.common_terms,
@@ -242,16 +249,14 @@ def recompute_terms(
     )
 
 
-def fast_rows(sizes: Sizes, rows: int) -> int:
-    """The fast road's scaled operand, and sums of targets' rows."""
-    if not sizes.weight_grad:
-        return 0
-    return rows * sizes.hidden * sizes.element + sizes.tokens * 28 + sizes.tokens * sizes.hidden // 4
+def target_rows(sizes: Sizes) -> int:
+    """The fast road's tokens sorted by target, and sums of their rows."""
+    return sizes.tokens * 28 + sizes.tokens * sizes.hidden // 4 if sizes.weight_grad else 0
 
 
 def part_sums(sizes: Sizes, rows: int) -> int:
     """Sums of dhidden's parts, where it is made in several."""
-    parts = sizes.dhidden_parts(rows) if sizes.hidden_grad and sizes.store != "logits" else 1
+    parts = sizes.dhidden_parts(rows) if sizes.hidden_grad else 1
     return parts * rows * sizes.hidden * 4 if parts > 1 else 0
 
 

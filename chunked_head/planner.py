@@ -1,6 +1,7 @@
 """Decides a ``Plan``: the fastest schedule that the budget holds, at the accuracy that the contract promises."""
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,6 +36,7 @@ class Request:
 
 
 DEFAULT_REQUEST = Request()
+MODEST_SWEEP = 60 * MiB
 
 
 @functools.lru_cache(maxsize=1024)
@@ -75,6 +77,10 @@ def sweep_rows(sizes: Sizes, request: Request) -> int:
     """Rows of a chunk in a pass that keeps statistics and no gradient."""
     most = sizes.tokens if request.chunk_tokens is None else min(sizes.tokens, request.chunk_tokens)
     rows = largest(lambda n: extra_of(sweep_terms(sizes, n)) <= request.budget, max(most, 1))
+    if not request.explicit and not sizes.keeps_sweep:
+        # where no logits are kept, larger chunks gain nothing
+        modest = largest(lambda n: extra_of(sweep_terms(sizes, n)) <= MODEST_SWEEP, max(most, 1))
+        rows = min(rows, max(modest, GOOD_CHUNK))
     if request.chunk_tokens is not None and not request.explicit:
         rows = max(most, 1)
     if rows == 0 or (request.chunk_tokens is not None and rows < most):
@@ -117,7 +123,11 @@ def plan_forward(
 def chunk_rows(sizes: Sizes, request: Request, extra, budget: int, last: bool) -> int:
     """Rows of a chunk within the budget, or as many as the caller named; 0 where they do not fit."""
     if request.chunk_tokens is None:
-        return largest(lambda n: extra(n) <= budget, max(sizes.tokens, 1))
+        rows = largest(lambda n: extra(n) <= budget, max(sizes.tokens, 1))
+        # a chunk less may fit where the next multiple of 128 does not
+        fewer = -(-sizes.tokens // rows) - 1 if rows else 0
+        fitting = 16 * math.ceil(sizes.tokens / fewer / 16) if fewer else 0
+        return fitting if fitting and extra(fitting) <= budget else rows
     rows = balanced(sizes.tokens, request.chunk_tokens)
     if not request.explicit:
         # a named chunk overrides the default budget; what may wait in fp32 beside it still has to be modest

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from .kernels.tiles import exp_tile
 from .memory import CHUNK_MULTIPLE, ROUNDING_ERROR, MiB, Sizes, Term, extra_of, peak_of
 
 DEFAULT_BUDGET = 640 * MiB
@@ -162,6 +163,8 @@ def table(plan: Plan) -> str:
             }[s.store],
         ),
     ]
+    if s.multiprocessors:
+        rows.append(("matmuls", matmuls(plan)))
     if plan.schedule == "recompute":
         rows.append(("gradients", f"{plan.blocks} x {plan.block_tokens} tokens, tiles of {plan.tile_columns} columns"))
     if s.any_grad:
@@ -180,6 +183,21 @@ def table(plan: Plan) -> str:
     lines.append(f"{'peak over the inputs':<32}{plan.peak_bytes / MiB:>10.1f} MiB")
     lines.append(f"{'beside the gradients':<32}{plan.extra_bytes / MiB:>10.1f} MiB of {plan.budget / MiB:.0f}")
     return "\n".join(lines)
+
+
+def matmuls(plan: Plan) -> str:
+    """Whose products run, and how."""
+    s = plan.sizes
+    if s.store == "logits":
+        return "cuBLAS's: our own take 16-bit operands whose rows begin on 16 bytes, and no top_k"
+    tile = exp_tile(s.hidden)
+    found = [f"logits ours ({tile.block_m} x {tile.block_n} tiles, by hidden size)"]
+    if plan.schedule == "forward" and s.hidden_grad:
+        parts = s.dhidden_parts(plan.chunk_tokens)
+        found.append("dhidden ours" + (f" in {parts} parts of the vocabulary" if parts > 1 else ""))
+    if plan.schedule != "loss only" and s.weight_grad:
+        found.append("dweight " + ("ours, over rows that count" if s.skips else "cuBLAS's"))
+    return ", ".join(found)
 
 
 def name(dtype: torch.dtype) -> str:

@@ -152,8 +152,6 @@ class FastSession(RelativeSession):
             return
         self.softmax_factor = torch.empty(plan.chunk_tokens, dtype=torch.float32, device=device)
         self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
-        if sizes.weight_grad:
-            self.scaled = torch.empty(plan.chunk_tokens, sizes.hidden, dtype=sizes.dtype, device=device)
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         if self.buffer is None:
@@ -177,9 +175,9 @@ class FastSession(RelativeSession):
             factors = launch.Factors(rows.target, softmax_factor, target_factor)
             self.put_dhidden(exp, rows, grads.hidden, at, factors)
         if grads.weight is not None:
-            scaled = self.scaled[:count]
-            launch.copy_rows(scaled, rows.hidden, rows.target, softmax_factor)
-            self.add_dweight(exp, rows, scaled, grads.weight, grads.stores(at.start == 0))
+            # in place: nobody reads the chunk's hidden states after this
+            launch.copy_rows(rows.hidden, rows.hidden, rows.target, softmax_factor)
+            self.add_dweight(exp, rows, rows.hidden, grads.weight, grads.stores(at.start == 0))
 
     def finish(self, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         if grads.weight is not None:
