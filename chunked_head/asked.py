@@ -41,11 +41,14 @@ class HeadOptions:
     backend: str | None
     accumulate_into: Tensor | str | None
     skip_ignored: bool | str = False
+    deterministic: bool = False
 
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the matmuls."""
         if not (isinstance(self.skip_ignored, bool) or self.skip_ignored == "wait"):
             raise ValueError(f'skip_ignored must be True, False or "wait", got {self.skip_ignored!r}')
+        if not isinstance(self.deterministic, bool):
+            raise TypeError(f"deterministic must be True or False, got {self.deterministic!r}")
         dtype = checks.check_operands(self.hidden, self.weight, self.target, self.bias)
         checks.check_head(
             self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading

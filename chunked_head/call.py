@@ -130,6 +130,8 @@ def execute(
             f"skip_ignored=True needs matmuls that stop at a number of rows on the device, which these operands "
             f"({asked.dtype}, on {head.device}) do not run in (see plan); use skip_ignored='wait' or False"
         )
+    if sizes.deterministic:
+        check_deterministic(asked, sizes)
     # computed again in backward, a call recomputes whatever its request was made for
     plan = make_plan(sizes, Request(memory_budget=request.memory_budget) if again else request)
     call = Call(
@@ -140,6 +142,18 @@ def execute(
     if asked.packing is not None and not isinstance(objective, ScalarObjective):
         outputs = tuple(map(asked.packing.unpack, outputs))
     return outputs, found[0], call
+
+
+def check_deterministic(asked: Asked, sizes: Sizes) -> None:
+    if sizes.dtype == torch.float16:
+        raise ValueError(
+            "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of the call"
+        )
+    if not asked.backend.bounds_rows(sizes.store):
+        raise ValueError(
+            f"deterministic=True needs our own matmuls, which do not run these operands ({sizes.dtype}, on "
+            f"{asked.head.device}; bfloat16 on Hopper, rows on 16 bytes, no top_k): BLAS's depend on the number of rows"
+        )
 
 
 def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupled: bool) -> Sizes:

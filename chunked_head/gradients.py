@@ -12,7 +12,7 @@ from .plans import Plan
 from .stats import Coefficients, Head, Rows, RowStats
 
 if TYPE_CHECKING:
-    from .backends import Backend
+    from .backends import Backend, Session
 
 
 @dataclass
@@ -68,8 +68,9 @@ class Gradients:
 
 
 def add_tile(
+    session: "Session",
     dlogits: Tensor,  # [rows, columns]
-    rows: Tensor,  # [rows, hidden]
+    rows: Rows,
     weight: Tensor,  # [columns, hidden]
     d_rows: Tensor | None,  # [rows, hidden]
     grads: Gradients,
@@ -80,16 +81,16 @@ def add_tile(
 ) -> None:
     """A tile's share of every gradient."""
     if d_rows is not None:
-        add_dhidden(dlogits, weight, d_rows, first=tile.start == 0)
+        session.tile_dhidden(dlogits, rows, weight, d_rows, first=tile.start == 0)
     if grads.bias is not None:
         add_dbias(dlogits, grads.bias[tile], first_block, gain)
     if grads.weight is None:
         return
     if not plan.sizes.through_fp32(plan.weight_accumulate):
-        add_dweight(dlogits, rows, grads.weight[tile], grads.stores(first_block))
+        session.add_dweight(dlogits, rows, rows.hidden, grads.weight[tile], grads.stores(first_block))
         return
     product = torch.empty_like(grads.weight[tile], dtype=torch.float32)
-    add_dweight(dlogits, rows, product, first=True)
+    session.add_dweight(dlogits, rows, rows.hidden, product, first=True)
     if gain is not None:
         product.mul_(gain)
     put(grads.weight[tile], product, grads.stores(first_block))
@@ -119,6 +120,10 @@ class AddsDlogits:
     def put_dhidden(self, dlogits: Tensor, rows: Rows, out: Tensor, at: slice) -> None:
         """The product with the weight, of rows ``at`` of the call, into theirs of ``out`` [tokens, hidden]."""
         add_dhidden(dlogits, self.head.weight, out[at], first=True)
+
+    def tile_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
+        """The product of a tile's gradients with its rows of the weight, into ``out`` [rows, hidden]."""
+        add_dhidden(dlogits, weight, out, first)
 
     def add_dweight(
         self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None

@@ -37,6 +37,7 @@ def linear_cross_entropy(
     accumulate_into: Tensor | str | None = None,
     upstream: float | Tensor | None = None,
     skip_ignored: bool | str = False,
+    deterministic: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Cross-entropy of a linear head, without its logits. Same value and gradients as
@@ -94,6 +95,9 @@ def linear_cross_entropy(
             operands on Hopper, and anything on a CPU; ValueError elsewhere). Where every token counts it costs 1 to
             3 %, because our own product for the weight's gradient then stands in for cuBLAS's. ``"wait"`` does it for
             any operands and waits for their number, which a CUDA graph cannot.
+        deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
+            gradient depends on the other tokens or their number: one tile for every size, no product in parts. For
+            bfloat16 on Hopper, ValueError elsewhere: BLAS chooses by the number of rows.
         backend: ``"triton"`` or ``"torch"``; None: the device's own.
 
     Returns:
@@ -108,7 +112,7 @@ def linear_cross_entropy(
     """
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, 1.0, shift, memory_budget, chunk_tokens,
-        accumulate_dtype, backend, accumulate_into, skip_ignored,
+        accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic,
     )  # fmt: skip
     dtype = head.check()
     checks.check_reduction(reduction)

@@ -57,6 +57,7 @@ def linear_loss(
     accumulate_into: Tensor | str | None = None,
     upstream: float | Tensor | None = None,
     skip_ignored: bool | str = False,
+    deterministic: bool = False,
     backend: str | None = None,
 ) -> LossOutput:
     """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
@@ -102,7 +103,7 @@ def linear_loss(
     """
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored,
+        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic,
     )  # fmt: skip
     dtype = head.check()
     measured = check_loss(head, loss, metrics, reduction, normalizer, upstream)

@@ -38,6 +38,7 @@ def linear_logprobs(
     accumulate_dtype: torch.dtype | None = None,
     accumulate_into: Tensor | str | None = None,
     skip_ignored: bool | str = False,
+    deterministic: bool = False,
     backend: str | None = None,
 ) -> Any:
     """Log-probabilities of targets, and what else is asked for. Same values and gradients as
@@ -78,7 +79,7 @@ def linear_logprobs(
     """
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored,
+        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic,
     )  # fmt: skip
     dtype = head.check()
     if target is None:

@@ -117,11 +117,13 @@ def recompute(
             d_rows = None
             if grads.hidden is not None:
                 d_rows = grads.hidden[block]
-                if plan.hidden_accumulate != d_rows.dtype or rows.order is not None:
+                if rows.order is not None:
+                    d_rows = torch.zeros_like(d_rows, dtype=plan.hidden_accumulate)
+                elif plan.hidden_accumulate != d_rows.dtype:
                     d_rows = torch.empty_like(d_rows, dtype=plan.hidden_accumulate)
             for tile in plan.column_tiles():
                 dlogits = session.tile_grad(rows, tile, stats.at(block), coefficients.at(block))
-                add_tile(dlogits, rows.hidden, head.weight[tile], d_rows, grads, tile, block.start == 0, gain, plan)
+                add_tile(session, dlogits, rows, head.weight[tile], d_rows, grads, tile, block.start == 0, gain, plan)
             if d_rows is not None and grads.hidden is not None:
                 if gain is not None:
                     d_rows.mul_(gain)

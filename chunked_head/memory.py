@@ -63,6 +63,7 @@ class Sizes:
     scratch: int = 0  # bytes of the backend's elementwise tiles
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
     multiprocessors: int = 0  # of a device that runs our own matmuls, else 0
+    deterministic: bool = False  # a token's numbers do not depend on the others, nor on how many there are
     skips: bool = False  # products stop at a number of rows that only the device knows
     into: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
 
@@ -158,7 +159,7 @@ class Sizes:
 
     def dhidden_parts(self, rows: int) -> int:
         """Parts that a chunk's dhidden is made in, each with an fp32 sum of its own."""
-        own = self.multiprocessors and self.store != "logits"
+        own = self.multiprocessors and self.store != "logits" and not self.deterministic
         return dhidden_parts(rows, self.hidden, self.multiprocessors) if own else 1
 
     @property

@@ -104,6 +104,8 @@ def plan_forward(
     if sizes.sums_into(sizes.hidden_dtype):
         choices.append(sizes.hidden_dtype)
     choices = choices or [wide]
+    if sizes.deterministic:  # no choice by size
+        choices = [wide] if sizes.dtype == torch.float16 else choices[-1:]
     for hidden_acc in choices:
 
         def extra(rows: int, hidden_acc: torch.dtype = hidden_acc) -> int:
@@ -141,7 +143,7 @@ def plan_coupled(sizes: Sizes, request: Request) -> Plan:
     one = sizes.weight_dtype if sizes.sums_into(sizes.weight_dtype) and sizes.dtype != torch.float16 else torch.float32
     one = sizes.into or one
     fits = request.chunk_tokens is None or request.chunk_tokens >= sizes.tokens
-    if fits and (not sizes.weight_grad or request.accumulate_dtype in (None, one)):
+    if fits and not sizes.deterministic and (not sizes.weight_grad or request.accumulate_dtype in (None, one)):
         try:
             return plan_forward(sizes, request, one, least=sizes.tokens, most_chunks=1)
         except ValueError:
@@ -192,6 +194,12 @@ def plan_half_weight(sizes: Sizes, request: Request) -> Plan:
         )
     if request.chunk_tokens is not None:
         refuse(request, fp32_bytes + request.chunk_tokens * sizes.row_bytes, request.chunk_tokens)
+    if sizes.deterministic:
+        raise ValueError(
+            f"deterministic=True makes these gradients in the forward pass whatever the sizes, and no accumulator of "
+            f"the weight's fits memory_budget ({request.budget / MiB:.0f} MiB, {half_bytes(sizes) / MiB:.0f} needed); "
+            "raise it"
+        )
     return plan_recompute(sizes, request, "no accumulator of the weight fits")
 
 

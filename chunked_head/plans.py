@@ -120,12 +120,12 @@ def parse_bytes(value: int | str, argument: str) -> int:
 
 
 def balanced(tokens: int, most: int) -> int:
-    """Rows of equal chunks of at most ``most``, a multiple of 128 where ``most`` leaves room for that."""
+    """Rows of equal chunks of at most ``most``, a multiple of 128, else of 16, where ``most`` leaves room for that."""
     if tokens <= most:
         return max(tokens, 1)
     rows = math.ceil(tokens / math.ceil(tokens / most))
-    rounded = math.ceil(rows / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
-    return rounded if rounded <= most else rows
+    rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, 16))
+    return next((choice for choice in rounded if choice <= most), rows)
 
 
 def rows_of(tokens: int, chunks: int) -> int:
@@ -189,14 +189,14 @@ def matmuls(plan: Plan) -> str:
     """Whose products run, and how."""
     s = plan.sizes
     if s.store == "logits":
-        return "cuBLAS's: our own take 16-bit operands whose rows begin on 16 bytes, and no top_k"
+        return "cuBLAS's (ours: 16-bit rows on 16 bytes, no top_k)"
     tile = exp_tile(s.hidden)
-    found = [f"logits ours ({tile.block_m} x {tile.block_n} tiles, by hidden size)"]
+    found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
     if plan.schedule == "forward" and s.hidden_grad:
         parts = s.dhidden_parts(plan.chunk_tokens)
-        found.append("dhidden ours" + (f" in {parts} parts of the vocabulary" if parts > 1 else ""))
+        found.append("dhidden ours" + (f" ({parts} parts)" if parts > 1 else ""))
     if plan.schedule != "loss only" and s.weight_grad:
-        found.append("dweight " + ("ours, over rows that count" if s.skips else "cuBLAS's"))
+        found.append("dweight " + ("ours" if s.skips else "cuBLAS's"))
     return ", ".join(found)
 
 

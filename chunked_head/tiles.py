@@ -9,6 +9,8 @@ from .plans import largest, rows_of
 
 # columns of the widest tile of the logits matmul: what is left over in a narrower one is computed for nothing
 TILE_MULTIPLE = 256
+# columns of a tile where nothing may be chosen by size
+FIXED_TILE = 8192
 
 
 def best_tile(
@@ -30,10 +32,15 @@ def best_tile(
             terms = recompute_terms(sizes, rows, block, tile, hidden_accumulator(sizes, tile), weight_acc)
             return extra_of(terms) <= budget
 
-        widest = largest(fits, sizes.vocab, TILE_MULTIPLE)
-        if widest == 0:
-            continue
-        tile = even_tile(sizes.vocab, widest)
+        if sizes.deterministic:
+            tile = min(sizes.vocab, FIXED_TILE)
+            if not fits(tile):
+                continue
+        else:
+            widest = largest(fits, sizes.vocab, TILE_MULTIPLE)
+            if widest == 0:
+                continue
+            tile = even_tile(sizes.vocab, widest)
         moved = moved_by_blocks(sizes, block, weight_acc) + moved_by_tiles(sizes, tile)
         if moved < least:
             best, least = (block, tile), moved

@@ -15,6 +15,7 @@ since a compiler that saw only values there would compute both and select.
 import triton
 import triton.language as tl
 
+from .blocks import counted_rows
 from .transform import log2_e, softmax_term, transform_derivative, transform_logits
 
 
@@ -204,7 +205,9 @@ def grad_logits_kernel(
     rest2_ptr,
     alpha2_ptr,
     eta2_ptr,  # or None
+    count_ptr,  # [] int64: how many rows of the call count, or None for all
     # sizes
+    first_row,  # of these within the call
     rows,
     columns,
     hidden,
@@ -221,7 +224,7 @@ def grad_logits_kernel(
     PROGRAMS: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter's product of bf16 operands is wrong, of fp32 ones right
 ):
-    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         group = tile // (GROUP_M * tiles_n)

@@ -201,9 +201,10 @@ def dhidden(
     factors: Factors = NO_FACTORS,
     order: torch.Tensor | None = None,  # [rows] int64, rows of ``out``
     counted: Counted = ALL_ROWS,
+    add: bool = False,  # in one part
     tile: Tile = PRODUCT_TILE,
 ) -> None:
-    """``out = softmax * (grad @ weight) + at_target * weight[target]``"""
+    """``out (+)= softmax * (grad @ weight) + at_target * weight[target]``"""
     (rows, vocab), hidden = grad.shape, weight.shape[1]
     parts = 1 if partial is None else partial.shape[0]
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(hidden, tile.block_n) * parts
@@ -213,7 +214,7 @@ def dhidden(
         TensorDescriptor.from_tensor(grad, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_k, tile.block_n]),
         weight, counted.count, order, *factors, counted.first_row, rows, vocab, hidden,
-        PARTS=parts, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
+        PARTS=parts, ADD=add, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         PROGRAMS=programs, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if partial is not None:

@@ -5,7 +5,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .grad_logits import grad_logits_kernel
-from .launch import multiprocessors
+from .launch import ALL_ROWS, Counted, multiprocessors
 from .launch_rows import Softmax
 from .tiles import INTERPRETED, Tile, exp_tile
 
@@ -25,6 +25,7 @@ def grad_logits(
     first_column: int,  # of these columns in the vocabulary
     logit_scale: float | None,
     softcap: float | None,
+    counted: Counted = ALL_ROWS,
     tile: Tile | None = None,
 ) -> None:
     """``dlogits`` of ``hidden @ weight.T``, as ``launch_rows.row_grad`` makes them of stored logits."""
@@ -40,7 +41,8 @@ def grad_logits(
         TensorDescriptor.from_tensor(hidden, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
         bias, class_weights, target, target_logit, beta, kappa, *first[:4], *second[:4],
-        rows, columns, width, first_column, second.columns, logit_scale, softcap, second.ratio,
+        counted.count, counted.first_row, rows, columns, width, first_column, second.columns, logit_scale, softcap,
+        second.ratio,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, PROGRAMS=programs,
         UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -25,6 +25,7 @@ def store_dhidden(
     counted,
     rows,
     hidden,
+    ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -51,6 +52,8 @@ def store_dhidden(
         if order_ptr is not None:
             out_row = tl.load(order_ptr + offs_row, mask=in_rows, other=0)
         at = out_row[:, None] * hidden + offs_col[None, :]
+        if ADD:
+            grad += tl.load(dhidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dhidden_ptr + at, grad.to(dhidden_ptr.dtype.element_ty), mask=mask)
 
 
@@ -74,6 +77,7 @@ def dhidden_kernel(
     vocab,
     hidden,
     PARTS: tl.constexpr,
+    ADD: tl.constexpr,  # to dhidden, made in one part
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -81,7 +85,7 @@ def dhidden_kernel(
     PROGRAMS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """``dhidden = softmax_factor * (grad @ weight) + target_factor * weight[target]``, or the first product's parts."""
+    """``dhidden (+)= softmax_factor * (grad @ weight) + target_factor * weight[target]``, or the product's parts."""
     counted = counted_rows(count_ptr, first_row, rows)
     tiles_m = tl.cdiv(counted, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)
@@ -104,11 +108,11 @@ def dhidden_kernel(
         left, right = column_halves(acc, BLOCK_M, BLOCK_N)
         store_dhidden(
             partial_ptr, dhidden_ptr, left, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
-            part, row_start, column_start, counted, rows, hidden, BLOCK_M, BLOCK_N // 2,
+            part, row_start, column_start, counted, rows, hidden, ADD, BLOCK_M, BLOCK_N // 2,
         )  # fmt: skip
         store_dhidden(
             partial_ptr, dhidden_ptr, right, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
-            part, row_start, column_start + BLOCK_N // 2, counted, rows, hidden, BLOCK_M, BLOCK_N // 2,
+            part, row_start, column_start + BLOCK_N // 2, counted, rows, hidden, ADD, BLOCK_M, BLOCK_N // 2,
         )  # fmt: skip
 
 

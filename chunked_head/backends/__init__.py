@@ -35,6 +35,14 @@ class Session(Protocol):
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         """The gradient of the raw logits in a slice of the vocabulary, whose statistics are known [rows, tile]."""
 
+    def tile_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
+        """``out = dlogits @ weight`` where ``first``, else added: rows' share of a tile [rows, hidden]."""
+
+    def add_dweight(
+        self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
+    ) -> None:
+        """``out = gain * dlogits.T @ operand`` where ``first``, else added."""
+
 
 class Layout(NamedTuple):
     """What a backend's choice of store depends on."""

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..kernels import launch_grads
+from ..kernels import launch, launch_grads
 from ..memory import padded_columns
 from ..plans import Plan
 from ..stats import Coefficients, Head, Rows, RowStats
-from .triton_session import KernelSession, transform
+from .triton_session import KernelSession, add_counted_dweight, counted_of, transform
 
 
 class GradSession(KernelSession):
@@ -24,7 +24,19 @@ class GradSession(KernelSession):
         common = self.terms(stats, coefficients, tile.start, columns)
         launch_grads.grad_logits(
             dlogits, rows.hidden, head.weight, head.bias, head.class_weights, rows.target, *common,
-            tile.start, *transform(head),
+            tile.start, *transform(head), counted=counted_of(rows),
         )  # fmt: skip
         self.replace_columns_(dlogits, head, tile.start, rows, stats, coefficients, common, add=False)
         return dlogits
+
+    def tile_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
+        # cuBLAS chooses by the number of rows, and computes all of them
+        if rows.counted is None and not self.sizes.deterministic:
+            super().tile_dhidden(dlogits, rows, weight, out, first)
+        else:
+            launch.dhidden(out, None, dlogits, weight, counted=counted_of(rows), add=not first)
+
+    def add_dweight(
+        self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
+    ) -> None:
+        add_counted_dweight(dlogits, rows, operand, out, first, gain)

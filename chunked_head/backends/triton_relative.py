@@ -11,7 +11,7 @@ from ..matmul import project
 from ..memory import padded_columns
 from ..plans import Plan
 from ..stats import Coefficients, Head, Rows, RowStats
-from .triton_session import KernelSession, normalize_rows, ratio_of, transform
+from .triton_session import KernelSession, add_counted_dweight, counted_of, normalize_rows, ratio_of, transform
 
 
 class RelativeSession(KernelSession):
@@ -88,11 +88,7 @@ class RelativeSession(KernelSession):
     def add_dweight(
         self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
     ) -> None:
-        # cuBLAS adds a little faster, but computes what nobody wants
-        if rows.counted is None or gain is not None:
-            super().add_dweight(dlogits, rows, operand, out, first, gain)
-        else:
-            launch.dweight(out, dlogits, operand, first, counted_of(rows))
+        add_counted_dweight(dlogits, rows, operand, out, first, gain)
 
     def partial(self, rows: int) -> Tensor | None:
         """Where the parts of a chunk's dhidden go, if it is made in several [parts, rows, hidden]."""
@@ -124,10 +120,6 @@ class RelativeSession(KernelSession):
         dlogits = self.stored.logits.view(self.sizes.dtype)
         teacher = None if self.demand.pairing is None else self.teacher_stored
         return self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher)
-
-
-def counted_of(rows: Rows) -> launch.Counted:
-    return launch.Counted(rows.counted, rows.first)
 
 
 def padded(rows: int, columns: int, device: torch.device) -> Tensor:

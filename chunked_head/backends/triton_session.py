@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from ..gradients import AddsDlogits
-from ..kernels import launch_rows
+from ..kernels import launch, launch_rows
 from ..kernels.launch_rows import NO_SOFTMAX, Beside, Softmax, Stored
+from ..matmul import add_dweight
 from ..plans import Plan
 from ..stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher
 
@@ -25,6 +26,21 @@ def normalize_rows(normalize: Normalizer, stored: Stored, columns: int) -> None:
 
 def ratio_of(ratio: float) -> float | None:
     return None if ratio == 1.0 else float(ratio)
+
+
+def counted_of(rows: Rows) -> launch.Counted:
+    return launch.Counted(rows.counted, rows.first)
+
+
+def add_counted_dweight(
+    dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None
+) -> None:
+    """As ``matmul.add_dweight``, over rows that count where they are known."""
+    # cuBLAS adds a little faster, but computes what nobody wants
+    if rows.counted is None or gain is not None:
+        add_dweight(dlogits, operand, out, first, gain)
+    else:
+        launch.dweight(out, dlogits, operand, first, counted_of(rows))
 
 
 class KernelSession(AddsDlogits):

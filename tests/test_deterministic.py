@@ -1,0 +1,70 @@
+"""``deterministic=True``: the same bits from run to run, and whatever the other tokens are."""
+
+import pytest
+import torch
+from cases import GPU, PLACES, TRITON, Place
+from torch import Tensor
+
+from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses
+
+OURS = [*TRITON, GPU[0]]
+
+
+def operands(place: Place, dtype: torch.dtype, tokens: int = 150) -> tuple[Tensor, Tensor, Tensor]:
+    made = torch.Generator().manual_seed(5)
+    hidden = torch.randn(tokens, 64, generator=made).to(place.device, dtype)
+    weight = (torch.randn(300, 64, generator=made) * 0.3).to(place.device, dtype)
+    return hidden, weight, torch.randint(0, 300, (tokens,), generator=made).to(place.device)
+
+
+@pytest.mark.parametrize("place", OURS)
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("schedule", ["forward", "recompute"])
+def test_alone_as_among_others(place: Place, entropy: bool, schedule: str) -> None:
+    """Log-probabilities and rows of hidden's gradient of the first tokens, alone and before others."""
+    hidden, weight, target = operands(place, torch.bfloat16)
+    loss = losses.cross_entropy() + (0.1 * losses.entropy() if entropy else 1e-3 * losses.z_loss())
+    found = []
+    for count in (150, 37, 1):
+        rows = hidden[:count].clone().requires_grad_()
+        w = weight.clone().requires_grad_()
+        options = {"backend": place.backend, "deterministic": True, "chunk_tokens": 64}
+        if schedule == "forward":
+            linear_loss(rows, w, target[:count], loss, reduction="sum", **options).loss.backward()
+        else:
+            values = linear_logprobs(rows, w, target[:count], entropy=True, **options)
+            (values.logprobs + (0.1 * values.entropy if entropy else 0.0)).sum().backward()
+        with torch.no_grad():
+            logprobs = linear_logprobs(hidden[:count], weight, target[:count], **options)
+        found.append((logprobs, rows.grad))
+    for logprobs, gradient in found[1:]:
+        assert torch.equal(logprobs, found[0][0][: len(logprobs)])
+        assert torch.equal(gradient, found[0][1][: len(gradient)])
+
+
+@pytest.mark.parametrize("place", OURS)
+def test_run_to_run(place: Place) -> None:
+    hidden, weight, target = operands(place, torch.bfloat16)
+    target[:90] = 7  # a token of many
+
+    def run() -> list[Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = linear_cross_entropy(h, w, target, chunk_tokens=64, backend=place.backend, deterministic=True)
+        loss.backward()
+        return [loss.detach(), h.grad, w.grad]
+
+    for first, second in zip(run(), run(), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_where_it_cannot_be(place: Place) -> None:
+    hidden, weight, target = operands(place, torch.float32)
+    with pytest.raises(ValueError, match="deterministic=True needs our own matmuls"):
+        linear_cross_entropy(hidden, weight, target, backend=place.backend, deterministic=True)
+    if place.backend == "triton":
+        hidden, weight, target = operands(place, torch.float16)
+        with pytest.raises(ValueError, match="deterministic=True goes with bfloat16"):
+            linear_cross_entropy(hidden, weight, target, backend=place.backend, deterministic=True)
+    with pytest.raises(TypeError, match="deterministic must be True or False, got 1"):
+        linear_cross_entropy(hidden, weight, target, deterministic=1)
