@@ -1,11 +1,13 @@
 """From what a call asks to what runs: its objective, its plan, its sizes; the same way for every public function."""
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .asked import Asked, HeadOptions
+from .asked import Asked, Checked, HeadOptions, ask
 from .autograd import HeadLoss
 from .backends import Layout
 from .evaluate import Inputs
@@ -24,8 +26,11 @@ from .objective import (
     reduced,
 )
 from .planner import Request, make_plan
+from .plans import Plan
 from .prepare import in_backward
 from .stats import Demand, RowStats
+
+Result = TypeVar("Result")
 
 
 def scalar_objective(
@@ -112,46 +117,97 @@ def make_inputs(asked: Asked, factors: list[Tensor]) -> Inputs:
     )  # fmt: skip
 
 
-def execute(
-    asked: Asked, objective: Objective, request: Request, late: bool
-) -> tuple[tuple[Tensor, ...], RowStats, Call]:
-    """Plans and runs."""
+class Wants(NamedTuple):
+    """Which operands' gradients a call makes."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> "Wants":
+        """What autograd asks for here and now."""
+        grad = torch.is_grad_enabled()
+        return cls(
+            grad and hidden.requires_grad,
+            grad and weight.requires_grad,
+            grad and bias is not None and bias.requires_grad,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Task(Generic[Result]):
+    """What a public function has made of its arguments, all checked and nothing computed: run at once, or in a graph.
+
+    ``result``: from what ran to what the function returns. ``per_token``: names of what the objective returns per token,
+    whose upstream gradients come late; none for a scalar loss.
+    """
+
+    checked: Checked
+    demand: Demand
+    request: Request
+    objective: Callable[[Asked], Objective]
+    result: "Callable[[Outcome], Result]"
+    per_token: tuple[str, ...] = ()
+
+
+class Outcome(NamedTuple):
+    """What ran, and what came of it."""
+
+    asked: Asked
+    objective: Any  # the task's
+    outputs: tuple[Tensor, ...]
+    stats: RowStats
+    plan: Plan
+
+
+def execute(task: Task[Result]) -> Result:
+    """Plans and runs, differentiable."""
+    asked = ask(task.checked)
+    objective = task.objective(asked)
     head = asked.head
     assert isinstance(head, HeadOptions)
-    rows = head.hidden.reshape(-1, head.hidden.shape[-1])
-    again = in_backward()
-    coupled = isinstance(objective, ScalarObjective) and objective.coupled
-    sizes = sizes_of(asked, objective, rows, late or again, coupled)
-    # computed again in backward, a call recomputes whatever its request was made for
-    plan = make_plan(sizes, Request(memory_budget=request.memory_budget) if again else request)
-    call = Call(plan, asked.backend, objective, asked.logit_scale, asked.softcap, request)
+    wants = Wants.of(head.hidden, head.weight, head.bias)
+    rows, call = planned(asked, objective, task.request, bool(task.per_token), wants, again=in_backward())
     found: list[RowStats] = []
     outputs = HeadLoss.apply(rows, head.weight, head.bias, call, found)
-    return outputs, found[0], call
+    return task.result(Outcome(asked, objective, outputs, found[0], call.plan))
 
 
-def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupled: bool) -> Sizes:
+def planned(
+    asked: Asked, objective: Objective, request: Request, late: bool, wants: Wants, again: bool = False
+) -> tuple[Tensor, Call]:
+    """Hidden states as rows, and how the call runs; ``again``: inside of a backward."""
+    assert isinstance(asked.head, HeadOptions)
+    rows = asked.head.hidden.reshape(-1, asked.head.hidden.shape[-1])
+    coupled = isinstance(objective, ScalarObjective) and objective.coupled
+    sizes = sizes_of(asked, objective, rows, late or again, coupled, wants)
+    # computed again in backward, a call recomputes whatever its request was made for
+    plan = make_plan(sizes, Request(memory_budget=request.memory_budget) if again else request)
+    return rows, Call(plan, asked.backend, objective, asked.logit_scale, asked.softcap, request)
+
+
+def sizes_of(
+    asked: Asked, objective: Objective, rows: Tensor, late: bool, coupled: bool, wants: Wants
+) -> Sizes:
     """What the plan is made from."""
     assert isinstance(asked.head, HeadOptions)
     hidden, weight, bias = asked.head.hidden, asked.head.weight, asked.head.bias
-    grad = torch.is_grad_enabled()
     # a view shares memory with what it views, a copy does not
     copied = rows.numel() > 0 and rows.data_ptr() != hidden.data_ptr()
-    bias_grad = grad and bias is not None and bias.requires_grad
     layout = Layout(
         hidden.device, asked.dtype, weight.shape[1],
         plain_weight=weight.is_contiguous() and weight.data_ptr() % 16 == 0,
         plain_rows=rows.stride(1) == 1 or rows.shape[1] == 1,
-        capped=asked.softcap is not None, bias_grad=bias_grad, demand=objective.demand,
+        capped=asked.softcap is not None, bias_grad=wants.bias, demand=objective.demand,
     )  # fmt: skip
     store = asked.backend.store(layout)
     teacher, pairing = asked.teacher, objective.demand.pairing
     return Sizes(
         rows.shape[0], rows.shape[1], weight.shape[0], asked.dtype,
         hidden_dtype=hidden.dtype, weight_dtype=weight.dtype,
-        hidden_grad=grad and hidden.requires_grad,
-        weight_grad=grad and weight.requires_grad,
-        bias_grad=bias_grad, bias_dtype=None if bias is None else bias.dtype,
+        hidden_grad=wants.hidden, weight_grad=wants.weight,
+        bias_grad=wants.bias, bias_dtype=None if bias is None else bias.dtype,
         late_upstream=late, coupled=coupled, demand=objective.demand,
         teacher_columns=0 if pairing is None else pairing.columns,
         teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
