@@ -1,6 +1,6 @@
 """Per-token statistics of a linear head, differentiable, for a loss of the caller's own."""
 
-import functools
+import itertools
 from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
@@ -113,6 +113,13 @@ def output_names(entropy: bool, lse: bool, argmax: bool, top_k: int | None) -> t
     return tuple(name for name, asked_for in wanted if asked_for)
 
 
+# made here, all of them: a compiler cannot take the making of a type
+RESULT_TYPES = {
+    names: namedtuple("LogProbs", names)  # type: ignore[misc]
+    for names in itertools.starmap(output_names, itertools.product((False, True), repeat=4))
+}
+
+
 def laid_out(values: Sequence[Tensor], names: tuple[str, ...], target: Tensor, shift: int) -> Any:
     """Values of rows of hidden states at the places of the targets that those predict."""
     leading = tuple(target.shape)
@@ -120,7 +127,7 @@ def laid_out(values: Sequence[Tensor], names: tuple[str, ...], target: Tensor, s
         shift_right(value.reshape((*leading, *value.shape[1:])), shift, len(leading) - 1)
         for value in values[: len(names)]
     ]
-    return laid[0] if len(laid) == 1 else result_type(names)(*laid)
+    return laid[0] if len(laid) == 1 else RESULT_TYPES[names](*laid)
 
 
 @in_graph(linear_logprobs)
@@ -129,9 +136,3 @@ def in_graph_logprobs(outputs: list[Tensor], given: dict[str, Any]) -> Any:
         given.get("entropy", False), given.get("lse", False), given.get("argmax", False), given.get("top_k")
     )
     return laid_out(outputs, names, given["target"], given.get("shift", 0))
-
-
-@torch.compiler.assume_constant_result
-@functools.cache
-def result_type(names: tuple[str, ...]) -> type:
-    return namedtuple("LogProbs", names)
