@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..call import Task, execute
+from ..options import INFINITY, NUMBERS
 from .operators import forward
 from .recipes import TASKS, described, registered
 
@@ -46,12 +47,21 @@ def in_graph(function: Callable) -> Callable:
     return register
 
 
+def is_denominator(normalizer: Any) -> bool:
+    """Whether it is a number, and as it should be; any other raises when the call is checked."""
+    number = isinstance(normalizer, NUMBERS) and not isinstance(normalizer, bool)
+    return number and 0 <= normalizer and normalizer < INFINITY
+
+
 def as_operator(name: str, given: dict[str, Any]) -> Any:
     """Traced: nothing here but tuples, attributes and one call of an operator."""
-    tensors: list[Tensor] = []
-    arguments = tuple([(key, described(value, tensors)) for key, value in given.items() if key not in OPERANDS])
     hidden, weight, bias = given["hidden"], given["weight"], given.get("bias")
     device = hidden.device.type
+    if is_denominator(given.get("normalizer")):
+        # it may be another at every step: as a tensor it is none of the numbers that a graph is made for
+        given = given | {"normalizer": torch.ones((), dtype=torch.float64, device=hidden.device) * given["normalizer"]}
+    tensors: list[Tensor] = []
+    arguments = tuple([(key, described(value, tensors)) for key, value in given.items() if key not in OPERANDS])
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     key = registered(name, arguments, autocast)
     grad = torch.is_grad_enabled()

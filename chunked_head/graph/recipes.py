@@ -18,6 +18,7 @@ from torch import Tensor
 from ..call import Task
 from ..losses.base import Losses, Summand
 from ..metric_values import Metric
+from ..options import NUMBERS
 
 SUMMAND, METRIC = tuple(Summand.__dataclass_fields__), tuple(Metric.__dataclass_fields__)
 PACKAGE = __name__.partition(".")[0] + "."
@@ -59,6 +60,9 @@ def described(value: Any, tensors: list[Tensor]) -> tuple:
         return "mapping", tuple([(name, described(item, tensors)) for name, item in value.items()])
     if type(value) in (list, tuple):
         return "tuple", tuple([described(item, tensors) for item in value])
+    if isinstance(value, NUMBERS):
+        # through a set: a number that a graph would hold open becomes what it is now
+        return "plain", next(iter({value}))
     return "plain", value
 
 
