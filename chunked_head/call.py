@@ -139,8 +139,8 @@ class Wants(NamedTuple):
 class Task(Generic[Result]):
     """What a public function has made of its arguments, all checked and nothing computed: run at once, or in a graph.
 
-    ``result``: from what ran to what the function returns. ``per_token``: names of what the objective returns per token,
-    whose upstream gradients come late; none for a scalar loss.
+    ``result``: from what ran to what the function returns. ``per_token``: names of what the objective returns for each
+    token, whose upstream gradients come late; none for a scalar loss.
     """
 
     checked: Checked
@@ -187,9 +187,7 @@ def planned(
     return rows, Call(plan, asked.backend, objective, asked.logit_scale, asked.softcap, request)
 
 
-def sizes_of(
-    asked: Asked, objective: Objective, rows: Tensor, late: bool, coupled: bool, wants: Wants
-) -> Sizes:
+def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupled: bool, wants: Wants) -> Sizes:
     """What the plan is made from."""
     assert isinstance(asked.head, HeadOptions)
     hidden, weight, bias = asked.head.hidden, asked.head.weight, asked.head.bias

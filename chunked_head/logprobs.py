@@ -115,7 +115,7 @@ def output_names(entropy: bool, lse: bool, argmax: bool, top_k: int | None) -> t
 
 # made here, all of them: a compiler cannot take the making of a type
 RESULT_TYPES = {
-    names: namedtuple("LogProbs", names)  # type: ignore[misc]
+    names: namedtuple("LogProbs", names)
     for names in itertools.starmap(output_names, itertools.product((False, True), repeat=4))
 }
 

@@ -50,7 +50,7 @@ def in_graph(function: Callable) -> Callable:
 def is_denominator(normalizer: Any) -> bool:
     """Whether it is a number, and as it should be; any other raises when the call is checked."""
     number = isinstance(normalizer, NUMBERS) and not isinstance(normalizer, bool)
-    return number and 0 <= normalizer and normalizer < INFINITY
+    return number and normalizer >= 0 and normalizer < INFINITY
 
 
 def as_operator(name: str, given: dict[str, Any]) -> Any:

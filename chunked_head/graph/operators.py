@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..asked import HeadOptions, ask
+from ..asked import ask
 from ..autograd import as_called
 from ..call import Task, Wants, planned
 from ..loop import Call, recompute, sweep
@@ -28,9 +28,7 @@ from .waiting import Waiting, waiting
 Operands = tuple[Tensor, Tensor, Tensor | None]
 WANTED = "str key, bool hidden_grad, bool weight_grad, bool bias_grad) -> Tensor[]"
 FORWARD = "(Tensor hidden, Tensor weight, Tensor? bias, Tensor[] others, " + WANTED
-BACKWARD = (
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor[] others, Tensor[] stats, Tensor[] upstream, " + WANTED
-)
+BACKWARD = "(Tensor hidden, Tensor weight, Tensor? bias, Tensor[] others, Tensor[] stats, Tensor[] upstream, " + WANTED
 INTEGERS = ("argmax", "top_k_ids")
 
 
@@ -45,15 +43,24 @@ SWITCHED_OFF = functools.reduce(
 
 @contextlib.contextmanager
 def plainly(device: torch.device) -> Iterator[None]:
-    """As if called from outside of any graph: an operator's kernel runs with the dispatch of autograd and of
-    ``torch.func`` switched off, by which losses are differentiated to their statistics."""
+    """As if called from outside of any graph. A compiled one runs its operators with the dispatch of autograd and of
+    ``torch.func`` switched off, and losses are differentiated to their statistics by those."""
     include = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(include, SWITCHED_OFF), torch.no_grad(), as_called(device):
         yield
 
 
 @torch.library.custom_op("chunked_head::forward", mutates_args=(), schema=FORWARD)
-def forward(hidden, weight, bias, others, key, hidden_grad, weight_grad, bias_grad):  # type: ignore[no-untyped-def]
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    others: list[Tensor],
+    key: str,
+    hidden_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> list[Tensor]:
     wants = Wants(hidden_grad, weight_grad, bias_grad)
     with plainly(hidden.device):
         task = recipe_of(key).task(hidden, weight, bias, others)
@@ -113,8 +120,11 @@ def gradients_now(call: Call, rows: Tensor, head: Head, stats: RowStats, wait: W
 
 
 @forward.register_fake
-def forward_outputs(hidden, weight, bias, others, key, hidden_grad, weight_grad, bias_grad):  # type: ignore[no-untyped-def]
-    wants = Wants(hidden_grad, weight_grad, bias_grad)
+def forward_outputs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, others: list[Tensor], key: str, *wanted: bool
+) -> list[Tensor]:
+    """Their shapes; raises what is wrong with the arguments."""
+    wants = Wants(*wanted)
     task = recipe_of(key).task(hidden, weight, bias, others)
     tokens, dtype = math.prod(hidden.shape[:-1]), torch.promote_types(task.checked.dtype, torch.float32)
     if task.per_token:
@@ -140,7 +150,18 @@ def forward_outputs(hidden, weight, bias, others, key, hidden_grad, weight_grad,
 
 
 @torch.library.custom_op("chunked_head::backward", mutates_args=(), schema=BACKWARD)
-def backward(hidden, weight, bias, others, stats, upstream, key, hidden_grad, weight_grad, bias_grad):  # type: ignore[no-untyped-def]
+def backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    others: list[Tensor],
+    stats: list[Tensor],
+    upstream: list[Tensor],
+    key: str,
+    hidden_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> list[Tensor]:
     wants = Wants(hidden_grad, weight_grad, bias_grad)
     with plainly(hidden.device):
         task = recipe_of(key).task(hidden, weight, bias, others)
@@ -155,11 +176,19 @@ def backward(hidden, weight, bias, others, stats, upstream, key, hidden_grad, we
 
 
 @backward.register_fake
-def backward_outputs(hidden, weight, bias, others, stats, upstream, key, hidden_grad, weight_grad, bias_grad):  # type: ignore[no-untyped-def]
+def backward_outputs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    others: list[Tensor],
+    stats: list[Tensor],
+    upstream: list[Tensor],
+    key: str,
+    *wanted: bool,
+) -> list[Tensor]:
     rows = hidden.new_empty((math.prod(hidden.shape[:-1]), hidden.shape[-1]))
-    made = [rows, weight.new_empty(weight.shape), bias if bias is None else bias.new_empty(bias.shape)]
-    wants = hidden_grad, weight_grad, bias_grad
-    return [grad for grad, wanted in zip(made, wants, strict=True) if wanted]
+    made = [rows, weight.new_empty(weight.shape), None if bias is None else bias.new_empty(bias.shape)]
+    return [grad for grad, asked_for in zip(made, wanted, strict=True) if asked_for and grad is not None]
 
 
 def keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
@@ -192,7 +221,7 @@ def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
         left, *made = ctx.saved_tensors
         ratio = torch.where(upstream[0] == left[0], 1.0, upstream[0] / left[0]) * left[1]
         # plain arithmetic, which a compiler does in the memory of what it reads: the gradients are nobody else's
-        dtypes = [dtype for dtype, wanted in zip(ctx.dtypes, ctx.wants, strict=True) if wanted]
+        dtypes = [dtype for dtype, asked_for in zip(ctx.dtypes, ctx.wants, strict=True) if asked_for]
         made = [
             (grad.to(torch.promote_types(grad.dtype, torch.float32)) * ratio).to(dtype)
             for grad, dtype in zip(made, dtypes, strict=True)
