@@ -71,25 +71,18 @@ MEASURED = (metrics.clip_fraction(), metrics.kl_old(), metrics.effective_sample_
 
 def policy(i: Inputs) -> tuple[Tensor, Found]:
     batch = {"old_logprobs": i.old_logprobs, "advantages": i.advantages, "mask": i.mask}
-    loss = losses.grpo() - 0.01 * losses.entropy() + i.scale * losses.z_loss()
+    loss = losses.grpo() - 0.01 * losses.entropy() + losses.z_loss().times(i.scale)
     return found_in(linear_loss(i.hidden, i.weight, i.target, loss, batch=batch, metrics=MEASURED, chunk_tokens=256))
 
 
 def segments(i: Inputs) -> tuple[Tensor, Found]:
     """Gradients that wait for all statistics."""
     batch = {"old_logprobs": i.old_logprobs, "advantages": i.advantages, "segments": i.segments}
-    return found_in(
-        linear_loss(
-            i.hidden,
-            i.weight,
-            i.target,
-            losses.gspo(),
-            batch=batch,
-            num_segments=SEGMENTS,
-            chunk_tokens=256,
-            metrics=(metrics.kl_old(weighting="segment"), metrics.accuracy()),
-        )  # fmt: skip
-    )
+    out = linear_loss(
+        i.hidden, i.weight, i.target, losses.gspo(), batch=batch, num_segments=SEGMENTS, chunk_tokens=256,
+        metrics=(metrics.kl_old(weighting="segment"), metrics.accuracy()),
+    )  # fmt: skip
+    return found_in(out)
 
 
 def logprobs(i: Inputs) -> tuple[Tensor, Found]:
@@ -124,7 +117,8 @@ def captured(step: Step, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, Tensor, 
 def assert_equal(ours: Tensor, expected: Tensor, what: str) -> None:
     if ours.is_floating_point():
         error, size = (ours.double() - expected.double()).norm(), expected.double().norm()
-        assert error <= 1e-5 * size, f"{what}: {error:.3e} of {size:.3e}"
+        # a graph has a workspace of its own, and so a product may be summed in another order
+        assert error <= max(1e-5, torch.finfo(ours.dtype).eps) * size, f"{what}: {error:.3e} of {size:.3e}"
     else:
         assert torch.equal(ours, expected), what
 
@@ -175,7 +169,7 @@ def test_a_step_waits_for_nothing(step: Step, fullgraph: bool) -> None:
         return step(inputs._replace(hidden=torch.tanh(body(hidden))))
 
     torch._dynamo.reset()
-    call = torch.compile(forward, fullgraph=True) if fullgraph and step is not policy else forward
+    call = torch.compile(forward, fullgraph=True) if fullgraph else forward
 
     def whole() -> None:
         loss, _ = call()

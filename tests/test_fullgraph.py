@@ -87,7 +87,7 @@ def grpo(d: Data) -> LossOutput:
     """Losses and metrics made in the compiled function."""
     return linear_loss(
         d.hidden, d.weight, d.target,
-        losses.grpo(clip_low=0.2, clip_high=0.28) + 1e-4 * losses.z_loss() - 0.01 * losses.entropy(temperature=2.0),
+        losses.grpo(clip_low=0.2, clip_high=0.28) + losses.z_loss().times(d.scalar) - 0.01 * losses.entropy(),
         batch=chosen(d, "old_logprobs", "advantages", "mask"), normalizer=17.0,
         metrics=[metrics.clip_fraction(), metrics.effective_sample_size(), metrics.logprob(reduce="min")],
     )  # fmt: skip
@@ -296,6 +296,25 @@ def test_other_options_make_another_graph() -> None:
     ):  # fmt: skip
         holder["loss"] = loss
         assert step() == call(), loss
+
+
+def test_losses_made_anew_at_every_step() -> None:
+    """Equal losses, made outside: one graph, whatever their tensors hold."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    data = make_data()
+
+    def call(loss: Any, measured: Any) -> Tensor:
+        return linear_loss(data.hidden, data.weight, data.target, loss, metrics=measured).loss
+
+    step = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for seed in range(4):
+        weights = make_data(seed=seed).class_weights
+        loss = losses.cross_entropy(label_smoothing=0.1, class_weights=weights)
+        loss = loss + losses.z_loss() * torch.tensor(0.1 * seed)
+        measured = [metrics.entropy(), metrics.accuracy()]
+        assert step(loss, measured) == call(loss, measured)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 class Model(nn.Module):

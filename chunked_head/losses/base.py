@@ -152,6 +152,14 @@ class Losses:
 
     __rmul__ = __mul__
 
+    def times(self, factor: float | Tensor) -> "Losses":
+        """``self * factor``. Inside of ``torch.compile`` the way to multiply by a tensor: there ``*`` with a tensor is
+        taken for a product of tensors, and raises."""
+        product = self.__mul__(factor)
+        if product is NotImplemented:
+            raise TypeError(f"the coefficient of a loss must be a number or a 0-d tensor, got {factor!r}")
+        return product
+
     def __radd__(self, other: int) -> "Losses":
         """``sum([...])`` begins with 0."""
         return self if other == 0 else NotImplemented
