@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import chunked_head.evaluate
 import chunked_head.graph.operators
 from chunked_head import (
     ChunkedHead,
@@ -188,6 +189,24 @@ def test_fullgraph(call: Callable[[Data], Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_inductor(call: Callable[[Data], Any], dtype: torch.dtype) -> None:
     assert_alike(call, make_data(dtype), exact=False)
+
+
+def test_compiled_arithmetic_in_a_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the operator compiles the losses' arithmetic when it first runs, in the middle of the outer graph."""
+    real, run = torch.compile, chunked_head.evaluate.run
+    monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, **({"backend": "aot_eager"} | how)))
+    monkeypatch.setattr("chunked_head.objective.run", lambda s, leaves, i, fused: run(s, leaves, i, True))
+    chunked_head.evaluate.COMPILED.clear()
+    data = make_data()
+    for call in (grpo, plain):
+        found, ours = outcome(torch.compile(call, fullgraph=True), data, 0.37)
+        assert chunked_head.evaluate.COMPILED and not chunked_head.evaluate.SLOW
+        with torch.compiler.set_stance("force_eager"):
+            expected, grads = outcome(call, data, 0.37)
+        for name, value in named(expected).items():
+            torch.testing.assert_close(named(found)[name], value)
+        for mine, grad in zip(ours[:2], grads[:2], strict=True):
+            torch.testing.assert_close(mine, grad)
 
 
 @pytest.mark.gpu
