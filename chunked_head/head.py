@@ -90,6 +90,7 @@ def linear_cross_entropy(
     Differences from PyTorch: no tokens, or none that count, give loss 0 with zero gradients rather than nan.
     Gradients of a scalar loss are computed in the forward pass; ``reduction="none"`` recomputes logits in backward, as
     does every backward after the first over a retained graph. Double backward and ``torch.func`` transforms raise.
+    Inside of ``torch.compile`` the call is an operator of the graph, with ``fullgraph=True`` too.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.

@@ -26,7 +26,8 @@ class LossOutput:
 
     ``loss``: 0-d, differentiable. ``parts``: each summand's own reduced value, 0-d and detached; ``loss`` is their sum
     with the coefficients. ``metrics``: by name, each with ``.sum`` and ``.count`` or ``.extremum``, and ``.value``; on
-    the device. ``plan``: how the call ran; None for ``logits_loss``, which has nothing to plan.
+    the device. ``plan``: how the call ran; None for ``logits_loss``, which has nothing to plan, and inside of
+    ``torch.compile``, where a graph may run at other lengths.
     """
 
     loss: Tensor
@@ -93,6 +94,9 @@ def linear_loss(
 
     Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
     gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three.
+
+    Inside of ``torch.compile`` the call is an operator; losses and metrics may be made in the compiled function or
+    before it, those of ``losses.custom`` before it alone. There a tensor multiplies a loss by ``Losses.times``.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument; a missing field names the loss that needs it.

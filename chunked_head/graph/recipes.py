@@ -56,7 +56,7 @@ def described(value: Any, tensors: list[Tensor]) -> tuple:
         return "losses", tuple(terms)
     if isinstance(value, Metric):
         return "metric", of_fields(value, METRIC, tensors)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return "mapping", tuple([(name, described(item, tensors)) for name, item in value.items()])
     if type(value) in (list, tuple):
         return "tuple", tuple([described(item, tensors) for item in value])

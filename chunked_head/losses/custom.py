@@ -55,6 +55,7 @@ def custom(
         def unlikelihood(stats, batch):
             return -torch.log1p(-stats.logprob.exp().clamp(max=0.999))
 
+    Made before a function that ``torch.compile`` takes whole, and not in it: there this call breaks the graph.
     ``summand``: ``SummandOptions``, and ``tensors=`` and ``options=``, which the function gets as keyword arguments.
     """
     if function is None:
