@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,8 +38,11 @@ from chunked_head import (
     linear_loss,
     losses,
     metrics,
+    plan,
 )
 from chunked_head.graph.recipes import described, spelt
+from chunked_head.graph.waiting import ranges
+from chunked_head.planner import Request
 
 pytestmark = pytest.mark.compiled
 
@@ -146,6 +150,26 @@ def test_lengths_at_which_gradients_wait_in_another_dtype() -> None:
             assert mine is not None and grad is not None
             assert (mine.double() - grad.double()).norm() <= 6e-3 * grad.double().norm()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB", "64MiB"])
+@pytest.mark.parametrize("shape", [(4096, 128256), (2304, 256000), (512, 32000)], ids=str)
+def test_ranges_of_lengths_are_those_of_the_plans(shape: tuple[int, int], budget: str | None) -> None:
+    def planned(tokens: int) -> Any:
+        return plan(tokens, *shape, torch.bfloat16, device="cuda", backend="triton", memory_budget=budget)
+
+    table = ranges(replace(planned(1).sizes, tokens=0), Request(memory_budget=budget))
+    edges = [most + more for most, *_ in table[:-1] for more in (0, 1)]
+    for tokens in [*edges, *(1 << power for power in range(18)), *range(3000, 120000, 3001)]:
+        try:
+            expected = planned(tokens)
+        except ValueError:  # more than the budget holds
+            assert budget == "64MiB"
+            continue
+        dtypes = [torch.bfloat16, torch.bfloat16]
+        if expected.schedule == "forward":
+            dtypes = [expected.hidden_accumulate, expected.weight_accumulate]
+        assert next(found for most, *found in table if tokens <= most) == dtypes, tokens
 
 
 def test_a_denominator_that_changes() -> None:

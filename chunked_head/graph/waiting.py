@@ -71,16 +71,31 @@ def few_sizes(task: Task, wants: Wants) -> Sizes:
 
 @functools.lru_cache(maxsize=256)
 def ranges(sizes: Sizes, request: Request) -> list[tuple[int, torch.dtype, torch.dtype]]:
-    """(most tokens, dtype of hidden's gradient, of the weight's), in order: what the plans of powers of two say."""
+    """(most tokens, dtype of hidden's gradient, of the weight's), in order.
+
+    Where the plans of two neighbouring powers of two differ, the place between them is sought. Should plans change
+    there more than once, a graph's gradients are cast to what stands here: right, if with a copy.
+    """
+
+    def kept(tokens: int) -> tuple[torch.dtype, torch.dtype]:
+        try:
+            plan = make_plan(replace(sizes, tokens=tokens), request)
+        except ValueError:  # so many tokens are refused, when they come
+            return sizes.hidden_dtype, sizes.weight_dtype
+        if plan.schedule == "forward":
+            return plan.hidden_accumulate, plan.weight_accumulate
+        return sizes.hidden_dtype, sizes.weight_dtype
+
     found: list[tuple[int, torch.dtype, torch.dtype]] = []
     for power in range(OCTAVES):
-        try:
-            plan = make_plan(replace(sizes, tokens=1 << power), request)
-            kept = plan.hidden_accumulate, plan.weight_accumulate
-            dtypes = kept if plan.schedule == "forward" else (sizes.hidden_dtype, sizes.weight_dtype)
-        except ValueError:  # so many tokens are refused, when they come
-            dtypes = sizes.hidden_dtype, sizes.weight_dtype
-        if found and found[-1][1:] == dtypes:
+        most, dtypes = 1 << power, kept(1 << power)
+        if found and found[-1][1:] != dtypes:
+            low, high = found[-1][0], most  # the last that is as before, the first that is known to differ
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if kept(middle) == found[-1][1:] else (low, middle)
+            found[-1] = low, *found[-1][1:]
+        elif found:
             found.pop()
-        found.append((1 << power, *dtypes))
+        found.append((most, *dtypes))
     return found
