@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,15 +159,30 @@ class Asked:
         return torch.where(self.prepared.bad, torch.nan, one)
 
 
-def ask(
+class Checked(NamedTuple):
+    """A call whose arguments have been checked, before any work on tensors."""
+
+    head: HeadOptions | LogitsOptions
+    dtype: torch.dtype  # of the matmuls
+    backend: Backend
+    losses: Losses
+    metrics: tuple[Metric, ...]
+    batch: dict[str, Tensor]
+    wanted: list[str]  # fields that are read
+    known: dict[str, Field]
+    frame: Frame
+    answer: Answer
+
+
+def check(
     head: HeadOptions | LogitsOptions,
     dtype: torch.dtype,  # that head.check() returned
     losses: Losses,
     metrics: tuple[Metric, ...] = (),
     batch: Mapping[str, Tensor] | None = None,
     num_segments: int | None = None,
-) -> Asked:
-    """Checks what is left to check, then lays fields beside rows; the first work on tensors."""
+) -> Checked:
+    """Checks what is left to check; looks at no tensor's values."""
     backend = resolve(head.backend, head.device)
     for _, summand in losses.terms:
         for name, tensor in summand.tensors.items():
@@ -192,6 +207,12 @@ def ask(
     teacher_vocab = check_dense_teacher(batch, wanted, dtype)
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
     answered = answer(Question(losses, metrics, head.temperature, head.vocab, columns, teacher_vocab))
+    return Checked(head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered)
+
+
+def ask(checked: Checked) -> Asked:
+    """Lays fields beside rows; the first work on tensors, whose ids are checked on the way."""
+    head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered = checked
     prepared = prepare_fields(head.target, batch, wanted, known, frame, head.ignore_index, head.vocab)
     own_rows = Field("row")  # of what the preparation has made
     token_fields = frozenset(name for name in prepared.fields if known.get(name, own_rows).kind in ("token", "row"))

@@ -1,11 +1,13 @@
 """From what a call asks to what runs: its objective, its plan, its sizes; the same way for every public function."""
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .asked import Asked, HeadOptions
+from .asked import Asked, Checked, HeadOptions, ask
 from .autograd import HeadLoss
 from .backends import Layout
 from .evaluate import Inputs
@@ -24,8 +26,11 @@ from .objective import (
     reduced,
 )
 from .planner import Request, make_plan
+from .plans import Plan
 from .prepare import in_backward
 from .stats import Demand, RowStats
+
+Result = TypeVar("Result")
 
 
 def scalar_objective(
@@ -112,76 +117,128 @@ def make_inputs(asked: Asked, factors: list[Tensor]) -> Inputs:
     )  # fmt: skip
 
 
-def execute(
-    asked: Asked, objective: Objective, request: Request, late: bool
-) -> tuple[tuple[Tensor, ...], RowStats, Call]:
-    """Plans and runs."""
+class Wants(NamedTuple):
+    """Which operands' gradients a call makes."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> "Wants":
+        """What autograd asks for here and now."""
+        grad = torch.is_grad_enabled()
+        return cls(
+            grad and hidden.requires_grad,
+            grad and weight.requires_grad,
+            grad and bias is not None and bias.requires_grad,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Task(Generic[Result]):
+    """What a public function has made of its arguments, all checked and nothing computed: run at once, or in a graph.
+
+    ``result``: from what ran to what the function returns. ``per_token``: names of what the objective returns for each
+    token, whose upstream gradients come late; none for a scalar loss.
+    """
+
+    checked: Checked
+    demand: Demand
+    request: Request
+    objective: Callable[[Asked], Objective]
+    result: "Callable[[Outcome], Result]"
+    per_token: tuple[str, ...] = ()
+
+
+class Outcome(NamedTuple):
+    """What ran, and what came of it."""
+
+    asked: Asked
+    objective: Any  # the task's
+    outputs: tuple[Tensor, ...]
+    stats: RowStats
+    plan: Plan
+
+
+def execute(task: Task[Result]) -> Result:
+    """Plans and runs, differentiable."""
+    asked = ask(task.checked)
+    objective = task.objective(asked)
     head = asked.head
     assert isinstance(head, HeadOptions)
-    rows = head.hidden.reshape(-1, head.hidden.shape[-1])
-    packing = asked.packing
-    if packing is not None and packing.waited:
-        rows, packing = packing.pack(rows), None
-    again = in_backward()
-    coupled = isinstance(objective, ScalarObjective) and objective.coupled
-    sizes = sizes_of(asked, objective, rows, late or again, coupled)
-    if packing is not None and not asked.backend.bounds_rows(sizes.store):
-        raise ValueError(
-            f"skip_ignored=True needs matmuls that stop at a number of rows on the device, which these operands "
-            f"({asked.dtype}, on {head.device}) do not run in (see plan); use skip_ignored='wait' or False"
-        )
-    if sizes.deterministic:
-        check_deterministic(asked, sizes)
-    # computed again in backward, a call recomputes whatever its request was made for
-    plan = make_plan(sizes, Request(memory_budget=request.memory_budget) if again else request)
-    call = Call(
-        plan, asked.backend, objective, asked.logit_scale, asked.softcap, request, head.into, packing
-    )  # fmt: skip
+    wants = Wants.of(head.hidden, head.weight, head.bias)
+    rows, call = planned(asked, objective, task.request, bool(task.per_token), wants, again=in_backward())
     found: list[RowStats] = []
     outputs = HeadLoss.apply(rows, head.weight, head.bias, call, found)
-    if asked.packing is not None and not isinstance(objective, ScalarObjective):
+    if asked.packing is not None and task.per_token:
         outputs = tuple(map(asked.packing.unpack, outputs))
-    return outputs, found[0], call
+    return task.result(Outcome(asked, objective, outputs, found[0], call.plan))
 
 
-def check_deterministic(asked: Asked, sizes: Sizes) -> None:
-    if sizes.dtype == torch.float16:
+def planned(
+    asked: Asked, objective: Objective, request: Request, late: bool, wants: Wants, again: bool = False
+) -> tuple[Tensor, Call]:
+    """Hidden states as rows, and how the call runs; ``again``: inside of a backward."""
+    head = asked.head
+    assert isinstance(head, HeadOptions)
+    rows, packing = head.hidden.reshape(-1, head.hidden.shape[-1]), asked.packing
+    if packing is not None and packing.waited:
+        rows, packing = packing.pack(rows), None
+    coupled = isinstance(objective, ScalarObjective) and objective.coupled
+    sizes = sizes_of(asked, objective, rows, late or again, coupled, wants)
+    check_own_matmuls(asked, sizes)
+    # computed again in backward, a call recomputes whatever its request was made for
+    plan = make_plan(sizes, Request(memory_budget=request.memory_budget) if again else request)
+    options = asked.logit_scale, asked.softcap, request, head.into, packing
+    return rows, Call(plan, asked.backend, objective, *options)
+
+
+def check_own_matmuls(asked: Asked, sizes: Sizes) -> None:
+    """Raises where an option needs our own matmuls and these operands run in others."""
+    own = asked.backend.bounds_rows(sizes.store)
+    what = f"{sizes.dtype} on {asked.head.device}; 16-bit on Hopper, rows on 16 bytes, no top_k"
+    if sizes.skips and not own:
+        raise ValueError(
+            f"skip_ignored=True needs matmuls that stop at a number of rows on the device, which these operands do not "
+            f"run in ({what}); use skip_ignored='wait' or False"
+        )
+    if sizes.deterministic and sizes.dtype == torch.float16:
         raise ValueError(
             "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of the call"
         )
-    if not asked.backend.bounds_rows(sizes.store):
+    if sizes.deterministic and not own:
         raise ValueError(
-            f"deterministic=True needs our own matmuls, which do not run these operands ({sizes.dtype}, on "
-            f"{asked.head.device}; bfloat16 on Hopper, rows on 16 bytes, no top_k): BLAS's depend on the number of rows"
+            f"deterministic=True needs our own matmuls, which do not run these operands ({what}): BLAS's depend on the "
+            "number of rows"
         )
 
 
-def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupled: bool) -> Sizes:
+def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupled: bool, wants: Wants) -> Sizes:
     """What the plan is made from."""
     assert isinstance(asked.head, HeadOptions)
     hidden, weight, bias = asked.head.hidden, asked.head.weight, asked.head.bias
-    grad = torch.is_grad_enabled()
     # a view shares memory with what it views, a copy does not
     copied = rows.numel() > 0 and rows.data_ptr() != hidden.data_ptr()
-    bias_grad = grad and bias is not None and bias.requires_grad
     layout = Layout(
         hidden.device, asked.dtype, weight.shape[1],
         plain_weight=weight.is_contiguous() and weight.data_ptr() % 16 == 0,
         plain_rows=rows.stride(1) == 1 or rows.shape[1] == 1,
-        capped=asked.softcap is not None, bias_grad=bias_grad, demand=objective.demand,
+        capped=asked.softcap is not None, bias_grad=wants.bias, demand=objective.demand,
     )  # fmt: skip
     store = asked.backend.store(layout)
     teacher, pairing = asked.teacher, objective.demand.pairing
     return Sizes(
         rows.shape[0], rows.shape[1], weight.shape[0], asked.dtype,
         hidden_dtype=hidden.dtype, weight_dtype=weight.dtype,
-        hidden_grad=grad and hidden.requires_grad,
-        weight_grad=grad and weight.requires_grad,
-        bias_grad=bias_grad, bias_dtype=None if bias is None else bias.dtype,
+        hidden_grad=wants.hidden, weight_grad=wants.weight,
+        bias_grad=wants.bias, bias_dtype=None if bias is None else bias.dtype,
         late_upstream=late, coupled=coupled, demand=objective.demand,
         teacher_columns=0 if pairing is None else pairing.columns,
         teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         teacher_store=None if teacher is None else asked.backend.teacher_store(teacher, store),
-        store=store, copied=copied, into=None if asked.head.into is None else asked.head.into.buffer.dtype,
+        store=store, copied=copied, deterministic=asked.head.deterministic,
+        skips=asked.packing is not None and not asked.packing.waited,
+        into=None if asked.head.into is None else asked.head.into.buffer.dtype,
         **asked.backend.traits(hidden.device),
     )  # fmt: skip

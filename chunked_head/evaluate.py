@@ -213,7 +213,7 @@ def coefficients_of(
     def add(name: str, value: Tensor) -> None:
         total[name] = total[name] + value if name in total else value
 
-    for suffix, view in zip(SUFFIX, structure.views, strict=False):
+    for suffix, view in zip(SUFFIX[: len(structure.views)], structure.views, strict=True):
         r = view.ratio
         if "lse" + suffix in grads:
             add("alpha" + suffix, r * grads["lse" + suffix])

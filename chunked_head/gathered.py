@@ -6,6 +6,7 @@ from torch import Tensor
 from .losses.base import choice
 from .losses.temperatures import positive, squared
 from .losses.topk import entries, topk_divergence, topk_options
+from .objective import on_device
 
 WHERE = "gathered_topk_kl"
 
@@ -92,5 +93,5 @@ def gathered_topk_kl(
     if normalizer is None:
         count = values.new_full((), values.numel()) if mask is None else mask.sum().to(dtype)
         return total / count.clamp(min=1)
-    divisor = torch.as_tensor(normalizer, dtype=dtype, device=values.device).detach()
+    divisor = on_device(normalizer, dtype, values.device)
     return torch.where(divisor == 0, 0.0, total / torch.where(divisor == 0, 1.0, divisor))

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from . import checks, losses
-from .asked import HeadOptions, ask
-from .call import execute, scalar_objective, token_objective
+from .asked import Asked, HeadOptions, check
+from .call import Task, scalar_objective, token_objective
+from .graph.operation import in_graph, operation
+from .objective import ScalarObjective
 from .planner import Request
 from .prepare import shift_right
 
 
-@torch.compiler.disable  # a graph break: its loop and its autograd.Function are no code for a compiler to take apart
+@operation
 def linear_cross_entropy(
     hidden: Tensor,  # [..., hidden]
     weight: Tensor,  # [vocab, hidden]
@@ -39,7 +41,7 @@ def linear_cross_entropy(
     skip_ignored: bool | str = False,
     deterministic: bool = False,
     backend: str | None = None,
-) -> Tensor:
+) -> Task[Tensor]:
     """Cross-entropy of a linear head, without its logits. Same value and gradients as
 
         logits = F.linear(hidden, weight, bias).float()
@@ -106,6 +108,7 @@ def linear_cross_entropy(
     Differences from PyTorch: no tokens, or none that count, give loss 0 with zero gradients rather than nan.
     Gradients of a scalar loss are computed in the forward pass; ``reduction="none"`` recomputes logits in backward, as
     does every backward after the first over a retained graph. Double backward and ``torch.func`` transforms raise.
+    Inside of ``torch.compile`` the call is an operator of the graph, with ``fullgraph=True`` too.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
@@ -125,15 +128,31 @@ def linear_cross_entropy(
     loss = losses.cross_entropy(label_smoothing=float(label_smoothing), class_weights=class_weights)
     if z_loss:
         loss = loss + float(z_loss) * losses.z_loss()
-    asked = ask(head, dtype, loss, batch={} if token_weights is None else {"token_weights": token_weights})
+    checked = check(head, dtype, loss, batch={} if token_weights is None else {"token_weights": token_weights})
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
     if reduction == "none":
-        (values,), _, _ = execute(asked, token_objective(asked), request, late=True)
-        return shift_right(values.reshape(target.shape), shift)
-    # the z-loss shares the denominator of the cross-entropy, class weights and all
-    objective = scalar_objective(asked, reduction, normalizer, upstream, share_denominator=True)
-    (value,), _, _ = execute(asked, objective, request, late=False)
-    return value
+        return Task(
+            checked, checked.answer.demand, request, token_objective,
+            lambda ran: laid_out(ran.outputs[0], target, shift), per_token=("values",),
+        )  # fmt: skip
+
+    def objective(asked: Asked) -> ScalarObjective:
+        # the z-loss shares the denominator of the cross-entropy, class weights and all
+        return scalar_objective(asked, reduction, normalizer, upstream, share_denominator=True)
+
+    return Task(checked, checked.answer.demand, request, objective, lambda ran: ran.outputs[0])
+
+
+def laid_out(values: Tensor, target: Tensor, shift: int) -> Tensor:
+    """Values of rows of hidden states at the places of the targets that those predict."""
+    return shift_right(values.reshape(target.shape), shift)
+
+
+@in_graph(linear_cross_entropy)
+def in_graph_cross_entropy(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
+    if given.get("reduction") == "none":
+        return laid_out(outputs[0], given["target"], given.get("shift", 0))
+    return outputs[0]
 
 
 class ChunkedHead(nn.Module):

@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks
-from .asked import Asked, HeadOptions, LogitsOptions, ask
-from .call import execute, ordered_metrics, scalar_objective
+from .asked import Asked, HeadOptions, LogitsOptions, check
+from .call import Outcome, Task, ordered_metrics, scalar_objective
 from .evaluate import SLOW
+from .graph.operation import in_graph, operation
 from .losses.base import Losses
 from .metrics import Metric, MetricValue
 from .objective import ScalarObjective
@@ -24,7 +26,8 @@ class LossOutput:
 
     ``loss``: 0-d, differentiable. ``parts``: each summand's own reduced value, 0-d and detached; ``loss`` is their sum
     with the coefficients. ``metrics``: by name, each with ``.sum`` and ``.count`` or ``.extremum``, and ``.value``; on
-    the device. ``plan``: how the call ran; None for ``logits_loss``, which has nothing to plan.
+    the device. ``plan``: how the call ran; None for ``logits_loss``, which has nothing to plan, and inside of
+    ``torch.compile``, where a graph may run at other lengths.
     """
 
     loss: Tensor
@@ -33,7 +36,7 @@ class LossOutput:
     plan: Plan | None
 
 
-@torch.compiler.disable  # a graph break: its loop and its autograd.Function are no code for a compiler to take apart
+@operation
 def linear_loss(
     hidden: Tensor,  # [..., hidden]
     weight: Tensor,  # [vocab, hidden]
@@ -59,7 +62,7 @@ def linear_loss(
     skip_ignored: bool | str = False,
     deterministic: bool = False,
     backend: str | None = None,
-) -> LossOutput:
+) -> Task[LossOutput]:
     """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
@@ -96,6 +99,9 @@ def linear_loss(
     gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
     and ``accumulate_into`` is added to there.
 
+    Inside of ``torch.compile`` the call is an operator; losses and metrics may be made in the compiled function or
+    before it, those of ``losses.custom`` before it alone. There a tensor multiplies a loss by ``Losses.times``.
+
     Raises:
         TypeError, ValueError: before any work, naming the argument; a missing field names the loss that needs it.
         IndexError: on the CPU, for a target, segment or teacher id out of range; elsewhere loss, metrics and gradients
@@ -107,11 +113,35 @@ def linear_loss(
     )  # fmt: skip
     dtype = head.check()
     measured = check_loss(head, loss, metrics, reduction, normalizer, upstream)
-    asked = ask(head, dtype, loss, measured, batch, num_segments)
-    objective = scalar_objective(asked, reduction, normalizer, upstream)
+    checked = check(head, dtype, loss, measured, batch, num_segments)
+
+    def objective(asked: Asked) -> ScalarObjective:
+        return scalar_objective(asked, reduction, normalizer, upstream)
+
+    def result(ran: Outcome) -> LossOutput:
+        return loss_output(ran.asked, ran.objective, ran.outputs[0], ran.stats, measured, ran.plan)
+
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
-    (value,), stats, call = execute(asked, objective, request, late=False)
-    return loss_output(asked, objective, value, stats, measured, call.plan)
+    return Task(checked, checked.answer.demand, request, objective, result)
+
+
+@in_graph(linear_loss)
+def in_graph_loss(outputs: list[Tensor], given: dict[str, Any]) -> LossOutput:
+    value, packed = outputs[0], outputs[1]
+    parts, measured, at = {}, {}, 0
+    for _, summand in given["loss"].terms:
+        parts[summand.label] = packed[at]
+        at += 1
+    for metric in given.get("metrics", ()):
+        count = metric.components
+        found = packed[at] if count == 1 else packed[at : at + count]
+        at += count
+        if metric.reduce == "mean":
+            measured[metric.label] = MetricValue("mean", found, packed[at], finish=metric.finish)
+            at += 1
+        else:
+            measured[metric.label] = MetricValue(metric.reduce, extremum=found)
+    return LossOutput(value, parts, measured, None)
 
 
 def check_loss(

@@ -1,22 +1,25 @@
 """Per-token statistics of a linear head, differentiable, for a loss of the caller's own."""
 
-import functools
+import itertools
 from collections import namedtuple
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks
-from .asked import HeadOptions, ask
-from .call import execute, stats_objective
+from .asked import Asked, HeadOptions, check
+from .call import Task, stats_objective
+from .graph.operation import in_graph, operation
 from .losses.base import Losses
+from .objective import StatsObjective
 from .planner import Request
 from .prepare import shift_right
 from .stats import Demand
 
 
-@torch.compiler.disable
+@operation
 def linear_logprobs(
     hidden: Tensor,  # [..., hidden]
     weight: Tensor,  # [vocab, hidden]
@@ -40,7 +43,7 @@ def linear_logprobs(
     skip_ignored: bool | str = False,
     deterministic: bool = False,
     backend: str | None = None,
-) -> Any:
+) -> Task[Any]:
     """Log-probabilities of targets, and what else is asked for. Same values and gradients as
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
@@ -88,38 +91,52 @@ def linear_logprobs(
         checks.check_int("top_k", top_k)
         if not 1 <= top_k <= weight.shape[0]:
             raise ValueError(f"top_k must be in [1, {weight.shape[0]}] (the rows of weight) or None, got {top_k}")
-    asked = ask(head, dtype, Losses(()), batch={} if mask is None else {"mask": mask})
+    checked = check(head, dtype, Losses(()), batch={} if mask is None else {"mask": mask})
     demand = Demand(entropy=(entropy,), top=argmax, top_k=top_k or 0, rank_one=not entropy)
-    wanted = {
-        "logprob": True, "entropy": entropy, "lse": lse, "argmax": argmax, "top_k_logits": bool(top_k),
-        "top_k_ids": bool(top_k),
-    }  # fmt: skip
-    names = [name for name, asked_for in wanted.items() if asked_for]
-    if top_k:
-        names += ["start", "rest"]  # of the top K's log-probabilities
-    differentiable = [name for name in ("logprob", "entropy", "lse") if name in names]
-    ordered = (*differentiable, *(name for name in names if name not in differentiable))
-    objective = stats_objective(asked, demand, ordered, len(differentiable))
-    outputs, _, _ = execute(asked, objective, Request(memory_budget, chunk_tokens, accumulate_dtype), late=True)
-    found = dict(zip(ordered, outputs, strict=True))
-    result = {"logprobs": found["logprob"]}
-    result |= {name: found[name] for name in ("entropy", "lse") if wanted[name]}
-    if argmax:
-        result["argmax"] = found["argmax"].long()
-    if top_k:
-        counts = asked.counts[:, None]
-        result["top_k_logprobs"] = torch.where(
-            counts, (found["top_k_logits"] - found["start"][:, None]) + found["rest"][:, None], 0.0
-        )
-        result["top_k_ids"] = found["top_k_ids"]
-    dim = len(head.leading) - 1
-    laid = {
-        name: shift_right(value.reshape((*head.leading, *value.shape[1:])), shift, dim)
-        for name, value in result.items()
-    }
-    return laid["logprobs"] if len(laid) == 1 else result_type(tuple(laid))(**laid)
+    names = output_names(entropy, lse, argmax, top_k)
+    differentiable = sum(name in DIFFERENTIABLE for name in names)
+
+    def objective(asked: Asked) -> StatsObjective:
+        return stats_objective(asked, demand, names, differentiable)
+
+    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
+    return Task(
+        checked, demand, request, objective, lambda ran: laid_out(ran.outputs, names, target, shift), per_token=names
+    )
 
 
-@functools.cache
-def result_type(names: tuple[str, ...]) -> type:
-    return namedtuple("LogProbs", names)
+DIFFERENTIABLE = ("logprobs", "entropy", "lse")
+
+
+def output_names(entropy: bool, lse: bool, argmax: bool, top_k: int | None) -> tuple[str, ...]:
+    """What a call returns, in order; those that take a gradient come first."""
+    wanted = (
+        ("logprobs", True), ("entropy", entropy), ("lse", lse), ("argmax", argmax), ("top_k_logprobs", bool(top_k)),
+        ("top_k_ids", bool(top_k)),
+    )  # fmt: skip
+    return tuple(name for name, asked_for in wanted if asked_for)
+
+
+# made here, all of them: a compiler cannot take the making of a type
+RESULT_TYPES = {
+    names: namedtuple("LogProbs", names)
+    for names in itertools.starmap(output_names, itertools.product((False, True), repeat=4))
+}
+
+
+def laid_out(values: Sequence[Tensor], names: tuple[str, ...], target: Tensor, shift: int) -> Any:
+    """Values of rows of hidden states at the places of the targets that those predict."""
+    leading = tuple(target.shape)
+    laid = [
+        shift_right(value.reshape((*leading, *value.shape[1:])), shift, len(leading) - 1)
+        for value in values[: len(names)]
+    ]
+    return laid[0] if len(laid) == 1 else RESULT_TYPES[names](*laid)
+
+
+@in_graph(linear_logprobs)
+def in_graph_logprobs(outputs: list[Tensor], given: dict[str, Any]) -> Any:
+    names = output_names(
+        given.get("entropy", False), given.get("lse", False), given.get("argmax", False), given.get("top_k")
+    )
+    return laid_out(outputs, names, given["target"], given.get("shift", 0))

@@ -230,6 +230,9 @@ class TokenObjective(Objective):
         return self.fitted(as_coefficients(evaluation.coefficients))
 
 
+LEAF = {"logprobs": "logprob"}  # outputs that are called otherwise than the statistic
+
+
 @dataclass(frozen=True, eq=False)
 class StatsObjective(Objective):
     """Statistics for a loss that the caller computes: ``names``, the first ``with_gradient`` of them differentiable."""
@@ -245,14 +248,23 @@ class StatsObjective(Objective):
         counts = self.target >= 0
         found = []
         for name in self.names:
-            kept = masked(getattr(stats, name), counts)
+            kept = masked(self.statistic(stats, name), counts)
             found.append(kept + (self.one_or_nan - 1.0) if kept.is_floating_point() else kept)
         return tuple(found)
+
+    def statistic(self, stats: RowStats, name: str) -> Tensor:
+        if name == "argmax":
+            assert stats.argmax is not None
+            return stats.argmax.long()
+        if name == "top_k_logprobs":
+            assert stats.top_k_logits is not None
+            return (stats.top_k_logits - stats.start[:, None]) + stats.rest[:, None]
+        return getattr(stats, LEAF.get(name, name))
 
     def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
         counts = self.target >= 0
         grads = {
-            name: torch.where(counts, given, 0.0).to(self.dtype)
+            LEAF.get(name, name): torch.where(counts, given, 0.0).to(self.dtype)
             for name, given in zip(self.names[: self.with_gradient], upstream, strict=False)
             if given is not None
         }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checks, losses
-from .asked import Asked, LogitsOptions, ask
+from .asked import Asked, LogitsOptions, ask, check
 from .autograd import OnlyOnce, as_called
 from .backends import Backend
 from .call import scalar_objective, token_objective
@@ -88,7 +88,7 @@ def logits_loss(
             "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to linear_loss, "
             "which holds the logits of neither"
         )
-    asked = ask(options, dtype, loss, measured, batch, num_segments)
+    asked = ask(check(options, dtype, loss, measured, batch, num_segments))
     objective = scalar_objective(asked, reduction, normalizer, None)
     value, stats = apply(asked, objective, inplace)
     return loss_output(asked, objective, value, stats, measured, None)
@@ -172,7 +172,7 @@ def cross_entropy(
     loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
     if z_loss:
         loss = loss + z_loss * losses.z_loss()
-    asked = ask(options, dtype, loss)
+    asked = ask(check(options, dtype, loss))
     if reduction == "none":
         return apply(asked, token_objective(asked), inplace)[0].reshape(options.leading)
     return apply(asked, scalar_objective(asked, reduction, None, None, share_denominator=True), inplace)[0]

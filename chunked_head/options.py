@@ -3,13 +3,14 @@
 from typing import Any
 
 INFINITY = float("inf")
+NUMBERS = (int, float)  # not ``int | float``, which torch.compile of torch 2.9 cannot take
 
 
 def number(
     where: str, argument: str, value: Any, least: float = -INFINITY, most: float = INFINITY, open_: bool = False
 ) -> float:
     """A number in ``[least, most]``, or ``(least, most]`` where ``open_``, as a float."""
-    right = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+    right = isinstance(value, NUMBERS) and not isinstance(value, bool) and least <= value <= most
     if not right or (open_ and value == least):
         interval = f"{'(' if open_ else '['}{least:g}, {most:g}]"
         raise ValueError(f"{argument} of {where} must be a number in {interval}, got {value!r}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import PLACES, Place
 from loss_cases import LOSS_CASES, VOCAB, LossCase, LossInputs, inputs_of
-from tracking import Tracker
+from tracking import Tracker, no_host_synchronisation
 
 from chunked_head import LossOutput, linear_loss, losses, metrics, plan
 from chunked_head.backends import torch_backend
@@ -133,12 +133,8 @@ def test_no_host_synchronisation(case: LossCase) -> None:
         hidden.grad = weight.grad = None
 
     step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_synchronisation():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("place", PLACES[:1])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from cases import PLACES, Case, Place, bias, per_class, per_token
-from tracking import Tracker
+from tracking import Tracker, no_host_synchronisation
 
 from chunked_head import Plan, linear_cross_entropy, plan
 from chunked_head.memory import MiB
@@ -167,12 +167,8 @@ def test_no_host_synchronisation(dtype: torch.dtype, options: dict[str, Any]) ->
         (loss.sum() * upstream).backward()
 
     step()  # kernels are compiled
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_synchronisation():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -1,5 +1,8 @@
-"""Watches the tensors that a call makes: how large each is, and how many bytes live at the same time."""
+"""Watches what a call does: the tensors that it makes, how large each is, how many bytes live at the same time; and
+whether anything in it waits for the device."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,3 +38,14 @@ class Tracker(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size, _ in self.live.values()))
         self.most_large = max(self.most_large, sum(large for _, _, large in self.live.values()))
         return result
+
+
+@contextlib.contextmanager
+def no_host_synchronisation() -> Iterator[None]:
+    """Whatever would wait for the GPU raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -146,11 +146,19 @@ class Losses:
                     "the coefficient of a loss must be a number or a 0-d tensor without gradient, got shape "
                     f"{tuple(factor.shape)}, requires_grad={factor.requires_grad}; per-token factors are token_weights"
                 )
-        elif isinstance(factor, bool) or not isinstance(factor, int | float):
+        elif isinstance(factor, bool) or not isinstance(factor, shared.NUMBERS):
             return NotImplemented
         return Losses(tuple((coefficient * factor, summand) for coefficient, summand in self.terms))
 
     __rmul__ = __mul__
+
+    def times(self, factor: float | Tensor) -> "Losses":
+        """``self * factor``. Inside of ``torch.compile`` the way to multiply by a tensor: there ``*`` with a tensor is
+        taken for a product of tensors, and raises."""
+        product = self.__mul__(factor)
+        if product is NotImplemented:
+            raise TypeError(f"the coefficient of a loss must be a number or a 0-d tensor, got {factor!r}")
+        return product
 
     def __radd__(self, other: int) -> "Losses":
         """``sum([...])`` begins with 0."""
@@ -173,7 +181,7 @@ class Losses:
 
 def make(kind: str, function: Callable[..., Tensor], options: Mapping[str, Any] | None = None, **known: Any) -> Losses:
     """A sum of one loss; ``known`` are fields of ``Summand``. Where they don't fit, an error that names the loss."""
-    unknown = sorted(set(known) - Summand.__dataclass_fields__.keys())
+    unknown = sorted(set(known) - set(Summand.__dataclass_fields__))
     if unknown:
         raise TypeError(f"losses.{kind} has no option {unknown[0]!r}; every loss has {', '.join(SUMMAND)}")
     summand = Summand(kind, function, options or {}, **known)
@@ -191,7 +199,7 @@ def check_summand(summand: Summand) -> None:
     if summand.name is not None and not isinstance(summand.name, str):
         raise TypeError(f"name of {where} must be a string, got {summand.name!r}")
     weights = summand.token_weights
-    if weights is not None and not isinstance(weights, str | Tensor):
+    if weights is not None and not isinstance(weights, (str, Tensor)):
         raise TypeError(f"token_weights of {where} must be a tensor or the name of a field, got {weights!r}")
     if weights is not None and summand.unit != "token":
         raise ValueError(f"token_weights of {where} do not apply: its values are per {summand.unit}")

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from ..options import choice
 from .base import DENSE, FIELDS, STATISTICS, Field, Scope, Summand, Teacher, Unit, make
 from .closures import Function, frozen, known_result, remember
@@ -13,6 +15,9 @@ TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher
 ALWAYS = ("logprob", "lse")
 
 
+@torch.compiler.disable(
+    reason="losses.custom runs its function to find out what it reads: make the loss before the compiled function"
+)
 def custom(
     function: Function | None = None,
     *,
@@ -50,6 +55,7 @@ def custom(
         def unlikelihood(stats, batch):
             return -torch.log1p(-stats.logprob.exp().clamp(max=0.999))
 
+    Made before a function that ``torch.compile`` takes whole, and not in it: there this call breaks the graph.
     ``summand``: ``SummandOptions``, and ``tensors=`` and ``options=``, which the function gets as keyword arguments.
     """
     if function is None:

@@ -1,5 +1,6 @@
 """Losses of the target and of the logits alone: cross-entropy, focal, z-loss, entropy."""
 
+import functools
 from typing import Any
 
 import torch
@@ -31,10 +32,6 @@ def cross_entropy(
         return make("cross_entropy", _cross_entropy, options, needs=frozenset(needs), bounded=True, **summand)
     _check_per_class("cross_entropy", "class_weights", class_weights)
 
-    def size(batch: Batch, class_weights: Tensor) -> Tensor:
-        # a target of weight 0 still moves its row where there is smoothing
-        return (1 - smoothing) * class_weights[batch.target] + smoothing * class_weights.abs().mean()
-
     return make(
         "cross_entropy",
         _cross_entropy,
@@ -42,7 +39,7 @@ def cross_entropy(
         tensors={"class_weights": class_weights},
         needs=frozenset({"weighted_sum"} if smoothing else ()),
         counted=_target_weight,
-        size=size if smoothing else _target_weight,
+        size=functools.partial(_smoothed_weight, smoothing) if smoothing else _target_weight,
         bounded=True,
         **summand,
     )
@@ -50,6 +47,11 @@ def cross_entropy(
 
 def _target_weight(batch: Batch, class_weights: Tensor) -> Tensor:
     return class_weights[batch.target]
+
+
+def _smoothed_weight(smoothing: float, batch: Batch, class_weights: Tensor) -> Tensor:
+    """A target of weight 0 still moves its row where there is smoothing."""
+    return (1 - smoothing) * class_weights[batch.target] + smoothing * class_weights.abs().mean()
 
 
 def _cross_entropy(

@@ -1,0 +1,72 @@
+"""What makes a public function of hidden states one that runs at once, or as an operator of a graph being traced."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..call import Task, execute
+from ..options import INFINITY, NUMBERS
+from .operators import forward
+from .recipes import TASKS, described, registered
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+OPERANDS = ("hidden", "weight", "bias")
+results: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}  # from an operator's outputs, by function
+
+
+def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
+    """A public function of one that checks its arguments and says what to do.
+
+    Under ``torch.compile`` the checks run on tensors without data while the graph is made, and raise there.
+    """
+    name = function.__name__
+    names = tuple(inspect.signature(function).parameters)
+    TASKS[name] = function
+
+    @functools.wraps(function)
+    def public(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            return as_operator(name, dict(zip(names[: len(args)], args, strict=True)) | kwargs)
+        return execute(function(*args, **kwargs))
+
+    return public
+
+
+def in_graph(function: Callable) -> Callable:
+    """What makes the public function's result of its operator's outputs and of its arguments as given."""
+
+    def register(result: Callable[[list[Tensor], dict[str, Any]], Any]) -> Callable:
+        results[function.__name__] = result
+        return result
+
+    return register
+
+
+def is_denominator(normalizer: Any) -> bool:
+    """Whether it is a number, and as it should be; any other raises when the call is checked."""
+    number = isinstance(normalizer, NUMBERS) and not isinstance(normalizer, bool)
+    return number and normalizer >= 0 and normalizer < INFINITY
+
+
+def as_operator(name: str, given: dict[str, Any]) -> Any:
+    """Traced: nothing here but tuples, attributes and one call of an operator."""
+    hidden, weight, bias = given["hidden"], given["weight"], given.get("bias")
+    device = hidden.device.type
+    if is_denominator(given.get("normalizer")):
+        # it may be another at every step: as a tensor it is none of the numbers that a graph is made for
+        given = given | {"normalizer": torch.ones((), dtype=torch.float64, device=hidden.device) * given["normalizer"]}
+    tensors: list[Tensor] = []
+    arguments = tuple([(key, described(value, tensors)) for key, value in given.items() if key not in OPERANDS])
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    key = registered(name, arguments, autocast)
+    grad = torch.is_grad_enabled()
+    outputs = forward(
+        hidden, weight, bias, tensors, key, grad and hidden.requires_grad, grad and weight.requires_grad,
+        grad and bias is not None and bias.requires_grad,
+    )  # fmt: skip
+    return results[name](outputs, given)

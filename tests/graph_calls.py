@@ -1,0 +1,163 @@
+"""Calls of the public functions as a compiled function makes them, and what comes of them beside the same calls."""
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+
+VOCAB, HIDDEN, SEGMENTS = 301, 24, 4
+
+
+class Data(NamedTuple):
+    """Two sequences and what goes with them."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+    target: Tensor
+    class_weights: Tensor
+    token_weights: Tensor
+    fields: dict[str, Tensor]
+    scalar: Tensor
+
+
+def make_data(dtype: torch.dtype = torch.float32, device: str = "cpu", tokens: int = 21, seed: int = 5) -> Data:
+    made = torch.Generator().manual_seed(seed)
+    shape = (2, tokens)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=made).to(device)
+
+    target = torch.randint(0, VOCAB, shape, generator=made)
+    target[0, :3] = -100
+    fields = {
+        "old_logprobs": normal(*shape) * 0.2 - 5.0, "advantages": normal(*shape), "mask": normal(*shape) > -1,
+        "segments": torch.randint(-1, SEGMENTS, shape, generator=made).to(device),
+        "teacher_ids": torch.randint(0, VOCAB, (*shape, 3), generator=made).to(device),
+        "teacher_logprobs": normal(*shape, 3) * 0.1 - 3.0,
+        "teacher_hidden": normal(*shape, 8), "teacher_weight": normal(VOCAB, 8),
+    }  # fmt: skip
+    operands = (normal(*shape, HIDDEN), normal(VOCAB, HIDDEN), normal(VOCAB))
+    hidden, weight, bias = (t.to(dtype).requires_grad_() for t in operands)
+    return Data(
+        hidden, weight, bias, target.to(device), normal(VOCAB).abs(), normal(*shape).abs(), fields, normal().abs() + 1
+    )
+
+
+def chosen(data: Data, *names: str) -> dict[str, Tensor]:
+    return {name: data.fields[name] for name in names}
+
+
+def plain(d: Data) -> Tensor:
+    return linear_cross_entropy(d.hidden, d.weight, d.target, bias=d.bias, label_smoothing=0.1, z_loss=1e-3, shift=1)
+
+
+def weighted(d: Data) -> Tensor:
+    return linear_cross_entropy(
+        d.hidden * 2, d.weight, d.target, class_weights=d.class_weights, token_weights=d.token_weights,
+        label_smoothing=0.2, normalizer=d.scalar, upstream=d.scalar,
+    )  # fmt: skip
+
+
+def unreduced(d: Data) -> Tensor:
+    return linear_cross_entropy(d.hidden, d.weight, d.target, reduction="none", shift=1, softcap=9.0)
+
+
+def grpo(d: Data) -> LossOutput:
+    """Losses and metrics made in the compiled function."""
+    return linear_loss(
+        d.hidden, d.weight, d.target,
+        losses.grpo(clip_low=0.2, clip_high=0.28) + losses.z_loss().times(d.scalar) - 0.01 * losses.entropy(),
+        batch=chosen(d, "old_logprobs", "advantages", "mask"), normalizer=17.0,
+        metrics=[metrics.clip_fraction(), metrics.effective_sample_size(), metrics.logprob(reduce="min")],
+    )  # fmt: skip
+
+
+OUTSIDE = 0.5 * losses.gspo() + losses.cross_entropy(token_scaling=True, name="imitation") * torch.tensor(0.25)
+MEASURED = (metrics.kl_old(weighting="segment"), metrics.accuracy(), metrics.perplexity(weighting="segment"))
+
+
+def gspo(d: Data) -> LossOutput:
+    """Losses and metrics made before; gradients that wait for all statistics."""
+    return linear_loss(
+        d.hidden, d.weight, d.target, OUTSIDE, batch=chosen(d, "old_logprobs", "advantages", "segments"),
+        num_segments=SEGMENTS, metrics=MEASURED, chunk_tokens=16, bias=d.bias,
+    )  # fmt: skip
+
+
+def distilled(d: Data) -> LossOutput:
+    loss = losses.topk_kl(token_weights=d.token_weights) + 0.5 * losses.jsd(temperature=2.0)
+    names = ("teacher_ids", "teacher_logprobs", "teacher_hidden", "teacher_weight")
+    return linear_loss(d.hidden, d.weight, None, loss, batch=chosen(d, *names))
+
+
+@losses.custom(scope="token")
+def push(stats: Any, batch: Any) -> Tensor:
+    return -batch["advantages"] * stats.logprob
+
+
+def custom(d: Data) -> LossOutput:
+    batch = MappingProxyType(chosen(d, "advantages"))
+    return linear_loss(d.hidden, d.weight, d.target, push, batch=batch, reduction="sum")
+
+
+def logprobs(d: Data) -> Any:
+    return linear_logprobs(
+        d.hidden, d.weight, d.target, entropy=True, lse=True, argmax=True, top_k=3, mask=d.fields["mask"], shift=1
+    )
+
+
+def logprobs_alone(d: Data) -> Tensor:
+    return linear_logprobs(d.hidden, d.weight, d.target, temperature=0.7) * d.fields["advantages"]
+
+
+CALLS: list[Callable[[Data], Any]] = [
+    plain, weighted, unreduced, grpo, gspo, distilled, custom, logprobs, logprobs_alone,
+]  # fmt: skip
+
+
+def named(out: Any) -> dict[str, Tensor]:
+    """Everything that a call has returned."""
+    if isinstance(out, Tensor):
+        return {"value": out}
+    if isinstance(out, LossOutput):
+        found = {"loss": out.loss, **{f"part {name}": part for name, part in out.parts.items()}}
+        for name, metric in out.metrics.items():
+            given = {"sum": metric.sum, "count": metric.count, "extremum": metric.extremum, "value": metric.value}
+            found |= {f"metric {name} {key}": value for key, value in given.items() if value is not None}
+        return found
+    return out._asdict()
+
+
+def outcome(call: Callable[[Data], Any], data: Data, upstream: float) -> tuple[Any, list[Tensor | None]]:
+    out = call(data)
+    leaves = [t for t in (data.hidden, data.weight, data.bias) if t.requires_grad]
+    total = sum(value.sum() for value in named(out).values() if value.requires_grad)
+    return out, list(torch.autograd.grad(total * upstream, leaves, allow_unused=True))
+
+
+def assert_alike(
+    call: Callable[[Data], Any], data: Data, upstream: float = 0.37, exact: bool = True, **how: Any
+) -> None:
+    """What the compiled call gives beside what the call gives; to the bit on one backend of one device."""
+    torch._dynamo.reset()
+    expected, grads = outcome(call, data, upstream)
+    found, ours = outcome(torch.compile(call, fullgraph=True, **how), data, upstream)
+    assert type(found) is type(expected)
+    assert list(named(found)) == list(named(expected))
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {}
+    for name, value in named(expected).items():
+        torch.testing.assert_close(
+            named(found)[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
+        assert named(found)[name].requires_grad == value.requires_grad, name
+    for mine, grad in zip(ours, grads, strict=True):
+        assert (mine is None) == (grad is None)
+        if grad is not None:
+            assert mine.dtype == grad.dtype
+            limit = 1e-6 if grad.dtype == torch.float32 else 4e-3
+            assert (mine.double() - grad.double()).norm() <= (0.0 if exact else limit) * grad.double().norm()

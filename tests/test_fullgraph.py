@@ -1,0 +1,392 @@
+"""Calls inside of ``torch.compile(fullgraph=True)``: the same values, gradients, parts and metrics as outside of it."""
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from graph_calls import (
+    CALLS,
+    HIDDEN,
+    VOCAB,
+    Data,
+    assert_alike,
+    grpo,
+    gspo,
+    logprobs,
+    make_data,
+    named,
+    outcome,
+    plain,
+    unreduced,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import chunked_head.evaluate
+import chunked_head.graph.operators
+from chunked_head import (
+    ChunkedHead,
+    gathered_topk_kl,
+    linear_cross_entropy,
+    linear_logprobs,
+    linear_loss,
+    losses,
+    metrics,
+    plan,
+)
+from chunked_head.graph.recipes import described, spelt
+from chunked_head.graph.waiting import ranges
+from chunked_head.planner import Request
+
+pytestmark = pytest.mark.compiled
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_fullgraph(call: Callable[[Data], Any]) -> None:
+    # gradients computed again are tiled otherwise where they are computed in the forward pass
+    assert_alike(call, make_data(), exact=call is not gspo, backend="aot_eager")
+
+
+@pytest.mark.parametrize("call", [plain, grpo, logprobs], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_inductor(call: Callable[[Data], Any], dtype: torch.dtype) -> None:
+    assert_alike(call, make_data(dtype), exact=False)
+
+
+def test_compiled_arithmetic_in_a_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the operator compiles the losses' arithmetic when it first runs, inside of the outer graph."""
+    real, run = torch.compile, chunked_head.evaluate.run
+    monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, **({"backend": "aot_eager"} | how)))
+    monkeypatch.setattr("chunked_head.objective.run", lambda s, leaves, i, fused: run(s, leaves, i, True))
+    chunked_head.evaluate.COMPILED.clear()
+    data = make_data()
+    for call in (grpo, plain):
+        found, ours = outcome(torch.compile(call, fullgraph=True), data, 0.37)
+        assert chunked_head.evaluate.COMPILED and not chunked_head.evaluate.SLOW
+        with torch.compiler.set_stance("force_eager"):
+            expected, grads = outcome(call, data, 0.37)
+        for name, value in named(expected).items():
+            torch.testing.assert_close(named(found)[name], value)
+        for mine, grad in zip(ours[:2], grads[:2], strict=True):
+            torch.testing.assert_close(mine, grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu(call: Callable[[Data], Any], dtype: torch.dtype) -> None:
+    assert_alike(call, make_data(dtype, "cuda"), exact=False)
+
+
+@pytest.mark.gpu
+def test_reduced_overhead_on_a_gpu() -> None:
+    """Replayed as CUDA graphs, forward and backward, with other data at every step."""
+    step = torch.compile(grpo, fullgraph=True, mode="reduce-overhead")
+    for seed in range(6):
+        data = make_data(torch.bfloat16, "cuda", tokens=256, seed=seed)
+        expected, grads = outcome(grpo, data, 0.37)
+        torch.compiler.cudagraph_mark_step_begin()
+        found, ours = outcome(step, data, 0.37)
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+        for mine, grad in zip(ours[:2], grads[:2], strict=True):
+            assert mine is not None and grad is not None
+            assert (mine - grad).norm() <= 4e-3 * grad.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_dtype": torch.float32}, {"memory_budget": "300KiB"}, {"chunk_tokens": 8}],
+    ids=str,
+)
+def test_gradients_wait_as_outside(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """In fp32 where the plan says so, and rounded once: the same bits with an upstream gradient of 0.37."""
+
+    def call(d: Data) -> Tensor:
+        # half precision's gradients must survive a denominator and a loss scale
+        loss = linear_cross_entropy(d.hidden, d.weight, d.target, normalizer=float(1 << 20), **options)
+        return loss * float(1 << 16)
+
+    assert_alike(call, make_data(dtype, tokens=40), exact="memory_budget" not in options, backend="aot_eager")
+
+
+def test_other_lengths_share_a_graph() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def call(d: Data) -> Tensor:
+        return plain(d) + unreduced(d).sum()
+
+    step = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (21, 22, 64, 3, 130):
+        data = make_data(tokens=tokens)
+        (expected, grads), (found, ours) = outcome(call, data, 0.37), outcome(step, data, 0.37)
+        assert found == expected
+        for mine, grad in zip(ours, grads, strict=True):
+            torch.testing.assert_close(mine, grad, rtol=0, atol=0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_lengths_at_which_gradients_wait_in_another_dtype() -> None:
+    """bf16 gradients of one chunk wait as they are, of several in fp32: a graph each, and no length goes wrong."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def call(d: Data) -> Tensor:
+        return linear_cross_entropy(d.hidden, d.weight, d.target, memory_budget="200KiB")
+
+    step = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (5, 6, 17, 33, 70, 71, 150, 151, 152, 153, 154, 155):
+        data = make_data(torch.bfloat16, tokens=tokens)
+        (expected, grads), (found, ours) = outcome(call, data, 0.37), outcome(step, data, 0.37)
+        torch.testing.assert_close(found, expected)
+        for mine, grad in zip(ours[:2], grads[:2], strict=True):
+            assert mine is not None and grad is not None
+            assert (mine.double() - grad.double()).norm() <= 6e-3 * grad.double().norm()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB", "64MiB"])
+@pytest.mark.parametrize("shape", [(4096, 128256), (2304, 256000), (512, 32000)], ids=str)
+def test_ranges_of_lengths_are_those_of_the_plans(shape: tuple[int, int], budget: str | None) -> None:
+    def planned(tokens: int) -> Any:
+        return plan(tokens, *shape, torch.bfloat16, device="cuda", backend="triton", memory_budget=budget)
+
+    table = ranges(replace(planned(1).sizes, tokens=0), Request(memory_budget=budget))
+    edges = [most + more for most, *_ in table[:-1] for more in (0, 1)]
+    for tokens in [*edges, *(1 << power for power in range(18)), *range(3000, 120000, 3001)]:
+        try:
+            expected = planned(tokens)
+        except ValueError:  # more than the budget holds
+            assert budget == "64MiB"
+            continue
+        dtypes = [torch.bfloat16, torch.bfloat16]
+        if expected.schedule == "forward":
+            dtypes = [expected.hidden_accumulate, expected.weight_accumulate]
+        assert next(found for most, *found in table if tokens <= most) == dtypes, tokens
+
+
+def test_a_denominator_that_changes() -> None:
+    """A number that is another at every step, as the tokens of all micro-batches are, makes no graph of its own."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    data = make_data()
+
+    def call(normalizer: float) -> Tensor:
+        return linear_cross_entropy(data.hidden, data.weight, data.target, normalizer=normalizer)
+
+    step = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for normalizer in (3.5, 4.5, 7.0, 8.25, 9.0, 0.0):
+        assert step(normalizer) == call(normalizer)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
+def test_other_options_make_another_graph() -> None:
+    """Whatever a graph was made for is guarded: options of a loss made elsewhere, its coefficient, its function."""
+    data, holder = make_data(), {"loss": losses.focal(gamma=1.0)}
+
+    def call() -> Tensor:
+        return linear_loss(data.hidden, data.weight, data.target, holder["loss"]).loss
+
+    step = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for loss in (
+        losses.focal(gamma=1.0), losses.focal(gamma=2.0), 0.5 * losses.focal(gamma=2.0), losses.cross_entropy(),
+        losses.cross_entropy(reduction="sum"), losses.cross_entropy(class_weights=data.class_weights),
+        losses.custom(lambda stats, batch: stats.lse, scope="token"),
+        losses.custom(lambda stats, batch: stats.lse * 2, scope="token"),
+    ):  # fmt: skip
+        holder["loss"] = loss
+        assert step() == call(), loss
+
+
+def test_losses_made_anew_at_every_step() -> None:
+    """Equal losses, made outside: one graph, whatever their tensors hold."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    data = make_data()
+
+    def call(loss: Any, measured: Any) -> Tensor:
+        return linear_loss(data.hidden, data.weight, data.target, loss, metrics=measured).loss
+
+    step = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for seed in range(4):
+        weights = make_data(seed=seed).class_weights
+        loss = losses.cross_entropy(label_smoothing=0.1, class_weights=weights)
+        loss = loss + losses.z_loss() * torch.tensor(0.1 * seed)
+        measured = [metrics.entropy(), metrics.accuracy()]
+        assert step(loss, measured) == call(loss, measured)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+class Model(nn.Module):
+    def __init__(self, **options: Any):
+        super().__init__()
+        self.body = nn.Linear(HIDDEN, HIDDEN)
+        self.head = ChunkedHead(HIDDEN, VOCAB, bias=True, z_loss=1e-3, **options)
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(hidden)), target, shift=1)
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_a_model_under_autocast(where: str) -> None:
+    data, model = make_data(), Model()
+    cast = torch.autocast("cpu", torch.bfloat16)
+    function = cast(model.forward) if where == "inside" else model
+    with cast if where == "outside" else torch.autocast("cpu", enabled=False):
+        expected = function(data.hidden, data.target)
+        found = torch.compile(function, fullgraph=True, backend="aot_eager")(data.hidden, data.target)
+    parameters = list(model.parameters())
+    assert found == expected
+    for mine, grad in zip(
+        torch.autograd.grad(found, parameters), torch.autograd.grad(expected, parameters), strict=True
+    ):
+        torch.testing.assert_close(mine, grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_activation_checkpointing(saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler runs the operator again, unless it is told that its outputs are to be kept."""
+    sweeps, sweep = [], chunked_head.graph.operators.sweep
+
+    def watched(*args: Any) -> Any:
+        sweeps.append(args)
+        return sweep(*args)
+
+    monkeypatch.setattr(chunked_head.graph.operators, "sweep", watched)
+    kept = [torch.ops.chunked_head.forward.default]
+    how = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)} if saved else {}
+
+    def call(d: Data) -> Tensor:
+        def region(hidden: Tensor, weight: Tensor) -> Tensor:
+            return linear_cross_entropy(torch.tanh(hidden), weight, d.target)
+
+        return checkpoint(region, d.hidden, d.weight, use_reentrant=False, **how)
+
+    data = make_data()
+    torch._dynamo.reset()
+    found, ours = outcome(torch.compile(call, fullgraph=True, backend="aot_eager"), data, 0.37)
+    assert len(sweeps) == (1 if saved else 2)
+    expected, grads = outcome(lambda d: linear_cross_entropy(torch.tanh(d.hidden), d.weight, d.target), data, 0.37)
+    assert found == expected
+    for mine, grad in zip(ours[:2], grads[:2], strict=True):
+        torch.testing.assert_close(mine, grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_frozen_operands(frozen: str) -> None:
+    data = make_data()
+    getattr(data, frozen).requires_grad_(False)
+    assert_alike(plain, data, backend="aot_eager")
+    assert_alike(logprobs, data, backend="aot_eager")
+
+
+def test_without_gradients() -> None:
+    data = make_data()
+    with torch.no_grad():
+        found, expected = torch.compile(logprobs, fullgraph=True, backend="aot_eager")(data), logprobs(data)
+    for name, value in named(expected).items():
+        assert torch.equal(named(found)[name], value), name
+
+
+def test_no_tokens() -> None:
+    assert_alike(plain, make_data(tokens=3)._replace(
+        hidden=torch.zeros(2, 0, HIDDEN, requires_grad=True), target=torch.zeros(2, 0, dtype=torch.int64)
+    ), backend="aot_eager")  # fmt: skip
+
+
+def test_gathered_logits() -> None:
+    student, teacher = torch.randn(5, 3, requires_grad=True), torch.randn(5, 3).log_softmax(-1)
+    call = torch.compile(lambda x: gathered_topk_kl(x, teacher, normalize="topk"), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(call(student), gathered_topk_kl(student, teacher, normalize="topk"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("upstream", [1.0, 0.37])
+def test_handed_over_without_a_copy(dtype: torch.dtype, upstream: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled backward scales gradients where they are: what arrives lies in the memory that forward filled."""
+    filled, sweep = [], chunked_head.graph.operators.sweep
+
+    def watched(*args: Any) -> Any:
+        stats, grads = sweep(*args)
+        filled.append((grads.hidden.data_ptr(), grads.weight.data_ptr()))
+        return stats, grads
+
+    monkeypatch.setattr(chunked_head.graph.operators, "sweep", watched)
+    torch._dynamo.reset()
+    hidden, weight = (torch.randn(n, 64, dtype=dtype, requires_grad=True) for n in (48, VOCAB))
+    target = torch.randint(0, VOCAB, (48,))
+    (torch.compile(linear_cross_entropy, fullgraph=True)(hidden, weight, target) * upstream).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    assert filled == [(hidden.grad.data_ptr(), weight.grad.data_ptr())]
+
+
+ERRORS: dict[str, tuple[Callable[[Data], Any], str]] = {
+    "shape": (lambda d: linear_cross_entropy(d.hidden, d.weight, d.target[:1]), r"target must have shape \(2, 21\)"),
+    "reduction": (lambda d: linear_cross_entropy(d.hidden, d.weight, d.target, reduction="avg"), "must be one of"),
+    "normalizer": (lambda d: linear_cross_entropy(d.hidden, d.weight, d.target, normalizer=-1.0), "must be finite"),
+    "field": (lambda d: linear_loss(d.hidden, d.weight, d.target, losses.grpo()), "needs batch"),
+    "top_k": (lambda d: linear_logprobs(d.hidden, d.weight, d.target, top_k=0), "top_k must be in"),
+    "gradient": (
+        lambda d: linear_cross_entropy(d.hidden, d.weight, d.target, token_weights=d.hidden[..., 0]),
+        "takes no gradient",
+    ),
+    "function": (
+        lambda d: linear_loss(d.hidden, d.weight, d.target, losses.custom(lambda s, b: s.lse, scope="token")),
+        "make the loss before the compiled function",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_while_the_graph_is_made(name: str) -> None:
+    call, message = ERRORS[name]
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=message):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(make_data())
+
+
+def test_errors_of_values() -> None:
+    data = make_data()
+    data.target[0, 5] = VOCAB
+    with pytest.raises(IndexError, match="target must be in"):
+        torch.compile(plain, fullgraph=True, backend="aot_eager")(data)
+
+
+def test_a_loss_of_a_function_breaks_the_graph() -> None:
+    """Without ``fullgraph`` it may be made in the compiled function."""
+
+    def call(d: Data) -> Tensor:
+        loss = losses.custom(lambda stats, batch: stats.lse, scope="token")
+        return linear_loss(d.hidden, d.weight, d.target, loss).loss
+
+    data = make_data()
+    assert torch.compile(call, backend="aot_eager")(data) == call(data)
+
+
+def test_keys_tell_arguments_apart() -> None:
+    values = [0, 0.0, -0.0, False, None, "0", (0,), frozenset({0}), torch.float32, losses.FIELDS["mask"]]
+    functions = [lambda: 1, lambda: 2, torch.sin, plain, grpo]
+    texts = [spelt(value) for value in [*values, *functions]]
+    assert len(set(texts)) == len(texts)
+    assert spelt(plain) == spelt(plain)
+
+
+SPELL = (
+    "from chunked_head import losses, metrics; from chunked_head.graph.recipes import described, spelt; "
+    "loss = losses.grpo() + losses.topk_kl(); print(spelt(described([loss, metrics.accuracy()], [])))"
+)
+
+
+def test_keys_are_those_of_other_processes() -> None:
+    """Compiled graphs are kept on disk, keys and all."""
+    environment = dict(os.environ) | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
+    there = subprocess.run([sys.executable, "-c", SPELL], env=environment, capture_output=True, text=True, check=True)
+    here = spelt(described([losses.grpo() + losses.topk_kl(), metrics.accuracy()], []))
+    assert there.stdout.strip() == here
