@@ -94,9 +94,10 @@ def linear_cross_entropy(
         upstream: the gradient that ``backward`` will bring for the loss, where it is known (a loss scale): folded in
             before gradients are rounded. Any other upstream gradient stays right. A number but 0, or a 0-d tensor.
         skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
-            operands on Hopper, and anything on a CPU; ValueError elsewhere). Where every token counts it costs 1 to
-            3 %, because our own product for the weight's gradient then stands in for cuBLAS's. ``"wait"`` does it for
-            any operands and waits for their number, which a CUDA graph cannot.
+            operands on Hopper, and anything on a CPU; ValueError elsewhere). Where every token counts it costs next to
+            nothing, but up to 5 % where cuBLAS's product for the weight's gradient is better than ours (see ``plan``:
+            fp32 sums, other versions of Triton than 3.6). ``"wait"`` does it for any operands and waits for their
+            number, which a CUDA graph cannot. Losses see the tokens that count first, in their order.
         deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
             gradient depends on the other tokens or their number: one tile for every size, no product in parts. For
             bfloat16 on Hopper, ValueError elsewhere: BLAS chooses by the number of rows.

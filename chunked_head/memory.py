@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from .kernels.tiles import dhidden_parts, strips_of
+from .kernels.tiles import dhidden_parts, own_dweight_pays, strips_of
 from .stats import Demand
 
 MiB = 1 << 20
@@ -63,6 +63,7 @@ class Sizes:
     scratch: int = 0  # bytes of the backend's elementwise tiles
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
     multiprocessors: int = 0  # of a device that runs our own matmuls, else 0
+    hopper_products: bool = False  # the device runs our own product for dweight that was made for Hopper
     deterministic: bool = False  # a token's numbers do not depend on the others, nor on how many there are
     skips: bool = False  # products stop at a number of rows that only the device knows
     into: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
@@ -161,6 +162,12 @@ class Sizes:
         """Parts that a chunk's dhidden is made in, each with an fp32 sum of its own."""
         own = self.multiprocessors and self.store != "logits" and not self.deterministic
         return dhidden_parts(rows, self.hidden, self.multiprocessors) if own else 1
+
+    def own_dweight(self, rows: int, out: torch.dtype) -> bool:
+        """Whether dweight's products over so many rows are ours: where they pay, and where rows are skipped."""
+        if self.store == "logits":
+            return False
+        return self.skips or (self.hopper_products and own_dweight_pays(rows, self.hidden, out.itemsize))
 
     @property
     def weight_elements(self) -> int:

@@ -196,7 +196,8 @@ def matmuls(plan: Plan) -> str:
         parts = s.dhidden_parts(plan.chunk_tokens)
         found.append("dhidden ours" + (f" ({parts} parts)" if parts > 1 else ""))
     if plan.schedule != "loss only" and s.weight_grad:
-        found.append("dweight " + ("ours" if s.skips else "cuBLAS's"))
+        own = s.own_dweight(plan.block_tokens, plan.weight_accumulate)
+        found.append("dweight " + ("ours" if own else "cuBLAS's"))
     return ", ".join(found)
 
 

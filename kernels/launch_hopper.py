@@ -19,7 +19,9 @@ if HAS_GLUON:
 
 @functools.cache
 def runs_hopper_products(device: torch.device) -> bool:
-    return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    if not (HAS_GLUON and device.type == "cuda" and torch.cuda.is_available()):
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def hopper_dweight(

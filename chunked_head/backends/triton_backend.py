@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import launch
+from ..kernels.launch_hopper import runs_hopper_products
 from ..memory import Store
 from ..plans import Plan
 from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
@@ -73,6 +74,7 @@ def traits(device: torch.device) -> dict[str, Any]:
     return {
         "half_products": device.type == "cuda", "scratch": 0,
         "multiprocessors": launch.multiprocessors(device) if own_products else 0,
+        "hopper_products": runs_hopper_products(device),
     }  # fmt: skip
 
 

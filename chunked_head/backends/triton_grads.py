@@ -7,7 +7,7 @@ from ..kernels import launch, launch_grads
 from ..memory import padded_columns
 from ..plans import Plan
 from ..stats import Coefficients, Head, Rows, RowStats
-from .triton_session import KernelSession, add_counted_dweight, counted_of, transform
+from .triton_session import KernelSession, counted_of, transform
 
 
 class GradSession(KernelSession):
@@ -35,8 +35,3 @@ class GradSession(KernelSession):
             super().tile_dhidden(dlogits, rows, weight, out, first)
         else:
             launch.dhidden(out, None, dlogits, weight, counted=counted_of(rows), add=not first)
-
-    def add_dweight(
-        self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
-    ) -> None:
-        add_counted_dweight(dlogits, rows, operand, out, first, gain)

@@ -11,7 +11,7 @@ from ..matmul import project
 from ..memory import padded_columns
 from ..plans import Plan
 from ..stats import Coefficients, Head, Rows, RowStats
-from .triton_session import KernelSession, add_counted_dweight, counted_of, normalize_rows, ratio_of, transform
+from .triton_session import KernelSession, counted_of, normalize_rows, ratio_of, transform
 
 
 class RelativeSession(KernelSession):
@@ -84,11 +84,6 @@ class RelativeSession(KernelSession):
         where = out[at] if rows.order is None else out
         partial, counted = self.partial(len(rows.target)), counted_of(rows)
         launch.dhidden(where, partial, dlogits, self.head.weight, factors, rows.order, counted)
-
-    def add_dweight(
-        self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
-    ) -> None:
-        add_counted_dweight(dlogits, rows, operand, out, first, gain)
 
     def partial(self, rows: int) -> Tensor | None:
         """Where the parts of a chunk's dhidden go, if it is made in several [parts, rows, hidden]."""

@@ -5,7 +5,6 @@ from torch import Tensor
 from ..gradients import AddsDlogits
 from ..kernels import launch, launch_rows
 from ..kernels.launch_rows import NO_SOFTMAX, Beside, Softmax, Stored
-from ..matmul import add_dweight
 from ..plans import Plan
 from ..stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher
 
@@ -32,17 +31,6 @@ def counted_of(rows: Rows) -> launch.Counted:
     return launch.Counted(rows.counted, rows.first)
 
 
-def add_counted_dweight(
-    dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None
-) -> None:
-    """As ``matmul.add_dweight``, over rows that count where they are known."""
-    # cuBLAS adds a little faster, but computes what nobody wants
-    if rows.counted is None or gain is not None:
-        add_dweight(dlogits, operand, out, first, gain)
-    else:
-        launch.dweight(out, dlogits, operand, first, counted_of(rows))
-
-
 class KernelSession(AddsDlogits):
     """What sessions with a pass over stored logits share: second views, teachers, columns, gradients."""
 
@@ -52,6 +40,14 @@ class KernelSession(AddsDlogits):
     def __init__(self, head: Head, plan: Plan):
         self.head, self.sizes, self.demand = head, plan.sizes, plan.sizes.demand
         self.vocab = self.sizes.vocab
+
+    def add_dweight(
+        self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
+    ) -> None:
+        if gain is None and self.sizes.own_dweight(len(rows.target), out.dtype):
+            launch.dweight(out, dlogits, operand, first, counted_of(rows))
+        else:
+            super().add_dweight(dlogits, rows, operand, out, first, gain)
 
     def further_stats(self, rows: Rows, out: RowStats) -> None:
         """Statistics of a teacher beside the student, whose own are there."""
