@@ -48,8 +48,9 @@ def best_tile(
 
 
 def hidden_accumulator(sizes: Sizes, tile: int) -> torch.dtype:
-    """One tile makes the gradient of hidden in one product; several are added in fp32."""
-    if sizes.hidden_dtype.itemsize < 4 and (tile < sizes.vocab or not sizes.sums_into(sizes.hidden_dtype)):
+    """One tile makes the gradient of hidden in one product; several are added in fp32, where fp16 gets its scale."""
+    narrow = sizes.hidden_dtype.itemsize < 4
+    if narrow and (tile < sizes.vocab or sizes.dtype == torch.float16 or not sizes.sums_into(sizes.hidden_dtype)):
         return torch.float32
     return sizes.hidden_dtype
 

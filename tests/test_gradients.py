@@ -416,3 +416,22 @@ def test_class_weights_of_no_target(place: Place) -> None:
     inputs.options["class_weights"] = omega
     truth, eager = (run_reference(inputs, d) for d in (torch.float64, torch.float32))
     assert_outcome(run_ours(inputs, place), eager, truth, torch.float32)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_small_upstream_of_fp16(place: Place) -> None:
+    """Late and small: what fp16 gradients of logits are multiplied by at the end is itself no fp16 number."""
+    inputs = SMALL.inputs(torch.float16, place.device)
+    hidden, weight = leaves(inputs)
+    upstream = torch.full((60,), 2e-9, device=place.device)
+    loss = linear_cross_entropy(
+        hidden, weight, inputs.target, reduction="none", logit_scale=512.0, backend=place.backend
+    )
+    loss.backward(upstream)
+    truth = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    expected = F.cross_entropy(truth[0] @ truth[1].t() * 512.0, inputs.target, reduction="none")
+    expected.backward(upstream.double())
+    for mine, exact in zip((hidden.grad, weight.grad), (t.grad for t in truth), strict=True):
+        assert mine.count_nonzero()
+        # half of fp16's smallest number for each
+        assert (mine.double() - exact).abs().max() <= 2**-25 + 2**-10 * exact.abs().max()
