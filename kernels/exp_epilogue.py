@@ -1,0 +1,216 @@
+"""What becomes of a tile of the logits matmul: statistics of its strips, and exponentials or relative logits."""
+
+import triton
+import triton.language as tl
+
+from .blocks import column_halves
+from .transform import log2_e
+
+
+@triton.jit
+def finish_half(
+    out_desc,
+    x,  # [BLOCK_M, COLUMNS] fp32
+    shift,  # [BLOCK_M] the strip's offset
+    target,
+    row_start,
+    first_column,
+    columns2,
+    ratio2,
+    RELATIVE: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    SECOND: tl.constexpr,
+    SHIFTED2: tl.constexpr,
+    TARGETS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Stores half of a tile; its sums: of exponentials, of those times their exponents, and at the second softmax."""
+    offs_col = first_column + tl.arange(0, COLUMNS)
+    if RELATIVE or SHIFTED or SECOND:
+        z = x - shift[:, None]
+        e = tl.exp2(z * log2_e)
+    else:
+        # one fused multiply-add; the rounding of its constant is the whole row's alike, and taken out of the sum
+        z = x
+        exponent = tl.math.fma(
+            x, tl.full(x.shape, log2_e, tl.float32), tl.broadcast_to((shift * -log2_e)[:, None], x.shape)
+        )
+        e = tl.exp2(exponent)
+    if TARGETS:
+        is_target = offs_col[None, :] == target[:, None]
+        e = tl.where(is_target, 0.0, e)
+    sums = tl.sum(e, 1)
+    shifted, sums2, shifted2 = sums, sums, sums
+    if SHIFTED:
+        shifted = tl.sum(tl.where(e > 0.0, e * z, 0.0), 1)
+    if SECOND:
+        z2 = z
+        if ratio2 is not None:
+            z2 = z * ratio2
+        e2 = tl.exp2(z2 * log2_e)
+        if TARGETS:
+            e2 = tl.where(is_target, 0.0, e2)
+        e2 = tl.where((offs_col < columns2)[None, :], e2, 0.0)
+        sums2 = tl.sum(e2, 1)
+        if SHIFTED2:
+            shifted2 = tl.sum(tl.where(e2 > 0.0, e2 * z2, 0.0), 1)
+    if out_desc is not None:
+        if RELATIVE:
+            out_desc.store([row_start, first_column], z.to(out_desc.dtype))
+        else:
+            out_desc.store([row_start, first_column], e.to(out_desc.dtype))
+    return sums, shifted, sums2, shifted2
+
+
+@triton.jit
+def finish_strip(
+    # outputs
+    out_desc,
+    strip_offset_ptr,
+    strip_shifted_sum_ptr,
+    strip_weighted_sum_ptr,
+    strip_top_ptr,
+    strip_argmax_ptr,
+    strip_sum2_ptr,
+    strip_shifted_sum2_ptr,
+    # inputs
+    x,  # [BLOCK_M, STRIP] fp32
+    class_weights_ptr,
+    row_offset,
+    target,
+    # sizes
+    row_start,
+    strip,
+    rows,
+    vocab,
+    columns2,
+    # scalars
+    ratio2,
+    BLOCK_M: tl.constexpr,
+    STRIP: tl.constexpr,
+    STORE: tl.constexpr,
+    REACH: tl.constexpr,
+    GIVEN: tl.constexpr,
+    TARGETS: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """A strip's statistics but for its sum of exponentials, which is returned: negative where the offset is its own
+    instead of the row's."""
+    offs_row = row_start + tl.arange(0, BLOCK_M)
+    offs_col = strip * STRIP + tl.arange(0, STRIP)
+    in_rows = offs_row < rows
+    in_vocab = offs_col < vocab
+    stats_at = strip.to(tl.int64) * rows + offs_row
+    RELATIVE: tl.constexpr = out_desc is not None and not GIVEN
+    SHIFTED: tl.constexpr = strip_shifted_sum_ptr is not None
+    SECOND: tl.constexpr = strip_sum2_ptr is not None
+    SHIFTED2: tl.constexpr = strip_shifted_sum2_ptr is not None
+    if strip_weighted_sum_ptr is not None:
+        omega = tl.where(in_vocab, 1.0, 0.0)
+        if class_weights_ptr is not None:
+            omega = tl.load(class_weights_ptr + offs_col, mask=in_vocab, other=0.0).to(tl.float32)
+        # selection, so that a logit of -inf with weight 0 does not become nan
+        weighted = tl.where(omega[None, :] != 0.0, x * omega[None, :], 0.0)
+        tl.store(strip_weighted_sum_ptr + stats_at, tl.sum(weighted, 1), mask=in_rows)
+    if EDGE:
+        x = tl.where(in_vocab[None, :], x, float("-inf"))
+    top = tl.max(x, 1)
+    if strip_top_ptr is not None:
+        here = tl.where(x == top[:, None], offs_col[None, :], 2147483647)
+        tl.store(strip_top_ptr + stats_at, top, mask=in_rows)
+        tl.store(strip_argmax_ptr + stats_at, tl.min(here, 1), mask=in_rows)
+    offset = top
+    if GIVEN:
+        offset = tl.where(top - row_offset > REACH, top - REACH, row_offset)
+    shift = tl.where(offset == float("-inf"), 0.0, offset)  # a strip of -inf alone: exp(-inf - 0) = 0
+
+    first_column = strip * STRIP
+    if STORE == STRIP:
+        sums, shifted, sums2, shifted2 = finish_half(
+            out_desc, x, shift, target, row_start, first_column, columns2, ratio2,
+            RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
+        )  # fmt: skip
+    else:
+        left, right = column_halves(x, BLOCK_M, STRIP)
+        sums, shifted, sums2, shifted2 = finish_half(
+            out_desc, left, shift, target, row_start, first_column, columns2, ratio2,
+            RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
+        )  # fmt: skip
+        more, more_shifted, more2, more_shifted2 = finish_half(
+            out_desc, right, shift, target, row_start, first_column + STORE, columns2, ratio2,
+            RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
+        )  # fmt: skip
+        sums, shifted, sums2, shifted2 = sums + more, shifted + more_shifted, sums2 + more2, shifted2 + more_shifted2
+    if not (RELATIVE or SHIFTED or SECOND):
+        # what the fused multiply-add's constant was rounded by
+        sums = sums * tl.exp2(-tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e))
+    if GIVEN:
+        own = offset != row_offset
+        tl.store(strip_offset_ptr + stats_at, offset, mask=in_rows & own)
+        sums = tl.where(own, -sums, sums)
+    else:
+        tl.store(strip_offset_ptr + stats_at, offset, mask=in_rows)
+    if SHIFTED:
+        tl.store(strip_shifted_sum_ptr + stats_at, shifted, mask=in_rows)
+    if SECOND:
+        tl.store(strip_sum2_ptr + stats_at, sums2, mask=in_rows)
+        if SHIFTED2:
+            tl.store(strip_shifted_sum2_ptr + stats_at, shifted2, mask=in_rows)
+    return sums
+
+
+@triton.jit
+def finish_tile(
+    # outputs
+    out_desc,
+    strip_offset_ptr,
+    strip_sum_ptr,
+    strip_shifted_sum_ptr,
+    strip_weighted_sum_ptr,
+    strip_top_ptr,
+    strip_argmax_ptr,
+    strip_sum2_ptr,
+    strip_shifted_sum2_ptr,
+    # inputs
+    x,
+    class_weights_ptr,
+    row_offset,
+    target,
+    # sizes
+    row_start,
+    tile_n,
+    rows,
+    vocab,
+    columns2,
+    # scalars
+    ratio2,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STRIP: tl.constexpr,
+    REACH: tl.constexpr,
+    GIVEN: tl.constexpr,
+    TARGETS: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """All of a tile but its last strip's sum, which is returned."""
+    if STRIP == BLOCK_N:
+        return finish_strip(
+            out_desc, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
+            strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr, row_offset, target, row_start, tile_n, rows,
+            vocab, columns2, ratio2, BLOCK_M, STRIP, BLOCK_N // 2, REACH, GIVEN, TARGETS, EDGE,
+        )  # fmt: skip
+    else:
+        left, right = column_halves(x, BLOCK_M, BLOCK_N)
+        sums = finish_strip(
+            out_desc, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
+            strip_sum2_ptr, strip_shifted_sum2_ptr, left, class_weights_ptr, row_offset, target, row_start, tile_n * 2,
+            rows, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP, REACH, GIVEN, TARGETS, EDGE,
+        )  # fmt: skip
+        offs_row = row_start + tl.arange(0, BLOCK_M)
+        tl.store(strip_sum_ptr + (tile_n * 2).to(tl.int64) * rows + offs_row, sums, mask=offs_row < rows)
+        # past the vocabulary the right strip writes what merges to nothing (-inf, 0), and its store falls outside
+        return finish_strip(
+            out_desc, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
+            strip_sum2_ptr, strip_shifted_sum2_ptr, right, class_weights_ptr, row_offset, target, row_start,
+            tile_n * 2 + 1, rows, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP, REACH, GIVEN, TARGETS, EDGE,
+        )  # fmt: skip
