@@ -8,6 +8,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .exp_logits import exp_logits_kernel
+from .launch_hopper import hopper_dweight, runs_hopper_products
 from .products import dhidden_kernel, dweight_kernel
 from .rows import copy_rows_kernel
 from .scale import scale_kernel
@@ -231,9 +232,13 @@ def dweight(
     hidden: torch.Tensor,  # [rows, hidden] contiguous
     first: bool,
     counted: Counted = ALL_ROWS,
-    tile: Tile = PRODUCT_TILE,
+    tile: Tile | None = None,  # of the plain kernel; None: the fastest kernel that runs here
 ) -> None:
     """``out (+)= grad.T @ hidden``, stored rather than added where ``first``"""
+    if tile is None and runs_hopper_products(grad.device):
+        hopper_dweight(out, grad, hidden, first, *counted, multiprocessors(grad.device))
+        return
+    tile = tile or PRODUCT_TILE
     (rows, vocab), width = grad.shape, hidden.shape[1]
     tiles = triton.cdiv(vocab, tile.block_m) * triton.cdiv(width, tile.block_n)
     programs = min(tile.per_multiprocessor * multiprocessors(grad.device), tiles)

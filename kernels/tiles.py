@@ -61,3 +61,21 @@ def dhidden_parts(rows: int, hidden: int, multiprocessors: int) -> int:
     return min(
         range(1, MOST_PARTS + 1), key=lambda parts: -(-tiles * parts // multiprocessors) / parts * (0.97 + 0.03 * parts)
     )
+
+
+class HopperTile(NamedTuple):
+    """Tile of a matmul whose warps have roles of their own; what of shared memory the tile leaves is for operands."""
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 32
+    group_m: int = 8
+    stages: int = 6
+    lag: int = 2
+    registers: int = 240
+    average_registers: int = 168  # of the 12 warps, 4 of which do with few
+
+
+def hopper_tile(out_bytes: int) -> HopperTile:
+    """By the bytes of an element of the output."""
+    return HopperTile() if out_bytes == 2 else HopperTile(stages=4, lag=1)
