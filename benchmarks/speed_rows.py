@@ -1,0 +1,154 @@
+"""What `benchmarks.speed` times: our calls with the options that change a step's time, and the floors under them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import measure, providers, shapes
+from benchmarks.shapes import Operands, Shape
+from chunked_head import linear_cross_entropy, linear_logprobs
+
+SHAPES = (
+    Shape(8192, 4096, 128256),
+    Shape(16384, 4096, 128256),
+    Shape(8192, 2048, 128256),
+    Shape(8192, 2304, 256000),
+    Shape(8192, 2880, 201088),
+    Shape(8192, 1024, 151936),
+)
+SMALL_TOKENS = (1, 64, 256, 1024)
+SMALL_ROWS = ("default", "logprobs")
+LARGE_VOCAB, LARGE_BUDGET = 200_000, "1100MiB"
+PEERS = ("compile", "liger", "liger-fp32")
+
+ONE, THREE, SUMMED = "1 product", "3 products", "3 products, add_"
+FLOORS = (ONE, THREE, SUMMED)
+IGNORED = -100
+
+
+class Row(NamedTuple):
+    """A call of ours, what its time is divided by, and the largest ratio that is accepted for each of SHAPES."""
+
+    below: str  # a floor, or another row
+    options: dict[str, Any]
+    must: tuple[float, ...] = ()
+    backward: bool = True
+    half: bool = False  # half of the tokens, chosen by chance, are ignored
+    into: bool = False  # the weight's gradient is added to a buffer
+    logprobs: bool = False
+    large_only: bool = False  # left out for a small vocabulary, unless it is named
+
+
+ROWS: dict[str, Row] = {
+    "default": Row(THREE, {}, must=(1.02, 1.02, 1.05, 1.06, 1.05, 1.06)),
+    "into": Row(SUMMED, {}, must=(1.06, 1.06, 1.07, 1.08, 1.07, 1.08), into=True),
+    "half": Row("default", {}, half=True),
+    "half-skipped": Row("default", {"skip_ignored": True}, must=(0.55,) * len(SHAPES), half=True),
+    "256MiB": Row(THREE, {"memory_budget": "256MiB"}, must=(1.40,)),
+    "640MiB": Row(THREE, {"memory_budget": "640MiB"}, large_only=True),
+    "loss": Row(ONE, {}, must=(1.03,), backward=False),
+    "logprobs": Row(ONE, {}, backward=False, logprobs=True),
+}
+
+
+def chosen(names: Sequence[str] | None, shape: Shape, small: bool) -> list[str]:
+    """The rows for a shape: those that were named, or all that are for it; with those that they are divided by."""
+    if names is None:
+        fitting = [name for name, row in ROWS.items() if shape.vocab >= LARGE_VOCAB or not row.large_only]
+        names = SMALL_ROWS if small else fitting
+    needed = {ROWS[name].below for name in names} | set(names)
+    return [name for name in ROWS if name in needed]
+
+
+def must_of(name: str, shape: Shape) -> float | None:
+    """The largest ratio that is accepted, None where nothing is said."""
+    return dict(zip(SHAPES, ROWS[name].must, strict=False)).get(shape)
+
+
+def options_of(name: str, shape: Shape) -> dict[str, Any]:
+    """A row's options; a large vocabulary has a larger budget where the row names none."""
+    return {**({"memory_budget": LARGE_BUDGET} if shape.vocab >= LARGE_VOCAB else {}), **ROWS[name].options}
+
+
+def gradient_bytes(name: str, shape: Shape, dtype: torch.dtype) -> int:
+    """Bytes of the gradients that a row makes: none without a backward, and no weight's where a buffer has it."""
+    row = ROWS.get(name)
+    if row is None or not (row.into or not row.backward):
+        return shape.gradient_bytes(dtype)
+    return shape.tokens * shape.hidden * dtype.itemsize if row.into else 0
+
+
+def predict(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
+    """What `chunked_head.plan` says of such a call."""
+    row = ROWS[name]
+    options = {**options_of(name, shape), "hidden_grad": row.backward, "weight_grad": row.backward}
+    ours = providers.Provider(name, "ours", linear_cross_entropy, options | {"accumulate_into": row.into})
+    return providers.predict(ours, shape, dtype, device)
+
+
+def half_ignored(target: Tensor) -> Tensor:
+    """The targets with half of them, chosen by chance, set to the value that is ignored."""
+    generator = torch.Generator(device=target.device).manual_seed(1)
+    places = torch.randperm(len(target), device=target.device, generator=generator)[: len(target) // 2]
+    return target.index_fill(0, places, IGNORED)
+
+
+class Bench:
+    """The operands of one shape, and the steps and floors that share them."""
+
+    def __init__(self, operands: Operands) -> None:
+        self.operands = operands
+        self.half = Operands(operands.hidden, operands.weight, half_ignored(operands.target))
+
+    @functools.cached_property
+    def main_grad(self) -> Tensor:
+        """The buffer [vocab, hidden] that gradients of the weight are added to, as Megatron makes it."""
+        weight = self.operands.weight
+        return torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32), requires_grad=False)
+
+    def step(self, name: str, upstream: float = 1.0) -> measure.Step:
+        """A row's step."""
+        row, hidden, weight = ROWS[name], self.operands.hidden, self.operands.weight
+        options = options_of(name, Shape(hidden.shape[0], hidden.shape[1], weight.shape[0]))
+        if row.into:
+            options |= {"accumulate_into": self.main_grad, "upstream": upstream}
+        call: providers.Loss = functools.partial(linear_logprobs if row.logprobs else linear_cross_entropy, **options)
+        return measure.Step(call, self.half if row.half else self.operands, upstream, row.backward)
+
+    def floors(self, names: Sequence[str], device: torch.device) -> dict[str, Callable[[], Any]]:
+        """The named floors, which share their buffers."""
+        measure.release(self.operands)  # the floor sizes its buffers by the free memory
+        if SUMMED in names:
+            self.main_grad.zero_()  # made before the others are sized
+        floor = measure.Floor(self.operands, device)
+
+        def summed() -> None:
+            floor()
+            self.main_grad.add_(floor.d_weight)
+
+        made: dict[str, Callable[[], Any]] = {
+            ONE: functools.partial(floor, 1),
+            THREE: functools.partial(floor, 3),
+            SUMMED: summed,
+        }
+        return {name: made[name] for name in FLOORS if name in names}
+
+
+@dataclass(frozen=True)
+class Request(measure.MemoryRequest):
+    """What a fresh process measures: `provider` is a peer, or what a row is called."""
+
+    row: str = field(default="", kw_only=True)
+
+    def step(self) -> measure.Step:
+        if not self.row:
+            return super().step()
+        device, dtype = torch.device("cpu"), shapes.parse_dtype(self.dtype)
+        bench = Bench(shapes.make_operands(self.shape, dtype, device, targets=self.targets))
+        return bench.step(self.row, self.upstream)
