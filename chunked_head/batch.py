@@ -41,8 +41,8 @@ class Batch(Mapping[str, Tensor]):
         # what belongs nowhere goes into one segment more, which is dropped
         index = torch.where(kept, ids, self.num_segments)
         zeros = values.new_zeros(self.num_segments + 1)
-        # sorted by segment, where index_add would add in whatever order a GPU comes to it
-        return zeros.index_put((index,), torch.where(kept, values, 0.0), accumulate=True)[:-1]
+        # in whatever order a GPU comes to it: index_put would keep one, and wait for the device to check the ids
+        return zeros.index_add(0, index, torch.where(kept, values, 0.0))[:-1]
 
     def segment_count(self, name: str = "segments") -> Tensor:
         """Tokens that count in each segment [num_segments], fp32."""

@@ -100,7 +100,8 @@ def linear_cross_entropy(
             number, which a CUDA graph cannot. Losses see the tokens that count first, in their order.
         deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
             gradient depends on the other tokens or their number: one tile for every size, no product in parts. For
-            bfloat16 on Hopper, ValueError elsewhere: BLAS chooses by the number of rows.
+            bfloat16 on Hopper, ValueError elsewhere (BLAS chooses by the number of rows) and for losses that sum over
+            segments on a GPU.
         backend: ``"triton"`` or ``"torch"``; None: the device's own.
 
     Returns:

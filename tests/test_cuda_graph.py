@@ -117,8 +117,10 @@ def captured(step: Step, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, Tensor, 
 def assert_equal(ours: Tensor, expected: Tensor, what: str) -> None:
     if ours.is_floating_point():
         error, size = (ours.double() - expected.double()).norm(), expected.double().norm()
-        # a graph has a workspace of its own, and so a product may be summed in another order
-        assert error <= max(1e-5, torch.finfo(ours.dtype).eps) * size, f"{what}: {error:.3e} of {size:.3e}"
+        # a graph has a workspace of its own, and so a product may be summed in another order, as segments always may
+        # (of terms about 1, which cancel)
+        allowed = max(1e-5, torch.finfo(ours.dtype).eps) * size + (1e-7 if ours.dim() == 0 else 0.0)
+        assert error <= allowed, f"{what}: {error:.3e} of {size:.3e}"
     else:
         assert torch.equal(ours, expected), what
 

@@ -70,19 +70,11 @@ def test_where_it_cannot_be(place: Place) -> None:
         linear_cross_entropy(hidden, weight, target, deterministic=1)
 
 
-@pytest.mark.parametrize("place", OURS)
+@pytest.mark.parametrize("place", [GPU[0]])
 def test_sums_of_segments(place: Place) -> None:
-    """Sums over many tokens of few segments, in one order."""
+    """A GPU adds them up in any order: an error, and no promise that is not kept."""
     hidden, weight, target = operands(place, torch.bfloat16)
-    batch = {"old_logprobs": -torch.arange(150.0) / 20, "advantages": torch.linspace(-1, 1, 150)}
-    batch = {name: value.to(place.device) for name, value in batch.items()}
+    batch = {name: torch.zeros(150, device=place.device) for name in ("old_logprobs", "advantages")}
     batch["segments"] = (torch.arange(150) % 3).to(place.device)
-    found = []
-    for _ in range(4):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        options = {"num_segments": 3, "chunk_tokens": 64, "backend": place.backend, "deterministic": True}
-        out = linear_loss(h, w, target, losses.gspo(clip_low=0.9, clip_high=9.0), batch=batch, **options)
-        out.loss.backward()
-        found.append((out.loss.detach(), h.grad, w.grad))
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+    with pytest.raises(ValueError, match="deterministic=True does not go with gspo on a GPU"):
+        linear_loss(hidden, weight, target, losses.gspo(), batch=batch, num_segments=3, deterministic=True)
