@@ -189,7 +189,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
             number(row.get("ratios", {}).get(THREE)), f"{number(row['ms_p20'])}-{number(row['ms_p80'])}",
             row.get("memory_error", {}).get("status") or mebibytes(row.get("peak_bytes")),
             mebibytes(row.get("beside_gradients_bytes")), mebibytes((row.get("plan") or {}).get("peak_bytes")),
-            *(row[_error(name)]["status"] if _error(name) in row else number(row.get(name), ".4g") for name in further),
+            *(_further(row, name) for name in further),
             number(row.get("loss"), ".5f"),
         )  # fmt: skip
     return table
@@ -197,6 +197,12 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def _error(name: str) -> str:
     return name.split("_")[0] + "_error"
+
+
+def _further(row: dict[str, Any], name: str) -> str:
+    if _error(name) in row:
+        return str(row[_error(name)]["status"])
+    return number(row.get(name), ".2f" if name == "host_ms" else ",d")
 
 
 def _parser() -> argparse.ArgumentParser:

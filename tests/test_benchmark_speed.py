@@ -162,10 +162,18 @@ def test_targets_stand_beside_what_was_measured(tmp_path, capsys, monkeypatch):
 
 
 def test_rows_that_were_named_and_their_floors(tmp_path):
-    rows = [row["row"] for row in run(tmp_path, "--rows", "logprobs", "--no-memory", "--targets", "zipf")["rows"]]
+    rows = [row["row"] for row in run(tmp_path, "--rows", "logprobs", "--no-memory")["rows"]]
     assert rows == [ONE, "logprobs"]
     rows = [row["row"] for row in run(tmp_path, "--rows", "into", "--no-memory")["rows"]]
     assert rows == [THREE, SUMMED, "into"]
+
+
+@pytest.mark.parametrize("targets", shapes.TARGETS)
+def test_the_loss_is_that_of_the_targets(tmp_path, targets):
+    *_, row = run(tmp_path, "--rows", "loss", "--no-memory", "--targets", targets)["rows"]
+    drawn = shapes.make_operands(SHAPE, torch.float32, CPU, targets=targets)
+    assert row["targets"] == targets
+    assert row["loss"] == pytest.approx(providers.eager(drawn.hidden, drawn.weight, drawn.target).item(), rel=1e-5)
 
 
 def test_what_cannot_run_is_a_row_and_the_rest_is_measured(tmp_path, capsys, monkeypatch):
