@@ -207,8 +207,8 @@ def check_own_matmuls(asked: Asked, sizes: Sizes) -> None:
         raise ValueError(
             "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of the call"
         )
-    parts = [*(part for _, part in asked.losses.terms), *(metric for metric, _ in asked.answer.segment_metrics)]
-    summed = [part.label for part in parts if getattr(part, "scope", "segment") == "segment"]
+    summed = [summand.label for _, summand in asked.losses.terms if summand.scope == "segment"]
+    summed += [metric.label for metric, _ in asked.answer.segment_metrics]
     if sizes.deterministic and summed and asked.head.device.type == "cuda":
         raise ValueError(
             f"deterministic=True does not go with {summed[0]} on a GPU, which adds up a segment's tokens in any order"

@@ -42,6 +42,8 @@ def plan(
     teacher_vocab: int | None = None,
     teacher_hidden: int | None = None,
     teacher_dtype: torch.dtype | None = None,
+    skip_ignored: bool = False,
+    deterministic: bool = False,
     device: torch.device | str | None = None,
     backend: str | None = None,
 ) -> Plan:
@@ -87,7 +89,7 @@ def plan(
         late_upstream=reduction == "none",
         coupled=coupling(loss, dtype)[1], demand=demand,
         teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
-        store=store, into=into, **chosen.traits(place),
+        store=store, into=into, skips=skip_ignored, deterministic=deterministic, **chosen.traits(place),
     )  # fmt: skip
     return make_plan(sizes, Request(memory_budget, chunk_tokens, accumulate_dtype))
 

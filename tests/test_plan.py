@@ -172,3 +172,12 @@ def test_blocks_where_wider_tiles_repay_them() -> None:
     assert (made := plan(8192, **LLAMA, **GSPO, memory_budget="256MiB")).blocks == 2 and made.tile_columns > 16384
     assert (made := plan(8192, **LLAMA, **GSPO)).blocks == 1 and made.tile_columns > 16384
     assert plan(8192, **LLAMA, memory_budget="256MiB", accumulate_dtype=torch.float32, **GSPO).blocks == 1
+
+
+def test_says_whose_matmuls() -> None:
+    assert "dweight cuBLAS's" in str(plan(8192, **LLAMA))
+    assert "dweight ours" in str(plan(8192, **LLAMA, skip_ignored=True))
+    # few tiles: the vocabulary is split so that they fill the device; not where nothing may be chosen by size
+    narrow = {"hidden": 1024, "vocab": 151936, "dtype": torch.bfloat16, "device": "cuda"}
+    assert "dhidden ours (2 parts)" in str(plan(8192, **narrow))
+    assert "dhidden ours," in str(plan(8192, **narrow, deterministic=True))
