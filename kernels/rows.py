@@ -31,5 +31,6 @@ def copy_rows_kernel(
         source_ptr + source_row * row_stride + offs.to(tl.int64) * column_stride, mask=offs < kept, other=0.0
     )
     if factor_ptr is not None:
-        value = value.to(tl.float32) * tl.load(factor_ptr + row)
+        # nobody has written the factor of a row behind those that count
+        value = value.to(tl.float32) * tl.load(factor_ptr + row, mask=kept > 0, other=0.0)
     tl.store(out_ptr + row * hidden + offs, value.to(out_ptr.dtype.element_ty), mask=mask)

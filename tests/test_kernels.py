@@ -58,6 +58,7 @@ def test_copy_rows(place: Place, scaled: bool) -> None:
     target = torch.tensor([0, -1, 5] * 12 + [-1], device=place.device)
     source[target < 0] = torch.nan
     factor = torch.rand(37, device=place.device)
+    factor[target < 0] = torch.nan
     out = torch.empty(37, 9, device=place.device)
     launch.copy_rows(out, source, target, factor if scaled else None)
     expected = source * factor[:, None] if scaled else source
