@@ -3,7 +3,7 @@
 import pytest
 import torch
 from budget import assert_within_budget
-from cases import PLACES, Case, Place, run, run_reference
+from cases import GPU, PLACES, TRITON, Case, Place, run, run_reference
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
@@ -137,3 +137,21 @@ def test_where_rows_cannot_be_bounded(place: Place) -> None:
     hidden, weight, target = operands(place, torch.float32, 0.5)
     with pytest.raises(ValueError, match="use skip_ignored='wait' or False"):
         linear_cross_entropy(hidden, weight, target, backend=place.backend, skip_ignored=True)
+
+
+@pytest.mark.parametrize("place", [*TRITON, GPU[0]])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_memory_that_nobody_has_written(place: Place, dtype: torch.dtype, reduction: str) -> None:
+    """Rows behind those that count are computed in part: what new memory holds there, nan at worst, is not seen."""
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor, extra: dict) -> Tensor:
+        options = {"reduction": reduction, "chunk_tokens": 64, "backend": place.backend}
+        return linear_cross_entropy(hidden, weight, target, **options, **extra)
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # then torch fills new memory with nan
+    try:
+        usual, ours = both(place, dtype, 0.4, loss, skip_ignored=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    same(ours, usual, dtype)
