@@ -1,10 +1,10 @@
 """Losses on existing logits: against PyTorch and the oracle in float64, on every backend; copies, shapes and errors."""
 
-from collections.abc import gc
+import gc
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import Callable
 import pytest
 import torch
 import torch.nn.functional as F
