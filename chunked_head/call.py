@@ -196,24 +196,28 @@ def planned(
 
 def check_own_matmuls(asked: Asked, sizes: Sizes) -> None:
     """Raises where an option needs our own matmuls and these operands run in others."""
-    own = asked.backend.bounds_rows(sizes.store)
-    what = f"{sizes.dtype} on {asked.head.device}; 16-bit on Hopper, rows on 16 bytes, no top_k"
+    if not (sizes.skips or sizes.deterministic):
+        return
+    own, device = asked.backend.bounds_rows(sizes.store), asked.head.device
+    what = f"{sizes.dtype} on {device}; 16-bit on Hopper, rows on 16 bytes, no top_k"
     if sizes.skips and not own:
         raise ValueError(
             f"skip_ignored=True needs matmuls that stop at a number of rows on the device, which these operands do not "
             f"run in ({what}); use skip_ignored='wait' or False"
         )
-    if sizes.deterministic and sizes.dtype == torch.float16:
+    if not sizes.deterministic:
+        return
+    if sizes.dtype == torch.float16:
         raise ValueError(
             "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of the call"
         )
     summed = [summand.label for _, summand in asked.losses.terms if summand.scope == "segment"]
     summed += [metric.label for metric, _ in asked.answer.segment_metrics]
-    if sizes.deterministic and summed and asked.head.device.type == "cuda":
+    if summed and device.type == "cuda":
         raise ValueError(
             f"deterministic=True does not go with {summed[0]} on a GPU, which adds up a segment's tokens in any order"
         )
-    if sizes.deterministic and not own:
+    if not own:
         raise ValueError(
             f"deterministic=True needs our own matmuls, which do not run these operands ({what}): BLAS's depend on the "
             "number of rows"

@@ -196,7 +196,9 @@ def matmuls(plan: Plan) -> str:
         parts = s.dhidden_parts(plan.chunk_tokens)
         found.append("dhidden ours" + (f" ({parts} parts)" if parts > 1 else ""))
     if plan.schedule != "loss only" and s.weight_grad:
-        own = s.own_dweight(plan.block_tokens, plan.weight_accumulate)
+        own = (plan.schedule == "forward" or s.grads_in_matmul) and s.own_dweight(
+            plan.block_tokens, plan.weight_accumulate
+        )
         found.append("dweight " + ("ours" if own else "cuBLAS's"))
     return ", ".join(found)
 

@@ -33,6 +33,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def programs_of(tile: Tile, rows: int, columns: int, device: torch.device, parts: int = 1) -> int:
+    """Programs of a persistent matmul: as many as are resident at a time, and no more than it has tiles."""
+    tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n) * parts
+    return min(tile.per_multiprocessor * multiprocessors(device), tiles)
+
+
 class Counted(NamedTuple):
     """How many rows of a call count, and where a chunk begins among them: rows behind are not computed."""
 
@@ -98,8 +104,7 @@ def exp_logits(
 ) -> None:
     rows, vocab = hidden.shape[0], weight.shape[0]
     tile = tile or exp_tile(hidden.shape[1])
-    resident = tile.per_multiprocessor * multiprocessors(hidden.device)
-    programs = min(resident, triton.cdiv(rows, tile.block_m) * triton.cdiv(vocab, tile.block_n))
+    programs = programs_of(tile, rows, vocab, hidden.device)
     exp_logits_kernel[(programs,)](
         None if out is None else TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
         *strips,
@@ -208,8 +213,7 @@ def dhidden(
     """``out (+)= softmax * (grad @ weight) + at_target * weight[target]``"""
     (rows, vocab), hidden = grad.shape, weight.shape[1]
     parts = 1 if partial is None else partial.shape[0]
-    tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(hidden, tile.block_n) * parts
-    programs = min(tile.per_multiprocessor * multiprocessors(grad.device), tiles)
+    programs = programs_of(tile, rows, hidden, grad.device, parts)
     dhidden_kernel[(programs,)](
         partial, out,
         TensorDescriptor.from_tensor(grad, [tile.block_m, tile.block_k]),
@@ -240,8 +244,7 @@ def dweight(
         return
     tile = tile or PRODUCT_TILE
     (rows, vocab), width = grad.shape, hidden.shape[1]
-    tiles = triton.cdiv(vocab, tile.block_m) * triton.cdiv(width, tile.block_n)
-    programs = min(tile.per_multiprocessor * multiprocessors(grad.device), tiles)
+    programs = programs_of(tile, vocab, width, grad.device)
     dweight_kernel[(programs,)](
         TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
         TensorDescriptor.from_tensor(grad, [tile.block_k, tile.block_m]),

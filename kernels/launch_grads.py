@@ -1,11 +1,10 @@
 """Launching the matmul that leaves gradients of logits whose statistics are known, on torch tensors."""
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .grad_logits import grad_logits_kernel
-from .launch import ALL_ROWS, Counted, multiprocessors
+from .launch import ALL_ROWS, Counted, programs_of
 from .launch_rows import Softmax
 from .tiles import INTERPRETED, Tile, exp_tile
 
@@ -31,8 +30,7 @@ def grad_logits(
     """``dlogits`` of ``hidden @ weight.T``, as ``launch_rows.row_grad`` makes them of stored logits."""
     rows, columns, width = *dlogits.shape, hidden.shape[1]
     tile = tile or exp_tile(width)
-    tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
-    programs = min(tile.per_multiprocessor * multiprocessors(hidden.device), tiles)
+    programs = programs_of(tile, rows, columns, hidden.device)
     # a softmax that gets no gradient is not read
     if second.alpha is None:
         second = Softmax()

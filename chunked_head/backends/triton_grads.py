@@ -7,10 +7,10 @@ from ..kernels import launch, launch_grads
 from ..memory import padded_columns
 from ..plans import Plan
 from ..stats import Coefficients, Head, Rows, RowStats
-from .triton_session import KernelSession, counted_of, transform
+from .triton_session import OwnProducts, counted_of, transform
 
 
-class GradSession(KernelSession):
+class GradSession(OwnProducts):
     def __init__(self, head: Head, plan: Plan):
         super().__init__(head, plan)
         elements = plan.block_tokens * padded_columns(plan.tile_columns)

@@ -11,21 +11,20 @@ from ..matmul import project
 from ..memory import padded_columns
 from ..plans import Plan
 from ..stats import Coefficients, Head, Rows, RowStats
-from .triton_session import KernelSession, counted_of, normalize_rows, ratio_of, transform
+from .triton_session import OwnProducts, counted_of, normalize_rows, ratio_of, transform
 
 
-class RelativeSession(KernelSession):
+class RelativeSession(OwnProducts):
     def __init__(self, head: Head, plan: Plan):
         super().__init__(head, plan)
         sizes, demand = self.sizes, self.demand
         rows, device = plan.chunk_tokens, head.weight.device
-        self.plan_rows = rows
         # a sweep that makes no gradient and is not passed over again keeps nothing
         keep = plan.schedule == "forward" or not demand.one_sweep
         self.buffer = padded(rows, sizes.vocab, device) if keep else None
-        parts = sizes.dhidden_parts(rows)
-        shape = parts * rows * sizes.hidden if sizes.hidden_grad and plan.schedule == "forward" and parts > 1 else 0
-        self.partial_sums = torch.empty(shape, dtype=torch.float32, device=device)
+        self.parts = sizes.dhidden_parts(rows)
+        if sizes.hidden_grad and plan.schedule == "forward" and self.parts > 1:
+            self.partial_sums = torch.empty(self.parts * rows * sizes.hidden, dtype=torch.float32, device=device)
         two = len(demand.views) > 1
         self.strip_count = strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative")
         self.strips = launch.Strips.empty(
@@ -87,9 +86,10 @@ class RelativeSession(KernelSession):
 
     def partial(self, rows: int) -> Tensor | None:
         """Where the parts of a chunk's dhidden go, if it is made in several [parts, rows, hidden]."""
+        if self.parts == 1:
+            return None
         width = self.sizes.hidden
-        parts = self.partial_sums.numel() // (self.plan_rows * width)
-        return self.partial_sums[: parts * rows * width].view(parts, rows, width) if parts else None
+        return self.partial_sums[: self.parts * rows * width].view(self.parts, rows, width)
 
     def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
         teacher, count, columns = rows.teacher, len(rows.target), self.sizes.teacher_columns

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..asked import ask
+from ..asked import Asked, ask
 from ..autograd import as_called
 from ..call import Task, Wants, planned
 from ..loop import Call, recompute, sweep
-from ..objective import ScalarObjective
+from ..objective import Objective, ScalarObjective
 from ..planner import DEFAULT_REQUEST, Request, make_plan
 from ..stats import Head, RowStats
 from .recipes import recipe_of
@@ -50,6 +50,13 @@ def plainly(device: torch.device) -> Iterator[None]:
         yield
 
 
+def begun(task: Task, wants: Wants) -> tuple[Asked, Objective, Tensor, Call]:
+    """What both operators begin with: fields beside rows, the objective, the plan. Only per-token calls come back."""
+    asked = ask(task.checked)
+    objective = task.objective(asked)
+    return asked, objective, *planned(asked, objective, task.request, bool(task.per_token), wants)
+
+
 @torch.library.custom_op("chunked_head::forward", mutates_args=(), schema=FORWARD)
 def forward(
     hidden: Tensor,
@@ -64,9 +71,7 @@ def forward(
     wants = Wants(hidden_grad, weight_grad, bias_grad)
     with plainly(hidden.device):
         task = recipe_of(key).task(hidden, weight, bias, others)
-        asked = ask(task.checked)
-        objective = task.objective(asked)
-        rows, call = planned(asked, objective, task.request, bool(task.per_token), wants)
+        asked, objective, rows, call = begun(task, wants)
         head = call.head(weight, bias)
         stats, grads = sweep(call, rows, head)
         outputs = objective.outputs(stats)
@@ -167,9 +172,7 @@ def backward(
     wants = Wants(hidden_grad, weight_grad, bias_grad)
     with plainly(hidden.device):
         task = recipe_of(key).task(hidden, weight, bias, others)
-        asked = ask(task.checked)
-        objective = task.objective(asked)
-        rows, call = planned(asked, objective, task.request, True, wants)
+        asked, objective, rows, call = begun(task, wants)
         names = RowStats.empty(0, task.demand, objective.dtype, hidden.device).named()
         kept = RowStats(**dict(zip(names, stats, strict=True)))
         if asked.packing is not None:
