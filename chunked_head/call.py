@@ -10,21 +10,13 @@ from torch import Tensor
 from .asked import Asked, Checked, HeadOptions, ask
 from .autograd import HeadLoss
 from .backends import Layout
+from .denominators import foreseen_gain, metric_counts, on_device, reduced
 from .evaluate import Inputs
 from .loop import Call
 from .losses.base import Losses
 from .memory import Sizes
 from .metrics import Metric
-from .objective import (
-    Objective,
-    ScalarObjective,
-    StatsObjective,
-    TokenObjective,
-    foreseen_gain,
-    metric_counts,
-    on_device,
-    reduced,
-)
+from .objective import Objective, ScalarObjective, StatsObjective, TokenObjective
 from .planner import Request, make_plan
 from .plans import Plan
 from .prepare import in_backward

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from .denominators import on_device
 from .losses.base import choice
 from .losses.temperatures import positive, squared
 from .losses.topk import entries, topk_divergence, topk_options
-from .objective import on_device
 
 WHERE = "gathered_topk_kl"
 

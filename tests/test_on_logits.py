@@ -17,7 +17,7 @@ from tracking import Tracker
 
 from chunked_head import linear_loss, losses, metrics
 from chunked_head.backends import torch_backend
-from chunked_head.backends.torch_backend import TILE_ELEMENTS
+from chunked_head.backends.torch_tiles import TILE_ELEMENTS
 from chunked_head.on_logits import CrossEntropyLoss, count_views, logits_loss, row_views
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
