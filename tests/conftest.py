@@ -37,6 +37,14 @@ def uncompiled(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def nothing_refused_before() -> None:
+    """What one test's function taught about compiling it says nothing of the next one's."""
+    from chunked_head.evaluate import SLOW  # not at the top: it imports triton
+
+    SLOW.clear()
+
+
+@pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(20)
     # the oracle and eager PyTorch are the measure of error: full precision wherever fp32 is said
