@@ -12,6 +12,7 @@ if not (Path(__file__).resolve().parent / "kernels").is_dir() and (_beside / "ke
 from . import losses, metrics, weights
 from .gathered import gathered_topk_kl
 from .head import ChunkedHead, linear_cross_entropy
+from .integrations.patch import patch_model, unpatch_model
 from .linear_loss import LossOutput, linear_loss
 from .logprobs import linear_logprobs
 from .on_logits import CrossEntropyLoss, logits_loss
@@ -20,5 +21,6 @@ from .plans import Plan
 
 __all__ = [
     "ChunkedHead", "CrossEntropyLoss", "LossOutput", "Plan", "gathered_topk_kl", "linear_cross_entropy",
-    "linear_logprobs", "linear_loss", "logits_loss", "losses", "metrics", "plan", "weights",
+    "linear_logprobs", "linear_loss", "logits_loss", "losses", "metrics", "patch_model", "plan", "unpatch_model",
+    "weights",
 ]  # fmt: skip

@@ -1,0 +1,207 @@
+"""What was agreed on for a model, and what came of it: ``model.chunked_head``."""
+
+import contextlib
+import inspect
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import losses
+from ..head import linear_cross_entropy
+from ..linear_loss import LossOutput
+from ..losses.base import Losses
+from ..metrics import Metric, MetricValue, combine
+from ..options import choice
+from .find_head import NotUnderstood, find_head, make_lazy, make_plain, name_of
+from .tail import Tail
+
+# options that say how to compute; what to compute is the model's
+OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into", "upstream", "skip_ignored",
+           "deterministic", "backend")  # fmt: skip
+OWN_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
+
+
+class Agreement:
+    """``print(model.chunked_head)`` tells what is below.
+
+    ``mechanism``: ``"lazy logits"``, or ``"none: "`` and why. ``name``: of the head in the model. ``tied``: whether it
+    shares its weight with the input embeddings. ``tail``: scale, softcap and what else the model's last loss had.
+    ``fused``: how many losses went through this library, ``materialised``: how often logits were computed instead, and
+    ``reasons``: by what; all three outside of ``torch.compile``, whose graphs do not count.
+    """
+
+    def __init__(
+        self,
+        loss: Losses | None,
+        measured: tuple[Metric, ...],
+        when: str,
+        logits: str | None,
+        strict: bool,
+        options: dict[str, Any],
+        model: str,
+    ):
+        unknown = options.keys() - set(OPTIONS)
+        if unknown:
+            known = ", ".join((*inspect.signature(linear_cross_entropy).parameters.keys() & set(OPTIONS),))
+            raise TypeError(
+                f"patch_model got an unknown option {sorted(unknown)[0]!r}; options of the head are {known}; scale, "
+                "softcap and bias are the model's own"
+            )
+        check_loss(loss, measured)
+        choice("patch_model", "when", when, ("labels", "training"))
+        if logits is not None:
+            choice("patch_model", "logits", logits, ("lazy",))
+        self.loss, self.measured, self.when, self.logits, self.strict = loss, measured, when, logits, strict
+        self.options, self.model = options, model
+        self.head: Any = None
+        self.mechanism, self.name, self.tied = "none", "", False
+        self.tail: Tail | None = None
+        self.fused, self.materialised, self.reasons = 0, 0, list[str]()
+        self.lazy = False  # whether the head's call is lazy now
+        self.metrics: dict[str, MetricValue] = {}
+        self.warned: set[str] = set()
+
+    def settle(self, model: nn.Module, head: nn.Module) -> None:
+        """On a head."""
+        self.head, self.mechanism, self.name = head, "lazy logits", name_of(head, model)
+        get = getattr(model, "get_input_embeddings", None)
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            weight = getattr(get(), "weight", None) if callable(get) else None
+            self.tied = weight is not None and weight is getattr(head, "weight", None)
+
+    def refuse(self, reason: str) -> None:
+        self.mechanism = f"none: {reason}"
+        self.warn(f"chunked_head leaves {self.model} as it is: {reason}")
+
+    def __str__(self) -> str:
+        if self.head is None:
+            return f"{self.model}: {self.mechanism}"
+        head = f"{self.name} [{self.head.out_features}, {self.head.in_features}]" + (", tied" if self.tied else "")
+        counts = f"{self.fused} losses fused, logits computed {self.materialised} times"
+        reasons = f" ({'; '.join(self.reasons)})" if self.reasons else ""
+        tail = "no loss so far" if self.tail is None else str(self.tail)
+        return f"{self.model}: {head}; {self.mechanism}; {tail}; {counts}{reasons}"
+
+    __repr__ = __str__
+
+    def applies(self, model: nn.Module, labelled: bool) -> bool:
+        """Whether a forward's logits are lazy."""
+        if self.head is None:
+            return False
+        return labelled or (self.when == "training" and model.training and torch.is_grad_enabled())
+
+    def find_again(self, model: nn.Module) -> None:
+        """The head may be another by now: resized, set, adapted."""
+        try:
+            head = find_head(model)
+        except NotUnderstood as reason:
+            make_plain(self.head)
+            self.head = None
+            self.refuse(str(reason))
+            return
+        if head is not self.head:
+            make_plain(self.head)
+            self.settle(model, head)
+            make_lazy(head, self)
+
+    @contextlib.contextmanager
+    def being_lazy(self, labelled: bool) -> Iterator[None]:
+        before = self.fused + self.materialised
+        self.lazy = self.head is not None
+        try:
+            yield
+        finally:
+            self.lazy = False
+        looked_at = labelled and self.head is not None and not torch.compiler.is_compiling()
+        if looked_at and self.fused + self.materialised == before:
+            self.warn(f"chunked_head: {self.model} was given labels and computed no cross-entropy of {self.name}")
+
+    def fuses(self, tail: Tail) -> None:
+        """Counts a loss."""
+        if not torch.compiler.is_compiling():
+            self.fused += 1
+            self.tail = tail
+
+    def materialises(self, what: str) -> None:
+        """Counts logits about to be computed for ``what``, and says so."""
+        where = place()
+        if self.strict:
+            raise RuntimeError(
+                f"{self.model}'s logits would be computed for {what} at {where}, which strict=True forbids; use "
+                "logits.materialise() where you want them"
+            )
+        self.materialised += 1
+        reason = f"{what} at {where}"
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        self.warn(f"chunked_head: {self.model}'s logits are computed after all, for {reason}", once=what)
+
+    def warn(self, message: str, once: str | None = None) -> None:
+        if (once or message) not in self.warned:
+            self.warned.add(once or message)
+            warnings.warn(message, stacklevel=2)
+
+    def loss_of(self, class_weights: Tensor | None, label_smoothing: float, reduction: str) -> Losses:
+        """The sum to compute, for what the model asks of its cross-entropy."""
+        if reduction == "none":
+            raise ValueError("loss= and metrics= of patch_model go with a mean or a sum; this model reduces by itself")
+        if self.loss is None:
+            return losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
+        if class_weights is not None or label_smoothing:
+            raise ValueError(
+                f"{self.model}'s own cross-entropy has class weights or label smoothing, which loss= would drop; give "
+                "them to losses.cross_entropy in loss="
+            )
+        return self.loss
+
+    def check_by_chunks(self) -> None:
+        """Of a head whose chunks go through its own forward."""
+        terms = () if self.loss is None else self.loss.terms
+        if any(summand.normalizer is not None or summand.reduction is not None for _, summand in terms):
+            raise ValueError(
+                f"loss= with a normalizer or reduction of its own does not go with {self.name}, a "
+                f"{type(self.head).__name__}"
+            )
+
+    def taken(self, output: LossOutput) -> Tensor:
+        """The loss; metrics are kept."""
+        if output.metrics:
+            self.metrics = combine([self.metrics, output.metrics])
+        return output.loss
+
+    def take_metrics(self) -> Mapping[str, MetricValue]:
+        """What was measured since the last time, by name: each with ``.sum``, ``.count`` and ``.value``."""
+        taken, self.metrics = self.metrics, {}
+        return taken
+
+
+def check_loss(loss: Losses | None, measured: tuple[Metric, ...]) -> None:
+    """Raises what cannot be computed from labels alone."""
+    if loss is not None and not isinstance(loss, Losses):
+        raise TypeError(f"loss of patch_model must be made of chunked_head.losses, got {type(loss).__name__}")
+    for metric in measured:
+        if not isinstance(metric, Metric):
+            raise TypeError(f"metrics must hold chunked_head.metrics, got {type(metric).__name__}; call its factory")
+    summands = [] if loss is None else [summand for _, summand in loss.terms]
+    for summand in summands:
+        if summand.token_weights is not None or summand.teacher is not None:
+            raise ValueError(f"{summand.label} has token weights or a teacher, and a model's forward has labels alone")
+    for one in (*summands, *measured):
+        if one.fields or one.scope != "token":
+            needs = ", ".join(one.fields) or "segments"
+            raise ValueError(
+                f"{one.label} needs {needs}, and a model's forward has labels alone; call linear_loss on the model's "
+                "hidden states"
+            )
+
+
+def place() -> str:
+    """Where in the caller's code."""
+    for frame in reversed(traceback.extract_stack()):
+        if not any(own in frame.filename for own in OWN_FRAMES):
+            return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+    return "an unknown place"

@@ -1,0 +1,75 @@
+"""Which module of a model is its head, and whether its logits may be lazy."""
+
+from typing import Any
+
+from torch import nn
+
+from .lazy_head import PATCH, LazyHead, lazy_class
+
+
+class NotUnderstood(Exception):
+    """Why a model stays as it is."""
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model inside of PEFT's."""
+    get = getattr(model, "get_base_model", None)
+    return get() if callable(get) else model
+
+
+def find_head(model: nn.Module) -> nn.Module:
+    """The module that computes logits, found anew at every forward: others put new ones in its place."""
+    get = getattr(model, "get_output_embeddings", None)
+    if not callable(get):
+        raise NotUnderstood(f"{type(model).__name__} has no get_output_embeddings()")
+    try:
+        head = get()
+    except (AttributeError, NotImplementedError) as error:
+        raise NotUnderstood(f"get_output_embeddings() of {type(model).__name__} raises {error!r}") from error
+    return active(head, model)
+
+
+def active(head: Any, model: nn.Module) -> nn.Module:
+    """Inside of PEFT's wrapper of a head that is trained whole, the copy that runs."""
+    saved = getattr(head, "modules_to_save", None)
+    if isinstance(saved, nn.ModuleDict):
+        names = [name for name in head.active_adapters if name in saved]
+        if len(names) > 1:
+            raise NotUnderstood(f"its head has {len(names)} active copies of PEFT's modules_to_save")
+        return head.original_module if head.disable_adapters or not names else saved[names[0]]
+    if not isinstance(head, nn.Module):
+        raise NotUnderstood(f"its output embeddings are {type(head).__name__}, not a module")
+    if isinstance(head, nn.Embedding) or any(head is module for module in embeddings(model)):
+        raise NotUnderstood("its output embeddings are its input embeddings' module, which also embeds")
+    if not (isinstance(getattr(head, "in_features", None), int) and isinstance(columns_of(head), int)):
+        raise NotUnderstood(f"its head, {type(head).__name__}, has no in_features and out_features as a matrix has")
+    return head
+
+
+def columns_of(head: nn.Module) -> Any:
+    return getattr(head, "out_features", None)
+
+
+def embeddings(model: nn.Module) -> list[Any]:
+    get = getattr(model, "get_input_embeddings", None)
+    try:
+        return [get()] if callable(get) else []
+    except (AttributeError, NotImplementedError):
+        return []
+
+
+def name_of(head: nn.Module, model: nn.Module) -> str:
+    return next((name for name, module in model.named_modules() if module is head), type(head).__name__)
+
+
+def make_lazy(head: nn.Module, patch: Any) -> None:
+    if not isinstance(head, LazyHead):
+        head.__class__ = lazy_class(type(head))
+    head.__dict__[PATCH] = patch
+
+
+def make_plain(head: nn.Module) -> None:
+    """Back to the class before; where another framework has built on ours, ours stays and does nothing."""
+    head.__dict__.pop(PATCH, None)
+    if isinstance(head, LazyHead) and type(head) is lazy_class(head.base):
+        head.__class__ = head.base

@@ -1,0 +1,131 @@
+"""The cross-entropy of lazy logits: the library's, inside of the head's own call, so that every hook of it runs."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..head import linear_cross_entropy
+from ..linear_loss import linear_loss
+from ..on_logits import logits_loss
+from .source import Source
+from .tail import Tail, tail_of
+from .virtual import Virtual, replay
+
+BYTES_AT_ONCE = 256 << 20  # of logits where a head's own forward computes them
+COPIES_OF_LOGITS = 4  # of a chunk in fp32: its cast, log-probabilities, gradient
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What the model asked of its loss, and whose logits of."""
+
+    source: Source
+    tail: Tail
+    steps: tuple[tuple[str, Any], ...]
+    target: Tensor
+    class_weights: Tensor | None
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+    def run(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The loss; called where the head's hooks have made its parameters ready."""
+        if weight.shape[0] != self.source.head.columns:
+            raise RuntimeError(
+                f"the head's weight has {weight.shape[0]} rows where {self.source.head.columns} were expected; if a "
+                "sharding framework holds a part of it, its hooks have to run around the head's call"
+            )
+        tail, patch = self.tail, self.source.patch
+        columns = {} if tail.vocab is None else {"weight": weight[: tail.vocab]}
+        head: dict[str, Any] = {"weight": weight, **columns, "bias": tail.bias(bias, weight)}
+        head |= {"softcap": tail.softcap, "logit_scale": tail.logit_scale, "ignore_index": self.ignore_index}
+        head |= {"reduction": self.reduction, **patch.options}
+        if patch.loss is None and not patch.measured:
+            return linear_cross_entropy(
+                hidden, target=self.target, class_weights=self.class_weights,
+                label_smoothing=self.label_smoothing, **head,
+            )  # fmt: skip
+        loss = patch.loss_of(self.class_weights, self.label_smoothing, self.reduction)
+        return patch.taken(linear_loss(hidden, target=self.target, loss=loss, metrics=patch.measured, **head))
+
+    def by_chunks(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss through the head's own forward, some rows at a time, computed again in backward: for heads that
+        are more than a matrix (adapters, quantised weights, shards)."""
+        self.source.patch.check_by_chunks()
+        rows, target = hidden.reshape(-1, hidden.shape[-1]), self.target.reshape(-1)
+        row_bytes = self.source.head.columns * torch.float32.itemsize * COPIES_OF_LOGITS
+        chunk = max(1, BYTES_AT_ONCE // row_bytes)
+        run = functools.partial(checkpoint, use_reentrant=False) if torch.is_grad_enabled() else called
+        pieces = [
+            run(self.part, head, part, ids, [])
+            for part, ids in zip(rows.split(chunk), target.split(chunk), strict=True)
+        ]
+        if self.reduction == "none":
+            return torch.cat(pieces).reshape(self.target.shape)
+        total = torch.stack(pieces).sum()
+        return total if self.reduction == "sum" else total / counted(self)
+
+    def part(self, head: Callable[[Tensor], Tensor], rows: Tensor, ids: Tensor, before: list[bool]) -> Tensor:
+        """The sum over some rows; ``before`` remembers that it was computed, for the second time in backward."""
+        patch, real = self.source.patch, replay(head(rows), self.steps)
+        reduction = "none" if self.reduction == "none" else "sum"
+        if patch.loss is None and not patch.measured:
+            return F.cross_entropy(
+                real, ids, self.class_weights, ignore_index=self.ignore_index, reduction=reduction,
+                label_smoothing=self.label_smoothing,
+            )  # fmt: skip
+        loss = patch.loss_of(self.class_weights, self.label_smoothing, reduction)
+        measured = () if before else patch.measured
+        before.append(True)
+        return patch.taken(
+            logits_loss(real, ids, loss, metrics=measured, reduction=reduction, ignore_index=self.ignore_index)
+        )
+
+
+def cross_entropy(
+    logits: Virtual,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """``F.cross_entropy`` of class ids; NotImplemented where it is another one."""
+    tail, source = tail_of(logits), logits.source
+    rows = tuple(logits.shape[:-1])
+    plain = size_average is None and reduce is None and isinstance(target, Tensor)
+    # PyTorch's classes are the second dimension: the last of one or two
+    if tail is None or not plain or len(rows) > 1 or tuple(target.shape) != rows or target.is_floating_point():
+        return NotImplemented
+    if source.autocast is None and any(vector.dtype != logits.hidden.dtype for vector, _ in tail.biases):
+        return NotImplemented
+    target = target.to(logits.hidden.device, torch.int64)
+    asked = Asked(source, tail, logits.steps, target, weight, ignore_index, reduction, float(label_smoothing))
+    with source.state(), torch.set_grad_enabled(source.grad and torch.is_grad_enabled()):
+        if source.head.reads_weight:
+            loss = source.head.real(logits.hidden, chunked_head_asked=asked)
+        else:
+            loss = asked.by_chunks(logits.hidden, source.head.real)
+    source.patch.fuses(tail)
+    return loss.to(logits.dtype)
+
+
+def called(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    return function(*args)
+
+
+def counted(asked: Asked) -> Tensor:
+    """The denominator of a mean, 1 where nothing counts."""
+    counts = asked.target != asked.ignore_index
+    if asked.class_weights is None:
+        return counts.sum().clamp(min=1)
+    weights = asked.class_weights[asked.target.where(counts, 0)].where(counts, 0).sum()
+    return weights.where(weights != 0, 1)

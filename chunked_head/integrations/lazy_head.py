@@ -1,0 +1,88 @@
+"""A head's module that gives lazy logits, or computes what is asked of them inside of its own call.
+
+The module stays what and where it is, parameters, hooks and names: only its class changes, to one made of its own.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .lazy_logits import LazyLogits
+from .source import Source
+from .traced_logits import TracedLogits
+from .virtual import Virtual
+
+PATCH = "_chunked_head_patch"  # in the module's __dict__
+
+
+class LazyHead:
+    """Put before a module's class. ``__call__`` rather than ``forward`` gives lazy logits, so that no hook runs for
+    what computes nothing, and frameworks that hang a ``forward`` on the instance do not hide it."""
+
+    plain: bool  # whether the class's forward is nn.Linear's
+    base: type  # the class before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        patch = self.__dict__.get(PATCH)
+        if patch is None or not patch.lazy or len(args) != 1 or kwargs:
+            return self.real(*args, **kwargs)
+        hidden = args[0]
+        source = Source.here(self, patch, hidden)
+        virtual = Virtual(hidden, (), self.columns, self.dtype_of(hidden, source), source)
+        return TracedLogits(virtual) if torch.compiler.is_compiling() else LazyLogits.of(virtual)
+
+    def real(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own call, hooks and all."""
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def forward(self, *args: Any, chunked_head_asked: Any = None, **kwargs: Any) -> Any:
+        if chunked_head_asked is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        weight = self.weight  # type: ignore[attr-defined]
+        if is_shard(weight):  # still, with all hooks run
+            return chunked_head_asked.by_chunks(args[0], super().forward)  # type: ignore[misc]
+        return chunked_head_asked.run(args[0], weight, self.bias)  # type: ignore[attr-defined]
+
+    @property
+    def columns(self) -> int:
+        """Of its logits. A sharded weight's own shape does not tell."""
+        return int(self.out_features)  # type: ignore[attr-defined]
+
+    @property
+    def reads_weight(self) -> bool:
+        """Whether its weight and bias are all there is to it; else chunks go through its own call."""
+        return self.plain and "forward" not in self.__dict__
+
+    def dtype_of(self, hidden: Tensor, source: Source) -> torch.dtype:
+        """Of its logits."""
+        if source.autocast is not None and hidden.dtype != torch.float64:
+            return source.autocast
+        if self.plain:
+            return hidden.dtype
+        with torch.no_grad():
+            return self.real(hidden.reshape(-1, hidden.shape[-1])[:1]).dtype
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Its class is made, not found by name: copies and pickles make it again."""
+        return made_again, (self.base,), self.__dict__.copy()
+
+
+def is_shard(weight: Any) -> bool:
+    return type(weight).__name__ == "DTensor"
+
+
+def made_again(base: type) -> Any:
+    return object.__new__(lazy_class(base))
+
+
+classes: dict[type, type] = {}
+
+
+def lazy_class(base: type) -> type:
+    """The class of ``base``'s modules that are lazy; the same for the same."""
+    if base not in classes:
+        plain = base.forward is nn.Linear.forward  # type: ignore[attr-defined]
+        names = {"plain": plain, "base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+        classes[base] = type(base.__name__, (LazyHead, base), names)
+    return classes[base]

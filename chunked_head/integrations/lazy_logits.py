@@ -1,0 +1,161 @@
+"""Lazy logits as a tensor: what takes a tensor takes it, and what needs numbers gets them computed."""
+
+import weakref
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .fused_loss import cross_entropy
+from .virtual import COPIES, IN_PLACE, VIEWS, Virtual
+
+Disabled = torch._C.DisableTorchFunctionSubclass
+
+
+class LazyLogits(Tensor):
+    """Logits [..., vocab] of a patched model, with shape, dtype and device but no numbers until they are asked for.
+
+    Casts, scalings, caps, slices and reshapes stay lazy, ``cross_entropy`` of them never holds them, ``argmax(-1)``
+    holds some rows at a time. Everything else computes them, as the model would have, and says so once;
+    ``materialise()`` does it without a word.
+    """
+
+    _virtual: Virtual
+    _real: Tensor | None
+    _family: "list[weakref.ref[LazyLogits]]"  # lazy logits that would share memory with these, and these
+
+    @staticmethod
+    def of(virtual: Virtual, family: "list[weakref.ref[LazyLogits]] | None" = None) -> "LazyLogits":
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            LazyLogits, virtual.shape, dtype=virtual.dtype, device=virtual.hidden.device
+        )
+        made._virtual, made._real = virtual, None
+        made._family = [] if family is None else family
+        made._family.append(weakref.ref(made))
+        return made
+
+    def materialise(self) -> Tensor:
+        """The logits, as the unpatched model would have computed them; computed once."""
+        if self._real is None:
+            self._real = self._virtual.source.real(self._virtual)
+        return self._real
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        known = "" if self._real is None else ", computed"
+        with Disabled():
+            return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{known})"
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in QUERIES:
+            with Disabled():
+                return function(*args, **kwargs)
+        first = args[0] if args else kwargs.get("input")
+        if writes(function):
+            refuse_views(first, named(function))
+        if isinstance(first, LazyLogits) and first._real is None:
+            found = lazily(first, function, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        return function(*computed(args, named(function)), **computed(kwargs, named(function)))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # what comes by C++ past the functions above
+        return function(*computed(args, str(function)), **computed(kwargs or {}, str(function)))
+
+
+def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a function gives without computing the logits, or NotImplemented."""
+    name = NAMES.get(function)
+    if name is None:
+        return NotImplemented
+    virtual = first._virtual
+    rest = args[1:] if args else ()
+    kwargs = {key: value for key, value in kwargs.items() if key != "input"}
+    if any(isinstance(value, LazyLogits) for value in (*rest, *kwargs.values())):
+        return NotImplemented
+    if name == "cross_entropy":
+        return cross_entropy(virtual, *rest, **kwargs)
+    if name == "argmax":
+        return argmax(virtual, *rest, **kwargs)
+    if name in IN_PLACE:
+        return changed(first, name, IN_PLACE[name](virtual, *rest, **kwargs))
+    found = (COPIES.get(name) or VIEWS[name])(virtual, *rest, **kwargs)
+    if found is NotImplemented:
+        return found
+    family = first._family if name in VIEWS else None
+    if isinstance(found, Virtual):
+        return first if found is virtual and name != "clone" else LazyLogits.of(found, family)
+    return tuple(LazyLogits.of(part, family) for part in found)
+
+
+def changed(logits: LazyLogits, name: str, found: Any) -> Any:
+    """In-place work that stays lazy."""
+    if found is NotImplemented:
+        return found
+    logits._virtual = found
+    return None if name == "__setitem__" else logits
+
+
+def writes(function: Any) -> bool:
+    name = named(function)
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+def refuse_views(logits: Any, what: str) -> None:
+    """What is written to some lazy logits does not reach those that are views of the same."""
+    if isinstance(logits, LazyLogits) and sum(one() is not None for one in logits._family) > 1:
+        raise RuntimeError(
+            f"{what} on lazy logits that other tensors are views of is not supported: call it on logits.materialise(), "
+            "or leave the model unpatched"
+        )
+
+
+def argmax(virtual: Virtual, dim: int | None = None, keepdim: bool = False) -> Any:
+    if dim is None or dim not in (-1, len(virtual.shape) - 1):
+        return NotImplemented
+    return virtual.source.argmax(virtual, keepdim)
+
+
+def computed(value: Any, what: str) -> Any:
+    """With real logits for lazy ones, in containers too."""
+    if isinstance(value, LazyLogits):
+        if value._real is None:
+            value._virtual.source.patch.materialises(what)
+        return value.materialise()
+    if isinstance(value, (tuple, list)):
+        return type(value)(computed(part, what) for part in value)
+    if isinstance(value, dict):
+        return {key: computed(part, what) for key, part in value.items()}
+    return value
+
+
+def named(function: Any) -> str:
+    name = getattr(function, "__name__", str(function))
+    return function.__self__.__name__ if name == "__get__" else name  # a property's
+
+
+def by_function() -> dict[Any, str]:
+    """Every function of torch that means one of the operations, and which."""
+    names = {name: name for name in (*COPIES, *VIEWS, *IN_PLACE, "argmax")}
+    names |= {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add"}
+    names |= {"__imul__": "mul_", "__itruediv__": "div_", "__iadd__": "add_"}
+    found: dict[Any, str] = {F.cross_entropy: "cross_entropy"}
+    for name, meaning in names.items():
+        for owner in (Tensor, torch):
+            function = getattr(owner, name, None)
+            if callable(function):
+                found[function] = meaning
+    return found
+
+
+NAMES = by_function()
+PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
+              "is_nested", "is_mps", "is_xpu", "itemsize", "requires_grad", "is_leaf", "grad_fn", "names")  # fmt: skip
+QUERIES = {getattr(Tensor, name).__get__ for name in PROPERTIES if hasattr(Tensor, name)} | {
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.get_device, Tensor.__hash__, Tensor.is_inference,
+}  # fmt: skip

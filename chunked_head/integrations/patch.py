@@ -1,0 +1,156 @@
+"""Any HuggingFace model with one line: its forward computes its loss through this library."""
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ..losses.base import Losses
+from ..metrics import Metric
+from .agreement import Agreement
+from .find_head import NotUnderstood, base_model, find_head, make_lazy, make_plain
+from .lazy_logits import LazyLogits
+from .traced_logits import TracedLogits
+
+REPORT = "chunked_head"  # the attribute of a patched model
+LABELS = ("labels", "shift_labels")
+
+
+def patch_model(
+    model: nn.Module,
+    loss: Losses | None = None,
+    *,
+    metrics: Sequence[Metric] = (),
+    when: str = "labels",
+    logits: str | None = "lazy",
+    strict: bool = False,
+    **head_options: Any,
+) -> Any:
+    """Makes the forward of a HuggingFace model compute its loss through this library. Same loss and gradients as
+
+        output = model(input_ids, labels=labels)      # ForCausalLMLoss of lm_head(hidden), scaled, capped, ...
+
+    without the logits, for any model with ``get_output_embeddings()``: while labels are given, its head returns lazy
+    logits that remember what the model does to them (casts, scales, caps, slices, reshapes), and the model's own call
+    of ``F.cross_entropy`` becomes ``linear_cross_entropy``. Whatever else is done with them computes them, as before,
+    and says where, once. No copy of any model's code is involved, ``num_items_in_batch``, ``logits_to_keep``, auxiliary
+    losses and generation are the model's own.
+
+        model = patch_model(AutoModelForCausalLM.from_pretrained(name))
+        Trainer(model, ...).train()
+        print(model.chunked_head)                     # which head, which scale and cap, how many losses went through
+
+    Args:
+        model: a transformers model, or PEFT's around one; before or after PEFT, DDP's and FSDP2's wrapping of it.
+        loss: what to compute instead of the cross-entropy: a sum of ``chunked_head.losses`` that need labels alone,
+            such as ``losses.cross_entropy() + 1e-4 * losses.z_loss()``, reduced as the model reduces its own.
+        metrics: of ``chunked_head.metrics`` that need labels alone, from the same softmax pass: summed on the device
+            over forwards until ``model.chunked_head.take_metrics()``; ``trainer.MetricsCallback`` logs them.
+        when: ``"labels"``: while ``forward`` is given labels. ``"training"``: also while ``model.training`` with
+            gradients enabled, for losses outside of it (``compute_loss_func``); not under FSDP.
+        logits: ``"lazy"``: ``output.logits`` are computed when read. None: the output has none where labels were given.
+        strict: raises where lazy logits would be computed, instead of a warning.
+        head_options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``accumulate_into``, ``upstream``,
+            ``skip_ignored``, ``deterministic``, ``backend`` of ``linear_cross_entropy``.
+
+    Returns:
+        ``model`` itself. ``model.chunked_head`` (on the model inside of PEFT's) reports. To patch again changes the
+        options; ``unpatch_model`` takes everything back. A model whose head is not understood stays as it is, with a
+        warning that says why.
+
+    Where every label is -100 the loss is 0 with zero gradients rather than nan.
+
+    Raises:
+        TypeError, ValueError: for options that are none; ``loss`` or ``metrics`` that need more than labels.
+    """
+    inner = base_model(model)
+    if not isinstance(inner, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    agreed = Agreement(loss, tuple(metrics), when, logits, strict, head_options, type(inner).__name__)
+    unpatch_model(model)
+    try:
+        agreed.settle(inner, find_head(inner))
+    except NotUnderstood as reason:
+        agreed.refuse(str(reason))
+        setattr(inner, REPORT, agreed)
+        return model
+    assert agreed.head is not None
+    make_lazy(agreed.head, agreed)
+    inner.__class__ = patched_class(type(inner))
+    setattr(inner, REPORT, agreed)
+    return model
+
+
+def unpatch_model(model: nn.Module) -> Any:
+    """Takes ``patch_model`` back; returns ``model``. Nothing happens to a model that is not patched."""
+    inner = base_model(model)
+    agreed = inner.__dict__.pop(REPORT, None)
+    if isinstance(agreed, Agreement) and agreed.head is not None:
+        make_plain(agreed.head)
+    if isinstance(inner, Patched) and type(inner) is patched_class(inner.base):
+        inner.__class__ = inner.base
+    return model
+
+
+class Patched:
+    """Put before a model's class."""
+
+    base: type
+    labels_at: tuple[tuple[str, int], ...]  # names of forward's labels, and their places among its arguments
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return made_again, (self.base,), self.__dict__.copy()
+
+    def given_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        for name, at in self.labels_at:
+            if kwargs.get(name) is not None or (0 <= at < len(args) and args[at] is not None):
+                return True
+        return False
+
+
+def made_again(base: type) -> Any:
+    return object.__new__(patched_class(base))
+
+
+classes: dict[type, type] = {}
+
+
+def patched_class(base: type) -> type:
+    """The class of patched models of class ``base``, which goes by its name."""
+    if base in classes:
+        return classes[base]
+    before = base.forward  # type: ignore[attr-defined]
+    names = [name for name in inspect.signature(before).parameters if name != "self"]
+    labels_at = tuple((name, names.index(name) if name in names else -1) for name in LABELS)
+
+    @functools.wraps(before)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        agreed = self.__dict__.get(REPORT)
+        if agreed is None or agreed.lazy:
+            return before(self, *args, **kwargs)
+        labelled = self.given_labels(args, kwargs)
+        if not agreed.applies(self, labelled):
+            return before(self, *args, **kwargs)
+        agreed.find_again(self)
+        with agreed.being_lazy(labelled):
+            output = before(self, *args, **kwargs)
+        return without_logits(output) if agreed.logits is None and labelled else output
+
+    members = {
+        "forward": forward, "base": base, "labels_at": labels_at, "__module__": base.__module__,
+        "__qualname__": base.__qualname__, "__doc__": base.__doc__,
+    }  # fmt: skip
+    classes[base] = type(base.__name__, (Patched, base), members)
+    return classes[base]
+
+
+def without_logits(output: Any) -> Any:
+    """A model's output without what nobody computed."""
+    lazy = (LazyLogits, TracedLogits)
+    if isinstance(output, tuple):
+        return tuple(part for part in output if not isinstance(part, lazy))
+    if isinstance(output, dict):  # transformers' ModelOutput is one
+        return type(output)(**{key: value for key, value in output.items() if not isinstance(value, lazy)})
+    return output

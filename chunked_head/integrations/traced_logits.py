@@ -1,0 +1,119 @@
+"""Lazy logits inside of ``torch.compile``: a plain object with a tensor's methods, which is what a graph can be traced
+through. What is asked of it beyond those computes the logits in the graph."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .fused_loss import cross_entropy
+from .virtual import COPIES, IN_PLACE, VIEWS, Virtual
+
+
+class TracedLogits:
+    """See ``LazyLogits``."""
+
+    def __init__(self, virtual: Virtual):
+        self._virtual = virtual
+        self._viewed = False  # whether another shares what would be its memory
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._virtual.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._virtual.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._virtual.hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return self._virtual.hidden.ndim
+
+    def dim(self) -> int:
+        return self._virtual.hidden.dim()
+
+    def size(self, dim: int | None = None) -> Any:
+        shape = self.shape
+        return shape if dim is None else shape[dim]
+
+    def materialise(self) -> Tensor:
+        """The logits, as the unpatched model would have computed them."""
+        return self._virtual.source.real(self._virtual)
+
+    def __mul__(self, other: Any) -> Any:
+        return self.mul(other)  # type: ignore[attr-defined]
+
+    def __rmul__(self, other: Any) -> Any:
+        return self.mul(other)  # type: ignore[attr-defined]
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.div(other)  # type: ignore[attr-defined]
+
+    def __add__(self, other: Any) -> Any:
+        return self.add(other)  # type: ignore[attr-defined]
+
+    def __getitem__(self, index: Any) -> Any:
+        return done(self, "__getitem__", (index,), {})
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        done(self, "__setitem__", (index, value), {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_virtual", "_viewed"):
+            raise AttributeError(name)
+        return getattr(self.materialise(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args else kwargs.pop("input", None)
+        if isinstance(first, TracedLogits):
+            if function is F.cross_entropy:
+                found = cross_entropy(first._virtual, *args[1:], **kwargs)
+                if found is not NotImplemented:
+                    return found
+            elif function is torch.tanh:
+                return first.tanh()  # type: ignore[attr-defined]
+            args = (first, *args[1:])
+        return function(*[real(value) for value in args], **{key: real(value) for key, value in kwargs.items()})
+
+
+def done(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor's method of lazy logits."""
+    operations = IN_PLACE if name in IN_PLACE else COPIES if name in COPIES else VIEWS
+    found = operations[name](logits._virtual, *args, **kwargs)
+    if name in IN_PLACE:
+        if found is NotImplemented or logits._viewed:
+            raise RuntimeError(f"{name} on lazy logits inside of torch.compile is not supported; unpatch the model")
+        logits._virtual = found
+        return logits
+    if found is NotImplemented:
+        return getattr(logits.materialise(), name)(*args, **kwargs)
+    made = TracedLogits(found) if isinstance(found, Virtual) else tuple([TracedLogits(part) for part in found])
+    if name in VIEWS:
+        logits._viewed = True
+        for one in made if isinstance(made, tuple) else (made,):
+            one._viewed = True
+    return made
+
+
+def real(value: Any) -> Any:
+    return value.materialise() if isinstance(value, TracedLogits) else value
+
+
+def method(name: str) -> Callable[..., Any]:
+    def called(self: TracedLogits, *args: Any, **kwargs: Any) -> Any:
+        return done(self, name, args, kwargs)
+
+    return called
+
+
+for _name in (*COPIES, *VIEWS, *IN_PLACE):
+    if not _name.startswith("__"):
+        setattr(TracedLogits, _name, method(_name))

@@ -1,0 +1,282 @@
+"""Logits that nobody has computed: hidden states, and what was done to the logits since.
+
+Every operation here is the one of the same name on the ``[..., vocab]`` tensor of logits. Those on rows are done to the
+hidden states at once, those on each logit are written down. ``NotImplemented`` means that an operation is neither.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+NUMBERS = (int, float)  # not a union, which torch.compile of torch 2.9 cannot take
+LOWEST_FILL = -6e4  # a logit filled with less has no probability beside any other, in float16 already
+
+
+class Virtual(NamedTuple):
+    """``hidden`` [..., hidden]; ``steps`` done to the head's output, in order; ``vocab`` columns that are left.
+
+    A step is a name with its argument: ``("cast", dtype)``, ``("mul", s)``, ``("div", s)``, ``("tanh", None)``,
+    ``("add", [vocab])``, ``("crop", n)``, ``("fill", (ids, value))``. ``source`` computes the head's output.
+    """
+
+    hidden: Tensor
+    steps: tuple[tuple[str, Any], ...]
+    vocab: int
+    dtype: torch.dtype
+    source: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.hidden.shape[:-1], self.vocab)
+
+    def then(self, name: str, argument: Any = None) -> "Virtual":
+        return self._replace(steps=(*self.steps, (name, argument)))
+
+    def rows(self, hidden: Tensor) -> "Virtual":
+        """The same logits of other rows."""
+        return self._replace(hidden=hidden)
+
+
+def replay(logits: Tensor, steps: Sequence[tuple[str, Any]]) -> Tensor:
+    """What the steps make of the head's output [..., vocab]."""
+    for name, argument in steps:
+        if name == "cast":
+            logits = logits.to(argument)
+        elif name == "mul":
+            logits = logits * argument
+        elif name == "div":
+            logits = logits / argument
+        elif name == "tanh":
+            logits = torch.tanh(logits)
+        elif name == "add":
+            logits = logits + argument
+        elif name == "crop":
+            logits = logits[..., :argument]
+        else:
+            ids, value = argument
+            logits = logits.clone()
+            logits[..., ids] = value
+    return logits
+
+
+def cast(v: Virtual, dtype: torch.dtype) -> Any:
+    if dtype == v.dtype:
+        return v
+    if not dtype.is_floating_point:
+        return NotImplemented
+    return v.then("cast", dtype)._replace(dtype=dtype)
+
+
+def to(v: Virtual, *args: Any, **kwargs: Any) -> Any:
+    """Casts only: logits of another device are computed first."""
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    for argument in args:
+        if isinstance(argument, torch.dtype):
+            dtype = argument
+        elif isinstance(argument, Tensor):
+            dtype, device = argument.dtype, argument.device
+        elif isinstance(argument, (str, int, torch.device)) and not isinstance(argument, bool):
+            device = argument
+    if device is not None and torch.empty(0, device=device).device != v.hidden.device:
+        return NotImplemented
+    return v if dtype is None else cast(v, dtype)
+
+
+def factor(name: str) -> Callable[[Virtual, Any], Any]:
+    def scaled(v: Virtual, other: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            return NotImplemented
+        if isinstance(other, Tensor) and other.dim() == 0 and other.device.type == "cpu" and not other.requires_grad:
+            other = other.item()
+        if not isinstance(other, NUMBERS) or isinstance(other, bool):
+            return NotImplemented
+        return v.then(name, float(other))
+
+    return scaled
+
+
+def tanh(v: Virtual) -> Virtual:
+    return v.then("tanh")
+
+
+def add(v: Virtual, other: Any, **kwargs: Any) -> Any:
+    """A vector over the vocabulary, whatever ones stand before it in its shape."""
+    right = isinstance(other, Tensor) and other.dim() > 0 and not kwargs
+    if not right or other.shape[-1] != v.vocab or other.numel() != v.vocab or other.dim() > len(v.shape):
+        return NotImplemented
+    if other.dtype != v.dtype:
+        return NotImplemented  # the sum would be of another dtype
+    return v.then("add", other.reshape(-1))
+
+
+def getitem(v: Virtual, index: Any) -> Any:
+    """Any rows, and of the vocabulary its beginning."""
+    given = split_index(v, index)
+    if given is None:
+        return NotImplemented
+    rows, last = given
+    kept = crop(v, last)
+    return NotImplemented if kept is NotImplemented else kept.rows(v.hidden[(*rows, slice(None))])
+
+
+def split_index(v: Virtual, index: Any) -> tuple[tuple[Any, ...], Any] | None:
+    """What an index says of the rows and what of the vocabulary; None where that cannot be told."""
+    parts = index if isinstance(index, tuple) else (index,)
+    taken = 0
+    for part in parts:
+        if part is Ellipsis or part is None:
+            continue
+        if not isinstance(part, (int, slice, Tensor)) or isinstance(part, bool):
+            return None
+        taken += part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+    rest = (slice(None),) * (len(v.shape) - taken)
+    at = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
+    parts = (*parts, *rest) if at is None else (*parts[:at], *rest, *parts[at + 1 :])
+    last = parts[-1]
+    if last is None or (isinstance(last, Tensor) and last.dtype == torch.bool and last.dim() > 1):
+        return None
+    return parts[:-1], last
+
+
+def crop(v: Virtual, last: Any) -> Any:
+    """The vocabulary's first columns."""
+    if not isinstance(last, slice):
+        return NotImplemented
+    start, stop, step = last.indices(v.vocab)
+    if start != 0 or step != 1 or stop <= 0:
+        return NotImplemented
+    return v if stop == v.vocab else v.then("crop", stop)._replace(vocab=stop)
+
+
+def fill(v: Virtual, index: Any, value: Any) -> Any:
+    """``logits[..., ids] = value`` for every row."""
+    given = split_index(v, index)
+    if given is None or not all(isinstance(part, slice) and part == slice(None) for part in given[0]):
+        return NotImplemented
+    if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
+        value = value.item()
+    if not isinstance(value, NUMBERS) or not value <= LOWEST_FILL or value == -float("inf"):
+        return NotImplemented
+    return v.then("fill", (given[1], value))
+
+
+def numbers(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """A shape or dimensions, given one by one or as one sequence."""
+    return tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+
+
+def reshape(v: Virtual, *shape: Any) -> Any:
+    sizes = numbers(shape)
+    if not sizes or not all(isinstance(size, (int, torch.SymInt)) and not isinstance(size, bool) for size in sizes):
+        return NotImplemented
+    if sizes[-1] == -1:
+        rows = 1
+        for size in sizes[:-1]:
+            rows = rows * size
+        total = 1
+        for size in v.shape[:-1]:
+            total = total * size
+        if rows != total:
+            return NotImplemented
+    elif sizes[-1] != v.vocab:
+        return NotImplemented
+    return v.rows(v.hidden.reshape(*sizes[:-1], v.hidden.shape[-1]))
+
+
+def positive(v: Virtual, dim: int) -> int:
+    return dim + len(v.shape) if dim < 0 else dim
+
+
+def flatten(v: Virtual, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if positive(v, end_dim) >= len(v.shape) - 1:
+        return NotImplemented
+    return v.rows(v.hidden.flatten(start_dim, end_dim))
+
+
+def squeeze(v: Virtual, dim: Any = None) -> Any:
+    if not isinstance(dim, int) or positive(v, dim) >= len(v.shape) - 1:
+        return NotImplemented
+    return v.rows(v.hidden.squeeze(dim))
+
+
+def unsqueeze(v: Virtual, dim: int) -> Any:
+    at = dim + len(v.shape) + 1 if dim < 0 else dim
+    return NotImplemented if at >= len(v.shape) else v.rows(v.hidden.unsqueeze(at))
+
+
+def transpose(v: Virtual, dim0: int, dim1: int) -> Any:
+    first, second = positive(v, dim0), positive(v, dim1)
+    if max(first, second) >= len(v.shape) - 1:
+        return NotImplemented
+    return v.rows(v.hidden.transpose(first, second))
+
+
+def permute(v: Virtual, *dims: Any) -> Any:
+    order = [positive(v, dim) for dim in numbers(dims)]
+    if not order or order[-1] != len(v.shape) - 1:
+        return NotImplemented
+    return v.rows(v.hidden.permute(order))
+
+
+def narrow(v: Virtual, dim: int, start: int, length: int) -> Any:
+    if positive(v, dim) == len(v.shape) - 1:
+        return crop(v, slice(start, start + length))
+    return v.rows(v.hidden.narrow(dim if dim >= 0 else positive(v, dim), start, length))
+
+
+def by_rows(name: str) -> Callable[..., Any]:
+    """``split``, ``chunk``, ``unbind``, ``select``, ``index_select``: the tensor's own, along any dimension but the
+    vocabulary's."""
+
+    def done(v: Virtual, *args: Any, dim: int | None = None, **kwargs: Any) -> Any:
+        names = PARAMETERS[name]
+        given = dict(zip(names, args, strict=False)) | kwargs | ({} if dim is None else {"dim": dim})
+        along = given.get("dim", 0)
+        if not isinstance(along, int) or positive(v, along) >= len(v.shape) - 1:
+            return NotImplemented
+        found = getattr(v.hidden, name)(**(given | {"dim": positive(v, along)}))
+        return v.rows(found) if isinstance(found, Tensor) else tuple(v.rows(part) for part in found)
+
+    return done
+
+
+PARAMETERS = {
+    "split": ("split_size", "dim"),
+    "chunk": ("chunks", "dim"),
+    "unbind": ("dim",),
+    "select": ("dim", "index"),
+    "index_select": ("dim", "index"),
+}
+
+
+def same(v: Virtual, *args: Any, **kwargs: Any) -> Virtual:
+    """Layouts of what does not exist are all alike."""
+    return v
+
+
+def detach(v: Virtual) -> Virtual:
+    return v._replace(hidden=v.hidden.detach(), source=v.source.without_grad())
+
+
+def casting(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda v, **kwargs: cast(v, dtype)
+
+
+# by the name of the tensor's method: everything that leaves logits uncomputed. Views stay with what they are views of.
+COPIES: dict[str, Callable[..., Any]] = {
+    "float": casting(torch.float32), "half": casting(torch.float16), "bfloat16": casting(torch.bfloat16),
+    "double": casting(torch.float64), "to": to, "mul": factor("mul"), "multiply": factor("mul"), "div": factor("div"),
+    "true_divide": factor("div"), "divide": factor("div"), "tanh": tanh, "add": add, "clone": same,
+    "index_select": by_rows("index_select"),
+}  # fmt: skip
+VIEWS: dict[str, Callable[..., Any]] = {
+    "__getitem__": getitem, "view": reshape, "reshape": reshape, "flatten": flatten, "squeeze": squeeze,
+    "unsqueeze": unsqueeze, "transpose": transpose, "swapaxes": transpose, "permute": permute, "narrow": narrow,
+    "contiguous": same, "detach": detach, "split": by_rows("split"), "chunk": by_rows("chunk"),
+    "unbind": by_rows("unbind"), "select": by_rows("select"),
+}  # fmt: skip
+IN_PLACE: dict[str, Callable[..., Any]] = {
+    "mul_": COPIES["mul"], "div_": COPIES["div"], "tanh_": tanh, "add_": add, "__setitem__": fill,
+}  # fmt: skip
