@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from .. import losses
 from ..head import linear_cross_entropy
 from ..linear_loss import LossOutput
-from ..losses.base import Losses
+from ..losses.base import Losses, Summand
 from ..metrics import Metric, MetricValue, combine
 from ..options import choice
 from .find_head import NotUnderstood, find_head, make_lazy, make_plain, name_of
+from .lazy_head import sizes_of
 from .tail import Tail
 
 # options that say how to compute; what to compute is the model's
@@ -80,7 +81,7 @@ class Agreement:
     def __str__(self) -> str:
         if self.head is None:
             return f"{self.model}: {self.mechanism}"
-        head = f"{self.name} [{self.head.out_features}, {self.head.in_features}]" + (", tied" if self.tied else "")
+        head = f"{self.name} {list(sizes_of(self.head) or ())}" + (", tied" if self.tied else "")
         counts = f"{self.fused} losses fused, logits computed {self.materialised} times"
         reasons = f" ({'; '.join(self.reasons)})" if self.reasons else ""
         tail = "no loss so far" if self.tail is None else str(self.tail)
@@ -167,11 +168,10 @@ class Agreement:
                 f"{type(self.head).__name__}"
             )
 
-    def taken(self, output: LossOutput) -> Tensor:
-        """The loss; metrics are kept."""
+    def takes(self, output: LossOutput) -> None:
+        """Keeps a call's metrics."""
         if output.metrics:
             self.metrics = combine([self.metrics, output.metrics])
-        return output.loss
 
     def take_metrics(self) -> Mapping[str, MetricValue]:
         """What was measured since the last time, by name: each with ``.sum``, ``.count`` and ``.value``."""
@@ -190,7 +190,8 @@ def check_loss(loss: Losses | None, measured: tuple[Metric, ...]) -> None:
     for summand in summands:
         if summand.token_weights is not None or summand.teacher is not None:
             raise ValueError(f"{summand.label} has token weights or a teacher, and a model's forward has labels alone")
-    for one in (*summands, *measured):
+    needing: list[Summand | Metric] = [*summands, *measured]
+    for one in needing:
         if one.fields or one.scope != "token":
             needs = ", ".join(one.fields) or "segments"
             raise ValueError(

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from .lazy_head import PATCH, LazyHead, lazy_class
+from .lazy_head import PATCH, LazyHead, lazy_class, sizes_of
 
 
 class NotUnderstood(Exception):
@@ -41,13 +41,9 @@ def active(head: Any, model: nn.Module) -> nn.Module:
         raise NotUnderstood(f"its output embeddings are {type(head).__name__}, not a module")
     if isinstance(head, nn.Embedding) or any(head is module for module in embeddings(model)):
         raise NotUnderstood("its output embeddings are its input embeddings' module, which also embeds")
-    if not (isinstance(getattr(head, "in_features", None), int) and isinstance(columns_of(head), int)):
+    if sizes_of(head) is None:
         raise NotUnderstood(f"its head, {type(head).__name__}, has no in_features and out_features as a matrix has")
     return head
-
-
-def columns_of(head: nn.Module) -> Any:
-    return getattr(head, "out_features", None)
 
 
 def embeddings(model: nn.Module) -> list[Any]:

@@ -52,7 +52,9 @@ class Asked:
                 label_smoothing=self.label_smoothing, **head,
             )  # fmt: skip
         loss = patch.loss_of(self.class_weights, self.label_smoothing, self.reduction)
-        return patch.taken(linear_loss(hidden, target=self.target, loss=loss, metrics=patch.measured, **head))
+        found = linear_loss(hidden, target=self.target, loss=loss, metrics=patch.measured, **head)
+        patch.takes(found)
+        return found.loss
 
     def by_chunks(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss through the head's own forward, some rows at a time, computed again in backward: for heads that
@@ -81,11 +83,13 @@ class Asked:
                 label_smoothing=self.label_smoothing,
             )  # fmt: skip
         loss = patch.loss_of(self.class_weights, self.label_smoothing, reduction)
-        measured = () if before else patch.measured
-        before.append(True)
-        return patch.taken(
-            logits_loss(real, ids, loss, metrics=measured, reduction=reduction, ignore_index=self.ignore_index)
+        found = logits_loss(
+            real, ids, loss, metrics=patch.measured, reduction=reduction, ignore_index=self.ignore_index
         )
+        if not before:
+            patch.takes(found)
+        before.append(True)
+        return found.loss
 
 
 def cross_entropy(

@@ -6,7 +6,7 @@ The module stays what and where it is, parameters, hooks and names: only its cla
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .lazy_logits import LazyLogits
 from .source import Source
@@ -29,7 +29,8 @@ class LazyHead:
             return self.real(*args, **kwargs)
         hidden = args[0]
         source = Source.here(self, patch, hidden)
-        virtual = Virtual(hidden, (), self.columns, self.dtype_of(hidden, source), source)
+        dtype = hidden.dtype if source.autocast is None or hidden.dtype == torch.float64 else source.autocast
+        virtual = Virtual(hidden, (), self.columns, dtype, source)
         return TracedLogits(virtual) if torch.compiler.is_compiling() else LazyLogits.of(virtual)
 
     def real(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,25 +48,27 @@ class LazyHead:
     @property
     def columns(self) -> int:
         """Of its logits. A sharded weight's own shape does not tell."""
-        return int(self.out_features)  # type: ignore[attr-defined]
+        sizes = sizes_of(self)
+        assert sizes is not None
+        return sizes[0]
 
     @property
     def reads_weight(self) -> bool:
         """Whether its weight and bias are all there is to it; else chunks go through its own call."""
         return self.plain and "forward" not in self.__dict__
 
-    def dtype_of(self, hidden: Tensor, source: Source) -> torch.dtype:
-        """Of its logits."""
-        if source.autocast is not None and hidden.dtype != torch.float64:
-            return source.autocast
-        if self.plain:
-            return hidden.dtype
-        with torch.no_grad():
-            return self.real(hidden.reshape(-1, hidden.shape[-1])[:1]).dtype
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Its class is made, not found by name: copies and pickles make it again."""
         return made_again, (self.base,), self.__dict__.copy()
+
+
+def sizes_of(head: Any) -> tuple[int, int] | None:
+    """Rows and columns of a head's matrix, or of the one inside of PEFT's wrapper around it."""
+    for module in (head, getattr(head, "original_module", None)):
+        rows, columns = getattr(module, "out_features", None), getattr(module, "in_features", None)
+        if isinstance(rows, int) and isinstance(columns, int):
+            return rows, columns
+    return None
 
 
 def is_shard(weight: Any) -> bool:

@@ -27,7 +27,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def of(virtual: Virtual, family: "list[weakref.ref[LazyLogits]] | None" = None) -> "LazyLogits":
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             LazyLogits, virtual.shape, dtype=virtual.dtype, device=virtual.hidden.device
         )
         made._virtual, made._real = virtual, None
@@ -41,7 +41,7 @@ class LazyLogits(Tensor):
             self._real = self._virtual.source.real(self._virtual)
         return self._real
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         known = "" if self._real is None else ", computed"
         with Disabled():
             return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{known})"
@@ -62,7 +62,9 @@ class LazyLogits(Tensor):
         return function(*computed(args, named(function)), **computed(kwargs, named(function)))
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # what comes by C++ past the functions above
         return function(*computed(args, str(function)), **computed(kwargs or {}, str(function)))
 

@@ -1,6 +1,7 @@
 """What a model does between its head and its loss, in the terms of this library."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ class Tail:
     softcap: float | None = None
     vocab: int | None = None
     biases: tuple[tuple[Tensor, float], ...] = ()
-    fills: tuple[tuple[object, float], ...] = ()
+    fills: tuple[tuple[Any, float], ...] = ()
 
     def bias(self, own: Tensor | None, weight: Tensor) -> Tensor | None:
         """The bias of the cropped head [vocab], differentiable; ``own``: the module's."""

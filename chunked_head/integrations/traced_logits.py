@@ -47,16 +47,16 @@ class TracedLogits:
         return self._virtual.source.real(self._virtual)
 
     def __mul__(self, other: Any) -> Any:
-        return self.mul(other)  # type: ignore[attr-defined]
+        return self.mul(other)
 
     def __rmul__(self, other: Any) -> Any:
-        return self.mul(other)  # type: ignore[attr-defined]
+        return self.mul(other)
 
     def __truediv__(self, other: Any) -> Any:
-        return self.div(other)  # type: ignore[attr-defined]
+        return self.div(other)
 
     def __add__(self, other: Any) -> Any:
-        return self.add(other)  # type: ignore[attr-defined]
+        return self.add(other)
 
     def __getitem__(self, index: Any) -> Any:
         return done(self, "__getitem__", (index,), {})
@@ -79,7 +79,7 @@ class TracedLogits:
                 if found is not NotImplemented:
                     return found
             elif function is torch.tanh:
-                return first.tanh()  # type: ignore[attr-defined]
+                return first.tanh()
             args = (first, *args[1:])
         return function(*[real(value) for value in args], **{key: real(value) for key, value in kwargs.items()})
 

@@ -1,0 +1,278 @@
+"""patch_model against the model as it was: losses, gradients, logits, and whatever else a forward is for."""
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import torch.nn.functional as F
+from tiny_models import assert_same, step, tokens, transformers
+
+from chunked_head import losses, metrics, patch_model, unpatch_model
+from chunked_head.integrations.lazy_logits import LazyLogits
+
+MODELS = [tiny_models.llama, tiny_models.gemma2, tiny_models.granite]
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="chunked_head")
+        yield
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("more", [{}, {"num_items_in_batch": torch.tensor(7)}, {"return_dict": False}], ids=str)
+def test_a_step(make: Callable[[], Any], more: dict[str, Any]) -> None:
+    plain = make()
+    patched = patch_model(copy.deepcopy(plain))
+    theirs, ours = step(plain, scale=0.37, **more), step(patched, scale=0.37, **more)
+    assert_same(ours, theirs)
+    assert patched.chunked_head.fused == 1 and patched.chunked_head.materialised == 0
+    logits = ours.output[1]
+    assert isinstance(logits, LazyLogits) and logits.shape == (2, 11, 97) and logits.dtype == torch.float32
+    torch.testing.assert_close(logits.materialise(), theirs.output[1], rtol=0, atol=0)
+
+
+def test_it_says_what_it_did() -> None:
+    model = patch_model(tiny_models.gemma2())
+    assert "no loss so far" in str(model.chunked_head)
+    step(model)
+    assert str(model.chunked_head) == (
+        "Gemma2ForCausalLM: lm_head [97, 32], tied; lazy logits; scale 1, softcap 3; 1 losses fused, "
+        "logits computed 0 times"
+    )
+    granite = patch_model(tiny_models.granite())
+    step(granite)
+    assert granite.chunked_head.tail.logit_scale == pytest.approx(1 / 3)
+
+
+def test_unpatched_it_is_what_it_was() -> None:
+    model = tiny_models.llama()
+    kinds, names, before = type(model), list(model.state_dict()), step(model)
+    assert unpatch_model(model) is model
+    for _ in range(2):  # again changes nothing
+        assert patch_model(model) is model
+    assert type(model).__name__ == kinds.__name__ and list(model.state_dict()) == names
+    assert isinstance(model, kinds) and isinstance(model.lm_head, torch.nn.Linear)
+    unpatch_model(model)
+    assert type(model) is kinds and type(model.lm_head) is torch.nn.Linear and not hasattr(model, "chunked_head")
+    after = step(model)
+    assert torch.equal(after.loss, before.loss) and not isinstance(after.output.logits, LazyLogits)
+
+
+def test_without_labels_nothing_is_lazy() -> None:
+    model = tiny_models.llama()
+    ids = tokens()["input_ids"]
+    plain = copy.deepcopy(model).eval()
+    patch_model(model)
+    for training in (True, False):
+        logits = model.train(training)(input_ids=ids).logits
+        assert type(logits) is torch.Tensor
+    torch.testing.assert_close(logits, plain(input_ids=ids).logits, rtol=0, atol=0)
+    kept = model(input_ids=ids, logits_to_keep=3).logits
+    torch.testing.assert_close(kept, logits[:, -3:], rtol=1e-5, atol=1e-6)
+    for how in ({"do_sample": False}, {"num_beams": 2}):
+        ours, theirs = (m.generate(ids, max_new_tokens=4, **how) for m in (model, plain))
+        assert torch.equal(ours, theirs)
+
+
+def test_evaluation_with_labels_is_fused() -> None:
+    plain = tiny_models.gemma2().eval()
+    model = patch_model(copy.deepcopy(plain))
+    with torch.no_grad():
+        ours, theirs = model(**tokens()), plain(**tokens())
+        torch.testing.assert_close(ours.loss, theirs.loss)
+    # read outside of no_grad they are as they were made
+    assert not ours.logits.materialise().requires_grad
+    assert torch.equal(ours.logits.argmax(-1), theirs.logits.argmax(-1))
+    assert torch.equal(ours.logits.argmax(dim=-1, keepdim=True), theirs.logits.argmax(-1, keepdim=True))
+    assert model.chunked_head.fused == 1
+
+
+def test_reading_logits_computes_them_and_says_so_once() -> None:
+    plain = tiny_models.llama()
+    model = patch_model(copy.deepcopy(plain))
+    logits = model(**tokens()).logits
+    with pytest.warns(
+        UserWarning, match=r"LlamaForCausalLM's logits are computed after all, for softmax at test_patch"
+    ):
+        ours = logits.softmax(-1)
+    torch.testing.assert_close(ours, plain(**tokens()).logits.softmax(-1), rtol=0, atol=0)
+    assert model(**tokens()).logits.softmax(-1).shape == ours.shape  # once
+    assert model.chunked_head.materialised == 2 and model.chunked_head.reasons[0].startswith("softmax at test_patch")
+    ours.sum().backward()  # with their gradients
+
+
+def test_strict_raises_where_logits_would_be_computed() -> None:
+    model = patch_model(tiny_models.llama(), strict=True)
+    output = model(**tokens())
+    with pytest.raises(RuntimeError, match=r"would be computed for softmax at test_patch_model\.py:.*materialise"):
+        output.logits.softmax(-1)
+    assert output.logits.materialise().softmax(-1).shape == (2, 11, 97)
+
+
+def test_no_logits_where_none_are_wanted() -> None:
+    model = patch_model(tiny_models.llama(), logits=None)
+    output = model(**tokens())
+    assert output.logits is None and output.loss.requires_grad
+    assert not any(torch.is_tensor(part) for part in model(**tokens(), return_dict=False)[1:])
+    assert model(input_ids=tokens()["input_ids"]).logits.shape == (2, 11, 97)
+
+
+def test_all_labels_ignored() -> None:
+    model = patch_model(tiny_models.llama())
+    inputs = tokens() | {"labels": torch.full((2, 11), -100)}
+    found = step(model, inputs)
+    assert found.loss == 0 and all(grad.abs().sum() == 0 for grad in found.grads.values())
+
+
+def test_gradient_checkpointing() -> None:
+    plain = tiny_models.llama()
+    model = patch_model(copy.deepcopy(plain))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_same(step(model), step(plain))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype: torch.dtype) -> None:
+    plain = tiny_models.llama().to(dtype)
+    model = patch_model(copy.deepcopy(plain))
+    ours, theirs, exact = step(model), step(plain), step(copy.deepcopy(plain).float())
+    assert model.chunked_head.fused == 1 and ours.loss.dtype == theirs.loss.dtype
+    head = "lm_head.weight"
+    assert (ours.grads[head] - exact.grads[head]).norm() <= 2 * (theirs.grads[head] - exact.grads[head]).norm()
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-2, atol=0)
+
+
+def test_autocast() -> None:
+    plain = tiny_models.llama()
+    model = patch_model(copy.deepcopy(plain))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        theirs, ours = plain(**tokens()), model(**tokens())
+    assert ours.logits.dtype == theirs.logits.dtype
+    torch.testing.assert_close(ours.logits.materialise(), theirs.logits, rtol=0, atol=0)  # outside of autocast now
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-3, atol=0)
+    ours.loss.backward()
+    assert model.lm_head.weight.grad.dtype == torch.float32
+
+
+def test_another_loss_with_metrics() -> None:
+    plain = tiny_models.llama()
+    loss = losses.cross_entropy(label_smoothing=0.1) + 1e-2 * losses.z_loss()
+    model = patch_model(
+        copy.deepcopy(plain), loss, metrics=[metrics.entropy(), metrics.accuracy()], memory_budget="1MiB"
+    )
+    inputs = tokens()
+    for _ in range(2):
+        ours = step(model, inputs)
+    logits = plain(**inputs).logits[:, :-1].flatten(0, 1)
+    labels = inputs["labels"][:, 1:].flatten()
+    counts = labels != -100
+    z = (logits.logsumexp(-1) ** 2)[counts].mean()
+    expected = F.cross_entropy(logits, labels, label_smoothing=0.1) + 1e-2 * z
+    torch.testing.assert_close(ours.loss, expected.detach(), rtol=1e-5, atol=0)
+    logp = logits.log_softmax(-1)[counts]
+    taken = model.chunked_head.take_metrics()
+    assert taken["entropy"].count == 2 * counts.sum()  # of both steps
+    torch.testing.assert_close(taken["entropy"].value, -(logp.exp() * logp).sum(-1).mean().detach(), rtol=1e-5, atol=0)
+    right = (logits.argmax(-1) == labels)[counts].float().mean()
+    torch.testing.assert_close(taken["accuracy"].value, right)
+    assert not model.chunked_head.take_metrics()
+
+
+def test_losses_outside_of_the_forward() -> None:
+    plain = tiny_models.llama()
+    model = patch_model(copy.deepcopy(plain), when="training")
+    inputs = tokens()
+    found = []
+    for one in (plain, model):
+        logits = one(input_ids=inputs["input_ids"]).logits
+        loss = F.cross_entropy(logits[:, :-1].reshape(-1, 97), inputs["labels"][:, 1:].reshape(-1), reduction="sum")
+        loss.backward()
+        found.append((loss, one.lm_head.weight.grad))
+    assert model.chunked_head.fused == 1
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
+
+
+def test_new_heads_are_found() -> None:
+    plain = tiny_models.llama(tie_word_embeddings=False)
+    model = patch_model(copy.deepcopy(plain))
+    step(model)
+    for one in (plain, model):
+        torch.manual_seed(5)
+        one.resize_token_embeddings(103, mean_resizing=False)
+    assert_same(step(model), step(plain))
+    assert model.chunked_head.fused == 2 and "[103, 32]" in str(model.chunked_head)
+
+
+def test_copies_and_pickles() -> None:
+    model = patch_model(tiny_models.llama())
+    copied = copy.deepcopy(model)
+    step(copied)
+    assert (copied.chunked_head.fused, model.chunked_head.fused) == (1, 0)
+    file = io.BytesIO()
+    torch.save(model.lm_head, file)
+    file.seek(0)
+    head = torch.load(file, weights_only=False)
+    assert type(head) is type(model.lm_head) and torch.equal(head.weight, model.lm_head.weight)
+
+
+def test_checkpoints_are_those_of_the_model(tmp_path: Any) -> None:
+    model = patch_model(tiny_models.llama())
+    step(model)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.LlamaForCausalLM and loaded.config.architectures == ["LlamaForCausalLM"]
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_what_is_not_understood_stays_as_it_is() -> None:
+    model = tiny_models.llama()
+    kind = type(model)
+    model.get_output_embeddings = lambda: model.model.embed_tokens
+    with pytest.warns(UserWarning, match="leaves LlamaForCausalLM as it is: its output embeddings are its input"):
+        patch_model(model)
+    assert type(model) is kind and model.chunked_head.mechanism.startswith("none: its output embeddings")
+    step(model)
+    unpatch_model(model)
+    with pytest.warns(UserWarning, match="Linear has no get_output_embeddings"):
+        patch_model(torch.nn.Linear(3, 4))
+
+
+def test_a_loss_that_bypasses_the_head_is_said() -> None:
+    class Bypassing(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            logits = F.linear(self.model(input_ids).last_hidden_state, self.lm_head.weight)
+            return (F.cross_entropy(logits.flatten(0, 1), labels.flatten()),)
+
+    model = patch_model(Bypassing(transformers.LlamaConfig(**tiny_models.SIZES)))
+    with pytest.warns(UserWarning, match="given labels and computed no cross-entropy of lm_head"):
+        model(**tokens())
+    model(**tokens())  # once
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"softcap": 3.0}, TypeError, "unknown option 'softcap'.*memory_budget.*the model's own"),
+        ({"loss": "cross_entropy"}, TypeError, "made of chunked_head.losses, got str"),
+        ({"loss": losses.grpo()}, ValueError, "needs advantages.*labels alone.*linear_loss"),
+        ({"metrics": [metrics.kl_old()]}, ValueError, "needs old_logprobs"),
+        ({"metrics": ["entropy"]}, TypeError, "call its factory"),
+        ({"when": "always"}, ValueError, "'labels', 'training'"),
+        ({"logits": "real"}, ValueError, "'lazy'"),
+    ],
+)
+def test_wrong_options(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = tiny_models.llama()
+    with pytest.raises(error, match=message):
+        patch_model(model, **given)
+    assert type(model) is transformers.LlamaForCausalLM
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got str"):
+        patch_model("llama")

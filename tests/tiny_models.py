@@ -1,0 +1,60 @@
+"""Small transformers models, and what a training step of one gives."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}  # fmt: skip
+
+
+def llama(**options: Any) -> Any:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(**(SIZES | {"pad_token_id": 0} | options))
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def gemma2() -> Any:
+    """Capped, tied, with dropout-free attention of its own."""
+    torch.manual_seed(3)
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, final_logit_softcapping=3.0)).train()
+
+
+def granite() -> Any:
+    """Scaled after the head."""
+    torch.manual_seed(3)
+    return transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, logits_scaling=3.0)).train()
+
+
+def tokens(batch: int = 2, length: int = 11) -> dict[str, Tensor]:
+    """Token ids with labels, some of which do not count."""
+    ids = torch.randint(1, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(4))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+class Step(NamedTuple):
+    loss: Tensor
+    grads: dict[str, Tensor]
+    output: Any
+
+
+def step(model: nn.Module, inputs: dict[str, Any] | None = None, scale: float = 1.0, **more: Any) -> Step:
+    """A forward and a backward."""
+    model.zero_grad()
+    output = model(**(tokens() if inputs is None else inputs), **more)
+    loss = output[0]
+    (loss * scale).backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Step(loss.detach().clone(), grads, output)
+
+
+def assert_same(ours: Step, theirs: Step, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=tolerance, atol=0)
+    assert ours.grads.keys() == theirs.grads.keys()
+    for name, grad in theirs.grads.items():
+        assert (ours.grads[name] - grad).norm() <= 10 * tolerance * grad.norm(), name
