@@ -63,7 +63,8 @@ class Agreement:
         self.tail: Tail | None = None
         self.fused, self.materialised, self.reasons = 0, 0, list[str]()
         self.lazy = False  # whether the head's call is lazy now
-        self.metrics: dict[str, MetricValue] = {}
+        self.training = True  # whether the model is, in the forward that runs
+        self.metrics: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # of training, and else
         self.warned: set[str] = set()
 
     def settle(self, model: nn.Module, head: nn.Module) -> None:
@@ -171,11 +172,12 @@ class Agreement:
     def takes(self, output: LossOutput) -> None:
         """Keeps a call's metrics."""
         if output.metrics:
-            self.metrics = combine([self.metrics, output.metrics])
+            self.metrics[self.training] = combine([self.metrics[self.training], output.metrics])
 
-    def take_metrics(self) -> Mapping[str, MetricValue]:
-        """What was measured since the last time, by name: each with ``.sum``, ``.count`` and ``.value``."""
-        taken, self.metrics = self.metrics, {}
+    def take_metrics(self, training: bool = True) -> Mapping[str, MetricValue]:
+        """What was measured since the last time while the model was training, or was not, by name: each with ``.sum``,
+        ``.count`` and ``.value``, on the device and of this rank (``chunked_head.metrics.all_reduce``)."""
+        taken, self.metrics[training] = self.metrics[training], {}
         return taken
 
 

@@ -47,7 +47,7 @@ def patch_model(
         loss: what to compute instead of the cross-entropy: a sum of ``chunked_head.losses`` that need labels alone,
             such as ``losses.cross_entropy() + 1e-4 * losses.z_loss()``, reduced as the model reduces its own.
         metrics: of ``chunked_head.metrics`` that need labels alone, from the same softmax pass: summed on the device
-            over forwards until ``model.chunked_head.take_metrics()``; ``trainer.MetricsCallback`` logs them.
+            over forwards until ``model.chunked_head.take_metrics()``; ``integrations.trainer.log_metrics`` logs them.
         when: ``"labels"``: while ``forward`` is given labels. ``"training"``: also while ``model.training`` with
             gradients enabled, for losses outside of it (``compute_loss_func``); not under FSDP.
         logits: ``"lazy"``: ``output.logits`` are computed when read. None: the output has none where labels were given.
@@ -134,6 +134,7 @@ def patched_class(base: type) -> type:
         if not agreed.applies(self, labelled):
             return before(self, *args, **kwargs)
         agreed.find_again(self)
+        agreed.training = self.training
         with agreed.being_lazy(labelled):
             output = before(self, *args, **kwargs)
         return without_logits(output) if agreed.logits is None and labelled else output
