@@ -1,4 +1,4 @@
-"""Patched models under DeepSpeed ZeRO-3 over two ranks (gloo): a head whose weight is whole inside of its call alone."""
+"""Patched models under DeepSpeed ZeRO-3 over two ranks (gloo): a head whose weight is whole inside of its call only."""
 
 import json
 import os
