@@ -50,7 +50,7 @@ def outcome(seam: Any, leaves: list[Tensor], *more: Any) -> tuple[tuple, tuple]:
     """What a seam returns, and the gradients of a function of all that takes one."""
     found = seam.apply(*leaves, *more)
     some = [value for value in found if value is not None and value.requires_grad]
-    total = sum((value * torch.linspace(-1, 1, TOKENS)).sum() for value in some)
+    total = sum((value * torch.linspace(-1, 1, TOKENS, device=value.device)).sum() for value in some)
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     return found, torch.autograd.grad(total, wanted)
 
@@ -123,6 +123,26 @@ def test_divergence(beta: float, head: tuple) -> None:
         ours = outcome(DivergenceSeam(Options()), operands(), *teacher, beta, *head)
         theirs = outcome(THEIRS[1], operands(), *teacher, beta, *head)
     assert_same(ours, theirs, 0.03, 0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    """Their kernels and ours; theirs round the logits of 16-bit operands."""
+    made = torch.Generator().manual_seed(8)
+    teacher = [torch.randn(size, generator=made).to("cuda", dtype) for size in ((TOKENS, 16), (VOCAB, 16), (VOCAB,))]
+    targets, tolerance = TARGETS.cuda(), (0.05, 0.1) if dtype == torch.bfloat16 else (1e-4, 1e-4)
+
+    def both(ours: Any, theirs: Any, *more: Any) -> None:
+        found = [
+            outcome(seam, [t.detach().cuda().requires_grad_() for t in operands(dtype)], *more)
+            for seam in (ours, theirs)
+        ]
+        assert_same(*((values[:4], grads) for values, grads in found), *tolerance)
+
+    both(LogProbSeam(Options()), THEIRS[0], targets, 0.9, 32, 6.0, 1.2, OUTPUTS)
+    for beta in (0.0, 0.3, 1.0):
+        both(DivergenceSeam(Options()), THEIRS[1], *teacher, beta, 0.9)
 
 
 @pytest.mark.parametrize("seam", [LogProbSeam(Options()), DivergenceSeam(Options())], ids=lambda s: type(s).__name__)
