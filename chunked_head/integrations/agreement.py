@@ -112,14 +112,14 @@ class Agreement:
 
     @contextlib.contextmanager
     def being_lazy(self, labelled: bool) -> Iterator[None]:
-        before = self.fused + self.materialised
+        # counts are nothing that a graph may depend on
+        before = None if torch.compiler.is_compiling() else self.fused + self.materialised
         self.lazy = self.head is not None
         try:
             yield
         finally:
             self.lazy = False
-        looked_at = labelled and self.head is not None and not torch.compiler.is_compiling()
-        if looked_at and self.fused + self.materialised == before:
+        if labelled and self.head is not None and before is not None and self.fused + self.materialised == before:
             self.warn(f"chunked_head: {self.model} was given labels and computed no cross-entropy of {self.name}")
 
     def fuses(self, tail: Tail) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from .lazy_head import PATCH, LazyHead, lazy_class, sizes_of
+from .lazy_head import OLD_FORWARD, PATCH, LazyForward, LazyHead, inner, lazy_class, sizes_of
 
 
 class NotUnderstood(Exception):
@@ -59,13 +59,17 @@ def name_of(head: nn.Module, model: nn.Module) -> str:
 
 
 def make_lazy(head: nn.Module, patch: Any) -> None:
-    if not isinstance(head, LazyHead):
-        head.__class__ = lazy_class(type(head))
+    for module in {inner(head), head}:
+        if not isinstance(module, LazyHead):
+            module.__class__ = lazy_class(type(module))
+        if OLD_FORWARD in module.__dict__:
+            module.__dict__[OLD_FORWARD] = LazyForward(module)
     head.__dict__[PATCH] = patch
 
 
 def make_plain(head: nn.Module) -> None:
     """Back to the class before; where another framework has built on ours, ours stays and does nothing."""
     head.__dict__.pop(PATCH, None)
-    if isinstance(head, LazyHead) and type(head) is lazy_class(head.base):
-        head.__class__ = head.base
+    for module in {inner(head), head}:
+        if isinstance(module, LazyHead) and type(module) is lazy_class(module.base):
+            module.__class__ = module.base

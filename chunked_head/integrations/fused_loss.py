@@ -34,8 +34,13 @@ class Asked:
     reduction: str
     label_smoothing: float
 
+    def inside(self, head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss; called inside of the head's call, where its hooks have made its parameters ready."""
+        if is_shard(head.weight):  # still
+            return self.by_chunks(hidden, forward)
+        return self.run(hidden, head.weight, head.bias)
+
     def run(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The loss; called where the head's hooks have made its parameters ready."""
         if weight.shape[0] != self.source.head.columns:
             raise RuntimeError(
                 f"the head's weight has {weight.shape[0]} rows where {self.source.head.columns} were expected; if a "
@@ -48,11 +53,11 @@ class Asked:
         head |= {"reduction": self.reduction, **patch.options}
         if patch.loss is None and not patch.measured:
             return linear_cross_entropy(
-                hidden, target=self.target, class_weights=self.class_weights,
+                hidden, target=self.target.to(hidden.device), class_weights=self.class_weights,
                 label_smoothing=self.label_smoothing, **head,
             )  # fmt: skip
         loss = patch.loss_of(self.class_weights, self.label_smoothing, self.reduction)
-        found = linear_loss(hidden, target=self.target, loss=loss, metrics=patch.measured, **head)
+        found = linear_loss(hidden, target=self.target.to(hidden.device), loss=loss, metrics=patch.measured, **head)
         patch.takes(found)
         return found.loss
 
@@ -115,11 +120,15 @@ def cross_entropy(
     asked = Asked(source, tail, logits.steps, target, weight, ignore_index, reduction, float(label_smoothing))
     with source.state(), torch.set_grad_enabled(source.grad and torch.is_grad_enabled()):
         if source.head.reads_weight:
-            loss = source.head.real(logits.hidden, chunked_head_asked=asked)
+            loss = source.head.real(logits.hidden, chunked_head_loss=asked.inside)
         else:
             loss = asked.by_chunks(logits.hidden, source.head.real)
     source.patch.fuses(tail)
     return loss.to(logits.dtype)
+
+
+def is_shard(weight: Tensor) -> bool:
+    return type(weight).__name__ == "DTensor"
 
 
 def called(function: Callable[..., Tensor], *args: Any) -> Tensor:

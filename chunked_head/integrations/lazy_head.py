@@ -14,6 +14,26 @@ from .traced_logits import TracedLogits
 from .virtual import Virtual
 
 PATCH = "_chunked_head_patch"  # in the module's __dict__
+OLD_FORWARD = "_old_forward"  # accelerate's, beside the forward that it hangs on an instance
+FSDP1 = "FullyShardedDataParallel"
+
+
+def is_wrapper(kind: type) -> bool:
+    """FSDP1 puts a module around the head; what it holds gathered is there while its forward runs."""
+    return any(base.__name__ == FSDP1 for base in kind.__mro__)
+
+
+def inner(head: Any) -> Any:
+    return head._fsdp_wrapped_module if is_wrapper(type(head)) else head
+
+
+def sizes_of(head: Any) -> tuple[int, int] | None:
+    """Rows and columns of a head's matrix, or of the one inside of PEFT's or FSDP's wrapper around it."""
+    for module in (inner(head), getattr(head, "original_module", None)):
+        rows, columns = getattr(module, "out_features", None), getattr(module, "in_features", None)
+        if isinstance(rows, int) and isinstance(columns, int):
+            return rows, columns
+    return None
 
 
 class LazyHead:
@@ -37,13 +57,13 @@ class LazyHead:
         """The module's own call, hooks and all."""
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    def forward(self, *args: Any, chunked_head_asked: Any = None, **kwargs: Any) -> Any:
-        if chunked_head_asked is None:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        weight = self.weight  # type: ignore[attr-defined]
-        if is_shard(weight):  # still, with all hooks run
-            return chunked_head_asked.by_chunks(args[0], super().forward)  # type: ignore[misc]
-        return chunked_head_asked.run(args[0], weight, self.bias)  # type: ignore[attr-defined]
+    def forward(self, *args: Any, chunked_head_loss: Any = None, **kwargs: Any) -> Any:
+        forward = super().forward  # type: ignore[misc]
+        if chunked_head_loss is None:
+            return forward(*args, **kwargs)
+        if is_wrapper(self.base):
+            return forward(*args, chunked_head_loss=chunked_head_loss)
+        return chunked_head_loss(self, args[0], forward)
 
     @property
     def columns(self) -> int:
@@ -55,24 +75,24 @@ class LazyHead:
     @property
     def reads_weight(self) -> bool:
         """Whether its weight and bias are all there is to it; else chunks go through its own call."""
-        return self.plain and "forward" not in self.__dict__
+        if is_wrapper(self.base):
+            return inner(self).reads_weight
+        hooked = "forward" in self.__dict__ and not isinstance(getattr(self, OLD_FORWARD, None), LazyForward)
+        return self.plain and not hooked
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Its class is made, not found by name: copies and pickles make it again."""
         return made_again, (self.base,), self.__dict__.copy()
 
 
-def sizes_of(head: Any) -> tuple[int, int] | None:
-    """Rows and columns of a head's matrix, or of the one inside of PEFT's wrapper around it."""
-    for module in (head, getattr(head, "original_module", None)):
-        rows, columns = getattr(module, "out_features", None), getattr(module, "in_features", None)
-        if isinstance(rows, int) and isinstance(columns, int):
-            return rows, columns
-    return None
+class LazyForward:
+    """What accelerate's hooks call for a head's forward: an instance's, whatever class that has by then."""
 
+    def __init__(self, head: Any):
+        self.head = head
 
-def is_shard(weight: Any) -> bool:
-    return type(weight).__name__ == "DTensor"
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.head).forward(self.head, *args, **kwargs)
 
 
 def made_again(base: type) -> Any:

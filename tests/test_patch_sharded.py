@@ -1,0 +1,156 @@
+"""Patched models over two ranks (gloo): data-parallel, sharded, tensor-parallel; losses and gradients of the plain."""
+
+import json
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import torch.distributed as dist
+from tiny_models import tokens, transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from chunked_head import patch_model
+
+RANKS, STEPS = 2, 3
+
+
+def data_parallel(model: Any, **options: Any) -> Any:
+    return DistributedDataParallel(model, **options)
+
+
+def sharded(model: Any, head: str = "root", **options: Any) -> Any:
+    """FSDP2 as accelerate does it, the head in the root's group or in one of its own."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    if head == "own":
+        fully_shard(model.lm_head, mesh=mesh, **options)
+    if head == "with norm":
+        fully_shard([model.model.norm, model.lm_head], mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **({} if head != "root" else options))
+
+
+def sharded_first(model: Any, head: str = "root") -> Any:
+    """FSDP1."""
+    layers = type(model.model.layers[0])
+    policy = CustomPolicy(lambda one: isinstance(one, layers) or (head == "own" and one is model.lm_head))
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+LAYOUTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "ddp": (data_parallel, {}),
+    "ddp-unused": (data_parallel, {"find_unused_parameters": True}),
+    "ddp-static": (data_parallel, {"static_graph": True}),
+    "fsdp2-root": (sharded, {}),
+    "fsdp2-root-reshard": (sharded, {"reshard_after_forward": True}),
+    "fsdp2-own": (sharded, {"head": "own"}),
+    "fsdp2-own-kept": (sharded, {"head": "own", "reshard_after_forward": False}),
+    "fsdp2-norm": (sharded, {"head": "with norm"}),
+    "fsdp1": (sharded_first, {}),
+    "fsdp1-own": (sharded_first, {"head": "own"}),
+}
+
+
+def losses_of(layout: str, patched: str, rank: int) -> list[float]:
+    """Of some steps of SGD, an evaluation after each."""
+    wrap, options = LAYOUTS[layout]
+    model = tiny_models.llama(tie_word_embeddings=False)
+    if patched == "before":
+        patch_model(model)
+    parallel = wrap(model, **options)
+    if patched == "after":
+        patch_model(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.3)
+    found = []
+    inputs = {name: value[rank : rank + 1] for name, value in tokens().items()}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = parallel(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            found += [loss.item(), parallel(**inputs).loss.item()]
+    if patched != "never":
+        assert model.chunked_head.fused == 2 * STEPS, str(model.chunked_head)
+        assert model.chunked_head.materialised == 0, str(model.chunked_head)
+    return found
+
+
+def tensor_parallel(folder: str, patched: bool) -> tuple[float, float]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
+    if patched:
+        patch_model(model)
+    found = tiny_models.step(model)
+    if patched:
+        assert model.chunked_head.fused == 1 and model.chunked_head.materialised == 0, str(model.chunked_head)
+    norms = sum(full(grad).norm().item() for grad in found.grads.values())
+    return found.loss.item(), norms
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def work(rank: int, folder: str, port: int) -> None:
+    """All layouts in one process: to start one costs more than to run them."""
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": RANKS,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+    found: dict[str, Any] = {}
+    warnings.filterwarnings("error", message="chunked_head")
+    for layout in LAYOUTS:
+        for patched in ("never", "before", "after"):
+            found[f"{layout} {patched}"] = outcome(losses_of, layout, patched, rank)
+    for patched in (False, True):
+        found[f"tp {patched}"] = outcome(tensor_parallel, f"{folder}/model", patched)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def outcome(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except Exception:
+        return traceback.format_exc()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    tiny_models.llama(vocab_size=98).save_pretrained(folder / "model")
+    torch.multiprocessing.spawn(work, (str(folder), 29500 + os.getpid() % 1000), RANKS)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("patched", ["before", "after"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks(found: list[dict[str, Any]], layout: str, patched: str) -> None:
+    for rank in found:
+        plain, ours = rank[f"{layout} never"], rank[f"{layout} {patched}"]
+        assert not isinstance(plain, str), plain
+        assert not isinstance(ours, str), ours
+        assert ours == pytest.approx(plain, rel=1e-5)
+        assert ours[-1] < ours[0] - 0.1  # it learns
+
+
+def test_tensor_parallel(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert not isinstance(rank["tp False"], str), rank["tp False"]
+        assert not isinstance(rank["tp True"], str), rank["tp True"]
+        assert rank["tp True"] == pytest.approx(rank["tp False"], rel=1e-5)
