@@ -1,0 +1,85 @@
+"""One small model of any class of transformers, with seeded weights, and inputs for it; nothing is downloaded."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import zoo_exceptions as exceptions
+from benchmarks.zoo_classes import parameters_of
+from benchmarks.zoo_makers import MAKERS
+from benchmarks.zoo_shrink import FIRST_WORD, LAST_WORD, VOCAB, Shrinking
+
+BATCH, LENGTH = 2, 8
+LARGEST = 6_000_000  # parameters: more means that a rule is missing
+IGNORED = -100
+DECODERS = ("CausalLM", "LMHeadModel", "Decoder", "ModelWithLMHead")
+
+
+class NotBuilt(Exception):
+    """Why there is no small model of a class."""
+
+
+def configuration(model_class: Any) -> Any:
+    """A small configuration of a model's class."""
+    make = MAKERS.get(model_class.__name__)
+    config = Shrinking().shrink(model_class.config_class()) if make is None else make()
+    if hasattr(config, "is_decoder") and model_class.__name__.endswith(DECODERS):
+        config.is_decoder = True
+    return config
+
+
+def build(model_class: Any) -> nn.Module:
+    """A small model in fp32 on the CPU, in training mode, without dropout; the same at every call.
+
+    Raises:
+        NotBuilt: where it would be large. Whatever the class raises.
+    """
+    config = configuration(model_class)
+    size = 0
+    with contextlib.suppress(RuntimeError), torch.device("meta"):  # some compute with tensors while they are made
+        size = sum(parameter.numel() for parameter in model_class(config).parameters())
+    if size > LARGEST:
+        raise NotBuilt(f"{size / 1e6:.0f}M parameters after shrinking")
+    torch.manual_seed(0)
+    model = model_class(configuration(model_class)).float()
+    enliven(model)
+    return model.train()
+
+
+def enliven(model: nn.Module) -> None:
+    """Weights over the vocabulary that make logits of order 1, and biases that are not 0: else no scale, cap or bias of
+    the head would show. Dropout that no configuration names is taken out."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for _, value in [*model.named_parameters(), *model.named_buffers()]:
+            if not value.is_floating_point() or value.numel() == 0 or value.dim() == 0:
+                continue
+            if value.dim() == 2 and value.shape[0] == VOCAB:
+                value.normal_(std=0.3)
+            elif value.shape[-1] == VOCAB and value.numel() == VOCAB:
+                value.normal_()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def inputs(model: nn.Module) -> dict[str, Tensor]:
+    """What the model's forward takes: tokens with padding, labels of which some are ignored, a decoder's tokens."""
+    takes, generator = parameters_of(type(model).forward), torch.Generator().manual_seed(2)
+
+    def words(*shape: int) -> Tensor:
+        return torch.randint(FIRST_WORD, LAST_WORD, shape, generator=generator)
+
+    tokens, mask = words(BATCH, LENGTH), torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[1, -2:] = 0
+    labels = words(BATCH, LENGTH)  # not the tokens, which some models see: a loss near 0 is all rounding
+    labels[0, :3] = IGNORED
+    labels[1, -2:] = IGNORED
+    given = {"input_ids": tokens, "attention_mask": mask, "labels": labels, "decoder_input_ids": words(BATCH, LENGTH)}
+    given = {name: value for name, value in given.items() if name in takes}
+    make = exceptions.INPUTS.get(type(model).__name__)
+    return given if make is None else make(model, given)
