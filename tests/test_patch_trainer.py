@@ -91,11 +91,13 @@ def test_trainer(case: str, tmp_path: Path) -> None:
     assert model.chunked_head.materialised == (evaluations if case == "metrics" else 0)
 
 
-def test_losses_outside_are_fused_where_asked_for(tmp_path: Path) -> None:
-    plain = tiny_models.llama()
+@pytest.mark.parametrize("case", ["a loss outside", "label smoothing"])
+def test_losses_outside_are_fused_where_asked_for(case: str, tmp_path: Path) -> None:
+    arguments, own, _ = CASES[case]
+    plain = tiny_models.gemma2()
     model = patch_model(copy.deepcopy(plain), when="training", strict=True)
-    theirs = trained(plain, tmp_path, {}, {"compute_loss_func": summed})[1]
-    ours = trained(model, tmp_path, {}, {"compute_loss_func": summed})[1]
+    theirs = trained(plain, tmp_path, arguments, own)[1]
+    ours = trained(model, tmp_path, arguments, own)[1]
     assert model.chunked_head.fused == 6
     for mine, other in zip(ours, theirs, strict=True):
         assert "loss" not in other or mine["loss"] == pytest.approx(other["loss"], rel=3e-4)
