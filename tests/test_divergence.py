@@ -126,6 +126,10 @@ def test_beside_the_other_functions() -> None:
     out = linear_loss(hidden, weight, target, losses.reverse_kl(), bias=bias, shift=1, batch=rows)
     counts = (target[:, 1:] != -100).sum()
     torch.testing.assert_close(found.sum() / counts, out.loss)
+    skipped = linear_divergence(
+        hidden, weight, target, bias=bias, shift=1, divergence="reverse_kl", skip_ignored=True, **rows
+    )  # fmt: skip
+    torch.testing.assert_close(skipped, found)
     both = linear_divergence(hidden, weight, target, bias=bias, shift=1, entropy=True, **rows)
     own = linear_logprobs(hidden, weight, target, bias=bias, shift=1, entropy=True)
     torch.testing.assert_close(both.entropy, own.entropy)
