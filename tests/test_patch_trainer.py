@@ -1,6 +1,7 @@
 """transformers' Trainer and accelerate with a patched model: the numbers of the plain one."""
 
 import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,17 @@ def test_accelerate(tmp_path: Path) -> None:
         if patched:
             assert accelerator.unwrap_model(model).chunked_head.fused == 6
     assert found[1] == pytest.approx(found[0], rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop"])
+def test_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of docs/examples: their losses with a patched model and without."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # an earlier trainer's
+    example = importlib.import_module(name)
+    ours, theirs = example.main(["--cpu"]), example.main(["--cpu", "--plain"])
+    assert len(ours) == len(theirs) == 3 and ours[-1]["loss"] < ours[0]["loss"]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert 0 < mine["entropy"] < 6 and "entropy" not in other
+        for key, value in other.items():
+            assert mine[key] == pytest.approx(value, rel=1e-4)
+    assert "losses fused, logits computed 0 times" in capsys.readouterr().out
