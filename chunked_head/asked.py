@@ -154,9 +154,13 @@ class Asked:
         return Batch(self.prepared.fields, self.prepared.target, self.prepared.num_segments, self.head.vocab)
 
     @functools.cached_property
+    def unit_counts(self) -> dict[str, Tensor]:
+        """How many of each unit count, in the statistics' dtype: tokens, and what else has been asked for."""
+        return {"token": self.prepared.counted}
+
+    @property
     def one_or_nan(self) -> Tensor:
-        one = torch.ones((), dtype=self.statistics_dtype, device=self.head.device)
-        return torch.where(self.prepared.bad, torch.nan, one)
+        return self.prepared.one_or_nan
 
 
 class Checked(NamedTuple):
@@ -184,6 +188,7 @@ def check(
 ) -> Checked:
     """Checks what is left to check; looks at no tensor's values."""
     backend = resolve(head.backend, head.device)
+    backend.check(head.device, dtype, "logits" if isinstance(head, LogitsOptions) else "hidden")
     for _, summand in losses.terms:
         for name, tensor in summand.tensors.items():
             checks.check_class_weights(tensor, head.vocab, head.device, f"{name} of {summand.label}")
@@ -213,7 +218,7 @@ def check(
 def ask(checked: Checked) -> Asked:
     """Lays fields beside rows; the first work on tensors, whose ids are checked on the way."""
     head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered = checked
-    prepared = prepare_fields(head.target, batch, wanted, known, frame, head.ignore_index, head.vocab)
+    prepared = prepare_fields(backend, head.target, batch, wanted, known, frame, head.ignore_index, head.vocab)
     own_rows = Field("row")  # of what the preparation has made
     token_fields = frozenset(name for name in prepared.fields if known.get(name, own_rows).kind in ("token", "row"))
     teacher = None
@@ -260,7 +265,7 @@ def named_weights(losses: Losses, batch: dict[str, Any]) -> tuple[Losses, dict[s
             batch[key], own[key] = summand.token_weights, Field("token")
             summand = replace(summand, token_weights=key)
         terms.append((coefficient, summand))
-    return Losses(tuple(terms)), batch, own
+    return Losses(tuple(terms)) if own else losses, batch, own
 
 
 def check_dense_teacher(batch: Mapping[str, Tensor], wanted: list[str], dtype: torch.dtype) -> int | None:
