@@ -13,9 +13,9 @@ from .losses.topk import PADDING, entries
 from .metrics import Metric
 from .plans import name, slices
 from .prepare import shift_left
+from .teachers import TEACHER, check_teacher
 
 TYPES = {"float": "floating-point", "int": "int64 or int32", "bool": "bool"}
-TEACHER = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")
 
 
 class Prepared(NamedTuple):
@@ -91,22 +91,6 @@ def wanted_fields(
         if isinstance(part, Summand) and part.teacher is not None:
             check_teacher(part, batch)
     return list(dict.fromkeys(wanted)), known
-
-
-def check_teacher(summand: Summand, batch: Mapping[str, Tensor]) -> None:
-    """Exactly one dense teacher."""
-    if "teacher_logits" in batch:
-        beside = [field for field in TEACHER[1:] if field in batch]
-        if beside:
-            raise ValueError(
-                f"batch has teacher_logits and {beside[0]}; loss {summand.label} takes one of them, teacher_logits or "
-                "teacher_hidden with teacher_weight"
-            )
-    elif "teacher_hidden" not in batch or "teacher_weight" not in batch:
-        raise ValueError(
-            f"loss {summand.label} needs batch['teacher_logits'], or batch['teacher_hidden'] with "
-            "batch['teacher_weight']"
-        )
 
 
 def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
