@@ -16,10 +16,10 @@ from .fields import Frame, Prepared, check_fields, prepare_fields, wanted_fields
 from .into import Into
 from .into import resolve as resolve_into
 from .losses.base import Field, Losses, Summand
-from .losses.base import Teacher as TeacherOptions
 from .metrics import Metric
 from .packing import Packing
 from .stats import Teacher
+from .teachers import check_dense_teacher, make_teacher
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,9 +154,13 @@ class Asked:
         return Batch(self.prepared.fields, self.prepared.target, self.prepared.num_segments, self.head.vocab)
 
     @functools.cached_property
+    def unit_counts(self) -> dict[str, Tensor]:
+        """How many of each unit count, in the statistics' dtype: tokens, and what else has been asked for."""
+        return {"token": self.prepared.counted}
+
+    @property
     def one_or_nan(self) -> Tensor:
-        one = torch.ones((), dtype=self.statistics_dtype, device=self.head.device)
-        return torch.where(self.prepared.bad, torch.nan, one)
+        return self.prepared.one_or_nan
 
 
 class Checked(NamedTuple):
@@ -184,6 +188,7 @@ def check(
 ) -> Checked:
     """Checks what is left to check; looks at no tensor's values."""
     backend = resolve(head.backend, head.device)
+    backend.check(head.device, dtype, "logits" if isinstance(head, LogitsOptions) else "hidden")
     for _, summand in losses.terms:
         for name, tensor in summand.tensors.items():
             checks.check_class_weights(tensor, head.vocab, head.device, f"{name} of {summand.label}")
@@ -213,7 +218,7 @@ def check(
 def ask(checked: Checked) -> Asked:
     """Lays fields beside rows; the first work on tensors, whose ids are checked on the way."""
     head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered = checked
-    prepared = prepare_fields(head.target, batch, wanted, known, frame, head.ignore_index, head.vocab)
+    prepared = prepare_fields(backend, head.target, batch, wanted, known, frame, head.ignore_index, head.vocab)
     own_rows = Field("row")  # of what the preparation has made
     token_fields = frozenset(name for name in prepared.fields if known.get(name, own_rows).kind in ("token", "row"))
     teacher = None
@@ -260,42 +265,4 @@ def named_weights(losses: Losses, batch: dict[str, Any]) -> tuple[Losses, dict[s
             batch[key], own[key] = summand.token_weights, Field("token")
             summand = replace(summand, token_weights=key)
         terms.append((coefficient, summand))
-    return Losses(tuple(terms)), batch, own
-
-
-def check_dense_teacher(batch: Mapping[str, Tensor], wanted: list[str], dtype: torch.dtype) -> int | None:
-    """Rows of the teacher's vocabulary, None without one; its two matmul operands must fit each other."""
-    if "teacher_logits" in wanted:
-        return batch["teacher_logits"].shape[-1]
-    if "teacher_hidden" not in wanted:
-        return None
-    hidden, weight, bias = batch["teacher_hidden"], batch["teacher_weight"], batch.get("teacher_bias")
-    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"batch['teacher_weight'] must be [vocabulary, {hidden.shape[-1]}], the width of teacher_hidden, got "
-            f"{tuple(weight.shape)}"
-        )
-    for name, tensor in (("teacher_weight", weight), ("teacher_bias", bias)):
-        if tensor is not None and tensor.dtype != hidden.dtype:
-            raise TypeError(
-                f"batch[{name!r}] must have the dtype of teacher_hidden, {hidden.dtype}, got {tensor.dtype}"
-            )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"batch['teacher_bias'] must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-    if (hidden.dtype == torch.float64) != (dtype == torch.float64):
-        raise TypeError(f"batch['teacher_hidden'] is {hidden.dtype}, the student's matmuls are in {dtype}")
-    return weight.shape[0]
-
-
-def make_teacher(fields: Mapping[str, Tensor], options: TeacherOptions, columns: int) -> Teacher:
-    """The teacher over the vocabulary that it shares with the student, its temperature in scale and cap."""
-    assert options.temperature is not None
-    weight, bias = fields.get("teacher_weight"), fields.get("teacher_bias")
-    return Teacher(
-        fields.get("teacher_logits"),
-        fields.get("teacher_hidden"),
-        None if weight is None else weight[:columns].detach(),
-        None if bias is None else bias[:columns].detach(),
-        options.logit_scale / options.temperature,
-        None if options.softcap is None else options.softcap / options.temperature,
-    )
+    return Losses(tuple(terms)) if own else losses, batch, own

@@ -32,7 +32,7 @@ class HeadLoss(torch.autograd.Function):
             # inputs are saved for a recomputing or a repeated backward: autograd checks that nobody changed them
             named = stats.named()
             ctx.save_for_backward(hidden, weight, bias, *named.values(), *call.objective.teacher_tensors)
-            ctx.call, ctx.names = replace(call, objective=call.objective.without_teacher()), tuple(named)
+            ctx.call, ctx.names = call.without_teacher(), tuple(named)
             # gradients are attributes: saved tensors would be cloned on their way out
             ctx.grads = grads
         ctx.mark_non_differentiable(*outputs[call.objective.differentiable :])
@@ -61,7 +61,7 @@ class HeadLoss(torch.autograd.Function):
             else:
                 hidden, weight, bias, *vectors = ctx.saved_tensors
                 stats = RowStats(**dict(zip(ctx.names, vectors, strict=False)))
-                call = replace(call, objective=call.objective.with_teacher(vectors[len(ctx.names) :]))
+                call = call.with_teacher(vectors[len(ctx.names) :])
                 coefficients, gain = call.objective.late(stats, upstream)
                 call = with_recompute_plan(call)
                 finished = recompute(call, hidden, call.head(weight, bias), stats, coefficients, gain)
@@ -75,7 +75,8 @@ class HeadLoss(torch.autograd.Function):
 def as_called(device: torch.device) -> Iterator[None]:
     """On the tensors' own GPU (kernels go to the current one), and with no cast but those that the plan knows of."""
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with on_device, torch.autocast(device.type, enabled=False):
+    cast = torch.is_autocast_enabled(device.type)
+    with on_device, torch.autocast(device.type, enabled=False) if cast else contextlib.nullcontext():
         yield
 
 

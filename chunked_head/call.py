@@ -10,7 +10,7 @@ from torch import Tensor
 from .asked import Asked, Checked, HeadOptions, ask
 from .autograd import HeadLoss
 from .backends import Layout
-from .denominators import foreseen_gain, metric_counts, on_device, reduced
+from .denominators import foreseen_gain, inverses, kept, metric_counts, stacked, times
 from .evaluate import Inputs
 from .loop import Call
 from .losses.base import Losses
@@ -32,22 +32,22 @@ def scalar_objective(
     upstream: float | Tensor | None,
     share_denominator: bool = False,
 ) -> ScalarObjective:
-    losses, batch, dtype = asked.losses, asked.batch, asked.statistics_dtype
-    coefficients, inverse = reduced(losses, batch, reduction, normalizer, asked.one_or_nan)
+    losses = asked.losses
+    coefficients = [kept(coefficient, asked.one_or_nan) for coefficient, _ in losses.terms]
+    summands = [summand for _, summand in losses.terms]
     if share_denominator:
-        inverse = [inverse[0] for _ in inverse]
-    declared: Tensor | float = 1.0 if upstream is None else upstream
-    if isinstance(declared, Tensor):
-        # a copy: the caller may change his loss scale before backward comes
-        declared = declared.detach().to(dtype, copy=True)
-    factors = [c * i * declared for c, i in zip(coefficients, inverse, strict=True)]
+        inverse = inverses(asked, summands[:1], reduction, normalizer) * len(summands)
+    else:
+        inverse = inverses(asked, summands, reduction, normalizer)
+    declared = 1.0 if upstream is None else kept(upstream, asked.one_or_nan)
+    factors = stacked([times(i.value, c, declared) for c, i in zip(coefficients, inverse, strict=True)])
     inputs = make_inputs(asked, factors)
     segmented, coupled = coupling(losses, asked.dtype)
     gain = None
     if asked.dtype == torch.float16 and not coupled:
-        gain = foreseen_gain(losses, factors, inputs.weights, batch, asked.logit_scale)
-        inputs = inputs._replace(factors=[factor / gain for factor in factors])
-    weights, counts = metric_counts(ordered_metrics(asked), batch, dtype)
+        gain = foreseen_gain(losses, factors, inputs.weights, asked.batch, asked.logit_scale)
+        inputs = inputs._replace(factors=factors / gain)
+    weights, counts = metric_counts(ordered_metrics(asked), asked)
     return ScalarObjective(
         **common(asked), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
         declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=asked.answer.segment_metrics,
@@ -64,9 +64,10 @@ def coupling(losses: Losses, dtype: torch.dtype) -> tuple[bool, bool]:
 
 
 def token_objective(asked: Asked) -> TokenObjective:
-    coefficients = [on_device(c, asked.statistics_dtype, asked.head.device) for c, _ in asked.losses.terms]
+    coefficients = [kept(coefficient, asked.one_or_nan) for coefficient, _ in asked.losses.terms]
+    # values alone are asked for until the upstream gradients come, and they are the factors
     return TokenObjective(
-        **common(asked), inputs=make_inputs(asked, coefficients), coefficients=coefficients,
+        **common(asked), inputs=make_inputs(asked, stacked([asked.one_or_nan])), coefficients=coefficients,
         fused=asked.head.device.type == "cuda",
     )  # fmt: skip
 
@@ -95,7 +96,7 @@ def ordered_metrics(asked: Asked) -> tuple[Metric, ...]:
     return local + tuple(metric for metric, _ in asked.answer.segment_metrics)
 
 
-def make_inputs(asked: Asked, factors: list[Tensor]) -> Inputs:
+def make_inputs(asked: Asked, factors: Tensor) -> Inputs:
     fields, dtype = asked.prepared.fields, asked.statistics_dtype
     weights: list[Tensor | None] = []
     for _, summand in asked.losses.terms:

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from .evaluate import SUFFIX, Structure
@@ -35,8 +37,25 @@ class Answer(NamedTuple):
     segment_metrics: tuple[tuple[Metric, int], ...]  # those that must see all tokens
 
 
+# by losses, as long as they live
+ANSWERS: "WeakKeyDictionary[Losses, dict[tuple, Answer]]" = WeakKeyDictionary()
+MOST_ANSWERS = 16  # of one sum of losses, with metrics or sizes that change
+
+
 def answer(question: Question) -> Answer:
-    """The softmaxes, statistics and derivatives of a call; ValueError where one call cannot have them all."""
+    """The softmaxes, statistics and derivatives of a call; ValueError where one cannot have them all."""
+    if any(isinstance(size, torch.SymInt) for size in question):
+        return find_answer(question)  # while a graph is made: of no size that will come again
+    known = ANSWERS.setdefault(question.losses, {})
+    key = question[1:]
+    if key not in known:
+        if len(known) >= MOST_ANSWERS:
+            known.clear()
+        known[key] = find_answer(question)
+    return known[key]
+
+
+def find_answer(question: Question) -> Answer:
     summands = [summand for _, summand in question.losses.terms]
     check_names(summands, question.metrics)
     shared = question.teacher_vocab is not None and question.teacher_vocab < question.vocab

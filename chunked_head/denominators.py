@@ -1,8 +1,12 @@
 """Denominators, counts and the gain of fp16, settled before any logit: the only place that divides by anything."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from .asked import Asked
 from .batch import Batch
 from .evaluate import masked, unit_mask
 from .losses.base import Losses, Summand
@@ -18,55 +22,77 @@ def gain_of(largest: Tensor) -> Tensor:
     return torch.where(gain == 0, 1.0, gain)
 
 
-def reduced(
-    losses: Losses,
-    batch: Batch,
-    reduction: str,
-    normalizer: float | Tensor | None,
-    one_or_nan: Tensor,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Coefficients of the summands and 1 / D of each, on the device; nothing here waits for it."""
-    dtype, device = one_or_nan.dtype, one_or_nan.device
-    coefficients, inverse = [], []
-    counts: dict[str, Tensor] = {}  # by unit
-    for coefficient, summand in losses.terms:
-        coefficients.append(on_device(coefficient, dtype, device))
+class Inverse(NamedTuple):
+    """1 / D of a summand."""
+
+    value: Tensor  # [] of the statistics' dtype: 0 for a normalizer of 0, nan where an id is out of range
+    given: bool  # by a normalizer, and so perhaps 0
+
+    def of(self, total: Tensor) -> Tensor:
+        """``total / D``. By selection: a normalizer of 0 gives 0 whatever the total is."""
+        share = total * self.value
+        return torch.where(self.value == 0, self.value, share) if self.given else share
+
+
+def kept(value: float | Tensor, like: Tensor) -> float | Tensor:
+    """A number as it is, of a tensor a copy: the caller may change his before backward comes."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device=like.device, dtype=like.dtype, copy=True)
+    return float(value)
+
+
+def times(value: Tensor, *factors: float | Tensor) -> Tensor:
+    """The product, without a launch for a factor that is the number 1."""
+    for factor in factors:
+        if isinstance(factor, Tensor) or factor != 1.0:
+            value = value * factor
+    return value
+
+
+def stacked(factors: list[Tensor]) -> Tensor:
+    """A row for each summand."""
+    return torch.stack(factors) if len(factors) > 1 else factors[0].unsqueeze(0)
+
+
+def inverses(
+    asked: Asked, summands: Sequence[Summand], reduction: str, normalizer: float | Tensor | None
+) -> list[Inverse]:
+    """1 / D of each summand, on the device; nothing here waits for it."""
+    one_or_nan, found, of_units = asked.one_or_nan, list[Inverse](), dict[str, Tensor]()
+    for summand in summands:
         given = summand.normalizer if summand.normalizer is not None else normalizer
         if (summand.reduction or reduction) != "mean":
-            inverse.append(one_or_nan)
+            found.append(Inverse(one_or_nan, False))
         elif given is None:
-            total = default_denominator(summand, batch, dtype, counts)
-            inverse.append(one_or_nan / torch.where(total == 0, 1.0, total))
+            found.append(Inverse(default_inverse(summand, asked, of_units), False))
+        elif isinstance(given, (str, Tensor)):
+            total = (asked.batch[given] if isinstance(given, str) else given.detach()).to(one_or_nan.dtype)
+            found.append(Inverse(torch.where(total == 0, total, 1.0 / total) * one_or_nan, True))
         else:
-            total = batch[given].to(dtype) if isinstance(given, str) else on_device(given, dtype, device)
-            inverse.append(torch.where(total == 0, 0.0, 1.0 / total) * one_or_nan)
-    return coefficients, inverse
+            found.append(Inverse(one_or_nan * (1.0 / given if given else 0.0), True))
+    return found
 
 
-def default_denominator(summand: Summand, batch: Batch, dtype: torch.dtype, counts: dict[str, Tensor]) -> Tensor:
-    """The sum of what each token adds, or how many units count."""
+def default_inverse(summand: Summand, asked: Asked, of_units: dict[str, Tensor]) -> Tensor:
+    """Of the sum of what each token adds, or of how many units count; 1 where that is 0. ``of_units`` remembers."""
     if summand.unit == "token" and summand.counted is not None:
-        return masked(summand.counted(batch, **summand.tensors).to(dtype), batch.mask).sum()
-    return count_units(summand.unit, batch, dtype, counts)
+        batch = asked.batch
+        total = masked(summand.counted(batch, **summand.tensors).to(asked.statistics_dtype), batch.mask).sum()
+        return asked.one_or_nan / torch.where(total == 0, 1.0, total)
+    if summand.unit not in of_units:
+        of_units[summand.unit] = asked.one_or_nan / count_units(summand.unit, asked).clamp(min=1.0)
+    return of_units[summand.unit]
 
 
-def count_units(unit: str, batch: Batch, dtype: torch.dtype, counts: dict[str, Tensor]) -> Tensor:
-    """How many units count; ``counts`` remembers."""
-    if unit not in counts:
-        counts[unit] = unit_mask(unit, batch).sum().to(dtype)
-    return counts[unit]
-
-
-def on_device(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A 0-d tensor: filled on the device, because a copy from the host would be waited for."""
-    if isinstance(value, Tensor):
-        # a copy: the caller may change his before backward comes
-        return value.detach().to(device=device, dtype=dtype, copy=True)
-    return torch.full((), float(value), dtype=dtype, device=device)
+def count_units(unit: str, asked: Asked) -> Tensor:
+    """How many units count, in the statistics' dtype."""
+    if unit not in asked.unit_counts:
+        asked.unit_counts[unit] = unit_mask(unit, asked.batch).sum().to(asked.statistics_dtype)
+    return asked.unit_counts[unit]
 
 
 def foreseen_gain(
-    losses: Losses, factors: list[Tensor], weights: list[Tensor | None], batch: Batch, logit_scale: float
+    losses: Losses, factors: Tensor, weights: list[Tensor | None], batch: Batch, logit_scale: float
 ) -> Tensor:
     """The gain of fp16 gradients that are made before all coefficients are known, from what is: weights and sizes."""
     largest = torch.zeros_like(factors[0])
@@ -81,21 +107,19 @@ def foreseen_gain(
     return gain_of(largest)
 
 
-def metric_counts(
-    metrics: tuple[Metric, ...], batch: Batch, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], list[Tensor]]:
+def metric_counts(metrics: tuple[Metric, ...], asked: Asked) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Weights of tokens for each weighting, and what each metric's sum is divided by."""
     weights: dict[str, Tensor] = {}
     groups: dict[str, Tensor] = {}  # by weighting: segments or documents with a token
-    units: dict[str, Tensor] = {}
     counts = []
     for metric in metrics:
         if metric.unit == "segment" or metric.weighting == "token":
-            counts.append(count_units(metric.unit, batch, dtype, units))
+            counts.append(count_units(metric.unit, asked))
             continue
         if metric.weighting not in weights:
+            batch = asked.batch
             assert batch.num_segments is not None
-            found = unit_weights(batch[metric.ids], batch.mask, batch.num_segments, dtype)
+            found = unit_weights(batch[metric.ids], batch.mask, batch.num_segments, asked.statistics_dtype)
             weights[metric.weighting], groups[metric.weighting] = found
         counts.append(groups[metric.weighting])
     return weights, counts

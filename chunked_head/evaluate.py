@@ -6,6 +6,7 @@ softmax. Coefficients, denominators, weights and fields are inputs.
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -40,11 +41,16 @@ class Structure:
     leaves: frozenset[str]  # that a gradient is wanted to
     vocab: int
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple:
         summands = tuple((summand.key, view) for summand, view in self.summands)
         metrics = tuple((metric.key, view) for metric, view in self.metrics)
         return summands, metrics, self.views, self.pairing, self.leaves, self.vocab
+
+    @functools.cached_property
+    def values_only(self) -> "Structure":
+        """The same without a gradient."""
+        return replace(self, leaves=frozenset())
 
     @property
     def compiled(self) -> bool:
@@ -57,7 +63,7 @@ class Inputs(NamedTuple):
     target: Tensor  # [n] int64, -1 where a token does not count
     fields: dict[str, Tensor]
     num_segments: int | None
-    factors: list[Tensor]  # of each summand: coefficient / D, 0-d or per token
+    factors: Tensor  # [summands] or [summands, n]: coefficient / D of each
     weights: list[Tensor | None]  # of each summand [n]
     tensors: list[dict[str, Tensor]]  # of each summand
     metric_weights: dict[str, Tensor]  # of tokens, for each weighting but "token"
@@ -123,11 +129,16 @@ def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) ->
     wanted = {name: leaves[name] for name in leaves if name in structure.leaves}
     rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
 
+    def all_values(wanted: dict[str, Tensor]) -> list[Tensor]:
+        known = {**wanted, **rest}
+        return [
+            weighted_values(structure, i, view, known, batch, inputs) for i, (_, view) in enumerate(structure.summands)
+        ]
+
     def total(wanted: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        values, whole = [], inputs.target.new_zeros((), dtype=inputs.factors[0].dtype)
-        for i, (_, view) in enumerate(structure.summands):
-            values.append(weighted_values(structure, i, view, {**wanted, **rest}, batch, inputs))
-            whole = whole + (values[i] * inputs.factors[i]).sum()
+        values, whole = all_values(wanted), inputs.target.new_zeros((), dtype=inputs.factors.dtype)
+        for value, factor in zip(values, inputs.factors.unbind(), strict=True):
+            whole = whole + (value * factor).sum()
         return whole, values
 
     if wanted and structure.summands:
@@ -136,7 +147,7 @@ def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) ->
         grads = {name: masked(grad, batch.mask) for name, grad in grads.items()}
         coefficients = coefficients_of(structure, grads, leaves)
     else:
-        coefficients, values = {}, total(wanted)[1] if structure.summands else []
+        coefficients, values = {}, all_values(wanted)
     values = values + metric_values(structure, leaves, batch, inputs)
     units = [*(summand.unit for summand, _ in structure.summands), *(metric.unit for metric, _ in structure.metrics)]
     rows: list[Tensor] = []
@@ -175,14 +186,16 @@ def metric_values(structure: Structure, leaves: Mapping[str, Tensor], batch: Bat
     return found
 
 
-def totals(structure: Structure, evaluations: list[Evaluation], poison: Tensor) -> list[Tensor]:
+def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tensor) -> list[Tensor]:
     """Of all chunks: sums of each summand's values and each metric's, or extrema; 0-d, [c] of several components.
 
-    Tokens are summed in one go, so that a sum does not depend on the chunks that they came in. ``poison`` [] is 0, or
-    nan where an id was out of range.
+    Tokens are summed in one go, so that a sum does not depend on the chunks that they came in. Where an id was out of
+    range metrics' sums are nan; what summands' are divided by is.
     """
     table = evaluations[0].table if len(evaluations) == 1 else torch.cat([e.table for e in evaluations], 1)
-    sums = table.sum(1) + poison
+    sums = table.sum(1)
+    if structure.metrics:
+        sums = sums * one_or_nan
     apart, row, found = iter(evaluations[0].apart), 0, []
     parts = [part for part, _ in (*structure.summands, *structure.metrics)]
     for part, width in zip(parts, evaluations[0].widths, strict=True):
@@ -191,7 +204,7 @@ def totals(structure: Structure, evaluations: list[Evaluation], poison: Tensor) 
         if reduce != "mean":
             total = values.amax(-1) if reduce == "max" else values.amin(-1)
         else:
-            total = values.sum(-1) + poison if width == 0 else sums[row : row + width]
+            total = values.sum(-1) * one_or_nan if width == 0 else sums[row : row + width]
         found.append(total.squeeze(0) if width == 1 else total)
         row += width
     return found

@@ -7,21 +7,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .backends import Backend, Targets
 from .losses.base import FIELDS, Field, Losses, Summand
 from .losses.topk import PADDING, entries
 from .metrics import Metric
 from .plans import name, slices
 from .prepare import shift_left
+from .teachers import TEACHER, check_teacher
 
 TYPES = {"float": "floating-point", "int": "int64 or int32", "bool": "bool"}
-TEACHER = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")
 
 
 class Prepared(NamedTuple):
     """Per row of hidden states; what does not count is 0 (ids -1)."""
 
     target: Tensor  # [tokens] int64, -1 where a token does not count
-    bad: Tensor  # [] bool: whether an id of any kind is out of range (known on the CPU, where it raises)
+    counted: Tensor  # [] of the statistics' dtype: how many do
+    one_or_nan: Tensor  # [] of that dtype: nan where an id of any kind is out of range (on the CPU that raises)
     fields: dict[str, Tensor]
     num_segments: int | None
 
@@ -91,22 +93,6 @@ def wanted_fields(
     return list(dict.fromkeys(wanted)), known
 
 
-def check_teacher(summand: Summand, batch: Mapping[str, Tensor]) -> None:
-    """Exactly one dense teacher."""
-    if "teacher_logits" in batch:
-        beside = [field for field in TEACHER[1:] if field in batch]
-        if beside:
-            raise ValueError(
-                f"batch has teacher_logits and {beside[0]}; loss {summand.label} takes one of them, teacher_logits or "
-                "teacher_hidden with teacher_weight"
-            )
-    elif "teacher_hidden" not in batch or "teacher_weight" not in batch:
-        raise ValueError(
-            f"loss {summand.label} needs batch['teacher_logits'], or batch['teacher_hidden'] with "
-            "batch['teacher_weight']"
-        )
-
-
 def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
     where = f"batch[{field!r}]"
     if not isinstance(value, Tensor):
@@ -170,6 +156,7 @@ def check_fields(batch: Mapping[str, Tensor], wanted: list[str], known: Mapping[
 
 
 def prepare_fields(
+    backend: Backend,
     target: Tensor | None,
     batch: Mapping[str, Tensor],
     wanted: list[str],
@@ -179,42 +166,40 @@ def prepare_fields(
     vocab: int,
 ) -> Prepared:
     """Targets paired with the hidden states that predict them, fields likewise."""
-    mask = None
-    if "mask" in wanted:
-        mask = shift_left(batch["mask"], frame.shift, 0).reshape(-1)
     if target is None:
         # every token counts: no id that stands for it may be the one that is ignored
         ignore_index = -1
         target = torch.zeros(frame.leading, dtype=torch.int64, device=frame.device)
-    target, bad = pair_targets(target, mask, frame.shift, ignore_index, vocab)
-    counts = target >= 0
+    mask = batch["mask"] if "mask" in wanted else None
+    target, counted, one_or_nan = read_targets(backend, target, mask, frame, ignore_index, vocab)
+    wrongs: list[Tensor] = []
     fields: dict[str, Tensor] = {}
     for field in wanted:
         if field == "mask":
             continue
         value, kind = batch[field], known[field]
         if kind.kind in ("token", "row"):
-            value, wrong = beside_rows(field, value, kind, counts, frame, vocab)
-            bad = bad if wrong is None else bad | wrong
+            value, wrong = beside_rows(field, value, kind, target, frame)
+            wrongs += [] if wrong is None else [wrong]
         elif field == "pairs":
             value, wrong = in_range(field, value.to(torch.int64), frame.num_segments or 0, None)
-            bad = bad | wrong
+            wrongs.append(wrong)
         elif field not in TEACHER:
             # a copy: backward may read it, and would not notice that the caller had changed it
             value = value.to(frame.dtype if kind.type == "float" else value.dtype, copy=True)
         fields[field] = value
     if "teacher_ids" in fields:
-        fields["teacher_ids"], wrong = clean_ids(fields, counts, vocab)
+        fields["teacher_ids"], wrong = clean_ids(fields, target, vocab)
         if "teacher_logprobs" in fields:
             fields["teacher_entries"] = distinct(fields["teacher_logprobs"], fields["teacher_ids"])
-        bad = bad | wrong
-    return Prepared(target, bad, fields, frame.num_segments)
+        wrongs.append(wrong)
+    for wrong in wrongs:
+        one_or_nan.masked_fill_(wrong, torch.nan)
+    return Prepared(target, counted, one_or_nan, fields, frame.num_segments)
 
 
-def beside_rows(
-    field: str, value: Tensor, kind: Field, counts: Tensor, frame: Frame, vocab: int
-) -> tuple[Tensor, Tensor | None]:
-    """A field of tokens [tokens, ...], in the order of the hidden states' rows."""
+def beside_rows(field: str, value: Tensor, kind: Field, target: Tensor, frame: Frame) -> tuple[Tensor, Tensor | None]:
+    """A field of tokens [tokens, ...], in the order of the hidden states' rows, whose targets are there."""
     dims = len(frame.leading)
     if kind.kind == "token":
         fill = -1 if kind.type == "int" else 0
@@ -224,7 +209,7 @@ def beside_rows(
         if value.stride(1) != 1 and value.shape[1] != 1:
             raise ValueError(f"batch[{field!r}] must be contiguous along its last dimension; pass .contiguous()")
         return value, None
-    here = counts.reshape(-1, *[1] * (value.dim() - 1))
+    here = (target >= 0).reshape(-1, *[1] * (value.dim() - 1))
     if kind.type == "bool":
         return value & here, None
     if kind.type == "int":
@@ -249,10 +234,10 @@ def in_range(field: str, ids: Tensor, number: int, none: int | None) -> tuple[Te
     return torch.where(wrong, -1, ids), wrong.any()
 
 
-def clean_ids(fields: Mapping[str, Tensor], counts: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def clean_ids(fields: Mapping[str, Tensor], target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """The teacher's K ids per token, -1 for those that stand for none, whatever id they hold."""
     ids = fields["teacher_ids"]
-    valid = counts[:, None]
+    valid = (target >= 0)[:, None]
     if "teacher_logprobs" in fields:
         valid = valid & ~(fields["teacher_logprobs"] <= PADDING)  # nan counts: an error should show
     if "teacher_mask" in fields:
@@ -268,23 +253,19 @@ def distinct(logprobs: Tensor, ids: Tensor) -> Tensor:
     return torch.cat([entries(logprobs[at], ids[at], ids[at] >= 0) for at in blocks]) if len(ids) else ids >= 0
 
 
-def pair_targets(
-    target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int
-) -> tuple[Tensor, Tensor]:
-    """The target of each row of hidden states, -1 where the row does not count, and whether one is out of range.
-
-    On the CPU an IndexError says which; elsewhere the answer stays on the device, as a 0-d bool.
-    """
-    paired = shift_left(target, shift, ignore_index).reshape(-1)
-    ignored = paired == ignore_index
-    if mask is not None:
-        ignored = ignored | ~mask
-    inside = (paired >= 0) & (paired < vocab)
-    bad = ~(ignored | inside)
-    if bad.device.type == "cpu" and bad.any():
-        first = int(bad.nonzero()[0])
+def read_targets(
+    backend: Backend, target: Tensor, mask: Tensor | None, frame: Frame, ignore_index: int, vocab: int
+) -> Targets:
+    """Targets beside the rows that predict them; on the CPU an IndexError names one that is out of range."""
+    found = backend.read_targets(target, mask, frame.shift, ignore_index, vocab, frame.dtype)
+    if target.device.type == "cpu" and found.one_or_nan.isnan():
+        paired = shift_left(target, frame.shift, ignore_index).reshape(-1)
+        wrong = (paired != ignore_index) & ((paired < 0) | (paired >= vocab))
+        if mask is not None:
+            wrong &= shift_left(mask, frame.shift, 0).reshape(-1)
+        first = int(wrong.nonzero()[0])
         raise IndexError(
             f"target must be in [0, {vocab}) (the vocabulary) or ignore_index ({ignore_index}), got "
             f"{int(paired[first])} for row {first}, leading dimensions flattened; mask it with ignore_index"
         )
-    return torch.where(ignored | ~inside, -1, paired), bad.any()
+    return found

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from .denominators import on_device
 from .losses.base import choice
 from .losses.temperatures import positive, squared
 from .losses.topk import entries, topk_divergence, topk_options
@@ -93,5 +92,8 @@ def gathered_topk_kl(
     if normalizer is None:
         count = values.new_full((), values.numel()) if mask is None else mask.sum().to(dtype)
         return total / count.clamp(min=1)
-    divisor = on_device(normalizer, dtype, values.device)
+    if isinstance(normalizer, Tensor):
+        divisor = normalizer.detach().to(device=values.device, dtype=dtype)
+    else:
+        divisor = total.new_full((), normalizer)
     return torch.where(divisor == 0, 0.0, total / torch.where(divisor == 0, 1.0, divisor))

@@ -1,5 +1,6 @@
 """Cross-entropy of a linear head, and its module."""
 
+import functools
 import inspect
 import math
 from typing import Any
@@ -11,6 +12,7 @@ from . import checks, losses
 from .asked import Asked, HeadOptions, check
 from .call import Task, scalar_objective, token_objective
 from .graph.operation import in_graph, operation
+from .losses.base import Losses
 from .objective import ScalarObjective
 from .planner import Request
 from .prepare import shift_right
@@ -127,9 +129,8 @@ def linear_cross_entropy(
     checks.check_scalar("upstream", upstream, hidden.device, reduction != "none", 'reduction="mean" or "sum"')
     checks.check_class_weights(class_weights, head.vocab, hidden.device)
     checks.check_token_weights(token_weights, head.leading, hidden.device)
-    loss = losses.cross_entropy(label_smoothing=float(label_smoothing), class_weights=class_weights)
-    if z_loss:
-        loss = loss + float(z_loss) * losses.z_loss()
+    numbers = float(label_smoothing), float(z_loss)
+    loss = remembered_loss(*numbers) if class_weights is None else make_loss(*numbers, class_weights)
     checked = check(head, dtype, loss, batch={} if token_weights is None else {"token_weights": token_weights})
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
     if reduction == "none":
@@ -143,6 +144,15 @@ def linear_cross_entropy(
         return scalar_objective(asked, reduction, normalizer, upstream, share_denominator=True)
 
     return Task(checked, checked.answer.demand, request, objective, lambda ran: ran.outputs[0])
+
+
+def make_loss(label_smoothing: float, z_loss: float, class_weights: Tensor | None = None) -> Losses:
+    loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
+    return loss + z_loss * losses.z_loss() if z_loss else loss
+
+
+# with it lives what has been found out about it
+remembered_loss = functools.lru_cache(maxsize=64)(make_loss)
 
 
 def laid_out(values: Tensor, target: Tensor, shift: int) -> Tensor:

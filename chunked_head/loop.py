@@ -1,6 +1,7 @@
 """The loop over token chunks, and its counterpart over blocks and tiles where gradients come after all statistics."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +32,13 @@ class Call:
     @property
     def target(self) -> Tensor:
         return self.objective.target
+
+    def without_teacher(self) -> "Call":
+        """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
+        return self if self.objective.teacher is None else replace(self, objective=self.objective.without_teacher())
+
+    def with_teacher(self, tensors: Sequence[Tensor]) -> "Call":
+        return self if self.objective.teacher is None else replace(self, objective=self.objective.with_teacher(tensors))
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """The head in the dtype of the matmuls: under autocast the weight is cast here, once."""

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .denominators import gain_of
+from .denominators import Inverse, gain_of, stacked, times
 from .evaluate import (
     Evaluation,
     Inputs,
     Structure,
     as_coefficients,
     coefficients_of,
-    masked,
     run,
     totals,
 )
@@ -92,8 +91,8 @@ class ScalarObjective(Objective):
     """A sum of losses, each reduced by itself."""
 
     inputs: Inputs  # of all tokens; factors at the upstream gradient that was foretold, less ``gain``
-    coefficients: list[Tensor]  # of the summands, 0-d
-    inverse: list[Tensor]  # 1 / D of each, 0-d: 0 for a normalizer of 0
+    coefficients: list[float | Tensor]  # of the summands, tensors 0-d
+    inverse: list[Inverse]  # 1 / D of each
     declared: Tensor | float  # the upstream gradient that was foretold
     gain: Tensor | None
     coupled: bool
@@ -117,8 +116,8 @@ class ScalarObjective(Objective):
             self.taken_out[:] = [] if gain is None else [gain]
         return coefficients
 
-    def evaluate(self, stats: RowStats, rows: slice, factors: list[Tensor], gradient: bool) -> Evaluation:
-        structure = self.structure if gradient else replace(self.structure, leaves=frozenset())
+    def evaluate(self, stats: RowStats, rows: slice, factors: Tensor, gradient: bool) -> Evaluation:
+        structure = self.structure if gradient else self.structure.values_only
         inputs = rows_of(self.inputs, rows)._replace(factors=factors)
         return run(structure, stats.named(), inputs, self.fused)
 
@@ -127,30 +126,23 @@ class ScalarObjective(Objective):
         if not self.evaluations and len(self.target):
             self.evaluations.append(self.evaluate(stats, everything, self.inputs.factors, gradient=False))
         if self.evaluations:
-            self.found[:] = totals(self.structure, self.evaluations, self.one_or_nan - 1.0)
+            self.found[:] = totals(self.structure, self.evaluations, self.one_or_nan)
             self.evaluations.clear()
-        parts = self.part_values()
-        loss = torch.stack([c * part for c, part in zip(self.coefficients, parts, strict=True)]).sum()
-        return (loss,)
+        first, *others = map(times, self.part_values(), self.coefficients)
+        return (sum(others, first),)
 
     def part_values(self) -> list[Tensor]:
         """Each summand's own value."""
         if not self.found:
-            return [inverse * 0.0 for inverse in self.inverse]
-        # selection: a normalizer of 0 gives 0 whatever the values are
-        return [
-            torch.where(inverse == 0, 0.0, total * inverse)
-            for total, inverse in zip(self.found, self.inverse, strict=False)
-        ]
+            return [inverse.value * 0.0 for inverse in self.inverse]
+        return [inverse.of(total) for total, inverse in zip(self.found, self.inverse, strict=False)]
 
     def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
         """Metrics of all chunks; those that must see all tokens at once are made here."""
         found = self.found[len(self.inverse) :]
         if self.segment_metrics and len(self.target):
             structure = replace(self.structure, summands=(), metrics=self.segment_metrics, leaves=frozenset())
-            found = found + totals(
-                structure, [run(structure, stats.named(), self.inputs, False)], self.one_or_nan - 1.0
-            )
+            found = found + totals(structure, [run(structure, stats.named(), self.inputs, False)], self.one_or_nan)
         measured = [metric for metric, _ in (*self.structure.metrics, *self.segment_metrics)]
         return {
             metric.label: self.metric_value(metric, found[i] if found else None, self.counts[i])
@@ -171,14 +163,16 @@ class ScalarObjective(Objective):
     def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
         (given,) = upstream
         assert given is not None
-        factors = [c * inverse * given for c, inverse in zip(self.coefficients, self.inverse, strict=True)]
+        factors = stacked([times(i.value, c, given) for c, i in zip(self.coefficients, self.inverse, strict=True)])
         evaluation = self.evaluate(stats, slice(0, len(self.target)), factors, gradient=True)
         return self.fitted(as_coefficients(evaluation.coefficients))
 
     def rest(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
         (given,) = upstream
         assert given is not None
-        ratio = torch.where(given == self.declared, 1.0, given / self.declared).to(self.dtype) * self.one_or_nan
+        ratio = given.to(self.dtype) * self.one_or_nan
+        if isinstance(self.declared, Tensor) or self.declared != 1.0:
+            ratio = torch.where(given == self.declared, self.one_or_nan, ratio / self.declared)
         gain = self.gain_so_far
         return ratio if gain is None else ratio * gain
 
@@ -198,22 +192,19 @@ class TokenObjective(Objective):
     """The weighted sum of token losses for each token, unreduced."""
 
     inputs: Inputs
-    coefficients: list[Tensor]
+    coefficients: list[float | Tensor]
     fused: bool
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        structure = replace(self.structure, leaves=frozenset())
-        table = run(structure, stats.named(), self.inputs, False).table
-        total = torch.zeros(len(self.target), dtype=self.dtype, device=self.target.device)
-        for coefficient, values in zip(self.coefficients, table, strict=True):
-            total = total + coefficient * values
-        return (total + (self.one_or_nan - 1.0),)
+        table = run(self.structure.values_only, stats.named(), self.inputs, False).table
+        first, *others = map(times, table, self.coefficients)
+        return (sum(others, first) * self.one_or_nan,)
 
     def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
         (given,) = upstream
         assert given is not None
         given = torch.where(self.target >= 0, given, 0.0)
-        factors = [c * given for c in self.coefficients]
+        factors = stacked([times(given, c) for c in self.coefficients])
         evaluation = run(self.structure, stats.named(), self.inputs._replace(factors=factors), self.fused)
         return self.fitted(as_coefficients(evaluation.coefficients))
 
@@ -233,11 +224,15 @@ class StatsObjective(Objective):
         return self.with_gradient
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        counts = self.target >= 0
+        counts, zero = self.target >= 0, self.one_or_nan - self.one_or_nan  # or nan
         found = []
         for name in self.names:
-            kept = masked(self.statistic(stats, name), counts)
-            found.append(kept + (self.one_or_nan - 1.0) if kept.is_floating_point() else kept)
+            value = self.statistic(stats, name)
+            here = counts if value.dim() == 1 else counts[:, None]
+            if value.is_floating_point():
+                found.append(torch.where(here, value + zero, zero))
+            else:
+                found.append(value * here)  # of ints a product selects
         return tuple(found)
 
     def statistic(self, stats: RowStats, name: str) -> Tensor:
@@ -263,12 +258,13 @@ class StatsObjective(Objective):
             for name, given in zip(self.names[: self.with_gradient], upstream, strict=False)
             if given is not None
         }
-        for name in ("logprob", "lse"):  # alpha and beta are always there
-            grads.setdefault(name, torch.zeros(len(self.target), dtype=self.dtype, device=self.target.device))
+        if "logprob" not in grads:  # alpha and beta are always there
+            grads["logprob"] = torch.zeros(len(self.target), dtype=self.dtype, device=self.target.device)
         if (given := grads.pop("mean_logit", None)) is not None:
             grads["weighted_sum"] = given / self.structure.vocab
         if (given := grads.pop("log_sum_sq_probs", None)) is not None:
-            grads["lse2"], grads["lse"] = given, grads["lse"] - 2 * given
+            grads["lse2"] = given
+            grads["lse"] = grads["lse"] - 2 * given if "lse" in grads else -2 * given
         return self.fitted(as_coefficients(coefficients_of(self.structure, grads, stats.named())))
 
 

@@ -67,6 +67,7 @@ def plan(
     into = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = resolve(backend, place)
+    chosen.check(place, dtype, "dtype")
     if loss is None:
         loss = losses.cross_entropy(label_smoothing=label_smoothing)
     elif label_smoothing:

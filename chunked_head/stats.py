@@ -1,7 +1,7 @@
 """What a row of logits is reduced to, and what its gradient is made from."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -159,21 +159,18 @@ class Coefficients:
 
     def times(self, factor: Tensor) -> "Coefficients":
         """Times a 0-d factor."""
-        return replace(self, **{name: value * factor for name, value in present(self)})
+        return Coefficients(**{name: value * factor for name, value in present(self)})
 
     def named(self) -> dict[str, Tensor]:
         return dict(present(self))
 
 
 def present(vectors: RowStats | Coefficients) -> Iterator[tuple[str, Tensor]]:
-    for field in fields(vectors):
-        value = getattr(vectors, field.name)
-        if value is not None:
-            yield field.name, value
+    return ((name, value) for name, value in vars(vectors).items() if value is not None)
 
 
 def sliced(vectors: Vectors, rows: slice) -> Vectors:
-    return replace(vectors, **{name: value[rows] for name, value in present(vectors)})
+    return type(vectors)(**{name: value[rows] for name, value in present(vectors)})
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,16 @@ def column_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Row and column of a tile: rows fastest within a group, so that what the columns share serves GROUP_M row tiles
+    while it is in L2."""
+    group = tile // (GROUP_M * tiles_n)
+    group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
+    within = tile % (GROUP_M * tiles_n)
+    return group * GROUP_M + within % group_rows, within // group_rows
+
+
+@triton.jit
 def counted_rows(count_ptr, first_row, rows):
     """How many of a chunk's rows count, where a device-side number of the call's that do is given."""
     if count_ptr is not None:

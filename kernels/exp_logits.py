@@ -19,7 +19,7 @@ exact logit: then loss and gradient see one and the same logit.
 import triton
 import triton.language as tl
 
-from .blocks import counted_rows
+from .blocks import counted_rows, tile_place
 from .exp_epilogue import finish_tile
 from .transform import transform_logits
 
@@ -70,13 +70,8 @@ def exp_logits_kernel(
     tiles_n = tl.cdiv(vocab, BLOCK_N)
     # `flatten` merges the tile loop with the loop over K, so that the next tile's loads run under this one's epilogue
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
-        # row tiles fastest within a group: one strip of the weight serves GROUP_M row tiles while it is in L2
-        group = tile // (GROUP_M * tiles_n)
-        group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
-        within = tile % (GROUP_M * tiles_n)
-        row_start = (group * GROUP_M + within % group_rows) * BLOCK_M
-        tile_n = within // group_rows
-
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        row_start = tile_m * BLOCK_M
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, hidden, BLOCK_K):
             h = hidden_desc.load([row_start, k])

@@ -15,7 +15,7 @@ since a compiler that saw only values there would compute both and select.
 import triton
 import triton.language as tl
 
-from .blocks import counted_rows
+from .blocks import counted_rows, tile_place
 from .transform import log2_e, softmax_term, transform_derivative, transform_logits
 
 
@@ -227,12 +227,8 @@ def grad_logits_kernel(
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
-        group = tile // (GROUP_M * tiles_n)
-        group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
-        within = tile % (GROUP_M * tiles_n)
-        row_start = (group * GROUP_M + within % group_rows) * BLOCK_M
-        column_start = within // group_rows * BLOCK_N
-
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, hidden, BLOCK_K):
             h = hidden_desc.load([row_start, k])

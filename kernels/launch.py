@@ -4,7 +4,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .exp_logits import exp_logits_kernel
@@ -13,12 +12,11 @@ from .products import dhidden_kernel, dweight_kernel
 from .rows import copy_rows_kernel
 from .scale import scale_kernel
 from .strips import level_rows_kernel, merge_strips_kernel
-from .target_terms import add_target_rows_kernel, finish_dhidden_kernel, join_pieces_kernel
-from .tiles import INTERPRETED, PRODUCT_TILE, Tile, exp_tile
+from .target_terms import finish_dhidden_kernel
+from .tiles import INTERPRETED, PRODUCT_TILE, Tile, cdiv, exp_tile, power_of_2
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = 60.0
-PIECE = 32  # tokens of equal or neighbouring targets that are summed at a time
 
 
 HOPPER_MULTIPROCESSORS = 132  # what a plan for a GPU assumes where there is none to ask
@@ -35,7 +33,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def programs_of(tile: Tile, rows: int, columns: int, device: torch.device, parts: int = 1) -> int:
     """Programs of a persistent matmul: as many as are resident at a time, and no more than it has tiles."""
-    tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n) * parts
+    tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n) * parts
     return min(tile.per_multiprocessor * multiprocessors(device), tiles)
 
 
@@ -113,7 +111,7 @@ def exp_logits(
         bias, class_weights, row_offset, target, counted.count,
         counted.first_row, rows, vocab, hidden.shape[1], columns2, logit_scale, softcap, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        STRIP=tile.block_n // (strips.offset.shape[0] // triton.cdiv(vocab, tile.block_n)),
+        STRIP=tile.block_n // (strips.offset.shape[0] // cdiv(vocab, tile.block_n)),
         GROUP_M=tile.group_m, PROGRAMS=programs, REACH=REACH, EVEN_VOCAB=vocab % tile.block_n == 0,
         UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -139,7 +137,7 @@ def merge_strips(
     """Statistics of the softmax over ``columns``; or of the second, its sums given as ``sum`` and ``shifted_sum``."""
     count, rows = strips.offset.shape
     block_rows, block_strips = 8, 512
-    merge_strips_kernel[(triton.cdiv(rows, block_rows),)](
+    merge_strips_kernel[(cdiv(rows, block_rows),)](
         lse, start, rest, logprob, entropy, weighted_sum, top, argmax, level,
         *strips[:6], target_logit, target,
         rows, count, columns, ratio, SECOND=second, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips, num_warps=8,
@@ -165,7 +163,7 @@ def level_rows(
     rows, vocab = exp.shape
     block_rows, splits = 16, 8
     count = strips.offset.shape[0]
-    level_rows_kernel[(triton.cdiv(rows, block_rows), splits)](
+    level_rows_kernel[(cdiv(rows, block_rows), splits)](
         exp, softmax_factor, target_factor,
         strips.offset, strips.sum, level, target_logit, start, rest, logprob, alpha, beta, counted.count,
         counted.first_row, rows, vocab, count, exp.stride(0), logit_scale,
@@ -182,8 +180,8 @@ def copy_rows(
 ) -> None:
     """``out = factor * source[order]``, 0 where a row does not count."""
     rows, hidden = out.shape
-    block = min(triton.next_power_of_2(hidden), 2048)
-    copy_rows_kernel[(rows, triton.cdiv(hidden, block))](
+    block = min(power_of_2(hidden), 2048)
+    copy_rows_kernel[(rows, cdiv(hidden, block))](
         out, source, target, factor, order, hidden, source.stride(0), source.stride(1), BLOCK=block, num_warps=4
     )
 
@@ -223,8 +221,8 @@ def dhidden(
         PROGRAMS=programs, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if partial is not None:
-        block = min(triton.next_power_of_2(hidden), 2048)
-        finish_dhidden_kernel[(rows, triton.cdiv(hidden, block))](
+        block = min(power_of_2(hidden), 2048)
+        finish_dhidden_kernel[(rows, cdiv(hidden, block))](
             out, partial, weight, counted.count, order, *factors, counted.first_row, rows, hidden,
             PARTS=parts, BLOCK=block, num_warps=4,
         )  # fmt: skip
@@ -256,42 +254,16 @@ def dweight(
     )  # fmt: skip
 
 
-def add_target_rows(
-    dweight: torch.Tensor,  # [vocab, hidden] contiguous
-    hidden: torch.Tensor,  # [tokens, hidden], columns contiguous
-    target: torch.Tensor,  # [tokens] int64
-    target_factor: torch.Tensor,  # [tokens] fp32
-    rows: torch.Tensor | None = None,  # [tokens] int64, rows of ``hidden``; None: in its order
-) -> None:
-    """``dweight[target[i]] += target_factor[i] * hidden[rows[i]]``, the same bits whenever it is done."""
-    tokens, columns = hidden.shape
-    # half as many passes as for int64
-    sorted_target, order = torch.sort(target.to(torch.int32), stable=True)
-    if rows is not None:
-        rows = rows[order]
-    pieces = triton.cdiv(tokens, PIECE)
-    piece_sum = torch.empty(2 * pieces, columns, dtype=torch.float32, device=hidden.device)
-    block = 128 if columns >= 128 else max(16, triton.next_power_of_2(columns))
-    grid = pieces, triton.cdiv(columns, block)
-    add_target_rows_kernel[grid](
-        dweight, piece_sum, hidden, order, rows, sorted_target, target_factor,
-        tokens, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, num_warps=4,
-    )  # fmt: skip
-    join_pieces_kernel[grid](
-        dweight, piece_sum, sorted_target, tokens, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=block, num_warps=4
-    )
-
-
 def scale(out: torch.Tensor, source: torch.Tensor, factor: torch.Tensor) -> None:
     """``out = source * factor`` for contiguous tensors of one shape; ``out`` may be ``source``."""
     block = 1024 if INTERPRETED else 4096
-    programs = min(8 * multiprocessors(source.device), triton.cdiv(source.numel(), block))
+    programs = min(8 * multiprocessors(source.device), cdiv(source.numel(), block))
     scale_kernel[(programs,)](
         out,
         source,
         factor,
         source.numel(),
-        triton.cdiv(source.numel(), programs * block),
+        cdiv(source.numel(), programs * block),
         PROGRAMS=programs,
         BLOCK=block,
         IN_PLACE=out.data_ptr() == source.data_ptr(),

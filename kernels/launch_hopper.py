@@ -5,7 +5,7 @@ import functools
 import torch
 import triton
 
-from .tiles import INTERPRETED, HopperTile, hopper_tile
+from .tiles import INTERPRETED, HopperTile, cdiv, hopper_tile
 
 # Gluon is experimental and changes from one version of Triton to the next: these are the ones that were tried
 KNOWN_TRITON = ("3.6.",)
@@ -37,7 +37,7 @@ def hopper_dweight(
     """``out (+)= grad.T @ hidden``, stored rather than added where ``first``"""
     tile = tile or hopper_tile(out.element_size())
     (rows, vocab), width = grad.shape, hidden.shape[1]
-    programs = min(multiprocessors, triton.cdiv(vocab, tile.block_m) * triton.cdiv(width, tile.block_n))
+    programs = min(multiprocessors, cdiv(vocab, tile.block_m) * cdiv(width, tile.block_n))
     half = tile.block_m // 2
     hopper_dweight_kernel[(programs,)](
         descriptor(out, half, tile.block_n),

@@ -4,13 +4,12 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 
 from .columns import column_grad_kernel, dot_columns_kernel, pick_columns_kernel
 from .pair_stats import pair_stats_kernel
 from .row_grad import row_grad_kernel
 from .row_stats import row_stats_kernel
-from .tiles import INTERPRETED, RELATIVE_STRIP
+from .tiles import INTERPRETED, RELATIVE_STRIP, cdiv, power_of_2
 
 
 class Stored(NamedTuple):
@@ -25,7 +24,7 @@ class Stored(NamedTuple):
 
 def row_block(columns: int) -> tuple[int, int]:
     """Elements a step and warps of the kernels that walk a row."""
-    block = min(triton.next_power_of_2(columns), 1024 if INTERPRETED else 8192)
+    block = min(power_of_2(columns), 1024 if INTERPRETED else 8192)
     return max(block, 128), 4 if block < 2048 else 16
 
 
@@ -144,7 +143,7 @@ def row_grad(
         block_rows, strips, warps = relative
         # several strips a program: what is per row is loaded once for them
         block = RELATIVE_STRIP
-        column_programs = triton.cdiv(triton.cdiv(columns, block), strips)
+        column_programs = cdiv(cdiv(columns, block), strips)
     else:
         # one program walks a row, because a narrower gradient overwrites logits that lie before it
         block_rows, column_programs = 1, 1
@@ -159,7 +158,7 @@ def row_grad(
             beside.gamma, beside.rho, beside.tau, beside.theta,
         )  # fmt: skip
         sizes, scalars = (beside.columns, side.logits.stride(0)), (side.logit_scale, side.softcap)
-    row_grad_kernel[(column_programs * triton.cdiv(rows, block_rows),)](
+    row_grad_kernel[(column_programs * cdiv(rows, block_rows),)](
         dlogits, stored.logits, stored.offset, stored.bias, class_weights, target, target_logit, beta, kappa,
         *first[:4], *second[:4], *teacher,
         rows, columns, first_column, second.columns, sizes[0],
@@ -183,9 +182,9 @@ def dot_columns(
     rows, count = ids.shape
     # a target has a program of its own, whatever else is asked for: the same sum in the same order in every call
     at_once, block = (1, 2048) if count == 1 else (8, 512)
-    dot_columns_kernel[(rows, triton.cdiv(count, at_once))](
+    dot_columns_kernel[(rows, cdiv(count, at_once))](
         logit, hidden, weight, ids, bias, hidden.shape[1], count, logit_scale, softcap,
-        AT_ONCE=at_once, BLOCK=min(triton.next_power_of_2(hidden.shape[1]), block), num_warps=4,
+        AT_ONCE=at_once, BLOCK=min(power_of_2(hidden.shape[1]), block), num_warps=4,
     )  # fmt: skip
 
 
@@ -193,7 +192,7 @@ def pick_columns(logit: torch.Tensor, stored: Stored, ids: torch.Tensor) -> None
     rows, count = ids.shape
     pick_columns_kernel[(rows,)](
         logit, stored.logits, ids, stored.bias, count, stored.logits.stride(0), stored.logit_scale, stored.softcap,
-        BLOCK=triton.next_power_of_2(count), num_warps=1,
+        BLOCK=power_of_2(count), num_warps=1,
     )  # fmt: skip
 
 
@@ -219,5 +218,5 @@ def column_grad(
     column_grad_kernel[(rows,)](
         dlogits, logit, ids, sparse, class_weights, target, target_logit, beta, kappa,
         *first[:4], *second[:4], columns, first_column, second.columns, count, dlogits.stride(0),
-        logit_scale, softcap, second.ratio, ADD=add, BLOCK=triton.next_power_of_2(count), num_warps=1,
+        logit_scale, softcap, second.ratio, ADD=add, BLOCK=power_of_2(count), num_warps=1,
     )  # fmt: skip

@@ -6,7 +6,7 @@ Persistent GEMMs that know, on the device alone, how many rows count: what lies 
 import triton
 import triton.language as tl
 
-from .blocks import column_halves, counted_rows
+from .blocks import column_halves, counted_rows, tile_place
 
 
 @triton.jit
@@ -92,12 +92,8 @@ def dhidden_kernel(
     part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), PARTS) * BLOCK_K
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n * PARTS, PROGRAMS, flatten=True):
         part = tile // (tiles_m * tiles_n)
-        in_part = tile % (tiles_m * tiles_n)
-        group = in_part // (GROUP_M * tiles_n)
-        group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
-        within = in_part % (GROUP_M * tiles_n)
-        row_start = (group * GROUP_M + within % group_rows) * BLOCK_M
-        column_start = (within // group_rows) * BLOCK_N
+        tile_m, tile_n = tile_place(tile % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+        row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(part * part_columns, min((part + 1) * part_columns, vocab), BLOCK_K):
             g = grad_desc.load([row_start, k])
@@ -157,11 +153,8 @@ def dweight_kernel(
     if ADD:
         tiles = tl.where(counted > 0, tiles, 0)  # nothing to add
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
-        group = tile // (GROUP_M * tiles_n)
-        group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
-        within = tile % (GROUP_M * tiles_n)
-        row_start = (group * GROUP_M + within % group_rows) * BLOCK_M
-        column_start = (within // group_rows) * BLOCK_N
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, counted, BLOCK_K):
             g = grad_desc.load([k, row_start])

@@ -6,6 +6,16 @@ from typing import NamedTuple
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def cdiv(size: int, step: int) -> int:
+    """Steps that cover the size. Triton's own may be called in kernels too, and takes ten times as long on the host."""
+    return -(-size // step)
+
+
+def power_of_2(size: int) -> int:
+    """The least that is not smaller; likewise."""
+    return 1 << (size - 1).bit_length()
+
+
 class Tile(NamedTuple):
     """Tile of a persistent matmul and how it is run."""
 
@@ -49,7 +59,7 @@ def strip_width(hidden: int, relative: bool) -> int:
 def strips_of(vocab: int, hidden: int, relative: bool) -> int:
     """Number of column strips in a row of ``vocab`` logits: those of whole tiles."""
     block_n = exp_tile(hidden).block_n
-    return -(-vocab // block_n) * (block_n // strip_width(hidden, relative))
+    return cdiv(vocab, block_n) * (block_n // strip_width(hidden, relative))
 
 
 def dhidden_parts(rows: int, hidden: int, multiprocessors: int) -> int:
@@ -57,9 +67,9 @@ def dhidden_parts(rows: int, hidden: int, multiprocessors: int) -> int:
 
     A part more is worth what it saves in waves less about 3 % for the fp32 sums that are written and read again.
     """
-    tiles = -(-rows // PRODUCT_TILE.block_m) * -(-hidden // PRODUCT_TILE.block_n)
+    tiles = cdiv(rows, PRODUCT_TILE.block_m) * cdiv(hidden, PRODUCT_TILE.block_n)
     return min(
-        range(1, MOST_PARTS + 1), key=lambda parts: -(-tiles * parts // multiprocessors) / parts * (0.97 + 0.03 * parts)
+        range(1, MOST_PARTS + 1), key=lambda parts: cdiv(tiles * parts, multiprocessors) / parts * (0.97 + 0.03 * parts)
     )
 
 
@@ -84,4 +94,4 @@ def hopper_tile(out_bytes: int) -> HopperTile:
 def own_dweight_pays(rows: int, hidden: int, out_bytes: int) -> bool:
     """Whether the product for Hopper was faster than cuBLAS's: many rows, 16 bits out, no column tile much in vain."""
     tile = hopper_tile(out_bytes)
-    return rows >= 1024 and out_bytes == 2 and -(-hidden // tile.block_n) * tile.block_n <= 1.03 * hidden
+    return rows >= 1024 and out_bytes == 2 and cdiv(hidden, tile.block_n) * tile.block_n <= 1.03 * hidden

@@ -1,5 +1,6 @@
 """`benchmarks.speed` end to end at tiny shapes on the CPU, and that its rows and floors do what they are called."""
 
+import functools
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,6 +26,17 @@ TRAINED = {name for name, row in ROWS.items() if row.backward}
 def no_memory_process(monkeypatch):
     """Spawning a process a measurement takes seconds; one test does so, the others take a figure from here."""
     monkeypatch.setattr(measure, "cpu_peak", lambda request: ({"peak_bytes": 2**20}, None))
+
+
+@pytest.fixture
+def short_text(monkeypatch):
+    """Targets of a text are drawn from this one; the demo's own takes seconds to read and to make tokens of."""
+    pytest.importorskip("tokenizers")
+    from benchmarks import demo_data, text_targets
+
+    words = "def one(two): return three + four[five] # six, seven or eight of nine"
+    monkeypatch.setattr(demo_data, "load_text", lambda path: demo_data.Text([words, words[::-1]], [words], "short"))
+    monkeypatch.setattr(text_targets, "_stream", functools.cache(text_targets._stream.__wrapped__))
 
 
 def last_line(text):
@@ -169,11 +181,30 @@ def test_rows_that_were_named_and_their_floors(tmp_path):
 
 
 @pytest.mark.parametrize("targets", shapes.TARGETS)
-def test_the_loss_is_that_of_the_targets(tmp_path, targets):
+def test_the_loss_is_that_of_the_targets(tmp_path, targets, short_text):
     *_, row = run(tmp_path, "--rows", "loss", "--no-memory", "--targets", targets)["rows"]
     drawn = shapes.make_operands(SHAPE, torch.float32, CPU, targets=targets)
     assert row["targets"] == targets
     assert row["loss"] == pytest.approx(providers.eager(drawn.hidden, drawn.weight, drawn.target).item(), rel=1e-5)
+
+
+def test_targets_of_a_text(short_text):
+    """Its tokens in their order, again from the start, and below the vocabulary whatever its size."""
+    whole = shapes.make_operands(shapes.Shape(90, 4, 1000), torch.float32, CPU, targets="text").target
+    assert whole.dtype == torch.int64 and whole.max() < 1000
+    first = whole[:20].tolist()
+    again = next(at for at in range(1, 70) if whole[at : at + 20].tolist() == first)
+    assert torch.equal(whole[again:], whole[:-again]) and len(set(whole[:again].tolist())) > 10
+    few = shapes.make_operands(shapes.Shape(500, 4, 60), torch.float32, CPU, targets="text").target
+    assert few.min() >= 0 and few.max() < 60
+
+
+def test_the_plan_of_skipped_tokens_is_one_that_skips():
+    large = shapes.Shape(8192, 2880, 201088)  # where cuBLAS's product is taken unless it has to skip
+    gpu = torch.device("cuda")
+    told = {name: speed_rows.predict(name, large, torch.bfloat16, gpu) for name in ("half", "half-skipped")}
+    products = {name: next(line for line in plan["text"] if line.startswith("matmuls")) for name, plan in told.items()}
+    assert products["half"].endswith("dweight cuBLAS's") and products["half-skipped"].endswith("dweight ours")
 
 
 def test_what_cannot_run_is_a_row_and_the_rest_is_measured(tmp_path, capsys, monkeypatch):

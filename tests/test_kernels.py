@@ -24,7 +24,7 @@ TARGETS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
     """Sorted pieces add what one addition after the other would, and the same bits every time."""
-    from chunked_head.kernels import launch
+    from chunked_head.kernels import launch_targets
 
     made = torch.Generator().manual_seed(5)
     target = TARGETS[kind](made).to(place.device)
@@ -36,7 +36,7 @@ def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
 
     def run() -> torch.Tensor:
         dweight = start.clone()
-        launch.add_target_rows(dweight, rows, target, factor)
+        launch_targets.add_target_rows(dweight, rows, target, factor)
         return dweight
 
     counts = target >= 0

@@ -57,11 +57,28 @@ class Layout(NamedTuple):
     demand: Demand
 
 
+class Targets(NamedTuple):
+    """Which row of hidden states predicts what."""
+
+    target: Tensor  # [tokens] int64, -1 where a row does not count
+    counted: Tensor  # [] how many do, in the dtype of the statistics
+    one_or_nan: Tensor  # [] of that dtype: nan where an id is out of range
+
+
 class Backend(Protocol):
     """What the loop asks of a backend."""
 
+    def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
+        """ValueError where it cannot compute there, or not with ``what``, which has this dtype."""
+
+    def read_targets(
+        self, target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int, dtype: torch.dtype
+    ) -> Targets:
+        """Targets [...] beside the rows whose hidden states predict them, ``shift`` before them along the last
+        dimension; ``mask`` [...] bool says which count, beside ``ignore_index``. ``dtype``: of the statistics."""
+
     def store(self, layout: Layout) -> Store:
-        """What this backend keeps of the logits between statistics and gradient; ValueError where it cannot serve."""
+        """What this backend keeps of the logits between statistics and gradient."""
 
     def teacher_store(self, teacher: Teacher, store: Store) -> Literal["relative", "logits"] | None:
         """What it keeps of a dense teacher's logits beside a student's; None where the caller's are read in place."""

@@ -11,10 +11,15 @@ from torch import Tensor
 
 from ..memory import Store
 from ..plans import Plan, slices
+from ..prepare import shift_left
 from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
-from . import Layout
+from . import Layout, Targets
 from . import torch_tiles as tiles
 from .torch_session import TorchSession
+
+
+def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
+    """It computes with everything, everywhere."""
 
 
 def store(layout: Layout) -> Store:
@@ -27,6 +32,20 @@ def teacher_store(teacher: Teacher, store: Store) -> Literal["relative", "logits
 
 def traits(device: torch.device) -> dict[str, Any]:
     return {"half_products": False, "scratch": 4 * tiles.TILE_ELEMENTS}
+
+
+def read_targets(
+    target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int, dtype: torch.dtype
+) -> Targets:
+    paired = shift_left(target, shift, ignore_index).reshape(-1)
+    counts = paired != ignore_index
+    if mask is not None:
+        counts &= shift_left(mask, shift, 0).reshape(-1)
+    inside = (paired >= 0) & (paired < vocab)
+    one_or_nan = torch.ones((), dtype=dtype, device=target.device)
+    one_or_nan.masked_fill_((counts & ~inside).any(), torch.nan)
+    counts &= inside
+    return Targets(torch.where(counts, paired, -1), counts.sum().to(dtype), one_or_nan)
 
 
 def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..kernels import launch
+from ..kernels import launch, launch_targets
 from ..kernels.launch_hopper import runs_hopper_products
 from ..memory import Store
 from ..plans import Plan
 from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
-from . import Layout
+from . import Layout, Targets
 from .triton_grads import GradSession
 from .triton_logits import GivenLogits, LogitsSession
 from .triton_relative import FastSession, RelativeSession
@@ -30,7 +30,7 @@ from .triton_relative import FastSession, RelativeSession
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
 
 
-def check_runs(device: torch.device, dtype: torch.dtype, what: str) -> None:
+def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
     if device.type != "cuda" and not launch.INTERPRETED:
         raise ValueError(
             "backend='triton' needs a CUDA device, or TRITON_INTERPRET=1 in the environment; the tensors are on "
@@ -41,7 +41,6 @@ def check_runs(device: torch.device, dtype: torch.dtype, what: str) -> None:
 
 
 def store(layout: Layout) -> Store:
-    check_runs(layout.device, layout.dtype, "hidden")
     aligned = layout.plain_weight and layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0
     if layout.dtype == torch.float32 or not aligned or layout.demand.top_k or not runs_exp_logits(layout.device):
         return "logits"
@@ -78,6 +77,16 @@ def traits(device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def read_targets(
+    target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int, dtype: torch.dtype
+) -> Targets:
+    paired = torch.empty(target.numel(), dtype=torch.int64, device=target.device)
+    counted, one_or_nan = torch.empty(2, dtype=dtype, device=target.device).unbind()
+    length = target.shape[-1] if target.dim() else 1
+    launch_targets.read_targets(paired, counted, one_or_nan, target, mask, length, shift, ignore_index, vocab)
+    return Targets(paired, counted, one_or_nan)
+
+
 def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
     launch.copy_rows(out, source, target, None, order)
 
@@ -102,7 +111,6 @@ def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | GradSession |
 
 
 def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
-    check_runs(rows.hidden.device, rows.hidden.dtype, "logits")
     GivenLogits(head, demand, rows.hidden, None).stats(rows, out)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..gradients import Gradients
-from ..kernels import launch, launch_rows
+from ..kernels import launch, launch_rows, launch_targets
 from ..kernels.launch_rows import Stored
 from ..kernels.tiles import strip_width, strips_of
 from ..matmul import project
@@ -168,4 +168,4 @@ class FastSession(RelativeSession):
 
     def finish(self, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         if grads.weight is not None:
-            launch.add_target_rows(grads.weight, hidden, target, self.target_factor, order)
+            launch_targets.add_target_rows(grads.weight, hidden, target, self.target_factor, order)
