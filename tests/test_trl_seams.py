@@ -222,7 +222,7 @@ def other_caller(model: Any) -> None:
         ("add_fused_lm_head", other_caller, "add_fused_lm_head does not contain 'weight,bias,labels"),
         ("add_fused_lm_head", eval("lambda: 0"), "has no source to look at"),
     ],
-    ids=str,
+    ids=["version", "gone", "other arguments", "no caller", "another caller", "no source"],
 )
 def test_refuses_what_it_does_not_know(what: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if what == "version":
