@@ -160,4 +160,5 @@ PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu",
 QUERIES = {getattr(Tensor, name).__get__ for name in PROPERTIES if hasattr(Tensor, name)} | {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.get_device, Tensor.__hash__, Tensor.is_inference,
+    Tensor.is_contiguous,
 }  # fmt: skip
