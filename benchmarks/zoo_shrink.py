@@ -25,7 +25,9 @@ SIZES: tuple[tuple[str, float | None], ...] = (
     (r"type_vocab_size|token_type|num_channels|in_channels|in_chans|kernel|stride|conv_size|merge_size|temporal", None),
     (r"rotary_dim", 8),
     (r"num_filters|expert_num", 4),
-    (r"vocab|codebook_size|n_words", VOCAB),
+    (r"depths", 1),
+    (r"codebook_size$", 64),
+    (r"vocab|n_words", VOCAB),
     (r"kv_shared_layers|nextn_predict|num_mtp|mtp_num", 0),
     (r"first_k_dense|dense_layers|num_dense", 1),
     (r"n_group$|topk_group|shared_experts", 1),
@@ -44,7 +46,7 @@ SIZES: tuple[tuple[str, float | None], ...] = (
     (r"sliding_window|window|chunk_size|block_size|block_len|attention_context", 8),
     (r"position|n_ctx|max_\w*len|context_length|seq_len|max_seq|n_positions|max_source|max_target", 128),
     (r"num_quer|num_latents|n_latents|query_tokens|num_mel|mel_bins|tokens_per_image|tokens_per", 16),
-    (r"dim|size|d_model|d_ff|n_embd|n_inner|width|channels|hidden|intermediate|inner|ffn|embd|units|features", WIDTH),
+    (r"dim|size|d_model|d_latents|d_ff|n_embd|n_inner|width|channels|hidden|intermediate|inner|ffn|embd|units|features", WIDTH),
 )  # fmt: skip
 TOKENS = re.compile(r"(_ids?|_index|_indices|_token)$")
 DROPS = re.compile(r"drop(?!less)")
@@ -55,7 +57,7 @@ TAIL: dict[str, Any] = {
     "logit_scale": 0.7, "logits_scaling": 1.3, "lm_head_multiplier": 0.6, "final_logit_softcapping": 3.0,
     "logits_soft_cap": 3.0, "output_logit_soft_cap": 3.0, "final_logits_soft_cap": 3.0, "logits_softcap": 3.0,
     "logit_cap": 3.0, "logits_scale": 0.7, "output_multiplier": 0.8, "logits_mup_width_multiplier": 1.7,
-    "output_router_logits": True, "output_scale": 0.8, "use_cache": False,
+    "output_router_logits": True, "output_scale": 0.8, "use_cache": False, "apply_spec_augment": False,
 }  # fmt: skip
 
 
@@ -72,7 +74,7 @@ class Shrinking:
 
     def value(self, name: str, value: Any, layers: int) -> Any:
         """An attribute of a configuration with ``layers`` layers, made small."""
-        if name in TAIL and value is not True:
+        if name in TAIL:
             return TAIL[name]
         if isinstance(value, (list, tuple)):
             return self.sequence(name, value, layers)
