@@ -42,5 +42,6 @@ MAKERS = {
     "MusicgenForConditionalGeneration": lambda: musicgen("MusicgenConfig", "MusicgenDecoderConfig"),
     "MusicgenMelodyForConditionalGeneration": lambda: musicgen("MusicgenMelodyConfig", "MusicgenMelodyDecoderConfig"),
     "CsmDepthDecoderForCausalLM": lambda: Shrinking().shrink(transformers.CsmDepthDecoderConfig()),
+    "ClvpForCausalLM": lambda: Shrinking().shrink(transformers.ClvpDecoderConfig()),
     "Granite4VisionForConditionalGeneration": granite_vision,
 }

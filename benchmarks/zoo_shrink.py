@@ -114,9 +114,9 @@ class Shrinking:
         parts = {name: part for name, part in parts.items() if name not in own}
         given |= own
         try:
-            return type(config)(**given, **parts)
-        except TypeError:  # some take their parts as dictionaries alone
             return type(config)(**given, **{name: part.to_dict() for name, part in parts.items()})
+        except (TypeError, ValueError):  # some take their parts as they are alone
+            return type(config)(**given, **parts)
 
     def given(self, name: str, default: Any, value: Any, layers: int) -> Any:
         """What to make a configuration with, for an argument's default and what came of it in the full size."""
