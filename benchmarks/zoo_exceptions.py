@@ -7,9 +7,19 @@ from typing import Any
 from benchmarks import zoo_inputs as given
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-SECTIONS = {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}, "rope_scaling": ROPE | {"mrope_section": [4, 2, 2]}}
-HALF = {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}, "rope_scaling": ROPE | {"mrope_section": [2, 1, 1]}}
-HALVES = {"rope_parameters": ROPE | {"mrope_section": [3, 3, 2]}, "rope_scaling": ROPE | {"mrope_section": [3, 3, 2]}}
+
+
+def sections(*sizes: int, **others: Any) -> dict[str, Any]:
+    """Rotary embeddings of time, height and width: half of a head, whose sections the code has for the full size."""
+    made = ROPE | others | {"mrope_section": list(sizes)}
+    return {"rope_parameters": made, "rope_scaling": made}  # transformers 5 and 4
+
+
+MULTIMODAL = (
+    "Qwen2VLTextConfig", "Qwen2_5_VLTextConfig", "Qwen3VLTextConfig", "Qwen3VLMoeTextConfig", "Qwen2_5OmniTextConfig",
+    "Qwen3OmniMoeTextConfig", "Glm4vTextConfig", "GlmOcrTextConfig", "GlmImageTextConfig", "PaddleOCRTextConfig",
+    "HunYuanVLTextConfig", "Cosmos3EdgeTextConfig",
+)  # fmt: skip
 NO_ROUTER_LOSS = {"output_router_logits": False}
 
 # By the name of a configuration's class: what replaces the rules' values, or is added.
@@ -24,13 +34,10 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "NemotronHConfig": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "ZambaConfig": {"use_mamba_kernels": False, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
-    # sections of multimodal rotary embeddings stand in the code, for the full head_dim
-    **{name: SECTIONS for name in ("Qwen2VLTextConfig", "Qwen2_5_VLTextConfig", "Glm4vTextConfig", "GlmOcrTextConfig",
-                                   "GlmImageTextConfig", "PaddleOCRTextConfig", "HunYuanVLTextConfig")},
-    "Glm4vMoeTextConfig": HALF,
-    "Cosmos3EdgeTextConfig": SECTIONS,
-    "Ernie4_5_VLMoeTextConfig": HALVES, "Ernie4_5_VL_MoeTextConfig": HALVES,
-    "CohereCompassTextConfig": {"rope_parameters": {"full_attention": SECTIONS["rope_parameters"]}, "logit_scale": 0.7},
+    **dict.fromkeys(MULTIMODAL, sections(4, 2, 2)),
+    "Glm4vMoeTextConfig": sections(2, 1, 1, partial_rotary_factor=0.5),
+    "Ernie4_5_VLMoeTextConfig": sections(3, 3, 2), "Ernie4_5_VL_MoeTextConfig": sections(3, 3, 2),
+    "CohereCompassTextConfig": {"rope_parameters": {"full_attention": sections(4, 2, 2)["rope_parameters"]}},
     # numbers of experts that are None and not worked out
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "Dots1Config": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
@@ -49,11 +56,12 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "EsmConfig": {"vocab_size": 101, "pad_token_id": 1, "mask_token_id": 3},
     "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": 4, "vision_end_token_id": 5},
     "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 4, "vision_end_token_id": 5},
-    "Qwen2_5OmniTextConfig": SECTIONS, "Qwen3OmniMoeTextConfig": SECTIONS,
-    "Qwen3VLTextConfig": SECTIONS, "Qwen3VLMoeTextConfig": SECTIONS,
-    "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]}, "NemotronH_Omni_Reasoning_V3_Config": {},
+    "FlintConfig": {"mlp_layer_types": ["dense", "sparse"]},
+    "MuseSparkAudioConfig": {"num_hidden_layers": 4},
+    "RadioConfig": {"video_temporal_patch_size": 2},
+    "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]},
     "MllamaTextConfig": {"rope_scaling": ROPE, "rope_parameters": ROPE},
-    "Qwen3OmniMoeTalkerTextConfig": {**SECTIONS, "shared_expert_intermediate_size": 64},
+    "Qwen3OmniMoeTalkerTextConfig": {**sections(4, 2, 2), "shared_expert_intermediate_size": 64},
     "BltConfig": {"num_hidden_layers": 2},
     "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
     "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2, "vocab_size": 101},
@@ -74,6 +82,12 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "Granite4VisionConfig": {"downsample_rate": "1/2", "deepstack_layer_map": [[-2, 0]], "spatial_target_layers": [1]},
     "MoonshineStreamingConfig": {"num_key_value_heads": 4},
 }  # fmt: skip
+
+# Classes whose labels are no tokens: what they are instead.
+NO_TOKENS = {
+    "PocketTTSForConditionalGeneration": "its labels are latents of sound, not tokens",
+    "GradiumPhononTTSForConditionalGeneration": "its labels are latents of sound, not tokens",
+}
 
 # By the name of a model's class: what it takes beside text or instead of it.
 INPUTS: dict[str, Any] = {

@@ -49,16 +49,17 @@ def build(model_class: Any) -> nn.Module:
 @contextlib.contextmanager
 def without_timm() -> Iterator[None]:
     """Vision towers of the package timm, which is not needed for text, are empty."""
-    plain = transformers.AutoModel.from_config.__func__  # type: ignore[attr-defined]
+    auto: Any = transformers.AutoModel
+    plain = auto.from_config.__func__
 
     def from_config(cls: Any, config: Any, **options: Any) -> Any:
         return nn.Identity() if config.model_type in TIMM else plain(cls, config, **options)
 
-    transformers.AutoModel.from_config = classmethod(from_config)  # type: ignore[method-assign, assignment]
+    auto.from_config = classmethod(from_config)
     try:
         yield
     finally:
-        transformers.AutoModel.from_config = classmethod(plain)  # type: ignore[method-assign]
+        auto.from_config = classmethod(plain)
 
 
 def made(model_class: Any, config: Any) -> nn.Module:
