@@ -75,6 +75,11 @@ def kosmos(model: Any, text: Inputs) -> Inputs:
     return pixels(model, text) | {"image_embeds_position_mask": mask}
 
 
+def token_types(model: Any, text: Inputs) -> Inputs:
+    """Text alone, and said to be."""
+    return text | {"mm_token_type_ids": torch.zeros(BATCH, LENGTH, dtype=torch.long)}
+
+
 def boxes(model: Any, text: Inputs) -> Inputs:
     """Where each token stands on a page."""
     return text | {"bbox": floats(BATCH, LENGTH, 4).sigmoid()}
