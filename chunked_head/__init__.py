@@ -10,6 +10,7 @@ if not (Path(__file__).resolve().parent / "kernels").is_dir() and (_beside / "ke
 
 # ruff: noqa: E402  (after the path is set)
 from . import losses, metrics, weights
+from .divergence import linear_divergence
 from .gathered import gathered_topk_kl
 from .head import ChunkedHead, linear_cross_entropy
 from .integrations.patch import patch_model, unpatch_model
@@ -21,6 +22,6 @@ from .plans import Plan
 
 __all__ = [
     "ChunkedHead", "CrossEntropyLoss", "LossOutput", "Plan", "gathered_topk_kl", "linear_cross_entropy",
-    "linear_logprobs", "linear_loss", "logits_loss", "losses", "metrics", "patch_model", "plan", "unpatch_model",
-    "weights",
+    "linear_divergence", "linear_logprobs", "linear_loss", "logits_loss", "losses", "metrics", "patch_model", "plan",
+    "unpatch_model", "weights",
 ]  # fmt: skip

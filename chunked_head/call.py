@@ -1,7 +1,7 @@
 """From what a call asks to what runs: its objective, its plan, its sizes; the same way for every public function."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -72,7 +72,8 @@ def token_objective(asked: Asked) -> TokenObjective:
 
 
 def stats_objective(asked: Asked, demand: Demand, names: tuple[str, ...], with_gradient: int) -> StatsObjective:
-    return StatsObjective(**(common(asked) | {"demand": demand}), names=names, with_gradient=with_gradient)
+    own = {"demand": demand, "structure": replace(asked.answer.structure, views=demand.views)}
+    return StatsObjective(**(common(asked) | own), names=names, with_gradient=with_gradient)
 
 
 def common(asked: Asked) -> dict[str, Any]:

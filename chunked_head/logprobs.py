@@ -16,7 +16,7 @@ from .losses.base import Losses
 from .objective import StatsObjective
 from .planner import Request
 from .prepare import shift_right
-from .stats import Demand
+from .stats import Demand, View
 
 
 @operation
@@ -29,6 +29,8 @@ def linear_logprobs(
     lse: bool = False,
     argmax: bool = False,
     top_k: int | None = None,
+    mean_logit: bool = False,
+    log_sum_sq_probs: bool = False,
     temperature: float = 1.0,
     mask: Tensor | None = None,  # [...] bool
     bias: Tensor | None = None,  # [vocab]
@@ -50,13 +52,14 @@ def linear_logprobs(
         logprobs = x.log_softmax(-1).gather(-1, target[..., None])[..., 0]
         entropy = -(x.softmax(-1) * x.log_softmax(-1)).sum(-1)
         lse, argmax, top_k = x.logsumexp(-1), x.argmax(-1), x.log_softmax(-1).topk(k)
+        mean_logit, log_sum_sq_probs = x.mean(-1), (2 * x.log_softmax(-1)).logsumexp(-1)
 
     without the logits, for a loss of one's own:
 
         logprobs, entropy = linear_logprobs(hidden, weight, target, entropy=True)
         (-(advantages * logprobs) - 0.01 * entropy).mean().backward()
 
-    Any gradient of ``logprobs``, ``entropy`` and ``lse`` flows back; argmax and top-K have none. Under
+    Any gradient flows back but those of argmax and top-K, which have none. Under
     ``torch.no_grad()``, or where neither hidden states nor head need a gradient, a call is one matmul and keeps no
     logits beyond a chunk. With gradients, logits are computed again in ``backward``, since the gradient of each token
     comes late: four matmuls. A loss from ``chunked_head.losses`` in ``linear_loss`` needs three.
@@ -66,6 +69,9 @@ def linear_logprobs(
 
     Args:
         entropy, lse, argmax: whether to return these too, [...] fp32 in nats, int64 for argmax.
+        mean_logit: mean of the logits over the vocabulary, [...] fp32 (TRL's ``logits/chosen`` averages it).
+        log_sum_sq_probs: ``log(sum_v p_v ** 2)`` in nats, [...] fp32: WPO's weight, less a sign Rényi's entropy of
+            order 2. It takes a softmax at half the temperature beside the first.
         top_k: K largest log-probabilities and their ids: ``top_k_logprobs`` [..., K] fp32, ``top_k_ids`` [..., K].
         temperature: divides the logits.
         mask: [...] bool, tokens that count, beside ``ignore_index``. The others have 0 everywhere (ids too), and no
@@ -74,8 +80,8 @@ def linear_logprobs(
             target's place under ``shift``.
 
     Returns:
-        ``logprobs`` [...] alone, or a named tuple ``(logprobs, entropy, lse, argmax, top_k_logprobs, top_k_ids)`` of
-        those that were asked for, in this order; fp32 (fp64 for fp64).
+        ``logprobs`` [...] alone, or a named tuple ``(logprobs, entropy, lse, mean_logit, log_sum_sq_probs, argmax,
+        top_k_logprobs, top_k_ids)`` of those that were asked for, in this order; fp32 (fp64 for fp64).
 
     Raises:
         TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
@@ -92,8 +98,13 @@ def linear_logprobs(
         if not 1 <= top_k <= weight.shape[0]:
             raise ValueError(f"top_k must be in [1, {weight.shape[0]}] (the rows of weight) or None, got {top_k}")
     checked = check(head, dtype, Losses(()), batch={} if mask is None else {"mask": mask})
-    demand = Demand(entropy=(entropy,), top=argmax, top_k=top_k or 0, rank_one=not entropy)
-    names = output_names(entropy, lse, argmax, top_k)
+    # the square of a probability is one at half the temperature
+    views = (View(), View(2.0)) if log_sum_sq_probs else (View(),)
+    demand = Demand(
+        views, (entropy, *(False for _ in views[1:])), weighted_sum=mean_logit, top=argmax, top_k=top_k or 0,
+        rank_one=not (entropy or mean_logit or log_sum_sq_probs),
+    )  # fmt: skip
+    names = output_names(entropy, lse, mean_logit, log_sum_sq_probs, argmax, top_k)
     differentiable = sum(name in DIFFERENTIABLE for name in names)
 
     def objective(asked: Asked) -> StatsObjective:
@@ -105,13 +116,16 @@ def linear_logprobs(
     )
 
 
-DIFFERENTIABLE = ("logprobs", "entropy", "lse")
+DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", "log_sum_sq_probs")
 
 
-def output_names(entropy: bool, lse: bool, argmax: bool, top_k: int | None) -> tuple[str, ...]:
+def output_names(
+    entropy: bool, lse: bool, mean_logit: bool, log_sum_sq_probs: bool, argmax: bool, top_k: int | None
+) -> tuple[str, ...]:
     """What a call returns, in order; those that take a gradient come first."""
     wanted = (
-        ("logprobs", True), ("entropy", entropy), ("lse", lse), ("argmax", argmax), ("top_k_logprobs", bool(top_k)),
+        ("logprobs", True), ("entropy", entropy), ("lse", lse), ("mean_logit", mean_logit),
+        ("log_sum_sq_probs", log_sum_sq_probs), ("argmax", argmax), ("top_k_logprobs", bool(top_k)),
         ("top_k_ids", bool(top_k)),
     )  # fmt: skip
     return tuple(name for name, asked_for in wanted if asked_for)
@@ -120,7 +134,7 @@ def output_names(entropy: bool, lse: bool, argmax: bool, top_k: int | None) -> t
 # made here, all of them: a compiler cannot take the making of a type
 RESULT_TYPES = {
     names: namedtuple("LogProbs", names)
-    for names in itertools.starmap(output_names, itertools.product((False, True), repeat=4))
+    for names in itertools.starmap(output_names, itertools.product((False, True), repeat=6))
 }
 
 
@@ -136,7 +150,6 @@ def laid_out(values: Sequence[Tensor], names: tuple[str, ...], target: Tensor, s
 
 @in_graph(linear_logprobs)
 def in_graph_logprobs(outputs: list[Tensor], given: dict[str, Any]) -> Any:
-    names = output_names(
-        given.get("entropy", False), given.get("lse", False), given.get("argmax", False), given.get("top_k")
-    )
+    flags = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")
+    names = output_names(**{name: given.get(name, False) for name in flags}, top_k=given.get("top_k"))
     return laid_out(outputs, names, given["target"], given.get("shift", 0))

@@ -247,6 +247,13 @@ class StatsObjective(Objective):
         if name == "top_k_logprobs":
             assert stats.top_k_logits is not None
             return (stats.top_k_logits - stats.start[:, None]) + stats.rest[:, None]
+        if name == "mean_logit":
+            assert stats.weighted_sum is not None
+            return stats.weighted_sum / self.structure.vocab
+        if name == "log_sum_sq_probs":
+            assert stats.start2 is not None and stats.rest2 is not None
+            # lse2 - 2 * lse, which would lose what lies below an ulp of the logits
+            return (stats.start2 - 2 * stats.start) - (stats.rest2 - 2 * stats.rest)
         return getattr(stats, LEAF.get(name, name))
 
     def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
@@ -258,6 +265,10 @@ class StatsObjective(Objective):
         }
         for name in ("logprob", "lse"):  # alpha and beta are always there
             grads.setdefault(name, torch.zeros(len(self.target), dtype=self.dtype, device=self.target.device))
+        if (given := grads.pop("mean_logit", None)) is not None:
+            grads["weighted_sum"] = given / self.structure.vocab
+        if (given := grads.pop("log_sum_sq_probs", None)) is not None:
+            grads["lse2"], grads["lse"] = given, grads["lse"] - 2 * given
         return self.fitted(as_coefficients(coefficients_of(self.structure, grads, stats.named())))
 
 

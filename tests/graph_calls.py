@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+from chunked_head import (
+    LossOutput,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_logprobs,
+    linear_loss,
+    losses,
+    metrics,
+)
 
 VOCAB, HIDDEN, SEGMENTS = 301, 24, 4
 
@@ -107,16 +115,24 @@ def custom(d: Data) -> LossOutput:
 
 def logprobs(d: Data) -> Any:
     return linear_logprobs(
-        d.hidden, d.weight, d.target, entropy=True, lse=True, argmax=True, top_k=3, mask=d.fields["mask"], shift=1
-    )
+        d.hidden, d.weight, d.target, entropy=True, lse=True, argmax=True, top_k=3, mean_logit=True,
+        log_sum_sq_probs=True, mask=d.fields["mask"], shift=1,
+    )  # fmt: skip
 
 
 def logprobs_alone(d: Data) -> Tensor:
     return linear_logprobs(d.hidden, d.weight, d.target, temperature=0.7) * d.fields["advantages"]
 
 
+def divergence(d: Data) -> Any:
+    teacher = chosen(d, "teacher_hidden", "teacher_weight")
+    return linear_divergence(
+        d.hidden, d.weight, divergence="jsd", beta=0.3, entropy=True, mask=d.fields["mask"], shift=1, **teacher
+    )
+
+
 CALLS: list[Callable[[Data], Any]] = [
-    plain, weighted, unreduced, grpo, gspo, distilled, custom, logprobs, logprobs_alone,
+    plain, weighted, unreduced, grpo, gspo, distilled, custom, logprobs, logprobs_alone, divergence,
 ]  # fmt: skip
 
 

@@ -32,16 +32,21 @@ def operands(dtype: torch.dtype, device: str, spread: float = 2.0) -> tuple[Tens
 def on_full_logits(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, softcap: float | None = None,
     logit_scale: float = 1.0, temperature: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Log-probability, entropy and lse, 0 where a token does not count; and the logits."""
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Log-probability, entropy, lse, mean logit and log of the sum of squared probabilities, 0 where a token does not
+    count; and the logits."""
     x = torch.nn.functional.linear(hidden, weight, bias)
     x = x.to(torch.promote_types(x.dtype, torch.float32)) * logit_scale
     x = (x if softcap is None else softcap * torch.tanh(x / softcap)) / temperature
     logs, counts = x.log_softmax(-1), target != -100
     own = logs.gather(1, target.clamp(min=0)[:, None])[:, 0]
     entropy = -(logs.exp() * logs).sum(-1)
-    own, entropy, lse = (torch.where(counts, t, 0.0) for t in (own, entropy, x.logsumexp(-1)))
-    return own, entropy, lse, x
+    found = (own, entropy, x.logsumexp(-1), x.mean(-1), (2 * logs).logsumexp(-1))
+    return *(torch.where(counts, t, 0.0) for t in found), x
+
+
+EVERY = {"entropy": True, "lse": True, "mean_logit": True, "log_sum_sq_probs": True}
+NAMES = ("logprobs", *EVERY)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -53,26 +58,62 @@ def test_values_and_gradients(place: Place, dtype: torch.dtype, head: str) -> No
     hidden, weight, target = operands(dtype, place.device)
     bias = torch.randn(VOCAB).to(place.device, dtype)
     made = torch.Generator().manual_seed(1)
-    upstream = [torch.randn(TOKENS, generator=made).to(place.device) for _ in range(3)]
+    upstream = [torch.randn(TOKENS, generator=made).to(place.device) for _ in NAMES]
 
     def run(call: Any, kind: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
         leaves = [t.detach().to(kind).requires_grad_() for t in (hidden, weight, bias)]
-        found = call(*leaves[:2], target, bias=leaves[2], **HEADS[head])[:3]
+        found = call(*leaves[:2], target, bias=leaves[2], **HEADS[head])[: len(NAMES)]
         total = sum((u.to(f.dtype) * f).sum() for u, f in zip(upstream, found, strict=True))
         return [f.detach() for f in found], list(torch.autograd.grad(total, leaves))
 
     def ours(h: Tensor, w: Tensor, y: Tensor, **options: Any) -> tuple[Tensor, ...]:
         garbage = torch.where((y == -100)[:, None], torch.nan, h)
-        return linear_logprobs(
-            garbage, w, y, entropy=True, lse=True, backend=place.backend, memory_budget="1MiB", **options
-        )
+        return linear_logprobs(garbage, w, y, **EVERY, backend=place.backend, memory_budget="1MiB", **options)
 
     (mine, grads), (plain, eager) = run(ours, dtype), run(on_full_logits, dtype)
     exact, truth = run(on_full_logits, torch.float64)
-    for name, a, b, c in zip(("logprobs", "entropy", "lse"), mine, plain, exact, strict=True):
+    for name, a, b, c in zip(NAMES, mine, plain, exact, strict=True):
         assert_within_budget(a, b, c, torch.float32, name)
     for name, a, b, c in zip(("hidden", "weight", "bias"), grads, eager, truth, strict=True):
         assert_within_budget(a, b, c, dtype, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("asked", EVERY)
+def test_one_alone(place: Place, dtype: torch.dtype, asked: str) -> None:
+    """Beside the log-probability nothing else is asked for: whatever makes it, and no other term in the gradient."""
+    hidden, weight, target = operands(dtype, place.device)
+
+    def run(call: Any, kind: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        leaves = [t.detach().to(kind).requires_grad_() for t in (hidden, weight)]
+        value = call(*leaves)
+        return value.detach(), list(torch.autograd.grad((value * value.detach().cos()).sum(), leaves))
+
+    def ours(h: Tensor, w: Tensor) -> Tensor:
+        found = linear_logprobs(h, w, target, **{asked: True}, temperature=0.8, backend=place.backend)
+        assert found._fields == ("logprobs", asked)
+        return found[1]
+
+    def full(h: Tensor, w: Tensor) -> Tensor:
+        return on_full_logits(h, w, target, temperature=0.8)[NAMES.index(asked)]
+
+    (mine, grads), (plain, eager), (exact, truth) = run(ours, dtype), run(full, dtype), run(full, torch.float64)
+    assert_within_budget(mine, plain, exact, torch.float32, asked)
+    for name, a, b, c in zip(("hidden", "weight"), grads, eager, truth, strict=True):
+        assert_within_budget(a, b, c, dtype, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_squares_of_small_probabilities(place: Place) -> None:
+    """Log-sum-exp is thousands here, and rounded by more than what is left of it."""
+    hidden, weight, target = operands(torch.float32, place.device)
+    bias = torch.full((VOCAB,), 5000.0, device=place.device)
+    found = linear_logprobs(hidden, weight, target, bias=bias, log_sum_sq_probs=True, backend=place.backend)
+    # the bias leaves 13 bits of a logit behind the point: as rounded as they are, their squares are exact
+    rounded = (hidden @ weight.t() + bias).double()
+    expected = (2 * rounded.log_softmax(-1)).logsumexp(-1)[target != -100]
+    torch.testing.assert_close(found.log_sum_sq_probs[target != -100].double(), expected, rtol=0, atol=3e-4)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -85,7 +126,7 @@ def test_largest(place: Place, head: str) -> None:
         hidden, weight, target, bias=bias, argmax=True, top_k=7, backend=place.backend, chunk_tokens=32, **HEADS[head]
     )
     assert found._fields == ("logprobs", "argmax", "top_k_logprobs", "top_k_ids")
-    own, _, _, x = on_full_logits(hidden.double(), weight.double(), target, bias.double(), **HEADS[head])
+    own, *_, x = on_full_logits(hidden.double(), weight.double(), target, bias.double(), **HEADS[head])
     counts = target != -100
     values, ids = x.log_softmax(-1).topk(7)
     torch.testing.assert_close(found.logprobs.double(), own, rtol=1e-5, atol=2e-5)

@@ -200,6 +200,59 @@ def test_losses_outside_of_the_forward() -> None:
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
 
 
+def selective(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As some trainers spell log-probabilities, row by row."""
+    chosen = torch.gather(logits, dim=-1, index=ids.unsqueeze(-1)).squeeze(-1)
+    return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+
+
+def negative(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    logp = -F.log_softmax(logits / 0.7, dim=-1)
+    return -(
+        logp.gather(-1, ids[..., None])[..., 0] + 0.1 * logp.sum(dim=-1, keepdim=True, dtype=torch.float32)[..., 0]
+    )
+
+
+SPELLINGS: dict[str, Callable[..., torch.Tensor]] = {
+    "selective": selective,
+    "negative": negative,
+    "method": lambda logits, ids: logits.log_softmax(-1).gather(index=ids[..., None], dim=-1).squeeze(-1) * 2,
+    "lse": lambda logits, ids: logits.logsumexp(-1, keepdim=True)[..., 0] ** 2,
+}
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_log_probabilities_outside_of_the_forward(spelling: str, make: Callable[[], Any]) -> None:
+    plain = make()
+    model = patch_model(copy.deepcopy(plain), when="training", strict=True)
+    ids, found = tokens()["input_ids"], []
+    for one in (plain, model):
+        value = SPELLINGS[spelling](one(input_ids=ids[:, :-1]).logits, ids[:, 1:])
+        (value * torch.linspace(-1, 1, value.numel()).view(value.shape)).sum().backward()
+        found.append((value.detach(), one.lm_head.weight.grad, one.model.layers[0].mlp.up_proj.weight.grad))
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * theirs.abs().max().item())
+    assert model.chunked_head.fused >= 1 and model.chunked_head.materialised == 0
+
+
+def test_log_probabilities_of_changed_ids() -> None:
+    """Neither stale statistics nor ids that gather would refuse."""
+    model = patch_model(tiny_models.llama(), when="training")
+    ids = tokens()["input_ids"].clone()
+    logp = model(input_ids=ids).logits.log_softmax(-1)
+    first = logp.gather(-1, ids[..., None])
+    index = ids[..., None].clone()
+    torch.testing.assert_close(logp.gather(-1, index), first)
+    index[0, 0] = 1
+    again = logp.gather(-1, index)
+    assert again[0, 0] != first[0, 0] and torch.equal(again[1], first[1])
+    with torch.no_grad():
+        assert not logp.gather(-1, index).requires_grad
+    with pytest.raises(IndexError):
+        logp.gather(-1, torch.full_like(index, 97))
+
+
 def test_new_heads_are_found() -> None:
     plain = tiny_models.llama(tie_word_embeddings=False)
     model = patch_model(copy.deepcopy(plain))

@@ -85,6 +85,20 @@ def losses_of(layout: str, patched: str, rank: int) -> list[float]:
     return found
 
 
+def outside(layout: str) -> list[str]:
+    """What is said of a loss outside of a sharded forward, which is computed as ever."""
+    wrap, options = LAYOUTS[layout]
+    model = patch_model(tiny_models.llama(tie_word_embeddings=False), when="training")
+    parallel = wrap(model, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            logits = parallel(input_ids=tokens()["input_ids"]).logits
+            logits.float().logsumexp(-1).mean().backward()
+    assert type(logits) is torch.Tensor and model.chunked_head.fused == 0
+    return [str(one.message) for one in said if "chunked_head" in str(one.message)]
+
+
 def tensor_parallel(folder: str, patched: bool) -> tuple[float, float]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
     if patched:
@@ -117,6 +131,8 @@ def work(rank: int, folder: str, port: int) -> None:
     for layout in LAYOUTS:
         for patched in ("never", "before", "after"):
             found[f"{layout} {patched}"] = outcome(losses_of, layout, patched, rank)
+    for layout in ("fsdp2-root", "fsdp2-own", "fsdp1"):
+        found[f"outside {layout}"] = outcome(outside, layout)
     for patched in (False, True):
         found[f"tp {patched}"] = outcome(tensor_parallel, f"{folder}/model", patched)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
@@ -147,6 +163,14 @@ def test_two_ranks(found: list[dict[str, Any]], layout: str, patched: str) -> No
         assert not isinstance(ours, str), ours
         assert ours == pytest.approx(plain, rel=1e-5)
         assert ours[-1] < ours[0] - 0.1  # it learns
+
+
+@pytest.mark.parametrize("layout", ["fsdp2-root", "fsdp2-own", "fsdp1"])
+def test_losses_outside_of_a_sharded_forward(found: list[dict[str, Any]], layout: str) -> None:
+    for rank in found:
+        said = rank[f"outside {layout}"]
+        assert isinstance(said, list), said
+        assert len(said) == 1 and "takes its weights away" in said[0]
 
 
 def test_tensor_parallel(found: list[dict[str, Any]]) -> None:

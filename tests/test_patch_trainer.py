@@ -1,6 +1,7 @@
 """transformers' Trainer and accelerate with a patched model: the numbers of the plain one."""
 
 import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,13 @@ def test_trainer(case: str, tmp_path: Path) -> None:
     assert model.chunked_head.materialised == (evaluations if case == "metrics" else 0)
 
 
-def test_losses_outside_are_fused_where_asked_for(tmp_path: Path) -> None:
-    plain = tiny_models.llama()
+@pytest.mark.parametrize("case", ["a loss outside", "label smoothing"])
+def test_losses_outside_are_fused_where_asked_for(case: str, tmp_path: Path) -> None:
+    arguments, own, _ = CASES[case]
+    plain = tiny_models.gemma2()
     model = patch_model(copy.deepcopy(plain), when="training", strict=True)
-    theirs = trained(plain, tmp_path, {}, {"compute_loss_func": summed})[1]
-    ours = trained(model, tmp_path, {}, {"compute_loss_func": summed})[1]
+    theirs = trained(plain, tmp_path, arguments, own)[1]
+    ours = trained(model, tmp_path, arguments, own)[1]
     assert model.chunked_head.fused == 6
     for mine, other in zip(ours, theirs, strict=True):
         assert "loss" not in other or mine["loss"] == pytest.approx(other["loss"], rel=3e-4)
@@ -152,3 +155,17 @@ def test_accelerate(tmp_path: Path) -> None:
         if patched:
             assert accelerator.unwrap_model(model).chunked_head.fused == 6
     assert found[1] == pytest.approx(found[0], rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop"])
+def test_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of docs/examples: their losses with a patched model and without."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # an earlier trainer's
+    example = importlib.import_module(name)
+    ours, theirs = example.main(["--cpu"]), example.main(["--cpu", "--plain"])
+    assert len(ours) == len(theirs) == 3 and ours[-1]["loss"] < ours[0]["loss"]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert 0 < mine["entropy"] < 6 and "entropy" not in other
+        for key, value in other.items():
+            assert mine[key] == pytest.approx(value, rel=1e-4)
+    assert "losses fused, logits computed 0 times" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from tiny_models import tokens
 
 from chunked_head import patch_model
 
-pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.deepspeed
 RANKS, STEPS = 2, 3
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,

@@ -92,9 +92,16 @@ class Agreement:
 
     def applies(self, model: nn.Module, labelled: bool) -> bool:
         """Whether a forward's logits are lazy."""
-        if self.head is None:
+        if self.head is None or labelled:
+            return labelled and self.head is not None
+        outside = self.when == "training" and model.training and torch.is_grad_enabled()
+        if outside and (is_fully_sharded(model) or is_fully_sharded(self.head)):
+            self.warn(
+                f"chunked_head: {self.model} is sharded by FSDP, which takes its weights away when the forward ends: "
+                "only losses inside of it are fused; give the forward labels"
+            )
             return False
-        return labelled or (self.when == "training" and model.training and torch.is_grad_enabled())
+        return outside
 
     def find_again(self, model: nn.Module) -> None:
         """The head may be another by now: resized, set, adapted."""
@@ -200,6 +207,12 @@ def check_loss(loss: Losses | None, measured: tuple[Metric, ...]) -> None:
                 f"{one.label} needs {needs}, and a model's forward has labels alone; call linear_loss on the model's "
                 "hidden states"
             )
+
+
+def is_fully_sharded(module: Any) -> bool:
+    """By FSDP2, or as part of what FSDP1 wraps."""
+    names = {base.__name__ for base in type(module).__mro__}
+    return bool(names & {"FSDPModule", "FullyShardedDataParallel"}) or hasattr(module, "_is_fsdp_managed_module")
 
 
 def place() -> str:

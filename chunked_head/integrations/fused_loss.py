@@ -41,16 +41,9 @@ class Asked:
         return self.run(hidden, head.weight, head.bias)
 
     def run(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if weight.shape[0] != self.source.head.columns:
-            raise RuntimeError(
-                f"the head's weight has {weight.shape[0]} rows where {self.source.head.columns} were expected; if a "
-                "sharding framework holds a part of it, its hooks have to run around the head's call"
-            )
-        tail, patch = self.tail, self.source.patch
-        columns = {} if tail.vocab is None else {"weight": weight[: tail.vocab]}
-        head: dict[str, Any] = {"weight": weight, **columns, "bias": tail.bias(bias, weight)}
-        head |= {"softcap": tail.softcap, "logit_scale": tail.logit_scale, "ignore_index": self.ignore_index}
-        head |= {"reduction": self.reduction, **patch.options}
+        patch = self.source.patch
+        head = head_of(self.source, self.tail, weight, bias)
+        head |= {"ignore_index": self.ignore_index, "reduction": self.reduction}
         if patch.loss is None and not patch.measured:
             return linear_cross_entropy(
                 hidden, target=self.target.to(hidden.device), class_weights=self.class_weights,
@@ -125,6 +118,18 @@ def cross_entropy(
             loss = asked.by_chunks(logits.hidden, source.head.real)
     source.patch.fuses(tail)
     return loss.to(logits.dtype)
+
+
+def head_of(source: Source, tail: Tail, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    """The head with what the model does behind it, as options of this library's functions."""
+    if weight.shape[0] != source.head.columns:
+        raise RuntimeError(
+            f"the head's weight has {weight.shape[0]} rows where {source.head.columns} were expected; if a sharding "
+            "framework holds a part of it, its hooks have to run around the head's call"
+        )
+    cropped = weight if tail.vocab is None else weight[: tail.vocab]
+    given = {"weight": cropped, "bias": tail.bias(bias, weight), "softcap": tail.softcap}
+    return given | {"logit_scale": tail.logit_scale, **source.patch.options}
 
 
 def is_shard(weight: Tensor) -> bool:

@@ -8,7 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .fused_loss import cross_entropy
-from .virtual import COPIES, IN_PLACE, VIEWS, Virtual
+from .fused_statistics import LOG_SOFTMAX, STATISTICS, Read, Rows, log_softmax, statistics
+from .virtual import COPIES as PLAIN_COPIES
+from .virtual import IN_PLACE, VIEWS, Virtual
+
+COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
 
 Disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -23,6 +27,7 @@ class LazyLogits(Tensor):
 
     _virtual: Virtual
     _real: Tensor | None
+    _rows: tuple[tuple[Tensor | None, int, bool], Rows] | None  # statistics, and of which ids
     _family: "list[weakref.ref[LazyLogits]]"  # lazy logits that would share memory with these, and these
 
     @staticmethod
@@ -30,7 +35,7 @@ class LazyLogits(Tensor):
         made = Tensor._make_wrapper_subclass(
             LazyLogits, virtual.shape, dtype=virtual.dtype, device=virtual.hidden.device
         )
-        made._virtual, made._real = virtual, None
+        made._virtual, made._real, made._rows = virtual, None, None
         made._family = [] if family is None else family
         made._family.append(weakref.ref(made))
         return made
@@ -40,6 +45,20 @@ class LazyLogits(Tensor):
         if self._real is None:
             self._real = self._virtual.source.real(self._virtual)
         return self._real
+
+    def rows_for(self, read: Read, index: Tensor | None) -> Rows:
+        """Statistics of the rows for ids [..., 1]: those computed last where they are for the same, or any will do."""
+        key = (index, 0 if index is None else index._version, torch.is_grad_enabled())
+        if (
+            self._rows is None
+            or not (index is None or self._rows[0][0] is index)
+            or (index is not None and self._rows[0][1] != key[1])
+            or self._rows[0][2] != key[2]
+        ):
+            ids = read.logits.hidden.new_zeros(read.logits.shape[:-1], dtype=torch.int64)
+            self._rows = (key, statistics(read, ids if index is None else index[..., 0]))
+            self._virtual.source.patch.fuses(read.tail)
+        return self._rows[1]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         known = "" if self._real is None else ", computed"
@@ -83,6 +102,8 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
         return cross_entropy(virtual, *rest, **kwargs)
     if name == "argmax":
         return argmax(virtual, *rest, **kwargs)
+    if name in STATISTICS:
+        return STATISTICS[name](virtual, first.rows_for, *rest, **kwargs)
     if name in IN_PLACE:
         return changed(first, name, IN_PLACE[name](virtual, *rest, **kwargs))
     found = (COPIES.get(name) or VIEWS[name])(virtual, *rest, **kwargs)
@@ -91,20 +112,21 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     family = first._family if name in VIEWS else None
     if isinstance(found, Virtual):
         return first if found is virtual and name != "clone" else LazyLogits.of(found, family)
-    return tuple(LazyLogits.of(part, family) for part in found)
+    parts = tuple(LazyLogits.of(part, family) for part in found)
+    return iter(parts) if name == "__iter__" else parts
 
 
 def changed(logits: LazyLogits, name: str, found: Any) -> Any:
     """In-place work that stays lazy."""
     if found is NotImplemented:
         return found
-    logits._virtual = found
+    logits._virtual, logits._rows = found, None
     return None if name == "__setitem__" else logits
 
 
 def writes(function: Any) -> bool:
     name = named(function)
-    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return name in WRITING or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 
 def refuse_views(logits: Any, what: str) -> None:
@@ -142,10 +164,10 @@ def named(function: Any) -> str:
 
 def by_function() -> dict[Any, str]:
     """Every function of torch that means one of the operations, and which."""
-    names = {name: name for name in (*COPIES, *VIEWS, *IN_PLACE, "argmax")}
+    names = {name: name for name in (*COPIES, *VIEWS, *IN_PLACE, *STATISTICS, "argmax")}
     names |= {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add"}
     names |= {"__imul__": "mul_", "__itruediv__": "div_", "__iadd__": "add_"}
-    found: dict[Any, str] = {F.cross_entropy: "cross_entropy"}
+    found: dict[Any, str] = {F.cross_entropy: "cross_entropy", F.log_softmax: "log_softmax"}
     for name, meaning in names.items():
         for owner in (Tensor, torch):
             function = getattr(owner, name, None)
@@ -155,6 +177,7 @@ def by_function() -> dict[Any, str]:
 
 
 NAMES = by_function()
+WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
 PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
               "is_nested", "is_mps", "is_xpu", "itemsize", "requires_grad", "is_leaf", "grad_fn", "names")  # fmt: skip
 QUERIES = {getattr(Tensor, name).__get__ for name in PROPERTIES if hasattr(Tensor, name)} | {

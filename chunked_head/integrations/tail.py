@@ -59,7 +59,7 @@ def tail_of(logits: Virtual) -> Tail | None:
             capped = True
         elif name == "crop":
             vocab = argument
-        elif name in ("add", "fill") and capped:
+        elif name == "log_softmax" or (name in ("add", "fill") and capped):
             return None
         elif name == "add":
             biases.append((argument, before))

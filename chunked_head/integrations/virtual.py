@@ -18,7 +18,8 @@ class Virtual(NamedTuple):
     """``hidden`` [..., hidden]; ``steps`` done to the head's output, in order; ``vocab`` columns that are left.
 
     A step is a name with its argument: ``("cast", dtype)``, ``("mul", s)``, ``("div", s)``, ``("tanh", None)``,
-    ``("add", [vocab])``, ``("crop", n)``, ``("fill", (ids, value))``. ``source`` computes the head's output.
+    ``("add", [vocab])``, ``("crop", n)``, ``("log_softmax", dtype)``, ``("fill", (ids, value))``. ``source`` computes
+    the head's output.
     """
 
     hidden: Tensor
@@ -54,6 +55,8 @@ def replay(logits: Tensor, steps: Sequence[tuple[str, Any]]) -> Tensor:
             logits = logits + argument
         elif name == "crop":
             logits = logits[..., :argument]
+        elif name == "log_softmax":
+            logits = logits.log_softmax(-1, dtype=argument)
         else:
             ids, value = argument
             logits = logits.clone()
@@ -95,6 +98,10 @@ def factor(name: str) -> Callable[[Virtual, Any], Any]:
         return v.then(name, float(other))
 
     return scaled
+
+
+def negated(v: Virtual) -> Virtual:
+    return v.then("mul", -1.0)
 
 
 def tanh(v: Virtual) -> Virtual:
@@ -245,6 +252,10 @@ def by_rows(name: str) -> Callable[..., Any]:
     return done
 
 
+def rows_of(v: Virtual) -> Any:
+    return by_rows("unbind")(v, 0) if len(v.shape) > 1 else NotImplemented
+
+
 PARAMETERS = {
     "split": ("split_size", "dim"),
     "chunk": ("chunks", "dim"),
@@ -272,13 +283,13 @@ COPIES: dict[str, Callable[..., Any]] = {
     "float": casting(torch.float32), "half": casting(torch.float16), "bfloat16": casting(torch.bfloat16),
     "double": casting(torch.float64), "to": to, "mul": factor("mul"), "multiply": factor("mul"), "div": factor("div"),
     "true_divide": factor("div"), "divide": factor("div"), "tanh": tanh, "add": add, "clone": same,
-    "index_select": by_rows("index_select"),
+    "index_select": by_rows("index_select"), "neg": negated, "negative": negated,
 }  # fmt: skip
 VIEWS: dict[str, Callable[..., Any]] = {
     "__getitem__": getitem, "view": reshape, "reshape": reshape, "flatten": flatten, "squeeze": squeeze,
     "unsqueeze": unsqueeze, "transpose": transpose, "swapaxes": transpose, "permute": permute, "narrow": narrow,
     "contiguous": same, "detach": detach, "split": by_rows("split"), "chunk": by_rows("chunk"),
-    "unbind": by_rows("unbind"), "select": by_rows("select"),
+    "unbind": by_rows("unbind"), "select": by_rows("select"), "__iter__": rows_of,
 }  # fmt: skip
 IN_PLACE: dict[str, Callable[..., Any]] = {
     "mul_": COPIES["mul"], "div_": COPIES["div"], "tanh_": tanh, "add_": add, "__setitem__": fill,

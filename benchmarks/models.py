@@ -1,0 +1,225 @@
+"""A transformers model's training step plain, patched, and by Liger's patch: `python -m benchmarks.models`.
+
+By default a Llama-3.2-1B-shaped model of random weights (on a CPU a tiny one): forward and backward of a batch of one
+sequence, with gradient checkpointing, the three taking turns on the same model. Peak memory is that of a step with the
+parameters and their gradients. `--longest 80` also looks for the longest sequence that each can train within 80 GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks import measure, providers
+from benchmarks.head import Watch, make_console, mebibytes, number, report_failures
+from benchmarks.shapes import parse_count
+from chunked_head import patch_model, unpatch_model
+
+# https://huggingface.co/meta-llama/Llama-3.2-1B, config.json
+LLAMA_1B = {
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
+    "max_position_embeddings": 1 << 20, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}  # fmt: skip
+TINY = LLAMA_1B | {"vocab_size": 32000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+                   "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
+PLAIN, OURS, LIGER = "plain", "ours", "liger"
+GIB = 2**30
+NEAR = (0.97, 1.03)  # of the length that two peaks foretell: one that fits, one that does not
+
+
+@dataclass
+class ModelStep:
+    """Forward and backward of one sequence, by one of the three ways to a loss."""
+
+    model: Any
+    inputs: dict[str, Tensor]
+    way: str
+
+    def __call__(self) -> Tensor:
+        with patched(self.model, self.way):
+            loss = self.model(**self.inputs, use_cache=False).loss
+            loss.backward()
+        return loss.detach()
+
+    def clear(self) -> None:
+        """What ``measure`` does to operands between steps."""
+        self.model.zero_grad(set_to_none=True)
+
+
+@contextlib.contextmanager
+def patched(model: Any, way: str) -> Any:
+    """The model as a way has it: patches come and go in microseconds."""
+    if way == OURS:
+        patch_model(model, logits=None)
+    if way == LIGER:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        # its head alone, which is what is compared; on this instance
+        apply_liger_kernel_to_llama(
+            rope=False, swiglu=False, rms_norm=False, cross_entropy=False, fused_linear_cross_entropy=True, model=model
+        )
+    try:
+        yield
+    finally:
+        unpatch_model(model)
+        model.__dict__.pop("forward", None)  # Liger's
+
+
+def build(sizes: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """Random weights, gradient checkpointing on."""
+    import transformers
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model.to(dtype).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def inputs_of(model: Any, length: int) -> dict[str, Tensor]:
+    """Random ids, each its own label."""
+    ids = torch.randint(0, model.config.vocab_size, (1, length), device=model.device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def ways(device: torch.device) -> tuple[str, ...]:
+    if device.type != "cuda":
+        return PLAIN, OURS
+    try:
+        import liger_kernel.transformers  # noqa: F401  (whether it is there)
+    except ImportError:
+        return PLAIN, OURS
+    return PLAIN, OURS, LIGER
+
+
+def run(model: Any, length: int, names: Sequence[str], rounds: int, watch: Watch) -> list[dict[str, Any]]:
+    """A row for each way: time, peak memory, loss."""
+    device, inputs = model.device, inputs_of(model, length)
+    rows: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Callable[[], Any]] = {}
+    first = ModelStep(model, inputs, PLAIN)
+    for name in names:
+        watch.stage(f"{length} tokens: warm-up of {name}")
+        step = ModelStep(model, inputs, name)
+        rows[name] = {"provider": name, "tokens": length, "status": "ok"}
+        loss, failure = measure.attempt(lambda step=step: float(step()), step)  # type: ignore[arg-type, misc]
+        rows[name] |= failure.record() if failure else {"loss": loss}
+        step.clear()
+        if failure is None:
+            steps[name] = step
+    watch.stage(f"{length} tokens: {rounds} rounds")
+    times, failures = measure.time_rounds(steps, first, device, rounds, watch.tick)  # type: ignore[arg-type]
+    for name, values in times.items():
+        rows[name] |= {key: measure.quantile(values, at) for key, at in (("ms", 0.5), ("ms_p20", 0.2), ("ms_p80", 0.8))}
+        if device.type == "cuda":
+            rows[name] |= gpu_peak(steps[name])
+    for name, failed in failures.items():
+        rows[name] |= failed.record()
+    return list(rows.values())
+
+
+def gpu_peak(step: Any) -> dict[str, int]:
+    """Peak bytes of a step with everything, parameters and gradients included."""
+    step.clear()
+    measure.release()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    step.clear()
+    return {"peak_bytes": int(peak)}
+
+
+def longest(model: Any, name: str, limit: int, watch: Watch) -> dict[str, Any]:
+    """The longest sequence within ``limit`` bytes: foretold from the peaks of two lengths, which grow in proportion,
+    and tried a little below and above, under a cap of the allocator's."""
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    peaks = []
+    for length in (8192, 16384):
+        watch.stage(f"longest of {name}: {length}")
+        peaks.append(gpu_peak(ModelStep(model, inputs_of(model, length), name))["peak_bytes"])
+    per_token = (peaks[1] - peaks[0]) / 8192
+    foretold = 8192 + (limit - peaks[0]) / per_token
+    row: dict[str, Any] = {"provider": name, "status": "ok", "bytes_a_token": per_token, "foretold": int(foretold)}
+    for fraction in NEAR:
+        length = int(foretold * fraction) // 256 * 256
+        watch.stage(f"longest of {name}: {length}")
+        step = ModelStep(model, inputs_of(model, length), name)
+        _, failure = measure.attempt(step, step)  # type: ignore[arg-type]
+        step.clear()
+        measure.release()
+        row["fits" if failure is None else "does_not_fit"] = length
+        if failure is not None and failure.status != measure.OUT_OF_MEMORY:
+            return row | failure.record()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
+    check = providers.argument
+    parser.add_argument("--tokens", type=check(parse_count), help="length of the sequence (8192; 512 on a CPU)")
+    parser.add_argument("--rounds", type=check(parse_count), default=5, help="timed rounds (5)")
+    parser.add_argument("--longest", type=check(parse_count), metavar="GIB", help="find the longest sequence within")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help="cuda or cpu; the GPU where there is one")
+    parser.add_argument("--output", type=Path, help="results file (JSON)")
+    args = parser.parse_args(argv)
+    device = providers.read_device(parser, args.device)
+    gpu = device.type == "cuda"
+    if args.longest and not gpu:
+        parser.error("--longest caps the allocator of a GPU, and there is none")
+    path: Path = providers.results_path(args.output, "models", device)
+    model = build(LLAMA_1B if gpu else TINY, device, torch.bfloat16 if gpu else torch.float32)
+    length, names = args.tokens or (8192 if gpu else 512), ways(device)
+    with Watch(args.rounds) as watch:
+        rows = run(model, length, names, args.rounds, watch)
+        print_rows(rows)
+        providers.write_results(path, "models", argv, device, rows=rows)
+        furthest = list[dict[str, Any]]()
+        for name in names if args.longest else ():
+            found, failure = measure.attempt(functools.partial(longest, model, name, args.longest * GIB, watch))
+            furthest.append({"provider": name, **failure.record()} if failure else found)
+            providers.write_results(path, "models", argv, device, rows=rows, longest=furthest)
+    print(json.dumps({"benchmark": "models", "device": device.type, "rows": rows, "longest": furthest}))
+    return report_failures(make_console(), rows + furthest)
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(title=f"a step of {rows[0]['tokens']} tokens")
+    table.add_column("head", no_wrap=True)
+    for column in ("ms", "p20-p80", "x plain", "peak MiB", "loss"):
+        table.add_column(column, justify="right", no_wrap=True)
+    plain = rows[0].get("ms")
+    for row in rows:
+        ratio = row["ms"] / plain if plain and "ms" in row else None
+        spread = f"{number(row.get('ms_p20'))}-{number(row.get('ms_p80'))}"
+        cells = (
+            number(row.get("ms")),
+            spread,
+            number(ratio),
+            mebibytes(row.get("peak_bytes")),
+            number(row.get("loss"), ".5f"),
+        )
+        table.add_row(row["provider"], *(cells if row["status"] == "ok" else (row["status"],)))
+    make_console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Apple's cut cross-entropy by its names and signatures, computed by this library's head.
+
+    from chunked_head.integrations.cut_cross_entropy import linear_cross_entropy
+
+in the place of the same import from ``cut_cross_entropy``, which is not needed. Gradients are exact, with nothing
+filtered out of them. No tokens that count give loss 0 rather than nan.
+"""
+
+import enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import head
+from ..checks import check_reduction
+from ..logprobs import linear_logprobs
+
+IMPLEMENTATIONS = (
+    "cce", "torch_compile", "cce_exact", "cce_kahan", "cce_kahan_full", "cce_kahan_full_c", "cce_kahan_full_e",
+    "cce_kahan_full_c_full_e",
+)  # fmt: skip
+
+
+def linear_cross_entropy(
+    e: Tensor,  # [..., hidden]
+    c: Tensor,  # [vocab, hidden]
+    targets: Tensor,  # [...] int64
+    bias: Tensor | None = None,  # [vocab]
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    shift: bool | int = 0,
+    return_lse: bool = False,
+    filter_eps: float | str | None = "auto",
+    accum_e_fp32: bool = False,
+    accum_c_fp32: bool = False,
+    filter_e_grad: bool = True,
+    filter_c_grad: bool = True,
+    impl: str | enum.Enum = "cce",
+    vocab_parallel_options: None = None,
+    *,
+    memory_budget: int | str | None = None,
+    skip_ignored: bool | str = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Apple's function of this name: ``F.cross_entropy((e @ c.T).float(), targets)`` without the logits.
+
+    Args:
+        e, c, targets, bias, ignore_index, softcap: ``hidden``, ``weight``, ``target`` and the rest of
+            ``chunked_head.linear_cross_entropy``.
+        reduction: ``"mean"`` over the tokens that count, ``"sum"``, or ``"none"``: values [...], 0 where a token does
+            not count, without the first ``shift`` positions.
+        shift: pairs position t of ``e`` with target t + shift; True is 1.
+        return_lse: whether to return log-sum-exp too, shaped as unreduced values are and differentiable.
+        filter_eps, filter_e_grad, filter_c_grad: which parts of the gradients may be left out as too small: none are.
+            A threshold of one's own, a number but 0, is refused.
+        accum_e_fp32, accum_c_fp32: either of them sums both gradients over chunks in fp32; without, the plan chooses.
+        impl: one of Apple's names, or its enumeration: ``"torch_compile"`` runs in torch's operations, the others on
+            the device's own backend, those other than ``"cce"`` with fp32 sums.
+        vocab_parallel_options: None; a vocabulary over several ranks is not served.
+        memory_budget, skip_ignored: as in ``chunked_head.linear_cross_entropy``.
+
+    Returns:
+        The loss, fp32, or ``(loss, lse)``.
+
+    Raises:
+        TypeError, ValueError, IndexError: as ``chunked_head.linear_cross_entropy``.
+    """
+    options = head_options(impl, filter_eps, filter_e_grad, filter_c_grad, accum_e_fp32 or accum_c_fp32)
+    if vocab_parallel_options is not None:
+        raise ValueError(
+            f"vocab_parallel_options must be None, got {vocab_parallel_options!r}; gather the classifier's rows first"
+        )
+    steps = check_shift(shift, targets)
+    check_reduction(reduction)
+    options |= {
+        "bias": bias, "ignore_index": ignore_index, "softcap": softcap, "shift": steps, "memory_budget": memory_budget,
+        "skip_ignored": skip_ignored,
+    }  # fmt: skip
+    if not return_lse:
+        loss = head.linear_cross_entropy(e, c, targets, reduction=reduction, **options)
+        return loss[..., steps:] if reduction == "none" else loss
+    found = linear_logprobs(e, c, targets, lse=True, **options)
+    loss, lse = -found.logprobs[..., steps:], found.lse[..., steps:]
+    if reduction == "none":
+        return loss, lse
+    if reduction == "sum":
+        return loss.sum(), lse
+    return loss.sum() / (targets[..., steps:] != ignore_index).sum().clamp(min=1), lse
+
+
+class LinearCrossEntropy(nn.Module):
+    """Apple's module of this name: ``module(e, c, targets, bias)``; options as ``linear_cross_entropy``'s."""
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        softcap: float | None = None,
+        reduction: str = "mean",
+        shift: bool | int = 0,
+        return_lse: bool = False,
+        filter_eps: float | str | None = "auto",
+        accum_e_fp32: bool = False,
+        accum_c_fp32: bool = False,
+        filter_e_grad: bool = True,
+        filter_c_grad: bool = True,
+        impl: str | enum.Enum = "cce",
+        *,
+        memory_budget: int | str | None = None,
+        skip_ignored: bool | str = False,
+    ):
+        super().__init__()
+        head_options(impl, filter_eps, filter_e_grad, filter_c_grad, accum_e_fp32 or accum_c_fp32)
+        check_reduction(reduction)
+        self.options: dict[str, Any] = {
+            "ignore_index": ignore_index, "softcap": softcap, "reduction": reduction, "shift": shift,
+            "return_lse": return_lse, "filter_eps": filter_eps, "accum_e_fp32": accum_e_fp32,
+            "accum_c_fp32": accum_c_fp32, "filter_e_grad": filter_e_grad, "filter_c_grad": filter_c_grad, "impl": impl,
+            "memory_budget": memory_budget, "skip_ignored": skip_ignored,
+        }  # fmt: skip
+
+    def forward(
+        self, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return linear_cross_entropy(e, c, targets, bias, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+def head_options(
+    impl: str | enum.Enum, filter_eps: float | str | None, filter_e: bool, filter_c: bool, fp32_sums: bool
+) -> dict[str, Any]:
+    """How the call runs, from the options that choose among Apple's implementations."""
+    name = impl.name.lower() if isinstance(impl, enum.Enum) else impl
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
+    if not (filter_eps is None or filter_eps == "auto" or filter_eps == 0):
+        raise ValueError(
+            f'filter_eps must be "auto" or None, got {filter_eps!r}: no part of a gradient is left out here'
+        )
+    for argument, value in (("filter_e_grad", filter_e), ("filter_c_grad", filter_c)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{argument} must be True or False, got {value!r}")
+    exact = name not in ("cce", "torch_compile")
+    return {
+        "accumulate_dtype": torch.float32 if fp32_sums or exact else None,
+        "backend": "torch" if name == "torch_compile" else None,
+    }
+
+
+def check_shift(shift: bool | int, targets: Tensor) -> int:
+    if not isinstance(shift, int):
+        raise TypeError(f"shift must be True, False or an int, got {shift!r}")
+    length = targets.shape[-1] if isinstance(targets, Tensor) and targets.dim() else 1
+    if shift and not 0 <= shift < length:
+        raise ValueError(f"shift must be in [0, {length}), the last dimension of targets, got {shift}")
+    return int(shift)

@@ -1,0 +1,163 @@
+"""Per-token divergences for a loss of the caller's own: values and gradients against whole logits."""
+
+from typing import Any
+
+import pytest
+import torch
+from budget import assert_within_budget
+from cases import PLACES, Place
+from torch import Tensor
+
+from chunked_head import linear_divergence, linear_logprobs, linear_loss, losses
+
+TOKENS, HIDDEN, VOCAB, WIDTH = 57, 64, 213, 48
+KINDS: dict[str, dict[str, Any]] = {
+    "forward": {},
+    "reverse": {"divergence": "reverse_kl", "teacher_temperature": 1.6},
+    "jsd": {"divergence": "jsd", "beta": 0.3, "temperature": 1.3},
+    "jsd-forward": {"divergence": "jsd", "beta": 0.0},
+    "jsd-reverse": {"divergence": "jsd", "beta": 1.0, "softcap": 5.0, "logit_scale": 1.2},
+    "tvd": {"divergence": "tvd", "teacher_softcap": 4.0, "teacher_logit_scale": 0.7},
+}
+
+
+def operands(dtype: torch.dtype, device: str, teacher_vocab: int = VOCAB) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """hidden, weight and bias; target, mask and a teacher."""
+    made = torch.Generator().manual_seed(3)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=made).to(device)
+
+    student = [normal(TOKENS, HIDDEN), normal(VOCAB, HIDDEN) * 2 / HIDDEN**0.5, normal(VOCAB)]
+    teacher = {
+        "teacher_hidden": normal(TOKENS, WIDTH), "teacher_weight": normal(teacher_vocab, WIDTH) * 2 / WIDTH**0.5,
+        "teacher_bias": normal(teacher_vocab),
+    }  # fmt: skip
+    return [t.to(dtype) for t in student], {name: t.to(dtype) for name, t in teacher.items()}
+
+
+def on_full_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor, *, teacher_hidden: Tensor, teacher_weight: Tensor,
+    teacher_bias: Tensor, divergence: str = "forward_kl", beta: float = 0.5, temperature: float = 1.0,
+    teacher_temperature: float | None = None, logit_scale: float = 1.0, softcap: float | None = None,
+    teacher_logit_scale: float = 1.0, teacher_softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def logits(h: Tensor, w: Tensor, b: Tensor, scale: float, cap: float | None, t: float) -> Tensor:
+        x = torch.nn.functional.linear(h, w, b)
+        x = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+        return (x if cap is None else cap * torch.tanh(x / cap)) / t
+
+    shared = min(len(weight), len(teacher_weight))
+    x = logits(hidden, weight, bias, logit_scale, softcap, temperature)[:, :shared].log_softmax(-1)
+    y = logits(
+        teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap,
+        teacher_temperature or temperature,
+    )[:, :shared].log_softmax(-1)  # fmt: skip
+    p, q = x.exp(), y.exp()
+    if divergence == "jsd" and 0 < beta < 1:
+        m = (beta * q + (1 - beta) * p).log()
+        value = (beta * q * (y - m) + (1 - beta) * p * (x - m)).sum(-1)
+    elif divergence == "tvd":
+        value = (p - q).abs().sum(-1) / 2
+    elif divergence == "reverse_kl" or (divergence == "jsd" and beta == 1):
+        value = (p * (x - y)).sum(-1)
+    else:
+        value = (q * (y - x)).sum(-1)
+    return value, -(p * x).sum(-1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients(place: Place, dtype: torch.dtype, kind: str) -> None:
+    if place == Place("triton", "cpu") and dtype == torch.bfloat16:
+        pytest.skip("interpreted, a road of bf16 is that of fp16")
+    student, teacher = operands(dtype, place.device)
+    made = torch.Generator().manual_seed(1)
+    mask = (torch.rand(TOKENS, generator=made) < 0.8).to(place.device)
+    upstream = [torch.randn(TOKENS, generator=made).to(place.device) for _ in range(2)]
+
+    def run(call: Any, to: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        leaves = [t.detach().to(to).requires_grad_() for t in student]
+        found = call(*leaves, **{name: t.to(to) for name, t in teacher.items()}, **KINDS[kind])
+        found = [torch.where(mask, f, 0.0) for f in found]
+        total = sum((u.to(f.dtype) * f).sum() for u, f in zip(upstream, found, strict=True))
+        return [f.detach() for f in found], list(torch.autograd.grad(total, leaves))
+
+    def ours(h: Tensor, w: Tensor, b: Tensor, **options: Any) -> Any:
+        garbage = torch.where(mask[:, None], h, torch.nan)
+        found = linear_divergence(
+            garbage, w, bias=b, entropy=True, mask=mask, backend=place.backend, chunk_tokens=24, **options
+        )
+        assert not found.divergence[~mask].any() and not found.entropy[~mask].any()
+        return found
+
+    (mine, grads), (plain, eager) = run(ours, dtype), run(on_full_logits, dtype)
+    exact, truth = run(on_full_logits, torch.float64)
+    for name, a, b, c in zip(("divergence", "entropy"), mine, plain, exact, strict=True):
+        assert_within_budget(a, b, c, torch.float32, name)
+    for name, a, b, c in zip(("hidden", "weight", "bias"), grads, eager, truth, strict=True):
+        assert_within_budget(a, b, c, dtype, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("teacher_vocab", [150, 260])
+def test_other_vocabularies(place: Place, teacher_vocab: int) -> None:
+    """The ids that both have; the entropy is that of the same distribution."""
+    student, teacher = operands(torch.float32, place.device, teacher_vocab)
+    leaves = [t.requires_grad_() for t in student]
+    found = linear_divergence(*leaves[:2], bias=leaves[2], entropy=True, backend=place.backend, **teacher)
+    expected = on_full_logits(*leaves, **teacher)
+    for mine, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, true, rtol=2e-5, atol=2e-6)
+        ours, theirs = (torch.autograd.grad(v.sum(), leaves, retain_graph=True) for v in (mine, true))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_beside_the_other_functions() -> None:
+    """The mean of a loss, the entropy of log-probabilities; alone, a tensor; target, shift and leading dimensions."""
+    (hidden, weight, bias), teacher = operands(torch.float32, "cpu")
+    target = torch.randint(0, VOCAB, (3, 19))
+    target[0, :5] = -100
+    hidden, rows = hidden.view(3, 19, -1), {**teacher, "teacher_hidden": teacher["teacher_hidden"].view(3, 19, -1)}
+    found = linear_divergence(hidden, weight, target, bias=bias, shift=1, divergence="reverse_kl", **rows)
+    assert isinstance(found, Tensor) and found.shape == target.shape
+    assert not found[:, 0].any() and not found[0, :5].any() and (found[1:, 1:] > 0).all()
+    out = linear_loss(hidden, weight, target, losses.reverse_kl(), bias=bias, shift=1, batch=rows)
+    counts = (target[:, 1:] != -100).sum()
+    torch.testing.assert_close(found.sum() / counts, out.loss)
+    skipped = linear_divergence(
+        hidden, weight, target, bias=bias, shift=1, divergence="reverse_kl", skip_ignored=True, **rows
+    )  # fmt: skip
+    torch.testing.assert_close(skipped, found)
+    both = linear_divergence(hidden, weight, target, bias=bias, shift=1, entropy=True, **rows)
+    own = linear_logprobs(hidden, weight, target, bias=bias, shift=1, entropy=True)
+    torch.testing.assert_close(both.entropy, own.entropy)
+
+
+def test_no_tokens() -> None:
+    (hidden, weight, _), teacher = operands(torch.float32, "cpu")
+    none = {**teacher, "teacher_hidden": teacher["teacher_hidden"][:0]}
+    found = linear_divergence(hidden[:0], weight.requires_grad_(), **none)
+    found.sum().backward()
+    assert found.shape == (0,) and weight.grad is not None and not weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"divergence": "kl"}, "divergence of linear_divergence must be one of 'forward_kl'"),
+        ({"beta": 0.3}, 'beta goes with divergence="jsd" only'),
+        ({"divergence": "jsd", "beta": 1.5}, r"beta of losses.jsd must be a number in \[0, 1\]"),
+        ({"teacher_temperature": 0.0}, "teacher_temperature"),
+        ({"teacher_hidden": None}, "teacher"),
+        ({"teacher_weight": torch.zeros(5, 3)}, "teacher_weight"),
+        ({"mask": torch.ones(TOKENS)}, "mask"),
+        ({"temperature": 0}, "temperature must be positive"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(options: dict[str, Any], says: str) -> None:
+    (hidden, weight, _), teacher = operands(torch.float32, "cpu")
+    with pytest.raises((ValueError, TypeError), match=says):
+        linear_divergence(hidden, weight, **{**teacher, **options})

@@ -1,0 +1,276 @@
+"""Liger's and Apple's heads by their names: values and gradients against Liger and plain PyTorch, and refusals."""
+
+import enum
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chunked_head.integrations import cut_cross_entropy as cce
+from chunked_head.integrations import liger
+
+TOKENS, HIDDEN, VOCAB = 23, 16, 53
+# on a GPU nothing is interpreted
+DEVICES = [
+    *([] if torch.cuda.is_available() else ["cpu"]), pytest.param("cuda", marks=pytest.mark.gpu)
+]  # fmt: skip
+
+
+class Number(float):
+    """A float that can be cast, as a compiled kernel's arguments can and an interpreted one's cannot."""
+
+    def to(self, dtype: Any) -> "Number":
+        return self
+
+
+class Interpretable:
+    """Liger's kernel, with its floats so."""
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(**arguments: Any) -> None:
+            self.kernel[grid](**{k: Number(v) if isinstance(v, float) else v for k, v in arguments.items()})
+
+        return launch
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Liger, interpreted where there is no GPU."""
+    module = pytest.importorskip("liger_kernel.ops.fused_linear_cross_entropy")
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(module, "liger_cross_entropy_kernel", Interpretable(module.liger_cross_entropy_kernel))
+    return pytest.importorskip("liger_kernel.transformers")
+
+
+def operands(device: str = "cpu", shape: tuple[int, ...] = (TOKENS,)) -> tuple[list[Tensor], Tensor]:
+    made = torch.Generator().manual_seed(6)
+    sizes = ((*shape, HIDDEN), (VOCAB, HIDDEN), (VOCAB,))
+    leaves = [torch.randn(size, generator=made).to(device).requires_grad_() for size in sizes]
+    target = torch.randint(0, VOCAB, shape, generator=made)
+    target.view(-1)[2::5] = -100
+    # some of them are predicted
+    best = (leaves[0] @ leaves[1].t() + leaves[2]).argmax(-1).cpu()
+    target.view(-1)[1::5] = best.view(-1)[1::5]
+    return leaves, target.to(device)
+
+
+def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    upstream = torch.linspace(-1, 2, loss.numel(), device=loss.device).view_as(loss)
+    total = loss if loss.dim() == 0 else (loss * upstream).sum()
+    return list(torch.autograd.grad(total * 0.37, leaves))
+
+
+def close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=3e-5, atol=3e-6)
+
+
+WEIGHTS = torch.linspace(0.2, 1.7, VOCAB)
+ALL = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+LIGER: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.1, "lse_square_scale": 1e-2},
+    "weighted": {"ce_weight": WEIGHTS, "label_smoothing": 0.2, "lse_square_scale": 1e-2},
+    "accuracy": {"return_token_accuracy": True},
+    "everything": {"lse_square_scale": 0.1, **ALL},
+    "scaled": {"use_token_scaling": True, "lse_square_scale": 0.1, "ce_weight": WEIGHTS, **ALL},
+    "no-z": {"return_z_loss": True},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", LIGER)
+def test_liger(name: str, reduction: str, device: str, theirs: Any) -> None:
+    options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in LIGER[name].items()}
+    (hidden, weight, bias), target = operands(device)
+    found = []
+    for module in (liger, theirs):
+        loss = module.LigerFusedLinearCrossEntropyLoss(reduction=reduction, **options)(weight, hidden, target, bias)
+        found.append(loss if isinstance(loss, Tensor) else vars(loss))
+    mine, true = found
+    assert isinstance(mine, Tensor) == isinstance(true, Tensor)
+    if isinstance(mine, dict):
+        assert mine.keys() == true.keys()
+        for key, value in true.items():
+            assert (mine[key] is None) == (value is None), key
+            if value is not None:
+                assert mine[key].requires_grad == (key == "loss")
+                close(mine[key], value.detach() if key != "loss" else value)
+        mine, true = mine["loss"], true["loss"]
+    close(mine, true)
+    close(gradients(mine, [hidden, weight, bias]), gradients(true, [hidden, weight, bias]))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_liger_capped(reduction: str) -> None:
+    """Its kernel's tanh is not the interpreter's: beside plain PyTorch."""
+    (hidden, weight, bias), target = operands()
+    module = liger.LigerFusedLinearCrossEntropyLoss(reduction=reduction, softcap=4.0, accum_dtype=torch.float32)
+    mine = module(weight, hidden, target, bias)
+    true = F.cross_entropy(4.0 * torch.tanh(F.linear(hidden, weight, bias) / 4.0), target, reduction=reduction)
+    close(mine, true)
+    close(gradients(mine, [hidden, weight, bias]), gradients(true, [hidden, weight, bias]))
+
+
+def test_liger_functional_and_function(theirs: Any) -> None:
+    (hidden, weight, bias), target = operands()
+    module = liger.LigerFusedLinearCrossEntropyLoss(lse_square_scale=0.1, **ALL, memory_budget="1MiB")
+    expected = vars(module(weight, hidden, target, bias))
+    found = vars(
+        liger.liger_fused_linear_cross_entropy(hidden, weight, target, bias, lse_square_scale=0.1, **ALL)
+    )  # fmt: skip
+    options = (None, -100, 0.1, 0.0, "mean", None, True, None, False, True, True)
+    applied = liger.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target, bias, *options, None, None, 1)
+    close(found, expected)
+    close(dict(zip(expected, applied, strict=True)), expected)
+    alone = liger.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target)
+    close(alone[0], F.cross_entropy(hidden @ weight.t(), target))
+    assert alone[1:] == (None, None, None)
+
+
+def test_liger_signatures(theirs: Any) -> None:
+    """Theirs, and our own options behind them by name alone."""
+    functional = pytest.importorskip("liger_kernel.transformers.functional")
+    pairs = [
+        (liger.liger_fused_linear_cross_entropy, functional.liger_fused_linear_cross_entropy),
+        (liger.LigerFusedLinearCrossEntropyLoss.__init__, theirs.LigerFusedLinearCrossEntropyLoss.__init__),
+        (liger.LigerFusedLinearCrossEntropyLoss.forward, theirs.LigerFusedLinearCrossEntropyLoss.forward),
+    ]
+    for ours, true in pairs:
+        mine = [p for p in inspect.signature(ours).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        assert [(p.name, p.default) for p in mine] == [
+            (p.name, p.default) for p in inspect.signature(true).parameters.values()
+        ]
+    output = theirs.functional.CrossEntropyOutput if hasattr(theirs, "functional") else functional.CrossEntropyOutput
+    assert list(liger.CrossEntropyOutput.__dataclass_fields__) == list(output.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_liger_without_tokens_that_count(reduction: str) -> None:
+    (hidden, weight, bias), target = operands()
+    out = liger.liger_fused_linear_cross_entropy(
+        hidden, weight, torch.full_like(target, -100), bias, reduction=reduction, lse_square_scale=0.1, **ALL
+    )
+    out.loss.sum().backward()
+    assert not out.loss.any() and not out.z_loss.any() and (out.predicted_tokens == -1).all() and not weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"chunk_mem_const": 4}, ValueError, "chunk_mem_const must be 1, got 4; memory_budget"),
+        ({"reduction": "batchmean"}, ValueError, "reduction must be one of"),
+        ({"lse_square_scale": -1.0}, ValueError, "lse_square_scale"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive"),
+        ({"return_z_loss": 1}, TypeError, "return_z_loss must be True or False"),
+        ({"accum_dtype": torch.float16}, ValueError, "accumulate_dtype"),
+        ({"ce_weight": WEIGHTS[:4]}, ValueError, "weights"),
+    ],
+    ids=str,
+)
+def test_liger_refuses(options: dict[str, Any], error: type, says: str) -> None:
+    (hidden, weight, bias), target = operands()
+    with pytest.raises(error, match=says):
+        liger.liger_fused_linear_cross_entropy(hidden, weight, target, bias, **options)
+
+
+@pytest.mark.parametrize(("at", "value"), [(0, "triton"), (1, "auto"), (2, 2)])
+def test_liger_refuses_its_implementations(at: int, value: Any) -> None:
+    (hidden, weight, bias), target = operands()
+    options = (None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False)
+    chosen = [None, None, 1]
+    chosen[at] = value
+    with pytest.raises(ValueError, match=r"must be (None|1), got .*it chooses among Liger's own kernels"):
+        liger.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target, bias, *options, *chosen)
+    with pytest.raises(TypeError, match="at most 18 arguments, got 19"):
+        liger.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target, bias, *options, None, None, 1, 1)
+
+
+def apples(
+    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, reduction: str, shift: int, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Their documentation, and what their code says of log-sum-exp."""
+    x = F.linear(e[..., : e.shape[-2] - shift, :], c, bias)
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    y = targets[..., shift:]
+    loss = F.cross_entropy(x.flatten(0, -2), y.flatten(), reduction=reduction)
+    lse = torch.where(y == -100, 0.0, x.logsumexp(-1))
+    return loss.view(y.shape) if reduction == "none" else loss, lse
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shift", [0, 1, True, 3])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_cut_cross_entropy(reduction: str, shift: int, softcap: float | None, return_lse: bool) -> None:
+    leaves, target = operands(shape=(3, 11))
+    e, c, bias = leaves
+    module = cce.LinearCrossEntropy(reduction=reduction, shift=shift, softcap=softcap, return_lse=return_lse)
+    found = module(e, c, target, bias)
+    loss, lse = apples(e, c, target, bias, reduction, int(shift), softcap)
+    if return_lse:
+        found, ours = found
+        close(ours, lse)
+        # z-loss as they compute it
+        found, loss = found + ours.square().mean(), loss + lse.square().mean()
+    close(found, loss)
+    close(gradients(found, leaves), gradients(loss, leaves))
+
+
+@pytest.mark.parametrize("impl", cce.IMPLEMENTATIONS)
+def test_cut_cross_entropy_implementations(impl: str) -> None:
+    """Each of their names, and as an enumeration; sums in fp32 where they promise them."""
+    leaves, target = operands()
+    name = enum.Enum("LinearCrossEntropyImpl", [impl.upper()])[impl.upper()]
+    options = cce.head_options(name, "auto", True, True, False)
+    assert options["accumulate_dtype"] == (None if impl in ("cce", "torch_compile") else torch.float32)
+    assert options["backend"] == ("torch" if impl == "torch_compile" else None)
+    loss = cce.linear_cross_entropy(*leaves[:2], target, filter_eps=None, impl=name)
+    close(loss, F.cross_entropy(leaves[0] @ leaves[1].t(), target))
+
+
+@pytest.mark.parametrize("which", ["accum_e_fp32", "accum_c_fp32"])
+def test_cut_cross_entropy_sums_in_fp32(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+    monkeypatch.setattr(cce.head, "linear_cross_entropy", lambda *args, **options: seen.update(options))
+    leaves, target = operands()
+    cce.linear_cross_entropy(*leaves[:2], target, **{which: True}, memory_budget="9MiB", skip_ignored="wait")
+    assert seen["accumulate_dtype"] == torch.float32
+    assert seen["memory_budget"] == "9MiB" and seen["skip_ignored"] == "wait"
+
+
+def test_cut_cross_entropy_without_tokens_that_count() -> None:
+    leaves, target = operands()
+    loss, lse = cce.linear_cross_entropy(*leaves[:2], torch.full_like(target, -100), return_lse=True)
+    assert loss == 0 and not lse.any() and not gradients(loss, leaves[:2])[1].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"filter_eps": 1e-3}, ValueError, 'filter_eps must be "auto" or None, got 0.001'),
+        ({"filter_eps": "high"}, ValueError, "filter_eps"),
+        ({"filter_e_grad": None}, TypeError, "filter_e_grad must be True or False"),
+        ({"filter_c_grad": 0.1}, TypeError, "filter_c_grad must be True or False"),
+        ({"impl": "liger"}, ValueError, "impl must be one of 'cce', 'torch_compile'"),
+        ({"vocab_parallel_options": (0, 5)}, ValueError, "vocab_parallel_options must be None"),
+        ({"reduction": "max"}, ValueError, "reduction must be one of"),
+        ({"shift": TOKENS}, ValueError, rf"shift must be in \[0, {TOKENS}\)"),
+        ({"shift": -1}, ValueError, "shift must be in"),
+        ({"shift": 1.0}, TypeError, "shift must be True, False or an int"),
+        ({"softcap": -1.0}, ValueError, "softcap"),
+    ],
+    ids=str,
+)
+def test_cut_cross_entropy_refuses(options: dict[str, Any], error: type, says: str) -> None:
+    leaves, target = operands()
+    with pytest.raises(error, match=says):
+        cce.linear_cross_entropy(*leaves[:2], target, **options)

@@ -1,0 +1,200 @@
+"""Operations on lazy logits against the same on logits: what stays lazy, what does not, and that both are right."""
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chunked_head import patch_model
+from chunked_head.integrations.lazy_logits import LazyLogits
+
+VOCAB = 97
+BIAS = torch.linspace(-1, 1, VOCAB)
+MASK = torch.arange(22).view(2, 11) % 3 == 0
+Operation = Callable[[Any], Any]
+
+LAZY: dict[str, Operation] = {
+    "float": lambda x: x.float(),
+    "half": lambda x: x.half().float(),
+    "to dtype": lambda x: x.to(torch.float64),
+    "to device and dtype": lambda x: x.to("cpu", torch.bfloat16),
+    "to like": lambda x: x.to(torch.zeros(1, dtype=torch.float64)),
+    "scale": lambda x: 3 * x / 7,
+    "scale by a tensor": lambda x: x * torch.tensor(0.3),
+    "scale in place": lambda x: x.mul_(0.3).div_(2),
+    "augmented": lambda x: operate(x, "/=", 3.0),
+    "cap": lambda x: 5 * torch.tanh(x / 5),
+    "bias": lambda x: x + BIAS,
+    "bias of three dimensions": lambda x: torch.add(x, BIAS.view(1, 1, -1)),
+    "scaled bias and cap": lambda x: ((x * 2 + BIAS) / 5).tanh() * 5,
+    "crop": lambda x: x[..., :90],
+    "crop by narrow": lambda x: x.narrow(-1, 0, 90),
+    "crop all dimensions": lambda x: x[:, :, :90],
+    "rows": lambda x: x[:, :-1],
+    "rows and all of the vocabulary": lambda x: x[:, 1:, :].contiguous(),
+    "ellipsis": lambda x: x[..., :-1, :],
+    "one row": lambda x: x[0],
+    "last row": lambda x: x[:, -1, :],
+    "new axis": lambda x: x[None],
+    "mask": lambda x: x[MASK],
+    "mask and crop": lambda x: x[MASK, :50],
+    "ids of rows": lambda x: x[torch.tensor([1, 0]), torch.tensor([2, 3])],
+    "view": lambda x: x.view(-1, VOCAB),
+    "view with the vocabulary inferred": lambda x: x.reshape(22, -1),
+    "view of a shape": lambda x: x.view((2, 11, VOCAB)),
+    "flatten": lambda x: x.flatten(0, 1),
+    "squeeze": lambda x: x[:1].squeeze(0),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "transpose": lambda x: x.transpose(0, 1),
+    "permute": lambda x: x.permute(1, 0, 2),
+    "split": lambda x: x.split(1)[1],
+    "chunk": lambda x: x.chunk(3, dim=1)[2],
+    "unbind": lambda x: x.unbind(1)[4],
+    "select": lambda x: x.select(1, 3),
+    "index_select": lambda x: x.index_select(1, torch.tensor([3, 1])),
+    "narrow": lambda x: x.narrow(1, 2, 5),
+    "clone": lambda x: x.clone(),
+    "detach": lambda x: x.detach(),
+    "fill": lambda x: operate(x, "fill", torch.finfo(torch.float32).min),
+    "iteration": lambda x: list(x)[1],
+    "negative log-probabilities": lambda x: -x.log_softmax(-1),
+}
+COMPUTED: dict[str, Operation] = {
+    "columns of the end": lambda x: x[..., 5:],
+    "columns by ids": lambda x: x[..., torch.tensor([4, 5])],
+    "one column": lambda x: x[..., 3],
+    "softmax": lambda x: x.softmax(-1),
+    "softmax by function": lambda x: F.softmax(x, dim=-1),
+    "a scale for each row": lambda x: x * torch.ones(2, 1, 1),
+    "a bias for each row": lambda x: x + torch.ones(2, 11, 1),
+    "sum": lambda x: x.sum(-1),
+    "log_softmax of rows": lambda x: x.log_softmax(1),
+    "log_softmax, all of it": lambda x: x.log_softmax(-1).exp(),
+    "argmax of all": lambda x: x.argmax(),
+    "topk": lambda x: x.topk(3).values,
+    "cat": lambda x: torch.cat([x, x]),
+    "stack of a list": lambda x: torch.stack([x[0], x[1]]),
+    "fill a little": lambda x: operate(x, "fill", -3.0) + 0,
+    "vocabulary first": lambda x: x.transpose(1, 2),
+    "reshaped across": lambda x: x.reshape(-1, 2, VOCAB).reshape(-1),
+    "masked_fill": lambda x: x.masked_fill(x > 0, 0.0),
+    "masked_fill_": lambda x: x.masked_fill_(torch.arange(VOCAB) > 50, 0.0),
+    "subtraction": lambda x: x - 1,
+    "integers": lambda x: x.long(),
+    "numpy": lambda x: torch.from_numpy(x.detach().numpy()),
+    "matrix product": lambda x: x @ torch.ones(VOCAB, 2),
+    "T": lambda x: x[0].T,
+    "comparison": lambda x: x > 0,
+    "deep copy": lambda x: copy.deepcopy(x.detach()),
+    "cross-entropy of probabilities": lambda x: F.cross_entropy(x[0], F.softmax(torch.ones(11, VOCAB), -1)),
+    "cross-entropy, classes second": lambda x: F.cross_entropy(x.transpose(1, 2), torch.zeros(2, 11).long()),
+    "cross-entropy of two caps": lambda x: F.cross_entropy(x.tanh().tanh().flatten(0, 1), torch.arange(22)),
+}
+
+
+def operate(x: Any, how: str, value: float) -> Any:
+    if how == "/=":
+        x /= value
+    else:
+        x[:, :, torch.tensor([2, 50])] = value
+    return x
+
+
+@pytest.fixture
+def both() -> tuple[Any, Tensor, Any]:
+    plain = tiny_models.llama()
+    patched = patch_model(copy.deepcopy(plain), when="training")
+    ids = tiny_models.tokens()["input_ids"]
+    return patched(input_ids=ids).logits, plain(input_ids=ids).logits, patched.chunked_head
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_lazy(name: str, both: tuple[Any, Tensor, Any]) -> None:
+    lazy, logits, report = both
+    found, expected = LAZY[name](lazy), LAZY[name](logits)
+    assert isinstance(found, LazyLogits) and report.materialised == 0
+    assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
+    torch.testing.assert_close(found.materialise(), expected, rtol=1e-5, atol=1e-5)
+    assert found.materialise().requires_grad == expected.requires_grad
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.filterwarnings("ignore:chunked_head")
+def test_computed(name: str, both: tuple[Any, Tensor, Any]) -> None:
+    lazy, logits, report = both
+    found, expected = COMPUTED[name](lazy), COMPUTED[name](logits)
+    assert not isinstance(found, LazyLogits) and report.materialised >= 1
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+# what a model does before its loss; the gradient tells whether the loss knows all of it
+TAILS = ["scale", "cap", "scaled bias and cap", "crop", "rows", "mask", "mask and crop", "fill", "transpose", "split"]
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothed": {"label_smoothing": 0.2},
+    "weighted": {"weight": torch.linspace(0.5, 2, VOCAB), "ignore_index": 7},
+}
+# a smoothed loss of a filled logit is infinite in eager as well
+CASES = [(tail, how) for tail in TAILS for how in HOW if (tail, how) != ("fill", "smoothed")]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_cross_entropy(name: str, kind: str) -> None:
+    how = HOW[kind]
+    plain = tiny_models.llama()
+    patched = patch_model(copy.deepcopy(plain), when="training", strict=True)
+    ids = tiny_models.tokens()["input_ids"]
+    found = []
+    for model in (plain, patched):
+        logits = LAZY[name](model(input_ids=ids).logits)
+        logits = logits.reshape(-1, logits.shape[-1])
+        target = (torch.arange(logits.shape[0]) * 3 + 7) % 40
+        options = how | ({"weight": how["weight"][: logits.shape[-1]]} if "weight" in how else {})
+        loss = F.cross_entropy(logits, target, **options)
+        (loss * torch.linspace(0.3, 1, loss.numel()).view(loss.shape)).sum().backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
+
+
+def test_what_is_written_reaches_no_view(both: tuple[Any, Tensor, Any]) -> None:
+    lazy, logits, _ = both
+    view = lazy[:, 1:]
+    for write in (lambda x: x.mul_(2.0), lambda x: operate(x, "/=", 2.0), lambda x: operate(x, "fill", -1e6)):
+        with pytest.raises(RuntimeError, match="other tensors are views of"):
+            write(lazy)
+        with pytest.raises(RuntimeError, match="other tensors are views of"):
+            write(view)
+    copied = lazy * 1.0  # a copy is none
+    del view
+    gc.collect()
+    lazy.mul_(2.0)
+    torch.testing.assert_close(lazy.materialise(), logits * 2)
+    torch.testing.assert_close(copied.materialise(), logits)
+
+
+@pytest.mark.filterwarnings("ignore:chunked_head")
+def test_what_is_written_to_computed_logits_stays(both: tuple[Any, Tensor, Any]) -> None:
+    lazy, logits, _ = both
+    lazy.clamp_(max=0.0)
+    torch.testing.assert_close(lazy.materialise(), logits.clamp(max=0.0))
+    torch.testing.assert_close(lazy.float()[:, 1:], logits.clamp(max=0.0)[:, 1:])
+
+
+def test_it_says_what_it_is(both: tuple[Any, Tensor, Any]) -> None:
+    lazy, _, report = both
+    assert repr(lazy) == "LazyLogits(shape=(2, 11, 97), dtype=torch.float32, device='cpu')"
+    assert len(lazy) == 2 and lazy.dim() == 3 and lazy.numel() == 2 * 11 * 97 and lazy.is_floating_point()
+    assert report.materialised == 0
+    lazy.materialise()
+    assert "computed" in repr(lazy)

@@ -1,0 +1,126 @@
+"""TRL's trainers with this library's head: the examples' losses and metrics, with it and without, and adapters."""
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="the trainers are TRL's, which is not installed")
+
+import tiny
+from datasets import Dataset, disable_progress_bars, enable_progress_bars
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+from trl.trainer import distillation_trainer, utils
+
+from chunked_head.integrations.trl import patched_trl
+from chunked_head.integrations.trl_functions import DivergenceSeam, LogProbSeam
+
+# what must have been logged, and where the statistic comes from
+EXAMPLES: list[tuple[str, list[str], set[str], type]] = [
+    ("trl_sft", [], {"loss", "mean_token_accuracy", "entropy", "grad_norm"}, LogProbSeam),
+    ("trl_dpo", [], {"loss", "logits/chosen", "rewards/margins", "entropy", "grad_norm"}, LogProbSeam),
+    ("trl_dpo", ["--wpo", "0"], {"loss", "logits/chosen"}, LogProbSeam),
+    ("trl_grpo", [], {"loss", "reward", "kl", "entropy", "grad_norm"}, LogProbSeam),
+    ("trl_distillation", [], {"loss", "entropy", "grad_norm"}, DivergenceSeam),
+    ("trl_distillation", ["--beta", "0.0"], {"loss"}, DivergenceSeam),
+    ("trl_distillation", ["--beta", "1.0"], {"loss"}, DivergenceSeam),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    disable_progress_bars()
+    yield
+    enable_progress_bars()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """Which of our seams were called."""
+    found: list[type] = []
+    for seam in (LogProbSeam, DivergenceSeam):
+
+        def counted(self: Any, *args: Any, real: Any = seam.apply) -> Any:
+            found.append(type(self))
+            return real(self, *args)
+
+        monkeypatch.setattr(seam, "apply", counted)
+    return found
+
+
+def assert_alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+    assert len(ours) == len(theirs)
+    for mine, true in zip(ours, theirs, strict=True):
+        assert mine.keys() == true.keys()
+        for name, value in true.items():
+            # TRL's entropies and divergences differ from exact ones in the fifth digit
+            assert mine[name] == pytest.approx(value, rel=1e-3, abs=2e-5), name
+
+
+@pytest.mark.parametrize(("name", "options", "logged", "seam"), EXAMPLES, ids=lambda value: str(value)[:24])
+def test_examples(name: str, options: list[str], logged: set[str], seam: type, calls: list[type]) -> None:
+    example = importlib.import_module(name)
+    ours = example.main(["--cpu", *options])
+    used = len(calls)
+    assert used >= 3 and set(calls) == {seam}
+    theirs = example.main(["--cpu", *options, "--plain"])
+    assert len(calls) == used
+    assert len(theirs) == 3 and logged <= set().union(*theirs)
+    assert ours[-1] != ours[0] and all(any(step.get(name) for step in theirs) for name in logged)
+    assert_alike(ours, theirs)
+
+
+def trained(tmp_path: Path, adapter: LoraConfig | None, **options: Any) -> tuple[Any, list[dict[str, float]]]:
+    tokenizer = tiny.tokenizer()
+    rows = Dataset.from_list([{"text": f"{what}: {text}"} for what, text in tiny.FACTS])
+    args = tiny.arguments("", ["--cpu", "--steps", "2"])
+    trainer = SFTTrainer(
+        tiny.model(len(tokenizer)), SFTConfig(**tiny.settings(args, str(tmp_path)), max_length=64, **options),
+        train_dataset=rows, processing_class=tokenizer, peft_config=adapter,
+    )  # fmt: skip
+    trainer.train()
+    return trainer.model, tiny.printed(trainer.state.log_history, ("loss", "mean_token_accuracy", "entropy"))
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"),
+    ],
+    ids=["attention", "whole-head"],
+)
+def test_adapters(adapter: LoraConfig, tmp_path: Path, calls: list[type]) -> None:
+    model, theirs = trained(tmp_path, adapter)
+    assert not calls
+    with patched_trl():
+        ours, found = trained(tmp_path, adapter)
+    assert calls
+    assert_alike(found, theirs)
+    for (name, mine), true in zip(ours.named_parameters(), model.parameters(), strict=True):
+        assert mine.requires_grad == true.requires_grad
+        torch.testing.assert_close(mine, true, rtol=1e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_adapter_on_the_head_is_refused_by_trl(tmp_path: Path) -> None:
+    """The seam is given the head's own weight: what TRL would train is not what the model computes."""
+    with patched_trl(), pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+        trained(tmp_path, LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
+
+
+def test_dft_and_accumulation(tmp_path: Path, calls: list[type]) -> None:
+    options = {"loss_type": "dft", "gradient_accumulation_steps": 2}
+    _, theirs = trained(tmp_path, None, **options)
+    with patched_trl(chunk_tokens=16):
+        _, ours = trained(tmp_path, None, **options)
+    assert len(calls) == 4
+    assert_alike(ours, theirs)
+
+
+def test_seams_are_back() -> None:
+    assert utils._ChunkedLogProbFunction.__module__ == "trl.kernels.chunked_logprob"
+    assert distillation_trainer.ChunkedDivergenceFunction.__module__ == "trl.kernels.chunked_divergence"

@@ -1,0 +1,291 @@
+"""Behind TRL's seams: its two functions against ours, and that nothing else than what is known gets patched."""
+
+import contextlib
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl", reason="the seams are TRL's, which is not installed")
+
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, LlamaConfig, RecurrentGemmaConfig
+from trl.trainer import distillation_trainer, utils
+
+from chunked_head.integrations import trl_functions, trl_seams
+from chunked_head.integrations.trl import check_fused_head, patch_trl, patched_trl, unpatch_trl
+from chunked_head.integrations.trl_functions import OUTPUTS, DivergenceSeam, LogProbSeam, Options
+
+TOKENS, HIDDEN, VOCAB = 29, 16, 61
+THEIRS = utils._ChunkedLogProbFunction, distillation_trainer.ChunkedDivergenceFunction
+
+
+@pytest.fixture(autouse=True)
+def unpatched() -> Iterator[None]:
+    yield
+    with contextlib.suppress(RuntimeError):
+        unpatch_trl()
+    assert installed() == THEIRS
+
+
+def installed() -> tuple[Any, Any]:
+    return utils._ChunkedLogProbFunction, distillation_trainer.ChunkedDivergenceFunction
+
+
+def operands(dtype: torch.dtype = torch.float32, weight_dtype: torch.dtype | None = None) -> list[Tensor]:
+    made = torch.Generator().manual_seed(4)
+    hidden, weight, bias = (
+        torch.randn(size, generator=made) for size in ((TOKENS, HIDDEN), (VOCAB, HIDDEN), (VOCAB,))
+    )  # fmt: skip
+    weight_dtype = weight_dtype or dtype
+    return [hidden.to(dtype).requires_grad_(), *(t.to(weight_dtype).requires_grad_() for t in (weight, bias))]
+
+
+TARGETS = torch.arange(TOKENS) % VOCAB
+
+
+def outcome(seam: Any, leaves: list[Tensor], *more: Any) -> tuple[tuple, tuple]:
+    """What a seam returns, and the gradients of a function of all that takes one."""
+    found = seam.apply(*leaves, *more)
+    some = [value for value in found if value is not None and value.requires_grad]
+    total = sum((value * torch.linspace(-1, 1, TOKENS, device=value.device)).sum() for value in some)
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    return found, torch.autograd.grad(total, wanted)
+
+
+def assert_same(ours: tuple, theirs: tuple, rtol: float = 2e-5, atol: float = 5e-6) -> None:
+    for mine, true in zip(ours[0] + ours[1], theirs[0] + theirs[1], strict=True):
+        assert (mine is None) == (true is None)
+        if mine is None:
+            continue
+        assert mine.dtype == true.dtype and mine.requires_grad == true.requires_grad
+        torch.testing.assert_close(mine, true, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "head", [(1.0, 32), (0.7, 32, 3.0, 1.4), (1.9, 64, None, -0.6)], ids=["plain", "capped", "negative"]
+)
+@pytest.mark.parametrize(
+    "outputs", [OUTPUTS, ("log_probs",), ("log_probs", "entropy", "is_top1"), OUTPUTS[2:4]], ids=len
+)
+def test_log_probs(head: tuple, outputs: tuple[str, ...]) -> None:
+    more = (*head, *(None, 1.0)[len(head) - 2 :], outputs)
+    ours = outcome(LogProbSeam(Options(chunk_tokens=8)), operands(), TARGETS, *more)
+    assert_same(ours, outcome(THEIRS[0], operands(), TARGETS, *more))
+    if "is_top1" in outputs:
+        best = LogProbSeam(Options()).apply(*operands(), ours[0][4].new_zeros(TOKENS, dtype=torch.int64), *more)[4]
+        assert not ours[0][4].all() and best.dtype == torch.bool
+
+
+def test_top1_of_equal_logits_is_the_first() -> None:
+    hidden, weight = torch.ones(3, 4), torch.ones(5, 4)
+    targets = torch.tensor([0, 1, 4])
+    for seam in (THEIRS[0], LogProbSeam(Options())):
+        assert seam.apply(hidden, weight, None, targets, 1.0, 4, None, 1.0, OUTPUTS)[4].tolist() == [True, False, False]
+
+
+def test_frozen_and_without_tokens() -> None:
+    hidden, weight, _ = operands()
+    leaves = [hidden, weight.detach(), None]
+    assert_same(outcome(LogProbSeam(Options()), leaves, TARGETS, 1.0, 32), outcome(THEIRS[0], leaves, TARGETS, 1.0, 32))
+    found = LogProbSeam(Options()).apply(hidden[:0], weight, None, TARGETS[:0], 1.0, 32)
+    found[0].sum().backward()
+    assert [len(value) for value in found] == [0] * 5 and not weight.grad.any()
+    with torch.no_grad():
+        assert not LogProbSeam(Options()).apply(hidden, weight, None, TARGETS, 1.0, 32)[0].requires_grad
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dtypes(dtype: torch.dtype, weight_dtype: torch.dtype, autocast: bool) -> None:
+    """TRL computes in autocast's dtype or the hidden states'; each gradient comes in its operand's."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours = outcome(LogProbSeam(Options()), operands(dtype, weight_dtype), TARGETS, 1.0, 32)
+        theirs = outcome(THEIRS[0], operands(dtype, weight_dtype), TARGETS, 1.0, 32)
+    half = autocast or dtype == torch.bfloat16
+    # they round logits of 16-bit operands: 2^-8 of logits up to 20
+    assert_same((ours[0][:4], ours[1]), (theirs[0][:4], theirs[1]), *((0.1, 0.3) if half else (1e-4, 1e-4)))
+    assert [g.dtype for g in ours[1]] == [dtype, weight_dtype, weight_dtype]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("head", [(), (0.8, 1.3, 3.0, 0.7, 4.0)], ids=["plain", "capped"])
+def test_divergence(beta: float, head: tuple) -> None:
+    made = torch.Generator().manual_seed(8)
+    teacher = [torch.randn(size, generator=made) for size in ((TOKENS, 9), (VOCAB, 9), (VOCAB,))]
+    ours = outcome(DivergenceSeam(Options(chunk_tokens=8)), operands(), *teacher, beta, *head)
+    theirs = outcome(THEIRS[1], operands(), *teacher, beta, *head)
+    assert_same(ours, theirs)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = outcome(DivergenceSeam(Options()), operands(), *teacher, beta, *head)
+        theirs = outcome(THEIRS[1], operands(), *teacher, beta, *head)
+    assert_same(ours, theirs, 0.03, 0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    """Their kernels and ours; theirs round the logits of 16-bit operands."""
+    made = torch.Generator().manual_seed(8)
+    teacher = [torch.randn(size, generator=made).to("cuda", dtype) for size in ((TOKENS, 16), (VOCAB, 16), (VOCAB,))]
+    targets, tolerance = TARGETS.cuda(), (0.05, 0.1) if dtype == torch.bfloat16 else (1e-4, 1e-4)
+
+    def both(ours: Any, theirs: Any, *more: Any) -> None:
+        found = [
+            outcome(seam, [t.detach().cuda().requires_grad_() for t in operands(dtype)], *more)
+            for seam in (ours, theirs)
+        ]
+        assert_same(*((values[:4], grads) for values, grads in found), *tolerance)
+
+    both(LogProbSeam(Options()), THEIRS[0], targets, 0.9, 32, 6.0, 1.2, OUTPUTS)
+    for beta in (0.0, 0.3, 1.0):
+        both(DivergenceSeam(Options()), THEIRS[1], *teacher, beta, 0.9)
+
+
+@pytest.mark.parametrize("seam", [LogProbSeam(Options()), DivergenceSeam(Options())], ids=lambda s: type(s).__name__)
+def test_weight_that_is_taken_apart_between(seam: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed's ZeRO-3 does: the head is whole where it is gathered, and empty elsewhere."""
+
+    @contextlib.contextmanager
+    def gather(*parameters: Any) -> Iterator[None]:
+        for parameter in parameters:
+            if parameter is not None:
+                parameter.data = parameter.whole
+        yield
+        for parameter in parameters:
+            if parameter is not None:
+                parameter.data = torch.empty(0)
+
+    monkeypatch.setattr(utils, "maybe_gather_lm_head_ctx", gather)
+    more = (TARGETS, 1.0, 32) if isinstance(seam, LogProbSeam) else (*[t.detach() for t in operands()], 0.5)
+    expected = outcome(seam, operands(), *more)
+    hidden, *head = operands()
+    parameters = [torch.nn.Parameter(t.detach()) for t in head]
+    upstream = torch.linspace(-1, 1, TOKENS)
+    for parameter in parameters:
+        parameter.ds_id, parameter.whole = 1, parameter.data
+    with gather(*parameters):
+        found = seam.apply(hidden, *parameters, *more)
+    assert all(not p.numel() for p in parameters)
+    total = sum((value * upstream).sum() for value in found if value.requires_grad)
+    grads = torch.autograd.grad(total, [hidden, *parameters])
+    assert all(not p.numel() for p in parameters)
+    assert_same((found, grads), expected, 0.0, 0.0)
+
+
+def test_patching_and_back() -> None:
+    patch_trl(memory_budget="64MiB")
+    first = installed()
+    assert isinstance(first[0], LogProbSeam) and isinstance(first[1], DivergenceSeam)
+    assert first[0].options.memory_budget == "64MiB"
+    patch_trl()
+    assert installed()[0].options == Options()
+    with patched_trl(chunk_tokens=7):
+        assert installed()[1].options.chunk_tokens == 7
+    assert installed()[1].options == Options()
+    unpatch_trl()
+    assert installed() == THEIRS
+    unpatch_trl()
+    with pytest.raises(KeyError), patched_trl():
+        assert isinstance(installed()[0], LogProbSeam)
+        raise KeyError
+    assert installed() == THEIRS
+
+
+def test_replaced_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_trl()
+    with monkeypatch.context() as other:
+        other.setattr(utils, "_ChunkedLogProbFunction", int)
+        with pytest.raises(RuntimeError, match=r"trl\.trainer\.utils\._ChunkedLogProbFunction is <class 'int'>"):
+            unpatch_trl()
+
+
+class Moved:
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any) -> None: ...
+
+
+def other_caller(model: Any) -> None:
+    return utils._ChunkedLogProbFunction.apply(model)
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "says"),
+    [
+        ("version", "1.17.2", "in TRL 1.17.2 its losses may be computed otherwise; nothing was patched"),
+        ("_ChunkedLogProbFunction", None, "_ChunkedLogProbFunction is missing or no autograd function"),
+        ("_ChunkedLogProbFunction", Moved, r"takes \(ctx, hidden, weight\) instead of \(ctx, hidden, weight, bias, t"),
+        ("add_fused_lm_head", None, "add_fused_lm_head is missing"),
+        ("add_fused_lm_head", other_caller, "add_fused_lm_head does not contain 'weight,bias,labels"),
+        ("add_fused_lm_head", eval("lambda: 0"), "has no source to look at"),
+    ],
+    ids=str,
+)
+def test_refuses_what_it_does_not_know(what: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what == "version":
+        monkeypatch.setattr(trl_seams.metadata, "version", lambda name: value)
+    else:
+        monkeypatch.setattr(utils, what, value)
+    with pytest.raises(RuntimeError, match=says):
+        patch_trl()
+    assert distillation_trainer.ChunkedDivergenceFunction is THEIRS[1]
+
+
+def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(trl_seams.metadata, "version", none)
+    with pytest.raises(ImportError, match="patch_trl needs TRL"):
+        patch_trl()
+
+
+def test_unknown_output() -> None:
+    with pytest.raises(ValueError, match=r"outputs must be among 'log_probs'.*got 'varentropy'"):
+        LogProbSeam(Options()).apply(*operands(), TARGETS, 1.0, 32, None, 1.0, ("log_probs", "varentropy"))
+
+
+SMALL = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+RIGHT = [
+    LlamaConfig(**SMALL),
+    Gemma2Config(**SMALL, final_logit_softcapping=0.5),
+    GraniteConfig(**SMALL, logits_scaling=0.1),
+]
+
+
+@pytest.mark.parametrize("config", RIGHT, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_fused_heads_that_are_right(config: Any, temperature: float) -> None:
+    model = AutoModelForCausalLM.from_config(config).eval()
+    utils.add_fused_lm_head(model, temperature=temperature)
+    with patched_trl():
+        assert check_fused_head(model, temperature=temperature) < 1e-4
+    assert model.training is False
+    with pytest.raises(RuntimeError, match=f"what {type(model).__name__} does"):
+        check_fused_head(model.train(), temperature=temperature + 1.0)
+    assert model.training is True
+
+
+def test_fused_head_that_is_wrong() -> None:
+    """TRL does not know this model's cap by its name."""
+    config = RecurrentGemmaConfig(**{**SMALL, "num_hidden_layers": 3}, logits_soft_cap=0.1)
+    model = AutoModelForCausalLM.from_config(config)
+    utils.add_fused_lm_head(model)
+    with patched_trl(), pytest.raises(RuntimeError, match="does not compute what RecurrentGemmaForCausalLM does"):
+        check_fused_head(model)
+
+
+def test_nothing_is_imported_with_the_library() -> None:
+    assert trl_functions.__name__ == "chunked_head.integrations.trl_functions"
+    import subprocess
+    import sys
+
+    code = "import sys, chunked_head; print([m for m in ('trl', 'transformers', 'datasets') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.strip() == "[]"
