@@ -1,0 +1,44 @@
+"""The benchmarks of whole models, at sizes that say nothing."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import chunked_head.integrations.fused_loss
+from benchmarks import model_curves, models
+
+
+def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(models, "TINY", models.TINY | {"vocab_size": 300, "num_hidden_layers": 1})
+    path = tmp_path / "models.json"
+    assert models.main(["--rounds", "2", "--tokens", "40", "--device", "cpu", "--output", str(path)]) == 0
+    found = json.loads(path.read_text())
+    plain, ours = found["rows"]
+    assert (plain["provider"], ours["provider"]) == ("plain", "ours") and plain["ms"] > 0 and ours["ms"] > 0
+    assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["benchmark"] == "models"
+    with pytest.raises(SystemExit):
+        models.main(["--longest", "80", "--device", "cpu"])
+
+
+def test_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_curves, "BPE_VOCAB", 300)
+    monkeypatch.setattr(model_curves, "CONTEXT", 16)
+    text = tmp_path / "text.txt"
+    text.write_text("the sea is deep and never still; the wind would rather be somewhere else. " * 40)
+    arguments = ["--steps", "4", "--device", "cpu", "--text", str(text), "--output", str(tmp_path / "curves.json")]
+    assert model_curves.main(arguments) == 0
+    found = json.loads((tmp_path / "curves.json").read_text())
+    assert len(found["runs"]["patched"]["entropy"]) == 4 and (tmp_path / "curves.png").stat().st_size > 10_000
+    # a loss that is wrong by a thousandth is seen
+    right = chunked_head.integrations.fused_loss.linear_loss
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        output = right(*args, **kwargs)
+        return replace(output, loss=output.loss * 1.001)
+
+    monkeypatch.setattr("chunked_head.integrations.fused_loss.linear_loss", wrong)
+    assert model_curves.main(arguments) == 1
