@@ -1,5 +1,6 @@
 """Which module of a model is its head, and whether its logits may be lazy."""
 
+import contextlib
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,24 @@ def find_head(model: nn.Module) -> nn.Module:
         head = get()
     except (AttributeError, NotImplementedError) as error:
         raise NotUnderstood(f"get_output_embeddings() of {type(model).__name__} raises {error!r}") from error
-    return active(head, model)
+    return active(unnamed(model) if head is None else head, model)
+
+
+def unnamed(model: nn.Module) -> nn.Module | None:
+    """The head of a model that names none: its one matrix onto the vocabulary (ClvpForCausalLM), else that of the one
+    model inside of it that names one (BlipForConditionalGeneration). Whatever else is there stays as it is."""
+    vocab = getattr(getattr(model, "config", None), "vocab_size", None)
+    own = [module for module in model.children() if isinstance(module, nn.Linear) and module.out_features == vocab]
+    if own:
+        return own[0] if len(own) == 1 else None
+    found = set()
+    for module in model.modules():
+        get = getattr(module, "get_output_embeddings", None)
+        if module is not model and callable(get):
+            with contextlib.suppress(AttributeError, NotImplementedError):
+                found.add(get())
+    found.discard(None)
+    return found.pop() if len(found) == 1 else None
 
 
 def active(head: Any, model: nn.Module) -> nn.Module:
