@@ -119,9 +119,9 @@ def cell(text: str) -> str:
 
 
 INTRODUCTION = """
-What `patch_model` does with every class of transformers {versions} that has a head over a vocabulary: each is built
-small from its configuration alone, with scales, caps, biases and router losses that are not neutral, and run with
-labels, with `num_items_in_batch` too, and in evaluation: as it is, patched, and unpatched again.
+What `patch_model` does with every class of transformers {versions} that has a head over a
+vocabulary: each is built small from its configuration alone, with scales, caps, biases and router losses that are not
+neutral, and run with labels, with `num_items_in_batch` too, and in evaluation: as it is, patched, and unpatched again.
 `python -m benchmarks.zoo --output docs/zoo.md` writes this file.
 
 - fused: the loss is computed without logits; relative errors against the unpatched model below {loss:g} (loss) and

@@ -55,6 +55,8 @@ def active(head: Any, model: nn.Module) -> nn.Module:
         if len(names) > 1:
             raise NotUnderstood(f"its head has {len(names)} active copies of PEFT's modules_to_save")
         return head.original_module if head.disable_adapters or not names else saved[names[0]]
+    if head is None:
+        raise NotUnderstood("its get_output_embeddings() is None, and no one matrix inside of it is its head")
     if not isinstance(head, nn.Module):
         raise NotUnderstood(f"its output embeddings are {type(head).__name__}, not a module")
     if isinstance(head, nn.Embedding) or any(head is module for module in embeddings(model)):
