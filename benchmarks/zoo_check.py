@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import zoo_models
+from benchmarks import zoo_exceptions, zoo_models
 from benchmarks.zoo_classes import Entry, parameters_of
 from chunked_head import patch_model, unpatch_model
 
@@ -18,7 +18,7 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOGITS_TOLERANCE = 2e-5, 2e-4, 2e-5
 # Gradients whose exact value is 0, as of a bias that a softmax takes away, are noise: nothing is compared below this
 # part of the largest gradient of the model.
 NOISE = 1e-3
-COUNTED_TOKENS = 7  # of a batch that this one would be a part of
+COUNT = {"num_items_in_batch": torch.tensor(7)}  # of a batch that this one would be a part of
 VERDICTS = ("fused", "materialised", "refused", "WRONG", "not built", "no labels")
 
 
@@ -89,18 +89,39 @@ def evaluated(model: nn.Module, given: dict[str, Any]) -> list[Tensor]:
     return [v.clone() for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.dim() > 1]
 
 
-def measure(model: nn.Module, given: dict[str, Any]) -> Measured:
-    """All runs from the weights as they are; the model's state is put back after each."""
+def measure(model: nn.Module, given: dict[str, Any], counted: bool) -> Measured:
+    """All runs from the weights as they are, ``counted``: also with ``num_items_in_batch``."""
     state = {name: value.clone() for name, value in model.state_dict().items()}
     runs = {"labels": run(model, given)}
-    model.load_state_dict(state)
-    takes = parameters_of(type(model).forward)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
-        runs["num_items_in_batch"] = run(model, given | {"num_items_in_batch": torch.tensor(COUNTED_TOKENS)})
-        model.load_state_dict(state)
+    restore(model, state)
+    if counted:
+        runs["num_items_in_batch"] = run(model, given | COUNT)
+        restore(model, state)
     logits = evaluated(model, given)
-    model.load_state_dict(state)
+    restore(model, state)
     return Measured(runs, logits)
+
+
+def restore(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """The model as before a run: buffers too, and what RecurrentGemma keeps beside them."""
+    model.load_state_dict(state)
+    for module in model.modules():
+        if "recurrent_states" in module.__dict__:
+            module.__dict__["recurrent_states"] = None
+
+
+def takes_count(model: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether the model passes ``num_items_in_batch`` on to where it is known, as Trainer has it do."""
+    takes = parameters_of(type(model).forward)
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+        return False
+    try:
+        run(copy.deepcopy(model), given | COUNT)
+    except TypeError as reason:
+        if "num_items_in_batch" not in str(reason):
+            raise
+        return False
+    return True
 
 
 def error(found: Tensor, true: Tensor, least: float = 0.0) -> float:
@@ -143,11 +164,14 @@ def check(entry: Entry) -> Outcome:
     warnings.simplefilter("ignore")
     try:
         model_class = entry.load()
+        if entry.name in zoo_exceptions.NO_TOKENS:
+            raise NoLoss(zoo_exceptions.NO_TOKENS[entry.name])
         if "labels" not in parameters_of(model_class.forward):
-            return Outcome(entry.name, entry.kind, "no labels", "its forward takes no labels")
+            raise NoLoss("its forward takes no labels")
         model = zoo_models.build(model_class)
         given = zoo_models.inputs(model)
-        true = measure(copy.deepcopy(model), given)
+        counted = takes_count(model, given)
+        true = measure(copy.deepcopy(model), given, counted)
         check_reference(true)
     except NoLoss as reason:
         return Outcome(entry.name, entry.kind, "no labels", str(reason))
@@ -172,12 +196,12 @@ def compared(entry: Entry, model: nn.Module, given: dict[str, Any], true: Measur
     try:
         patch_model(patched)
         report: Any = patched.chunked_head
-        found = measure(patched, given)
+        found = measure(patched, given, len(true.runs) > 1)
         outcome.loss_error, outcome.gradient_error, outcome.reason = compare(found, true)
         outcome.fused, outcome.materialised = report.fused, report.materialised
         outcome.head, outcome.tail = str(report.name), "" if report.tail is None else str(report.tail)
         unpatch_model(patched)
-        _, _, afterwards = compare(measure(patched, given), true)
+        _, _, afterwards = compare(measure(patched, given, len(true.runs) > 1), true)
         if afterwards or type(patched) is not type(model):
             outcome.reason = outcome.reason or f"not undone: {afterwards or type(patched).__name__}"
     except Exception as reason:

@@ -65,7 +65,7 @@ def find(kind: str = "all") -> list[Entry]:
     by_mapping, found = mapped(), []
     root = Path(inspect.getfile(transformers)).parent
     for path in sorted((root / "models").glob("*/modeling_*.py")):
-        if path.parent.name == "auto":
+        if path.parent.name == "auto" or path.stem.startswith(("modeling_tf_", "modeling_flax_")):
             continue
         module = f"transformers.models.{path.parent.name}.{path.stem}"
         for name in re.findall(r"^class (\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE):

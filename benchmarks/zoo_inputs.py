@@ -75,6 +75,11 @@ def kosmos(model: Any, text: Inputs) -> Inputs:
     return pixels(model, text) | {"image_embeds_position_mask": mask}
 
 
+def token_types(model: Any, text: Inputs) -> Inputs:
+    """Text alone, and said to be."""
+    return text | {"mm_token_type_ids": torch.zeros(BATCH, LENGTH, dtype=torch.long)}
+
+
 def boxes(model: Any, text: Inputs) -> Inputs:
     """Where each token stands on a page."""
     return text | {"bbox": floats(BATCH, LENGTH, 4).sigmoid()}
@@ -95,6 +100,11 @@ def spectrogram(model: Any, text: Inputs) -> Inputs:
     return without(text, "input_ids", "attention_mask") | {"input_features": floats(BATCH, bins, length)}
 
 
+def heard(model: Any, text: Inputs) -> Inputs:
+    """Likewise, as long as the text beside it."""
+    return text | {"input_features": floats(BATCH, attribute(model.config, "num_mel_bins"), 8 * LENGTH)}
+
+
 def features(model: Any, text: Inputs) -> Inputs:
     """Audio as frames x features."""
     width = attribute(model.config, "input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins")
@@ -109,6 +119,12 @@ def samples(model: Any, text: Inputs) -> Inputs:
 def embeddings(model: Any, text: Inputs) -> Inputs:
     """Hidden states of another model."""
     return without(text, "input_ids") | {"inputs_embeds": floats(BATCH, LENGTH, 64)}
+
+
+def characters(model: Any, text: Inputs) -> Inputs:
+    """Likewise, with one character for each."""
+    given = {"char_input_ids": words(BATCH, LENGTH), "char_count_per_id": torch.ones(BATCH, LENGTH, dtype=torch.long)}
+    return embeddings(model, text) | given
 
 
 def codebooks(model: Any, text: Inputs) -> Inputs:
@@ -142,3 +158,14 @@ def csm(model: Any, text: Inputs) -> Inputs:
 def kyutai(model: Any, text: Inputs) -> Inputs:
     """Kyutai's: text with the codebooks of what was heard beside it."""
     return text | {"input_ids": words(BATCH, LENGTH, model.config.num_codebooks + 1)}
+
+
+def all_positions(model: Any, text: Inputs) -> Inputs:
+    """A label for every position that the model has, whatever the text's length."""
+    return text | {"labels": words(BATCH, model.config.max_position_embeddings)}
+
+
+def talker(model: Any, text: Inputs) -> Inputs:
+    """Hidden states with positions in time, height and width."""
+    positions = torch.arange(LENGTH).expand(3, BATCH, LENGTH)
+    return embeddings(model, text) | {"position_ids": positions}

@@ -31,8 +31,8 @@ def musicgen(name: str, decoder: str) -> Any:
 
 def granite_vision() -> Any:
     text = small("Granite4VisionTextConfig", model_type="granite4_vision_text")
-    others = Shrinking().shrink(transformers.Granite4VisionConfig()).to_dict()  # type: ignore[attr-defined]
-    return transformers.Granite4VisionConfig(**others | {"text_config": text})  # type: ignore[attr-defined]
+    others = Shrinking().shrink(transformers.Granite4VisionConfig()).to_dict()
+    return transformers.Granite4VisionConfig(**others | {"text_config": text})
 
 
 MAKERS = {
@@ -42,5 +42,6 @@ MAKERS = {
     "MusicgenForConditionalGeneration": lambda: musicgen("MusicgenConfig", "MusicgenDecoderConfig"),
     "MusicgenMelodyForConditionalGeneration": lambda: musicgen("MusicgenMelodyConfig", "MusicgenMelodyDecoderConfig"),
     "CsmDepthDecoderForCausalLM": lambda: Shrinking().shrink(transformers.CsmDepthDecoderConfig()),
+    "ClvpForCausalLM": lambda: Shrinking().shrink(transformers.ClvpDecoderConfig()),
     "Granite4VisionForConditionalGeneration": granite_vision,
 }

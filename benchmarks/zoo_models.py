@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from benchmarks import zoo_exceptions as exceptions
@@ -16,6 +18,7 @@ from benchmarks.zoo_shrink import FIRST_WORD, LAST_WORD, VOCAB, Shrinking
 BATCH, LENGTH = 2, 8
 LARGEST = 6_000_000  # parameters: more means that a rule is missing
 IGNORED = -100
+TIMM = ("timm_wrapper", "timm_backbone", "gemma3n_vision")
 DECODERS = ("CausalLM", "LMHeadModel", "Decoder", "ModelWithLMHead")
 
 
@@ -39,13 +42,35 @@ def build(model_class: Any) -> nn.Module:
         NotBuilt: where it would be large. Whatever the class raises.
     """
     config = configuration(model_class)
+    with without_timm():
+        return made(model_class, config)
+
+
+@contextlib.contextmanager
+def without_timm() -> Iterator[None]:
+    """Vision towers of the package timm, which is not needed for text, are empty."""
+    auto: Any = transformers.AutoModel
+    plain = auto.from_config.__func__
+
+    def from_config(cls: Any, config: Any, **options: Any) -> Any:
+        return nn.Identity() if config.model_type in TIMM else plain(cls, config, **options)
+
+    auto.from_config = classmethod(from_config)
+    try:
+        yield
+    finally:
+        auto.from_config = classmethod(plain)
+
+
+def made(model_class: Any, config: Any) -> nn.Module:
+    """The model of a configuration, unless it is large."""
     size = 0
     with contextlib.suppress(RuntimeError), torch.device("meta"):  # some compute with tensors while they are made
         size = sum(parameter.numel() for parameter in model_class(config).parameters())
     if size > LARGEST:
         raise NotBuilt(f"{size / 1e6:.0f}M parameters after shrinking")
     torch.manual_seed(0)
-    model = model_class(configuration(model_class)).float()
+    model = model_class(config).float()
     enliven(model)
     return model.train()
 

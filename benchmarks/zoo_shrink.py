@@ -25,7 +25,9 @@ SIZES: tuple[tuple[str, float | None], ...] = (
     (r"type_vocab_size|token_type|num_channels|in_channels|in_chans|kernel|stride|conv_size|merge_size|temporal", None),
     (r"rotary_dim", 8),
     (r"num_filters|expert_num", 4),
-    (r"vocab|codebook_size|n_words", VOCAB),
+    (r"depths", 1),
+    (r"codebook_size$", 64),
+    (r"vocab|n_words", VOCAB),
     (r"kv_shared_layers|nextn_predict|num_mtp|mtp_num", 0),
     (r"first_k_dense|dense_layers|num_dense", 1),
     (r"n_group$|topk_group|shared_experts", 1),
@@ -44,18 +46,21 @@ SIZES: tuple[tuple[str, float | None], ...] = (
     (r"sliding_window|window|chunk_size|block_size|block_len|attention_context", 8),
     (r"position|n_ctx|max_\w*len|context_length|seq_len|max_seq|n_positions|max_source|max_target", 128),
     (r"num_quer|num_latents|n_latents|query_tokens|num_mel|mel_bins|tokens_per_image|tokens_per", 16),
-    (r"dim|size|d_model|d_ff|n_embd|n_inner|width|channels|hidden|intermediate|inner|ffn|embd|units|features", WIDTH),
+    (r"dim|size|d_model|d_latents|d_ff|embd|inner|width|channels|hidden|intermediate|ffn|units|features", WIDTH),
 )  # fmt: skip
 TOKENS = re.compile(r"(_ids?|_index|_indices|_token)$")
 DROPS = re.compile(r"drop(?!less)")
-KINDS_OF_LAYERS = re.compile(r"layer_types|layers_block_type|block_types|attn_layers|attention_types|mixer_types|layout")
+KINDS_OF_LAYERS = re.compile(
+    r"layer_types|layers_block_type|block_types|attn_layers|attention_types|mixer_types|layout"
+)
 
 # What the logits go through, and what is added to the loss: none of them neutral.
 TAIL: dict[str, Any] = {
     "logit_scale": 0.7, "logits_scaling": 1.3, "lm_head_multiplier": 0.6, "final_logit_softcapping": 3.0,
     "logits_soft_cap": 3.0, "output_logit_soft_cap": 3.0, "final_logits_soft_cap": 3.0, "logits_softcap": 3.0,
     "logit_cap": 3.0, "logits_scale": 0.7, "output_multiplier": 0.8, "logits_mup_width_multiplier": 1.7,
-    "output_router_logits": True, "output_scale": 0.8, "use_cache": False,
+    "output_router_logits": True, "output_scale": 0.8, "unpadded_vocab_size": 97,
+    "use_cache": False, "apply_spec_augment": False,
 }  # fmt: skip
 
 
@@ -72,7 +77,7 @@ class Shrinking:
 
     def value(self, name: str, value: Any, layers: int) -> Any:
         """An attribute of a configuration with ``layers`` layers, made small."""
-        if name in TAIL and value is not True:
+        if name in TAIL:
             return TAIL[name]
         if isinstance(value, (list, tuple)):
             return self.sequence(name, value, layers)
@@ -111,10 +116,11 @@ class Shrinking:
         own = copy.deepcopy(exceptions.ATTRIBUTES.get(type(config).__name__, {}))
         parts = {name: part for name, part in parts.items() if name not in own}
         given |= own
+        made: Any = type(config)
         try:
-            return type(config)(**given, **parts)
-        except TypeError:  # some take their parts as dictionaries alone
-            return type(config)(**given, **{name: part.to_dict() for name, part in parts.items()})
+            return made(**given, **{name: part.to_dict() for name, part in parts.items()})
+        except (TypeError, ValueError):  # some take their parts as they are alone
+            return made(**given, **parts)
 
     def given(self, name: str, default: Any, value: Any, layers: int) -> Any:
         """What to make a configuration with, for an argument's default and what came of it in the full size."""
@@ -154,7 +160,7 @@ def limited(name: str, value: int) -> int:
 
 def sub_configurations(config: Configuration) -> list[str]:
     """Names of the attributes that are configurations."""
-    named = [name for name in getattr(type(config), "sub_configs", {})]
+    named = list(getattr(type(config), "sub_configs", {}))
     others = [name for name, value in vars(config).items() if isinstance(value, Configuration) and name not in named]
     return [name for name in (*named, *others) if isinstance(getattr(config, name, None), Configuration)]
 

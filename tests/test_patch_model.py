@@ -217,6 +217,9 @@ SPELLINGS: dict[str, Callable[..., torch.Tensor]] = {
     "selective": selective,
     "negative": negative,
     "method": lambda logits, ids: logits.log_softmax(-1).gather(index=ids[..., None], dim=-1).squeeze(-1) * 2,
+    "nll": lambda logits, ids: F.nll_loss(
+        F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32), ids.flatten(), reduction="none"
+    ),
     "lse": lambda logits, ids: logits.logsumexp(-1, keepdim=True)[..., 0] ** 2,
 }
 

@@ -1,5 +1,6 @@
 """Which module of a model is its head, and whether its logits may be lazy."""
 
+import contextlib
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,24 @@ def find_head(model: nn.Module) -> nn.Module:
         head = get()
     except (AttributeError, NotImplementedError) as error:
         raise NotUnderstood(f"get_output_embeddings() of {type(model).__name__} raises {error!r}") from error
-    return active(head, model)
+    return active(unnamed(model) if head is None else head, model)
+
+
+def unnamed(model: nn.Module) -> nn.Module | None:
+    """The head of a model that names none: its one matrix onto the vocabulary (ClvpForCausalLM), else that of the one
+    model inside of it that names one (BlipForConditionalGeneration). Whatever else is there stays as it is."""
+    vocab = getattr(getattr(model, "config", None), "vocab_size", None)
+    own = [module for module in model.children() if isinstance(module, nn.Linear) and module.out_features == vocab]
+    if own:
+        return own[0] if len(own) == 1 else None
+    found = set()
+    for module in model.modules():
+        get = getattr(module, "get_output_embeddings", None)
+        if module is not model and callable(get):
+            with contextlib.suppress(AttributeError, NotImplementedError):
+                found.add(get())
+    found.discard(None)
+    return found.pop() if len(found) == 1 else None
 
 
 def active(head: Any, model: nn.Module) -> nn.Module:
@@ -37,6 +55,8 @@ def active(head: Any, model: nn.Module) -> nn.Module:
         if len(names) > 1:
             raise NotUnderstood(f"its head has {len(names)} active copies of PEFT's modules_to_save")
         return head.original_module if head.disable_adapters or not names else saved[names[0]]
+    if head is None:
+        raise NotUnderstood("its get_output_embeddings() is None, and no one matrix inside of it is its head")
     if not isinstance(head, nn.Module):
         raise NotUnderstood(f"its output embeddings are {type(head).__name__}, not a module")
     if isinstance(head, nn.Embedding) or any(head is module for module in embeddings(model)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..logprobs import linear_logprobs
-from .fused_loss import head_of, is_shard
+from .fused_loss import cross_entropy, head_of, is_shard
 from .tail import Tail, tail_of
 from .virtual import Virtual
 
@@ -41,6 +41,14 @@ def log_softmax(v: Virtual, dim: Any = None, _stacklevel: int = 3, dtype: torch.
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
     return v.then(LOG_SOFTMAX, dtype)._replace(dtype=dtype or v.dtype)
+
+
+def nll_loss(v: Virtual, *args: Any, **kwargs: Any) -> Any:
+    """Of log-probabilities: the cross-entropy of what they are of, as ProphetNet writes it."""
+    if not v.steps or v.steps[-1][0] != LOG_SOFTMAX:
+        return NotImplemented
+    logits = v._replace(steps=v.steps[:-1])
+    return cross_entropy(logits.then("cast", v.dtype), *args, **kwargs)
 
 
 def reading(v: Virtual) -> Read | None:

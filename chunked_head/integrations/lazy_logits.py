@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .fused_loss import cross_entropy
-from .fused_statistics import LOG_SOFTMAX, STATISTICS, Read, Rows, log_softmax, statistics
+from .fused_statistics import LOG_SOFTMAX, STATISTICS, Read, Rows, log_softmax, nll_loss, statistics
 from .virtual import COPIES as PLAIN_COPIES
 from .virtual import IN_PLACE, VIEWS, Virtual
 
@@ -100,6 +100,8 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
         return NotImplemented
     if name == "cross_entropy":
         return cross_entropy(virtual, *rest, **kwargs)
+    if name == "nll_loss":
+        return nll_loss(virtual, *rest, **kwargs)
     if name == "argmax":
         return argmax(virtual, *rest, **kwargs)
     if name in STATISTICS:
@@ -167,7 +169,7 @@ def by_function() -> dict[Any, str]:
     names = {name: name for name in (*COPIES, *VIEWS, *IN_PLACE, *STATISTICS, "argmax")}
     names |= {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add"}
     names |= {"__imul__": "mul_", "__itruediv__": "div_", "__iadd__": "add_"}
-    found: dict[Any, str] = {F.cross_entropy: "cross_entropy", F.log_softmax: "log_softmax"}
+    found: dict[Any, str] = {F.cross_entropy: "cross_entropy", F.log_softmax: "log_softmax", F.nll_loss: "nll_loss"}
     for name, meaning in names.items():
         for owner in (Tensor, torch):
             function = getattr(owner, name, None)
@@ -183,4 +185,5 @@ PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu",
 QUERIES = {getattr(Tensor, name).__get__ for name in PROPERTIES if hasattr(Tensor, name)} | {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.get_device, Tensor.__hash__, Tensor.is_inference,
+    Tensor.is_contiguous,
 }  # fmt: skip

@@ -135,7 +135,10 @@ def split_index(v: Virtual, index: Any) -> tuple[tuple[Any, ...], Any] | None:
     for part in parts:
         if part is Ellipsis or part is None:
             continue
-        if not isinstance(part, (int, slice, Tensor)) or isinstance(part, bool):
+        if isinstance(part, list):
+            if not all(isinstance(one, int) and not isinstance(one, bool) for one in part):
+                return None
+        elif not isinstance(part, (int, slice, Tensor)) or isinstance(part, bool):
             return None
         taken += part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
     rest = (slice(None),) * (len(v.shape) - taken)

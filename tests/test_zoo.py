@@ -1,0 +1,140 @@
+"""A sample of ``benchmarks.zoo``: a model of every kind of tail between head and loss, and tails that are wrong."""
+
+import dataclasses
+import json
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from benchmarks import zoo, zoo_pool, zoo_report
+from benchmarks.zoo_check import Outcome, check, verdict
+from benchmarks.zoo_classes import KINDS, Entry, find
+from chunked_head.integrations import fused_loss
+
+CLASSES = {entry.name: entry for entry in find()}
+
+# class, where its head is, and what stands between it and the loss
+FUSED = [
+    ("LlamaForCausalLM", "lm_head", "scale 1, no softcap"),
+    ("CohereForCausalLM", "lm_head", "scale 0.7, no softcap"),
+    ("GraniteForCausalLM", "lm_head", "scale 0.769231, no softcap"),  # divided by 1.3
+    ("FalconH1ForCausalLM", "lm_head", "scale 0.6, no softcap"),
+    ("Gemma2ForCausalLM", "lm_head", "scale 1, softcap 3"),
+    ("GPTJForCausalLM", "lm_head", "scale 1, no softcap"),  # with a bias of its own
+    ("BertLMHeadModel", "cls.predictions.decoder", "scale 1, no softcap"),
+    ("RobertaForMaskedLM", "lm_head.decoder", "scale 1, no softcap"),
+    ("BartForCausalLM", "lm_head", "scale 1, no softcap"),  # CrossEntropyLoss in its forward, labels not shifted
+    ("BartForConditionalGeneration", "lm_head", "scale 1, no softcap, 1 added vector(s)"),
+    ("T5ForConditionalGeneration", "lm_head", "scale 1, no softcap"),
+    ("MixtralForCausalLM", "lm_head", "scale 1, no softcap"),  # with its router's loss
+    ("Qwen2VLForConditionalGeneration", "lm_head", "scale 1, no softcap"),
+    ("ChameleonForConditionalGeneration", "lm_head", "scale 1, no softcap, filled ids"),
+    ("ProphetNetForCausalLM", "lm_head", "scale 1, no softcap"),  # by log_softmax and nll_loss
+    ("BlipForConditionalGeneration", "text_decoder.cls.predictions.decoder", "scale 1, no softcap"),  # names no head
+    ("ClvpForCausalLM", "lm_head", "scale 1, no softcap"),  # nor does this one
+    ("InklingForConditionalGeneration", "lm_head", "scale 1, no softcap, vocabulary cropped to 97"),
+]
+
+
+@pytest.mark.parametrize("name, head, tail", [case for case in FUSED if case[0] in CLASSES])
+def test_every_kind_of_tail_is_fused_and_right(name: str, head: str, tail: str) -> None:
+    outcome = check(CLASSES[name])
+    assert (outcome.verdict, outcome.reason) == ("fused", "")
+    assert (outcome.head, outcome.tail, outcome.materialised) == (head, tail, 0)
+
+
+def test_what_is_computed_after_all_is_said() -> None:
+    report = SimpleNamespace(materialised=2, fused=2, reasons=["softmax at a.py:3"], mechanism="lazy logits")
+    assert verdict(report) == ("materialised", "softmax at a.py:3")
+
+
+def test_a_head_that_embeds_too_is_refused() -> None:
+    outcome = check(CLASSES["FSMTForConditionalGeneration"])
+    assert outcome.verdict == "refused" and "embed" in outcome.reason
+
+
+WRONG = [("CohereForCausalLM", "logit_scale", 1.0), ("Gemma2ForCausalLM", "softcap", None),
+         ("BartForConditionalGeneration", "biases", ())]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, part, neutral", WRONG)
+def test_a_part_of_the_tail_that_is_dropped_is_seen(
+    name: str, part: str, neutral: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = fused_loss.tail_of
+    monkeypatch.setattr(fused_loss, "tail_of", lambda logits: replaced(plain(logits), part, neutral))
+    outcome = check(CLASSES[name])
+    assert outcome.verdict == "WRONG" and outcome.reason.startswith("loss")
+
+
+def replaced(tail: Any, part: str, neutral: Any) -> Any:
+    return dataclasses.replace(tail, **{part: neutral})
+
+
+def test_a_gradient_that_is_not_made_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = fused_loss.linear_cross_entropy
+
+    def frozen(hidden: Any, **options: Any) -> Any:
+        return plain(hidden, **(options | {"weight": options["weight"].detach()}))
+
+    monkeypatch.setattr(fused_loss, "linear_cross_entropy", frozen)
+    outcome = check(CLASSES["LlamaForCausalLM"])
+    assert outcome.verdict == "WRONG" and "other parameters: lm_head.weight" in outcome.reason
+
+
+def test_what_raises_is_wrong_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(logits: Any) -> Any:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr(fused_loss, "tail_of", failing)
+    outcome = check(CLASSES["LlamaForCausalLM"])
+    assert (outcome.verdict, outcome.reason) == ("WRONG", "raises ZeroDivisionError: on purpose")
+
+
+def test_classes_are_found_of_every_kind() -> None:
+    assert {entry.kind for entry in CLASSES.values()} == set(KINDS)
+    assert len(CLASSES) > 200 and not any("Flax" in name or name.startswith("TF") for name in CLASSES)
+
+
+def test_a_class_that_cannot_be_built_is_an_outcome() -> None:
+    outcome = check(Entry("NoSuchClass", "transformers.models.llama.modeling_llama", "causal"))
+    assert outcome.verdict == "not built" and "NoSuchClass" in outcome.reason
+
+
+def test_the_sweep_writes_its_table_and_its_outcomes(tmp_path: Any) -> None:
+    table, outcomes = tmp_path / "zoo.md", tmp_path / "zoo.json"
+    names = ["--only", "LlamaForCausalLM", "FSMTForConditionalGeneration", "--output", str(table)]
+    assert zoo.main([*names, "--json", str(outcomes)]) == 0
+    read = zoo_report.Sweep.of(json.loads(outcomes.read_text()))
+    assert [one.verdict for one in read.outcomes] == ["refused", "fused"]
+    assert "| `LlamaForCausalLM` | `lm_head` |" in table.read_text() and "FSMT" in table.read_text()
+    assert zoo.main(["--only", "NoSuchClass"]) == 2
+
+
+def test_a_class_that_takes_too_long_or_dies_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    def behave(entry: Entry) -> Outcome:
+        if entry.name == "dies":
+            os._exit(3)
+        if entry.name == "hangs":
+            time.sleep(60)
+        return Outcome(entry.name, entry.kind, "fused")
+
+    monkeypatch.setattr(zoo_pool, "check", behave)
+    entries = [Entry(name, "", "causal") for name in ("dies", "hangs", "works")]
+    found = {one.name: one.reason for one in zoo_pool.outcomes(entries, workers=3, limit_seconds=1)}
+    assert found == {"dies": "its process ended with 3", "hangs": "longer than the limit of time", "works": ""}
+
+
+def test_what_is_newly_wrong_or_not_built_is_complained_of() -> None:
+    version, known = next((v, k) for v, k in json.loads(zoo_report.NOT_BUILT.read_text()).items() if k)
+    name = next(iter(known))
+    outcomes = [Outcome("A", "causal", "WRONG", "off"), Outcome("B", "causal", "not built", "why"),
+                Outcome(name, "causal", "fused"), Outcome("C", "causal", "fused")]  # fmt: skip
+    said = zoo_report.complaints(zoo_report.Sweep(f"{version}.0", outcomes))
+    assert len(said) == 3 and "WRONG: A" in said[0] and "B: why" in said[1] and f"take {name} out" in said[2]
+    assert "no list" in zoo_report.complaints(zoo_report.Sweep("1.2.3", []))[0]
