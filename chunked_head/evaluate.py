@@ -137,8 +137,8 @@ def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) ->
 
     def total(wanted: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         values, whole = all_values(wanted), inputs.target.new_zeros((), dtype=inputs.factors.dtype)
-        for value, factor in zip(values, inputs.factors.unbind(), strict=True):
-            whole = whole + (value * factor).sum()
+        for i, value in enumerate(values):
+            whole = whole + (value * inputs.factors[i]).sum()
         return whole, values
 
     if wanted and structure.summands:

@@ -1,6 +1,7 @@
 """A call at small sizes takes as long as the host needs: how many operators it launches beside kernels."""
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, objective
+from chunked_head.demand import ANSWERS, MOST_ANSWERS, Question, answer
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 # these launch nothing
@@ -87,3 +89,17 @@ def test_launches(place: Place, call: Call, monkeypatch: pytest.MonkeyPatch) -> 
     made_by_the_test = {"zeros", "ones", "gt", "copy_"}
     names = [name for name in launches.names if name not in made_by_the_test]
     assert len(names) <= MOST[call], names
+
+
+def test_what_is_known_of_losses_lives_as_long_as_they() -> None:
+    before, loss = len(ANSWERS), losses.focal()
+    for temperature in (1.0, 2.0):
+        question = Question(loss, (), temperature, 50)
+        assert answer(question) is answer(question)
+        assert answer(question).temperature == temperature
+    for vocab in range(60, 60 + 2 * MOST_ANSWERS):
+        assert answer(Question(loss, (), 1.0, vocab)).structure.vocab == vocab
+    assert len(ANSWERS[loss]) <= MOST_ANSWERS
+    del loss, question
+    gc.collect()
+    assert len(ANSWERS) == before
