@@ -61,7 +61,9 @@ def assert_alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -
             assert mine[name] == pytest.approx(value, rel=1e-3, abs=2e-5), name
 
 
-@pytest.mark.parametrize(("name", "options", "logged", "seam"), EXAMPLES, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(
+    ("name", "options", "logged", "seam"), EXAMPLES, ids=[" ".join([name, *options]) for name, options, *_ in EXAMPLES]
+)
 def test_examples(name: str, options: list[str], logged: set[str], seam: type, calls: list[type]) -> None:
     example = importlib.import_module(name)
     ours = example.main(["--cpu", *options])
