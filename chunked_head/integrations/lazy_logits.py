@@ -10,7 +10,7 @@ from torch import Tensor
 from .fused_loss import cross_entropy
 from .fused_statistics import LOG_SOFTMAX, STATISTICS, Read, Rows, log_softmax, statistics
 from .virtual import COPIES as PLAIN_COPIES
-from .virtual import IN_PLACE, VIEWS, Virtual
+from .virtual import IN_PLACE, VIEWS, Virtual, picks
 
 COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
 
@@ -109,7 +109,8 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     found = (COPIES.get(name) or VIEWS[name])(virtual, *rest, **kwargs)
     if found is NotImplemented:
         return found
-    family = first._family if name in VIEWS else None
+    copied = name not in VIEWS or (name == "__getitem__" and picks(rest[0]))
+    family = None if copied else first._family
     if isinstance(found, Virtual):
         return first if found is virtual and name != "clone" else LazyLogits.of(found, family)
     parts = tuple(LazyLogits.of(part, family) for part in found)
