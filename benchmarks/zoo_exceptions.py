@@ -8,7 +8,10 @@ from benchmarks import zoo_inputs as given
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 SECTIONS = {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}, "rope_scaling": ROPE | {"mrope_section": [4, 2, 2]}}
-HALF = {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}, "rope_scaling": ROPE | {"mrope_section": [2, 1, 1]}}
+HALF = {
+    "rope_parameters": ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+    "rope_scaling": ROPE | {"mrope_section": [2, 1, 1]},
+}
 NO_ROUTER_LOSS = {"output_router_logits": False}
 
 # By the name of a configuration's class: what replaces the rules' values, or is added.

@@ -48,7 +48,9 @@ SIZES: tuple[tuple[str, float | None], ...] = (
 )  # fmt: skip
 TOKENS = re.compile(r"(_ids?|_index|_indices|_token)$")
 DROPS = re.compile(r"drop(?!less)")
-KINDS_OF_LAYERS = re.compile(r"layer_types|layers_block_type|block_types|attn_layers|attention_types|mixer_types|layout")
+KINDS_OF_LAYERS = re.compile(
+    r"layer_types|layers_block_type|block_types|attn_layers|attention_types|mixer_types|layout"
+)
 
 # What the logits go through, and what is added to the loss: none of them neutral.
 TAIL: dict[str, Any] = {

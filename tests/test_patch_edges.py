@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+import torch.nn.functional as F
 from tiny_models import tokens
 
-from chunked_head import patch_model
+from chunked_head import patch_model, unpatch_model
 
 Pair = tuple[Any, Any]
 IDS = tokens()["input_ids"]
@@ -45,3 +46,72 @@ def test_what_is_written(how: str) -> None:
         found.append([getattr(x, "materialise", lambda x=x: x)() for x in (logits, written)])
     for theirs, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def scribble(model: Any, output: Any) -> None:
+    with torch.no_grad():
+        output.logits._virtual.hidden.mul_(2)
+
+
+def optimise(model: Any, output: Any) -> None:
+    output.loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+
+
+def load(model: Any, output: Any) -> None:
+    model.load_state_dict(tiny_models.llama().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [(optimise, r"head's weight has been written to"), (load, "head's weight"), (scribble, "hidden states have been")],
+)
+@pytest.mark.parametrize("read", [lambda x: x.argmax(-1), lambda x: x[:, 1:].materialise()], ids=["argmax", "all"])
+def test_logits_of_another_time_are_refused(read: Any, change: Any, what: str) -> None:
+    """The plain model's are those of its forward; lazy ones would be those of the step after."""
+    _, model = pair()
+    output = model(**tokens())
+    before = output.logits.clone().materialise()
+    change(model, output)
+    with pytest.raises(RuntimeError, match=f"LlamaForCausalLM's logits are computed when they are read.*{what}"):
+        read(output.logits)
+    assert before.shape == (2, 11, 97)
+
+
+def test_logits_of_other_parameters_are_refused() -> None:
+    plain, model = pair()
+    parameters = {name: parameter * 1.5 for name, parameter in model.named_parameters()}
+    ours, theirs = (torch.func.functional_call(one, parameters, (), tokens()) for one in (model, plain))
+    torch.testing.assert_close(ours.loss, theirs.loss)
+    with pytest.raises(RuntimeError, match="the head's weight is another tensor"):
+        ours.logits.materialise()
+
+
+@pytest.mark.filterwarnings("ignore:chunked_head")
+def test_logits_read_after_unpatching() -> None:
+    plain, model = pair(when="training")
+    inside, outside = model(**tokens()).logits, model(input_ids=IDS).logits
+    unpatch_model(model)
+    expected = plain(input_ids=IDS).logits
+    torch.testing.assert_close(inside.softmax(-1), expected.softmax(-1))
+    found, theirs = (F.cross_entropy(x.flatten(0, 1), IDS.flatten()) for x in (outside, expected))
+    torch.testing.assert_close(found, theirs)
+    torch.testing.assert_close(outside.log_softmax(-1).gather(-1, IDS[..., None]).sum(), -theirs * 22)
+
+
+@pytest.mark.filterwarnings("ignore:chunked_head")
+def test_inference_mode() -> None:
+    plain, model = pair()
+    with torch.inference_mode():
+        inputs = tokens()
+        ours, theirs = model(**inputs), plain(**inputs)
+        index = inputs["input_ids"][..., None]
+        found, expected = (x.logits.log_softmax(-1).gather(-1, index) for x in (ours, theirs))
+        torch.testing.assert_close(found, expected)
+        later = model(**tokens())
+    assert torch.equal(later.logits.materialise(), theirs.logits)
+    trained = model(**tokens())
+    with torch.inference_mode():
+        trained.logits.softmax(-1)
+    trained.logits.sum().backward()  # what was computed there has a gradient here
+    assert model.lm_head.weight.grad is not None

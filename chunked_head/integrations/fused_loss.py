@@ -105,7 +105,14 @@ def cross_entropy(
     rows = tuple(logits.shape[:-1])
     plain = size_average is None and reduce is None and isinstance(target, Tensor)
     # PyTorch's classes are the second dimension: the last of one or two
-    if tail is None or not plain or len(rows) > 1 or tuple(target.shape) != rows or target.is_floating_point():
+    if (
+        tail is None
+        or not source.fuses
+        or not plain
+        or len(rows) > 1
+        or tuple(target.shape) != rows
+        or target.is_floating_point()
+    ):
         return NotImplemented
     if source.autocast is None and any(vector.dtype != logits.hidden.dtype for vector, _ in tail.biases):
         return NotImplemented

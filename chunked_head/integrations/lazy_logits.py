@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .fused_loss import cross_entropy
 from .fused_statistics import LOG_SOFTMAX, STATISTICS, Read, Rows, log_softmax, statistics
+from .unchanged import changed as changed_since
+from .unchanged import version
 from .virtual import COPIES as PLAIN_COPIES
 from .virtual import IN_PLACE, VIEWS, Virtual, picks
 
@@ -26,8 +28,9 @@ class LazyLogits(Tensor):
     """
 
     _virtual: Virtual
+    _written: int | None  # what had been written to the hidden states by then
     _real: Tensor | None
-    _rows: tuple[tuple[Tensor | None, int, bool], Rows] | None  # statistics, and of which ids
+    _rows: tuple[tuple[Tensor | None, int | None, bool], Rows] | None  # statistics, and of which ids
     _family: "list[weakref.ref[LazyLogits]]"  # lazy logits that would share memory with these, and these
 
     @staticmethod
@@ -36,6 +39,7 @@ class LazyLogits(Tensor):
             LazyLogits, virtual.shape, dtype=virtual.dtype, device=virtual.hidden.device
         )
         made._virtual, made._real, made._rows = virtual, None, None
+        made._written = version(virtual.hidden)
         made._family = [] if family is None else family
         made._family.append(weakref.ref(made))
         return made
@@ -43,12 +47,25 @@ class LazyLogits(Tensor):
     def materialise(self) -> Tensor:
         """The logits, as the unpatched model would have computed them; computed once."""
         if self._real is None:
+            self.check_unchanged()
             self._real = self._virtual.source.real(self._virtual)
         return self._real
 
+    def check_unchanged(self) -> None:
+        """What is computed now has to be what the head would have computed when it was called."""
+        source = self._virtual.source
+        written = version(self._virtual.hidden) != self._written
+        what = "its hidden states have been written to" if written else changed_since(source.head, source.parameters)
+        if what is not None:
+            raise RuntimeError(
+                f"{source.patch.model}'s logits are computed when they are read, and since its forward {what}: they "
+                "would be others; read them before (before the optimizer's step), keep logits.materialise(), or leave "
+                "the model unpatched"
+            )
+
     def rows_for(self, read: Read, index: Tensor | None) -> Rows:
         """Statistics of the rows for ids [..., 1]: those computed last where they are for the same, or any will do."""
-        key = (index, 0 if index is None else index._version, torch.is_grad_enabled())
+        key = (index, 0 if index is None else version(index), torch.is_grad_enabled())
         if (
             self._rows is None
             or not (index is None or self._rows[0][0] is index)
@@ -98,6 +115,7 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     kwargs = {key: value for key, value in kwargs.items() if key != "input"}
     if any(isinstance(value, LazyLogits) for value in (*rest, *kwargs.values())):
         return NotImplemented
+    first.check_unchanged()
     if name == "cross_entropy":
         return cross_entropy(virtual, *rest, **kwargs)
     if name == "argmax":
