@@ -9,6 +9,7 @@ import tiny_models
 import torch
 import torch.nn.functional as F
 from tiny_models import tokens
+from torch.utils.checkpoint import checkpoint
 
 from chunked_head import patch_model, unpatch_model
 
@@ -115,3 +116,42 @@ def test_inference_mode() -> None:
         trained.logits.softmax(-1)
     trained.logits.sum().backward()  # what was computed there has a gradient here
     assert model.lm_head.weight.grad is not None
+
+
+class Squares(torch.autograd.Function):
+    """As kernels of losses on logits are."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.filterwarnings("ignore:chunked_head")
+def test_functions_that_would_give_no_gradient() -> None:
+    plain, model = pair()
+    output = model(**tokens())
+    with pytest.raises(RuntimeError, match=r"Squares\.apply was given lazy logits.*materialise"):
+        Squares.apply(output.logits)
+    with pytest.raises(RuntimeError, match="CheckpointFunction.apply was given lazy logits"):
+        checkpoint(lambda logits: logits.softmax(-1), output.logits, use_reentrant=True)
+    output.logits.materialise()
+    with pytest.raises(RuntimeError, match=r"Squares\.apply"):
+        Squares.apply(output.logits)  # computed, they are still not what has the gradient
+    for one in (plain, model):
+        logits = one(**tokens()).logits
+        Squares.apply(logits if one is plain else logits.materialise()).backward()
+    torch.testing.assert_close(model.lm_head.weight.grad, plain.lm_head.weight.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(Squares.apply(model(**tokens()).logits), Squares.apply(plain(**tokens()).logits))
+
+
+@pytest.mark.parametrize("watch", [lambda x: x.retain_grad(), lambda x: x.register_hook(print)], ids=["keep", "hook"])
+def test_gradients_of_lazy_logits_are_not_to_be_had(watch: Callable[[Any], Any]) -> None:
+    _, model = pair()
+    with pytest.raises(RuntimeError, match=r"on lazy logits is not supported.*logits\.materialise\(\) before"):
+        watch(model(**tokens()).logits)

@@ -1,5 +1,6 @@
 """Lazy logits as a tensor: what takes a tensor takes it, and what needs numbers gets them computed."""
 
+import sys
 import weakref
 from typing import Any
 
@@ -91,6 +92,8 @@ class LazyLogits(Tensor):
         first = args[0] if args else kwargs.get("input")
         if writes(function):
             refuse_views(first, named(function))
+        if named(function) in WATCHING:
+            refuse_watching(first, named(function))
         if isinstance(first, LazyLogits) and first._real is None:
             found = lazily(first, function, args, kwargs)
             if found is not NotImplemented:
@@ -157,6 +160,15 @@ def refuse_views(logits: Any, what: str) -> None:
         )
 
 
+def refuse_watching(logits: Any, what: str) -> None:
+    """The gradient of lazy logits comes by nowhere."""
+    if isinstance(logits, LazyLogits) and logits._real is None:
+        raise RuntimeError(
+            f"{what} on lazy logits is not supported: a loss of them has no gradient of logits. Call it on "
+            "logits.materialise() before the loss is computed, or leave the model unpatched"
+        )
+
+
 def argmax(virtual: Virtual, dim: int | None = None, keepdim: bool = False) -> Any:
     if dim is None or dim not in (-1, len(virtual.shape) - 1):
         return NotImplemented
@@ -166,6 +178,8 @@ def argmax(virtual: Virtual, dim: int | None = None, keepdim: bool = False) -> A
 def computed(value: Any, what: str) -> Any:
     """With real logits for lazy ones, in containers too."""
     if isinstance(value, LazyLogits):
+        if value._virtual.source.grad and not torch.is_grad_enabled():
+            refuse_functions()
         if value._real is None:
             value._virtual.source.patch.materialises(what)
         return value.materialise()
@@ -174,6 +188,18 @@ def computed(value: Any, what: str) -> Any:
     if isinstance(value, dict):
         return {key: computed(part, what) for key, part in value.items()}
     return value
+
+
+def refuse_functions() -> None:
+    """A torch.autograd.Function sees that lazy logits themselves need no gradient, and would give them none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not APPLY:
+        frame = frame.f_back
+    if frame is not None and not frame.f_locals["cls"].__module__.startswith("torch.nn.parallel"):  # DDP copies outputs
+        raise RuntimeError(
+            f"{frame.f_locals['cls'].__name__}.apply was given lazy logits, which would get no gradient from it; give it "
+            "logits.materialise()"
+        )
 
 
 def named(function: Any) -> str:
@@ -196,6 +222,8 @@ def by_function() -> dict[Any, str]:
 
 
 NAMES = by_function()
+APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+WATCHING = {"retain_grad", "register_hook", "register_post_accumulate_grad_hook"}
 WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
 PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
               "is_nested", "is_mps", "is_xpu", "itemsize", "requires_grad", "is_leaf", "grad_fn", "names")  # fmt: skip
