@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
-from tiny_models import tokens
+from tiny_models import tokens, transformers
 from torch.utils.checkpoint import checkpoint
 
 from chunked_head import patch_model, unpatch_model
@@ -137,7 +137,7 @@ def test_functions_that_would_give_no_gradient() -> None:
     output = model(**tokens())
     with pytest.raises(RuntimeError, match=r"Squares\.apply was given lazy logits.*materialise"):
         Squares.apply(output.logits)
-    with pytest.raises(RuntimeError, match="CheckpointFunction.apply was given lazy logits"):
+    with pytest.raises(RuntimeError, match=r"CheckpointFunction\.apply was given lazy logits"):
         checkpoint(lambda logits: logits.softmax(-1), output.logits, use_reentrant=True)
     output.logits.materialise()
     with pytest.raises(RuntimeError, match=r"Squares\.apply"):
@@ -155,3 +155,39 @@ def test_gradients_of_lazy_logits_are_not_to_be_had(watch: Callable[[Any], Any])
     _, model = pair()
     with pytest.raises(RuntimeError, match=r"on lazy logits is not supported.*logits\.materialise\(\) before"):
         watch(model(**tokens()).logits)
+
+
+class Inline(transformers.LlamaForCausalLM):
+    """Its loss has the logits' dtype, but for autocast; nothing is shifted."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def inline() -> Any:
+    torch.manual_seed(3)
+    return Inline(transformers.LlamaConfig(**tiny_models.SIZES)).train()
+
+
+def test_dtypes_under_autocast() -> None:
+    for model in pair(inline):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss, logits = model(**tokens())
+            again = F.cross_entropy(logits.flatten(0, 1), IDS.flatten())
+        assert (loss.dtype, logits.dtype, again.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+        half = model.bfloat16()(**tokens())[0]
+        assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+def test_log_probabilities_under_autocast() -> None:
+    """Autocast of a GPU computes a log-softmax in fp32."""
+    found = []
+    for model in pair(when="training"):
+        model, ids = model.cuda(), IDS.cuda()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logp = model(input_ids=ids).logits.log_softmax(-1)
+            found.append(logp.gather(-1, ids[..., None]))
+        assert logp.dtype == found[-1].dtype == torch.float32
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-2)

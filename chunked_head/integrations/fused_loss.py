@@ -105,17 +105,13 @@ def cross_entropy(
     rows = tuple(logits.shape[:-1])
     plain = size_average is None and reduce is None and isinstance(target, Tensor)
     # PyTorch's classes are the second dimension: the last of one or two
-    if (
-        tail is None
-        or not source.fuses
-        or not plain
-        or len(rows) > 1
-        or tuple(target.shape) != rows
-        or target.is_floating_point()
-    ):
+    if not plain or len(rows) > 1 or tuple(target.shape) != rows or target.is_floating_point():
+        return NotImplemented
+    if tail is None or not source.fuses:
         return NotImplemented
     if source.autocast is None and any(vector.dtype != logits.hidden.dtype for vector, _ in tail.biases):
         return NotImplemented
+    rounded = not torch.is_autocast_enabled(source.device_type)  # autocast computes a cross-entropy in fp32
     target = target.to(logits.hidden.device, torch.int64)
     asked = Asked(source, tail, logits.steps, target, weight, ignore_index, reduction, float(label_smoothing))
     with source.state(), torch.set_grad_enabled(source.grad and torch.is_grad_enabled()):
@@ -124,7 +120,7 @@ def cross_entropy(
         else:
             loss = asked.by_chunks(logits.hidden, source.head.real)
     source.patch.fuses(tail)
-    return loss.to(logits.dtype)
+    return loss.to(logits.dtype if rounded else torch.promote_types(logits.dtype, torch.float32))
 
 
 def head_of(source: Source, tail: Tail, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:

@@ -40,6 +40,8 @@ def log_softmax(v: Virtual, dim: Any = None, _stacklevel: int = 3, dtype: torch.
         return NotImplemented
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
+    if dtype is None and torch.is_autocast_enabled(v.source.device_type):
+        dtype = torch.empty(1, dtype=v.dtype, device=v.hidden.device).log_softmax(-1).dtype  # fp32 on a GPU
     return v.then(LOG_SOFTMAX, dtype)._replace(dtype=dtype or v.dtype)
 
 

@@ -197,8 +197,8 @@ def refuse_functions() -> None:
         frame = frame.f_back
     if frame is not None and not frame.f_locals["cls"].__module__.startswith("torch.nn.parallel"):  # DDP copies outputs
         raise RuntimeError(
-            f"{frame.f_locals['cls'].__name__}.apply was given lazy logits, which would get no gradient from it; give it "
-            "logits.materialise()"
+            f"{frame.f_locals['cls'].__name__}.apply was given lazy logits, which would get no gradient from it; give "
+            "it logits.materialise()"
         )
 
 
