@@ -1,6 +1,5 @@
 """What a patched model must not do in silence: other numbers, or other gradients, than the plain model's."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,18 +7,12 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
-from tiny_models import tokens, transformers
+from tiny_models import pair, tokens, transformers
 from torch.utils.checkpoint import checkpoint
 
-from chunked_head import patch_model, unpatch_model
+from chunked_head import unpatch_model
 
-Pair = tuple[Any, Any]
 IDS = tokens()["input_ids"]
-
-
-def pair(make: Callable[[], Any] = tiny_models.llama, **options: Any) -> Pair:
-    plain = make()
-    return plain, patch_model(copy.deepcopy(plain), **options)
 
 
 def times_two(x: Any) -> Any:

@@ -73,7 +73,7 @@ class Agreement:
         get = getattr(model, "get_input_embeddings", None)
         with contextlib.suppress(AttributeError, NotImplementedError):
             weight = getattr(get(), "weight", None) if callable(get) else None
-            self.tied = weight is not None and weight is getattr(head, "weight", None)
+            self.tied = any(weight is parameter for parameter in head.parameters())
 
     def refuse(self, reason: str) -> None:
         self.mechanism = f"none: {reason}"

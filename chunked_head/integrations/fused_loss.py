@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..head import linear_cross_entropy
 from ..linear_loss import linear_loss
 from ..on_logits import logits_loss
-from .source import Source
+from .source import Source, is_shard
 from .tail import Tail, tail_of
 from .virtual import Virtual, replay
 
@@ -36,9 +36,10 @@ class Asked:
 
     def inside(self, head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss; called inside of the head's call, where its hooks have made its parameters ready."""
-        if is_shard(head.weight):  # still
+        weight = head.weight  # once: a parametrised one is computed each time
+        if is_shard(weight):  # still
             return self.by_chunks(hidden, forward)
-        return self.run(hidden, head.weight, head.bias)
+        return self.run(hidden, weight, head.bias)
 
     def run(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         patch = self.source.patch
@@ -133,10 +134,6 @@ def head_of(source: Source, tail: Tail, weight: Tensor, bias: Tensor | None) -> 
     cropped = weight if tail.vocab is None else weight[: tail.vocab]
     given = {"weight": cropped, "bias": tail.bias(bias, weight), "softcap": tail.softcap}
     return given | {"logit_scale": tail.logit_scale, **source.patch.options}
-
-
-def is_shard(weight: Tensor) -> bool:
-    return type(weight).__name__ == "DTensor"
 
 
 def called(function: Callable[..., Tensor], *args: Any) -> Tensor:

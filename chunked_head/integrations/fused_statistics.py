@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..logprobs import linear_logprobs
-from .fused_loss import head_of, is_shard
+from .fused_loss import head_of
+from .source import is_shard
 from .tail import Tail, tail_of
 from .virtual import Virtual
 
@@ -70,9 +71,10 @@ def statistics(read: Read, ids: Tensor) -> Rows:
     source = read.logits.source
 
     def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        if is_shard(head.weight):
+        weight = head.weight  # once: a parametrised one is computed each time
+        if is_shard(weight):
             raise RuntimeError("log-probabilities of a sharded head's lazy logits; use logits.materialise()")
-        options = head_of(source, read.tail, head.weight, head.bias)
+        options = head_of(source, read.tail, weight, head.bias)
         return tuple(
             linear_logprobs(
                 hidden, target=ids.to(hidden.device), lse=True, mean_logit=True, ignore_index=NONE, **options

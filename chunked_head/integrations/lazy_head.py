@@ -6,15 +6,18 @@ The module stays what and where it is, parameters, hooks and names: only its cla
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .lazy_logits import LazyLogits
-from .source import Source
+from .source import Source, is_shard
 from .traced_logits import TracedLogits
 from .virtual import Virtual
+from .watched import watcher
 
 PATCH = "_chunked_head_patch"  # in the module's __dict__
 OLD_FORWARD = "_old_forward"  # accelerate's, beside the forward that it hangs on an instance
+HOLLOW = "hidden states without numbers"
 FSDP1 = "FullyShardedDataParallel"
 
 
@@ -36,6 +39,11 @@ def sizes_of(head: Any) -> tuple[int, int] | None:
     return None
 
 
+def is_hollow(hidden: Any) -> bool:
+    """Of a shape alone, such as tools have that run a model to see how large things are."""
+    return hidden.is_meta or (not torch.compiler.is_compiling() and isinstance(hidden, FakeTensor))
+
+
 class LazyHead:
     """Put before a module's class. ``__call__`` rather than ``forward`` gives lazy logits, so that no hook runs for
     what computes nothing, and frameworks that hang a ``forward`` on the instance do not hide it."""
@@ -48,6 +56,11 @@ class LazyHead:
         if patch is None or not patch.lazy or len(args) != 1 or kwargs:
             return self.real(*args, **kwargs)
         hidden = args[0]
+        reason = HOLLOW if is_hollow(hidden) else watcher(self)
+        if reason is not None:
+            if not torch.compiler.is_compiling():
+                patch.materialises(reason)
+            return self.real(hidden)
         source = Source.here(self, patch, hidden)
         dtype = hidden.dtype if source.autocast is None or hidden.dtype == torch.float64 else source.autocast
         virtual = Virtual(hidden, (), self.columns, dtype, source)
@@ -78,7 +91,9 @@ class LazyHead:
         if is_wrapper(self.base):
             return inner(self).reads_weight
         hooked = "forward" in self.__dict__ and not isinstance(getattr(self, OLD_FORWARD, None), LazyForward)
-        return self.plain and not hooked
+        # a quantised weight is a tensor of a class of its own
+        numbers = type(self._parameters.get("weight")) in (nn.Parameter, Tensor, type(None))
+        return self.plain and not hooked and (numbers or is_shard(self.weight))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Its class is made, not found by name: copies and pickles make it again."""

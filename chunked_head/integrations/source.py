@@ -14,6 +14,10 @@ from .virtual import Virtual, replay
 ROWS_AT_ONCE = 1024  # of real logits where only a row's own result is kept
 
 
+def is_shard(weight: Any) -> bool:
+    return type(weight).__name__ == "DTensor"
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """``head``: the module, whose ``real`` call computes. ``patch``: what was agreed on for its model."""
