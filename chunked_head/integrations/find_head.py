@@ -67,9 +67,12 @@ def make_lazy(head: nn.Module, patch: Any) -> None:
     head.__dict__[PATCH] = patch
 
 
-def make_plain(head: nn.Module) -> None:
-    """Back to the class before; where another framework has built on ours, ours stays and does nothing."""
-    head.__dict__.pop(PATCH, None)
+def make_plain(head: nn.Module, patch: Any) -> None:
+    """Back to the class before; where another framework has built on ours, ours stays and does nothing. A head that
+    another model shares by now is left to that."""
+    if head.__dict__.get(PATCH) is not patch:
+        return
+    del head.__dict__[PATCH]
     for module in {inner(head), head}:
         if isinstance(module, LazyHead) and type(module) is lazy_class(module.base):
             module.__class__ = module.base

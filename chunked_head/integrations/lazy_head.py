@@ -3,6 +3,7 @@
 The module stays what and where it is, parameters, hooks and names: only its class changes, to one made of its own.
 """
 
+import threading
 from typing import Any
 
 import torch
@@ -44,6 +45,34 @@ def is_hollow(hidden: Any) -> bool:
     return hidden.is_meta or (not torch.compiler.is_compiling() and isinstance(hidden, FakeTensor))
 
 
+# by thread and head: what was agreed on for the forward that runs there. Models may share a head, and threads a model
+FORWARDS: dict[tuple[int, int], Any] = {}
+
+
+def running(head: Any) -> Any:
+    """What was agreed on for the forward that calls a head; None outside of one."""
+    patch = head.__dict__.get(PATCH)
+    if torch.compiler.is_compiling():  # a graph knows no threads
+        return patch if patch is not None and patch.lazy else None
+    found = FORWARDS.get((threading.get_ident(), id(head)))
+    return patch if found is None and patch is not None and patch.traced else found
+
+
+def enter(head: Any, patch: Any) -> Any:
+    """Returns what ran there before, for ``leave``."""
+    key = (threading.get_ident(), id(head))
+    before = FORWARDS.get(key)
+    FORWARDS[key] = patch
+    return before
+
+
+def leave(head: Any, before: Any) -> None:
+    key = (threading.get_ident(), id(head))
+    del FORWARDS[key]
+    if before is not None:
+        FORWARDS[key] = before
+
+
 class LazyHead:
     """Put before a module's class. ``__call__`` rather than ``forward`` gives lazy logits, so that no hook runs for
     what computes nothing, and frameworks that hang a ``forward`` on the instance do not hide it."""
@@ -52,8 +81,8 @@ class LazyHead:
     base: type  # the class before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        patch = self.__dict__.get(PATCH)
-        if patch is None or not patch.lazy or len(args) != 1 or kwargs:
+        patch = running(self)
+        if patch is None or len(args) != 1 or kwargs:
             return self.real(*args, **kwargs)
         hidden = args[0]
         reason = HOLLOW if is_hollow(hidden) else watcher(self)

@@ -11,6 +11,7 @@ from ..losses.base import Losses
 from ..metrics import Metric
 from .agreement import Agreement
 from .find_head import NotUnderstood, base_model, find_head, make_lazy, make_plain
+from .lazy_head import running
 from .lazy_logits import LazyLogits
 from .traced_logits import TracedLogits
 
@@ -88,7 +89,7 @@ def unpatch_model(model: nn.Module) -> Any:
     inner = base_model(model)
     agreed = inner.__dict__.pop(REPORT, None)
     if isinstance(agreed, Agreement) and agreed.head is not None:
-        make_plain(agreed.head)
+        make_plain(agreed.head, agreed)
     if isinstance(inner, Patched) and type(inner) is patched_class(inner.base):
         inner.__class__ = inner.base
     return model
@@ -128,15 +129,15 @@ def patched_class(base: type) -> type:
     @functools.wraps(before)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         agreed = self.__dict__.get(REPORT)
-        if agreed is None or agreed.lazy:
-            return before(self, *args, **kwargs)
-        labelled = self.given_labels(args, kwargs)
-        if not agreed.applies(self, labelled):
-            return before(self, *args, **kwargs)
-        agreed.find_again(self)
+        labelled = agreed is not None and self.given_labels(args, kwargs)
+        if agreed is None or not agreed.applies(self, labelled):
+            return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        head = agreed.find_again(self)
+        if head is None or running(head) is agreed:
+            return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         agreed.training = self.training
-        with agreed.being_lazy(labelled):
-            output = before(self, *args, **kwargs)
+        with agreed.being_lazy(head, labelled):
+            output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         return without_logits(output) if agreed.logits is None and labelled else output
 
     members = {
