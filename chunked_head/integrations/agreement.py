@@ -94,6 +94,8 @@ class Agreement:
 
     def applies(self, model: nn.Module, labelled: bool) -> bool:
         """Whether a forward's logits are lazy."""
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            return False  # what comes of it may hold tensors alone
         if self.head is None or labelled:
             return labelled and self.head is not None
         outside = self.when == "training" and model.training and torch.is_grad_enabled()
