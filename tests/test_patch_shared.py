@@ -1,4 +1,4 @@
-"""Models that share a head or hold another, several threads, replicas, and frameworks that hang a forward on modules."""
+"""Patched models that share a head or hold one another, in several threads and as replicas."""
 
 import copy
 import threading
@@ -15,7 +15,6 @@ from tiny_models import assert_same, pair, step, tokens, transformers
 from chunked_head import patch_model, unpatch_model
 from chunked_head.integrations.lazy_logits import LazyLogits
 
-accelerate = pytest.importorskip("accelerate")
 IDS = tokens()["input_ids"]
 
 

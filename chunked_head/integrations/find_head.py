@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from .lazy_head import OLD_FORWARD, PATCH, LazyForward, LazyHead, inner, lazy_class, sizes_of
+from .hung_forward import loosen
+from .lazy_head import PATCH, LazyHead, inner, lazy_class, sizes_of
 
 
 class NotUnderstood(Exception):
@@ -61,9 +62,8 @@ def name_of(head: nn.Module, model: nn.Module) -> str:
 def make_lazy(head: nn.Module, patch: Any) -> None:
     for module in {inner(head), head}:
         if not isinstance(module, LazyHead):
+            loosen(module)
             module.__class__ = lazy_class(type(module))
-        if OLD_FORWARD in module.__dict__:
-            module.__dict__[OLD_FORWARD] = LazyForward(module)
     head.__dict__[PATCH] = patch
 
 
@@ -75,4 +75,5 @@ def make_plain(head: nn.Module, patch: Any) -> None:
     del head.__dict__[PATCH]
     for module in {inner(head), head}:
         if isinstance(module, LazyHead) and type(module) is lazy_class(module.base):
+            loosen(module)
             module.__class__ = module.base

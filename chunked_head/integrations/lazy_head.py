@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .hung_forward import OLD_FORWARD, LateForward
 from .lazy_logits import LazyLogits
 from .source import Source, is_shard
 from .traced_logits import TracedLogits
@@ -17,7 +18,6 @@ from .virtual import Virtual
 from .watched import watcher
 
 PATCH = "_chunked_head_patch"  # in the module's __dict__
-OLD_FORWARD = "_old_forward"  # accelerate's, beside the forward that it hangs on an instance
 HOLLOW = "hidden states without numbers"
 FSDP1 = "FullyShardedDataParallel"
 
@@ -100,6 +100,8 @@ class LazyHead:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def forward(self, *args: Any, chunked_head_loss: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(self, LazyHead):  # unpatched, and somebody kept this method
+            return type(self).forward(self, *args, **kwargs)
         forward = super().forward  # type: ignore[misc]
         if chunked_head_loss is None:
             return forward(*args, **kwargs)
@@ -119,7 +121,11 @@ class LazyHead:
         """Whether its weight and bias are all there is to it; else chunks go through its own call."""
         if is_wrapper(self.base):
             return inner(self).reads_weight
-        hooked = "forward" in self.__dict__ and not isinstance(getattr(self, OLD_FORWARD, None), LazyForward)
+        hung = self.__dict__.get("forward")
+        beneath = self.__dict__.get(OLD_FORWARD, hung)
+        hooked = not (
+            hung is None or isinstance(beneath, LateForward) or getattr(beneath, "__func__", None) is LazyHead.forward
+        )
         # a quantised weight is a tensor of a class of its own
         numbers = type(self._parameters.get("weight")) in (nn.Parameter, Tensor, type(None))
         return self.plain and not hooked and (numbers or is_shard(self.weight))
@@ -127,16 +133,6 @@ class LazyHead:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Its class is made, not found by name: copies and pickles make it again."""
         return made_again, (self.base,), self.__dict__.copy()
-
-
-class LazyForward:
-    """What accelerate's hooks call for a head's forward: an instance's, whatever class that has by then."""
-
-    def __init__(self, head: Any):
-        self.head = head
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.head).forward(self.head, *args, **kwargs)
 
 
 def made_again(base: type) -> Any:

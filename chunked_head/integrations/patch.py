@@ -1,5 +1,6 @@
 """Any HuggingFace model with one line: its forward computes its loss through this library."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from ..losses.base import Losses
 from ..metrics import Metric
 from .agreement import Agreement
 from .find_head import NotUnderstood, base_model, find_head, make_lazy, make_plain
+from .hung_forward import hides, loosen
 from .lazy_head import running
 from .lazy_logits import LazyLogits
 from .traced_logits import TracedLogits
@@ -72,6 +74,11 @@ def patch_model(
     agreed = Agreement(loss, tuple(metrics), when, logits, strict, head_options, type(inner).__name__)
     unpatch_model(model)
     try:
+        loosen(inner)
+        if hides(inner):
+            raise NotUnderstood(
+                "its forward is hung on the instance, as accelerator.prepare does for mixed precision; patch it before"
+            )
         agreed.settle(inner, find_head(inner))
     except NotUnderstood as reason:
         agreed.refuse(str(reason))
@@ -91,6 +98,7 @@ def unpatch_model(model: nn.Module) -> Any:
     if isinstance(agreed, Agreement) and agreed.head is not None:
         make_plain(agreed.head, agreed)
     if isinstance(inner, Patched) and type(inner) is patched_class(inner.base):
+        loosen(inner)
         inner.__class__ = inner.base
     return model
 
@@ -128,6 +136,8 @@ def patched_class(base: type) -> type:
 
     @functools.wraps(before)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, Patched):  # no more, and somebody kept this method
+            return type(self).forward(self, *args, **kwargs)
         agreed = self.__dict__.get(REPORT)
         labelled = agreed is not None and self.given_labels(args, kwargs)
         if agreed is None or not agreed.applies(self, labelled):
@@ -151,8 +161,13 @@ def patched_class(base: type) -> type:
 def without_logits(output: Any) -> Any:
     """A model's output without what nobody computed."""
     lazy = (LazyLogits, TracedLogits)
-    if isinstance(output, tuple):
-        return tuple(part for part in output if not isinstance(part, lazy))
     if isinstance(output, dict):  # transformers' ModelOutput is one
-        return type(output)(**{key: value for key, value in output.items() if not isinstance(value, lazy)})
+        return type(output)(**{key: None if isinstance(value, lazy) else value for key, value in output.items()})
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*(None if isinstance(part, lazy) else part for part in output))
+    if isinstance(output, (tuple, list)):
+        return type(output)(part for part in output if not isinstance(part, lazy))
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        names = [name for name, value in vars(output).items() if isinstance(value, lazy)]
+        return dataclasses.replace(output, **dict.fromkeys(names))
     return output
