@@ -139,6 +139,13 @@ def test_functions_that_would_give_no_gradient() -> None:
         logits = one(**tokens()).logits
         Squares.apply(logits if one is plain else logits.materialise()).backward()
     torch.testing.assert_close(model.lm_head.weight.grad, plain.lm_head.weight.grad)
+    for way in (lambda x: x.clone(), lambda x: x.view_as(x), lambda x: x.detach(), lambda x: x * 1):
+        kind = type("Reversed", (torch.autograd.Function,), {"forward": staticmethod(lambda ctx, x, way=way: way(x))})
+        with pytest.raises(RuntimeError, match=r"Reversed\.apply was given lazy logits"):
+            kind.apply(model(**tokens()).logits)
+    kind.__module__ = "deepspeed.runtime"
+    kind.forward = staticmethod(lambda ctx, x: x.detach())
+    assert kind.apply(model(**tokens()).logits).materialise().requires_grad
     with torch.no_grad():
         torch.testing.assert_close(Squares.apply(model(**tokens()).logits), Squares.apply(plain(**tokens()).logits))
 

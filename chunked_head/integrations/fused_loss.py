@@ -75,12 +75,14 @@ class Asked:
     def part(self, head: Callable[[Tensor], Tensor], rows: Tensor, ids: Tensor, before: list[bool]) -> Tensor:
         """The sum over some rows; ``before`` remembers that it was computed, for the second time in backward."""
         patch, real = self.source.patch, replay(head(rows), self.steps)
-        reduction = "none" if self.reduction == "none" else "sum"
         if patch.loss is None and not patch.measured:
-            return F.cross_entropy(
-                real, ids, self.class_weights, ignore_index=self.ignore_index, reduction=reduction,
+            values = F.cross_entropy(
+                real, ids, self.class_weights, ignore_index=self.ignore_index, reduction="none",
                 label_smoothing=self.label_smoothing,
             )  # fmt: skip
+            # float16 does not hold the sum of many tokens
+            return values if self.reduction == "none" else values.sum(dtype=wide(values.dtype))
+        reduction = "none" if self.reduction == "none" else "sum"
         loss = patch.loss_of(self.class_weights, self.label_smoothing, reduction)
         found = logits_loss(
             real, ids, loss, metrics=patch.measured, reduction=reduction, ignore_index=self.ignore_index
@@ -116,12 +118,14 @@ def cross_entropy(
     target = target.to(logits.hidden.device, torch.int64)
     asked = Asked(source, tail, logits.steps, target, weight, ignore_index, reduction, float(label_smoothing))
     with source.state(), torch.set_grad_enabled(source.grad and torch.is_grad_enabled()):
-        if source.head.reads_weight:
+        # a filled logit has no gradient, which a target among the filled ids would have of a very low bias
+        if source.head.reads_weight and not tail.filled:
             loss = source.head.real(logits.hidden, chunked_head_loss=asked.inside)
         else:
             loss = asked.by_chunks(logits.hidden, source.head.real)
+            rounded = False  # a forward of its own may give other dtypes than it takes
     source.patch.fuses(tail)
-    return loss.to(logits.dtype if rounded else torch.promote_types(logits.dtype, torch.float32))
+    return loss.to(logits.dtype if rounded else wide(logits.dtype))
 
 
 def head_of(source: Source, tail: Tail, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
@@ -134,6 +138,10 @@ def head_of(source: Source, tail: Tail, weight: Tensor, bias: Tensor | None) -> 
     cropped = weight if tail.vocab is None else weight[: tail.vocab]
     given = {"weight": cropped, "bias": tail.bias(bias, weight), "softcap": tail.softcap}
     return given | {"logit_scale": tail.logit_scale, **source.patch.options}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def called(function: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -61,7 +61,7 @@ def reading(v: Virtual) -> Read | None:
     logits = v if at is None else v._replace(steps=v.steps[:at])
     tail = tail_of(logits)
     # the mean of cropped logits is that of what is left; a filled one's would drown it
-    if tail is None or tail.fills or not v.source.fuses or not v.source.head.reads_weight:
+    if tail is None or tail.filled or not v.source.fuses or not v.source.head.reads_weight:
         return None
     return Read(logits, tail, factor)
 

@@ -94,6 +94,10 @@ class LazyLogits(Tensor):
             refuse_views(first, named(function))
         if named(function) in WATCHING:
             refuse_watching(first, named(function))
+        if isinstance(first, LazyLogits) and refuse_functions(first) and named(function) in ("detach", "clone"):
+            passed = LazyLogits.of(first._virtual, first._family)
+            passed._real = first._real
+            return passed
         if isinstance(first, LazyLogits) and first._real is None:
             found = lazily(first, function, args, kwargs)
             if found is not NotImplemented:
@@ -178,8 +182,7 @@ def argmax(virtual: Virtual, dim: int | None = None, keepdim: bool = False) -> A
 def computed(value: Any, what: str) -> Any:
     """With real logits for lazy ones, in containers too."""
     if isinstance(value, LazyLogits):
-        if value._virtual.source.grad and not torch.is_grad_enabled():
-            refuse_functions()
+        refuse_functions(value)
         if value._real is None:
             value._virtual.source.patch.materialises(what)
         return value.materialise()
@@ -190,16 +193,23 @@ def computed(value: Any, what: str) -> Any:
     return value
 
 
-def refuse_functions() -> None:
-    """A torch.autograd.Function sees that lazy logits themselves need no gradient, and would give them none."""
+def refuse_functions(logits: LazyLogits) -> bool:
+    """A torch.autograd.Function sees that lazy logits themselves need no gradient, and would give them none. Returns
+    whether they are in one that passes all of a model's outputs through, whose backward does nothing to gradients."""
+    if torch.is_grad_enabled() or not logits._virtual.source.grad:
+        return False
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not APPLY:
         frame = frame.f_back
-    if frame is not None and not frame.f_locals["cls"].__module__.startswith("torch.nn.parallel"):  # DDP copies outputs
-        raise RuntimeError(
-            f"{frame.f_locals['cls'].__name__}.apply was given lazy logits, which would get no gradient from it; give "
-            "it logits.materialise()"
-        )
+    if frame is None:
+        return False
+    kind = frame.f_locals["cls"]
+    if kind.__module__.startswith(PASSING):
+        return True
+    raise RuntimeError(
+        f"{kind.__name__}.apply was given lazy logits, which would get no gradient from it; give it "
+        "logits.materialise()"
+    )
 
 
 def named(function: Any) -> str:
@@ -223,6 +233,7 @@ def by_function() -> dict[Any, str]:
 
 NAMES = by_function()
 APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+PASSING = ("torch.nn.parallel.", "deepspeed.")
 WATCHING = {"retain_grad", "register_hook", "register_post_accumulate_grad_hook"}
 WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
 PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
