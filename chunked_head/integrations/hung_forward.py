@@ -22,11 +22,11 @@ class LateForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def loosen(module: nn.Module) -> None:
+def loosen(module: Any) -> None:
     """Has forwards that are hung on a module, and are its class's, follow its class. Before that changes."""
     for name in ("forward", OLD_FORWARD):
-        hung = module.__dict__.get(name)
-        if getattr(hung, "__self__", None) is module and getattr(hung, "__func__", None) is type(module).forward:
+        hung, own = module.__dict__.get(name), type(module).forward
+        if getattr(hung, "__func__", None) is own and hung.__self__ is module:
             module.__dict__[name] = LateForward(module)
 
 

@@ -77,6 +77,8 @@ class LazyHead:
     """Put before a module's class. ``__call__`` rather than ``forward`` gives lazy logits, so that no hook runs for
     what computes nothing, and frameworks that hang a ``forward`` on the instance do not hide it."""
 
+    weight: Tensor
+    _parameters: dict[str, Any]
     plain: bool  # whether the class's forward is nn.Linear's
     base: type  # the class before
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .fused_loss import cross_entropy
 from .fused_statistics import LOG_SOFTMAX, STATISTICS, Read, Rows, log_softmax, statistics
+from .source import is_shard
 from .unchanged import changed as changed_since
 from .unchanged import version
 from .virtual import COPIES as PLAIN_COPIES
@@ -49,7 +50,16 @@ class LazyLogits(Tensor):
         """The logits, as the unpatched model would have computed them; computed once."""
         if self._real is None:
             self.check_unchanged()
-            self._real = self._virtual.source.real(self._virtual)
+            source = self._virtual.source
+            try:
+                self._real = source.real(self._virtual)
+            except RuntimeError as error:
+                if not is_shard(getattr(source.head, "weight", None)):
+                    raise
+                raise RuntimeError(
+                    f"{source.patch.model}'s logits could not be computed: its head is sharded again; read them right "
+                    "after the forward, before its backward, or leave the model unpatched"
+                ) from error
         return self._real
 
     def check_unchanged(self) -> None:
@@ -118,7 +128,7 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     if name is None:
         return NotImplemented
     virtual = first._virtual
-    rest = args[1:] if args else ()
+    rest: tuple[Any, ...] = args[1:] if args else ()
     kwargs = {key: value for key, value in kwargs.items() if key != "input"}
     if any(isinstance(value, LazyLogits) for value in (*rest, *kwargs.values())):
         return NotImplemented
@@ -233,12 +243,14 @@ def by_function() -> dict[Any, str]:
 
 NAMES = by_function()
 APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-PASSING = ("torch.nn.parallel.", "deepspeed.")
+PASSING = ("torch.nn.parallel.", "torch.distributed.fsdp.", "deepspeed.")
 WATCHING = {"retain_grad", "register_hook", "register_post_accumulate_grad_hook"}
 WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
 PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
-              "is_nested", "is_mps", "is_xpu", "itemsize", "requires_grad", "is_leaf", "grad_fn", "names")  # fmt: skip
+              "is_nested", "is_mps", "is_xpu", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn",
+              "names")  # fmt: skip
 QUERIES = {getattr(Tensor, name).__get__ for name in PROPERTIES if hasattr(Tensor, name)} | {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.get_device, Tensor.__hash__, Tensor.is_inference,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.get_device, torch.is_inference,
 }  # fmt: skip

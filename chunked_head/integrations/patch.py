@@ -53,7 +53,8 @@ def patch_model(
             over forwards until ``model.chunked_head.take_metrics()``; ``integrations.trainer.log_metrics`` logs them.
         when: ``"labels"``: while ``forward`` is given labels. ``"training"``: also while ``model.training`` with
             gradients enabled, for losses outside of it (``compute_loss_func``); not under FSDP.
-        logits: ``"lazy"``: ``output.logits`` are computed when read. None: the output has none where labels were given.
+        logits: ``"lazy"``: ``output.logits`` are computed when read, which has to be before the optimizer's step (an
+            error after it) and have no gradient of the loss. None: the output has none where labels were given.
         strict: raises where lazy logits would be computed, instead of a warning.
         head_options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``accumulate_into``, ``upstream``,
             ``skip_ignored``, ``deterministic``, ``backend`` of ``linear_cross_entropy``.
@@ -63,7 +64,8 @@ def patch_model(
         options; ``unpatch_model`` takes everything back. A model whose head is not understood stays as it is, with a
         warning that says why.
 
-    Where every label is -100 the loss is 0 with zero gradients rather than nan.
+    Where every label is -100 the loss is 0 with zero gradients rather than nan. Where somebody's forward or backward
+    hook on the head is to see logits they are computed, and said to be. Traced or exported, the model is the plain one.
 
     Raises:
         TypeError, ValueError: for options that are none; ``loss`` or ``metrics`` that need more than labels.
@@ -107,6 +109,7 @@ class Patched:
     """Put before a model's class."""
 
     base: type
+    training: bool
     labels_at: tuple[tuple[str, int], ...]  # names of forward's labels, and their places among its arguments
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -164,7 +167,7 @@ def without_logits(output: Any) -> Any:
     if isinstance(output, dict):  # transformers' ModelOutput is one
         return type(output)(**{key: None if isinstance(value, lazy) else value for key, value in output.items()})
     if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*(None if isinstance(part, lazy) else part for part in output))
+        return type(output)._make(None if isinstance(part, lazy) else part for part in output)  # type: ignore[attr-defined]
     if isinstance(output, (tuple, list)):
         return type(output)(part for part in output if not isinstance(part, lazy))
     if dataclasses.is_dataclass(output) and not isinstance(output, type):

@@ -53,7 +53,7 @@ class Source:
 
     @contextlib.contextmanager
     def grad_mode(self) -> Iterator[None]:
-        without = contextlib.nullcontext()
+        without: Any = contextlib.nullcontext()
         if self.grad and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             without = torch.inference_mode(False)  # else what is computed could have no gradient later
         with without, torch.set_grad_enabled(self.grad):

@@ -76,8 +76,7 @@ def cast(v: Virtual, dtype: torch.dtype) -> Any:
 def to(v: Virtual, *args: Any, **kwargs: Any) -> Any:
     """Casts only: logits of another device are computed first."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
-    flags = [argument for argument in args if isinstance(argument, bool)]  # non_blocking and copy
-    if kwargs.get("copy") or flags[1:] == [True]:
+    if kwargs.get("copy") or [flag for flag in args if isinstance(flag, bool)][1:] == [True]:
         v = v._replace()  # another: what is written to it reaches nothing
     for argument in args:
         if isinstance(argument, torch.dtype):
@@ -264,12 +263,9 @@ def rows_of(v: Virtual) -> Any:
 
 
 PARAMETERS = {
-    "split": ("split_size", "dim"),
-    "chunk": ("chunks", "dim"),
-    "unbind": ("dim",),
-    "select": ("dim", "index"),
+    "split": ("split_size", "dim"), "chunk": ("chunks", "dim"), "unbind": ("dim",), "select": ("dim", "index"),
     "index_select": ("dim", "index"),
-}
+}  # fmt: skip
 
 
 def same(v: Virtual, *args: Any, **kwargs: Any) -> Virtual:

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from torch import nn
 from torch.nn.modules import module as of_all_modules
 
 # hooks of these gather and free parameters or count, whatever the output is
 BLIND = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.utils.", "deepspeed.", "accelerate.")
 
 
-def watcher(head: nn.Module) -> str | None:
+def watcher(head: Any) -> str | None:
     """The name of a hook that sees the head's output or its gradient; None without one."""
     for hooks in (head._forward_hooks, of_all_modules._global_forward_hooks):
         for hook in hooks.values():
