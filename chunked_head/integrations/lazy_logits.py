@@ -49,7 +49,7 @@ class LazyLogits(Tensor):
     def materialise(self) -> Tensor:
         """The logits, as the unpatched model would have computed them; computed once."""
         if self._real is None:
-            self.check_unchanged()
+            self.check_unchanged(numbers=not self._virtual.source.patch.lazy)
             source = self._virtual.source
             try:
                 self._real = source.real(self._virtual)
@@ -62,11 +62,15 @@ class LazyLogits(Tensor):
                 ) from error
         return self._real
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, *, numbers: bool = False) -> None:
         """What is computed now has to be what the head would have computed when it was called."""
         source = self._virtual.source
         written = version(self._virtual.hidden) != self._written
-        what = "its hidden states have been written to" if written else changed_since(source.head, source.parameters)
+        what = (
+            "its hidden states have been written to"
+            if written
+            else changed_since(source.head, source.parameters, numbers=numbers)
+        )
         if what is not None:
             raise RuntimeError(
                 f"{source.patch.model}'s logits are computed when they are read, and since its forward {what}: they "
@@ -132,7 +136,7 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     kwargs = {key: value for key, value in kwargs.items() if key != "input"}
     if any(isinstance(value, LazyLogits) for value in (*rest, *kwargs.values())):
         return NotImplemented
-    first.check_unchanged()
+    first.check_unchanged(numbers=name == "argmax" and not virtual.source.patch.lazy)
     if name == "cross_entropy":
         return cross_entropy(virtual, *rest, **kwargs)
     if name == "argmax":
