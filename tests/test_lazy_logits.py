@@ -195,6 +195,7 @@ def test_it_says_what_it_is(both: tuple[Any, Tensor, Any]) -> None:
     lazy, _, report = both
     assert repr(lazy) == "LazyLogits(shape=(2, 11, 97), dtype=torch.float32, device='cpu')"
     assert len(lazy) == 2 and lazy.dim() == 3 and lazy.numel() == 2 * 11 * 97 and lazy.is_floating_point()
+    assert torch.is_floating_point(lazy) and not torch.is_complex(lazy) and torch.numel(lazy) == lazy.nbytes // 4
     assert report.materialised == 0
     lazy.materialise()
     assert "computed" in repr(lazy)

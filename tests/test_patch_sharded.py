@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tiny_models import tokens, transformers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,6 +55,8 @@ LAYOUTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "fsdp2-own": (sharded, {"head": "own"}),
     "fsdp2-own-kept": (sharded, {"head": "own", "reshard_after_forward": False}),
     "fsdp2-norm": (sharded, {"head": "with norm"}),
+    "fsdp2-cast": (sharded, {"mp_policy": MixedPrecisionPolicy(output_dtype=torch.float64)}),
+    "fsdp2-own-cast": (sharded, {"head": "own", "mp_policy": MixedPrecisionPolicy(output_dtype=torch.float64)}),
     "fsdp1": (sharded_first, {}),
     "fsdp1-own": (sharded_first, {"head": "own"}),
 }
@@ -99,6 +101,19 @@ def outside(layout: str) -> list[str]:
     return [str(one.message) for one in said if "chunked_head" in str(one.message)]
 
 
+def late() -> str:
+    """What is said of logits read when the root has its weights back."""
+    model = patch_model(tiny_models.llama(tie_word_embeddings=False))
+    output = sharded(model)(**tokens())
+    early = output.logits.clone().materialise().shape
+    output.loss.backward()
+    try:
+        output.logits.materialise()
+    except RuntimeError as error:
+        return f"{list(early)} {error}"
+    return "nothing"
+
+
 def tensor_parallel(folder: str, patched: bool) -> tuple[float, float]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
     if patched:
@@ -133,6 +148,7 @@ def work(rank: int, folder: str, port: int) -> None:
             found[f"{layout} {patched}"] = outcome(losses_of, layout, patched, rank)
     for layout in ("fsdp2-root", "fsdp2-own", "fsdp1"):
         found[f"outside {layout}"] = outcome(outside, layout)
+    found["late"] = outcome(late)
     for patched in (False, True):
         found[f"tp {patched}"] = outcome(tensor_parallel, f"{folder}/model", patched)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
@@ -178,3 +194,10 @@ def test_tensor_parallel(found: list[dict[str, Any]]) -> None:
         assert not isinstance(rank["tp False"], str), rank["tp False"]
         assert not isinstance(rank["tp True"], str), rank["tp True"]
         assert rank["tp True"] == pytest.approx(rank["tp False"], rel=1e-5)
+
+
+def test_logits_read_too_late(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["late"].startswith(
+            "[2, 11, 97] LlamaForCausalLM's logits could not be computed: its head is sharded"
+        )

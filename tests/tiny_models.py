@@ -1,10 +1,14 @@
 """Small transformers models, and what a training step of one gives."""
 
+import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from chunked_head import patch_model
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -35,6 +39,12 @@ def tokens(batch: int = 2, length: int = 11) -> dict[str, Tensor]:
     labels = ids.clone()
     labels[0, :4] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+def pair(make: Callable[[], Any] = llama, **options: Any) -> tuple[Any, Any]:
+    """A model, and the same one patched."""
+    plain = make()
+    return plain, patch_model(copy.deepcopy(plain), **options)
 
 
 class Step(NamedTuple):

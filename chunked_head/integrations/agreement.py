@@ -17,7 +17,7 @@ from ..losses.base import Losses, Summand
 from ..metrics import Metric, MetricValue, combine
 from ..options import choice
 from .find_head import NotUnderstood, find_head, make_lazy, make_plain, name_of
-from .lazy_head import sizes_of
+from .lazy_head import PATCH, enter, leave, sizes_of
 from .tail import Tail
 
 # options that say how to compute; what to compute is the model's
@@ -62,7 +62,9 @@ class Agreement:
         self.mechanism, self.name, self.tied = "none", "", False
         self.tail: Tail | None = None
         self.fused, self.materialised, self.reasons = 0, 0, list[str]()
-        self.lazy = False  # whether the head's call is lazy now
+        self.lazy = False  # whether the head's call is lazy now, for graphs
+        self.traced = False  # whether a graph says so
+        self.covered = False  # whether a model inside of this one took over
         self.training = True  # whether the model is, in the forward that runs
         self.metrics: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # of training, and else
         self.warned: set[str] = set()
@@ -73,7 +75,7 @@ class Agreement:
         get = getattr(model, "get_input_embeddings", None)
         with contextlib.suppress(AttributeError, NotImplementedError):
             weight = getattr(get(), "weight", None) if callable(get) else None
-            self.tied = weight is not None and weight is getattr(head, "weight", None)
+            self.tied = any(weight is parameter for parameter in head.parameters())
 
     def refuse(self, reason: str) -> None:
         self.mechanism = f"none: {reason}"
@@ -92,6 +94,8 @@ class Agreement:
 
     def applies(self, model: nn.Module, labelled: bool) -> bool:
         """Whether a forward's logits are lazy."""
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            return False  # what comes of it may hold tensors alone
         if self.head is None or labelled:
             return labelled and self.head is not None
         outside = self.when == "training" and model.training and torch.is_grad_enabled()
@@ -103,30 +107,44 @@ class Agreement:
             return False
         return outside
 
-    def find_again(self, model: nn.Module) -> None:
-        """The head may be another by now: resized, set, adapted."""
+    def find_again(self, model: nn.Module) -> Any:
+        """The head, which may be another by now: resized, set, adapted. None where it is none any more."""
         try:
             head = find_head(model)
         except NotUnderstood as reason:
-            make_plain(self.head)
+            make_plain(self.head, self)
             self.head = None
             self.refuse(str(reason))
-            return
+            return None
+        if getattr(model, "_is_replica", False):
+            return head  # nn.DataParallel's, for this forward
         if head is not self.head:
-            make_plain(self.head)
+            make_plain(self.head, self)
             self.settle(model, head)
+        if head.__dict__.get(PATCH) is not self:
             make_lazy(head, self)
+        return head
 
     @contextlib.contextmanager
-    def being_lazy(self, labelled: bool) -> Iterator[None]:
-        # counts are nothing that a graph may depend on
-        before = None if torch.compiler.is_compiling() else self.fused + self.materialised
-        self.lazy = self.head is not None
+    def being_lazy(self, head: nn.Module, labelled: bool) -> Iterator[None]:
+        """The innermost of the models that share a head and were given labels has it."""
+        compiling = torch.compiler.is_compiling()
+        outer = before = None  # counts are nothing that a graph may depend on
+        if not compiling:
+            outer, before = enter(head, self), self.fused + self.materialised
+            self.covered = False
+        self.lazy, self.traced = True, compiling
         try:
             yield
         finally:
-            self.lazy = False
-        if labelled and self.head is not None and before is not None and self.fused + self.materialised == before:
+            self.lazy = self.traced = False
+            if not compiling:
+                leave(head, outer)
+        if compiling:
+            return
+        if outer is not None:
+            outer.covered = True
+        if labelled and not self.covered and self.fused + self.materialised == before:
             self.warn(f"chunked_head: {self.model} was given labels and computed no cross-entropy of {self.name}")
 
     def fuses(self, tail: Tail) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from .lazy_head import OLD_FORWARD, PATCH, LazyForward, LazyHead, inner, lazy_class, sizes_of
+from .hung_forward import loosen
+from .lazy_head import PATCH, LazyHead, inner, lazy_class, sizes_of
 
 
 class NotUnderstood(Exception):
@@ -81,15 +82,18 @@ def name_of(head: nn.Module, model: nn.Module) -> str:
 def make_lazy(head: nn.Module, patch: Any) -> None:
     for module in {inner(head), head}:
         if not isinstance(module, LazyHead):
+            loosen(module)
             module.__class__ = lazy_class(type(module))
-        if OLD_FORWARD in module.__dict__:
-            module.__dict__[OLD_FORWARD] = LazyForward(module)
     head.__dict__[PATCH] = patch
 
 
-def make_plain(head: nn.Module) -> None:
-    """Back to the class before; where another framework has built on ours, ours stays and does nothing."""
-    head.__dict__.pop(PATCH, None)
+def make_plain(head: nn.Module, patch: Any) -> None:
+    """Back to the class before; where another framework has built on ours, ours stays and does nothing. A head that
+    another model shares by now is left to that."""
+    if head.__dict__.get(PATCH) is not patch:
+        return
+    del head.__dict__[PATCH]
     for module in {inner(head), head}:
         if isinstance(module, LazyHead) and type(module) is lazy_class(module.base):
+            loosen(module)
             module.__class__ = module.base

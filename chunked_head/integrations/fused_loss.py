@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..head import linear_cross_entropy
 from ..linear_loss import linear_loss
 from ..on_logits import logits_loss
-from .source import Source
+from .source import Source, is_shard
 from .tail import Tail, tail_of
 from .virtual import Virtual, replay
 
@@ -36,9 +36,10 @@ class Asked:
 
     def inside(self, head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss; called inside of the head's call, where its hooks have made its parameters ready."""
-        if is_shard(head.weight):  # still
+        weight = head.weight  # once: a parametrised one is computed each time
+        if is_shard(weight):  # still
             return self.by_chunks(hidden, forward)
-        return self.run(hidden, head.weight, head.bias)
+        return self.run(hidden, weight, head.bias)
 
     def run(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         patch = self.source.patch
@@ -74,12 +75,14 @@ class Asked:
     def part(self, head: Callable[[Tensor], Tensor], rows: Tensor, ids: Tensor, before: list[bool]) -> Tensor:
         """The sum over some rows; ``before`` remembers that it was computed, for the second time in backward."""
         patch, real = self.source.patch, replay(head(rows), self.steps)
-        reduction = "none" if self.reduction == "none" else "sum"
         if patch.loss is None and not patch.measured:
-            return F.cross_entropy(
-                real, ids, self.class_weights, ignore_index=self.ignore_index, reduction=reduction,
+            values = F.cross_entropy(
+                real, ids, self.class_weights, ignore_index=self.ignore_index, reduction="none",
                 label_smoothing=self.label_smoothing,
             )  # fmt: skip
+            # float16 does not hold the sum of many tokens
+            return values if self.reduction == "none" else values.sum(dtype=wide(values.dtype))
+        reduction = "none" if self.reduction == "none" else "sum"
         loss = patch.loss_of(self.class_weights, self.label_smoothing, reduction)
         found = logits_loss(
             real, ids, loss, metrics=patch.measured, reduction=reduction, ignore_index=self.ignore_index
@@ -105,19 +108,24 @@ def cross_entropy(
     rows = tuple(logits.shape[:-1])
     plain = size_average is None and reduce is None and isinstance(target, Tensor)
     # PyTorch's classes are the second dimension: the last of one or two
-    if tail is None or not plain or len(rows) > 1 or tuple(target.shape) != rows or target.is_floating_point():
+    if not plain or len(rows) > 1 or tuple(target.shape) != rows or target.is_floating_point():
+        return NotImplemented
+    if tail is None or not source.fuses:
         return NotImplemented
     if source.autocast is None and any(vector.dtype != logits.hidden.dtype for vector, _ in tail.biases):
         return NotImplemented
+    rounded = not torch.is_autocast_enabled(source.device_type)  # autocast computes a cross-entropy in fp32
     target = target.to(logits.hidden.device, torch.int64)
     asked = Asked(source, tail, logits.steps, target, weight, ignore_index, reduction, float(label_smoothing))
     with source.state(), torch.set_grad_enabled(source.grad and torch.is_grad_enabled()):
-        if source.head.reads_weight:
+        # a filled logit has no gradient, which a target among the filled ids would have of a very low bias
+        if source.head.reads_weight and not tail.filled:
             loss = source.head.real(logits.hidden, chunked_head_loss=asked.inside)
         else:
             loss = asked.by_chunks(logits.hidden, source.head.real)
+            rounded = False  # a forward of its own may give other dtypes than it takes
     source.patch.fuses(tail)
-    return loss.to(logits.dtype)
+    return loss.to(logits.dtype if rounded else wide(logits.dtype))
 
 
 def head_of(source: Source, tail: Tail, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
@@ -132,8 +140,8 @@ def head_of(source: Source, tail: Tail, weight: Tensor, bias: Tensor | None) -> 
     return given | {"logit_scale": tail.logit_scale, **source.patch.options}
 
 
-def is_shard(weight: Tensor) -> bool:
-    return type(weight).__name__ == "DTensor"
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def called(function: Callable[..., Tensor], *args: Any) -> Tensor:

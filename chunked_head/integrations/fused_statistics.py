@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..logprobs import linear_logprobs
-from .fused_loss import cross_entropy, head_of, is_shard
+from .fused_loss import cross_entropy, head_of
+from .source import is_shard
 from .tail import Tail, tail_of
 from .virtual import Virtual
 
@@ -40,6 +41,8 @@ def log_softmax(v: Virtual, dim: Any = None, _stacklevel: int = 3, dtype: torch.
         return NotImplemented
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
+    if dtype is None and torch.is_autocast_enabled(v.source.device_type):
+        dtype = torch.empty(1, dtype=v.dtype, device=v.hidden.device).log_softmax(-1).dtype  # fp32 on a GPU
     return v.then(LOG_SOFTMAX, dtype)._replace(dtype=dtype or v.dtype)
 
 
@@ -66,7 +69,7 @@ def reading(v: Virtual) -> Read | None:
     logits = v if at is None else v._replace(steps=v.steps[:at])
     tail = tail_of(logits)
     # the mean of cropped logits is that of what is left; a filled one's would drown it
-    if tail is None or tail.fills or not v.source.head.reads_weight:
+    if tail is None or tail.filled or not v.source.fuses or not v.source.head.reads_weight:
         return None
     return Read(logits, tail, factor)
 
@@ -76,9 +79,10 @@ def statistics(read: Read, ids: Tensor) -> Rows:
     source = read.logits.source
 
     def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        if is_shard(head.weight):
+        weight = head.weight  # once: a parametrised one is computed each time
+        if is_shard(weight):
             raise RuntimeError("log-probabilities of a sharded head's lazy logits; use logits.materialise()")
-        options = head_of(source, read.tail, head.weight, head.bias)
+        options = head_of(source, read.tail, weight, head.bias)
         return tuple(
             linear_logprobs(
                 hidden, target=ids.to(hidden.device), lse=True, mean_logit=True, ignore_index=NONE, **options

@@ -3,18 +3,22 @@
 The module stays what and where it is, parameters, hooks and names: only its class changes, to one made of its own.
 """
 
+import threading
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from .hung_forward import OLD_FORWARD, LateForward
 from .lazy_logits import LazyLogits
-from .source import Source
+from .source import Source, is_shard
 from .traced_logits import TracedLogits
 from .virtual import Virtual
+from .watched import watcher
 
 PATCH = "_chunked_head_patch"  # in the module's __dict__
-OLD_FORWARD = "_old_forward"  # accelerate's, beside the forward that it hangs on an instance
+HOLLOW = "hidden states without numbers"
 FSDP1 = "FullyShardedDataParallel"
 
 
@@ -36,18 +40,58 @@ def sizes_of(head: Any) -> tuple[int, int] | None:
     return None
 
 
+def is_hollow(hidden: Any) -> bool:
+    """Of a shape alone, such as tools have that run a model to see how large things are."""
+    return hidden.is_meta or (not torch.compiler.is_compiling() and isinstance(hidden, FakeTensor))
+
+
+# by thread and head: what was agreed on for the forward that runs there. Models may share a head, and threads a model
+FORWARDS: dict[tuple[int, int], Any] = {}
+
+
+def running(head: Any) -> Any:
+    """What was agreed on for the forward that calls a head; None outside of one."""
+    patch = head.__dict__.get(PATCH)
+    if torch.compiler.is_compiling():  # a graph knows no threads
+        return patch if patch is not None and patch.lazy else None
+    found = FORWARDS.get((threading.get_ident(), id(head)))
+    return patch if found is None and patch is not None and patch.traced else found
+
+
+def enter(head: Any, patch: Any) -> Any:
+    """Returns what ran there before, for ``leave``."""
+    key = (threading.get_ident(), id(head))
+    before = FORWARDS.get(key)
+    FORWARDS[key] = patch
+    return before
+
+
+def leave(head: Any, before: Any) -> None:
+    key = (threading.get_ident(), id(head))
+    del FORWARDS[key]
+    if before is not None:
+        FORWARDS[key] = before
+
+
 class LazyHead:
     """Put before a module's class. ``__call__`` rather than ``forward`` gives lazy logits, so that no hook runs for
     what computes nothing, and frameworks that hang a ``forward`` on the instance do not hide it."""
 
+    weight: Tensor
+    _parameters: dict[str, Any]
     plain: bool  # whether the class's forward is nn.Linear's
     base: type  # the class before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        patch = self.__dict__.get(PATCH)
-        if patch is None or not patch.lazy or len(args) != 1 or kwargs:
+        patch = running(self)
+        if patch is None or len(args) != 1 or kwargs:
             return self.real(*args, **kwargs)
         hidden = args[0]
+        reason = HOLLOW if is_hollow(hidden) else watcher(self)
+        if reason is not None:
+            if not torch.compiler.is_compiling():
+                patch.materialises(reason)
+            return self.real(hidden)
         source = Source.here(self, patch, hidden)
         dtype = hidden.dtype if source.autocast is None or hidden.dtype == torch.float64 else source.autocast
         virtual = Virtual(hidden, (), self.columns, dtype, source)
@@ -58,6 +102,8 @@ class LazyHead:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def forward(self, *args: Any, chunked_head_loss: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(self, LazyHead):  # unpatched, and somebody kept this method
+            return type(self).forward(self, *args, **kwargs)
         forward = super().forward  # type: ignore[misc]
         if chunked_head_loss is None:
             return forward(*args, **kwargs)
@@ -77,22 +123,18 @@ class LazyHead:
         """Whether its weight and bias are all there is to it; else chunks go through its own call."""
         if is_wrapper(self.base):
             return inner(self).reads_weight
-        hooked = "forward" in self.__dict__ and not isinstance(getattr(self, OLD_FORWARD, None), LazyForward)
-        return self.plain and not hooked
+        hung = self.__dict__.get("forward")
+        beneath = self.__dict__.get(OLD_FORWARD, hung)
+        hooked = not (
+            hung is None or isinstance(beneath, LateForward) or getattr(beneath, "__func__", None) is LazyHead.forward
+        )
+        # a quantised weight is a tensor of a class of its own
+        numbers = type(self._parameters.get("weight")) in (nn.Parameter, Tensor, type(None))
+        return self.plain and not hooked and (numbers or is_shard(self.weight))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Its class is made, not found by name: copies and pickles make it again."""
         return made_again, (self.base,), self.__dict__.copy()
-
-
-class LazyForward:
-    """What accelerate's hooks call for a head's forward: an instance's, whatever class that has by then."""
-
-    def __init__(self, head: Any):
-        self.head = head
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.head).forward(self.head, *args, **kwargs)
 
 
 def made_again(base: type) -> Any:

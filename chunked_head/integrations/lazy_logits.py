@@ -1,5 +1,6 @@
 """Lazy logits as a tensor: what takes a tensor takes it, and what needs numbers gets them computed."""
 
+import sys
 import weakref
 from typing import Any
 
@@ -9,8 +10,11 @@ from torch import Tensor
 
 from .fused_loss import cross_entropy
 from .fused_statistics import LOG_SOFTMAX, STATISTICS, Read, Rows, log_softmax, nll_loss, statistics
+from .source import is_shard
+from .unchanged import changed as changed_since
+from .unchanged import version
 from .virtual import COPIES as PLAIN_COPIES
-from .virtual import IN_PLACE, VIEWS, Virtual
+from .virtual import IN_PLACE, VIEWS, Virtual, picks
 
 COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
 
@@ -26,8 +30,9 @@ class LazyLogits(Tensor):
     """
 
     _virtual: Virtual
+    _written: int | None  # what had been written to the hidden states by then
     _real: Tensor | None
-    _rows: tuple[tuple[Tensor | None, int, bool], Rows] | None  # statistics, and of which ids
+    _rows: tuple[tuple[Tensor | None, int | None, bool], Rows] | None  # statistics, and of which ids
     _family: "list[weakref.ref[LazyLogits]]"  # lazy logits that would share memory with these, and these
 
     @staticmethod
@@ -36,6 +41,7 @@ class LazyLogits(Tensor):
             LazyLogits, virtual.shape, dtype=virtual.dtype, device=virtual.hidden.device
         )
         made._virtual, made._real, made._rows = virtual, None, None
+        made._written = version(virtual.hidden)
         made._family = [] if family is None else family
         made._family.append(weakref.ref(made))
         return made
@@ -43,12 +49,38 @@ class LazyLogits(Tensor):
     def materialise(self) -> Tensor:
         """The logits, as the unpatched model would have computed them; computed once."""
         if self._real is None:
-            self._real = self._virtual.source.real(self._virtual)
+            self.check_unchanged(numbers=not self._virtual.source.patch.lazy)
+            source = self._virtual.source
+            try:
+                self._real = source.real(self._virtual)
+            except RuntimeError as error:
+                if not is_shard(getattr(source.head, "weight", None)):
+                    raise
+                raise RuntimeError(
+                    f"{source.patch.model}'s logits could not be computed: its head is sharded again; read them right "
+                    "after the forward, before its backward, or leave the model unpatched"
+                ) from error
         return self._real
+
+    def check_unchanged(self, *, numbers: bool = False) -> None:
+        """What is computed now has to be what the head would have computed when it was called."""
+        source = self._virtual.source
+        written = version(self._virtual.hidden) != self._written
+        what = (
+            "its hidden states have been written to"
+            if written
+            else changed_since(source.head, source.parameters, numbers=numbers)
+        )
+        if what is not None:
+            raise RuntimeError(
+                f"{source.patch.model}'s logits are computed when they are read, and since its forward {what}: they "
+                "would be others; read them before (before the optimizer's step), keep logits.materialise(), or leave "
+                "the model unpatched"
+            )
 
     def rows_for(self, read: Read, index: Tensor | None) -> Rows:
         """Statistics of the rows for ids [..., 1]: those computed last where they are for the same, or any will do."""
-        key = (index, 0 if index is None else index._version, torch.is_grad_enabled())
+        key = (index, 0 if index is None else version(index), torch.is_grad_enabled())
         if (
             self._rows is None
             or not (index is None or self._rows[0][0] is index)
@@ -74,6 +106,12 @@ class LazyLogits(Tensor):
         first = args[0] if args else kwargs.get("input")
         if writes(function):
             refuse_views(first, named(function))
+        if named(function) in WATCHING:
+            refuse_watching(first, named(function))
+        if isinstance(first, LazyLogits) and refuse_functions(first) and named(function) in ("detach", "clone"):
+            passed = LazyLogits.of(first._virtual, first._family)
+            passed._real = first._real
+            return passed
         if isinstance(first, LazyLogits) and first._real is None:
             found = lazily(first, function, args, kwargs)
             if found is not NotImplemented:
@@ -94,10 +132,11 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     if name is None:
         return NotImplemented
     virtual = first._virtual
-    rest = args[1:] if args else ()
+    rest: tuple[Any, ...] = args[1:] if args else ()
     kwargs = {key: value for key, value in kwargs.items() if key != "input"}
     if any(isinstance(value, LazyLogits) for value in (*rest, *kwargs.values())):
         return NotImplemented
+    first.check_unchanged(numbers=name == "argmax" and not virtual.source.patch.lazy)
     if name == "cross_entropy":
         return cross_entropy(virtual, *rest, **kwargs)
     if name == "nll_loss":
@@ -111,7 +150,8 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     found = (COPIES.get(name) or VIEWS[name])(virtual, *rest, **kwargs)
     if found is NotImplemented:
         return found
-    family = first._family if name in VIEWS else None
+    copied = name not in VIEWS or (name == "__getitem__" and picks(rest[0]))
+    family = None if copied else first._family
     if isinstance(found, Virtual):
         return first if found is virtual and name != "clone" else LazyLogits.of(found, family)
     parts = tuple(LazyLogits.of(part, family) for part in found)
@@ -140,6 +180,15 @@ def refuse_views(logits: Any, what: str) -> None:
         )
 
 
+def refuse_watching(logits: Any, what: str) -> None:
+    """The gradient of lazy logits comes by nowhere."""
+    if isinstance(logits, LazyLogits) and logits._real is None:
+        raise RuntimeError(
+            f"{what} on lazy logits is not supported: a loss of them has no gradient of logits. Call it on "
+            "logits.materialise() before the loss is computed, or leave the model unpatched"
+        )
+
+
 def argmax(virtual: Virtual, dim: int | None = None, keepdim: bool = False) -> Any:
     if dim is None or dim not in (-1, len(virtual.shape) - 1):
         return NotImplemented
@@ -149,6 +198,7 @@ def argmax(virtual: Virtual, dim: int | None = None, keepdim: bool = False) -> A
 def computed(value: Any, what: str) -> Any:
     """With real logits for lazy ones, in containers too."""
     if isinstance(value, LazyLogits):
+        refuse_functions(value)
         if value._real is None:
             value._virtual.source.patch.materialises(what)
         return value.materialise()
@@ -157,6 +207,25 @@ def computed(value: Any, what: str) -> Any:
     if isinstance(value, dict):
         return {key: computed(part, what) for key, part in value.items()}
     return value
+
+
+def refuse_functions(logits: LazyLogits) -> bool:
+    """A torch.autograd.Function sees that lazy logits themselves need no gradient, and would give them none. Returns
+    whether they are in one that passes all of a model's outputs through, whose backward does nothing to gradients."""
+    if torch.is_grad_enabled() or not logits._virtual.source.grad:
+        return False
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not APPLY:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    kind = frame.f_locals["cls"]
+    if kind.__module__.startswith(PASSING):
+        return True
+    raise RuntimeError(
+        f"{kind.__name__}.apply was given lazy logits, which would get no gradient from it; give it "
+        "logits.materialise()"
+    )
 
 
 def named(function: Any) -> str:
@@ -179,11 +248,15 @@ def by_function() -> dict[Any, str]:
 
 
 NAMES = by_function()
+APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+PASSING = ("torch.nn.parallel.", "torch.distributed.fsdp.", "deepspeed.")
+WATCHING = {"retain_grad", "register_hook", "register_post_accumulate_grad_hook"}
 WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
 PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
-              "is_nested", "is_mps", "is_xpu", "itemsize", "requires_grad", "is_leaf", "grad_fn", "names")  # fmt: skip
+              "is_nested", "is_mps", "is_xpu", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn",
+              "names")  # fmt: skip
 QUERIES = {getattr(Tensor, name).__get__ for name in PROPERTIES if hasattr(Tensor, name)} | {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.get_device, Tensor.__hash__, Tensor.is_inference,
-    Tensor.is_contiguous,
+    Tensor.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel, torch.get_device, torch.is_inference,
 }  # fmt: skip

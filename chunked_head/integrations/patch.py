@@ -1,5 +1,6 @@
 """Any HuggingFace model with one line: its forward computes its loss through this library."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from ..losses.base import Losses
 from ..metrics import Metric
 from .agreement import Agreement
 from .find_head import NotUnderstood, base_model, find_head, make_lazy, make_plain
+from .hung_forward import hides, loosen
+from .lazy_head import running
 from .lazy_logits import LazyLogits
 from .traced_logits import TracedLogits
 
@@ -50,7 +53,8 @@ def patch_model(
             over forwards until ``model.chunked_head.take_metrics()``; ``integrations.trainer.log_metrics`` logs them.
         when: ``"labels"``: while ``forward`` is given labels. ``"training"``: also while ``model.training`` with
             gradients enabled, for losses outside of it (``compute_loss_func``); not under FSDP.
-        logits: ``"lazy"``: ``output.logits`` are computed when read. None: the output has none where labels were given.
+        logits: ``"lazy"``: ``output.logits`` are computed when read, which has to be before the optimizer's step (an
+            error after it) and have no gradient of the loss. None: the output has none where labels were given.
         strict: raises where lazy logits would be computed, instead of a warning.
         head_options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``accumulate_into``, ``upstream``,
             ``skip_ignored``, ``deterministic``, ``backend`` of ``linear_cross_entropy``.
@@ -60,7 +64,8 @@ def patch_model(
         options; ``unpatch_model`` takes everything back. A model whose head is not understood stays as it is, with a
         warning that says why.
 
-    Where every label is -100 the loss is 0 with zero gradients rather than nan.
+    Where every label is -100 the loss is 0 with zero gradients rather than nan. Where somebody's forward or backward
+    hook on the head is to see logits they are computed, and said to be. Traced or exported, the model is the plain one.
 
     Raises:
         TypeError, ValueError: for options that are none; ``loss`` or ``metrics`` that need more than labels.
@@ -71,6 +76,11 @@ def patch_model(
     agreed = Agreement(loss, tuple(metrics), when, logits, strict, head_options, type(inner).__name__)
     unpatch_model(model)
     try:
+        loosen(inner)
+        if hides(inner):
+            raise NotUnderstood(
+                "its forward is hung on the instance, as accelerator.prepare does for mixed precision; patch it before"
+            )
         agreed.settle(inner, find_head(inner))
     except NotUnderstood as reason:
         agreed.refuse(str(reason))
@@ -88,8 +98,9 @@ def unpatch_model(model: nn.Module) -> Any:
     inner = base_model(model)
     agreed = inner.__dict__.pop(REPORT, None)
     if isinstance(agreed, Agreement) and agreed.head is not None:
-        make_plain(agreed.head)
+        make_plain(agreed.head, agreed)
     if isinstance(inner, Patched) and type(inner) is patched_class(inner.base):
+        loosen(inner)
         inner.__class__ = inner.base
     return model
 
@@ -98,6 +109,7 @@ class Patched:
     """Put before a model's class."""
 
     base: type
+    training: bool
     labels_at: tuple[tuple[str, int], ...]  # names of forward's labels, and their places among its arguments
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -127,16 +139,18 @@ def patched_class(base: type) -> type:
 
     @functools.wraps(before)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, Patched):  # no more, and somebody kept this method
+            return type(self).forward(self, *args, **kwargs)
         agreed = self.__dict__.get(REPORT)
-        if agreed is None or agreed.lazy:
-            return before(self, *args, **kwargs)
-        labelled = self.given_labels(args, kwargs)
-        if not agreed.applies(self, labelled):
-            return before(self, *args, **kwargs)
-        agreed.find_again(self)
+        labelled = agreed is not None and self.given_labels(args, kwargs)
+        if agreed is None or not agreed.applies(self, labelled):
+            return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        head = agreed.find_again(self)
+        if head is None or running(head) is agreed:
+            return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         agreed.training = self.training
-        with agreed.being_lazy(labelled):
-            output = before(self, *args, **kwargs)
+        with agreed.being_lazy(head, labelled):
+            output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         return without_logits(output) if agreed.logits is None and labelled else output
 
     members = {
@@ -150,8 +164,13 @@ def patched_class(base: type) -> type:
 def without_logits(output: Any) -> Any:
     """A model's output without what nobody computed."""
     lazy = (LazyLogits, TracedLogits)
-    if isinstance(output, tuple):
-        return tuple(part for part in output if not isinstance(part, lazy))
     if isinstance(output, dict):  # transformers' ModelOutput is one
-        return type(output)(**{key: value for key, value in output.items() if not isinstance(value, lazy)})
+        return type(output)(**{key: None if isinstance(value, lazy) else value for key, value in output.items()})
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)._make(None if isinstance(part, lazy) else part for part in output)  # type: ignore[attr-defined]
+    if isinstance(output, (tuple, list)):
+        return type(output)(part for part in output if not isinstance(part, lazy))
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        names = [name for name, value in vars(output).items() if isinstance(value, lazy)]
+        return dataclasses.replace(output, **dict.fromkeys(names))
     return output

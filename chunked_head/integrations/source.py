@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .unchanged import Remembered, remembered
 from .virtual import Virtual, replay
 
 ROWS_AT_ONCE = 1024  # of real logits where only a row's own result is kept
+
+
+def is_shard(weight: Any) -> bool:
+    return type(weight).__name__ == "DTensor"
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,12 +27,19 @@ class Source:
     grad: bool
     autocast: torch.dtype | None  # autocast's dtype where it was on
     device_type: str
+    parameters: Remembered = ()  # the head's
 
     @classmethod
     def here(cls, head: Any, patch: Any, hidden: Tensor) -> "Source":
         kind = hidden.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return cls(head, patch, torch.is_grad_enabled(), autocast, kind)
+        parameters = () if torch.compiler.is_compiling() else remembered(head)
+        return cls(head, patch, torch.is_grad_enabled(), autocast, kind, parameters)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the head still takes losses: no more once its model is unpatched, or has another."""
+        return hasattr(type(self.head), "real")
 
     def without_grad(self) -> "Source":
         return replace(self, grad=False)
@@ -36,15 +48,23 @@ class Source:
     def state(self) -> Iterator[None]:
         """As the head was called: logits read later are those that it would have given then."""
         cast = torch.autocast(self.device_type, dtype=self.autocast, enabled=self.autocast is not None)
-        with torch.set_grad_enabled(self.grad), cast:
+        with self.grad_mode(), cast:
+            yield
+
+    @contextlib.contextmanager
+    def grad_mode(self) -> Iterator[None]:
+        without: Any = contextlib.nullcontext()
+        if self.grad and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            without = torch.inference_mode(False)  # else what is computed could have no gradient later
+        with without, torch.set_grad_enabled(self.grad):
             yield
 
     def real(self, logits: Virtual) -> Tensor:
         """The logits [..., vocab], computed by the head itself with all its hooks."""
         with self.state():
-            computed = self.head.real(logits.hidden)
+            computed = (self.head.real if self.fuses else self.head)(logits.hidden)
         # what was done to them followed the autocast of its own place: the steps say what came of it
-        with torch.set_grad_enabled(self.grad), torch.autocast(self.device_type, enabled=False):
+        with self.grad_mode(), torch.autocast(self.device_type, enabled=False):
             return replay(computed, logits.steps)
 
     def argmax(self, logits: Virtual, keepdim: bool) -> Tensor:

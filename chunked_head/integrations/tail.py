@@ -1,9 +1,7 @@
 """What a model does between its head and its loss, in the terms of this library."""
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from .virtual import Virtual
@@ -14,14 +12,14 @@ class Tail:
     """``x = softcap * tanh(logit_scale * (hidden @ weight[:vocab].T + bias) / softcap)``, each part where asked.
 
     ``biases``: vectors over the vocabulary and the factor that each had when it was added: to be divided by it.
-    ``fills``: ids whose logit is put far below every other's, and where to.
+    ``filled``: some ids' logits are put far below every other's.
     """
 
     logit_scale: float = 1.0
     softcap: float | None = None
     vocab: int | None = None
     biases: tuple[tuple[Tensor, float], ...] = ()
-    fills: tuple[tuple[Any, float], ...] = ()
+    filled: bool = False
 
     def bias(self, own: Tensor | None, weight: Tensor) -> Tensor | None:
         """The bias of the cropped head [vocab], differentiable; ``own``: the module's."""
@@ -30,23 +28,19 @@ class Tail:
         for vector, scale in self.biases:
             part = vector[:count] if scale == 1 else vector[:count] / scale
             total = part if total is None else total + part
-        if self.fills:
-            total = weight.new_zeros(count) if total is None else total.clone()
-            for ids, value in self.fills:
-                total[ids] = max(value / self.logit_scale, torch.finfo(weight.dtype).min)
         return total
 
     def __str__(self) -> str:
         parts = [f"scale {self.logit_scale:g}", f"softcap {self.softcap:g}" if self.softcap else "no softcap"]
         parts += [f"{len(self.biases)} added vector(s)"] if self.biases else []
         parts += [f"vocabulary cropped to {self.vocab}"] if self.vocab is not None else []
-        return ", ".join(parts + (["filled ids"] if self.fills else []))
+        return ", ".join(parts + (["filled ids"] if self.filled else []))
 
 
 def tail_of(logits: Virtual) -> Tail | None:
     """None where the steps are no such thing."""
     before, after, capped = 1.0, 1.0, False  # factors before and after the tanh
-    vocab, biases, fills = None, [], []
+    vocab, biases, filled = None, [], False
     for name, argument in logits.steps:
         if name in ("mul", "div"):
             if argument == 0:
@@ -64,16 +58,9 @@ def tail_of(logits: Virtual) -> Tail | None:
         elif name == "add":
             biases.append((argument, before))
         elif name == "fill":
-            fills.append(argument)
-    if fills and (capped or before <= 0 or biases_after_fills(logits)):
-        return None
+            filled = True
     if not capped:
-        return Tail(before, None, vocab, tuple(biases), tuple(fills))
+        return Tail(before, None, vocab, tuple(biases), filled)
     if after <= 0:
         return None
-    return Tail(before * after, after, vocab, tuple(biases))
-
-
-def biases_after_fills(logits: Virtual) -> bool:
-    names = [name for name, _ in logits.steps]
-    return "add" in names[names.index("fill") :]
+    return Tail(before * after, after, vocab, tuple(biases), filled)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .fused_loss import cross_entropy
-from .virtual import COPIES, IN_PLACE, VIEWS, Virtual
+from .virtual import COPIES, IN_PLACE, VIEWS, Virtual, picks
 
 
 class TracedLogits:
@@ -95,8 +95,10 @@ def done(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[st
         return logits
     if found is NotImplemented:
         return getattr(logits.materialise(), name)(*args, **kwargs)
+    if found is logits._virtual and name != "clone":
+        return logits  # as a tensor's cast to its own dtype is the tensor
     made = TracedLogits(found) if isinstance(found, Virtual) else tuple([TracedLogits(part) for part in found])
-    if name in VIEWS:
+    if name in VIEWS and not (name == "__getitem__" and picks(args[0])):
         logits._viewed = True
         for one in made if isinstance(made, tuple) else (made,):
             one._viewed = True

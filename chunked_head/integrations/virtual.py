@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 NUMBERS = (int, float)  # not a union, which torch.compile of torch 2.9 cannot take
+MASKS = (torch.bool, torch.uint8)
 LOWEST_FILL = -6e4  # a logit filled with less has no probability beside any other, in float16 already
 
 
@@ -75,6 +76,8 @@ def cast(v: Virtual, dtype: torch.dtype) -> Any:
 def to(v: Virtual, *args: Any, **kwargs: Any) -> Any:
     """Casts only: logits of another device are computed first."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    if kwargs.get("copy") or [flag for flag in args if isinstance(flag, bool)][1:] == [True]:
+        v = v._replace()  # another: what is written to it reaches nothing
     for argument in args:
         if isinstance(argument, torch.dtype):
             dtype = argument
@@ -128,6 +131,12 @@ def getitem(v: Virtual, index: Any) -> Any:
     return NotImplemented if kept is NotImplemented else kept.rows(v.hidden[(*rows, slice(None))])
 
 
+def picks(index: Any) -> bool:
+    """Whether an index gathers, into memory of its own, rather than views."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, Tensor) and (part.dim() > 0 or part.dtype in MASKS) for part in parts)
+
+
 def split_index(v: Virtual, index: Any) -> tuple[tuple[Any, ...], Any] | None:
     """What an index says of the rows and what of the vocabulary; None where that cannot be told."""
     parts = index if isinstance(index, tuple) else (index,)
@@ -140,12 +149,12 @@ def split_index(v: Virtual, index: Any) -> tuple[tuple[Any, ...], Any] | None:
                 return None
         elif not isinstance(part, (int, slice, Tensor)) or isinstance(part, bool):
             return None
-        taken += part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+        taken += part.dim() if isinstance(part, Tensor) and part.dtype in MASKS else 1
     rest = (slice(None),) * (len(v.shape) - taken)
     at = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
     parts = (*parts, *rest) if at is None else (*parts[:at], *rest, *parts[at + 1 :])
     last = parts[-1]
-    if last is None or (isinstance(last, Tensor) and last.dtype == torch.bool and last.dim() > 1):
+    if last is None or (isinstance(last, Tensor) and last.dtype in MASKS and last.dim() > 1):
         return None
     return parts[:-1], last
 
@@ -257,12 +266,9 @@ def rows_of(v: Virtual) -> Any:
 
 
 PARAMETERS = {
-    "split": ("split_size", "dim"),
-    "chunk": ("chunks", "dim"),
-    "unbind": ("dim",),
-    "select": ("dim", "index"),
+    "split": ("split_size", "dim"), "chunk": ("chunks", "dim"), "unbind": ("dim",), "select": ("dim", "index"),
     "index_select": ("dim", "index"),
-}
+}  # fmt: skip
 
 
 def same(v: Virtual, *args: Any, **kwargs: Any) -> Virtual:

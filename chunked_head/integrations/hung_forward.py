@@ -1,0 +1,37 @@
+"""Forwards that frameworks hang on a module itself, which hide its class's."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+OLD_FORWARD = "_old_forward"  # what accelerate's hooks call, beside the forward that it hangs on an instance
+
+
+class LateForward:
+    """A module's forward: that of whatever class it has by then."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def loosen(module: Any) -> None:
+    """Has forwards that are hung on a module, and are its class's, follow its class. Before that changes."""
+    for name in ("forward", OLD_FORWARD):
+        hung, own = module.__dict__.get(name), type(module).forward
+        if getattr(hung, "__func__", None) is own and hung.__self__ is module:
+            module.__dict__[name] = LateForward(module)
+
+
+def hides(module: nn.Module) -> bool:
+    """Whether what is hung on a module keeps its class's forward from being the one that runs."""
+    hung = module.__dict__.get("forward")
+    beneath = module.__dict__.get(OLD_FORWARD, hung)
+    return hung is not None and not isinstance(beneath, LateForward)
