@@ -16,7 +16,7 @@ from ..linear_loss import LossOutput
 from ..losses.base import Losses, Summand
 from ..metrics import Metric, MetricValue, combine
 from ..options import choice
-from .find_head import NotUnderstood, find_head, make_lazy, make_plain, name_of
+from .find_head import NotUnderstood, find_heads, make_lazy, make_plain, name_of
 from .lazy_head import PATCH, enter, leave, sizes_of
 from .tail import Tail
 
@@ -58,7 +58,7 @@ class Agreement:
             choice("patch_model", "logits", logits, ("lazy",))
         self.loss, self.measured, self.when, self.logits, self.strict = loss, measured, when, logits, strict
         self.options, self.model = options, model
-        self.head: Any = None
+        self.heads: list[Any] = []
         self.mechanism, self.name, self.tied = "none", "", False
         self.tail: Tail | None = None
         self.fused, self.materialised, self.reasons = 0, 0, list[str]()
@@ -69,13 +69,26 @@ class Agreement:
         self.metrics: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # of training, and else
         self.warned: set[str] = set()
 
-    def settle(self, model: nn.Module, head: nn.Module) -> None:
-        """On a head."""
-        self.head, self.mechanism, self.name = head, "lazy logits", name_of(head, model)
+    @property
+    def head(self) -> Any:
+        """The head, the first of several; None without one."""
+        return self.heads[0] if self.heads else None
+
+    def settle(self, model: nn.Module, heads: list[Any]) -> None:
+        """On a model's heads."""
+        self.heads, self.mechanism, self.name = heads, "lazy logits", name_of(heads[0], model)
         get = getattr(model, "get_input_embeddings", None)
         with contextlib.suppress(AttributeError, NotImplementedError):
             weight = getattr(get(), "weight", None) if callable(get) else None
-            self.tied = any(weight is parameter for parameter in head.parameters())
+            self.tied = any(weight is parameter for parameter in heads[0].parameters())
+        for head in heads:
+            make_lazy(head, self)
+
+    def release(self) -> None:
+        """The heads are what they were."""
+        for head in self.heads:
+            make_plain(head, self)
+        self.heads = []
 
     def refuse(self, reason: str) -> None:
         self.mechanism = f"none: {reason}"
@@ -84,7 +97,8 @@ class Agreement:
     def __str__(self) -> str:
         if self.head is None:
             return f"{self.model}: {self.mechanism}"
-        head = f"{self.name} {list(sizes_of(self.head) or ())}" + (", tied" if self.tied else "")
+        others = f" and {len(self.heads) - 1} more" if self.heads[1:] else ""
+        head = f"{self.name} {list(sizes_of(self.head) or ())}{others}" + (", tied" if self.tied else "")
         counts = f"{self.fused} losses fused, logits computed {self.materialised} times"
         reasons = f" ({'; '.join(self.reasons)})" if self.reasons else ""
         tail = "no loss so far" if self.tail is None else str(self.tail)
@@ -107,43 +121,44 @@ class Agreement:
             return False
         return outside
 
-    def find_again(self, model: nn.Module) -> Any:
-        """The head, which may be another by now: resized, set, adapted. None where it is none any more."""
+    def find_again(self, model: nn.Module) -> list[Any]:
+        """The heads, which may be others by now: resized, set, adapted. None where there is none any more."""
         try:
-            head = find_head(model)
+            heads = find_heads(model)
         except NotUnderstood as reason:
-            make_plain(self.head, self)
-            self.head = None
+            self.release()
             self.refuse(str(reason))
-            return None
+            return []
         if getattr(model, "_is_replica", False):
-            return head  # nn.DataParallel's, for this forward
-        if head is not self.head:
-            make_plain(self.head, self)
-            self.settle(model, head)
-        if head.__dict__.get(PATCH) is not self:
-            make_lazy(head, self)
-        return head
+            return heads  # nn.DataParallel's, for this forward
+        if list(map(id, heads)) != list(map(id, self.heads)):
+            self.release()
+            self.settle(model, heads)
+        for head in heads:
+            if head.__dict__.get(PATCH) is not self:
+                make_lazy(head, self)
+        return heads
 
     @contextlib.contextmanager
-    def being_lazy(self, head: nn.Module, labelled: bool) -> Iterator[None]:
+    def being_lazy(self, heads: list[Any], labelled: bool) -> Iterator[None]:
         """The innermost of the models that share a head and were given labels has it."""
         compiling = torch.compiler.is_compiling()
-        outer = before = None  # counts are nothing that a graph may depend on
+        outer, before = [], None  # counts are nothing that a graph may depend on
         if not compiling:
-            outer, before = enter(head, self), self.fused + self.materialised
+            outer, before = [enter(head, self) for head in heads], self.fused + self.materialised
             self.covered = False
         self.lazy, self.traced = True, compiling
         try:
             yield
         finally:
             self.lazy = self.traced = False
-            if not compiling:
-                leave(head, outer)
+            for head, before_it in zip(heads, outer, strict=False):
+                leave(head, before_it)
         if compiling:
             return
-        if outer is not None:
-            outer.covered = True
+        for other in outer:
+            if other is not None:
+                other.covered = True
         if labelled and not self.covered and self.fused + self.materialised == before:
             self.warn(f"chunked_head: {self.model} was given labels and computed no cross-entropy of {self.name}")
 

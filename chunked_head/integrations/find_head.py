@@ -19,8 +19,8 @@ def base_model(model: nn.Module) -> nn.Module:
     return get() if callable(get) else model
 
 
-def find_head(model: nn.Module) -> nn.Module:
-    """The module that computes logits, found anew at every forward: others put new ones in its place."""
+def find_heads(model: nn.Module) -> list[nn.Module]:
+    """The modules that compute logits, mostly one, found anew at every forward: others put new ones in their place."""
     get = getattr(model, "get_output_embeddings", None)
     if not callable(get):
         raise NotUnderstood(f"{type(model).__name__} has no get_output_embeddings()")
@@ -28,7 +28,14 @@ def find_head(model: nn.Module) -> nn.Module:
         head = get()
     except (AttributeError, NotImplementedError) as error:
         raise NotUnderstood(f"get_output_embeddings() of {type(model).__name__} raises {error!r}") from error
-    return active(unnamed(model) if head is None else head, model)
+    if head is None:
+        head = unnamed(model)
+    if not isinstance(head, nn.ModuleList):
+        return [active(head, model)]
+    heads = [active(one, model) for one in head]  # of several codebooks
+    if not heads or any(sizes_of(one) != sizes_of(heads[0]) for one in heads):
+        raise NotUnderstood(f"its heads are {len(heads)} of different sizes")
+    return heads
 
 
 def unnamed(model: nn.Module) -> nn.Module | None:

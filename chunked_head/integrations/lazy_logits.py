@@ -17,6 +17,7 @@ from .virtual import COPIES as PLAIN_COPIES
 from .virtual import IN_PLACE, VIEWS, Virtual, picks
 
 COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
+STACKING: dict[Any, Any] = {}  # what makes one of several lazy logits, by torch's function; lazy_stack.py's
 
 Disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -115,6 +116,10 @@ class LazyLogits(Tensor):
         if isinstance(first, LazyLogits) and first._real is None:
             found = lazily(first, function, args, kwargs)
             if found is not NotImplemented:
+                return found
+        if function in STACKING:
+            found = STACKING[function](*args, **kwargs)
+            if found is not None:
                 return found
         return function(*computed(args, named(function)), **computed(kwargs, named(function)))
 

@@ -11,10 +11,11 @@ from torch import nn
 from ..losses.base import Losses
 from ..metrics import Metric
 from .agreement import Agreement
-from .find_head import NotUnderstood, base_model, find_head, make_lazy, make_plain
+from .find_head import NotUnderstood, base_model, find_heads
 from .hung_forward import hides, loosen
 from .lazy_head import running
 from .lazy_logits import LazyLogits
+from .lazy_stack import LazyStack
 from .traced_logits import TracedLogits
 
 REPORT = "chunked_head"  # the attribute of a patched model
@@ -81,13 +82,11 @@ def patch_model(
             raise NotUnderstood(
                 "its forward is hung on the instance, as accelerator.prepare does for mixed precision; patch it before"
             )
-        agreed.settle(inner, find_head(inner))
+        agreed.settle(inner, find_heads(inner))
     except NotUnderstood as reason:
         agreed.refuse(str(reason))
         setattr(inner, REPORT, agreed)
         return model
-    assert agreed.head is not None
-    make_lazy(agreed.head, agreed)
     inner.__class__ = patched_class(type(inner))
     setattr(inner, REPORT, agreed)
     return model
@@ -97,8 +96,8 @@ def unpatch_model(model: nn.Module) -> Any:
     """Takes ``patch_model`` back; returns ``model``. Nothing happens to a model that is not patched."""
     inner = base_model(model)
     agreed = inner.__dict__.pop(REPORT, None)
-    if isinstance(agreed, Agreement) and agreed.head is not None:
-        make_plain(agreed.head, agreed)
+    if isinstance(agreed, Agreement):
+        agreed.release()
     if isinstance(inner, Patched) and type(inner) is patched_class(inner.base):
         loosen(inner)
         inner.__class__ = inner.base
@@ -145,11 +144,11 @@ def patched_class(base: type) -> type:
         labelled = agreed is not None and self.given_labels(args, kwargs)
         if agreed is None or not agreed.applies(self, labelled):
             return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        head = agreed.find_again(self)
-        if head is None or running(head) is agreed:
+        heads = agreed.find_again(self)
+        if not heads or running(heads[0]) is agreed:
             return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         agreed.training = self.training
-        with agreed.being_lazy(head, labelled):
+        with agreed.being_lazy(heads, labelled):
             output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         return without_logits(output) if agreed.logits is None and labelled else output
 
@@ -163,7 +162,7 @@ def patched_class(base: type) -> type:
 
 def without_logits(output: Any) -> Any:
     """A model's output without what nobody computed."""
-    lazy = (LazyLogits, TracedLogits)
+    lazy = (LazyLogits, LazyStack, TracedLogits)
     if isinstance(output, dict):  # transformers' ModelOutput is one
         return type(output)(**{key: None if isinstance(value, lazy) else value for key, value in output.items()})
     if isinstance(output, tuple) and hasattr(output, "_fields"):

@@ -106,6 +106,8 @@ def done(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[st
 
 
 def real(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)([real(part) for part in value])
     return value.materialise() if isinstance(value, TracedLogits) else value
 
 
