@@ -2,9 +2,10 @@
 
 import contextlib
 import inspect
-import traceback
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..losses.base import Losses, Summand
 from ..metrics import Metric, MetricValue, combine
 from ..options import choice
 from .find_head import NotUnderstood, find_heads, make_lazy, make_plain, name_of
-from .lazy_head import PATCH, enter, leave, sizes_of
+from .lazy_head import FSDP1, PATCH, enter, leave, sizes_of
 from .tail import Tail
 
 # options that say how to compute; what to compute is the model's
@@ -245,12 +246,12 @@ def check_loss(loss: Losses | None, measured: tuple[Metric, ...]) -> None:
 def is_fully_sharded(module: Any) -> bool:
     """By FSDP2, or as part of what FSDP1 wraps."""
     names = {base.__name__ for base in type(module).__mro__}
-    return bool(names & {"FSDPModule", "FullyShardedDataParallel"}) or hasattr(module, "_is_fsdp_managed_module")
+    return bool(names & {"FSDPModule", FSDP1}) or hasattr(module, "_is_fsdp_managed_module")
 
 
 def place() -> str:
     """Where in the caller's code."""
-    for frame in reversed(traceback.extract_stack()):
-        if not any(own in frame.filename for own in OWN_FRAMES):
-            return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
-    return "an unknown place"
+    frame: Any = sys._getframe(1)
+    while frame is not None and any(own in frame.f_code.co_filename for own in OWN_FRAMES):
+        frame = frame.f_back
+    return "an unknown place" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

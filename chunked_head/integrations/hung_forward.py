@@ -25,13 +25,16 @@ class LateForward:
 def loosen(module: Any) -> None:
     """Has forwards that are hung on a module, and are its class's, follow its class. Before that changes."""
     for name in ("forward", OLD_FORWARD):
-        hung, own = module.__dict__.get(name), type(module).forward
-        if getattr(hung, "__func__", None) is own and hung.__self__ is module:
+        if is_own(module.__dict__.get(name), module):
             module.__dict__[name] = LateForward(module)
 
 
-def hides(module: nn.Module) -> bool:
+def hides(module: Any) -> bool:
     """Whether what is hung on a module keeps its class's forward from being the one that runs."""
     hung = module.__dict__.get("forward")
     beneath = module.__dict__.get(OLD_FORWARD, hung)
-    return hung is not None and not isinstance(beneath, LateForward)
+    return hung is not None and not isinstance(beneath, LateForward) and not is_own(beneath, module)
+
+
+def is_own(hung: Any, module: Any) -> bool:
+    return getattr(hung, "__func__", None) is type(module).forward and hung.__self__ is module

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .hung_forward import OLD_FORWARD, LateForward
+from .hung_forward import hides
 from .lazy_logits import LazyLogits
 from .source import Source, is_shard
 from .traced_logits import TracedLogits
@@ -123,14 +123,9 @@ class LazyHead:
         """Whether its weight and bias are all there is to it; else chunks go through its own call."""
         if is_wrapper(self.base):
             return inner(self).reads_weight
-        hung = self.__dict__.get("forward")
-        beneath = self.__dict__.get(OLD_FORWARD, hung)
-        hooked = not (
-            hung is None or isinstance(beneath, LateForward) or getattr(beneath, "__func__", None) is LazyHead.forward
-        )
         # a quantised weight is a tensor of a class of its own
         numbers = type(self._parameters.get("weight")) in (nn.Parameter, Tensor, type(None))
-        return self.plain and not hooked and (numbers or is_shard(self.weight))
+        return self.plain and not hides(self) and (numbers or is_shard(self.weight))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Its class is made, not found by name: copies and pickles make it again."""

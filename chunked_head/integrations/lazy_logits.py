@@ -22,7 +22,42 @@ STACKING: dict[Any, Any] = {}  # what makes one of several lazy logits, by torch
 Disabled = torch._C.DisableTorchFunctionSubclass
 
 
-class LazyLogits(Tensor):
+class Lazy(Tensor):
+    """A tensor with shape, dtype and device, whose numbers are computed when they are asked for."""
+
+    _real: Tensor | None
+
+    @classmethod
+    def shaped(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made._real = None
+        return made
+
+    @property
+    def origin(self) -> "LazyLogits":
+        """The lazy logits it is made of, the first of several."""
+        raise NotImplementedError
+
+    def materialise(self) -> Tensor:
+        """The logits, as the unpatched model would have computed them; computed once."""
+        raise NotImplementedError
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        known = "" if self._real is None else ", computed"
+        with Disabled():
+            return (
+                f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{known})"
+            )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # what comes by C++ past __torch_function__
+        return function(*computed(args, str(function)), **computed(kwargs or {}, str(function)))
+
+
+class LazyLogits(Lazy):
     """Logits [..., vocab] of a patched model, with shape, dtype and device but no numbers until they are asked for.
 
     Casts, scalings, caps, slices and reshapes stay lazy, ``cross_entropy`` of them never holds them, ``argmax(-1)``
@@ -32,23 +67,23 @@ class LazyLogits(Tensor):
 
     _virtual: Virtual
     _written: int | None  # what had been written to the hidden states by then
-    _real: Tensor | None
     _rows: tuple[tuple[Tensor | None, int | None, bool], Rows] | None  # statistics, and of which ids
     _family: "list[weakref.ref[LazyLogits]]"  # lazy logits that would share memory with these, and these
 
     @staticmethod
     def of(virtual: Virtual, family: "list[weakref.ref[LazyLogits]] | None" = None) -> "LazyLogits":
-        made = Tensor._make_wrapper_subclass(
-            LazyLogits, virtual.shape, dtype=virtual.dtype, device=virtual.hidden.device
-        )
-        made._virtual, made._real, made._rows = virtual, None, None
+        made = LazyLogits.shaped(virtual.shape, virtual.dtype, virtual.hidden.device)
+        made._virtual, made._rows = virtual, None
         made._written = version(virtual.hidden)
         made._family = [] if family is None else family
         made._family.append(weakref.ref(made))
         return made
 
+    @property
+    def origin(self) -> "LazyLogits":
+        return self
+
     def materialise(self) -> Tensor:
-        """The logits, as the unpatched model would have computed them; computed once."""
         if self._real is None:
             self.check_unchanged(numbers=not self._virtual.source.patch.lazy)
             source = self._virtual.source
@@ -93,11 +128,6 @@ class LazyLogits(Tensor):
             self._virtual.source.patch.fuses(read.tail)
         return self._rows[1]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        known = "" if self._real is None else ", computed"
-        with Disabled():
-            return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{known})"
-
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -122,13 +152,6 @@ class LazyLogits(Tensor):
             if found is not None:
                 return found
         return function(*computed(args, named(function)), **computed(kwargs, named(function)))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        # what comes by C++ past the functions above
-        return function(*computed(args, str(function)), **computed(kwargs or {}, str(function)))
 
 
 def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -202,10 +225,10 @@ def argmax(virtual: Virtual, dim: int | None = None, keepdim: bool = False) -> A
 
 def computed(value: Any, what: str) -> Any:
     """With real logits for lazy ones, in containers too."""
-    if isinstance(value, LazyLogits):
-        refuse_functions(value)
+    if isinstance(value, Lazy):
+        refuse_functions(value.origin)
         if value._real is None:
-            value._virtual.source.patch.materialises(what)
+            value.origin._virtual.source.patch.materialises(what)
         return value.materialise()
     if isinstance(value, (tuple, list)):
         return type(value)(computed(part, what) for part in value)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .lazy_logits import QUERIES, STACKING, Disabled, LazyLogits, computed, named, refuse_functions, writes
+from .lazy_logits import QUERIES, STACKING, Disabled, Lazy, LazyLogits, computed, named, refuse_functions, writes
 
 
 class Heads(NamedTuple):
@@ -16,34 +16,32 @@ class Heads(NamedTuple):
     later: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = ()
 
 
-class LazyStack(Tensor):
+class LazyStack(Lazy):
     """``torch.stack`` of lazy logits. To index it gives one head's lazy logits again, or fewer rows of all; to reshape
     it keeps it lazy; everything else computes it."""
 
     _heads: Heads
-    _real: Tensor | None
 
     @staticmethod
     def of(heads: Heads, shape: tuple[int, ...] | None = None) -> "LazyStack":
         one = heads.parts[0]
         if shape is None:
             shape = (*one.shape[: heads.dim], len(heads.parts), *one.shape[heads.dim :])
-        made = Tensor._make_wrapper_subclass(LazyStack, shape, dtype=one.dtype, device=one.device)
-        made._heads, made._real = heads, None
+        made = LazyStack.shaped(shape, one.dtype, one.device)
+        made._heads = heads
         return made
 
+    @property
+    def origin(self) -> LazyLogits:
+        return self._heads.parts[0]
+
     def materialise(self) -> Tensor:
-        """The logits, as the unpatched model would have computed them; computed once."""
         if self._real is None:
             real = torch.stack([part.materialise() for part in self._heads.parts], self._heads.dim)
             for function, args, kwargs in self._heads.later:
                 real = function(real, *args, **kwargs)
             self._real = real
         return self._real
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with Disabled():
-            return f"LazyStack(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,7 +53,7 @@ class LazyStack(Tensor):
         if isinstance(first, LazyStack) and first._real is None:
             if writes(function):
                 raise RuntimeError(f"{named(function)} on lazy logits of several heads: use logits.materialise()")
-            if named(function) in ("detach", "clone") and refuse_functions(first._heads.parts[0]):
+            if named(function) in ("detach", "clone") and refuse_functions(first.origin):
                 return LazyStack.of(first._heads, tuple(first.shape))
             if function is Tensor.__getitem__ and not first._heads.later:
                 found = picked(first, args[1])
@@ -63,13 +61,7 @@ class LazyStack(Tensor):
                     return found
             elif function in RESHAPES:
                 return reshaped(first, function, args[1:], kwargs)
-        return function(*real(args, named(function)), **real(kwargs, named(function)))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return function(*real(args, str(function)), **real(kwargs or {}, str(function)))
+        return function(*computed(args, named(function)), **computed(kwargs, named(function)))
 
 
 RESHAPES = {Tensor.reshape, Tensor.view, Tensor.flatten, Tensor.contiguous, torch.reshape, torch.flatten}
@@ -115,17 +107,3 @@ def reshaped(stack: LazyStack, function: Any, args: Any, kwargs: dict[str, Any])
         return stack
     heads = stack._heads
     return LazyStack.of(heads._replace(later=(*heads.later, (function, args, kwargs))), tuple(shape))
-
-
-def real(value: Any, what: str) -> Any:
-    """With real logits for lazy ones, in containers too."""
-    if isinstance(value, LazyStack):
-        refuse_functions(value._heads.parts[0])
-        if value._real is None:
-            value._heads.parts[0]._virtual.source.patch.materialises(what)
-        return value.materialise()
-    if isinstance(value, (tuple, list)):
-        return type(value)(real(part, what) for part in value)
-    if isinstance(value, dict):
-        return {key: real(part, what) for key, part in value.items()}
-    return computed(value, what)
