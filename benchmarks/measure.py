@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -33,6 +33,13 @@ _SAMPLE_SECONDS = 0.002
 _M_MMAP_THRESHOLD = -3
 # Kernels of matrix products: ours, cuBLAS's by their several names; torch's operations on a CPU.
 _PRODUCT = re.compile(r"(exp|grad)_logits|^dhidden_|^dweight_|gemm|nvjet|xmma|cutlass|^aten::(addmm|mm)$")
+
+
+class Held(Protocol):
+    """What holds gradients between steps: operands, a model."""
+
+    def clear(self) -> None:
+        """Lets go of them."""
 
 
 @dataclass
@@ -79,7 +86,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return any(sign in str(error).lower() for sign in signs)
 
 
-def attempt(action: Callable[[], Any], operands: Operands | None = None) -> tuple[Any, Failure | None]:
+def attempt(action: Callable[[], Any], operands: Held | None = None) -> tuple[Any, Failure | None]:
     """Run an action; return its value, or the failure after giving its memory back."""
     try:
         return action(), None
@@ -90,7 +97,7 @@ def attempt(action: Callable[[], Any], operands: Operands | None = None) -> tupl
     return None, failure
 
 
-def release(operands: Operands | None = None) -> None:
+def release(operands: Held | None = None) -> None:
     """Drop the gradients and give cached GPU memory back to the driver."""
     if operands is not None:
         operands.clear()
@@ -137,7 +144,7 @@ class Floor:
 
 def time_rounds(
     steps: Mapping[str, Callable[[], Any]],
-    operands: Operands,
+    operands: Held,
     device: torch.device,
     rounds: int,
     tick: Callable[[], Any] = lambda: None,
@@ -199,7 +206,7 @@ def time_beside(
     return found
 
 
-def _turn(step: Callable[[], Any], operands: Operands, device: torch.device) -> Callable[[], float]:
+def _turn(step: Callable[[], Any], operands: Held, device: torch.device) -> Callable[[], float]:
     """Runs that settle the clocks, and then the one that is timed."""
     for _ in range(SETTLING_RUNS if device.type == "cuda" else 0):
         operands.clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -54,7 +55,7 @@ class ModelStep:
         return loss.detach()
 
     def clear(self) -> None:
-        """What ``measure`` does to operands between steps."""
+        """Lets go of the gradients."""
         self.model.zero_grad(set_to_none=True)
 
 
@@ -98,11 +99,7 @@ def inputs_of(model: Any, length: int) -> dict[str, Tensor]:
 def ways(device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda":
         return PLAIN, OURS
-    try:
-        import liger_kernel.transformers  # noqa: F401  (whether it is there)
-    except ImportError:
-        return PLAIN, OURS
-    return PLAIN, OURS, LIGER
+    return (PLAIN, OURS, LIGER) if importlib.util.find_spec("liger_kernel") else (PLAIN, OURS)
 
 
 def run(model: Any, length: int, names: Sequence[str], rounds: int, watch: Watch) -> list[dict[str, Any]]:
@@ -115,13 +112,13 @@ def run(model: Any, length: int, names: Sequence[str], rounds: int, watch: Watch
         watch.stage(f"{length} tokens: warm-up of {name}")
         step = ModelStep(model, inputs, name)
         rows[name] = {"provider": name, "tokens": length, "status": "ok"}
-        loss, failure = measure.attempt(lambda step=step: float(step()), step)  # type: ignore[arg-type, misc]
-        rows[name] |= failure.record() if failure else {"loss": loss}
+        loss, failure = measure.attempt(step, step)
+        rows[name] |= failure.record() if failure else {"loss": float(loss)}
         step.clear()
         if failure is None:
             steps[name] = step
     watch.stage(f"{length} tokens: {rounds} rounds")
-    times, failures = measure.time_rounds(steps, first, device, rounds, watch.tick)  # type: ignore[arg-type]
+    times, failures = measure.time_rounds(steps, first, device, rounds, watch.tick)
     for name, values in times.items():
         rows[name] |= {key: measure.quantile(values, at) for key, at in (("ms", 0.5), ("ms_p20", 0.2), ("ms_p80", 0.8))}
         if device.type == "cuda":
@@ -159,7 +156,7 @@ def longest(model: Any, name: str, limit: int, watch: Watch) -> dict[str, Any]:
         length = int(foretold * fraction) // 256 * 256
         watch.stage(f"longest of {name}: {length}")
         step = ModelStep(model, inputs_of(model, length), name)
-        _, failure = measure.attempt(step, step)  # type: ignore[arg-type]
+        _, failure = measure.attempt(step, step)
         step.clear()
         measure.release()
         row["fits" if failure is None else "does_not_fit"] = length
