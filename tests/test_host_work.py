@@ -52,8 +52,8 @@ def log_probabilities(hidden: Tensor, weight: Tensor, target: Tensor, backend: s
 
 
 def three_losses(hidden: Tensor, weight: Tensor, target: Tensor, backend: str) -> None:
-    batch = {"old_logprobs": torch.zeros(len(target)), "advantages": torch.ones(len(target))}
-    batch = {name: value.to(target.device) for name, value in batch.items()} | {"mask": target > 3}
+    zeros, ones = (make(len(target), device=target.device) for make in (torch.zeros, torch.ones))
+    batch = {"old_logprobs": zeros, "advantages": ones, "mask": target > 3}
     loss = losses.grpo() + 1e-4 * losses.z_loss() - 0.01 * losses.entropy()
     measured = [metrics.entropy(), metrics.kl_old()]
     linear_loss(hidden, weight, target, loss, batch=batch, metrics=measured, backend=backend).loss.backward()
