@@ -17,11 +17,12 @@ from .integrations.patch import patch_model, unpatch_model
 from .linear_loss import LossOutput, linear_loss
 from .logprobs import linear_logprobs
 from .on_logits import CrossEntropyLoss, logits_loss
+from .parallel import TokenParallel, VocabParallel
 from .plan_of import plan
 from .plans import Plan
 
 __all__ = [
-    "ChunkedHead", "CrossEntropyLoss", "LossOutput", "Plan", "gathered_topk_kl", "linear_cross_entropy",
-    "linear_divergence", "linear_logprobs", "linear_loss", "logits_loss", "losses", "metrics", "patch_model", "plan",
-    "unpatch_model", "weights",
+    "ChunkedHead", "CrossEntropyLoss", "LossOutput", "Plan", "TokenParallel", "VocabParallel", "gathered_topk_kl",
+    "linear_cross_entropy", "linear_divergence", "linear_logprobs", "linear_loss", "logits_loss", "losses", "metrics",
+    "patch_model", "plan", "unpatch_model", "weights",
 ]  # fmt: skip

@@ -18,6 +18,8 @@ from .into import resolve as resolve_into
 from .losses.base import Field, Losses, Summand
 from .metrics import Metric
 from .packing import Packing
+from .parallel.groups import TokenParallel, VocabParallel
+from .parallel.shard import Shard
 from .stats import Teacher
 from .teachers import check_dense_teacher, make_teacher
 
@@ -42,6 +44,8 @@ class HeadOptions:
     accumulate_into: Tensor | str | None
     skip_ignored: bool | str = False
     deterministic: bool = False
+    vocab_size: int | None = None
+    parallel: VocabParallel | TokenParallel | None = None
 
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the matmuls."""
@@ -54,7 +58,30 @@ class HeadOptions:
             self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading
         )  # fmt: skip
         self.into  # noqa: B018  (raises what is wrong with it)
+        if self.vocab_size is not None:
+            checks.check_int("vocab_size", self.vocab_size)
+            if self.vocab_size < 1:
+                raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
+        if self.parallel is not None and not isinstance(self.parallel, VocabParallel | TokenParallel):
+            raise TypeError(
+                f"parallel must be a VocabParallel, a TokenParallel or None, got {type(self.parallel).__name__}"
+            )
+        self.shard  # noqa: B018  (raises what is wrong with it)
+        if self.shard is None and self.vocab > self.weight.shape[0]:
+            raise ValueError(f"vocab_size is {self.vocab}, and weight has {self.weight.shape[0]} rows")
         return dtype
+
+    @functools.cached_property
+    def shard(self) -> Shard | None:
+        """This rank's part of the vocabulary, where ranks share it."""
+        if not isinstance(self.parallel, VocabParallel):
+            return None
+        return Shard(self.parallel, self.parallel.split(self.weight.shape[0], self.vocab_size))
+
+    @property
+    def tokens(self) -> TokenParallel | None:
+        """How ranks share the batch, where they do."""
+        return self.parallel.tokens if isinstance(self.parallel, VocabParallel) else self.parallel
 
     @functools.cached_property
     def into(self) -> Into | None:
@@ -68,7 +95,15 @@ class HeadOptions:
 
     @property
     def vocab(self) -> int:
-        return self.weight.shape[0]
+        """Of the softmax, wherever its rows are."""
+        if self.shard is not None:
+            return self.shard.split.vocab
+        return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
+
+    @property
+    def columns(self) -> int:
+        """Rows of this weight that stand for an id."""
+        return self.vocab if self.shard is None else self.shard.columns
 
     @property
     def device(self) -> torch.device:
@@ -210,9 +245,23 @@ def check(
             raise ValueError(f"token_weights={name!r} must name a token field; {remedy}")
     check_fields(batch, wanted, known, frame)
     teacher_vocab = check_dense_teacher(batch, wanted, dtype)
+    if isinstance(head, HeadOptions) and teacher_vocab is not None:
+        teacher_vocab = whole_teacher(head, teacher_vocab)
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
     answered = answer(Question(losses, metrics, head.temperature, head.vocab, columns, teacher_vocab))
     return Checked(head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered)
+
+
+def whole_teacher(head: HeadOptions, rows: int) -> int:
+    """Ids of the teacher's vocabulary; ``rows`` of it are here."""
+    if head.shard is None:
+        return rows
+    if rows != head.weight.shape[0]:
+        raise ValueError(
+            f"the teacher has {rows} rows of its vocabulary on this rank and the student {head.weight.shape[0]}; "
+            "VocabParallel takes a teacher split like the student, id by id: pad the smaller vocabulary"
+        )
+    return head.vocab
 
 
 def ask(checked: Checked) -> Asked:
@@ -223,7 +272,10 @@ def ask(checked: Checked) -> Asked:
     token_fields = frozenset(name for name in prepared.fields if known.get(name, own_rows).kind in ("token", "row"))
     teacher = None
     if answered.teacher is not None and answered.demand.pairing is not None:
-        teacher = make_teacher(prepared.fields, answered.teacher, answered.demand.pairing.columns)
+        columns = answered.demand.pairing.columns
+        if isinstance(head, HeadOptions) and head.shard is not None:
+            columns = head.columns
+        teacher = make_teacher(prepared.fields, answered.teacher, columns)
     fields = {
         k: v for k, v in prepared.fields.items() if k not in ("teacher_logits", "teacher_hidden", "teacher_weight")
     }

@@ -2,14 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .loop import Call, recompute, sweep
-from .planner import DEFAULT_REQUEST, Request, make_plan
+from .planner import DEFAULT_REQUEST, Request
 from .stats import RowStats
 
 
@@ -26,7 +25,7 @@ class HeadLoss(torch.autograd.Function):
         with as_called(hidden.device):
             stats, grads = sweep(call, hidden, call.head(weight, bias))
             outputs = call.objective.outputs(stats)
-            ctx.witness = None if call.into is None or grads is None else call.into.witness(call.target)
+            ctx.witness = None if call.into is None or grads is None else call.into.witness(call.own_target)
         found.append(stats)
         if call.plan.sizes.any_grad:
             # inputs are saved for a recomputing or a repeated backward: autograd checks that nobody changed them
@@ -96,8 +95,7 @@ def with_recompute_plan(call: Call) -> Call:
     """The call as a backward runs it that finds no gradients waiting: the second over a retained graph."""
     if call.plan.schedule == "recompute":
         return call
-    sizes = replace(call.plan.sizes, late_upstream=True)
     try:
-        return replace(call, plan=make_plan(sizes, Request(memory_budget=call.request.memory_budget)))
+        return call.replanned(Request(memory_budget=call.request.memory_budget))
     except ValueError:  # a budget that gradients in the forward pass fitted, and none made now would
-        return replace(call, plan=make_plan(sizes, DEFAULT_REQUEST))
+        return call.replanned(DEFAULT_REQUEST)

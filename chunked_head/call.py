@@ -183,9 +183,23 @@ def planned(
     sizes = sizes_of(asked, objective, rows, late or again, coupled, wants)
     check_own_matmuls(asked, sizes)
     # computed again in backward, a call recomputes whatever its request was made for
-    plan = make_plan(sizes, Request(memory_budget=request.memory_budget) if again else request)
-    options = asked.logit_scale, asked.softcap, request, head.into, packing
+    wish = Request(memory_budget=request.memory_budget) if again else request
+    plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
+    if head.shard is not None:
+        head.shard.agree(plan, options_key(asked), rows.device)
+    options = asked.logit_scale, asked.softcap, request, head.into, packing, head.shard
     return rows, Call(plan, asked.backend, objective, *options)
+
+
+def options_key(asked: Asked) -> str:
+    """Of a call's options those that change what ranks exchange or compute, equal in every process."""
+    terms = [
+        (c if isinstance(c, float | int) else "tensor", s.label, sorted(s.options.items()))
+        for c, s in asked.losses.terms
+    ]
+    measured = [(metric.label, sorted(metric.options.items())) for metric in asked.metrics]
+    head = asked.head
+    return repr((terms, measured, head.leading, head.temperature, asked.logit_scale, asked.softcap, head.shift))
 
 
 def check_own_matmuls(asked: Asked, sizes: Sizes) -> None:
@@ -233,7 +247,8 @@ def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupl
     store = asked.backend.store(layout)
     teacher, pairing = asked.teacher, objective.demand.pairing
     return Sizes(
-        rows.shape[0], rows.shape[1], weight.shape[0], asked.dtype,
+        rows.shape[0], rows.shape[1], asked.head.columns, asked.dtype,
+        padding=weight.shape[0] - asked.head.columns,
         hidden_dtype=hidden.dtype, weight_dtype=weight.dtype,
         hidden_grad=wants.hidden, weight_grad=wants.weight,
         bias_grad=wants.bias, bias_dtype=None if bias is None else bias.dtype,

@@ -15,6 +15,7 @@ from .graph.operation import in_graph, operation
 from .losses.base import Losses
 from .objective import StatsObjective
 from .options import choice
+from .parallel import TokenParallel, VocabParallel
 from .planner import Request
 from .prepare import shift_right
 
@@ -53,6 +54,8 @@ def linear_divergence(
     accumulate_into: Tensor | str | None = None,
     skip_ignored: bool | str = False,
     deterministic: bool = False,
+    vocab_size: int | None = None,
+    parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
 ) -> Task[Any]:
     """The divergence of each token's distribution p from a teacher's q, and the entropy of p. Same values and
@@ -90,7 +93,8 @@ def linear_divergence(
     """
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic,
+        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size,
+        parallel,
     )  # fmt: skip
     dtype = head.check()
     loss = divergence_of(divergence, beta, teacher_temperature, teacher_logit_scale, teacher_softcap)

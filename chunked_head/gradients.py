@@ -1,6 +1,7 @@
 """Buffers of gradients, and how gradients of logits are added to them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,9 @@ class Gradients:
     bias: Tensor | None
     into: Into | None = None  # ``weight`` is a buffer of the caller's, to be added to
     gain: Tensor | None = None  # [] taken out of the coefficients, for what nobody scales afterwards
+    padded: dict[str, Tensor] = field(default_factory=dict)  # ``weight`` and ``bias`` with rows beyond the vocabulary
+    add_hidden: Callable[[Tensor], Callable[[], None]] | None = None  # sums finished rows of ``hidden`` over ranks
+    waits: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
     def empty(
@@ -36,12 +40,41 @@ class Gradients:
             make = torch.empty if sizes.tokens else torch.zeros
             return make(shape, dtype=dtype, device=device) if wanted else None
 
-        return cls(
+        rows, wide = sizes.vocab + sizes.padding, torch.promote_types(sizes.dtype, torch.float32)
+        grads = cls(
             buffer(sizes.hidden_grad, hidden, sizes.tokens, sizes.hidden),
-            into.buffer if into else buffer(sizes.weight_grad, weight, sizes.vocab, sizes.hidden),
-            buffer(sizes.bias_grad, torch.promote_types(sizes.dtype, torch.float32), sizes.vocab),
+            into.buffer if into else buffer(sizes.weight_grad, weight, rows, sizes.hidden),
+            buffer(sizes.bias_grad, wide, rows),
             into,
         )
+        if sizes.padding:
+            grads.set_aside(sizes.vocab)
+        return grads
+
+    def set_aside(self, vocab: int) -> None:
+        """The rows that stand for no id, whose gradient is 0."""
+        if self.weight is not None:
+            self.padded["weight"], self.weight = self.weight, self.weight[:vocab]
+        if self.bias is not None:
+            self.padded["bias"], self.bias = self.bias, self.bias[:vocab]
+        for name, whole in self.padded.items():
+            if not (name == "weight" and self.into is not None):
+                whole[vocab:].zero_()
+
+    def whole(self, name: str) -> Tensor | None:
+        """A gradient with the rows that stand for no id."""
+        return self.padded.get(name, getattr(self, name))
+
+    def hidden_done(self, rows: Tensor | None) -> None:
+        """Rows of ``hidden``'s gradient are complete but for what other ranks add to them."""
+        if self.add_hidden is not None and rows is not None:
+            self.waits.append(self.add_hidden(rows))
+
+    def wait(self) -> None:
+        """Until what other ranks add is there."""
+        for wait in self.waits:
+            wait()
+        self.waits.clear()
 
     def stores(self, first: bool) -> bool:
         """Whether a product is stored in the weight's gradient rather than added."""
@@ -56,13 +89,14 @@ class Gradients:
         """
         dtypes = plan.sizes.hidden_dtype, plan.sizes.weight_dtype, plan.sizes.bias_dtype or plan.sizes.weight_dtype
         finished: list[Tensor | None] = []
-        for field, dtype in zip(("hidden", "weight", "bias"), dtypes, strict=True):
-            buffer = getattr(self, field)
-            setattr(self, field, None)
-            if field == "weight" and self.into is not None:
+        for name, dtype in zip(("hidden", "weight", "bias"), dtypes, strict=True):
+            buffer = getattr(self, name)
+            setattr(self, name, None)
+            if name == "weight" and self.into is not None:
                 backend.scale(buffer, one_or_nan, buffer.dtype)
                 finished.append(self.into.handed_over())
                 continue
+            buffer = self.padded.pop(name, buffer)
             finished.append(None if buffer is None else backend.scale(buffer, factor, dtype))
         return finished[0], finished[1], finished[2]
 
@@ -100,6 +134,7 @@ class AddsDlogits:
     """A session whose buffer becomes the gradient of logits: three plain products with it."""
 
     head: Head
+    known_targets = False
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
         """The chunk seen last, turned in place into the gradient of its raw logits [rows, vocab]."""
@@ -112,6 +147,7 @@ class AddsDlogits:
         first = at.start == 0
         if grads.hidden is not None:
             self.put_dhidden(dlogits, rows, grads.hidden, at)
+            grads.hidden_done(grads.hidden[at] if rows.order is None else None)
         if grads.weight is not None:
             self.add_dweight(dlogits, rows, rows.hidden, grads.weight, grads.stores(first), grads.gain)
         if grads.bias is not None:

@@ -14,6 +14,7 @@ from .call import Task, scalar_objective, token_objective
 from .graph.operation import in_graph, operation
 from .losses.base import Losses
 from .objective import ScalarObjective
+from .parallel import TokenParallel, VocabParallel
 from .planner import Request
 from .prepare import shift_right
 
@@ -42,6 +43,8 @@ def linear_cross_entropy(
     upstream: float | Tensor | None = None,
     skip_ignored: bool | str = False,
     deterministic: bool = False,
+    vocab_size: int | None = None,
+    parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
 ) -> Task[Tensor]:
     """Cross-entropy of a linear head, without its logits. Same value and gradients as
@@ -119,7 +122,8 @@ def linear_cross_entropy(
     """
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, 1.0, shift, memory_budget, chunk_tokens,
-        accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic,
+        accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size,
+        parallel,
     )  # fmt: skip
     dtype = head.check()
     checks.check_reduction(reduction)

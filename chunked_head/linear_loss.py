@@ -15,6 +15,7 @@ from .graph.operation import in_graph, operation
 from .losses.base import Losses
 from .metrics import Metric, MetricValue
 from .objective import ScalarObjective
+from .parallel import TokenParallel, VocabParallel
 from .planner import Request
 from .plans import Plan
 from .stats import RowStats
@@ -61,6 +62,8 @@ def linear_loss(
     upstream: float | Tensor | None = None,
     skip_ignored: bool | str = False,
     deterministic: bool = False,
+    vocab_size: int | None = None,
+    parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
 ) -> Task[LossOutput]:
     """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
@@ -109,7 +112,8 @@ def linear_loss(
     """
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic,
+        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size,
+        parallel,
     )  # fmt: skip
     dtype = head.check()
     measured = check_loss(head, loss, metrics, reduction, normalizer, upstream)

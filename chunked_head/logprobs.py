@@ -14,6 +14,7 @@ from .call import Task, stats_objective
 from .graph.operation import in_graph, operation
 from .losses.base import Losses
 from .objective import StatsObjective
+from .parallel import TokenParallel, VocabParallel
 from .planner import Request
 from .prepare import shift_right
 from .stats import Demand, View
@@ -44,6 +45,8 @@ def linear_logprobs(
     accumulate_into: Tensor | str | None = None,
     skip_ignored: bool | str = False,
     deterministic: bool = False,
+    vocab_size: int | None = None,
+    parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
 ) -> Task[Any]:
     """Log-probabilities of targets, and what else is asked for. Same values and gradients as
@@ -88,7 +91,8 @@ def linear_logprobs(
     """
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic,
+        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size,
+        parallel,
     )  # fmt: skip
     dtype = head.check()
     if target is None:

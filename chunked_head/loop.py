@@ -1,17 +1,19 @@
 """The loop over token chunks, and its counterpart over blocks and tiles where gradients come after all statistics."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .backends import Backend
+from .backends import Backend, Session
 from .gradients import Gradients, add_tile
 from .into import Into
 from .objective import Objective
 from .packing import Packing
-from .planner import DEFAULT_REQUEST, Request
+from .parallel.shard import Shard
+from .planner import DEFAULT_REQUEST, Request, make_plan
 from .plans import Plan
 from .stats import Coefficients, Head, Rows, RowStats
 
@@ -28,10 +30,25 @@ class Call:
     request: Request = DEFAULT_REQUEST
     into: Into | None = None  # where the weight's gradient goes, instead of back
     packing: Packing | None = None  # of tokens that only the device can tell from those that do not count
+    shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
 
-    @property
+    @functools.cached_property
     def target(self) -> Tensor:
-        return self.objective.target
+        """[tokens] int64: columns of the weight's rows, -1 where a token does not count, ``ELSEWHERE`` where it does
+        and its column is another rank's."""
+        target = self.objective.target
+        return target if self.shard is None else self.shard.local_targets(target)
+
+    @functools.cached_property
+    def own_target(self) -> Tensor:
+        """The same with -1 where the column is another rank's."""
+        return self.target if self.shard is None else self.shard.local_columns(self.objective.target)
+
+    @functools.cached_property
+    def columns(self) -> Tensor | None:
+        """[tokens, K] int64: each row's own columns among the weight's rows, -1 for none here."""
+        columns = self.objective.columns
+        return columns if columns is None or self.shard is None else self.shard.local_columns(columns)
 
     def without_teacher(self) -> "Call":
         """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
@@ -42,9 +59,21 @@ class Call:
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """The head in the dtype of the matmuls: under autocast the weight is cast here, once."""
-        dtype = self.plan.sizes.dtype
-        bias = None if bias is None else bias.to(dtype).contiguous()
-        return Head(weight.to(dtype), bias, self.objective.class_weights, self.logit_scale, self.softcap)
+        sizes, class_weights = self.plan.sizes, self.objective.class_weights
+        bias = None if bias is None else bias[: sizes.vocab].to(sizes.dtype).contiguous()
+        weight = weight.to(sizes.dtype)
+        if sizes.padding:
+            weight = weight[: sizes.vocab]
+        if self.shard is not None and class_weights is not None:
+            class_weights = class_weights[self.shard.here].contiguous()
+        add_targets = None if self.shard is None else self.shard.add_targets
+        return Head(weight, bias, class_weights, self.logit_scale, self.softcap, add_targets)
+
+    def replanned(self, request: Request) -> "Call":
+        """The same with the gradients left to backward."""
+        sizes = replace(self.plan.sizes, late_upstream=True)
+        plan = make_plan(sizes, request) if self.shard is None else self.shard.plan(sizes, request)
+        return replace(self, plan=plan)
 
 
 class Operands:
@@ -59,7 +88,7 @@ class Operands:
 
     def rows(self, rows: slice) -> Rows:
         objective, packing = self.call.objective, self.call.packing
-        target = objective.target[rows]
+        target = self.call.target[rows]
         order = None if packing is None else packing.order[rows]
         out = self.clean(self.buffer, self.hidden, rows, target, order)
         teacher = objective.teacher
@@ -67,7 +96,7 @@ class Operands:
             teacher = teacher.with_hidden(self.clean(self.teacher_buffer, teacher.hidden, rows, target, order))
         elif teacher is not None:
             teacher = teacher.rows(rows)
-        columns = None if objective.columns is None else objective.columns[rows]
+        columns = None if self.call.columns is None else self.call.columns[rows]
         return Rows(out, target, columns, teacher, order, None if packing is None else packing.count, rows.start)
 
     def clean(self, buffer: Tensor, source: Tensor, rows: slice, target: Tensor, order: Tensor | None) -> Tensor:
@@ -83,6 +112,8 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
     grads = None
     if plan.schedule == "forward":
         grads = Gradients.empty(plan, plan.hidden_accumulate, plan.weight_accumulate, hidden.device, call.into)
+        if call.shard is not None:
+            grads.add_hidden = call.shard.add_hidden
         if call.packing is not None and grads.hidden is not None:
             grads.hidden.zero_()  # where a token does not count nothing is computed
     if plan.sizes.tokens == 0:
@@ -91,7 +122,7 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
     session = call.backend.session(head, plan, tiled=False)
     for at in plan.token_chunks():
         rows, chunk_stats = operands.rows(at), stats.at(at)
-        session.stats(rows, chunk_stats)
+        whole_stats(call, session, rows, chunk_stats)
         coefficients = objective.visit(chunk_stats, at, gradient=grads is not None)
         if grads is not None:
             assert coefficients is not None
@@ -99,8 +130,23 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
             grads.gain = None if grads.into is None else objective.gain_so_far
             session.add_gradients(at, rows, chunk_stats, coefficients, grads)
     if grads is not None:
-        session.finish(hidden, call.target, grads, None if call.packing is None else call.packing.order)
+        session.finish(hidden, call.own_target, grads, None if call.packing is None else call.packing.order)
+        if call.packing is not None:
+            grads.hidden_done(grads.hidden)
+        grads.wait()
     return stats, grads
+
+
+def whole_stats(call: Call, session: Session, rows: Rows, out: RowStats) -> None:
+    """Statistics of a chunk of rows over all of the vocabulary, wherever it is."""
+    session.stats(rows, out)
+    paired = call.objective.demand.pairing is not None
+    if call.shard is not None:
+        call.shard.merge(rows, out, call.objective.demand, session.known_targets)
+    if paired:
+        session.pair_stats(rows, out)
+    if paired and call.shard is not None:
+        call.shard.add_pairs(out)
 
 
 def recompute(
@@ -117,6 +163,8 @@ def recompute(
     """
     plan = call.plan
     grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device, call.into)
+    if call.shard is not None:
+        grads.add_hidden = call.shard.add_hidden
     if plan.sizes.tokens:
         operands = Operands(call, hidden, plan.block_tokens)
         session = call.backend.session(head, plan, tiled=True)
@@ -139,4 +187,8 @@ def recompute(
                     grads.hidden.index_copy_(0, rows.order, d_rows.to(grads.hidden.dtype))
                 elif d_rows.dtype != grads.hidden.dtype:
                     grads.hidden[block] = d_rows
+                grads.hidden_done(grads.hidden[block] if rows.order is None else None)
+        if call.packing is not None:
+            grads.hidden_done(grads.hidden)
+        grads.wait()
     return grads.finish(call.backend, call.objective.one_or_nan, call.objective.one_or_nan, plan)

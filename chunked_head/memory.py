@@ -59,6 +59,7 @@ class Sizes:
     teacher_width: int = 0  # of its hidden states, 0 where it gives logits
     teacher_store: Literal["relative", "logits"] | None = None  # of its logits; None where the caller's are read
     store: Store = "logits"  # what the reused buffer holds between the matmul and the gradient
+    padding: int = 0  # rows of the weight that stand for no id: its gradient has them too
     copied: bool = False  # hidden states that no view flattens
     scratch: int = 0  # bytes of the backend's elementwise tiles
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
@@ -171,7 +172,7 @@ class Sizes:
 
     @property
     def weight_elements(self) -> int:
-        return self.vocab * self.hidden
+        return (self.vocab + self.padding) * self.hidden
 
     @property
     def any_grad(self) -> bool:
@@ -182,7 +183,7 @@ class Sizes:
         """The gradients that are handed over, as they stand during the finish."""
         d_hidden = self.tokens * self.hidden * self.hidden_dtype.itemsize if self.hidden_grad else 0
         d_weight = self.weight_elements * self.weight_dtype.itemsize if self.own_weight_grad else 0
-        d_bias = self.vocab * self.weight_dtype.itemsize if self.bias_grad else 0
+        d_bias = (self.vocab + self.padding) * self.weight_dtype.itemsize if self.bias_grad else 0
         return (
             Term("gradient of hidden", 0, d_hidden, kind="gradient"),
             Term("gradient of weight", 0, d_weight + d_bias, kind="gradient"),

@@ -1,6 +1,6 @@
 """What a row of logits is reduced to, and what its gradient is made from."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -185,6 +185,7 @@ class Head:
     class_weights: Tensor | None  # [vocab] fp32 or fp64
     logit_scale: float = 1.0
     softcap: float | None = None
+    add_targets: Callable[[Tensor], None] | None = None  # over ranks that hold other columns: target logits, in place
 
     def columns(self, tile: slice) -> "Head":
         """The head of a slice of the vocabulary, sharing memory."""

@@ -3,17 +3,18 @@
 import triton
 import triton.language as tl
 
+from .targets import ELSEWHERE
 from .transform import softmax_term, transform_derivative, transform_logits
 
 
 @triton.jit
 def dot_columns_kernel(
     # outputs
-    logit_ptr,  # [rows, count] fp32, of column 0 where an id is -1
+    logit_ptr,  # [rows, count] fp32, of column 0 where an id is -1, 0 where it is ELSEWHERE
     # inputs
     hidden_ptr,  # [rows, hidden]
     weight_ptr,  # [vocab, hidden]
-    ids_ptr,  # [rows, count] int64, -1 for none
+    ids_ptr,  # [rows, count] int64, -1 for none, or ELSEWHERE
     bias_ptr,  # [vocab] or None
     # sizes
     hidden,
@@ -27,7 +28,9 @@ def dot_columns_kernel(
     """Gathered rows of the weight times the row of hidden states, in fp32."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
-    column = tl.maximum(tl.load(ids_ptr + row * count + k, mask=k < count, other=0), 0)
+    asked = tl.load(ids_ptr + row * count + k, mask=k < count, other=0)
+    here = asked < ELSEWHERE
+    column = tl.where(here, tl.maximum(asked, 0), 0)
     lanes = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
     for start in range(0, hidden, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -38,7 +41,8 @@ def dot_columns_kernel(
     x = tl.sum(lanes, 1)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + column).to(tl.float32)
-    tl.store(logit_ptr + row * count + k, transform_logits(x, logit_scale, softcap), mask=k < count)
+    x = tl.where(here, transform_logits(x, logit_scale, softcap), 0.0)
+    tl.store(logit_ptr + row * count + k, x, mask=k < count)
 
 
 @triton.jit

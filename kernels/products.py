@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .blocks import column_halves, counted_rows, tile_place
+from .targets import ELSEWHERE
 
 
 @triton.jit
@@ -41,8 +42,9 @@ def store_dhidden(
         if softmax_factor_ptr is not None:
             target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
             counts = target >= 0
+            here = counts & (target < ELSEWHERE)
             w = tl.load(
-                weight_ptr + target[:, None] * hidden + offs_col[None, :], mask=mask & counts[:, None], other=0.0
+                weight_ptr + target[:, None] * hidden + offs_col[None, :], mask=mask & here[:, None], other=0.0
             ).to(tl.float32)
             softmax_factor = tl.load(softmax_factor_ptr + offs_row, mask=in_rows, other=0.0)
             target_factor = tl.load(target_factor_ptr + offs_row, mask=in_rows, other=0.0)

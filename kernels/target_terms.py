@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .blocks import counted_rows
+from .targets import ELSEWHERE
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def finish_dhidden_kernel(
         grad += tl.load(partial_ptr + (part * rows + row) * hidden + offs, mask=mask, other=0.0)
     if softmax_factor_ptr is not None:
         target = tl.load(target_ptr + row)
-        kept = tl.where(target >= 0, hidden, 0)
+        kept = tl.where((target >= 0) & (target < ELSEWHERE), hidden, 0)
         w = tl.load(weight_ptr + target * hidden + offs, mask=mask & (offs < kept), other=0.0).to(tl.float32)
         grad = tl.load(softmax_factor_ptr + row) * grad + tl.load(target_factor_ptr + row) * w
         grad = tl.where(target >= 0, grad, 0.0)

@@ -3,6 +3,10 @@
 import triton
 import triton.language as tl
 
+from . import elsewhere
+
+ELSEWHERE = tl.constexpr(elsewhere.ELSEWHERE)
+
 
 @triton.jit
 def read_targets_kernel(

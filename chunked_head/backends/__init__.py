@@ -19,10 +19,20 @@ BACKENDS = ("triton", "torch")
 
 
 class Session(Protocol):
-    """One call's buffer of logits and what is done in it."""
+    """One call's buffer of logits and what is done in it.
+
+    ``known_targets``: its ``stats`` leave the target's logit whole where ranks share the vocabulary, not each rank's
+    part.
+    """
+
+    known_targets: bool
 
     def stats(self, rows: Rows, out: RowStats) -> None:
-        """Logits of a chunk of rows into the buffer, and every statistic that ``out`` has room for."""
+        """Logits of a chunk of rows into the buffer, and every statistic that ``out`` has room for, a teacher's beside
+        the student apart."""
+
+    def pair_stats(self, rows: Rows, out: RowStats) -> None:
+        """Those, once ``out`` holds the softmaxes of both."""
 
     def add_gradients(
         self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients

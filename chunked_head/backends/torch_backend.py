@@ -95,6 +95,8 @@ def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
     session = GivenLogits(head, demand, rows.hidden)
     for block in tiles.row_blocks(rows.hidden):
         session.stats(rows.at(block), out.at(block))
+        if demand.pairing is not None:
+            session.pair_stats(rows.at(block), out.at(block))
 
 
 def logits_grad(

@@ -32,12 +32,16 @@ class TorchSession(AddsDlogits):
         for block in tiles.row_blocks(self.logits):
             self.block_stats(self.logits[block], rows.target[block], out.at(block))
             if self.demand.pairing is not None:
-                self.block_pair_stats(self.logits[block], self.teacher[block], out.at(block))
+                self.normalize_teacher(self.teacher[block], out.at(block))
         if out.column_logits is not None:
             assert rows.columns is not None
             out.column_logits.copy_(self.logits.gather(1, rows.columns.clamp(min=0)))
         if out.top_k_ids is not None and out.top_k_logits is not None:
             torch.topk(self.logits, out.top_k_ids.shape[1], out=(out.top_k_logits, out.top_k_ids))
+
+    def pair_stats(self, rows: Rows, out: RowStats) -> None:
+        for block in tiles.row_blocks(self.logits):
+            self.block_pair_stats(self.logits[block], self.teacher[block], out.at(block))
 
     def compute_logits(self, hidden: Tensor, head: Head) -> Tensor:
         logits = self.buffer[: hidden.shape[0] * head.weight.shape[0]].view(hidden.shape[0], -1)
@@ -59,7 +63,9 @@ class TorchSession(AddsDlogits):
         return logits
 
     def block_stats(self, x: Tensor, target: Tensor, out: RowStats) -> None:
-        out.target_logit.copy_(x.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1))
+        here = target < x.shape[1]  # all of them, but where the vocabulary's other columns are elsewhere
+        picked = x.gather(1, torch.where(here, target, 0).clamp(min=0).unsqueeze(1)).squeeze(1)
+        out.target_logit.copy_(torch.where(here, picked, 0.0))
         row_max = x.amax(1)
         if out.top is not None and out.argmax is not None:
             out.top.copy_(row_max)
@@ -105,18 +111,21 @@ class TorchSession(AddsDlogits):
         if entropy is not None:
             entropy.copy_(log_sum - shifted / total)
 
-    def block_pair_stats(self, x: Tensor, y: Tensor, out: RowStats) -> None:
-        pairing = self.demand.pairing
-        assert pairing is not None and out.teacher_start is not None and out.teacher_rest is not None
-        view = self.demand.views[pairing.view]
-        start, rest = (out.start2, out.rest2) if pairing.view else (out.start, out.rest)
+    def normalize_teacher(self, y: Tensor, out: RowStats) -> None:
+        assert out.teacher_start is not None and out.teacher_rest is not None
         top = y.amax(1)
         out.teacher_start.copy_(torch.where(top == -torch.inf, 0.0, top))
         total = torch.zeros_like(top)
-        for columns in slices(pairing.columns, tiles.TILE_COLUMNS):
+        for columns in slices(y.shape[1], tiles.TILE_COLUMNS):
             z = torch.sub(y[:, columns], out.teacher_start[:, None], out=self.tile_like(y[:, columns]))
             total += z.exp_().sum(1)
         out.teacher_rest.copy_(-total.log())
+
+    def block_pair_stats(self, x: Tensor, y: Tensor, out: RowStats) -> None:
+        pairing = self.demand.pairing
+        assert pairing is not None
+        view = self.demand.views[pairing.view]
+        start, rest = (out.start2, out.rest2) if pairing.view else (out.start, out.rest)
         wanted = {name: getattr(out, name) for name in PAIR_STATS if getattr(out, name) is not None}
         sums = {name: torch.zeros_like(out.lse) for name in wanted}
         for columns in slices(pairing.columns, tiles.TILE_COLUMNS):

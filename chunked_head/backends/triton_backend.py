@@ -111,7 +111,10 @@ def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | GradSession |
 
 
 def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
-    GivenLogits(head, demand, rows.hidden, None).stats(rows, out)
+    session = GivenLogits(head, demand, rows.hidden, None)
+    session.stats(rows, out)
+    if demand.pairing is not None:
+        session.pair_stats(rows, out)
 
 
 def logits_grad(

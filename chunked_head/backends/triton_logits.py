@@ -51,7 +51,7 @@ class LogitsSession(KernelSession):
             torch.topk(raw, k, largest=head.logit_scale > 0, out=(torch.empty_like(out.top_k_logits), out.top_k_ids))
             # a bias is in the logits by now
             launch_rows.pick_columns(out.top_k_logits, self.stored._replace(bias=None), out.top_k_ids)
-        self.further_stats(rows, out)
+        self.teacher_stats(rows, out)
 
     def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
         assert rows.teacher is not None and self.demand.pairing is not None

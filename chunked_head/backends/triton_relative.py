@@ -40,7 +40,7 @@ class RelativeSession(OwnProducts):
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         self.first_stats(rows, out, self.buffer, None, None)
-        self.further_stats(rows, out)
+        self.teacher_stats(rows, out)
 
     def first_stats(
         self, rows: Rows, out: RowStats, buffer: Tensor | None, row_offset: Tensor | None, level: Tensor | None
@@ -52,6 +52,8 @@ class RelativeSession(OwnProducts):
         launch_rows.dot_columns(
             out.target_logit.unsqueeze(1), rows.hidden, head.weight, target_ids, head.bias, *scale_cap
         )  # fmt: skip
+        if self.known_targets and head.add_targets is not None:
+            head.add_targets(out.target_logit)
         if out.column_logits is not None:
             assert rows.columns is not None
             launch_rows.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, *scale_cap)
@@ -143,6 +145,8 @@ class FastSession(RelativeSession):
     def stats(self, rows: Rows, out: RowStats) -> None:
         if self.buffer is None:
             return super().stats(rows, out)
+        # exponentials of the gradient are relative to them on every rank
+        self.known_targets = True
         self.level = torch.empty_like(out.lse)
         exponentials = self.buffer.view(self.sizes.dtype)
         self.first_stats(rows, out, exponentials, row_offset=out.target_logit, level=self.level)
@@ -161,6 +165,7 @@ class FastSession(RelativeSession):
         if grads.hidden is not None:
             factors = launch.Factors(rows.target, softmax_factor, target_factor)
             self.put_dhidden(exp, rows, grads.hidden, at, factors)
+            grads.hidden_done(grads.hidden[at] if rows.order is None else None)
         if grads.weight is not None:
             # in place: nobody reads the chunk's hidden states after this
             launch.copy_rows(rows.hidden, rows.hidden, rows.target, softmax_factor)

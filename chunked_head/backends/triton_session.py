@@ -41,14 +41,16 @@ class KernelSession(AddsDlogits):
         self.head, self.sizes, self.demand = head, plan.sizes, plan.sizes.demand
         self.vocab = self.sizes.vocab
 
-    def further_stats(self, rows: Rows, out: RowStats) -> None:
-        """Statistics of a teacher beside the student, whose own are there."""
+    def teacher_stats(self, rows: Rows, out: RowStats) -> None:
+        """A teacher's own."""
+        if self.demand.pairing is not None:
+            assert rows.teacher is not None and out.teacher_start is not None and out.teacher_rest is not None
+            self.teacher_stored = self.store_teacher(rows, out.teacher_start, out.teacher_rest)
+
+    def pair_stats(self, rows: Rows, out: RowStats) -> None:
         demand = self.demand
         pairing = demand.pairing
-        if pairing is None:
-            return
-        assert rows.teacher is not None and out.teacher_start is not None and out.teacher_rest is not None
-        self.teacher_stored = self.store_teacher(rows, out.teacher_start, out.teacher_rest)
+        assert pairing is not None and out.teacher_start is not None and out.teacher_rest is not None
         start, rest = (out.start2, out.rest2) if pairing.view else (out.start, out.rest)
         assert start is not None and rest is not None
         launch_rows.pair_stats(

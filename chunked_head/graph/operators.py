@@ -86,7 +86,7 @@ def forward(
             if grads is None:
                 ready = gradients_now(call, rows, head, stats, wait)
             else:
-                ready = grads.hidden, grads.weight, grads.bias
+                ready = grads.hidden, grads.whole("weight"), grads.whole("bias")
             made += [grad.to(dtype) for grad, dtype in zip(ready, wait, strict=True) if grad is not None]
         return made
 

@@ -1,0 +1,5 @@
+"""The head over many GPUs: its weight split over the vocabulary, its tokens over sequences and data."""
+
+from .groups import TokenParallel, VocabParallel
+
+__all__ = ["TokenParallel", "VocabParallel"]

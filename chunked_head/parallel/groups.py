@@ -1,0 +1,164 @@
+"""What a user says of the processes that share a call: who holds which rows of the head, who holds which tokens."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+
+# ids travel beside statistics as floats, exact up to here
+MOST_IDS = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class TokenParallel:
+    """Ranks of ``group`` hold different tokens of one batch: data-parallel, sequence- or context-parallel.
+
+    Denominators, segments' sums and metrics are those of all the group's tokens: each rank's loss is its share of the
+    whole batch's, and shares and gradients add up over the group. ``average=True`` multiplies both by the number of
+    ranks, for frameworks that average gradients over the group rather than add them (DDP and FSDP by default).
+
+    ``group``: a process group, a one-dimensional DeviceMesh, or None for all processes. A segment's tokens may lie on
+    several ranks, under the same id (``batch["segments"]`` in ``[0, num_segments)`` of the whole batch); it counts
+    once. Every rank makes the same calls in the same order, with as many tokens as it has, none included.
+    """
+
+    group: Any = None
+    average: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.average, bool):
+            raise TypeError(f"average of TokenParallel must be True or False, got {self.average!r}")
+        object.__setattr__(self, "group", process_group(self.group, "TokenParallel"))
+
+    @property
+    def ranks(self) -> int:
+        return distributed.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return distributed.get_rank(self.group)
+
+
+@dataclass(frozen=True, eq=False)
+class VocabParallel:
+    """Ranks of ``group`` hold the head's rows in turn: ``weight`` (``bias``, a teacher's head) is each rank's own part.
+
+    Every rank gives the same targets, fields and options, and gets the same loss, metrics and per-token values, and
+    the whole gradient of ``hidden``; that of ``weight`` is its part's.
+
+    Args:
+        group: a process group, a one-dimensional DeviceMesh, or None for all processes.
+        rows: how many rows each rank holds, ``[ranks]``. None: as many everywhere, or what ``torch.chunk`` (DTensor's
+            ``Shard(0)``) makes of ``vocab_size``.
+        sequence_sharded: hidden states are each rank's own part of the tokens, as many on every rank, in order of
+            ranks; so are targets, fields and what comes back per token. Rows are gathered chunk by chunk and their
+            gradients reduce-scattered.
+        reduce_dhidden: False leaves each rank its own part's share of ``hidden``'s gradient, for a graph that sums
+            them itself (Megatron's ``copy_to_tensor_model_parallel_region``).
+        tokens: how the batch is spread over ranks that hold the same part of the vocabulary, or None.
+    """
+
+    group: Any = None
+    rows: Sequence[int] | None = None
+    sequence_sharded: bool = False
+    reduce_dhidden: bool = True
+    tokens: TokenParallel | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_sharded", "reduce_dhidden"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} of VocabParallel must be True or False, got {getattr(self, name)!r}")
+        if self.sequence_sharded and not self.reduce_dhidden:
+            raise ValueError("sequence_sharded=True reduces the gradient of hidden; leave reduce_dhidden=True")
+        if self.tokens is not None and not isinstance(self.tokens, TokenParallel):
+            raise TypeError(f"tokens of VocabParallel must be a TokenParallel or None, got {self.tokens!r}")
+        object.__setattr__(self, "group", process_group(self.group, "VocabParallel"))
+        if self.rows is None:
+            return
+        rows = tuple(self.rows)
+        if len(rows) != self.ranks or not all(type(n) is int and n > 0 for n in rows):
+            raise ValueError(
+                f"rows of VocabParallel must be {self.ranks} positive ints, one for each rank, got {self.rows!r}"
+            )
+        object.__setattr__(self, "rows", rows)
+
+    @property
+    def ranks(self) -> int:
+        return distributed.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return distributed.get_rank(self.group)
+
+    def split(self, rows: int, vocab_size: int | None) -> "Split":
+        """Who holds what where this rank's weight has ``rows`` rows; raises on every rank what is wrong on any."""
+        if self.rows is not None:
+            held = self.rows
+        elif vocab_size is not None and rows == chunked(vocab_size, self.ranks)[self.rank]:
+            held = chunked(vocab_size, self.ranks)
+        else:
+            held = (rows,) * self.ranks
+        if held[self.rank] != rows:
+            raise ValueError(
+                f"weight has {rows} rows on rank {self.rank}, rows of VocabParallel says {held[self.rank]}"
+            )
+        vocab = sum(held) if vocab_size is None else vocab_size
+        if vocab > sum(held):
+            raise ValueError(f"vocab_size is {vocab}, and the {self.ranks} ranks hold {sum(held)} rows between them")
+        if vocab >= MOST_IDS:
+            raise ValueError(f"vocabularies of ranks are of at most {MOST_IDS - 1} ids, got {vocab}")
+        firsts = [sum(held[:rank]) for rank in range(self.ranks)]
+        true = tuple(max(0, min(n, vocab - first)) for n, first in zip(held, firsts, strict=True))
+        if 0 in true:
+            raise ValueError(
+                f"rank {true.index(0)} of VocabParallel holds no row of a vocabulary of {vocab} "
+                f"(rows {list(held)}); split it over fewer ranks"
+            )
+        return Split(vocab, true, self.rank)
+
+
+class Split(NamedTuple):
+    """A vocabulary over ranks."""
+
+    vocab: int
+    rows: tuple[int, ...]  # that each rank holds, padding apart
+    rank: int
+
+    @property
+    def here(self) -> slice:
+        """This rank's ids."""
+        first = sum(self.rows[: self.rank])
+        return slice(first, first + self.rows[self.rank])
+
+
+def chunked(vocab: int, ranks: int) -> tuple[int, ...]:
+    """Rows of ``torch.chunk``'s pieces: equal, the last ones smaller or empty."""
+    step = math.ceil(vocab / ranks)
+    return tuple(max(0, min(step, vocab - rank * step)) for rank in range(ranks))
+
+
+def process_group(group: Any, what: str) -> Any:
+    """The process group that was meant."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise RuntimeError(f"{what} needs torch.distributed.init_process_group() to have been called")
+    if group is None:
+        return distributed.group.WORLD
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(
+                f"{what} takes a DeviceMesh of one dimension, got {group.ndim}; name one, such as mesh['tp']"
+            )
+        return group.get_group()
+    if not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(f"{what} takes a process group, a DeviceMesh or None, got {type(group).__name__}")
+    if distributed.get_rank(group) < 0:
+        raise ValueError(f"this process is none of the group that {what} was given")
+    return group
+
+
+def is_tensor_of_ranks(tensor: Any) -> bool:
+    """Whether it is a DTensor."""
+    return isinstance(tensor, torch.Tensor) and type(tensor).__name__ == "DTensor"

@@ -1,0 +1,101 @@
+"""Statistics of pieces of the vocabulary, merged into those of the whole: the same on every rank, to the bit."""
+
+import torch
+from torch import Tensor
+
+from ..stats import Demand, RowStats
+
+# of each softmax over logits, student's and teacher's: where its logarithms are
+SOFTMAXES = (("start", "rest"), ("start2", "rest2"), ("teacher_start", "teacher_rest"))
+ADDED = ("target_logit", "weighted_sum", "column_logits")
+# sums over columns, made once the softmaxes of the whole vocabulary are known
+PAIR_SUMS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "sign")
+ENTROPIES = {"start": "entropy", "start2": "entropy2"}
+
+
+def sent(demand: Demand) -> tuple[str, ...]:
+    """Names of the statistics that a piece tells of, in order."""
+    two = len(demand.views) > 1
+    names = ["start", "rest", "target_logit"]
+    names += ["start2", "rest2"] if two else []
+    names += ["teacher_start", "teacher_rest"] if demand.pairing is not None else []
+    names += ["entropy"] if demand.entropy[0] else []
+    names += ["entropy2"] if two and demand.entropy[1] else []
+    names += ["weighted_sum"] if demand.weighted_sum else []
+    names += ["top", "argmax"] if demand.top else []
+    names += ["column_logits"] if demand.columns else []
+    names += ["top_k_logits", "top_k_ids"] if demand.top_k else []
+    return tuple(names)
+
+
+def pack(stats: RowStats, names: tuple[str, ...]) -> Tensor:
+    """[numbers, rows]: statistics of a piece in one message; ids fit the floats that they travel as."""
+    parts = []
+    for name in names:
+        value = getattr(stats, name).to(stats.lse.dtype)
+        parts.append(value.unsqueeze(0) if value.dim() == 1 else value.t())
+    return torch.cat(parts)
+
+
+def unpack(packed: Tensor, stats: RowStats, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The pieces' statistics [pieces, rows] or [pieces, rows, K] of ``packed`` [pieces, numbers, rows]."""
+    found, at = {}, 0
+    for name in names:
+        own = getattr(stats, name)
+        width = 1 if own.dim() == 1 else own.shape[1]
+        part = packed[:, at : at + width]
+        found[name] = part.squeeze(1) if own.dim() == 1 else part.transpose(1, 2)
+        at += width
+    return found
+
+
+def merge(pieces: dict[str, Tensor], out: RowStats, counts: Tensor, ratio2: float, known_targets: bool) -> None:
+    """Statistics of the whole vocabulary into ``out``, from those of its ``pieces`` [pieces, rows].
+
+    ``counts`` [rows] bool; ``ratio2`` of the second softmax; ``known_targets``: every piece has told the target's
+    logit, not its own part of it alone.
+    """
+    for name in ADDED:
+        if name in pieces:
+            whole = pieces[name][0] if known_targets and name == "target_logit" else pieces[name].sum(0)
+            getattr(out, name).copy_(whole)
+    for start, rest in SOFTMAXES:
+        if start in pieces:
+            merge_softmax(pieces, out, start, rest)
+    out.lse.copy_(out.start - out.rest)
+    # not target_logit - lse, which has lost what lies below an ulp of the logits
+    out.logprob.copy_(torch.where(counts, (out.target_logit - out.start) + out.rest, 0.0))
+    if out.lse2 is not None:
+        assert out.start2 is not None and out.rest2 is not None and out.logprob2 is not None
+        out.lse2.copy_(out.start2 - out.rest2)
+        out.logprob2.copy_(torch.where(counts, (out.target_logit * ratio2 - out.start2) + out.rest2, 0.0))
+    if "top" in pieces:
+        assert out.top is not None and out.argmax is not None
+        out.top.copy_(pieces["top"].amax(0))
+        # of equal logits the first column's
+        ids = torch.where(pieces["top"] == out.top, pieces["argmax"], torch.inf).amin(0)
+        out.argmax.copy_(torch.where(ids.isinf(), pieces["argmax"][0], ids))
+    if "top_k_logits" in pieces:
+        assert out.top_k_logits is not None and out.top_k_ids is not None
+        logits, ids = (pieces[name].transpose(0, 1).flatten(1) for name in ("top_k_logits", "top_k_ids"))
+        largest, at = logits.topk(out.top_k_logits.shape[1])
+        out.top_k_logits.copy_(largest)
+        out.top_k_ids.copy_(ids.gather(1, at))
+
+
+def merge_softmax(pieces: dict[str, Tensor], out: RowStats, start: str, rest: str) -> None:
+    """``start`` and ``rest`` of the whole, and its entropy, from the pieces' shares of the probability."""
+    starts, rests = pieces[start], pieces[rest]
+    largest = (starts - rests).argmax(0, keepdim=True)
+    first_start, first_rest = starts.gather(0, largest), rests.gather(0, largest)
+    # log of each piece's probability to that of the most probable one
+    log_share = (starts - first_start) - (rests - first_rest)
+    share = log_share.exp()
+    log_sum = share.sum(0).log()
+    getattr(out, start).copy_(first_start[0])
+    getattr(out, rest).copy_(first_rest[0] - log_sum)
+    entropy = ENTROPIES.get(start)
+    if entropy in pieces:
+        p, log_p = share / share.sum(0), log_share - log_sum
+        whole = torch.where(p > 0, p * (pieces[entropy] - log_p), 0.0).sum(0)
+        getattr(out, entropy).copy_(whole)

@@ -1,0 +1,129 @@
+"""One call's part of the vocabulary, and every message that its ranks exchange for it."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from ..kernels.elsewhere import ELSEWHERE
+from ..memory import Sizes
+from ..planner import Request, make_plan
+from ..plans import Plan
+from ..stats import Demand, Rows, RowStats
+from .groups import Split, VocabParallel
+from .merge import PAIR_SUMS, merge, pack, sent, unpack
+
+AGREED: set[tuple[str, int]] = set()  # kinds of calls that all ranks of a group are known to make alike
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """This rank's columns of the vocabulary. The order of messages depends on the plan alone."""
+
+    parallel: VocabParallel
+    split: Split
+
+    @property
+    def group(self) -> Any:
+        return self.parallel.group
+
+    @property
+    def here(self) -> slice:
+        return self.split.here
+
+    @property
+    def columns(self) -> int:
+        return self.here.stop - self.here.start
+
+    def local_targets(self, target: Tensor) -> Tensor:
+        """Columns of this rank's for targets [tokens] of the vocabulary, ``ELSEWHERE`` for other ranks', -1 kept."""
+        inside = (target >= self.here.start) & (target < self.here.stop)
+        return torch.where(inside, target - self.here.start, torch.where(target < 0, target, ELSEWHERE))
+
+    def local_columns(self, ids: Tensor) -> Tensor:
+        """The same for a row's own columns, where other ranks' are as good as none."""
+        inside = (ids >= self.here.start) & (ids < self.here.stop)
+        return torch.where(inside, ids - self.here.start, -1)
+
+    def local_demand(self, demand: Demand) -> Demand:
+        """What is wanted of this rank's columns."""
+        columns, pairing = self.columns, demand.pairing
+        # a second softmax over fewer columns goes with a teacher of fewer, which is refused
+        views = tuple(view if view.columns is None else view._replace(columns=columns) for view in demand.views)
+        if pairing is not None:
+            pairing = pairing._replace(columns=columns)
+        return demand._replace(views=views, pairing=pairing)
+
+    def plan(self, sizes: Sizes, request: Request) -> Plan:
+        """A plan of the same chunks on every rank, made for the largest part of the vocabulary; then for this one."""
+        most = max(self.split.rows)
+        common = replace(sizes, vocab=most, padding=0, teacher_columns=most if sizes.teacher_columns else 0)
+        plan = make_plan(common, request)
+        own = replace(
+            sizes, vocab=self.columns, demand=self.local_demand(sizes.demand),
+            teacher_columns=self.columns if sizes.teacher_columns else 0,
+        )  # fmt: skip
+        return replace(plan, sizes=own, tile_columns=min(plan.tile_columns, self.columns))
+
+    def agree(self, plan: Plan, options: str, device: torch.device) -> None:
+        """Raises on every rank where ranks are about to do different things: one message for each new kind of call."""
+        chunks = plan.schedule, plan.chunk_tokens, plan.block_tokens, plan.hidden_accumulate, plan.weight_accumulate
+        common = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=Demand())
+        told = repr((chunks, common, self.split.vocab, self.split.rows, self.parallel.sequence_sharded, options))
+        key = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
+        place = self.group.group_name, key
+        if place in AGREED:
+            return
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a call of VocabParallel that ranks have not agreed on cannot be captured: run it once before"
+            )
+        mine = torch.tensor([key], dtype=torch.int64, device=device)
+        gathered = mine.new_empty(self.parallel.ranks)
+        distributed.all_gather_into_tensor(gathered, mine, group=self.group)
+        others = [rank for rank, given in enumerate(gathered.tolist()) if given != key]
+        if others:
+            raise ValueError(
+                f"rank {self.parallel.rank} of VocabParallel is about to do another call than rank {others[0]}: sizes, "
+                f"dtypes, options and losses must be the same on all ranks; here they are {told}"
+            )
+        AGREED.add(place)
+
+    def add_targets(self, target_logit: Tensor) -> None:
+        """Every row's target logit, in place, from 0 where the target is elsewhere."""
+        distributed.all_reduce(target_logit, group=self.group)
+
+    def merge(self, rows: Rows, stats: RowStats, demand: Demand, known_targets: bool) -> None:
+        """The statistics of this rank's columns become those of the vocabulary: one message for the chunk."""
+        if stats.argmax is not None:
+            stats.argmax.add_(self.here.start)
+        if stats.top_k_ids is not None:
+            stats.top_k_ids.add_(self.here.start)
+        if stats.column_logits is not None:
+            assert rows.columns is not None
+            stats.column_logits.masked_fill_(rows.columns < 0, 0.0)
+        names = sent(demand)
+        own = pack(stats, names)
+        gathered = own.new_empty(self.parallel.ranks, *own.shape)
+        distributed.all_gather_into_tensor(gathered.view(-1, own.shape[1]), own, group=self.group)
+        ratio2 = demand.views[1].ratio if len(demand.views) > 1 else 1.0
+        merge(unpack(gathered, stats, names), stats, rows.target >= 0, ratio2, known_targets)
+
+    def add_pairs(self, stats: RowStats) -> None:
+        """Sums over columns of a teacher's terms beside the student's: one message for the chunk."""
+        sums = [value for name, value in stats.named().items() if name in PAIR_SUMS]
+        packed = torch.stack(sums)
+        distributed.all_reduce(packed, group=self.group)
+        for value, whole in zip(sums, packed, strict=True):
+            value.copy_(whole)
+
+    def add_hidden(self, gradient: Tensor) -> Callable[[], None]:
+        """The sum over ranks of some rows of ``hidden``'s gradient, in place; the call that waits for it."""
+        if not self.parallel.reduce_dhidden:
+            return lambda: None
+        work = distributed.all_reduce(gradient, group=self.group, async_op=True)
+        assert work is not None
+        return lambda: (work.wait(), None)[1]
