@@ -1,0 +1,40 @@
+"""Several processes with a process group each, for tests of what ranks do together."""
+
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Work = Callable[[int, str], dict[str, Any]]  # of (rank, device): outcomes by name
+
+
+def run(work: Work, ranks: int, folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
+    """What ``work``, a function of a module, returns on each rank: tensors on the CPU. gloo, on GPUs NCCL."""
+    torch.multiprocessing.spawn(enter, (work, ranks, str(folder), device), ranks)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def enter(rank: int, work: Work, ranks: int, folder: str, device: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    place = device
+    if device == "cuda":
+        place = f"cuda:{rank}"
+        torch.cuda.set_device(place)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks
+    )
+    torch.save(work(rank, place), Path(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+def outcome(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What a function returns, or how it failed; one case's failure shall not hide the others'."""
+    try:
+        return function(*args, **options)
+    except Exception:
+        return traceback.format_exc()

@@ -1,0 +1,145 @@
+"""The vocabulary over ranks: losses, metrics and gradients of every loss are those of one rank."""
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from budget import assert_within_budget
+from loss_cases import LOSS_CASES, VOCAB, LossCase, LossInputs, inputs_of, run_reference
+from torch import Tensor
+
+from chunked_head import VocabParallel, linear_loss, metrics
+
+# of the cases' 331 ids: who holds how many rows, and what else is said
+LAYOUTS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
+    "chunks": (2, [166, 165], {"vocab_size": VOCAB}),
+    "uneven": (2, [20, 311], {}),
+    "padded": (2, [192, 192], {"vocab_size": VOCAB}),
+    "four": (4, [83, 83, 83, 82], {"vocab_size": VOCAB}),
+}
+CHUNKS = {"chunks": 40, "uneven": None, "padded": 97, "four": 24}
+SPLIT = ("teacher_weight", "teacher_bias")
+MEASURED = ["entropy", "accuracy", "perplexity"]
+REFUSED = {case.name for case in LOSS_CASES if case.teacher_vocab != VOCAB}
+
+
+def piece(tensor: Tensor, rows: list[int], rank: int, dim: int = 0) -> Tensor:
+    """A rank's part of what has a vocabulary along ``dim``, nan in padding."""
+    first = sum(rows[:rank])
+    padding = max(0, sum(rows) - tensor.shape[dim])
+    shape = list(tensor.shape)
+    shape[dim] = padding
+    whole = torch.cat([tensor, tensor.new_full(shape, torch.nan)], dim)
+    return whole.narrow(dim, first, rows[rank]).contiguous()
+
+
+def split(inputs: LossInputs, rows: list[int], rank: int) -> LossInputs:
+    batch = {name: piece(value, rows, rank) if name in SPLIT else value for name, value in inputs.batch.items()}
+    if "teacher_logits" in batch:
+        batch["teacher_logits"] = piece(batch["teacher_logits"], rows, rank, dim=1)
+    head = {name: piece(value, rows, rank) if name == "bias" else value for name, value in inputs.head.items()}
+    return LossInputs(inputs.hidden, piece(inputs.weight, rows, rank), inputs.target, batch, head, inputs.num_segments)
+
+
+def measured(case: LossCase) -> list[Any]:
+    return [getattr(metrics, name)() for name in MEASURED if case.target or name == "entropy"]
+
+
+def step(case: LossCase, inputs: LossInputs, **options: Any) -> dict[str, Any]:
+    hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
+    head = dict(inputs.head)
+    leaves = [hidden, weight]
+    if "bias" in head:
+        head["bias"] = head["bias"].detach().clone().requires_grad_()
+        leaves.append(head["bias"])
+    out = linear_loss(
+        hidden, weight, inputs.target, case.losses, batch=inputs.batch, num_segments=inputs.num_segments,
+        metrics=measured(case), **head, **options,
+    )  # fmt: skip
+    (out.loss * 0.7).backward()
+    return {
+        "loss": out.loss.detach().cpu(), "parts": {name: value.cpu() for name, value in out.parts.items()},
+        "metrics": {name: value.value.cpu() for name, value in out.metrics.items()},
+        "grads": [leaf.grad.cpu() for leaf in leaves if leaf.grad is not None],
+    }  # fmt: skip
+
+
+def work(rank: int, device: str, count: int, backends: list[tuple[str, torch.dtype]]) -> dict[str, Any]:
+    found = {}
+    for layout, (number, rows, options) in LAYOUTS.items():
+        if number != count:
+            continue
+        parallel = VocabParallel(rows=rows) if layout == "uneven" else VocabParallel()
+        for backend, dtype in backends:
+            for case in LOSS_CASES:
+                inputs = split(inputs_of(case, dtype, device, garbage=True), rows, rank)
+                found[f"{layout} {backend} {dtype} {case.name}"] = ranks.outcome(
+                    step, case, inputs, parallel=parallel, chunk_tokens=CHUNKS[layout], backend=backend, **options
+                )
+    return found
+
+
+CPU = [("torch", torch.float32), ("torch", torch.float16)]
+
+
+def work_of_two(rank: int, device: str) -> dict[str, Any]:
+    return work(rank, device, 2, CPU)
+
+
+def work_of_four(rank: int, device: str) -> dict[str, Any]:
+    return work(rank, device, 4, CPU)
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks.run(work_of_two, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks.run(work_of_four, 4, tmp_path_factory.mktemp("four"))
+
+
+def hold_to_one_rank(found: list[dict[str, Any]], key: str, case: LossCase, dtype: torch.dtype, device: str) -> None:
+    """Every rank's numbers, against full logits in float64 and eager ones in the call's own dtype."""
+    layout = key.split()[0]
+    rows = LAYOUTS[layout][1]
+    outcomes = [rank[key] for rank in found]
+    for outcome in outcomes:
+        if case.name in REFUSED:
+            assert isinstance(outcome, str) and "pad the smaller vocabulary" in outcome, outcome
+            continue
+        assert not isinstance(outcome, str), outcome
+    if case.name in REFUSED:
+        return
+    inputs = inputs_of(case, dtype, device)
+    loss, _, truth = run_reference(case, inputs.to(torch.float64))
+    eager_loss, _, eager = run_reference(case, inputs)
+    first = outcomes[0]
+    grads = [first["grads"][0], *(torch.cat([o["grads"][i] for o in outcomes]) for i in range(1, len(first["grads"])))]
+    for name, ours, plain, exact in zip(("hidden", "weight", "bias"), grads, eager, truth, strict=False):
+        padding = ours[len(exact) :]
+        assert not padding.any() and torch.isfinite(padding).all()
+        assert_within_budget(ours[: len(exact)], plain * 0.7, exact * 0.7, dtype, f"gradient of {name}")
+    assert_within_budget(first["loss"], eager_loss, loss, torch.float32, "loss")
+    for other in outcomes[1:]:
+        assert torch.equal(other["loss"], first["loss"]) and torch.equal(other["grads"][0], first["grads"][0])
+        for name, value in first["metrics"].items():
+            assert torch.equal(other["metrics"][name], value), name
+    alone = step(case, inputs, backend=key.split()[1])
+    for name, value in alone["metrics"].items():
+        torch.testing.assert_close(first["metrics"][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("layout", [name for name, (count, _, _) in LAYOUTS.items() if count == 2])
+def test_two_ranks(of_two: list[dict[str, Any]], layout: str, case: LossCase, dtype: torch.dtype) -> None:
+    hold_to_one_rank(of_two, f"{layout} torch {dtype} {case.name}", case, dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
+def test_four_ranks(of_four: list[dict[str, Any]], case: LossCase, dtype: torch.dtype) -> None:
+    hold_to_one_rank(of_four, f"four torch {dtype} {case.name}", case, dtype, "cpu")
