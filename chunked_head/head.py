@@ -15,6 +15,7 @@ from .graph.operation import in_graph, operation
 from .losses.base import Losses
 from .objective import ScalarObjective
 from .parallel import TokenParallel, VocabParallel
+from .parallel.dtensor import local
 from .planner import Request
 from .prepare import shift_right
 
@@ -120,10 +121,10 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
     """
+    hidden, weight, target, bias, vocab_size, parallel = local(hidden, weight, target, bias, vocab_size, parallel)
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, 1.0, shift, memory_budget, chunk_tokens,
-        accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size,
-        parallel,
+        accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
     )  # fmt: skip
     dtype = head.check()
     checks.check_reduction(reduction)

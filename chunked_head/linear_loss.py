@@ -16,6 +16,7 @@ from .losses.base import Losses
 from .metrics import Metric, MetricValue
 from .objective import ScalarObjective
 from .parallel import TokenParallel, VocabParallel
+from .parallel.dtensor import local
 from .planner import Request
 from .plans import Plan
 from .stats import RowStats
@@ -110,10 +111,10 @@ def linear_loss(
         IndexError: on the CPU, for a target, segment or teacher id out of range; elsewhere loss, metrics and gradients
             become nan.
     """
+    hidden, weight, target, bias, vocab_size, parallel = local(hidden, weight, target, bias, vocab_size, parallel)
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size,
-        parallel,
+        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
     )  # fmt: skip
     dtype = head.check()
     measured = check_loss(head, loss, metrics, reduction, normalizer, upstream)

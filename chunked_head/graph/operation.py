@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..call import Task, execute
 from ..options import INFINITY, NUMBERS
+from ..parallel.dtensor import is_dtensor
 from .operators import forward
 from .recipes import TASKS, described, registered
 
@@ -31,7 +32,15 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
-            return as_operator(name, dict(zip(names[: len(args)], args, strict=True)) | kwargs)
+            given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
+            if given.get("parallel") is None and not any([is_dtensor(given.get(key)) for key in OPERANDS]):
+                return as_operator(name, given)
+            return outside(*args, **kwargs)
+        return execute(function(*args, **kwargs))
+
+    @torch.compiler.disable
+    def outside(*args: P.args, **kwargs: P.kwargs) -> Result:
+        """Between two graphs: what ranks exchange is no operator of either."""
         return execute(function(*args, **kwargs))
 
     return public
