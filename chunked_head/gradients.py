@@ -10,6 +10,7 @@ from torch import Tensor
 from .into import Into
 from .matmul import add_dbias, add_dhidden, add_dweight, put
 from .plans import Plan
+from .skipping import Skipped
 from .stats import Coefficients, Head, Rows, RowStats
 
 if TYPE_CHECKING:
@@ -169,6 +170,9 @@ class AddsDlogits:
 
     def finish(self, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         """Nothing is left over."""
+
+    def skipped(self) -> Skipped:
+        raise AssertionError("only sessions that skip tiles know")
 
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         raise AssertionError("tiles of gradients with known statistics have sessions of their own")
