@@ -1,12 +1,13 @@
 """`skip_tolerance` on a head that has really been trained: what it leaves out, how far the gradients are from float32
 beside eager's, and what a step takes, measured by the three bare matmuls of a head.
 
-    python -m benchmarks.trained_text --vocab 65536 --out tokens.npz      # once; no network needed
+    python -m benchmarks.trained_text --vocab 65536 --output tokens.npz      # once; no network needed
     python -m benchmarks.trained_head --tokens tokens.npz --steps 2000
-    python -m benchmarks.trained_head --tokens tokens.npz --steps 2000 --curve 4e-3    # trained with it besides
+    python -m benchmarks.trained_head --tokens tokens.npz --measured-tokens --curve 2e-3 4e-3 --seeds 7 8    # training
 
 Hidden states, weight and targets are those of held-out text. Steps are timed as CUDA graphs, because at this hidden
-size a call's Python would otherwise be what is measured.
+size a call's Python would otherwise be what is measured. Under TRITON_INTERPRET=1 a CPU runs it too, at sizes that say
+nothing: tiles are then 32 x 32 and times are Python's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +27,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks import providers
+from benchmarks.demo_model import Decoder, ModelConfig
 from benchmarks.trained_model import Training, held_out_loss, held_out_states, train
 from benchmarks.trained_text import Tokens
 from chunked_head import frequency_order, linear_loss, losses, similarity_order
 
 ROUNDS = 12
-TOLERANCES = (None, 1e-9, 2e-3, 3e-3, 4e-3, 6e-3, 8e-3)
-CONTEXT = 512
+TOLERANCES = (1e-9, 2e-3, 3e-3, 4e-3, 6e-3, 8e-3)
 
 
 def head_of(tolerance: float | None, seen: list[tuple[int, Tensor, Tensor]]) -> Callable[..., Tensor]:
     def head(hidden: Tensor, weight: Tensor, target: Tensor, step: int) -> Tensor:
-        out = linear_loss(hidden, weight, target, losses.cross_entropy(), skip_tolerance=tolerance)
+        out = linear_loss(
+            hidden, weight, target, losses.cross_entropy(), skip_tolerance=tolerance, backend="triton"
+        )  # fmt: skip
         if tolerance is not None and step % 20 == 0:
             seen.append((step, out.metrics["kept_tiles"].value.detach(), out.metrics["dropped_mass"].value.detach()))
         return out.loss
@@ -52,16 +59,21 @@ def by_frequency(tokens: Tokens) -> tuple[Tokens, Tensor]:
 
 
 def trained(
-    training: Training, tokens: Tokens, tolerance: float | None, device: torch.device
-) -> tuple[Any, dict[str, Any]]:
+    training: Training, tokens: Tokens, tolerance: float | None, held_out: int, device: torch.device
+) -> tuple[Decoder, dict[str, Any]]:
     seen: list[tuple[int, Tensor, Tensor]] = []
     found = train(training, tokens.training, head_of(tolerance, seen), device)
     record = {
-        "tolerance": tolerance, "seconds": round(found.seconds, 1), "losses": [round(x, 4) for x in found.losses],
-        "held_out": held_out_loss(found.model, tokens.held_out, 65536, CONTEXT),
+        "tolerance": tolerance, "seed": training.seed, "seconds": round(found.seconds, 1),
+        "losses": [round(x, 4) for x in found.losses],
+        "held_out": held_out_loss(found.model, tokens.held_out, held_out, training.model.context),
         "tiles": [(step, round(float(kept), 4), round(float(moved), 5)) for step, kept, moved in seen],
     }  # fmt: skip
-    print(f"trained with {tolerance}: {len(found.losses)} steps, held-out loss {record['held_out']:.4f}", flush=True)
+    print(
+        f"trained with {tolerance}, seed {training.seed}: {len(found.losses)} steps in {record['seconds']} s, "
+        f"held-out loss {record['held_out']:.4f}",
+        flush=True,
+    )
     return found.model, record
 
 
@@ -86,8 +98,11 @@ def error(found: Tensor | None, truth: Tensor) -> float:
     return float((found.float() - truth).norm() / truth.norm())
 
 
-def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
+def graphed(step: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    if device.type == "cpu":
+        return step
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
@@ -98,23 +113,35 @@ def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def timed(steps: dict[str, Callable[[], Any]]) -> dict[str, float]:
+def timed(steps: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
     """Milliseconds, medians; a turn is three runs of which the last is timed, turns in alternating order."""
     found: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(ROUNDS):
+    for turn in range(ROUNDS if device.type == "cuda" else 1):
         for name in list(steps)[:: 1 if turn % 2 else -1]:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for last in (False, False, True):
-                if last:
-                    start.record()
-                steps[name]()
-            end.record()
-            torch.cuda.synchronize()
-            found[name].append(start.elapsed_time(end))
-    return {name: statistics.median(times[2:]) for name, times in found.items()}
+            found[name].append(last_of_three(steps[name]) if device.type == "cuda" else seconds(steps[name]) * 1e3)
+    return {name: statistics.median(times[2:] or times) for name, times in found.items()}
 
 
-def measure(name: str, hidden: Tensor, weight: Tensor, target: Tensor, tolerances: tuple) -> list[dict[str, Any]]:
+def last_of_three(step: Callable[[], Any]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for last in (False, False, True):
+        if last:
+            start.record()
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def seconds(step: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def measure(
+    name: str, hidden: Tensor, weight: Tensor, target: Tensor, tolerances: Sequence[float | None]
+) -> list[dict[str, Any]]:
     """Errors, tiles and times of each tolerance, for a head in one order of its vocabulary."""
     truth, plain = exact(hidden, weight, target), eager(hidden, weight, target)
     shared = {"order": name, "tokens": len(target), "eager": [error(p, t) for p, t in zip(plain, truth, strict=True)]}
@@ -122,7 +149,7 @@ def measure(name: str, hidden: Tensor, weight: Tensor, target: Tensor, tolerance
     h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
 
     def step(tolerance: float | None) -> Any:
-        out = linear_loss(h, w, target, losses.cross_entropy(), skip_tolerance=tolerance)
+        out = linear_loss(h, w, target, losses.cross_entropy(), skip_tolerance=tolerance, backend="triton")
         # no accumulation into .grad: its node would belong to the stream of the first call
         return out, torch.autograd.grad(out.loss, (h, w))
 
@@ -135,8 +162,8 @@ def measure(name: str, hidden: Tensor, weight: Tensor, target: Tensor, tolerance
             | {"dweight": error(dweight, truth[1]), "rows_without_gradient": int((dweight.abs().amax(1) == 0).sum())}
             | {key: float(value.value) for key, value in out.metrics.items()}
         )
-        steps[str(tolerance)] = graphed(functools.partial(step, tolerance))
-    times = timed(steps)
+        steps[str(tolerance)] = graphed(functools.partial(step, tolerance), hidden.device)
+    times = timed(steps, hidden.device)
     for row in rows:
         row["ms"] = times[str(row["tolerance"])]
         row["ratio"] = row["ms"] / times["three matmuls"]
@@ -162,45 +189,82 @@ def three_matmuls(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
     return step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--measured-tokens", type=int, nargs="+", default=[8192])
-    parser.add_argument("--curve", type=float, nargs="*", default=[], metavar="TOLERANCE")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/trained-head.json"))
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("trained_head needs a GPU: tiles are skipped on Hopper alone")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    from benchmarks.demo_model import ModelConfig
-
-    device = torch.device("cuda")
-    tokens, rank = by_frequency(Tokens.load(arguments.tokens))
-    config = ModelConfig(tokens.vocab, arguments.hidden, arguments.layers, CONTEXT)
-    training = Training(config, arguments.steps, batch=16)
-    model, record = trained(training, tokens, None, device)
-    result: dict[str, Any] = {"text": tokens.description, "torch": torch.__version__, "curves": [record], "rows": []}
+def by_order(
+    model: Decoder, tokens: Tokens, rank: Tensor, count: int, context: int, tolerances: Sequence[float | None]
+) -> list[dict[str, Any]]:
+    """Every tolerance on `count` held-out tokens, with the vocabulary in each order."""
     weight = model.lm_head.weight.detach().to(torch.bfloat16)
     orders = {
         "similarity": similarity_order(weight),
-        "frequency": torch.arange(tokens.vocab, device=device),
-        "natural": rank.to(device),  # the row of each id as the BPE numbered them
+        "frequency": torch.arange(tokens.vocab, device=weight.device),
+        "natural": rank.to(weight.device),  # the row of each id as the BPE numbered them
     }
-    for count in arguments.measured_tokens:
-        hidden, target = held_out_states(model, tokens.held_out, count, CONTEXT)
-        for name, order in orders.items():
-            row = torch.empty_like(order)
-            row[order] = torch.arange(len(order), device=device)
-            result["rows"] += measure(name, hidden, weight[order].contiguous(), row[target], TOLERANCES)
-            arguments.out.write_text(json.dumps(result, indent=1))
-    del model
-    for tolerance in arguments.curve:
-        result["curves"].append(trained(training, tokens, tolerance, device)[1])
-        arguments.out.write_text(json.dumps(result, indent=1))
+    hidden, target = held_out_states(model, tokens.held_out, count, context)
+    rows = []
+    for name, order in orders.items():
+        row = torch.empty_like(order)
+        row[order] = torch.arange(len(order), device=order.device)
+        rows += measure(name, hidden, weight[order].contiguous(), row[target], tolerances)
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.trained_head",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--tokens", type=Path, required=True, help="what benchmarks.trained_text wrote")
+    made.add_argument("--steps", type=int, default=2000)
+    made.add_argument("--hidden", type=int, default=1024)
+    made.add_argument("--layers", type=int, default=8)
+    made.add_argument("--context", type=int, default=512, help="tokens of a window (512)")
+    made.add_argument("--batch", type=int, default=16, help="windows of a step (16)")
+    made.add_argument("--held-out", type=int, default=65536, help="tokens of the held-out loss (65536)")
+    made.add_argument(
+        "--measured-tokens", type=int, nargs="*", default=[8192], help="of a measured call; none: no such"
+    )
+    made.add_argument("--tolerances", type=float, nargs="+", default=TOLERANCES, help="that are measured")
+    made.add_argument("--curve", type=float, nargs="*", default=[], metavar="TOLERANCE", help="trained with besides")
+    made.add_argument(
+        "--seeds", type=int, nargs="+", default=[7], help="each trains once without skipping and each curve"
+    )
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    made.add_argument("--device", default=default, help="cuda or cpu; the GPU where there is one")
+    made.add_argument("--output", type=Path, help="results file (JSON)")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, measure, train again with tolerances; return the exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    arguments = parser().parse_args(argv)
+    device = providers.read_device(parser(), arguments.device)
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        parser().error("tiles are skipped on Hopper alone; a CPU needs TRITON_INTERPRET=1 in the environment")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    path = providers.results_path(arguments.output, "trained_head", device)
+    tokens, rank = by_frequency(Tokens.load(arguments.tokens))
+    config = ModelConfig(tokens.vocab, arguments.hidden, arguments.layers, arguments.context)
+    curves = list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
+
+    def write() -> None:  # as it goes: what a machine that is taken away has measured is not lost
+        providers.write_results(path, "trained_head", argv, device, text=tokens.description, curves=curves, rows=rows)
+
+    for seed in arguments.seeds:
+        training = Training(config, arguments.steps, arguments.batch, seed=seed)
+        for tolerance in (None, *arguments.curve):
+            model, record = trained(training, tokens, tolerance, arguments.held_out, device)
+            curves.append(record)
+            write()
+            for count in arguments.measured_tokens if len(curves) == 1 else ():
+                rows += by_order(model, tokens, rank, count, arguments.context, (None, *arguments.tolerances))
+                write()
+            del model
+    print(json.dumps({"benchmark": "trained_head", "device": device.type, "curves": len(curves), "rows": len(rows)}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Text for `trained_head`: sources and documentation that any Python installation brings, as tokens of a BPE.
 
-    python -m benchmarks.trained_text --vocab 65536 --megabytes 90 --out tokens.npz
+    python -m benchmarks.trained_text --vocab 65536 --megabytes 90 --output tokens.npz
 
 No network is needed. Files are taken in the order of a hash of their contents, so that the same installation gives the
 same tokens, each once, and every fiftieth is held out.
@@ -107,10 +107,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab", type=int, default=65536)
     parser.add_argument("--megabytes", type=float, default=90.0)
-    parser.add_argument("--out", type=Path, default=Path("tokens.npz"))
+    parser.add_argument("--output", type=Path, default=Path("tokens.npz"))
     arguments = parser.parse_args()
     tokens = make_tokens(arguments.vocab, arguments.megabytes)
-    tokens.save(arguments.out)
+    tokens.save(arguments.output)
     print(f"{tokens.description}: {len(tokens.training):,} tokens to train on, {len(tokens.held_out):,} held out")
 
 
