@@ -115,8 +115,8 @@ def linear_cross_entropy(
             Rounded bf16 logits err by 4e-3 to 6e-3 on a trained head; on one that has learned nothing there is nothing
             to skip. Which and how many tiles is decided on the device. ``frequency_order`` and ``similarity_order`` say
             how a head is best stored. For bf16 on Hopper and gradients made along with the loss, not with
-            ``deterministic`` or ``parallel``; ValueError elsewhere. A call that computes logits again (a second backward, an activation
-            checkpoint's) skips nothing. ``linear_loss`` reports what was skipped.
+            ``deterministic`` or ``parallel``; ValueError elsewhere. A call that computes logits again (a second
+            backward, an activation checkpoint's) skips nothing. ``linear_loss`` reports what was skipped.
         backend: ``"triton"`` or ``"torch"``; None: the device's own.
 
     Returns:

@@ -7,7 +7,16 @@ import torch
 from cases import Place
 from test_skip_tolerance import CE, PLACES, Operands, operands
 
-from chunked_head import frequency_order, linear_cross_entropy, linear_loss, metrics, plan, similarity_order
+from chunked_head import (
+    TokenParallel,
+    VocabParallel,
+    frequency_order,
+    linear_cross_entropy,
+    linear_loss,
+    metrics,
+    plan,
+    similarity_order,
+)
 
 
 def test_plan() -> None:
@@ -45,6 +54,15 @@ def test_not_with_deterministic() -> None:
         linear_cross_entropy(hidden, weight, target, skip_tolerance=0.1, deterministic=True)
     with pytest.raises(ValueError, match="does not go with deterministic=True"):
         plan(4, 8, 6, torch.bfloat16, skip_tolerance=0.1, deterministic=True)
+
+
+@pytest.mark.parametrize("kind", [TokenParallel, VocabParallel])
+def test_not_with_parallel(kind: type) -> None:
+    hidden, weight, target = torch.randn(4, 8), torch.randn(6, 8), torch.zeros(4, dtype=torch.int64)
+    parallel = object.__new__(kind)  # a whole one needs ranks
+    for call in (linear_cross_entropy, lambda *a, **k: linear_loss(*a, CE, **k)):
+        with pytest.raises(ValueError, match="does not go with parallel="):
+            call(hidden, weight, target, skip_tolerance=0.1, parallel=parallel)
 
 
 @pytest.mark.compiled
