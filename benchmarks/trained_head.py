@@ -146,9 +146,10 @@ def measure(
     truth, plain = exact(hidden, weight, target), eager(hidden, weight, target)
     shared = {"order": name, "tokens": len(target), "eager": [error(p, t) for p, t in zip(plain, truth, strict=True)]}
     del plain
-    h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
 
     def step(tolerance: float | None) -> Any:
+        # leaves of its own: autograd keeps with one the stream of the first graph that it was in
+        h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
         out = linear_loss(h, w, target, losses.cross_entropy(), skip_tolerance=tolerance, backend="triton")
         # no accumulation into .grad: its node would belong to the stream of the first call
         return out, torch.autograd.grad(out.loss, (h, w))
