@@ -33,7 +33,7 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
             given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
-            if given.get("parallel") is None and not any([is_dtensor(given.get(key)) for key in OPERANDS]):
+            if given.get("parallel") is None and not (is_dtensor(given["hidden"]) or is_dtensor(given["weight"])):
                 return as_operator(name, given)
             return outside(*args, **kwargs)
         return execute(function(*args, **kwargs))

@@ -67,9 +67,9 @@ def vocabulary_mesh(weight: Any) -> Any:
             continue
         if not placement.is_shard(0) or type(placement).__name__ != "Shard" or found is not None:
             raise ValueError(
-                f"weight has the placements {list(weight.placements)}; a head takes Shard(0) along one dimension of the "
-                "mesh, the tensor-parallel one, and Replicate() along others: inside of the forward of a module that "
-                "fully_shard wraps they are, elsewhere pass weight.full_tensor()"
+                f"weight has the placements {list(weight.placements)}; a head takes Shard(0) along one dimension of "
+                "the mesh, the tensor-parallel one, and Replicate() along others: inside of the forward of a module "
+                "that fully_shard wraps they are, elsewhere pass weight.full_tensor()"
             )
         found = i
     if found is None:
@@ -91,16 +91,16 @@ def hidden_dimension(hidden: Any, mesh: Any) -> int | None:
         return None
     if len(split) > 1 or type(split[0]).__name__ != "Shard" or split[0].dim % hidden.dim() == hidden.dim() - 1:
         raise ValueError(
-            f"hidden has the placements {list(hidden.placements)}; a head takes Replicate() or a Shard along a dimension "
-            "of tokens: redistribute it (a Partial needs its sum first)"
+            f"hidden has the placements {list(hidden.placements)}; a head takes Replicate() or a Shard along a "
+            "dimension of tokens: redistribute it (a Partial needs its sum first)"
         )
     if hidden.device_mesh != mesh:
         raise ValueError(f"hidden is split over {hidden.device_mesh}, weight over {mesh}; redistribute hidden")
     dim = split[0].dim % hidden.dim()
     if hidden.shape[dim] % mesh.size():
         raise ValueError(
-            f"hidden has {hidden.shape[dim]} rows along dimension {dim}, which {mesh.size()} ranks cannot share evenly; "
-            "pad it"
+            f"hidden has {hidden.shape[dim]} rows along dimension {dim}, which {mesh.size()} ranks cannot share "
+            "evenly; pad it"
         )
     return dim
 
