@@ -19,7 +19,10 @@ settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if HAS_GPU or "gpu" not in config.getoption("-m").replace("not gpu", ""):
+    asked = config.getoption("-m").replace("not gpu", "").replace("not multigpu", "")
+    if "multigpu" in asked and torch.cuda.device_count() < 2:
+        raise pytest.UsageError("tests marked multigpu were asked for and torch sees fewer than two GPUs")
+    if HAS_GPU or "gpu" not in asked:
         return
     if any(item.get_closest_marker("gpu") for item in items):
         raise pytest.UsageError("tests marked gpu were asked for and torch sees no GPU: they fail rather than skip")

@@ -92,33 +92,50 @@ def step(case: LossCase, inputs: LossInputs, **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def work(rank: int, device: str, count: int, backends: list[tuple[str, torch.dtype]]) -> dict[str, Any]:
+def work(rank: int, device: str, runs: list[tuple[str, str, torch.dtype]]) -> dict[str, Any]:
     found = {}
-    for layout, (number, rows, options) in LAYOUTS.items():
-        if number != count:
-            continue
+    for layout, backend, dtype in runs:
+        count, rows, options = LAYOUTS[layout]
         sharded = "sequence" in layout
         parallel = VocabParallel(rows=rows if layout == "uneven" else None, sequence_sharded=sharded)
-        for backend, dtype in backends:
-            for case in LOSS_CASES:
-                inputs = split(inputs_of(case, dtype, device, garbage=True, seed=SEED), rows, rank, case.teacher_vocab)
-                if sharded:
-                    inputs = own_tokens(inputs, count, rank)
-                found[f"{layout} {backend} {dtype} {case.name}"] = ranks.outcome(
-                    step, case, inputs, parallel=parallel, chunk_tokens=CHUNKS[layout], backend=backend, **options
-                )
+        for case in LOSS_CASES:
+            inputs = split(inputs_of(case, dtype, device, garbage=True, seed=SEED), rows, rank, case.teacher_vocab)
+            if sharded:
+                inputs = own_tokens(inputs, count, rank)
+            found[f"{layout} {backend} {dtype} {case.name}"] = ranks.outcome(
+                step, case, inputs, parallel=parallel, chunk_tokens=CHUNKS[layout], backend=backend, **options
+            )
     return found
 
 
-CPU = [("torch", torch.float32), ("torch", torch.float16)]
+HALVES = ("chunks", "four")  # the other layouts in fp32 alone
+ON_CPU = [
+    (layout, "torch", dtype)
+    for layout in LAYOUTS
+    for dtype in (torch.float32, torch.float16)
+    if dtype == torch.float32 or layout in HALVES
+]
+ON_GPUS = [
+    ("chunks", "triton", torch.bfloat16), ("chunks", "triton", torch.float32), ("padded", "triton", torch.bfloat16),
+    ("uneven", "triton", torch.float16), ("sequence", "triton", torch.bfloat16),
+]  # fmt: skip
+
+
+def runs_of(count: int, runs: list[tuple[str, str, torch.dtype]] = ON_CPU) -> list[tuple[str, str, torch.dtype]]:
+    return [run for run in runs if LAYOUTS[run[0]][0] == count]
 
 
 def work_of_two(rank: int, device: str) -> dict[str, Any]:
-    return work(rank, device, 2, CPU)
+    return work(rank, device, runs_of(2))
 
 
 def work_of_four(rank: int, device: str) -> dict[str, Any]:
-    return work(rank, device, 4, CPU)
+    return work(rank, device, runs_of(4))
+
+
+def work_of_gpus(rank: int, device: str) -> dict[str, Any]:
+    with torch.compiler.set_stance("force_eager"):  # as in all tests but those marked compiled
+        return work(rank, device, ON_GPUS)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +146,11 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ranks.run(work_of_four, 4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(scope="module")
+def of_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks.run(work_of_gpus, 2, tmp_path_factory.mktemp("gpus"), "cuda")
 
 
 def hold_to_one_rank(found: list[dict[str, Any]], key: str, case: LossCase, dtype: torch.dtype, device: str) -> None:
@@ -146,8 +168,9 @@ def hold_to_one_rank(found: list[dict[str, Any]], key: str, case: LossCase, dtyp
     if refusal is not None:
         return
     inputs = inputs_of(case, dtype, device, seed=SEED)
-    loss, _, truth = run_reference(case, inputs.to(torch.float64))
-    eager_loss, _, eager = run_reference(case, inputs)
+    cpu = inputs.on_cpu()
+    loss, _, truth = run_reference(case, cpu.to(torch.float64))
+    eager_loss, _, eager = run_reference(case, cpu)
     first = outcomes[0]
     d_hidden = torch.cat([o["grads"][0] for o in outcomes])[: len(inputs.hidden)] if sharded else first["grads"][0]
     grads = [d_hidden, *(torch.cat([o["grads"][i] for o in outcomes]) for i in range(1, len(first["grads"])))]
@@ -166,15 +189,26 @@ def hold_to_one_rank(found: list[dict[str, Any]], key: str, case: LossCase, dtyp
         torch.testing.assert_close(first["metrics"][name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("layout", [name for name, (count, _, _) in LAYOUTS.items() if count == 2])
-def test_two_ranks(of_two: list[dict[str, Any]], layout: str, case: LossCase, dtype: torch.dtype) -> None:
-    hold_to_one_rank(of_two, f"{layout} torch {dtype} {case.name}", case, dtype, "cpu")
+def names(runs: list[tuple[str, str, torch.dtype]]) -> list[Any]:
+    return [pytest.param(*run, id=" ".join(map(str, run))) for run in runs]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("layout", ["four", "four-sequence"])
-def test_four_ranks(of_four: list[dict[str, Any]], layout: str, case: LossCase, dtype: torch.dtype) -> None:
-    hold_to_one_rank(of_four, f"{layout} torch {dtype} {case.name}", case, dtype, "cpu")
+@pytest.mark.parametrize(("layout", "backend", "dtype"), names(runs_of(2)))
+def test_two_ranks(of_two: list[dict[str, Any]], layout: str, backend: str, dtype: torch.dtype, case: LossCase) -> None:
+    hold_to_one_rank(of_two, f"{layout} {backend} {dtype} {case.name}", case, dtype, "cpu")
+
+
+@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("layout", "backend", "dtype"), names(runs_of(4)))
+def test_four_ranks(
+    of_four: list[dict[str, Any]], layout: str, backend: str, dtype: torch.dtype, case: LossCase
+) -> None:
+    hold_to_one_rank(of_four, f"{layout} {backend} {dtype} {case.name}", case, dtype, "cpu")
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("layout", "backend", "dtype"), names(ON_GPUS))
+def test_two_gpus(of_gpus: list[dict[str, Any]], layout: str, backend: str, dtype: torch.dtype, case: LossCase) -> None:
+    hold_to_one_rank(of_gpus, f"{layout} {backend} {dtype} {case.name}", case, dtype, "cuda")
