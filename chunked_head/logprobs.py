@@ -100,8 +100,9 @@ def linear_logprobs(
         raise ValueError("target is None; linear_logprobs gives log-probabilities of targets: pass token ids")
     if top_k is not None:
         checks.check_int("top_k", top_k)
-        if not 1 <= top_k <= weight.shape[0]:
-            raise ValueError(f"top_k must be in [1, {weight.shape[0]}] (the rows of weight) or None, got {top_k}")
+        most = head.vocab if head.shard is None else min(head.shard.split.rows)
+        if not 1 <= top_k <= most:
+            raise ValueError(f"top_k must be in [1, {most}] (the rows of weight, on every rank) or None, got {top_k}")
     checked = check(head, dtype, Losses(()), batch={} if mask is None else {"mask": mask})
     # the square of a probability is one at half the temperature
     views = (View(), View(2.0)) if log_sum_sq_probs else (View(),)

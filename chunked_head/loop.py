@@ -154,7 +154,8 @@ def whole_stats(call: Call, session: Session, rows: Rows, out: RowStats) -> None
     session.stats(rows, out)
     paired = call.objective.demand.pairing is not None
     if call.shard is not None:
-        call.shard.merge(rows, out, call.objective.demand, session.known_targets)
+        target = call.objective.target[rows.first : rows.first + len(rows.target)]
+        call.shard.merge(rows, target, out, call.objective.demand, session.known_targets)
     if paired:
         session.pair_stats(rows, out)
     if paired and call.shard is not None:

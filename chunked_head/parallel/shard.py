@@ -112,8 +112,12 @@ class Shard:
         """Every row's target logit, in place, from 0 where the target is elsewhere."""
         distributed.all_reduce(target_logit, group=self.group)
 
-    def merge(self, rows: Rows, stats: RowStats, demand: Demand, known_targets: bool) -> None:
-        """The statistics of this rank's columns become those of the vocabulary: one message for the chunk."""
+    def merge(self, rows: Rows, target: Tensor, stats: RowStats, demand: Demand, known_targets: bool) -> None:
+        """The statistics of this rank's columns become those of the vocabulary: one message for the chunk.
+
+        ``target`` [rows] ids of the vocabulary go along: ranks that were given different ones, such as those of a
+        data-parallel group, would make something out of each other's tokens, and get nan.
+        """
         if stats.argmax is not None:
             stats.argmax.add_(self.here.start)
         if stats.top_k_ids is not None:
@@ -122,12 +126,17 @@ class Shard:
             assert rows.columns is not None
             stats.column_logits.masked_fill_(rows.columns < 0, 0.0)
         names = sent(demand)
-        own = pack(stats, names)
+        own = torch.cat([pack(stats, names), target.to(stats.lse.dtype).unsqueeze(0)])
         gathered = own.new_empty(self.parallel.ranks, *own.shape)
         distributed.all_gather_into_tensor(gathered.view(-1, own.shape[1]), own, group=self.group)
         ratio2 = demand.views[1].ratio if len(demand.views) > 1 else 1.0
         # in fp64: logarithms have been rounded once already
         merge(unpack(gathered.double(), stats, names), stats, rows.target >= 0, ratio2, known_targets)
+        zero_or_nan = torch.where((gathered[:, -1] == own[-1]).all(), 0.0, torch.nan)
+        for name in ("lse", "start", "logprob", "lse2", "start2", "logprob2"):
+            value = getattr(stats, name)
+            if value is not None:
+                value.add_(zero_or_nan)
 
     def add_pairs(self, stats: RowStats) -> None:
         """Sums over columns of a teacher's terms beside the student's: one message for the chunk."""

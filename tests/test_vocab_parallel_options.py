@@ -1,0 +1,307 @@
+"""What else a call over ranks takes and returns, what it refuses, and how it fails: on every rank alike."""
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chunked_head import (
+    TokenParallel,
+    VocabParallel,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_logprobs,
+)  # fmt: skip
+
+TOKENS, HIDDEN, VOCAB, WIDTH = 30, 24, 61, 20
+ROWS = [31, 30]
+
+
+def operands() -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=made)
+
+    target = torch.randint(0, VOCAB, (TOKENS,), generator=made)
+    target[::5] = -100
+    return {
+        "hidden": normal(TOKENS, HIDDEN), "weight": normal(VOCAB, HIDDEN), "target": target, "bias": normal(VOCAB),
+        "teacher_hidden": normal(TOKENS, WIDTH), "teacher_weight": normal(VOCAB, WIDTH), "upstream": normal(3, TOKENS),
+    }  # fmt: skip
+
+
+class Setting:
+    """Operands of one rank's part, or of all of it."""
+
+    def __init__(self, parallel: bool, sequence: bool = False):
+        given, rank = operands(), dist.get_rank()
+        rows = slice(rank * ROWS[0], rank * ROWS[0] + ROWS[rank]) if parallel else slice(None)
+        tokens = slice(rank * TOKENS // 2, (rank + 1) * TOKENS // 2) if sequence else slice(None)
+        self.hidden = given["hidden"][tokens].clone().requires_grad_()
+        self.weight, self.bias = (given[name][rows].clone().requires_grad_() for name in ("weight", "bias"))
+        self.target, self.upstream = given["target"][tokens], given["upstream"][:, tokens]
+        self.teacher = {
+            "teacher_hidden": given["teacher_hidden"][tokens],
+            "teacher_weight": given["teacher_weight"][rows],
+        }
+        self.options: dict[str, Any] = {}
+        if parallel:
+            self.options = {"parallel": VocabParallel(sequence_sharded=sequence), "vocab_size": VOCAB}
+        self.parallel, self.sequence = parallel, sequence
+
+    def whole(self, gradient: Tensor | None, over: bool) -> Tensor | None:
+        """Of all ranks' parts."""
+        if gradient is None or not (self.parallel and over):
+            return gradient
+        parts: list[Any] = [None, None]
+        dist.all_gather_object(parts, gradient)
+        return torch.cat(parts)
+
+    def found(self, *values: Tensor) -> dict[str, Any]:
+        return {
+            "values": [self.whole(v.detach(), self.sequence and v.dim() > 0) for v in values],
+            "grads": [
+                self.whole(self.hidden.grad, self.sequence), self.whole(self.weight.grad, True),
+                self.whole(self.bias.grad, True),
+            ],
+        }  # fmt: skip
+
+
+def unreduced(s: Setting) -> dict[str, Any]:
+    loss = linear_cross_entropy(
+        s.hidden, s.weight, s.target, bias=s.bias, reduction="none", label_smoothing=0.1, chunk_tokens=8, **s.options
+    )
+    (loss * s.upstream[0]).sum().backward()
+    return s.found(loss)
+
+
+def statistics(s: Setting) -> dict[str, Any]:
+    out = linear_logprobs(
+        s.hidden, s.weight, s.target, bias=s.bias, entropy=True, lse=True, argmax=True, top_k=5, mean_logit=True,
+        log_sum_sq_probs=True, softcap=9.0, temperature=0.8, chunk_tokens=8, **s.options,
+    )  # fmt: skip
+    (out.logprobs * s.upstream[0] + out.entropy * s.upstream[1] + out.log_sum_sq_probs * s.upstream[2]).sum().backward()
+    return s.found(*out)
+
+
+def divergence(s: Setting) -> dict[str, Any]:
+    out = linear_divergence(
+        s.hidden, s.weight, s.target, bias=s.bias, divergence="jsd", beta=0.3, temperature=1.4, entropy=True,
+        chunk_tokens=8, **s.teacher, **s.options,
+    )  # fmt: skip
+    (out.divergence * s.upstream[0] + out.entropy * s.upstream[1]).sum().backward()
+    return s.found(*out)
+
+
+def twice(s: Setting) -> dict[str, Any]:
+    """A second backward over a retained graph recomputes, and ranks do so together."""
+    loss = linear_cross_entropy(s.hidden, s.weight, s.target, bias=s.bias, z_loss=1e-2, **s.options)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return s.found(loss)
+
+
+def checkpointed(s: Setting) -> dict[str, Any]:
+    loss = torch.utils.checkpoint.checkpoint(
+        lambda h: linear_cross_entropy(h, s.weight, s.target, bias=s.bias, chunk_tokens=8, **s.options),
+        s.hidden, use_reentrant=False,
+    )  # fmt: skip
+    loss.backward()
+    return s.found(loss)
+
+
+def into_a_buffer(s: Setting) -> dict[str, Any]:
+    s.weight.main_grad = torch.ones_like(s.weight)
+    loss = linear_cross_entropy(
+        s.hidden, s.weight, s.target, bias=s.bias, accumulate_into="main_grad", chunk_tokens=8, **s.options
+    )
+    loss.backward()
+    s.weight.grad = s.weight.main_grad
+    return s.found(loss)
+
+
+def skipping(s: Setting) -> dict[str, Any]:
+    loss = linear_cross_entropy(s.hidden, s.weight, s.target, bias=s.bias, skip_ignored="wait", **s.options)
+    loss.backward()
+    return s.found(loss)
+
+
+def frozen(s: Setting) -> dict[str, Any]:
+    s.weight.requires_grad_(False)
+    loss = linear_cross_entropy(s.hidden, s.weight, s.target, bias=s.bias, **s.options)
+    loss.backward()
+    return s.found(loss)
+
+
+def weighted(s: Setting) -> dict[str, Any]:
+    weights = torch.linspace(0.0, 2.0, VOCAB)
+    loss = linear_cross_entropy(
+        s.hidden, s.weight, s.target, bias=s.bias, class_weights=weights, label_smoothing=0.2, **s.options
+    )
+    loss.backward()
+    return s.found(loss)
+
+
+def nothing_counts(s: Setting) -> dict[str, Any]:
+    loss = linear_cross_entropy(s.hidden, s.weight, torch.full_like(s.target, -100), bias=s.bias, **s.options)
+    loss.backward()
+    return s.found(loss)
+
+
+def no_tokens(s: Setting) -> dict[str, Any]:
+    rows = s.hidden.detach()[:0].requires_grad_()
+    loss = linear_cross_entropy(rows, s.weight, s.target[:0], bias=s.bias, **s.options)
+    loss.backward()
+    return s.found(loss)
+
+
+def compiled(s: Setting) -> dict[str, Any]:
+    """A graph before the call and one after it."""
+
+    @torch.compile(backend="eager")
+    def step(hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden * 1.0, s.weight, s.target, bias=s.bias, **s.options) * 2.0
+
+    loss = step(s.hidden)
+    loss.backward()
+    return s.found(loss)
+
+
+def small_budget(s: Setting) -> dict[str, Any]:
+    """Chunks of a few tokens, and gradients by tiles of a few columns."""
+    loss = linear_cross_entropy(
+        s.hidden, s.weight, s.target, bias=s.bias, reduction="none", memory_budget=7000, **s.options
+    )  # fmt: skip
+    (loss * s.upstream[0]).sum().backward()
+    return s.found(loss)
+
+
+CALLS = (
+    unreduced, statistics, divergence, twice, checkpointed, into_a_buffer, frozen, weighted, nothing_counts, no_tokens,
+    compiled, small_budget,
+)  # fmt: skip
+
+
+def said(function: Any) -> str:
+    try:
+        return str(function())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def failures(rank: int) -> dict[str, str]:
+    s = Setting(parallel=True)
+
+    def call(**options: Any) -> Tensor:
+        return linear_cross_entropy(s.hidden, s.weight, s.target, bias=s.bias, **{**s.options, **options})
+
+    everyone = VocabParallel()
+    other = s.target.roll(rank)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1))
+    return {
+        "chunks": said(lambda: call(chunk_tokens=5 + rank)),
+        "smoothing": said(lambda: call(label_smoothing=0.1 * rank)),
+        "tokens": said(lambda: linear_cross_entropy(s.hidden[rank:], s.weight, s.target[rank:], **s.options)),
+        "targets": said(lambda: linear_cross_entropy(s.hidden, s.weight, other, **s.options).item()),
+        "out of range": said(lambda: linear_cross_entropy(s.hidden, s.weight, s.target + 60, **s.options)),
+        "vocab_size": said(lambda: call(vocab_size=63)),
+        "empty": said(lambda: call(vocab_size=30, parallel=VocabParallel(rows=ROWS))),
+        "rows": said(lambda: call(parallel=VocabParallel(rows=[40, 21]))),
+        "rows of ranks": said(lambda: VocabParallel(rows=[61])),
+        "group": said(lambda: VocabParallel("tp")),
+        "mesh": said(lambda: VocabParallel(mesh)),
+        "parallel": said(lambda: call(parallel="tp")),
+        "top_k": said(lambda: linear_logprobs(s.hidden, s.weight, s.target, top_k=31, **s.options)),
+        "tokens=": said(lambda: VocabParallel(tokens=everyone)),  # type: ignore[arg-type]
+        "sharded and unreduced": said(lambda: VocabParallel(sequence_sharded=True, reduce_dhidden=False)),
+        "shift": said(lambda: call(shift=1, parallel=VocabParallel(sequence_sharded=True))),
+        "skip": said(lambda: call(skip_ignored="wait", parallel=VocabParallel(sequence_sharded=True))),
+        "average": said(lambda: TokenParallel(average=1)),  # type: ignore[arg-type]
+        "afterwards": said(lambda: call().item()),
+    }
+
+
+def partial_sums(rank: int) -> dict[str, Any]:
+    """``reduce_dhidden=False``: what each rank has adds up to the gradient."""
+    s = Setting(parallel=True)
+    parallel = VocabParallel(reduce_dhidden=False)
+    linear_cross_entropy(s.hidden, s.weight, s.target, bias=s.bias, vocab_size=VOCAB, parallel=parallel).backward()
+    share = s.hidden.grad
+    assert share is not None
+    dist.all_reduce(share)
+    alone = Setting(parallel=False)
+    linear_cross_entropy(alone.hidden, alone.weight, alone.target, bias=alone.bias).backward()
+    return {"sum": share, "alone": alone.hidden.grad}
+
+
+def work(rank: int, device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"failures": failures(rank), "partial": ranks.outcome(partial_sums, rank)}
+    for call in (*CALLS, skipping):
+        found[f"{call.__name__} alone"] = ranks.outcome(lambda call=call: call(Setting(False)))
+        found[f"{call.__name__} replicated"] = ranks.outcome(lambda call=call: call(Setting(True)))
+        found[f"{call.__name__} sequence"] = ranks.outcome(lambda call=call: call(Setting(True, sequence=True)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks.run(work, 2, tmp_path_factory.mktemp("options"))
+
+
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_as_alone(found: list[dict[str, Any]], call: Any, layout: str) -> None:
+    for rank in found:
+        alone, ours = rank[f"{call.__name__} alone"], rank[f"{call.__name__} {layout}"]
+        assert not isinstance(alone, str), alone
+        assert not isinstance(ours, str), ours
+        torch.testing.assert_close(ours["values"], alone["values"], rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(ours["grads"], alone["grads"], rtol=1e-4, atol=2e-6)
+
+
+def test_skipping(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        torch.testing.assert_close(rank["skipping replicated"], rank["skipping alone"], rtol=1e-4, atol=2e-6)
+
+
+def test_shares_of_the_gradient(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        torch.testing.assert_close(rank["partial"]["sum"], rank["partial"]["alone"], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("chunks", "about to do another call than rank"),
+        ("smoothing", "about to do another call than rank"),
+        ("tokens", "about to do another call than rank"),
+        ("targets", "nan"),
+        ("out of range", "IndexError: target must be in [0, 61)"),
+        ("vocab_size", "ValueError: vocab_size is 63, and the 2 ranks hold"),
+        ("empty", "ValueError: rank 1 of VocabParallel holds no row"),
+        ("rows", "rows of VocabParallel says"),
+        ("rows of ranks", "must be 2 positive ints"),
+        ("group", "TypeError: VocabParallel takes a process group, a DeviceMesh or None, got str"),
+        ("mesh", "takes a DeviceMesh of one dimension, got 2"),
+        ("parallel", "TypeError: parallel must be a VocabParallel, a TokenParallel or None, got str"),
+        ("top_k", "ValueError: top_k must be in [1, 30] (the rows of weight, on every rank)"),
+        ("tokens=", "TypeError: tokens of VocabParallel must be a TokenParallel"),
+        ("sharded and unreduced", "leave reduce_dhidden=True"),
+        ("shift", "chunked_head.parallel.shift_targets"),
+        ("skip", "skip_ignored does not go with sequence_sharded=True"),
+        ("average", "TypeError: average of TokenParallel must be True or False"),
+    ],
+)
+def test_failures(found: list[dict[str, Any]], what: str, says: str) -> None:
+    for rank in found:
+        assert says in rank["failures"][what]
+        assert 0.0 < float(rank["failures"]["afterwards"]) < 100.0
+
+
+def test_without_processes() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        VocabParallel()
