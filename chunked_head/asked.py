@@ -20,6 +20,7 @@ from .metrics import Metric
 from .packing import Packing
 from .parallel.groups import TokenParallel, VocabParallel
 from .parallel.shard import Shard
+from .parallel.tokens import Spread
 from .stats import Teacher
 from .teachers import check_dense_teacher, make_teacher
 
@@ -158,6 +159,10 @@ class Asked:
     token_fields: frozenset[str]
     teacher: Teacher | None
     packing: Packing | None = None
+    spread: Spread | None = None  # over ranks, whose counts those of ``prepared`` are then
+
+    def spread_as(self, prepared: Prepared, spread: Spread) -> "Asked":
+        return replace(self, prepared=prepared, spread=spread)
 
     @property
     def statistics_dtype(self) -> torch.dtype:
@@ -186,7 +191,8 @@ class Asked:
     @functools.cached_property
     def batch(self) -> Batch:
         """The fields of all tokens."""
-        return Batch(self.prepared.fields, self.prepared.target, self.prepared.num_segments, self.head.vocab)
+        prepared = self.prepared
+        return Batch(prepared.fields, prepared.target, prepared.num_segments, self.head.vocab, self.spread)
 
     @functools.cached_property
     def unit_counts(self) -> dict[str, Tensor]:

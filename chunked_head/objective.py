@@ -20,6 +20,7 @@ from .evaluate import (
     totals,
 )
 from .metrics import Metric, MetricValue
+from .parallel.tokens import Spread, whole_metrics
 from .stats import Coefficients, Demand, RowStats, Teacher
 
 
@@ -99,14 +100,20 @@ class ScalarObjective(Objective):
     counts: list[Tensor]  # of the metrics
     segment_metrics: tuple[tuple[Metric, int], ...]
     fused: bool
+    spread: Spread | None = None  # where ranks hold different tokens of the batch
+    together: bool = False  # whether they must exchange sums of segments for the values
     evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
     found: list[Tensor] = field(default_factory=list)  # totals of the summands, then of the metrics
     taken_out: list[Tensor] = field(default_factory=list)  # by ``fitted`` in the forward pass
+    exchanged: list[Coefficients] = field(default_factory=list)  # of all tokens, at the foretold upstream gradient
 
     def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
         if self.coupled and not (rows.start == 0 and rows.stop == len(self.target)):
             return None
-        evaluation = self.evaluate(stats, rows, self.inputs.factors, gradient)
+        if self.together:
+            evaluation = self.exchange(stats)
+        else:
+            evaluation = self.evaluate(stats, rows, self.inputs.factors, gradient)
         self.evaluations.append(evaluation)
         if not gradient:
             return None
@@ -116,6 +123,14 @@ class ScalarObjective(Objective):
             self.taken_out[:] = [] if gain is None else [gain]
         return coefficients
 
+    def exchange(self, stats: RowStats) -> Evaluation:
+        """Values and gradients of losses that sum segments over ranks, with all their messages: once for a call, in
+        the forward pass, and always both. Ranks' plans differ, as their tokens do; what they send must not."""
+        inputs = self.inputs._replace(spread=self.spread)
+        evaluation = run(self.structure, stats.named(), inputs, False)
+        self.exchanged[:] = [as_coefficients(evaluation.coefficients)]
+        return evaluation
+
     def evaluate(self, stats: RowStats, rows: slice, factors: Tensor, gradient: bool) -> Evaluation:
         structure = self.structure if gradient else self.structure.values_only
         inputs = rows_of(self.inputs, rows)._replace(factors=factors)
@@ -123,6 +138,8 @@ class ScalarObjective(Objective):
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         everything = slice(0, len(self.target))
+        if not self.evaluations and self.together:
+            self.evaluations.append(self.exchange(stats))
         if not self.evaluations and len(self.target):
             self.evaluations.append(self.evaluate(stats, everything, self.inputs.factors, gradient=False))
         if self.evaluations:
@@ -139,15 +156,19 @@ class ScalarObjective(Objective):
 
     def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
         """Metrics of all chunks; those that must see all tokens at once are made here."""
-        found = self.found[len(self.inverse) :]
-        if self.segment_metrics and len(self.target):
+        # without tokens there is nothing, but what is exchanged with ranks that have some
+        nothing: list[Tensor | None] = [None] * len(self.structure.metrics)
+        found = [*self.found[len(self.inverse) :]] if self.found else nothing
+        if self.segment_metrics and (len(self.target) or self.spread is not None):
             structure = replace(self.structure, summands=(), metrics=self.segment_metrics, leaves=frozenset())
-            found = found + totals(structure, [run(structure, stats.named(), self.inputs, False)], self.one_or_nan)
+            inputs = self.inputs._replace(spread=self.spread)
+            apart = totals(structure, [run(structure, stats.named(), inputs, False)], self.one_or_nan)
+            found += apart
         measured = [metric for metric, _ in (*self.structure.metrics, *self.segment_metrics)]
-        return {
-            metric.label: self.metric_value(metric, found[i] if found else None, self.counts[i])
-            for i, metric in enumerate(measured)
+        values = {
+            metric.label: self.metric_value(metric, found[i], self.counts[i]) for i, metric in enumerate(measured)
         }
+        return values if self.spread is None else whole_metrics(values, self.spread.parallel)
 
     def metric_value(self, metric: Metric, found: Tensor | None, count: Tensor) -> MetricValue:
         if metric.reduce == "mean":
@@ -163,6 +184,9 @@ class ScalarObjective(Objective):
     def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
         (given,) = upstream
         assert given is not None
+        if self.together:
+            ratio = torch.where(given == self.declared, 1.0, given.to(self.dtype) / self.declared)
+            return self.fitted(self.exchanged[0].times(ratio))
         factors = stacked([times(i.value, c, given) for c, i in zip(self.coefficients, self.inverse, strict=True)])
         evaluation = self.evaluate(stats, slice(0, len(self.target)), factors, gradient=True)
         return self.fitted(as_coefficients(evaluation.coefficients))
