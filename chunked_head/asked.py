@@ -16,6 +16,7 @@ from .fields import Frame, Prepared, check_fields, prepare_fields, wanted_fields
 from .into import Into
 from .into import resolve as resolve_into
 from .losses.base import Field, Losses, Summand
+from .losses.spread_check import check_over_ranks
 from .metrics import Metric
 from .packing import Packing
 from .parallel.groups import TokenParallel, VocabParallel
@@ -83,6 +84,14 @@ class HeadOptions:
     def tokens(self) -> TokenParallel | None:
         """How ranks share the batch, where they do."""
         return self.parallel.tokens if isinstance(self.parallel, VocabParallel) else self.parallel
+
+    def refuse_tokens(self, where: str) -> None:
+        """Raises where a call has nothing that ranks with other tokens would add to."""
+        if self.tokens is not None:
+            raise ValueError(
+                f"{where} has values per token, which need nothing of other ranks' tokens: TokenParallel has no effect "
+                "on them; leave it out of parallel (tokens=None in VocabParallel)"
+            )
 
     @functools.cached_property
     def into(self) -> Into | None:
@@ -250,6 +259,9 @@ def check(
             remedy = "the mask applies by itself" if name == "mask" else f"not one of kind {known[name].kind!r}"
             raise ValueError(f"token_weights={name!r} must name a token field; {remedy}")
     check_fields(batch, wanted, known, frame)
+    if isinstance(head, HeadOptions) and head.tokens is not None:
+        for part in parts:
+            check_over_ranks(part, "loss" if isinstance(part, Summand) else "metric", frozenset(wanted), known)
     teacher_vocab = check_dense_teacher(batch, wanted, dtype)
     if isinstance(head, HeadOptions) and teacher_vocab is not None:
         teacher_vocab = whole_teacher(head, teacher_vocab)

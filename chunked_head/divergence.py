@@ -97,6 +97,7 @@ def linear_divergence(
         parallel,
     )  # fmt: skip
     dtype = head.check()
+    head.refuse_tokens("linear_divergence")
     loss = divergence_of(divergence, beta, teacher_temperature, teacher_logit_scale, teacher_softcap)
     given = {
         "teacher_logits": teacher_logits, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight,

@@ -95,6 +95,7 @@ def linear_logprobs(
         parallel,
     )  # fmt: skip
     dtype = head.check()
+    head.refuse_tokens("linear_logprobs")
     if target is None:
         raise ValueError("target is None; linear_logprobs gives log-probabilities of targets: pass token ids")
     if top_k is not None:

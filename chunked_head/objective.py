@@ -43,6 +43,11 @@ class Objective:
         """How many of the outputs, the first ones, take a gradient."""
         return 1
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether the call sends messages to ranks that hold other tokens, and whose plans may be others."""
+        return False
+
     def without_teacher(self) -> "Objective":
         """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
         return self if self.teacher is None else replace(self, teacher=self.teacher.without_tensors())
@@ -106,6 +111,10 @@ class ScalarObjective(Objective):
     found: list[Tensor] = field(default_factory=list)  # totals of the summands, then of the metrics
     taken_out: list[Tensor] = field(default_factory=list)  # by ``fitted`` in the forward pass
     exchanged: list[Coefficients] = field(default_factory=list)  # of all tokens, at the foretold upstream gradient
+
+    @property
+    def exchanges(self) -> bool:
+        return self.spread is not None
 
     def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
         if self.coupled and not (rows.start == 0 and rows.stop == len(self.target)):
