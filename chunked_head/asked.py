@@ -1,6 +1,7 @@
 """From a public function's arguments to what it asks: all checked, fields beside rows, the statistics it needs."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -68,10 +69,25 @@ class HeadOptions:
             raise TypeError(
                 f"parallel must be a VocabParallel, a TokenParallel or None, got {type(self.parallel).__name__}"
             )
-        self.shard  # noqa: B018  (raises what is wrong with it)
+        if self.shard is not None and self.shard.parallel.sequence_sharded:
+            self.check_sequence_sharded()
         if self.shard is None and self.vocab > self.weight.shape[0]:
             raise ValueError(f"vocab_size is {self.vocab}, and weight has {self.weight.shape[0]} rows")
         return dtype
+
+    def check_sequence_sharded(self) -> None:
+        if self.shift:
+            raise ValueError(
+                "shift does not reach over ranks that each hold their own tokens (sequence_sharded=True); give labels "
+                "that are shifted already, see chunked_head.parallel.shift_targets"
+            )
+        if self.skip_ignored:
+            raise ValueError(
+                "skip_ignored does not go with sequence_sharded=True: tokens that do not count would be some of one "
+                "rank's and more of another's; leave it False"
+            )
+        if not self.leading:
+            raise ValueError("sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions")
 
     @functools.cached_property
     def shard(self) -> Shard | None:
@@ -264,20 +280,26 @@ def check(
             check_over_ranks(part, "loss" if isinstance(part, Summand) else "metric", frozenset(wanted), known)
     teacher_vocab = check_dense_teacher(batch, wanted, dtype)
     if isinstance(head, HeadOptions) and teacher_vocab is not None:
-        teacher_vocab = whole_teacher(head, teacher_vocab)
+        teacher_vocab = whole_teacher(head, batch, teacher_vocab)
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
     answered = answer(Question(losses, metrics, head.temperature, head.vocab, columns, teacher_vocab))
     return Checked(head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered)
 
 
-def whole_teacher(head: HeadOptions, rows: int) -> int:
+def whole_teacher(head: HeadOptions, batch: Mapping[str, Tensor], rows: int) -> int:
     """Ids of the teacher's vocabulary; ``rows`` of it are here."""
     if head.shard is None:
         return rows
+    if head.shard.parallel.sequence_sharded and "teacher_logits" in batch:
+        raise ValueError(
+            "batch['teacher_logits'] of this rank's tokens and ids lack those of other ranks' tokens, which "
+            "sequence_sharded=True needs; give teacher_hidden and teacher_weight"
+        )
     if rows != head.weight.shape[0]:
         raise ValueError(
-            f"the teacher has {rows} rows of its vocabulary on this rank and the student {head.weight.shape[0]}; "
-            "VocabParallel takes a teacher split like the student, id by id: pad the smaller vocabulary"
+            f"the teacher has {rows} rows of its vocabulary on this rank and the student {head.weight.shape[0]}: "
+            "VocabParallel takes a teacher of the same vocabulary, split as the student is; of two the ids "
+            "on a rank would be others"
         )
     return head.vocab
 
@@ -285,7 +307,10 @@ def whole_teacher(head: HeadOptions, rows: int) -> int:
 def ask(checked: Checked) -> Asked:
     """Lays fields beside rows; the first work on tensors, whose ids are checked on the way."""
     head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered = checked
-    prepared = prepare_fields(backend, head.target, batch, wanted, known, frame, head.ignore_index, head.vocab)
+    target = head.target
+    if isinstance(head, HeadOptions) and head.shard is not None and head.shard.parallel.sequence_sharded:
+        target, batch, frame = of_all_ranks(head.shard, head, batch, wanted, known, frame)
+    prepared = prepare_fields(backend, target, batch, wanted, known, frame, head.ignore_index, head.vocab)
     own_rows = Field("row")  # of what the preparation has made
     token_fields = frozenset(name for name in prepared.fields if known.get(name, own_rows).kind in ("token", "row"))
     teacher = None
@@ -302,6 +327,27 @@ def ask(checked: Checked) -> Asked:
         head, dtype, backend, losses, metrics, answered, prepared, token_fields & frozenset(fields), teacher
     )  # fmt: skip
     return packed(asked, head.skip_ignored) if isinstance(head, HeadOptions) and head.skip_ignored else asked
+
+
+def of_all_ranks(
+    shard: Shard,
+    head: HeadOptions,
+    batch: dict[str, Tensor],
+    wanted: list[str],
+    known: dict[str, Field],
+    frame: Frame,
+) -> tuple[Tensor | None, dict[str, Tensor], Frame]:
+    """Targets and fields of every rank's tokens, where each has hidden states of its own."""
+    dims = len(frame.leading)
+    own = {name: batch[name].flatten(0, dims - 1) for name in wanted if known[name].kind in ("token", "row")}
+    if head.target is not None:
+        own["target"] = head.target.reshape(-1)
+    count = math.prod(frame.leading)
+    told = {name: (tuple(value.shape[1:]), value.dtype) for name, value in own.items()}
+    shard.agree_on(repr(("tokens", count, sorted(told.items()))), frame.device)
+    whole = shard.whole_fields(own)
+    target = whole.pop("target", None)
+    return target, {**batch, **whole}, frame._replace(leading=(count * shard.parallel.ranks,))
 
 
 def packed(asked: Asked, skip: bool | str) -> Asked:

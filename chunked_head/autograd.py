@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .loop import Call, recompute, sweep
+from .objective import ScalarObjective
 from .planner import DEFAULT_REQUEST, Request
 from .stats import RowStats
 
@@ -65,6 +66,8 @@ class HeadLoss(torch.autograd.Function):
                 hidden, weight, bias, *vectors = ctx.saved_tensors
                 stats = RowStats(**dict(zip(ctx.names, vectors, strict=False)))
                 call = call.with_teacher(vectors[len(ctx.names) :])
+                if call.shard is not None and not isinstance(call.objective, ScalarObjective):
+                    upstream = call.shard.whole_upstream(upstream)
                 coefficients, gain = call.objective.late(stats, upstream)
                 call = with_recompute_plan(call)
                 finished = recompute(call, hidden, call.head(weight, bias), stats, coefficients, gain)

@@ -172,6 +172,8 @@ def execute(task: Task[Result]) -> Result:
     outputs = HeadLoss.apply(rows, head.weight, head.bias, call, found)
     if asked.packing is not None and task.per_token:
         outputs = tuple(map(asked.packing.unpack, outputs))
+    if head.shard is not None and task.per_token:
+        outputs = tuple(map(head.shard.own_tokens, outputs))
     return task.result(Outcome(asked, objective, outputs, found[0], call.plan))
 
 
@@ -252,7 +254,8 @@ def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupl
     store = asked.backend.store(layout)
     teacher, pairing = asked.teacher, objective.demand.pairing
     return Sizes(
-        rows.shape[0], rows.shape[1], asked.head.columns, asked.dtype,
+        len(asked.prepared.target), rows.shape[1], asked.head.columns, asked.dtype,
+        spread=1 if asked.head.shard is None else asked.head.shard.spread,
         padding=weight.shape[0] - asked.head.columns,
         hidden_dtype=hidden.dtype, weight_dtype=weight.dtype,
         hidden_grad=wants.hidden, weight_grad=wants.weight,

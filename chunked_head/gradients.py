@@ -1,6 +1,5 @@
 """Buffers of gradients, and how gradients of logits are added to them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from .into import Into
 from .matmul import add_dbias, add_dhidden, add_dweight, put
+from .parallel.hidden_rows import ScatteredRows, SummedRows
 from .plans import Plan
 from .stats import Coefficients, Head, Rows, RowStats
 
@@ -26,8 +26,7 @@ class Gradients:
     into: Into | None = None  # ``weight`` is a buffer of the caller's, to be added to
     gain: Tensor | None = None  # [] taken out of the coefficients, for what nobody scales afterwards
     padded: dict[str, Tensor] = field(default_factory=dict)  # ``weight`` and ``bias`` with rows beyond the vocabulary
-    add_hidden: Callable[[Tensor], Callable[[], None]] | None = None  # sums finished rows of ``hidden`` over ranks
-    waits: list[Callable[[], None]] = field(default_factory=list)
+    over_ranks: SummedRows | ScatteredRows | None = None  # what becomes of ``hidden`` where ranks share the vocabulary
 
     @classmethod
     def empty(
@@ -42,7 +41,7 @@ class Gradients:
 
         rows, wide = sizes.vocab + sizes.padding, torch.promote_types(sizes.dtype, torch.float32)
         grads = cls(
-            buffer(sizes.hidden_grad, hidden, sizes.tokens, sizes.hidden),
+            buffer(sizes.hidden_grad, hidden, sizes.own_tokens, sizes.hidden),
             into.buffer if into else buffer(sizes.weight_grad, weight, rows, sizes.hidden),
             buffer(sizes.bias_grad, wide, rows),
             into,
@@ -65,16 +64,20 @@ class Gradients:
         """A gradient with the rows that stand for no id."""
         return self.padded.get(name, getattr(self, name))
 
-    def hidden_done(self, rows: Tensor | None) -> None:
-        """Rows of ``hidden``'s gradient are complete but for what other ranks add to them."""
-        if self.add_hidden is not None and rows is not None:
-            self.waits.append(self.add_hidden(rows))
+    def hidden_rows(self, at: slice) -> Tensor:
+        """Where rows ``at`` of the call have their gradient made."""
+        assert self.hidden is not None
+        return self.hidden[at] if self.over_ranks is None else self.over_ranks.rows(self.hidden, at)
+
+    def hidden_done(self, at: slice, order: Tensor | None) -> None:
+        """Rows ``at``, or those that ``order`` says, are complete but for what other ranks add to them."""
+        if self.over_ranks is not None and self.hidden is not None:
+            self.over_ranks.done(self.hidden, at, order)
 
     def wait(self) -> None:
         """Until what other ranks add is there."""
-        for wait in self.waits:
-            wait()
-        self.waits.clear()
+        if self.over_ranks is not None and self.hidden is not None:
+            self.over_ranks.wait(self.hidden)
 
     def stores(self, first: bool) -> bool:
         """Whether a product is stored in the weight's gradient rather than added."""
@@ -146,16 +149,16 @@ class AddsDlogits:
         dlogits = self.grad_(rows, stats, coefficients)
         first = at.start == 0
         if grads.hidden is not None:
-            self.put_dhidden(dlogits, rows, grads.hidden, at)
-            grads.hidden_done(grads.hidden[at] if rows.order is None else None)
+            self.put_dhidden(dlogits, rows, grads.hidden if rows.order is not None else grads.hidden_rows(at))
+            grads.hidden_done(at, rows.order)
         if grads.weight is not None:
             self.add_dweight(dlogits, rows, rows.hidden, grads.weight, grads.stores(first), grads.gain)
         if grads.bias is not None:
             add_dbias(dlogits, grads.bias, first)
 
-    def put_dhidden(self, dlogits: Tensor, rows: Rows, out: Tensor, at: slice) -> None:
-        """The product with the weight, of rows ``at`` of the call, into theirs of ``out`` [tokens, hidden]."""
-        add_dhidden(dlogits, self.head.weight, out[at], first=True)
+    def put_dhidden(self, dlogits: Tensor, rows: Rows, out: Tensor) -> None:
+        """The product with the weight into ``out`` [rows, hidden], or where ``rows.order`` says of [tokens, hidden]."""
+        add_dhidden(dlogits, self.head.weight, out, first=True)
 
     def tile_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
         """The product of a tile's gradients with its rows of the weight, into ``out`` [rows, hidden]."""
@@ -167,7 +170,7 @@ class AddsDlogits:
         """The product with hidden states, or those times what ``dlogits`` lacks."""
         add_dweight(dlogits, operand, out, first, gain)
 
-    def finish(self, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
+    def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         """Nothing is left over."""
 
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:

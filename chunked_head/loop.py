@@ -81,6 +81,7 @@ class Operands:
 
     def __init__(self, call: Call, hidden: Tensor, rows: int):
         self.call, self.hidden = call, hidden
+        self.gathered = None if call.shard is None else call.shard.gathered(hidden, rows)
         self.buffer = torch.empty(rows, hidden.shape[1], dtype=call.plan.sizes.dtype, device=hidden.device)
         teacher = call.objective.teacher
         if teacher is not None and teacher.hidden is not None:
@@ -90,7 +91,12 @@ class Operands:
         objective, packing = self.call.objective, self.call.packing
         target = self.call.target[rows]
         order = None if packing is None else packing.order[rows]
-        out = self.clean(self.buffer, self.hidden, rows, target, order)
+        if self.gathered is not None:
+            # rows that are clean stand in the call's order
+            self.raw, self.raw_order = self.gathered.chunk(rows)
+            out = self.clean(self.buffer, self.raw, rows, target, self.raw_order)
+        else:
+            out = self.clean(self.buffer, self.hidden, rows, target, order)
         teacher = objective.teacher
         if teacher is not None and teacher.hidden is not None:
             teacher = teacher.with_hidden(self.clean(self.teacher_buffer, teacher.hidden, rows, target, order))
@@ -112,8 +118,7 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
     grads = None
     if plan.schedule == "forward":
         grads = Gradients.empty(plan, plan.hidden_accumulate, plan.weight_accumulate, hidden.device, call.into)
-        if call.shard is not None:
-            grads.add_hidden = call.shard.add_hidden
+        grads.over_ranks = None if call.shard is None else call.shard.hidden_gradient()
         if call.packing is not None and grads.hidden is not None:
             grads.hidden.zero_()  # where a token does not count nothing is computed
     if plan.sizes.tokens == 0:
@@ -129,10 +134,13 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
             # a buffer of the caller's cannot be scaled once all is added
             grads.gain = None if grads.into is None else objective.gain_so_far
             session.add_gradients(at, rows, chunk_stats, coefficients, grads)
+            if operands.gathered is not None:
+                # nobody has the call's hidden states all at once
+                session.finish(at, operands.raw, call.own_target[at], grads, operands.raw_order)
     if grads is not None:
-        session.finish(hidden, call.own_target, grads, None if call.packing is None else call.packing.order)
-        if call.packing is not None:
-            grads.hidden_done(grads.hidden)
+        if operands.gathered is None:
+            everything, order = slice(0, len(call.target)), None if call.packing is None else call.packing.order
+            session.finish(everything, hidden, call.own_target, grads, order)
         grads.wait()
     return stats, grads
 
@@ -163,8 +171,7 @@ def recompute(
     """
     plan = call.plan
     grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device, call.into)
-    if call.shard is not None:
-        grads.add_hidden = call.shard.add_hidden
+    grads.over_ranks = None if call.shard is None else call.shard.hidden_gradient()
     if plan.sizes.tokens:
         operands = Operands(call, hidden, plan.block_tokens)
         session = call.backend.session(head, plan, tiled=True)
@@ -172,7 +179,7 @@ def recompute(
             rows = operands.rows(block)
             d_rows = None
             if grads.hidden is not None:
-                d_rows = grads.hidden[block]
+                d_rows = grads.hidden_rows(block)
                 if rows.order is not None:
                     d_rows = torch.zeros_like(d_rows, dtype=plan.hidden_accumulate)
                 elif plan.hidden_accumulate != d_rows.dtype:
@@ -186,9 +193,7 @@ def recompute(
                 if rows.order is not None:
                     grads.hidden.index_copy_(0, rows.order, d_rows.to(grads.hidden.dtype))
                 elif d_rows.dtype != grads.hidden.dtype:
-                    grads.hidden[block] = d_rows
-                grads.hidden_done(grads.hidden[block] if rows.order is None else None)
-        if call.packing is not None:
-            grads.hidden_done(grads.hidden)
+                    grads.hidden_rows(block).copy_(d_rows)
+                grads.hidden_done(block, rows.order)
         grads.wait()
     return grads.finish(call.backend, call.objective.one_or_nan, call.objective.one_or_nan, plan)

@@ -60,6 +60,7 @@ class Sizes:
     teacher_store: Literal["relative", "logits"] | None = None  # of its logits; None where the caller's are read
     store: Store = "logits"  # what the reused buffer holds between the matmul and the gradient
     padding: int = 0  # rows of the weight that stand for no id: its gradient has them too
+    spread: int = 1  # ranks that each hold an equal part of the hidden states
     copied: bool = False  # hidden states that no view flattens
     scratch: int = 0  # bytes of the backend's elementwise tiles
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
@@ -155,9 +156,16 @@ class Sizes:
         )
 
     @property
+    def own_tokens(self) -> int:
+        """Rows of hidden states that are here."""
+        return self.tokens // self.spread
+
+    @property
     def operand_bytes(self) -> int:
-        """Bytes per row of the matmuls' other operand: a clean copy, and where 16-bit rows are cast, those."""
-        return self.hidden * (self.element if self.half_products or not self.half else 10)
+        """Bytes per row of the matmuls' other operand: a clean copy, and where 16-bit rows are cast, those. Gathered
+        rows lie in a buffer of their own, their gradients in two."""
+        gathered = 0 if self.spread == 1 else self.hidden_dtype.itemsize * (1 + 2 * self.hidden_grad)
+        return self.hidden * (gathered + (self.element if self.half_products or not self.half else 10))
 
     def dhidden_parts(self, rows: int) -> int:
         """Parts that a chunk's dhidden is made in, each with an fp32 sum of its own."""
@@ -181,7 +189,7 @@ class Sizes:
     @property
     def gradient_terms(self) -> tuple[Term, ...]:
         """The gradients that are handed over, as they stand during the finish."""
-        d_hidden = self.tokens * self.hidden * self.hidden_dtype.itemsize if self.hidden_grad else 0
+        d_hidden = self.own_tokens * self.hidden * self.hidden_dtype.itemsize if self.hidden_grad else 0
         d_weight = self.weight_elements * self.weight_dtype.itemsize if self.own_weight_grad else 0
         d_bias = (self.vocab + self.padding) * self.weight_dtype.itemsize if self.bias_grad else 0
         return (
@@ -192,7 +200,7 @@ class Sizes:
     @property
     def common_terms(self) -> tuple[Term, ...]:
         """What every schedule needs from start to end."""
-        copy = self.tokens * self.hidden * self.hidden_dtype.itemsize if self.copied else 0
+        copy = self.own_tokens * self.hidden * self.hidden_dtype.itemsize if self.copied else 0
         cast = self.weight_elements * self.element if self.weight_dtype != self.dtype else 0
         # a loss that sees all tokens at once does its arithmetic for all of them at once
         evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * self.demand.columns if self.coupled else 0
@@ -207,7 +215,7 @@ class Sizes:
 def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: torch.dtype) -> tuple[Term, ...]:
     """Gradients in the forward pass: they wait in ``*_acc`` and are the gradients where that is their dtype."""
     d_hidden, d_weight = sizes.gradient_terms
-    wait_h = sizes.tokens * sizes.hidden * hidden_acc.itemsize if sizes.hidden_grad else 0
+    wait_h = sizes.own_tokens * sizes.hidden * hidden_acc.itemsize if sizes.hidden_grad else 0
     wait_w = sizes.weight_elements * weight_acc.itemsize if sizes.own_weight_grad else 0
     cast_h, cast_w = hidden_acc != sizes.hidden_dtype, weight_acc != sizes.weight_dtype
     # the gradient of hidden is handed over first, and its accumulator is gone before the weight's gradient comes

@@ -39,8 +39,12 @@ class Session(Protocol):
     ) -> None:
         """Gradients of the chunk that ``stats`` saw last, rows ``at`` of the call, added to ``grads``."""
 
-    def finish(self, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
-        """What was left over until every chunk of the call [tokens, hidden] had been seen; ``order`` as in ``Rows``."""
+    def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
+        """What was left over until rows ``at``, all of the call's where there are all, had been seen.
+
+        ``hidden`` [rows, hidden] as given, ``order`` where in it each row stands, ``target`` -1 where its column is
+        none of these.
+        """
 
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         """The gradient of the raw logits in a slice of the vocabulary, whose statistics are known [rows, tile]."""

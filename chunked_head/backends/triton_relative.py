@@ -80,11 +80,10 @@ class RelativeSession(OwnProducts):
             self.stored, self.stored_strips = Stored(stored, strips.offset), strips
 
     def put_dhidden(
-        self, dlogits: Tensor, rows: Rows, out: Tensor, at: slice, factors: launch.Factors = launch.NO_FACTORS
+        self, dlogits: Tensor, rows: Rows, out: Tensor, factors: launch.Factors = launch.NO_FACTORS
     ) -> None:
-        where = out[at] if rows.order is None else out
         partial, counted = self.partial(len(rows.target)), counted_of(rows)
-        launch.dhidden(where, partial, dlogits, self.head.weight, factors, rows.order, counted)
+        launch.dhidden(out, partial, dlogits, self.head.weight, factors, rows.order, counted)
 
     def partial(self, rows: int) -> Tensor | None:
         """Where the parts of a chunk's dhidden go, if it is made in several [parts, rows, hidden]."""
@@ -164,13 +163,13 @@ class FastSession(RelativeSession):
         )  # fmt: skip
         if grads.hidden is not None:
             factors = launch.Factors(rows.target, softmax_factor, target_factor)
-            self.put_dhidden(exp, rows, grads.hidden, at, factors)
-            grads.hidden_done(grads.hidden[at] if rows.order is None else None)
+            self.put_dhidden(exp, rows, grads.hidden if rows.order is not None else grads.hidden_rows(at), factors)
+            grads.hidden_done(at, rows.order)
         if grads.weight is not None:
             # in place: nobody reads the chunk's hidden states after this
             launch.copy_rows(rows.hidden, rows.hidden, rows.target, softmax_factor)
             self.add_dweight(exp, rows, rows.hidden, grads.weight, grads.stores(at.start == 0))
 
-    def finish(self, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
+    def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         if grads.weight is not None:
-            launch_targets.add_target_rows(grads.weight, hidden, target, self.target_factor, order)
+            launch_targets.add_target_rows(grads.weight, hidden, target, self.target_factor[at], order)

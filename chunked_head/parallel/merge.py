@@ -60,15 +60,15 @@ def merge(pieces: dict[str, Tensor], out: RowStats, counts: Tensor, ratio2: floa
             whole = pieces[name][0] if known_targets and name == "target_logit" else pieces[name].sum(0)
             getattr(out, name).copy_(whole)
     for start, rest in SOFTMAXES:
-        if start in pieces:
-            merge_softmax(pieces, out, start, rest)
-    out.lse.copy_(out.start - out.rest)
-    # not target_logit - lse, which has lost what lies below an ulp of the logits
-    out.logprob.copy_(torch.where(counts, (out.target_logit - out.start) + out.rest, 0.0))
-    if out.lse2 is not None:
-        assert out.start2 is not None and out.rest2 is not None and out.logprob2 is not None
-        out.lse2.copy_(out.start2 - out.rest2)
-        out.logprob2.copy_(torch.where(counts, (out.target_logit * ratio2 - out.start2) + out.rest2, 0.0))
+        if start not in pieces:
+            continue
+        whole_start, whole_rest = merge_softmax(pieces, out, start, rest)
+        if start == "teacher_start":
+            continue
+        suffix, ratio = ("2", ratio2) if start == "start2" else ("", 1.0)
+        logprob = (out.target_logit.double() * ratio - whole_start) + whole_rest
+        getattr(out, "logprob" + suffix).copy_(torch.where(counts, logprob, 0.0))
+        getattr(out, "lse" + suffix).copy_(whole_start - whole_rest)
     if "top" in pieces:
         assert out.top is not None and out.argmax is not None
         out.top.copy_(pieces["top"].amax(0))
@@ -83,7 +83,7 @@ def merge(pieces: dict[str, Tensor], out: RowStats, counts: Tensor, ratio2: floa
         out.top_k_ids.copy_(ids.gather(1, at))
 
 
-def merge_softmax(pieces: dict[str, Tensor], out: RowStats, start: str, rest: str) -> None:
+def merge_softmax(pieces: dict[str, Tensor], out: RowStats, start: str, rest: str) -> tuple[Tensor, Tensor]:
     """``start`` and ``rest`` of the whole, and its entropy, from the pieces' shares of the probability."""
     starts, rests = pieces[start], pieces[rest]
     largest = (starts - rests).argmax(0, keepdim=True)
@@ -92,10 +92,12 @@ def merge_softmax(pieces: dict[str, Tensor], out: RowStats, start: str, rest: st
     log_share = (starts - first_start) - (rests - first_rest)
     share = log_share.exp()
     log_sum = share.sum(0).log()
-    getattr(out, start).copy_(first_start[0])
-    getattr(out, rest).copy_(first_rest[0] - log_sum)
+    whole_start, whole_rest = first_start[0], first_rest[0] - log_sum
+    getattr(out, start).copy_(whole_start)
+    getattr(out, rest).copy_(whole_rest)
     entropy = ENTROPIES.get(start)
     if entropy in pieces:
         p, log_p = share / share.sum(0), log_share - log_sum
         whole = torch.where(p > 0, p * (pieces[entropy] - log_p), 0.0).sum(0)
         getattr(out, entropy).copy_(whole)
+    return whole_start, whole_rest

@@ -1,7 +1,6 @@
 """One call's part of the vocabulary, and every message that its ranks exchange for it."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from ..planner import Request, make_plan
 from ..plans import Plan
 from ..stats import Demand, Rows, RowStats
 from .groups import Split, VocabParallel
+from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
 from .merge import PAIR_SUMS, merge, pack, sent, unpack
 
 AGREED: set[tuple[str, int]] = set()  # kinds of calls that all ranks of a group are known to make alike
@@ -37,6 +37,11 @@ class Shard:
     @property
     def columns(self) -> int:
         return self.here.stop - self.here.start
+
+    @property
+    def spread(self) -> int:
+        """Ranks that each hold hidden states of their own."""
+        return self.parallel.ranks if self.parallel.sequence_sharded else 1
 
     def local_targets(self, target: Tensor) -> Tensor:
         """Columns of this rank's for targets [tokens] of the vocabulary, ``ELSEWHERE`` for other ranks', -1 kept."""
@@ -66,13 +71,24 @@ class Shard:
             sizes, vocab=self.columns, demand=self.local_demand(sizes.demand),
             teacher_columns=self.columns if sizes.teacher_columns else 0,
         )  # fmt: skip
-        return replace(plan, sizes=own, tile_columns=min(plan.tile_columns, self.columns))
+        return replace(
+            plan, sizes=own, tile_columns=min(plan.tile_columns, self.columns),
+            chunk_tokens=self.divisible(plan.chunk_tokens), block_tokens=self.divisible(plan.block_tokens),
+        )  # fmt: skip
+
+    def divisible(self, rows: int) -> int:
+        """Rows that come from all ranks alike."""
+        return max(self.spread, rows // self.spread * self.spread)
 
     def agree(self, plan: Plan, options: str, device: torch.device) -> None:
         """Raises on every rank where ranks are about to do different things: one message for each new kind of call."""
         chunks = plan.schedule, plan.chunk_tokens, plan.block_tokens, plan.hidden_accumulate, plan.weight_accumulate
         common = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=Demand())
-        told = repr((chunks, common, self.split.vocab, self.split.rows, self.parallel.sequence_sharded, options))
+        self.agree_on(
+            repr((chunks, common, self.split.vocab, self.split.rows, self.parallel.sequence_sharded, options)), device
+        )
+
+    def agree_on(self, told: str, device: torch.device) -> None:
         key = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
         place = self.group.group_name, key
         if place in AGREED:
@@ -110,7 +126,8 @@ class Shard:
         gathered = own.new_empty(self.parallel.ranks, *own.shape)
         distributed.all_gather_into_tensor(gathered.view(-1, own.shape[1]), own, group=self.group)
         ratio2 = demand.views[1].ratio if len(demand.views) > 1 else 1.0
-        merge(unpack(gathered, stats, names), stats, rows.target >= 0, ratio2, known_targets)
+        # in fp64: logarithms have been rounded once already
+        merge(unpack(gathered.double(), stats, names), stats, rows.target >= 0, ratio2, known_targets)
 
     def add_pairs(self, stats: RowStats) -> None:
         """Sums over columns of a teacher's terms beside the student's: one message for the chunk."""
@@ -120,10 +137,32 @@ class Shard:
         for value, whole in zip(sums, packed, strict=True):
             value.copy_(whole)
 
-    def add_hidden(self, gradient: Tensor) -> Callable[[], None]:
-        """The sum over ranks of some rows of ``hidden``'s gradient, in place; the call that waits for it."""
-        if not self.parallel.reduce_dhidden:
-            return lambda: None
-        work = distributed.all_reduce(gradient, group=self.group, async_op=True)
-        assert work is not None
-        return lambda: (work.wait(), None)[1]
+    def hidden_gradient(self) -> SummedRows | ScatteredRows | None:
+        """What becomes of this rank's share of hidden states' gradient."""
+        if self.parallel.sequence_sharded:
+            return ScatteredRows(self.group)
+        return SummedRows(self.group) if self.parallel.reduce_dhidden else None
+
+    def gathered(self, hidden: Tensor, rows: int) -> GatheredRows | None:
+        """Where hidden states of at most ``rows`` rows come from other ranks."""
+        return GatheredRows(hidden, rows, self.group) if self.parallel.sequence_sharded else None
+
+    def whole_fields(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Values of every rank's tokens [tokens, ...], of this one's."""
+        return {name: interleaved(value, self.group) for name, value in given.items()}
+
+    def own_tokens(self, values: Tensor) -> Tensor:
+        """Values of this rank's tokens, of the call's [tokens, ...]; differentiable."""
+        if not self.parallel.sequence_sharded:
+            return values
+        return values.unflatten(0, (-1, self.parallel.ranks))[:, self.parallel.rank]
+
+    def whole_upstream(self, upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Upstream gradients of values per token, each rank's those of its own tokens and 0 elsewhere."""
+        if not self.parallel.sequence_sharded:
+            return upstream
+        summed = [None if given is None else given.clone() for given in upstream]
+        for given in summed:
+            if given is not None:
+                distributed.all_reduce(given, group=self.group)
+        return tuple(summed)
