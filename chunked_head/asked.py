@@ -1,5 +1,6 @@
 """From a public function's arguments to what it asks: all checked, fields beside rows, the statistics it needs."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from .losses.base import Field, Losses, Summand
 from .losses.spread_check import check_over_ranks
 from .metrics import Metric
 from .packing import Packing
+from .parallel.agree import ids_in_range_everywhere
 from .parallel.groups import TokenParallel, VocabParallel
 from .parallel.shard import Shard
 from .parallel.tokens import Spread
@@ -310,7 +312,9 @@ def ask(checked: Checked) -> Asked:
     target = head.target
     if isinstance(head, HeadOptions) and head.shard is not None and head.shard.parallel.sequence_sharded:
         target, batch, frame = of_all_ranks(head.shard, head, batch, wanted, known, frame)
-    prepared = prepare_fields(backend, target, batch, wanted, known, frame, head.ignore_index, head.vocab)
+    tokens = head.tokens if isinstance(head, HeadOptions) and frame.device.type == "cpu" else None
+    with contextlib.nullcontext() if tokens is None else ids_in_range_everywhere(tokens.group):
+        prepared = prepare_fields(backend, target, batch, wanted, known, frame, head.ignore_index, head.vocab)
     own_rows = Field("row")  # of what the preparation has made
     token_fields = frozenset(name for name in prepared.fields if known.get(name, own_rows).kind in ("token", "row"))
     teacher = None

@@ -107,6 +107,12 @@ def linear_cross_entropy(
             gradient depends on the other tokens or their number: one tile for every size, no product in parts. For
             bfloat16 on Hopper, ValueError elsewhere (BLAS chooses by the number of rows) and for losses that sum over
             segments on a GPU.
+        vocab_size: the number of ids, where the last rows of ``weight`` are padding. None: all its rows.
+        parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. The
+            loss is this rank's share: D is of all ranks' tokens, an ``all_reduce(SUM)`` of the losses (and of the
+            weight's gradients) gives the whole batch's; with ``average=True`` the mean does. With ``reduction="none"``
+            nothing is other ranks' affair, and ``average=True`` is refused. ``VocabParallel``: they hold different
+            rows of the head, and ``tokens=`` of it says both.
         backend: ``"triton"`` or ``"torch"``; None: the device's own.
 
     Returns:
@@ -115,7 +121,8 @@ def linear_cross_entropy(
     Differences from PyTorch: no tokens, or none that count, give loss 0 with zero gradients rather than nan.
     Gradients of a scalar loss are computed in the forward pass; ``reduction="none"`` recomputes logits in backward, as
     does every backward after the first over a retained graph. Double backward and ``torch.func`` transforms raise.
-    Inside of ``torch.compile`` the call is an operator of the graph, with ``fullgraph=True`` too.
+    Inside of ``torch.compile`` the call is an operator of the graph, with ``fullgraph=True`` too; with ``parallel`` it
+    breaks the graph.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.

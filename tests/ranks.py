@@ -2,8 +2,8 @@
 
 import os
 import traceback
-from datetime import timedelta
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 

@@ -163,6 +163,9 @@ def refused(rank: int) -> dict[str, str]:
         "other losses": lambda: linear_loss(
             *plain, losses.gspo() if rank else losses.gmpo(), parallel=tokens, **everything
         ),
+        "out of range": lambda: linear_loss(
+            *plain[:2], plain[2] + 1000 * rank, losses.cross_entropy(), parallel=tokens
+        ),
         "merged": lambda: metrics.combine(
             linear_loss(*plain, losses.cross_entropy(), metrics=[metrics.entropy()], **options).metrics
             for options in ({}, {"parallel": tokens})
@@ -172,7 +175,7 @@ def refused(rank: int) -> dict[str, str]:
     for name, call in calls.items():
         try:
             found[name] = str(call())
-        except ValueError as error:
+        except (ValueError, IndexError) as error:
             found[name] = str(error)
     return found
 
@@ -241,11 +244,14 @@ def test_errors(of_two: list[dict[str, Any]]) -> None:
     expected = {
         "logprobs": "TokenParallel has no effect", "averaged none": 'reduction="none" has no loss',
         "irreducible": "loss cumulative has other values where a segment's tokens lie on two ranks",
-        "other losses": "is about to make another call", "merged": "cannot be merged",
+        "out of range": "out of range on another rank", "other losses": "is about to make another call",
+        "merged": "cannot be merged",
     }  # fmt: skip
     for rank in of_two:
         assert not isinstance(rank["refused"], str), rank["refused"]
         for name, text in expected.items():
+            if name == "out of range" and rank is of_two[1]:
+                text = "target must be in [0, 331)"
             assert text in rank["refused"][name], name
 
 

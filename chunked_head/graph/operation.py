@@ -31,10 +31,20 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
+            if kwargs.get("parallel") is not None:
+                return outside_of_graph(function, args, kwargs)
             return as_operator(name, dict(zip(names[: len(args)], args, strict=True)) | kwargs)
         return execute(function(*args, **kwargs))
 
     return public
+
+
+@torch.compiler.disable(
+    reason="with parallel= a call exchanges messages with other ranks, whose order a compiler could change: it runs "
+    "outside of graphs"
+)
+def outside_of_graph(function: Callable[..., Task[Any]], args: tuple, kwargs: dict[str, Any]) -> Any:
+    return execute(function(*args, **kwargs))
 
 
 def in_graph(function: Callable) -> Callable:

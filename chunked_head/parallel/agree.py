@@ -1,10 +1,29 @@
 """Ranks that are about to exchange messages make sure, once for each kind of call, that they mean the same."""
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import distributed
+
+
+@contextlib.contextmanager
+def ids_in_range_everywhere(group: Any) -> Iterator[None]:
+    """An IndexError of one rank on all: on the CPU, where ids are looked at before they are used."""
+    own = None
+    try:
+        yield
+    except IndexError as error:
+        own = error
+    failed = torch.tensor([float(own is not None)])
+    distributed.all_reduce(failed, group=group)
+    if own is not None:
+        raise own
+    if failed.item():
+        raise IndexError("an id is out of range on another rank of TokenParallel, where the error says which")
+
 
 AGREED: set[tuple[str, int]] = set()  # kinds of calls that all ranks of a group are known to make alike
 
