@@ -148,6 +148,7 @@ def time_rounds(
     device: torch.device,
     rounds: int,
     tick: Callable[[], Any] = lambda: None,
+    meet: Callable[[], Any] = lambda: None,
 ) -> tuple[dict[str, list[float]], dict[str, Failure]]:
     """Milliseconds of each step in each round, the steps taking turns.
 
@@ -155,7 +156,7 @@ def time_rounds(
     turn is three runs of which the last is timed: at its power limit a GPU's clocks depend on what the last tens of
     milliseconds asked of it, and a step would be charged, or credited, for its neighbour. A first round is not counted:
     in it the allocator settles on blocks for all the steps together. A step that fails leaves the turn and is returned
-    with its failure.
+    with its failure. ``meet``: where several processes take the same turns, what lets none of them go on alone.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     failures: dict[str, Failure] = {}
@@ -164,7 +165,7 @@ def time_rounds(
         for name in list(steps) if number % 2 == 0 else reversed(list(steps)):
             if name in failures:
                 continue
-            reading, failure = attempt(functools.partial(_turn, steps[name], operands, device), operands)
+            reading, failure = attempt(functools.partial(_turn, steps[name], operands, device, meet), operands)
             if failure is not None:
                 failures[name] = failure
             else:
@@ -206,12 +207,16 @@ def time_beside(
     return found
 
 
-def _turn(step: Callable[[], Any], operands: Held, device: torch.device) -> Callable[[], float]:
+def _turn(
+    step: Callable[[], Any], operands: Held, device: torch.device, meet: Callable[[], Any]
+) -> Callable[[], float]:
     """Runs that settle the clocks, and then the one that is timed."""
+    meet()
     for _ in range(SETTLING_RUNS if device.type == "cuda" else 0):
         operands.clear()
         step()
     operands.clear()
+    meet()
     return _timed(step, device)
 
 

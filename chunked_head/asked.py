@@ -25,6 +25,7 @@ from .parallel.agree import ids_in_range_everywhere
 from .parallel.groups import TokenParallel, VocabParallel
 from .parallel.shard import Shard
 from .parallel.tokens import Spread
+from .skipping import check_tolerance
 from .stats import Teacher
 from .teachers import check_dense_teacher, make_teacher
 
@@ -51,6 +52,7 @@ class HeadOptions:
     deterministic: bool = False
     vocab_size: int | None = None
     parallel: VocabParallel | TokenParallel | None = None
+    skip_tolerance: float | None = None
 
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the matmuls."""
@@ -58,6 +60,7 @@ class HeadOptions:
             raise ValueError(f'skip_ignored must be True, False or "wait", got {self.skip_ignored!r}')
         if not isinstance(self.deterministic, bool):
             raise TypeError(f"deterministic must be True or False, got {self.deterministic!r}")
+        check_tolerance(self.skip_tolerance, self.deterministic, self.parallel is not None)
         dtype = checks.check_operands(self.hidden, self.weight, self.target, self.bias)
         checks.check_head(
             self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading

@@ -20,6 +20,7 @@ from .objective import Objective, ScalarObjective, StatsObjective, TokenObjectiv
 from .planner import Request, make_plan
 from .plans import Plan
 from .prepare import in_backward
+from .skipping import Skipped, check_road
 from .stats import Demand, RowStats
 from .whole_batch import of_whole_batch
 
@@ -158,6 +159,7 @@ class Outcome(NamedTuple):
     outputs: tuple[Tensor, ...]
     stats: RowStats
     plan: Plan
+    skipped: Skipped | None  # where tiles were
 
 
 def execute(task: Task[Result]) -> Result:
@@ -174,7 +176,8 @@ def execute(task: Task[Result]) -> Result:
         outputs = tuple(map(asked.packing.unpack, outputs))
     if head.shard is not None and task.per_token:
         outputs = tuple(map(head.shard.own_tokens, outputs))
-    return task.result(Outcome(asked, objective, outputs, found[0], call.plan))
+    skipped = call.skipped[0] if call.skipped else None
+    return task.result(Outcome(asked, objective, outputs, found[0], call.plan, skipped))
 
 
 def planned(
@@ -192,6 +195,7 @@ def planned(
     # computed again in backward, a call recomputes whatever its request was made for
     wish = Request(memory_budget=request.memory_budget) if again else request
     plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
+    check_road(head.skip_tolerance, plan, again)
     if head.shard is not None:
         head.shard.agree(plan, options_key(asked), rows.device)
     options = asked.logit_scale, asked.softcap, request, head.into, packing, head.shard
@@ -267,5 +271,6 @@ def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupl
         store=store, copied=copied, deterministic=asked.head.deterministic,
         skips=asked.packing is not None and not asked.packing.waited,
         into=None if asked.head.into is None else asked.head.into.buffer.dtype,
+        skip=asked.head.skip_tolerance if store == "fast" and any(wants) else None,
         **asked.backend.traits(hidden.device),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from .losses.base import Losses
 from .objective import StatsObjective
 from .options import choice
 from .parallel import TokenParallel, VocabParallel
+from .parallel.dtensor import local
 from .planner import Request
 from .prepare import shift_right
 
@@ -91,10 +92,10 @@ def linear_divergence(
     Raises:
         TypeError, ValueError, IndexError: as ``linear_loss``.
     """
+    hidden, weight, target, bias, vocab_size, parallel = local(hidden, weight, target, bias, vocab_size, parallel)
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size,
-        parallel,
+        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
     )  # fmt: skip
     dtype = head.check()
     head.refuse_tokens("linear_divergence")

@@ -15,6 +15,7 @@ from .graph.operation import in_graph, operation
 from .losses.base import Losses
 from .objective import StatsObjective
 from .parallel import TokenParallel, VocabParallel
+from .parallel.dtensor import local
 from .planner import Request
 from .prepare import shift_right
 from .stats import Demand, View
@@ -89,10 +90,10 @@ def linear_logprobs(
     Raises:
         TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
     """
+    hidden, weight, target, bias, vocab_size, parallel = local(hidden, weight, target, bias, vocab_size, parallel)
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size,
-        parallel,
+        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
     )  # fmt: skip
     dtype = head.check()
     head.refuse_tokens("linear_logprobs")

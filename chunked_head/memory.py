@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from .kernels.tiles import dhidden_parts, own_dweight_pays, strips_of
+from .kernels.tiles import dhidden_parts, own_dweight_pays, skip_bytes, skip_parts, strips_of
 from .stats import Demand
 
 MiB = 1 << 20
@@ -69,6 +69,7 @@ class Sizes:
     deterministic: bool = False  # a token's numbers do not depend on the others, nor on how many there are
     skips: bool = False  # products stop at a number of rows that only the device knows
     into: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
+    skip: float | None = None  # relative error of gradients that may come of tiles left out, on the fast road
 
     @property
     def half(self) -> bool:
@@ -146,7 +147,9 @@ class Sizes:
         rows = self.operand_bytes + self.teacher_width * self.element + evaluated
         if self.store == "logits":
             return rows
-        return rows + strips_of(self.vocab, self.hidden, kept and self.store == "relative") * (
+        return rows + strips_of(
+            self.vocab, self.hidden, kept and (self.store == "relative" or self.skip is not None)
+        ) * (
             8
             + 4 * demand.entropy[0]
             + 4 * demand.weighted_sum
@@ -169,8 +172,10 @@ class Sizes:
 
     def dhidden_parts(self, rows: int) -> int:
         """Parts that a chunk's dhidden is made in, each with an fp32 sum of its own."""
-        own = self.multiprocessors and self.store != "logits" and not self.deterministic
-        return dhidden_parts(rows, self.hidden, self.multiprocessors) if own else 1
+        if not self.multiprocessors or self.store == "logits" or self.deterministic:
+            return 1
+        parts = skip_parts if self.skip is not None else dhidden_parts
+        return parts(rows, self.hidden, self.multiprocessors)
 
     def own_dweight(self, rows: int, out: torch.dtype) -> bool:
         """Whether dweight's products over so many rows are ours: where they pay, and where rows are skipped."""
@@ -228,6 +233,7 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
         Term("logits of a chunk and its rows", rows * sizes.row_bytes),
         Term("target's terms of dweight", target_rows(sizes) if sizes.store == "fast" else 0),
         Term("gradient of hidden, parts", part_sums(sizes, rows)),
+        Term("tiles to skip", 0 if sizes.skip is None else skip_bytes(rows, sizes.vocab, sizes.hidden)),
         Term("work space of tiles", work_space(sizes, sizes.vocab, rows) + scaled_tile(sizes)),
         *sizes.common_terms,
     )

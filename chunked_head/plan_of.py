@@ -14,6 +14,7 @@ from .memory import Sizes
 from .metrics import Metric
 from .planner import Request, make_plan
 from .plans import Plan
+from .skipping import check_road, check_tolerance
 from .stats import Teacher
 
 
@@ -44,6 +45,7 @@ def plan(
     teacher_dtype: torch.dtype | None = None,
     skip_ignored: bool = False,
     deterministic: bool = False,
+    skip_tolerance: float | None = None,
     device: torch.device | str | None = None,
     backend: str | None = None,
 ) -> Plan:
@@ -56,13 +58,14 @@ def plan(
     them differ. ``teacher_k`` is the K of ``teacher_ids``; a dense teacher has ``teacher_vocab`` rows (None: the
     student's) and, where it gives hidden states, ``teacher_hidden`` columns of ``teacher_dtype``. ``device`` defaults
     to the GPU where there is one. ``accumulate_into``, True or a dtype: the weight's gradient is added to a buffer of
-    the caller's. ValueError where the request cannot be met.
+    the caller's. ``skip_tolerance`` as in the call. ValueError where the request cannot be met.
     """
     for argument, size in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab)):
         least = 0 if argument == "tokens" else 1
         if isinstance(size, bool) or not isinstance(size, int) or size < least:
             raise ValueError(f"{argument} must be an int of at least {least}, got {size!r}")
     checks.check_dtype("dtype", dtype)
+    check_tolerance(skip_tolerance, deterministic, parallel=False)
     checks.check_reduction(reduction)
     into = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -90,9 +93,12 @@ def plan(
         late_upstream=reduction == "none",
         coupled=coupling(loss, dtype)[1], demand=demand,
         teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
-        store=store, into=into, skips=skip_ignored, deterministic=deterministic, **chosen.traits(place),
+        store=store, into=into, skips=skip_ignored, deterministic=deterministic,
+        skip=skip_tolerance if store == "fast" else None, **chosen.traits(place),
     )  # fmt: skip
-    return make_plan(sizes, Request(memory_budget, chunk_tokens, accumulate_dtype))
+    made = make_plan(sizes, Request(memory_budget, chunk_tokens, accumulate_dtype))
+    check_road(skip_tolerance, made, again=False)
+    return made
 
 
 def buffer_dtype(accumulate_into: bool | torch.dtype, weight_dtype: torch.dtype) -> torch.dtype | None:

@@ -44,6 +44,12 @@ PRODUCT_TILE = Tile()
 if INTERPRETED:
     PRODUCT_TILE = Tile(block_m=32, block_n=32, block_k=32)
 MOST_PARTS = 4
+# of the same where tiles are skipped: its rows by a strip of columns are what is skipped or kept
+SKIP_TILE = Tile()
+SKIP_STEP = 16  # one row in so many says how a strip's mass lies in it
+if INTERPRETED:
+    SKIP_TILE = Tile(block_m=32, block_n=32, block_k=16)
+    SKIP_STEP = 4
 
 
 def exp_tile(hidden: int) -> Tile:
@@ -95,3 +101,16 @@ def own_dweight_pays(rows: int, hidden: int, out_bytes: int) -> bool:
     """Whether the product for Hopper was faster than cuBLAS's: many rows, 16 bits out, no column tile much in vain."""
     tile = hopper_tile(out_bytes)
     return rows >= 1024 and out_bytes == 2 and cdiv(hidden, tile.block_n) * tile.block_n <= 1.03 * hidden
+
+
+def skip_parts(rows: int, hidden: int, multiprocessors: int) -> int:
+    """The same where tiles are skipped: enough that long and short lists even out over the multiprocessors, and one for
+    what mean rows give."""
+    tiles = cdiv(rows, SKIP_TILE.block_m) * cdiv(hidden, SKIP_TILE.block_n)
+    return min(MOST_PARTS, max(1, cdiv(3 * multiprocessors, tiles))) + 1
+
+
+def skip_bytes(rows: int, vocab: int, hidden: int) -> int:
+    """What choosing tiles takes beside parts of dhidden: masses that moved, lists, mean rows, moved hidden states."""
+    strips, row_blocks = strips_of(vocab, hidden, True), cdiv(rows, SKIP_TILE.block_m)
+    return strips * (2 * rows + 16 * row_blocks + 6 * hidden) + 4 * vocab

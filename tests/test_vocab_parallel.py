@@ -23,8 +23,8 @@ LAYOUTS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
 CHUNKS = {"chunks": 40, "uneven": None, "padded": 97, "sequence": 40, "four": 24, "four-sequence": 25}
 SPLIT = ("teacher_weight", "teacher_bias")
 OF_THE_CALL = (*SPLIT, "pairs", "segment_labels", "kl_baseline")
-# A pinned draw: of some hundred gradients one or two find eager's largest error an ulp or two. Over twenty draws ours is
-# 0.9 to 1.1 of eager's in the median.
+# A pinned draw: of some hundred gradients one or two find eager's largest error an ulp or two. Over twenty draws ours
+# is 0.9 to 1.1 of eager's in the median.
 SEED = 4
 MEASURED = ["entropy", "accuracy", "perplexity"]
 

@@ -26,6 +26,7 @@ from . import Layout, Targets
 from .triton_grads import GradSession
 from .triton_logits import GivenLogits, LogitsSession
 from .triton_relative import FastSession, RelativeSession
+from .triton_skip import SkipSession
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
 
@@ -107,7 +108,14 @@ def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | GradSession |
         return GradSession(head, plan)
     if tiled or plan.sizes.store == "logits":
         return LogitsSession(head, plan, tiled)
-    return FastSession(head, plan) if plan.sizes.store == "fast" else RelativeSession(head, plan)
+    if plan.sizes.store == "relative":
+        return RelativeSession(head, plan)
+    # without gradients in the forward pass there is nothing to skip
+    return (
+        SkipSession(head, plan)
+        if plan.sizes.skip is not None and plan.schedule == "forward"
+        else FastSession(head, plan)
+    )
 
 
 def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..call import Task, execute
 from ..options import INFINITY, NUMBERS
+from ..parallel.dtensor import is_dtensor
 from .operators import forward
 from .recipes import TASKS, described, registered
 
@@ -31,20 +32,18 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
-            if kwargs.get("parallel") is not None:
-                return outside_of_graph(function, args, kwargs)
-            return as_operator(name, dict(zip(names[: len(args)], args, strict=True)) | kwargs)
+            given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
+            if given.get("parallel") is None and not (is_dtensor(given["hidden"]) or is_dtensor(given["weight"])):
+                return as_operator(name, given)
+            return outside(*args, **kwargs)
+        return execute(function(*args, **kwargs))
+
+    @torch.compiler.disable
+    def outside(*args: P.args, **kwargs: P.kwargs) -> Result:
+        """Between two graphs: what ranks exchange is no operator of either."""
         return execute(function(*args, **kwargs))
 
     return public
-
-
-@torch.compiler.disable(
-    reason="with parallel= a call exchanges messages with other ranks, whose order a compiler could change: it runs "
-    "outside of graphs"
-)
-def outside_of_graph(function: Callable[..., Task[Any]], args: tuple, kwargs: dict[str, Any]) -> Any:
-    return execute(function(*args, **kwargs))
 
 
 def in_graph(function: Callable) -> Callable:

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..asked import Asked, ask
+from ..asked import Asked, HeadOptions, ask
 from ..autograd import as_called
 from ..call import Task, Wants, planned
 from ..loop import Call, recompute, sweep
 from ..objective import Objective, ScalarObjective
 from ..planner import DEFAULT_REQUEST, Request, make_plan
+from ..skipping import Skipped
 from ..stats import Head, RowStats
 from .recipes import recipe_of
 from .waiting import Waiting, waiting
@@ -80,7 +81,7 @@ def forward(
                 outputs = tuple(map(asked.packing.unpack, outputs))
             return [*outputs, *(stats.named().values() if any(wants) else ())]
         assert isinstance(objective, ScalarObjective)
-        made = [*outputs, packed(task, objective, stats), left_over(objective, grads is not None)]
+        made = [*outputs, packed(task, call, objective, stats), left_over(objective, grads is not None)]
         if any(wants):
             wait = waiting(task, wants)
             if grads is None:
@@ -91,14 +92,22 @@ def forward(
         return made
 
 
-def packed(task: Task, objective: ScalarObjective, stats: RowStats) -> Tensor:
-    """Parts, then of each metric the sums and the count, or the extremum, in the order in which they were asked for."""
+def packed(task: Task, call: Call, objective: ScalarObjective, stats: RowStats) -> Tensor:
+    """Parts, then of each metric the sums and the count, or the extremum, in the order in which they were asked for;
+    then what was skipped, where a tolerance was given."""
     found = objective.part_values()
     values = objective.metric_values(stats)
     for metric in task.checked.metrics:
         value = values[metric.label]
         found += [each for each in (value.sum, value.count, value.extremum) if each is not None]
+    if tolerated(task):
+        found += (call.skipped[0] if call.skipped else Skipped.nothing(objective.target.device)).numbers
     return torch.cat([each.detach().reshape(-1).to(objective.dtype) for each in found])
+
+
+def tolerated(task: Task) -> bool:
+    """Whether tiles may be skipped, and it is to be told which share was."""
+    return isinstance(task.checked.head, HeadOptions) and task.checked.head.skip_tolerance is not None
 
 
 def left_over(objective: ScalarObjective, in_forward: bool) -> Tensor:
@@ -144,6 +153,7 @@ def forward_outputs(
     numbers = len(task.checked.losses.terms)
     for metric in task.checked.metrics:
         numbers += metric.components + 1 if metric.reduce == "mean" else 1
+    numbers += 4 * tolerated(task)
     made = [hidden.new_empty(shape, dtype=dtype) for shape in ((), (numbers,), (2,))]
     if any(wants):
         wait = waiting(task, wants)

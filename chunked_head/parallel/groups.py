@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import distributed
 
 # ids travel beside statistics as floats, exact up to here
@@ -177,8 +176,3 @@ def process_group(group: Any, what: str) -> Any:
     if distributed.get_rank(group) < 0:
         raise ValueError(f"this process is none of the group that {what} was given")
     return group
-
-
-def is_tensor_of_ranks(tensor: Any) -> bool:
-    """Whether it is a DTensor."""
-    return isinstance(tensor, torch.Tensor) and type(tensor).__name__ == "DTensor"

@@ -1,0 +1,223 @@
+"""What each process of `benchmarks.parallel` does: rows in turns with the others, and what rank 0 writes of them."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from benchmarks import measure, shapes, traffic
+from benchmarks.head import WARM_UP, Watch
+from benchmarks.parallel_rows import ROWS, SHAPE, Bench
+from benchmarks.shapes import Shape
+
+ROWS_FILE, MEETING_FILE = "rows.json", "meeting"
+# ranks that wait for one that has failed end the run instead
+PATIENCE = datetime.timedelta(seconds=180)
+# how far gradients and losses may be from one GPU's: 16-bit types, and others
+LIMITS = {True: 0.02, False: 1e-4}
+LOSS_LIMITS = {True: 2e-3, False: 1e-5}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to measure, in plain values."""
+
+    ranks: int
+    shapes: tuple[Shape, ...]
+    rows: tuple[str, ...]
+    rounds: int
+    device: str
+    dtype: str
+    memory: bool
+
+
+def enter(rank: int, task: Task, folder: str) -> None:
+    """One process; rank 0 writes the rows after each shape."""
+    device = torch.device(task.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/{MEETING_FILE}",
+        rank=rank, world_size=task.ranks, timeout=PATIENCE, device_id=device if device.type == "cuda" else None,
+    )  # fmt: skip
+    rows = list[dict[str, Any]]()
+    watch = Watch(len(task.shapes) * task.rounds) if rank == 0 else None
+    with watch or Silence():
+        for shape in task.shapes:
+            rows += Ranks(shape, task, device, watch).measured()
+            measure.release()
+            if rank == 0:
+                Path(folder, ROWS_FILE).write_text(json.dumps(rows))
+    distributed.destroy_process_group()
+
+
+class Silence:
+    """What the other ranks tell of how far they are."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Ranks:
+    """One shape's rows, on one rank."""
+
+    def __init__(self, shape: Shape, task: Task, device: torch.device, watch: Watch | None) -> None:
+        self.shape, self.task, self.device, self.watch = shape, task, device, watch
+        self.dtype = shapes.parse_dtype(task.dtype)
+        self.rank = distributed.get_rank()
+        self.bench = Bench(shape, self.dtype, device, task.rows)
+        self.one = torch.zeros(1, device=device)
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.steps: dict[str, Callable[[], Any]] = {}
+
+    def measured(self) -> list[dict[str, Any]]:
+        """A record for each row; the same on all ranks, but for what only rank 0 can tell."""
+        for name in self.task.rows:
+            self.stage(f"warm-up of {name}")
+            row = ROWS[name]
+            ratio = (row.must or {}).get(self.task.ranks) if self.shape == SHAPE else None
+            self.rows[name] = {
+                "shape": str(self.shape), "dtype": self.task.dtype, "row": name, "provider": row.label, "status": "ok",
+                "ranks": 1 if row.alone else self.task.ranks, "must": ratio,
+            }  # fmt: skip
+            self.rows[name] |= self.together(functools.partial(self.ready, name))
+        self.bench.expected.clear()
+        self.stage(f"{self.task.rounds} rounds")
+        self.time()
+        for name in self.steps:
+            if ROWS[name].workload is not None and self.rows[name]["status"] == "ok":
+                self.stage(f"what else is asked of {name}")
+                self.examine(name)
+        return list(self.rows.values())
+
+    def stage(self, text: str) -> None:
+        if self.watch is not None:
+            self.watch.stage(f"{self.shape}: {text}")
+
+    def idle(self, name: str) -> bool:
+        """Whether this rank has nothing to do with a row."""
+        return ROWS[name].alone and self.rank > 0
+
+    def together(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What rank 0 makes of an action, or the failure of the first rank that failed."""
+        found, failure = measure.attempt(action, self.bench)
+        told = self.gathered(failure.record() if failure else found)
+        failed = [one for one in told if one.get("status", "ok") != "ok"]
+        return failed[0] if failed else {**told[0], **agreement(told)}
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every rank's value."""
+        values: list[Any] = [None] * self.task.ranks
+        distributed.all_gather_object(values, value)
+        return values
+
+    def ready(self, name: str) -> dict[str, Any]:
+        """Make a row's step and run it; its loss and how far its gradients are from one GPU's."""
+        if ROWS[name].workload is None:
+            self.steps[name] = nothing if self.idle(name) else self.bench.floor(name)
+            self.steps[name]()
+            return {}
+        if self.idle(name):
+            self.steps[name] = nothing
+            return {}
+        step = self.bench.step(name)
+        for _ in range(WARM_UP):
+            step.operands.clear()
+            loss = float(step())
+        found: dict[str, Any] = {"loss": loss, "plan": self.bench.plan(step, self.dtype)}
+        found |= self.bench.errors(name, step)
+        half = self.dtype.itemsize < 4
+        if self.rank == 0 and not ROWS[name].alone:
+            below = ROWS[name].below
+            assert below is not None
+            expected = self.rows[below]["loss"]
+            off = [found["d_hidden_error"], found["d_weight_error"]]
+            within = [abs(loss - expected) <= LOSS_LIMITS[half] * max(1.0, abs(expected))]
+            found["agrees"] = all([*within, *(error <= LIMITS[half] for error in off)])  # nan is within nothing
+        step.operands.clear()
+        self.steps[name] = step
+        return found
+
+    def meet(self) -> None:
+        """On a GPU a message that the device waits for and the host does not, so that launches can run ahead."""
+        distributed.all_reduce(self.one)
+
+    def time(self) -> None:
+        """Every row's milliseconds in each round, the slowest rank's."""
+        ready = {name: step for name, step in self.steps.items() if self.rows[name]["status"] == "ok"}
+        self.steps = ready
+        tick = self.watch.tick if self.watch is not None else nothing
+        times, failures = measure.time_rounds(
+            ready, self.bench, self.device, self.task.rounds, tick, self.meet
+        )  # fmt: skip
+        told = self.gathered((times, {name: failure.record() for name, failure in failures.items()}))
+        for name in ready:
+            failed = [failures[name] for _, failures in told if name in failures]
+            if failed:
+                self.rows[name] |= failed[0]
+                continue
+            values = [max(each) for each in zip(*(times[name] for times, _ in told), strict=True)]
+            middle, low, high = (measure.quantile(values, fraction) for fraction in (0.5, 0.2, 0.8))
+            self.rows[name] |= {"ms": middle, "ms_p20": low, "ms_p80": high}
+            self.rows[name]["ms_rounds"] = [round(value, 4) for value in values]
+            means = [measure.quantile(times[name], 0.5) for times, _ in told]
+            self.rows[name]["ms_of_ranks"] = means[:1] if ROWS[name].alone else means
+
+    def examine(self, name: str) -> None:
+        """Peak memory on every rank, and what ranks say to each other in a step."""
+        step, row = self.steps[name], self.rows[name]
+        if self.task.memory:
+            peak, failure = None, None
+            if isinstance(step, measure.Step):
+                peak, failure = measure.attempt(functools.partial(measure.gpu_peak, step), self.bench)
+            told = [one for one in self.gathered(failure.record() if failure else peak) if one is not None]
+            failed = [one for one in told if "peak_bytes" not in one]
+            row |= {"memory_error": failed[0]} if failed else self.memory(step, told)
+        if not ROWS[name].alone:
+            self.bench.clear()
+            messages, failure = measure.attempt(lambda: traffic.count(step), self.bench)
+            row |= {"traffic_error": failure.record()} if failure else described(messages)
+            self.bench.clear()
+
+    def memory(self, step: Callable[[], Any], told: list[dict[str, int]]) -> dict[str, Any]:
+        """The largest peak of a rank's, each rank's, and what of it is no gradient."""
+        peaks = [one["peak_bytes"] for one in told]
+        found: dict[str, Any] = {"peak_bytes": max(peaks), "peak_bytes_of_ranks": peaks}
+        if isinstance(step, measure.Step):
+            found["beside_gradients_bytes"] = max(peaks) - self.bench.gradient_bytes(step)
+        return found
+
+
+def nothing() -> None:
+    """A rank's share of a row that another runs alone."""
+
+
+def agreement(told: list[dict[str, Any]]) -> dict[str, Any]:
+    """Whether rank 0 agrees with one GPU, and every rank's loss with rank 0's, to the bit."""
+    losses = [one["loss"] for one in told if "loss" in one]
+    if "agrees" not in told[0]:
+        return {}
+    return {"agrees": told[0]["agrees"] and all(loss == losses[0] for loss in losses)}
+
+
+def described(messages: list[traffic.Message]) -> dict[str, Any]:
+    """Collectives in numbers: how many, and their bytes by kind."""
+    kinds = dict.fromkeys(message.kind for message in messages)
+    by_kind = {kind: [message.bytes for message in messages if message.kind == kind] for kind in kinds}
+    return {
+        "messages": len(messages), "message_bytes": sum(message.bytes for message in messages), "traffic": by_kind,
+    }  # fmt: skip

@@ -1,0 +1,146 @@
+"""Operands that are DTensors, as this rank's tensors and what their placements say of the ranks."""
+
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .groups import TokenParallel, VocabParallel
+
+Parallel = VocabParallel | TokenParallel | None
+
+
+Target = TypeVar("Target", Tensor, Tensor | None)
+
+
+class Local(NamedTuple, Generic[Target]):
+    """A call's operands on this rank."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Target
+    bias: Tensor | None
+    vocab_size: int | None
+    parallel: Parallel
+
+
+def is_dtensor(tensor: Any) -> bool:
+    return type(tensor).__name__ == "DTensor" and isinstance(tensor, torch.Tensor)
+
+
+def local(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Target,
+    bias: Tensor | None,
+    vocab_size: int | None,
+    parallel: Parallel,
+) -> Local[Target]:
+    """The operands as plain tensors, differentiable; ValueError for placements that are none of a head's.
+
+    A weight of ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary, one of ``Replicate()`` is whole.
+    Hidden states are ``Replicate()``, or ``Shard(i)`` along a dimension of tokens on the weight's mesh.
+    """
+    if not any(map(is_dtensor, (hidden, weight, target, bias))):
+        return Local(hidden, weight, target, bias, vocab_size, parallel)
+    if is_dtensor(weight):
+        if isinstance(parallel, VocabParallel):
+            raise ValueError("weight is a DTensor, whose placements say how it is split; leave parallel=None")
+        mesh = vocabulary_mesh(weight)
+        if mesh is not None:
+            sequence = hidden_dimension(hidden, mesh)
+            parallel = VocabParallel(mesh, sequence_sharded=sequence is not None, tokens=parallel)
+            vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+            hidden, target = local_tokens(hidden, target, sequence, parallel)
+        check_bias(weight, bias)
+    return Local(
+        plain("hidden", hidden), part(weight), None if target is None else plain("target", target),
+        None if bias is None else part(bias), vocab_size, parallel,
+    )  # fmt: skip
+
+
+def vocabulary_mesh(weight: Any) -> Any:
+    """The one-dimensional mesh that the weight's rows are split over, None where all have all of it."""
+    found = None
+    for i, placement in enumerate(weight.placements):
+        if placement.is_replicate():
+            continue
+        if not placement.is_shard(0) or type(placement).__name__ != "Shard" or found is not None:
+            raise ValueError(
+                f"weight has the placements {list(weight.placements)}; a head takes Shard(0) along one dimension of "
+                "the mesh, the tensor-parallel one, and Replicate() along others: inside of the forward of a module "
+                "that fully_shard wraps they are, elsewhere pass weight.full_tensor()"
+            )
+        found = i
+    if found is None:
+        return None
+    mesh = weight.device_mesh
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names is None:
+        raise ValueError("the DeviceMesh of weight needs mesh_dim_names, so that its tensor-parallel part can be named")
+    return mesh[mesh.mesh_dim_names[found]]
+
+
+def hidden_dimension(hidden: Any, mesh: Any) -> int | None:
+    """The dimension of tokens that hidden states are split along, None where every rank has all."""
+    if not is_dtensor(hidden):
+        return None
+    split = [p for p in hidden.placements if not p.is_replicate()]
+    if not split:
+        return None
+    if len(split) > 1 or type(split[0]).__name__ != "Shard" or split[0].dim % hidden.dim() == hidden.dim() - 1:
+        raise ValueError(
+            f"hidden has the placements {list(hidden.placements)}; a head takes Replicate() or a Shard along a "
+            "dimension of tokens: redistribute it (a Partial needs its sum first)"
+        )
+    if hidden.device_mesh != mesh:
+        raise ValueError(f"hidden is split over {hidden.device_mesh}, weight over {mesh}; redistribute hidden")
+    dim = split[0].dim % hidden.dim()
+    if hidden.shape[dim] % mesh.size():
+        raise ValueError(
+            f"hidden has {hidden.shape[dim]} rows along dimension {dim}, which {mesh.size()} ranks cannot share "
+            "evenly; pad it"
+        )
+    return dim
+
+
+def local_tokens(hidden: Any, target: Any, dim: int | None, parallel: VocabParallel) -> tuple[Tensor, Any]:
+    """Hidden states and targets of this rank's tokens, where it has some of its own."""
+    if dim is None:
+        if is_dtensor(hidden):
+            from torch.distributed.tensor import Replicate
+
+            # every rank gets the whole gradient
+            hidden = hidden.to_local(grad_placements=[Replicate()] * hidden.device_mesh.ndim)
+        return hidden, target
+    whole = tuple(hidden.shape[:-1])
+    hidden = hidden.to_local()
+    if target is not None and not is_dtensor(target) and tuple(target.shape) == whole:
+        target = target.chunk(parallel.ranks, dim)[parallel.rank]
+    return hidden, target
+
+
+def check_bias(weight: Any, bias: Any) -> None:
+    if bias is None or (is_dtensor(bias) and tuple(bias.placements) == tuple(weight.placements)):
+        return
+    raise ValueError(f"bias must be split as weight is, by placements {list(weight.placements)}")
+
+
+def part(tensor: Any) -> Tensor:
+    """This rank's rows."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def plain(name: str, tensor: Any) -> Tensor:
+    """A tensor that every rank has all of, or its own part of already."""
+    if not is_dtensor(tensor):
+        return tensor
+    if all(p.is_replicate() for p in tensor.placements):
+        return tensor.to_local()
+    if name == "target":
+        return tensor.to_local()
+    raise ValueError(
+        f"{name} has the placements {list(tensor.placements)}, and weight is whole on every rank; pass "
+        f"{name}.to_local() for this rank's tokens, or .full_tensor()"
+    )
