@@ -16,12 +16,13 @@ from .loop import Call
 from .losses.base import Losses
 from .memory import Sizes
 from .metrics import Metric
-from .objective import Objective, ScalarObjective, StatsObjective, TokenObjective
+from .objective import Objective, ScalarObjective
 from .planner import Request, make_plan
 from .plans import Plan
 from .prepare import in_backward
 from .skipping import Skipped, check_road
 from .stats import Demand, RowStats
+from .token_objectives import StatsObjective, TokenObjective
 from .whole_batch import of_whole_batch
 
 Result = TypeVar("Result")

@@ -10,7 +10,7 @@ from .asked import Asked
 from .batch import Batch
 from .evaluate import masked, unit_mask
 from .losses.base import Losses, Summand
-from .metrics import Metric, weights_in
+from .metric_values import Metric, weights_in
 
 FP16_LARGEST = 64.0
 

@@ -13,12 +13,12 @@ from .call import Task, stats_objective
 from .evaluate import SUFFIX
 from .graph.operation import in_graph, operation
 from .losses.base import Losses
-from .objective import StatsObjective
 from .options import choice
 from .parallel import TokenParallel, VocabParallel
 from .parallel.dtensor import local
 from .planner import Request
 from .prepare import shift_right
+from .token_objectives import StatsObjective
 
 KINDS: dict[str, Callable[..., Losses]] = {
     "forward_kl": losses.forward_kl, "reverse_kl": losses.reverse_kl, "jsd": losses.jsd, "tvd": losses.tvd

@@ -86,8 +86,7 @@ def linear_loss(
 
     Args:
         hidden, weight, bias, ignore_index, softcap, logit_scale, shift, memory_budget, chunk_tokens, accumulate_dtype,
-            accumulate_into, upstream, skip_ignored, deterministic, vocab_size,
-            backend: as in ``linear_cross_entropy``.
+            accumulate_into, upstream, skip_ignored, deterministic, vocab_size, backend: as in ``linear_cross_entropy``.
         skip_tolerance: as there; ``metrics["dropped_mass"]`` is then the probability per token that mean rows stood in
             for, and ``metrics["kept_tiles"]`` the share of tiles that were computed.
         target: token ids [...] int64; None where no loss or metric reads it.

@@ -13,12 +13,12 @@ from .asked import Asked, HeadOptions, check
 from .call import Task, stats_objective
 from .graph.operation import in_graph, operation
 from .losses.base import Losses
-from .objective import StatsObjective
 from .parallel import TokenParallel, VocabParallel
 from .parallel.dtensor import local
 from .planner import Request
 from .prepare import shift_right
 from .stats import Demand, View
+from .token_objectives import StatsObjective
 
 
 @operation

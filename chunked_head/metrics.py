@@ -22,14 +22,13 @@ from .metric_values import (
     make,
     merge,
     unit_weights,
-    weights_in,
 )
 from .options import choice, number
 
 __all__ = [
     "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "accuracy",
     "advantage", "all_reduce", "clip_fraction", "combine", "effective_sample_size", "entropy", "kl_old", "kl_reference",
-    "logprob", "lse", "mean_logit", "merge", "perplexity", "ratio", "top_probability", "unit_weights", "weights_in",
+    "logprob", "lse", "mean_logit", "merge", "perplexity", "ratio", "top_probability", "unit_weights",
 ]  # fmt: skip
 
 AGAINST = {"old": "old_logprobs", "reference": "ref_logprobs", "rollout": "rollout_logprobs"}

@@ -135,9 +135,35 @@ def unreduced(rank: int | None) -> dict[str, Tensor]:
     return {"weight": weight.grad}
 
 
+def skipping(rank: int | None) -> dict[str, Tensor]:
+    """Ranks leave different numbers of tokens out of their matmuls, one of them all that it has."""
+    found = {}
+    for name in ("grpo", "gspo"):
+        inputs = operands(name, "ignored", rank)
+        weight = inputs.weight.clone().requires_grad_()
+        out = linear_loss(
+            inputs.hidden, weight, inputs.target, CASES[name].losses, batch=inputs.batch, skip_ignored=True,
+            num_segments=inputs.num_segments, **parallel_of(rank),
+        )  # fmt: skip
+        out.loss.backward()
+        found |= {f"{name} loss": out.loss.detach(), f"{name} weight": weight.grad}
+    return found
+
+
+def without_gradient(rank: int | None) -> dict[str, Tensor]:
+    """On one rank nothing is to be differentiated; messages are the same."""
+    inputs = operands("dpo", "halves", rank)
+    weight = inputs.weight.clone().requires_grad_(rank != 1)
+    out = linear_loss(
+        inputs.hidden, weight, inputs.target, CASES["dpo"].losses, batch=inputs.batch, metrics=[metrics.entropy()],
+        num_segments=inputs.num_segments, **parallel_of(rank),
+    )  # fmt: skip
+    return {"loss": out.loss.detach(), "half of a sum": out.metrics["entropy"].sum / (1 if rank is None else 2)}
+
+
 SHARES: dict[str, Callable[[int | None], dict[str, Tensor]]] = {
     function.__name__: function
-    for function in (averaged, weighed, twice, checkpointed, own_losses, unreduced)
+    for function in (averaged, weighed, twice, checkpointed, own_losses, unreduced, skipping, without_gradient)
 }  # fmt: skip
 
 
@@ -161,7 +187,7 @@ def refused(rank: int) -> dict[str, str]:
             *plain, losses.custom(cumulative, scope="segment"), parallel=tokens, **everything
         ),
         "other losses": lambda: linear_loss(
-            *plain, losses.gspo() if rank else losses.gmpo(), parallel=tokens, **everything
+            *plain, losses.gspo(clip_low=0.11 + 0.1 * rank), parallel=tokens, **everything
         ),
         "out of range": lambda: linear_loss(
             *plain[:2], plain[2] + 1000 * rank, losses.cross_entropy(), parallel=tokens
