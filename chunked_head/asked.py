@@ -1,5 +1,6 @@
 """From a public function's arguments to what it asks: all checked, fields beside rows, the statistics it needs."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping
@@ -17,10 +18,13 @@ from .fields import Frame, Prepared, check_fields, prepare_fields, wanted_fields
 from .into import Into
 from .into import resolve as resolve_into
 from .losses.base import Field, Losses, Summand
+from .losses.spread_check import check_over_ranks
 from .metrics import Metric
 from .packing import Packing
+from .parallel.agree import ids_in_range_everywhere
 from .parallel.groups import TokenParallel, VocabParallel
 from .parallel.shard import Shard
+from .parallel.tokens import Spread
 from .skipping import check_tolerance
 from .stats import Teacher
 from .teachers import check_dense_teacher, make_teacher
@@ -102,6 +106,14 @@ class HeadOptions:
         """How ranks share the batch, where they do."""
         return self.parallel.tokens if isinstance(self.parallel, VocabParallel) else self.parallel
 
+    def refuse_tokens(self, where: str) -> None:
+        """Raises where a call has nothing that ranks with other tokens would add to."""
+        if self.tokens is not None:
+            raise ValueError(
+                f"{where} has values per token, which need nothing of other ranks' tokens: TokenParallel has no effect "
+                "on them; leave it out of parallel (tokens=None in VocabParallel)"
+            )
+
     @functools.cached_property
     def into(self) -> Into | None:
         """Where the weight's gradient goes instead of back, None where it goes back or is not made."""
@@ -177,6 +189,10 @@ class Asked:
     token_fields: frozenset[str]
     teacher: Teacher | None
     packing: Packing | None = None
+    spread: Spread | None = None  # over ranks, whose counts those of ``prepared`` are then
+
+    def spread_as(self, prepared: Prepared, spread: Spread) -> "Asked":
+        return replace(self, prepared=prepared, spread=spread)
 
     @property
     def statistics_dtype(self) -> torch.dtype:
@@ -205,7 +221,8 @@ class Asked:
     @functools.cached_property
     def batch(self) -> Batch:
         """The fields of all tokens."""
-        return Batch(self.prepared.fields, self.prepared.target, self.prepared.num_segments, self.head.vocab)
+        prepared = self.prepared
+        return Batch(prepared.fields, prepared.target, prepared.num_segments, self.head.vocab, self.spread)
 
     @functools.cached_property
     def unit_counts(self) -> dict[str, Tensor]:
@@ -263,6 +280,9 @@ def check(
             remedy = "the mask applies by itself" if name == "mask" else f"not one of kind {known[name].kind!r}"
             raise ValueError(f"token_weights={name!r} must name a token field; {remedy}")
     check_fields(batch, wanted, known, frame)
+    if isinstance(head, HeadOptions) and head.tokens is not None:
+        for part in parts:
+            check_over_ranks(part, "loss" if isinstance(part, Summand) else "metric", frozenset(wanted), known)
     teacher_vocab = check_dense_teacher(batch, wanted, dtype)
     if isinstance(head, HeadOptions) and teacher_vocab is not None:
         teacher_vocab = whole_teacher(head, batch, teacher_vocab)
@@ -295,7 +315,9 @@ def ask(checked: Checked) -> Asked:
     target = head.target
     if isinstance(head, HeadOptions) and head.shard is not None and head.shard.parallel.sequence_sharded:
         target, batch, frame = of_all_ranks(head.shard, head, batch, wanted, known, frame)
-    prepared = prepare_fields(backend, target, batch, wanted, known, frame, head.ignore_index, head.vocab)
+    tokens = head.tokens if isinstance(head, HeadOptions) and frame.device.type == "cpu" else None
+    with contextlib.nullcontext() if tokens is None else ids_in_range_everywhere(tokens.group):
+        prepared = prepare_fields(backend, target, batch, wanted, known, frame, head.ignore_index, head.vocab)
     own_rows = Field("row")  # of what the preparation has made
     token_fields = frozenset(name for name in prepared.fields if known.get(name, own_rows).kind in ("token", "row"))
     teacher = None

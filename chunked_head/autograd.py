@@ -50,6 +50,10 @@ class HeadLoss(torch.autograd.Function):
             call.into.check_there()
         with torch.no_grad(), as_called(device):
             if grads is not None:
+                if call.objective.exchanges:
+                    # for these an activation checkpoint computes the forward pass again, messages and all: on every
+                    # rank or on none, whichever of them find their gradients waiting
+                    ctx.saved_tensors  # noqa: B018
                 factor, one_or_nan = call.objective.rest(upstream), call.objective.one_or_nan
                 if call.into is not None:
                     # it was promised, and only as promised can what has been added stay

@@ -1,16 +1,21 @@
 """The fields of a call as its losses see them: rows beside the statistics, what does not count already taken out."""
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .parallel.tokens import Spread
 
 
 class Batch(Mapping[str, Tensor]):
     """Fields of some tokens [n, ...]; segment, pair and constant fields whole.
 
     Where a token does not count, token fields hold 0 (segments -1), whatever the caller had there. ``target`` [n] is
-    a valid id everywhere (0 where a token does not count), ``mask`` [n] bool says which count.
+    a valid id everywhere (0 where a token does not count), ``mask`` [n] bool says which count. Where ranks hold
+    different tokens of a batch these are one rank's; sums, counts and means over segments are those of all.
     """
 
     def __init__(
@@ -19,8 +24,9 @@ class Batch(Mapping[str, Tensor]):
         target: Tensor,  # [n] int64, -1 where a token does not count
         num_segments: int | None,
         vocab: int,
+        spread: "Spread | None" = None,
     ):
-        self.fields, self.num_segments, self.vocab = fields, num_segments, vocab
+        self.fields, self.num_segments, self.vocab, self.spread = fields, num_segments, vocab, spread
         self.mask = target >= 0
         self.target = target.clamp(min=0)
 
@@ -42,10 +48,13 @@ class Batch(Mapping[str, Tensor]):
         index = torch.where(kept, ids, self.num_segments)
         zeros = values.new_zeros(self.num_segments + 1)
         # in whatever order a GPU comes to it: index_put would keep one, and wait for the device to check the ids
-        return zeros.index_add(0, index, torch.where(kept, values, 0.0))[:-1]
+        own = zeros.index_add(0, index, torch.where(kept, values, 0.0))[:-1]
+        return own if self.spread is None else self.spread.segment_sum(own, values, self.fields, name)
 
     def segment_count(self, name: str = "segments") -> Tensor:
         """Tokens that count in each segment [num_segments], fp32."""
+        if self.spread is not None and name in self.spread.counts:
+            return self.spread.counts[name]
         return self.segment_sum(torch.ones_like(self.mask, dtype=torch.float32), name)
 
     def segment_mean(self, values: Tensor, name: str = "segments") -> Tensor:

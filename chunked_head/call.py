@@ -16,12 +16,14 @@ from .loop import Call
 from .losses.base import Losses
 from .memory import Sizes
 from .metrics import Metric
-from .objective import Objective, ScalarObjective, StatsObjective, TokenObjective
+from .objective import Objective, ScalarObjective
 from .planner import Request, make_plan
 from .plans import Plan
 from .prepare import in_backward
 from .skipping import Skipped, check_road
 from .stats import Demand, RowStats
+from .token_objectives import StatsObjective, TokenObjective
+from .whole_batch import of_whole_batch
 
 Result = TypeVar("Result")
 
@@ -33,8 +35,11 @@ def scalar_objective(
     upstream: float | Tensor | None,
     share_denominator: bool = False,
 ) -> ScalarObjective:
-    losses = asked.losses
+    asked, losses = of_whole_batch(asked), asked.losses
+    spread = asked.spread
     coefficients = [kept(coefficient, asked.one_or_nan) for coefficient, _ in losses.terms]
+    if spread is not None and spread.parallel.average:
+        coefficients = [coefficient * spread.parallel.ranks for coefficient in coefficients]
     summands = [summand for _, summand in losses.terms]
     if share_denominator:
         inverse = inverses(asked, summands[:1], reduction, normalizer) * len(summands)
@@ -52,7 +57,8 @@ def scalar_objective(
     return ScalarObjective(
         **common(asked), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
         declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=asked.answer.segment_metrics,
-        fused=asked.head.device.type == "cuda" and not segmented,
+        fused=asked.head.device.type == "cuda" and not segmented, spread=spread,
+        together=spread is not None and segmented,
     )  # fmt: skip
 
 

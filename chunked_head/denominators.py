@@ -10,7 +10,7 @@ from .asked import Asked
 from .batch import Batch
 from .evaluate import masked, unit_mask
 from .losses.base import Losses, Summand
-from .metrics import Metric, unit_weights
+from .metric_values import Metric, weights_in
 
 FP16_LARGEST = 64.0
 
@@ -76,12 +76,18 @@ def inverses(
 def default_inverse(summand: Summand, asked: Asked, of_units: dict[str, Tensor]) -> Tensor:
     """Of the sum of what each token adds, or of how many units count; 1 where that is 0. ``of_units`` remembers."""
     if summand.unit == "token" and summand.counted is not None:
-        batch = asked.batch
-        total = masked(summand.counted(batch, **summand.tensors).to(asked.statistics_dtype), batch.mask).sum()
+        total = local_total(summand, asked) if asked.spread is None else asked.spread.totals[summand]
         return asked.one_or_nan / torch.where(total == 0, 1.0, total)
     if summand.unit not in of_units:
         of_units[summand.unit] = asked.one_or_nan / count_units(summand.unit, asked).clamp(min=1.0)
     return of_units[summand.unit]
+
+
+def local_total(summand: Summand, asked: Asked) -> Tensor:
+    """Of what each of this rank's tokens adds to the default denominator."""
+    assert summand.counted is not None
+    batch = asked.batch
+    return masked(summand.counted(batch, **summand.tensors).to(asked.statistics_dtype), batch.mask).sum()
 
 
 def count_units(unit: str, asked: Asked) -> Tensor:
@@ -118,8 +124,8 @@ def metric_counts(metrics: tuple[Metric, ...], asked: Asked) -> tuple[dict[str, 
             continue
         if metric.weighting not in weights:
             batch = asked.batch
-            assert batch.num_segments is not None
-            found = unit_weights(batch[metric.ids], batch.mask, batch.num_segments, asked.statistics_dtype)
-            weights[metric.weighting], groups[metric.weighting] = found
+            of_ids = batch.segment_count(metric.ids).to(asked.statistics_dtype)
+            weights[metric.weighting] = weights_in(of_ids, batch[metric.ids], batch.mask)
+            groups[metric.weighting] = (of_ids > 0).sum().to(asked.statistics_dtype)
         counts.append(groups[metric.weighting])
     return weights, counts

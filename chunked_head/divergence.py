@@ -13,12 +13,12 @@ from .call import Task, stats_objective
 from .evaluate import SUFFIX
 from .graph.operation import in_graph, operation
 from .losses.base import Losses
-from .objective import StatsObjective
 from .options import choice
 from .parallel import TokenParallel, VocabParallel
 from .parallel.dtensor import local
 from .planner import Request
 from .prepare import shift_right
+from .token_objectives import StatsObjective
 
 KINDS: dict[str, Callable[..., Losses]] = {
     "forward_kl": losses.forward_kl, "reverse_kl": losses.reverse_kl, "jsd": losses.jsd, "tvd": losses.tvd
@@ -98,6 +98,7 @@ def linear_divergence(
         chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
     )  # fmt: skip
     dtype = head.check()
+    head.refuse_tokens("linear_divergence")
     loss = divergence_of(divergence, beta, teacher_temperature, teacher_logit_scale, teacher_softcap)
     given = {
         "teacher_logits": teacher_logits, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight,

@@ -20,6 +20,7 @@ from .batch import Batch
 from .loss_stats import Stats
 from .losses.base import DENSE, Summand
 from .metric_values import Metric, selected
+from .parallel.tokens import Spread
 from .stats import Coefficients, Pairing, View
 
 # leaves of the graph that autograd walks; what else there is of statistics takes no gradient
@@ -68,6 +69,7 @@ class Inputs(NamedTuple):
     tensors: list[dict[str, Tensor]]  # of each summand
     metric_weights: dict[str, Tensor]  # of tokens, for each weighting but "token"
     token_fields: frozenset[str] = frozenset()  # those of ``fields`` that are sliced with the tokens
+    spread: Spread | None = None  # where segments are to be summed over ranks: then nothing is compiled
 
 
 class Evaluation(NamedTuple):
@@ -122,9 +124,17 @@ def unit_mask(unit: str, batch: Batch) -> Tensor:
     return inside & counted[pairs.clamp(min=0)].all(1)
 
 
+def share_mask(unit: str, batch: Batch) -> Tensor:
+    """Which of those are in this rank's share: of a segment that lies on several ranks one adds the value."""
+    counted = unit_mask(unit, batch)
+    if unit == "token" or batch.spread is None:
+        return counted
+    return counted & batch.spread.mine(len(counted), counted.device)
+
+
 def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Evaluation:
     """Coefficients of the gradient of ``sum of factor * weight * value``, and the sums of parts and metrics."""
-    batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab)
+    batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.spread)
     leaves = {name: masked(value, batch.mask) for name, value in leaves.items()}
     wanted = {name: leaves[name] for name in leaves if name in structure.leaves}
     rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
@@ -173,7 +183,7 @@ def weighted_values(
     weight = inputs.weights[i]
     if weight is not None:
         values = values * weight
-    return masked(values, unit_mask(summand.unit, batch))
+    return masked(values, share_mask(summand.unit, batch))
 
 
 def metric_values(structure: Structure, leaves: Mapping[str, Tensor], batch: Batch, inputs: Inputs) -> list[Tensor]:
@@ -182,7 +192,7 @@ def metric_values(structure: Structure, leaves: Mapping[str, Tensor], batch: Bat
     for metric, view in structure.metrics:
         values = metric.values(stats_at(structure, view, leaves), batch)
         weights = inputs.metric_weights.get(metric.weighting) if metric.unit == "token" else None
-        found.append(selected(metric, values, unit_mask(metric.unit, batch), weights))
+        found.append(selected(metric, values, share_mask(metric.unit, batch), weights))
     return found
 
 
@@ -202,12 +212,19 @@ def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tens
         reduce = getattr(part, "reduce", "mean")
         values = next(apart).t() if width == 0 else table[row : row + width]
         if reduce != "mean":
-            total = values.amax(-1) if reduce == "max" else values.amin(-1)
+            total = extremum(values, reduce)
         else:
             total = values.sum(-1) * one_or_nan if width == 0 else sums[row : row + width]
         found.append(total.squeeze(0) if width == 1 else total)
         row += width
     return found
+
+
+def extremum(values: Tensor, reduce: str) -> Tensor:
+    """Of [..., n] along n, infinite where there is nothing."""
+    if values.shape[-1] == 0:
+        return values.new_full(values.shape[:-1], -torch.inf if reduce == "max" else torch.inf)
+    return values.amax(-1) if reduce == "max" else values.amin(-1)
 
 
 def coefficients_of(

@@ -109,6 +109,12 @@ def linear_cross_entropy(
             gradient depends on the other tokens or their number: one tile for every size, no product in parts. For
             bfloat16 on Hopper, ValueError elsewhere (BLAS chooses by the number of rows) and for losses that sum over
             segments on a GPU.
+        vocab_size: the number of ids, where the last rows of ``weight`` are padding. None: all its rows.
+        parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. The
+            loss is this rank's share: D is of all ranks' tokens, an ``all_reduce(SUM)`` of the losses (and of the
+            weight's gradients) gives the whole batch's; with ``average=True`` the mean does. With ``reduction="none"``
+            nothing is other ranks' affair, and ``average=True`` is refused. ``VocabParallel``: they hold different
+            rows of the head, and ``tokens=`` of it says both.
         skip_tolerance: None computes everything. A number in (0, 1) is the relative error that the gradients may have
             from leaving out tiles of 128 tokens by 128 vocabulary rows in which the softmax hardly has anything, by an
             estimate that was calibrated on a trained head (benchmarks/NOTES.md), no bound: what a token has there moves
@@ -126,7 +132,8 @@ def linear_cross_entropy(
     Differences from PyTorch: no tokens, or none that count, give loss 0 with zero gradients rather than nan.
     Gradients of a scalar loss are computed in the forward pass; ``reduction="none"`` recomputes logits in backward, as
     does every backward after the first over a retained graph. Double backward and ``torch.func`` transforms raise.
-    Inside of ``torch.compile`` the call is an operator of the graph, with ``fullgraph=True`` too.
+    Inside of ``torch.compile`` the call is an operator of the graph, with ``fullgraph=True`` too; with ``parallel`` it
+    breaks the graph.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
@@ -150,6 +157,11 @@ def linear_cross_entropy(
     checked = check(head, dtype, loss, batch={} if token_weights is None else {"token_weights": token_weights})
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
     if reduction == "none":
+        if head.tokens is not None and head.tokens.average:
+            raise ValueError(
+                'average=True of TokenParallel multiplies the loss, and reduction="none" has no loss but values per '
+                "token: multiply yours by the number of ranks, and leave average=False"
+            )
         return Task(
             checked, checked.answer.demand, request, token_objective,
             lambda ran: laid_out(ran.outputs[0], target, shift), per_token=("values",),

@@ -29,8 +29,9 @@ class LossOutput:
 
     ``loss``: 0-d, differentiable. ``parts``: each summand's own reduced value, 0-d and detached; ``loss`` is their sum
     with the coefficients. ``metrics``: by name, each with ``.sum`` and ``.count`` or ``.extremum``, and ``.value``; on
-    the device. ``plan``: how the call ran; None for ``logits_loss``, which has nothing to plan, and inside of
-    ``torch.compile``, where a graph may run at other lengths.
+    the device. With ``TokenParallel`` loss and parts are this rank's shares, metrics the whole batch's. ``plan``: how
+    the call ran; None for ``logits_loss``, which has nothing to plan, and inside of ``torch.compile``, where a graph
+    may run at other lengths.
     """
 
     loss: Tensor
@@ -85,7 +86,7 @@ def linear_loss(
 
     Args:
         hidden, weight, bias, ignore_index, softcap, logit_scale, shift, memory_budget, chunk_tokens, accumulate_dtype,
-            accumulate_into, upstream, skip_ignored, deterministic, backend: as in ``linear_cross_entropy``.
+            accumulate_into, upstream, skip_ignored, deterministic, vocab_size, backend: as in ``linear_cross_entropy``.
         skip_tolerance: as there; ``metrics["dropped_mass"]`` is then the probability per token that mean rows stood in
             for, and ``metrics["kept_tiles"]`` the share of tiles that were computed.
         target: token ids [...] int64; None where no loss or metric reads it.
@@ -102,13 +103,18 @@ def linear_loss(
             summand the tokens (segments, pairs) that count, 1 where there are none. 0 gives 0.
         temperature: divides the logits for every loss and metric that names no temperature of its own. A call may mix
             two temperatures.
+        parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. Loss
+            and parts are this rank's shares, of which an ``all_reduce(SUM)`` gives the whole batch's; D, sums over
+            segments and metrics are of all ranks' tokens. ``num_segments``, ids of segments and the fields per segment
+            and per pair are the whole batch's. ``VocabParallel``: they hold different rows of the head.
 
     Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
     gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
     and ``accumulate_into`` is added to there.
 
     Inside of ``torch.compile`` the call is an operator; losses and metrics may be made in the compiled function or
-    before it, those of ``losses.custom`` before it alone. There a tensor multiplies a loss by ``Losses.times``.
+    before it, those of ``losses.custom`` before it alone. There a tensor multiplies a loss by ``Losses.times``. With
+    ``parallel`` the call breaks the graph.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument; a missing field names the loss that needs it.

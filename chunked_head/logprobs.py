@@ -13,12 +13,12 @@ from .asked import Asked, HeadOptions, check
 from .call import Task, stats_objective
 from .graph.operation import in_graph, operation
 from .losses.base import Losses
-from .objective import StatsObjective
 from .parallel import TokenParallel, VocabParallel
 from .parallel.dtensor import local
 from .planner import Request
 from .prepare import shift_right
 from .stats import Demand, View
+from .token_objectives import StatsObjective
 
 
 @operation
@@ -96,6 +96,7 @@ def linear_logprobs(
         chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
     )  # fmt: skip
     dtype = head.check()
+    head.refuse_tokens("linear_logprobs")
     if target is None:
         raise ValueError("target is None; linear_logprobs gives log-probabilities of targets: pass token ids")
     if top_k is not None:

@@ -112,6 +112,7 @@ class MetricValue:
     count: Tensor | None = None  # 0-d: tokens, or segments or documents with a token
     extremum: Tensor | None = None  # the maximum of nothing is -inf, its minimum inf
     finish: Finish = "mean"
+    whole_of: str | None = None  # name of the process group whose ranks' tokens it is of, and not one rank's alone
 
     @property
     def value(self) -> Tensor:
@@ -151,9 +152,14 @@ def unit_weights(ids: Tensor, mask: Tensor, number: int, dtype: torch.dtype = to
     """
     kept = mask & (ids >= 0)
     index = torch.where(kept, ids, number)
-    counts = torch.zeros(number + 1, dtype=dtype, device=ids.device).index_add(0, index, kept.to(dtype))
-    weights = torch.where(kept, 1.0 / counts.clamp(min=1.0)[index], 0.0)
-    return weights, (counts[:-1] > 0).sum().to(dtype)
+    counts = torch.zeros(number + 1, dtype=dtype, device=ids.device).index_add(0, index, kept.to(dtype))[:-1]
+    return weights_in(counts, ids, mask), (counts > 0).sum().to(dtype)
+
+
+def weights_in(counts: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    """The weights of ``unit_weights`` where it is known how many tokens of each segment count, ``counts`` [number]."""
+    kept = mask & (ids >= 0)
+    return torch.where(kept, 1.0 / counts.clamp(min=1.0)[ids.clamp(min=0)], 0.0)
 
 
 def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -176,6 +182,10 @@ def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | Non
 
 def merge(a: MetricValue, b: MetricValue) -> MetricValue:
     """The metric of the tokens of both, for example of two micro-batches."""
+    if a.whole_of != b.whole_of:
+        raise ValueError(
+            "metrics of one rank's tokens and of all ranks' cannot be merged: give both calls the same parallel="
+        )
     if (a.reduce, a.finish) != (b.reduce, b.finish):
         raise ValueError(f"metrics that differ cannot be merged: {a.reduce}, {a.finish} and {b.reduce}, {b.finish}")
     if a.reduce != "mean":
@@ -202,17 +212,20 @@ def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[st
     """``metrics`` over the ranks of ``group``: one SUM of all sums and counts, one MAX of all extrema.
 
     Every rank must hold metrics of the same names and kinds (in any order), those without tokens included. On
-    vocabulary-parallel ranks metrics are equal already: reduce over groups that hold different tokens. Without an
-    initialised process group there is nothing to do. fp32, fp64 where a metric is.
+    vocabulary-parallel ranks metrics are equal already: reduce over groups that hold different tokens. Those of a call
+    with ``TokenParallel`` over this group are whole already, and stay as they are. Without an initialised process
+    group there is nothing to do. fp32, fp64 where a metric is.
     """
     from torch import distributed
 
     if not metrics or not (distributed.is_available() and distributed.is_initialized()):
         return dict(metrics)
-    names = sorted(metrics)  # the same order on every rank
+    whole: Any = distributed.group.WORLD
+    here = whole.group_name if group is None else group.group_name
+    names = sorted(name for name in metrics if metrics[name].whole_of != here)  # the same order on every rank
     means = [name for name in names if metrics[name].reduce == "mean"]
     extrema = [name for name in names if metrics[name].reduce != "mean"]
-    reduced: dict[str, MetricValue] = {}
+    reduced = {name: value for name, value in metrics.items() if value.whole_of == here}
     if means:
         parts = [part for name in means for part in (metrics[name].sum, metrics[name].count) if part is not None]
         sums = iter(_reduced(parts, distributed.ReduceOp.SUM, group))

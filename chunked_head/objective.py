@@ -15,11 +15,11 @@ from .evaluate import (
     Inputs,
     Structure,
     as_coefficients,
-    coefficients_of,
     run,
     totals,
 )
 from .metrics import Metric, MetricValue
+from .parallel.tokens import Spread, whole_metrics
 from .stats import Coefficients, Demand, RowStats, Teacher
 
 
@@ -41,6 +41,11 @@ class Objective:
     def differentiable(self) -> int:
         """How many of the outputs, the first ones, take a gradient."""
         return 1
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the call sends messages to ranks that hold other tokens, and whose plans may be others."""
+        return False
 
     def without_teacher(self) -> "Objective":
         """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
@@ -99,14 +104,24 @@ class ScalarObjective(Objective):
     counts: list[Tensor]  # of the metrics
     segment_metrics: tuple[tuple[Metric, int], ...]
     fused: bool
+    spread: Spread | None = None  # where ranks hold different tokens of the batch
+    together: bool = False  # whether they must exchange sums of segments for the values
     evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
     found: list[Tensor] = field(default_factory=list)  # totals of the summands, then of the metrics
     taken_out: list[Tensor] = field(default_factory=list)  # by ``fitted`` in the forward pass
+    exchanged: list[Coefficients] = field(default_factory=list)  # of all tokens, at the foretold upstream gradient
+
+    @property
+    def exchanges(self) -> bool:
+        return self.spread is not None
 
     def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
         if self.coupled and not (rows.start == 0 and rows.stop == len(self.target)):
             return None
-        evaluation = self.evaluate(stats, rows, self.inputs.factors, gradient)
+        if self.together:
+            evaluation = self.exchange(stats)
+        else:
+            evaluation = self.evaluate(stats, rows, self.inputs.factors, gradient)
         self.evaluations.append(evaluation)
         if not gradient:
             return None
@@ -116,6 +131,14 @@ class ScalarObjective(Objective):
             self.taken_out[:] = [] if gain is None else [gain]
         return coefficients
 
+    def exchange(self, stats: RowStats) -> Evaluation:
+        """Values and gradients of losses that sum segments over ranks, with all their messages: once for a call, in
+        the forward pass, and always both. Ranks' plans differ, as their tokens do; what they send must not."""
+        inputs = self.inputs._replace(spread=self.spread)
+        evaluation = run(self.structure, stats.named(), inputs, False)
+        self.exchanged[:] = [as_coefficients(evaluation.coefficients)]
+        return evaluation
+
     def evaluate(self, stats: RowStats, rows: slice, factors: Tensor, gradient: bool) -> Evaluation:
         structure = self.structure if gradient else self.structure.values_only
         inputs = rows_of(self.inputs, rows)._replace(factors=factors)
@@ -123,6 +146,8 @@ class ScalarObjective(Objective):
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         everything = slice(0, len(self.target))
+        if not self.evaluations and self.together:
+            self.evaluations.append(self.exchange(stats))
         if not self.evaluations and len(self.target):
             self.evaluations.append(self.evaluate(stats, everything, self.inputs.factors, gradient=False))
         if self.evaluations:
@@ -139,15 +164,19 @@ class ScalarObjective(Objective):
 
     def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
         """Metrics of all chunks; those that must see all tokens at once are made here."""
-        found = self.found[len(self.inverse) :]
-        if self.segment_metrics and len(self.target):
+        # without tokens there is nothing, but what is exchanged with ranks that have some
+        nothing: list[Tensor | None] = [None] * len(self.structure.metrics)
+        found = [*self.found[len(self.inverse) :]] if self.found else nothing
+        if self.segment_metrics and (len(self.target) or self.spread is not None):
             structure = replace(self.structure, summands=(), metrics=self.segment_metrics, leaves=frozenset())
-            found = found + totals(structure, [run(structure, stats.named(), self.inputs, False)], self.one_or_nan)
+            inputs = self.inputs._replace(spread=self.spread)
+            apart = totals(structure, [run(structure, stats.named(), inputs, False)], self.one_or_nan)
+            found += apart
         measured = [metric for metric, _ in (*self.structure.metrics, *self.segment_metrics)]
-        return {
-            metric.label: self.metric_value(metric, found[i] if found else None, self.counts[i])
-            for i, metric in enumerate(measured)
+        values = {
+            metric.label: self.metric_value(metric, found[i], self.counts[i]) for i, metric in enumerate(measured)
         }
+        return values if self.spread is None else whole_metrics(values, self.spread.parallel)
 
     def metric_value(self, metric: Metric, found: Tensor | None, count: Tensor) -> MetricValue:
         if metric.reduce == "mean":
@@ -163,6 +192,9 @@ class ScalarObjective(Objective):
     def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
         (given,) = upstream
         assert given is not None
+        if self.together:
+            ratio = torch.where(given == self.declared, 1.0, given.to(self.dtype) / self.declared)
+            return self.fitted(self.exchanged[0].times(ratio))
         factors = stacked([times(i.value, c, given) for c, i in zip(self.coefficients, self.inverse, strict=True)])
         evaluation = self.evaluate(stats, slice(0, len(self.target)), factors, gradient=True)
         return self.fitted(as_coefficients(evaluation.coefficients))
@@ -185,87 +217,6 @@ class ScalarObjective(Objective):
     def gain_so_far(self) -> Tensor | None:
         # one or the other: coupled losses find theirs once all tokens have been seen
         return self.taken_out[0] if self.taken_out else self.gain
-
-
-@dataclass(frozen=True, eq=False)
-class TokenObjective(Objective):
-    """The weighted sum of token losses for each token, unreduced."""
-
-    inputs: Inputs
-    coefficients: list[float | Tensor]
-    fused: bool
-
-    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        table = run(self.structure.values_only, stats.named(), self.inputs, False).table
-        first, *others = map(times, table, self.coefficients)
-        return (sum(others, first) * self.one_or_nan,)
-
-    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
-        (given,) = upstream
-        assert given is not None
-        given = torch.where(self.target >= 0, given, 0.0)
-        factors = stacked([times(given, c) for c in self.coefficients])
-        evaluation = run(self.structure, stats.named(), self.inputs._replace(factors=factors), self.fused)
-        return self.fitted(as_coefficients(evaluation.coefficients))
-
-
-LEAF = {"logprobs": "logprob"}  # outputs that are called otherwise than the statistic
-
-
-@dataclass(frozen=True, eq=False)
-class StatsObjective(Objective):
-    """Statistics for a loss that the caller computes: ``names``, the first ``with_gradient`` of them differentiable."""
-
-    names: tuple[str, ...]
-    with_gradient: int
-
-    @property
-    def differentiable(self) -> int:
-        return self.with_gradient
-
-    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        counts, zero = self.target >= 0, self.one_or_nan - self.one_or_nan  # or nan
-        found = []
-        for name in self.names:
-            value = self.statistic(stats, name)
-            here = counts if value.dim() == 1 else counts[:, None]
-            if value.is_floating_point():
-                found.append(torch.where(here, value + zero, zero))
-            else:
-                found.append(value * here)  # of ints a product selects
-        return tuple(found)
-
-    def statistic(self, stats: RowStats, name: str) -> Tensor:
-        if name == "argmax":
-            assert stats.argmax is not None
-            return stats.argmax.long()
-        if name == "top_k_logprobs":
-            assert stats.top_k_logits is not None
-            return (stats.top_k_logits - stats.start[:, None]) + stats.rest[:, None]
-        if name == "mean_logit":
-            assert stats.weighted_sum is not None
-            return stats.weighted_sum / self.structure.vocab
-        if name == "log_sum_sq_probs":
-            assert stats.start2 is not None and stats.rest2 is not None
-            # lse2 - 2 * lse, which would lose what lies below an ulp of the logits
-            return (stats.start2 - 2 * stats.start) - (stats.rest2 - 2 * stats.rest)
-        return getattr(stats, LEAF.get(name, name))
-
-    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
-        counts = self.target >= 0
-        grads = {
-            LEAF.get(name, name): torch.where(counts, given, 0.0).to(self.dtype)
-            for name, given in zip(self.names[: self.with_gradient], upstream, strict=False)
-            if given is not None
-        }
-        if "logprob" not in grads:  # alpha and beta are always there
-            grads["logprob"] = torch.zeros(len(self.target), dtype=self.dtype, device=self.target.device)
-        if (given := grads.pop("mean_logit", None)) is not None:
-            grads["weighted_sum"] = given / self.structure.vocab
-        if (given := grads.pop("log_sum_sq_probs", None)) is not None:
-            grads["lse2"] = given
-            grads["lse"] = grads["lse"] - 2 * given if "lse" in grads else -2 * given
-        return self.fitted(as_coefficients(coefficients_of(self.structure, grads, stats.named())))
 
 
 def rows_of(inputs: Inputs, rows: slice) -> Inputs:

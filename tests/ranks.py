@@ -3,6 +3,7 @@
 import os
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ def enter(rank: int, work: Work, ranks: int, folder: str, device: str) -> None:
         place = f"cuda:{rank}"
         torch.cuda.set_device(place)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks
-    )
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
     torch.save(work(rank, place), Path(folder, f"{rank}.pt"))
     dist.destroy_process_group()
 

@@ -15,13 +15,33 @@ MOST_IDS = 1 << 24
 class TokenParallel:
     """Ranks of ``group`` hold different tokens of one batch: data-parallel, sequence- or context-parallel.
 
-    Denominators, segments' sums and metrics are those of all the group's tokens: each rank's loss is its share of the
-    whole batch's, and shares and gradients add up over the group. ``average=True`` multiplies both by the number of
-    ranks, for frameworks that average gradients over the group rather than add them (DDP and FSDP by default).
+    A rank's loss is its share of the whole batch's, its parts are its shares of the parts: an ``all_reduce(SUM)`` of
+    them, which is the caller's to do where he wants to log it, gives the whole. Gradients are those of the whole
+    batch's loss: a token's row of ``hidden``'s is complete, ``weight``'s is what this rank's tokens add, for the
+    framework to ``all_reduce(SUM)`` as it does those of all other parameters.
 
-    ``group``: a process group, a one-dimensional DeviceMesh, or None for all processes. A segment's tokens may lie on
-    several ranks, under the same id (``batch["segments"]`` in ``[0, num_segments)`` of the whole batch); it counts
-    once. Every rank makes the same calls in the same order, with as many tokens as it has, none included.
+    - Denominators count the tokens (segments, pairs, class weights of targets) of all ranks. A ``normalizer`` that is
+      given is the whole batch's already.
+    - A segment's tokens may lie on several ranks, under the same id; it counts once. Ids, ``num_segments``, ``pairs``
+      and other fields per segment, per pair or constant are those of the whole batch, the same on every rank.
+      ``batch.segment_sum``, ``segment_mean`` and ``segment_count`` in a loss of one's own are of all ranks' tokens.
+      Ranks take turns to add a segment's or a pair's value to their share, whoever holds its tokens.
+    - ``out.metrics`` are those of the whole batch, the same on every rank.
+    - The upstream gradient of the loss must be the same on all ranks, as a loss scale is.
+
+    Messages: an ``all_reduce`` of all counts before the sweep; where a loss sums statistics over segments, one of each
+    such sum after it and one of its gradient; an ``all_gather`` of all metrics. Their number depends on losses and
+    metrics alone, not on the tokens of a rank, their number or its plan, and all come in the forward pass; nothing
+    waits for the device. A call of a new kind (other losses, options, metrics or ``num_segments``) begins with one
+    more, by which a mismatch raises on every rank, and which waits. An id out of range on one rank makes loss, metrics
+    and gradients nan on all; on the CPU it raises on all.
+
+    Args:
+        group: a process group, a one-dimensional DeviceMesh, or None for all processes. Every rank makes the same
+            calls in the same order, with as many tokens as it has, none included.
+        average: multiplies the loss, and so the gradients, by the number of ranks, for frameworks that average
+            gradients over the group (DDP and FSDP unless told otherwise) rather than add them; the mean of the losses
+            is then the whole one. Parts and metrics are not multiplied.
     """
 
     group: Any = None

@@ -1,0 +1,51 @@
+"""Ranks that are about to exchange messages make sure, once for each kind of call, that they mean the same."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import distributed
+
+
+@contextlib.contextmanager
+def ids_in_range_everywhere(group: Any) -> Iterator[None]:
+    """An IndexError of one rank on all: on the CPU, where ids are looked at before they are used."""
+    own = None
+    try:
+        yield
+    except IndexError as error:
+        own = error
+    failed = torch.tensor([float(own is not None)])
+    distributed.all_reduce(failed, group=group)
+    if own is not None:
+        raise own
+    if failed.item():
+        raise IndexError("an id is out of range on another rank of TokenParallel, where the error says which")
+
+
+AGREED: set[tuple[str, int]] = set()  # kinds of calls that all ranks of a group are known to make alike
+
+
+def agree(told: str, group: Any, device: torch.device, what: str) -> None:
+    """Raises on every rank where ranks are about to do different things: one message for each new kind of call.
+
+    ``told`` is what they must have in common, spelt alike in every process.
+    """
+    key = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
+    place = group.group_name, key
+    if place in AGREED:
+        return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"a call of {what} that ranks have not agreed on cannot be captured: run it once before")
+    mine = torch.tensor([key], dtype=torch.int64, device=device)
+    gathered = mine.new_empty(distributed.get_world_size(group))
+    distributed.all_gather_into_tensor(gathered, mine, group=group)
+    others = [rank for rank, given in enumerate(gathered.tolist()) if given != key]
+    if others:
+        raise ValueError(
+            f"rank {distributed.get_rank(group)} of {what} is about to make another call than rank {others[0]}: "
+            f"losses, metrics, options and the number of segments must be the same on all ranks; here they are {told}"
+        )
+    AGREED.add(place)

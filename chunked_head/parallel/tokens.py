@@ -1,0 +1,82 @@
+"""What ranks that hold different tokens of a batch tell each other: sums, counts, metrics.
+
+How many messages there are depends on the losses and metrics of a call, on nothing else: not on tokens, their number,
+the plan, or whether a gradient is wanted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from ..losses.base import Summand
+from ..metric_values import MetricValue
+from .groups import TokenParallel
+
+
+def add_up(values: Sequence[Tensor], group: Any) -> list[Tensor]:
+    """The sums over ranks, in one message: float64, in which counts are exact; in their own dtypes afterwards."""
+    packed = torch.cat([value.reshape(-1).double() for value in values])
+    distributed.all_reduce(packed, group=group)
+    pieces = packed.split([value.numel() for value in values])
+    return [piece.view(value.shape).to(value.dtype) for piece, value in zip(pieces, values, strict=True)]
+
+
+class AddOverRanks(torch.autograd.Function):
+    """A sum over ranks, of which each differentiates its own share of the loss: the gradient is a sum over them too."""
+
+    @staticmethod
+    def forward(values: Tensor, group: Any) -> Tensor:
+        whole = values.clone()
+        distributed.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return AddOverRanks.apply(gradient, ctx.group), None
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """How the tokens of a call are spread over ranks, and what is known of all of them before there is any logit."""
+
+    parallel: TokenParallel
+    counts: Mapping[str, Tensor]  # by field of ids: tokens that count in each segment [num_segments] fp32
+    sums: Mapping[str, Tensor]  # by token field: its sums over segments [num_segments]
+    totals: Mapping[Summand, Tensor]  # of what each token adds to a denominator, where that is not 1
+
+    def segment_sum(self, own: Tensor, values: Tensor, fields: Mapping[str, Tensor], name: str) -> Tensor:
+        """Sums over all ranks [num_segments] where ``own`` are this rank's, of ``values`` [n] by the ids ``name``."""
+        if name == "segments":
+            for field, known in self.sums.items():
+                if fields[field] is values:
+                    return known
+        return AddOverRanks.apply(own, self.parallel.group)
+
+    def mine(self, number: int, device: torch.device) -> Tensor:
+        """Which of ``number`` segments or pairs this rank adds to its share [number] bool: they take turns. Values of
+        segments are the same on all ranks, whoever holds their tokens."""
+        return torch.arange(number, device=device) % self.parallel.ranks == self.parallel.rank
+
+
+def whole_metrics(metrics: Mapping[str, MetricValue], parallel: TokenParallel) -> dict[str, MetricValue]:
+    """Metrics of the tokens of all ranks, the same on each: one message."""
+    if not metrics:
+        return {}
+    parts = [part for value in metrics.values() for part in (value.sum, value.extremum) if part is not None]
+    own = torch.cat([part.reshape(-1).double() for part in parts])
+    every = own.new_empty(parallel.ranks, len(own))
+    distributed.all_gather_into_tensor(every.view(-1), own, group=parallel.group)
+    pieces, found = every.split([part.numel() for part in parts], 1), {}
+    for (name, value), part, piece in zip(metrics.items(), parts, pieces, strict=True):
+        reduced = {"mean": piece.sum(0), "max": piece.amax(0), "min": piece.amin(0)}[value.reduce]
+        reduced = reduced.view(part.shape).to(part.dtype)
+        which = "sum" if value.reduce == "mean" else "extremum"
+        found[name] = replace(value, whole_of=parallel.group.group_name, **{which: reduced})
+    return found
