@@ -25,7 +25,7 @@ from chunked_head.parallel.groups import chunked
 
 DOCS = Path(__file__).parent.parent / "docs" / "parallel.md"
 BEGIN, END = "<!-- made by tests/test_traffic.py -->", "<!-- end -->"
-SHAPE, PAPER = Shape(16, 16, 256), Shape(8192, 4096, 128256)
+SHAPE, PAPER = Shape(16, 40, 256), Shape(8192, 4096, 128256)
 TWO, CHUNKS = 2, 2
 GRPO = WORKLOADS["grpo+z+metrics"]
 DENSE = ("teacher_hidden", "teacher_weight")

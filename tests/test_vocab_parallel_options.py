@@ -174,7 +174,8 @@ def compiled(s: Setting) -> dict[str, Any]:
 def small_budget(s: Setting) -> dict[str, Any]:
     """Chunks of a few tokens, and gradients by tiles of a few columns."""
     loss = linear_cross_entropy(
-        s.hidden, s.weight, s.target, bias=s.bias, reduction="none", memory_budget=21000 if s.sequence else 7000, **s.options
+        s.hidden, s.weight, s.target, bias=s.bias, reduction="none",
+        memory_budget=21000 if s.sequence else 7000, **s.options,
     )  # fmt: skip
     (loss * s.upstream[0]).sum().backward()
     return s.found(loss)

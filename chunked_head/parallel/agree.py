@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from .collectives import all_gather
+
 
 @contextlib.contextmanager
 def ids_in_range_everywhere(group: Any) -> Iterator[None]:
@@ -41,7 +43,7 @@ def agree(told: str, group: Any, device: torch.device, what: str) -> None:
         raise RuntimeError(f"a call of {what} that ranks have not agreed on cannot be captured: run it once before")
     mine = torch.tensor([key], dtype=torch.int64, device=device)
     gathered = mine.new_empty(distributed.get_world_size(group))
-    distributed.all_gather_into_tensor(gathered, mine, group=group)
+    all_gather(gathered, mine, group)
     others = [rank for rank, given in enumerate(gathered.tolist()) if given != key]
     if others:
         raise ValueError(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..options import choice
+from .collectives import all_gather
 from .groups import process_group
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -61,7 +62,7 @@ def shift_targets(
     slices = target.chunk(held, dim)
     first = torch.stack([piece.narrow(dim, 0, shift) for piece in slices])
     every = first.new_empty(ranks, *first.shape)
-    distributed.all_gather_into_tensor(every.view(-1), first.view(-1), group=group)
+    all_gather(every.view(-1), first.view(-1), group)
     places = (rank, 2 * ranks - 1 - rank)[:held]  # of this rank's slices in the sequence
     shifted = []
     for piece, place in zip(slices, places, strict=True):

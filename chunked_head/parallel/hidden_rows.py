@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from .collectives import all_gather, reduce_scatter
+
 
 class SummedRows:
     """Every rank has all rows and a share of their gradient: summed in place, while the next products run."""
@@ -55,9 +57,7 @@ class ScatteredRows:
         self.wait(hidden)
         own = hidden[at.start // self.ranks : at.stop // self.ranks]
         by_rank = self.buffer[: at.stop - at.start].view(len(own), self.ranks, -1).transpose(0, 1).contiguous()
-        work = distributed.reduce_scatter_tensor(
-            own, by_rank.view(-1, hidden.shape[1]), group=self.group, async_op=True
-        )
+        work = reduce_scatter(own, by_rank.view(-1, hidden.shape[1]), self.group)
         self.last = work, by_rank
 
     def wait(self, hidden: Tensor) -> None:
@@ -72,7 +72,7 @@ def interleaved(own: Tensor, group: Any) -> Tensor:
     sent = own.contiguous()
     as_bytes = sent.view(torch.uint8) if sent.dtype == torch.bool else sent
     gathered = as_bytes.new_empty(ranks * len(sent), *sent.shape[1:])
-    distributed.all_gather_into_tensor(gathered, as_bytes, group=group)
+    all_gather(gathered, as_bytes, group)
     whole = gathered.view(ranks, len(sent), *sent.shape[1:]).transpose(0, 1).reshape(gathered.shape)
     return whole.view(sent.dtype) if sent.dtype == torch.bool else whole
 
@@ -88,6 +88,6 @@ class GatheredRows:
         """Rows ``at`` of the call as they came, and where in them each of the call's is."""
         own = self.hidden[at.start // self.ranks : at.stop // self.ranks]
         gathered = self.buffer[: at.stop - at.start]
-        distributed.all_gather_into_tensor(gathered, own.contiguous(), group=self.group)
+        all_gather(gathered, own.contiguous(), self.group)
         order = torch.arange(len(gathered), device=own.device).view(self.ranks, len(own)).t().reshape(-1)
         return gathered, order

@@ -12,6 +12,7 @@ from ..memory import Sizes
 from ..planner import Request, make_plan
 from ..plans import Plan
 from ..stats import Demand, Rows, RowStats
+from .collectives import all_gather
 from .groups import Split, VocabParallel
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
 from .merge import PAIR_SUMS, merge, pack, sent, unpack
@@ -99,7 +100,7 @@ class Shard:
             )
         mine = torch.tensor([key], dtype=torch.int64, device=device)
         gathered = mine.new_empty(self.parallel.ranks)
-        distributed.all_gather_into_tensor(gathered, mine, group=self.group)
+        all_gather(gathered, mine, self.group)
         others = [rank for rank, given in enumerate(gathered.tolist()) if given != key]
         if others:
             raise ValueError(
@@ -128,7 +129,7 @@ class Shard:
         names = sent(demand)
         own = torch.cat([pack(stats, names), target.to(stats.lse.dtype).unsqueeze(0)])
         gathered = own.new_empty(self.parallel.ranks, *own.shape)
-        distributed.all_gather_into_tensor(gathered.view(-1, own.shape[1]), own, group=self.group)
+        all_gather(gathered.view(-1, own.shape[1]), own, self.group)
         ratio2 = demand.views[1].ratio if len(demand.views) > 1 else 1.0
         # in fp64: logarithms have been rounded once already
         merge(unpack(gathered.double(), stats, names), stats, rows.target >= 0, ratio2, known_targets)

@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 
 from ..losses.base import Summand
 from ..metric_values import MetricValue
+from .collectives import all_gather
 from .groups import TokenParallel
 
 
@@ -72,7 +73,7 @@ def whole_metrics(metrics: Mapping[str, MetricValue], parallel: TokenParallel) -
     parts = [part for value in metrics.values() for part in (value.sum, value.extremum) if part is not None]
     own = torch.cat([part.reshape(-1).double() for part in parts])
     every = own.new_empty(parallel.ranks, len(own))
-    distributed.all_gather_into_tensor(every.view(-1), own, group=parallel.group)
+    all_gather(every.view(-1), own, parallel.group)
     pieces, found = every.split([part.numel() for part in parts], 1), {}
     for (name, value), part, piece in zip(metrics.items(), parts, pieces, strict=True):
         reduced = {"mean": piece.sum(0), "max": piece.amax(0), "min": piece.amin(0)}[value.reduce]
