@@ -40,6 +40,18 @@ def project(
         torch.mm(wide, weight[tile].to(out.dtype).t(), out=out[:, tile])
 
 
+def project_biased(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor | None:
+    """``out = hidden @ weight.T + bias``, or without the bias: what is left to be added.
+
+    cuBLAS adds a bias before it rounds to fp32, as ``F.linear`` does; added afterwards it would round twice.
+    """
+    if bias is None or not hidden.is_cuda or not (hidden.dtype == weight.dtype == bias.dtype == out.dtype):
+        project(hidden, weight, out)
+        return bias
+    torch.addmm(bias, hidden, weight.t(), out=out)
+    return None
+
+
 def add_dhidden(
     dlogits: Tensor,  # [rows, columns]
     weight: Tensor,  # [columns, hidden]

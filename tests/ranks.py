@@ -16,7 +16,7 @@ Work = Callable[[int, str], dict[str, Any]]  # of (rank, device): outcomes by na
 def run(work: Work, ranks: int, folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
     """What ``work``, a function of a module, returns on each rank: tensors on the CPU. gloo, on GPUs NCCL."""
     torch.multiprocessing.spawn(enter, (work, ranks, str(folder), device), ranks)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(ranks)]
 
 
 def enter(rank: int, work: Work, ranks: int, folder: str, device: str) -> None:

@@ -19,12 +19,17 @@ from chunked_head import ChunkedHead, linear_cross_entropy, linear_logprobs
 TOKENS, HIDDEN, VOCAB = (4, 6), 16, 51
 
 
+def place() -> str:
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
 def operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     made = torch.Generator().manual_seed(5)
     hidden, weight = torch.randn(*TOKENS, HIDDEN, generator=made), torch.randn(VOCAB, HIDDEN, generator=made)
     target = torch.randint(0, VOCAB, TOKENS, generator=made)
     target[0, :2] = -100
-    return hidden, weight, torch.randn(VOCAB, generator=made), target
+    hidden, weight, bias, target = (t.to(place()) for t in (hidden, weight, torch.randn(VOCAB, generator=made), target))
+    return hidden, weight, bias, target
 
 
 def whole(tensor: Any) -> Tensor:
@@ -39,7 +44,7 @@ def plain() -> dict[str, Any]:
 
 
 def placed(hidden_placement: Any, weight_placement: Any) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(place(), (2,), mesh_dim_names=("tp",))
     hidden, weight, bias, target = operands()
     h = distribute_tensor(hidden, mesh, [hidden_placement]) if hidden_placement is not None else hidden
     w, b = (distribute_tensor(t, mesh, [weight_placement]) for t in (weight, bias))
@@ -51,9 +56,9 @@ def placed(hidden_placement: Any, weight_placement: Any) -> dict[str, Any]:
 
 def column_parallel() -> dict[str, Any]:
     """torch's own tensor-parallel plan for the linear layer that the head takes its parameters from."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(place(), (2,))
     hidden, weight, bias, target = operands()
-    linear = nn.Linear(HIDDEN, VOCAB)
+    linear = nn.Linear(HIDDEN, VOCAB, device=place())
     linear.load_state_dict({"weight": weight, "bias": bias})
     parallelize_module(linear, mesh, ColwiseParallel())
     head = ChunkedHead.from_linear(linear, chunk_tokens=7)
@@ -66,7 +71,7 @@ def column_parallel() -> dict[str, Any]:
 
 def log_probabilities() -> dict[str, Any]:
     """Each rank's own tokens' values and their late gradients."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(place(), (2,))
     hidden, weight, bias, target = operands()
     h = distribute_tensor(hidden, mesh, [Shard(1)]).requires_grad_()
     w = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
@@ -97,8 +102,8 @@ class Model(nn.Module):
 def sharded(wrapper: str) -> dict[str, Any]:
     """Two steps of SGD, each rank its own rows of the batch, the denominator that of all of them."""
     torch.manual_seed(1)
-    model: Any = Model()
-    mesh = init_device_mesh("cpu", (2,))
+    model: Any = Model().to(place())
+    mesh = init_device_mesh(place(), (2,))
     if wrapper.startswith("fsdp2"):
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if wrapper == "fsdp2-policy" else None
         options = {} if policy is None else {"mp_policy": policy}
@@ -111,16 +116,23 @@ def sharded(wrapper: str) -> dict[str, Any]:
     hidden, _, _, target = operands()
     rank, count = dist.get_rank(), (target != -100).sum()
     found = []
+    # of each rank's two rows of the batch, both at once or one after the other
+    rows = {
+        "one": [slice(0, 4)],
+        "fsdp2-accumulated": [slice(2 * rank, 2 * rank + 1), slice(2 * rank + 1, 2 * rank + 2)],
+    }
     for _ in range(2):
         optimizer.zero_grad()
-        if wrapper == "one":
-            loss = model(hidden, target, count)
-        else:
+        share = hidden.new_zeros(())
+        micro_batches = rows.get(wrapper, [slice(2 * rank, 2 * rank + 2)])
+        for at in micro_batches:
+            if wrapper == "fsdp2-accumulated":
+                model.set_requires_gradient_sync(at is micro_batches[-1])
             # gradients are averaged over the ranks: each rank's share is doubled
-            loss = 2 * model(hidden[2 * rank :][:2], target[2 * rank :][:2], count)
-        loss.backward()
+            loss = (1 if wrapper == "one" else 2) * model(hidden[at], target[at], count)
+            loss.backward()
+            share += loss.detach()
         optimizer.step()
-        share = loss.detach().clone()
         if wrapper != "one":
             dist.all_reduce(share)
             share /= 2
@@ -144,9 +156,9 @@ class Biased(nn.Module):
 
 def two_dimensions() -> dict[str, Any]:
     """Data-parallel by FSDP2 across, tensor-parallel along: four ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(place(), (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(1)
-    model = Biased()
+    model = Biased().to(place())
     parallelize_module(model.lm_head, mesh["tp"], ColwiseParallel())
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
@@ -164,7 +176,7 @@ def two_dimensions() -> dict[str, Any]:
 
 def refused(hidden_placement: Any, weight_placement: Any) -> str:
     try:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(place(), (2,))
         hidden, weight, _, target = operands()
         h = DTensor.from_local(hidden, mesh, [hidden_placement], run_check=False)
         linear_cross_entropy(h, distribute_tensor(weight, mesh, [weight_placement]), target)
@@ -188,7 +200,7 @@ def work(rank: int, device: str) -> dict[str, Any]:
         "columns of weight": refused(Replicate(), Shard(1)),
         "tokens beside a whole weight": refused(Shard(0), Replicate()),
     }
-    for wrapper in ("one", "ddp", "fsdp2", "fsdp2-own", "fsdp2-policy"):
+    for wrapper in ("one", *WRAPPERS):
         found[wrapper] = ranks.outcome(sharded, wrapper)
     return found
 
@@ -198,28 +210,44 @@ def work_of_four(rank: int, device: str) -> dict[str, Any]:
     return {"mesh": ranks.outcome(two_dimensions)}
 
 
+PLACEMENTS = (
+    "vocabulary", "vocabulary, plain hidden", "both", "both, along the sequence", "whole", "column-parallel",
+    "log-probabilities",
+)  # fmt: skip
+WRAPPERS = ("ddp", "fsdp2", "fsdp2-own", "fsdp2-policy", "fsdp2-accumulated")
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ranks.run(work, 2, tmp_path_factory.mktemp("two"))
 
 
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks.run(work, 2, tmp_path_factory.mktemp("gpus"), "cuda")
+
+
 def same(mine: Any, other: Any) -> None:
     for outcome in (mine, other):
         assert not isinstance(outcome, str), outcome
-    torch.testing.assert_close(mine["loss"], other["loss"])
+    torch.testing.assert_close(mine["loss"], other["loss"], rtol=5e-6, atol=1e-6)
     torch.testing.assert_close(mine["grads"], other["grads"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vocabulary", "vocabulary, plain hidden", "both", "both, along the sequence", "whole", "column-parallel",
-        "log-probabilities",
-    ],
-)  # fmt: skip
-def test_placements(found: list[dict[str, Any]], name: str) -> None:
+def hold(found: list[dict[str, Any]], name: str) -> None:
     for rank in found:
-        same(rank[name], rank["plain"])
+        same(rank[name], rank["one" if name in WRAPPERS else "plain"])
+
+
+@pytest.mark.parametrize("name", [*PLACEMENTS, *WRAPPERS])
+def test_two_ranks(found: list[dict[str, Any]], name: str) -> None:
+    hold(found, name)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("name", [*PLACEMENTS, *WRAPPERS])
+def test_two_gpus(on_gpus: list[dict[str, Any]], name: str) -> None:
+    hold(on_gpus, name)
 
 
 @pytest.mark.parametrize(
@@ -236,15 +264,10 @@ def test_refused_placements(found: list[dict[str, Any]], name: str, says: str) -
         assert says in rank[name]
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "fsdp2-own", "fsdp2-policy"])
-def test_wrapped(found: list[dict[str, Any]], wrapper: str) -> None:
-    for rank in found:
-        same(rank[wrapper], rank["one"])
-
-
-def test_two_dimensions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
+def test_two_dimensions(tmp_path: Path, device: str) -> None:
     one = alone()
-    for rank in ranks.run(work_of_four, 4, tmp_path):
+    for rank in ranks.run(work_of_four, 4, tmp_path, device):
         same(rank["mesh"], one)
 
 

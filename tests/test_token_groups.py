@@ -209,20 +209,21 @@ def refused(rank: int) -> dict[str, str]:
 SEQUENCES = torch.arange(3 * 32).view(3, 32)
 
 
-def shifted(rank: int, count: int) -> dict[str, Tensor]:
+def shifted(rank: int, count: int, device: str) -> dict[str, Tensor]:
     found, length = {}, 32 // (2 * count)
     for shift in (1, 3):
         pieces = SEQUENCES.split(length, 1)
         zigzag = torch.cat([pieces[rank], pieces[2 * count - 1 - rank]], 1)
-        found[f"zigzag {shift}"] = shift_targets(zigzag, shift=shift, layout="zigzag")
         uneven = SEQUENCES.t().split([32 - 5 * (count - 1)] + [5] * (count - 1))[rank]
+        zigzag, uneven = zigzag.to(device), uneven.to(device)
+        found[f"zigzag {shift}"] = shift_targets(zigzag, shift=shift, layout="zigzag")
         found[f"contiguous {shift}"] = shift_targets(uneven, shift=shift, ignore_index=-1, dim=0)
     return found
 
 
 def work(rank: int, device: str) -> dict[str, Any]:
     found = {name: ranks.outcome(share, rank) for name, share in SHARES.items()}
-    return found | {"refused": ranks.outcome(refused, rank), "shifted": ranks.outcome(shifted, rank, 2)}
+    return found | {"refused": ranks.outcome(refused, rank), "shifted": ranks.outcome(shifted, rank, 2, device)}
 
 
 GRID = ("cross-entropy", "gspo", "dpo-ipo", "gspo-token", "kto", "jsd-hidden", "topk-tail", "everything")
@@ -230,10 +231,10 @@ ROWS = [166, 165]
 
 
 def work_of_four(rank: int, device: str) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "vocab"))
+    mesh = init_device_mesh(device.partition(":")[0], (2, 2), mesh_dim_names=("tokens", "vocab"))
     parallel = VocabParallel(mesh["vocab"], rows=ROWS, tokens=TokenParallel(mesh["tokens"]))
     tokens, columns = divmod(rank, 2)
-    found: dict[str, Any] = {"shifted": ranks.outcome(shifted, rank, 4)}
+    found: dict[str, Any] = {"shifted": ranks.outcome(shifted, rank, 4, device)}
     for layout in ("mixed", "empty"):
         for name in GRID:
             inputs = spread(CASES[name], inputs_of(CASES[name], FP32, device), places(layout, tokens))
@@ -295,9 +296,30 @@ def test_shift_targets(of_two: list[dict[str, Any]], of_four: list[dict[str, Any
         assert torch.equal(joined, expected.masked_fill(expected == -100, -1))
 
 
+@pytest.fixture(scope="module")
+def of_four_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks.run(work_of_four_gpus, 4, tmp_path_factory.mktemp("gpus"), "cuda")
+
+
+def work_of_four_gpus(rank: int, device: str) -> dict[str, Any]:
+    with torch.compiler.set_stance("force_eager"):  # as in all tests but those marked compiled
+        return work_of_four(rank, device)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("layout", ["mixed", "empty"])
+@pytest.mark.parametrize("name", GRID)
+def test_grid_of_gpus(of_four_gpus: list[dict[str, Any]], name: str, layout: str) -> None:
+    hold_to_one_rank(of_four_gpus, name, layout)
+
+
 @pytest.mark.parametrize("layout", ["mixed", "empty"])
 @pytest.mark.parametrize("name", GRID)
 def test_grid(of_four: list[dict[str, Any]], name: str, layout: str) -> None:
+    hold_to_one_rank(of_four, name, layout)
+
+
+def hold_to_one_rank(of_four: list[dict[str, Any]], name: str, layout: str) -> None:
     """Two ranks hold parts of the vocabulary for each of two that hold parts of the batch."""
     outcomes = [rank[f"{layout} {name}"] for rank in of_four]
     for outcome in outcomes:

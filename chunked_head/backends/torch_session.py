@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..gradients import AddsDlogits
-from ..matmul import project
+from ..matmul import project_biased
 from ..plans import Plan, slices
 from ..stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher, View
 from . import torch_tiles as tiles
@@ -45,8 +45,7 @@ class TorchSession(AddsDlogits):
 
     def compute_logits(self, hidden: Tensor, head: Head) -> Tensor:
         logits = self.buffer[: hidden.shape[0] * head.weight.shape[0]].view(hidden.shape[0], -1)
-        project(hidden, head.weight, logits)
-        tiles.transform_(logits, head.bias, head)
+        tiles.transform_(logits, project_biased(hidden, head.weight, head.bias, logits), head)
         return logits
 
     def teacher_logits(self, teacher: Teacher, columns: slice) -> Tensor:
@@ -54,12 +53,13 @@ class TorchSession(AddsDlogits):
         assert source is not None
         count = columns.stop - columns.start
         logits = self.teacher_buffer[: len(source) * count].view(len(source), count)
+        bias = None if teacher.bias is None else teacher.bias[columns]
         if teacher.logits is not None:
             logits.copy_(teacher.logits[:, columns])
         else:
             assert teacher.hidden is not None and teacher.weight is not None
-            project(teacher.hidden, teacher.weight[columns], logits)
-        tiles.transform_(logits, None if teacher.bias is None else teacher.bias[columns], teacher)
+            bias = project_biased(teacher.hidden, teacher.weight[columns], bias, logits)
+        tiles.transform_(logits, bias, teacher)
         return logits
 
     def block_stats(self, x: Tensor, target: Tensor, out: RowStats) -> None:

@@ -5,10 +5,16 @@ from torch import Tensor
 
 from ..kernels import launch_rows
 from ..kernels.launch_rows import Stored
-from ..matmul import project
+from ..matmul import project_biased
 from ..plans import Plan
 from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 from .triton_session import KernelSession, Normalizer, normalize_rows, ratio_of, transform
+
+
+def with_transform(raw: Stored, head: Head | Teacher) -> Stored:
+    """Raw logits that are to be read with a head's scale and cap."""
+    scale, cap = transform(head)
+    return raw._replace(logit_scale=scale, softcap=cap)
 
 
 class LogitsSession(KernelSession):
@@ -19,16 +25,16 @@ class LogitsSession(KernelSession):
         if self.sizes.teacher_store is not None:
             self.teacher_buffer = torch.empty(plan.teacher_elements(tiled), dtype=torch.float32, device=device)
 
-    def compute_logits(self, hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Stored:
+        """Raw logits, with the bias or the bias beside them; scale and cap are the caller's to say."""
         rows, columns = hidden.shape[0], weight.shape[0]
         logits = buffer[: rows * columns].view(rows, columns)
-        project(hidden, weight, logits)
-        return logits
+        return Stored(logits, None, project_biased(hidden, weight, bias, logits))
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         head = self.head
-        logits = self.compute_logits(rows.hidden, head.weight, self.buffer)
-        self.stored = Stored(logits, None, head.bias, *transform(head))
+        self.stored = with_transform(self.compute_logits(rows.hidden, head.weight, head.bias, self.buffer), head)
+        logits = self.stored.logits
         launch_rows.row_stats(
             out.lse, out.start, out.rest, out.logprob, out.target_logit, out.entropy, out.weighted_sum, out.top,
             out.argmax,
@@ -46,7 +52,7 @@ class LogitsSession(KernelSession):
             launch_rows.pick_columns(out.column_logits, self.stored, rows.columns)
         if out.top_k_ids is not None:
             assert out.top_k_logits is not None
-            raw = logits if head.bias is None else logits.add_(head.bias)
+            raw = logits if self.stored.bias is None else logits.add_(self.stored.bias)
             k = out.top_k_ids.shape[1]
             torch.topk(raw, k, largest=head.logit_scale > 0, out=(torch.empty_like(out.top_k_logits), out.top_k_ids))
             # a bias is in the logits by now
@@ -61,11 +67,11 @@ class LogitsSession(KernelSession):
         if teacher.logits is not None:
             return self.given_teacher(teacher, columns, normalize)
         assert teacher.hidden is not None and teacher.weight is not None
-        logits = self.compute_logits(teacher.hidden, teacher.weight[columns], self.teacher_buffer)
         bias = None if teacher.bias is None else teacher.bias[columns]
-        stored = Stored(logits, None, bias, *transform(teacher))
+        found = self.compute_logits(teacher.hidden, teacher.weight[columns], bias, self.teacher_buffer)
+        stored = with_transform(found, teacher)
         if normalize is not None:
-            normalize_rows(normalize, stored, logits.shape[1])
+            normalize_rows(normalize, stored, stored.logits.shape[1])
         return stored
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
@@ -75,9 +81,7 @@ class LogitsSession(KernelSession):
 
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         head = self.head.columns(tile)
-        stored = Stored(
-            self.compute_logits(rows.hidden, head.weight, self.buffer), None, head.bias, *transform(head)
-        )  # fmt: skip
+        stored = with_transform(self.compute_logits(rows.hidden, head.weight, head.bias, self.buffer), head)
         teacher = None
         if self.demand.pairing is not None and tile.start < self.demand.pairing.columns:
             assert rows.teacher is not None
@@ -98,8 +102,8 @@ class GivenLogits(LogitsSession):
         self.head, self.demand, self.vocab = head, demand, logits.shape[1]
         self.buffer, self.out = logits, out
 
-    def compute_logits(self, hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-        return hidden
+    def compute_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Stored:
+        return Stored(hidden, None, bias)
 
     def gradient_of(self, logits: Tensor) -> Tensor:
         assert self.out is not None
