@@ -61,14 +61,14 @@ class LossInputs:
             self.num_segments,
         )  # fmt: skip
 
-    def on_cpu(self) -> "LossInputs":
+    def on(self, device: str) -> "LossInputs":
         def moved(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in values.items()}
+            return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()}
 
-        target = None if self.target is None else self.target.cpu()
-        return LossInputs(
-            self.hidden.cpu(), self.weight.cpu(), target, moved(self.batch), moved(self.head), self.num_segments
-        )
+        operands = [None if t is None else t.to(device) for t in (self.hidden, self.weight, self.target)]
+        hidden, weight, target = operands
+        assert hidden is not None and weight is not None
+        return LossInputs(hidden, weight, target, moved(self.batch), moved(self.head), self.num_segments)
 
 
 def inputs_of(case: LossCase, dtype: torch.dtype, device: str, garbage: bool = False, seed: int = 3) -> LossInputs:
@@ -208,7 +208,7 @@ LOSS_CASES = [*TOKEN_CASES, *SEGMENT_CASES, *TEACHER_CASES]
 
 def run_reference(case: LossCase, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
     """Loss, parts and gradients of hidden, weight (and bias) by the oracle, which takes its time on the CPU."""
-    inputs = inputs.on_cpu()
+    inputs = inputs.on("cpu")
     hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
     head, leaves = dict(inputs.head), [hidden, weight]
     if "bias" in head:

@@ -237,8 +237,8 @@ def work_of_four(rank: int, device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"shifted": ranks.outcome(shifted, rank, 4, device)}
     for layout in ("mixed", "empty"):
         for name in GRID:
-            inputs = spread(CASES[name], inputs_of(CASES[name], FP32, device), places(layout, tokens))
-            inputs = split(inputs, ROWS, columns)
+            inputs = spread(CASES[name], inputs_of(CASES[name], FP32, "cpu"), places(layout, tokens))
+            inputs = split(inputs, ROWS, columns).on(device)
             chunk = 16 if tokens else 40
             found[f"{layout} {name}"] = ranks.outcome(step, CASES[name], inputs, parallel=parallel, chunk_tokens=chunk)
     distributed.barrier()
