@@ -1,6 +1,6 @@
 """The curves of `trained_head --curve` side by side.
 
-python -m benchmarks.trained_figure benchmarks/results/trained-head.json
+python -m benchmarks.trained_figure benchmarks/results/trained_head-cuda.json
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def smoothed(losses: list[float]) -> np.ndarray:
 
 
 def draw(curves: list[dict[str, Any]], path: Path) -> None:
-    """The losses above, what skipping adds to them and the share of tiles that were kept below."""
+    """The losses above; below their difference from the first curve, and the share of tiles that were kept."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -34,15 +34,21 @@ def draw(curves: list[dict[str, Any]], path: Path) -> None:
     for curve in curves:
         name = curve.get("label") or f"skip_tolerance {curve['tolerance']}"
         ours = smoothed(curve["losses"])
-        losses.plot(at, ours, label=f"{name}: held-out loss {curve['held_out']:.4f}", linewidth=1.0)
+        (line,) = losses.plot(at, ours, label=f"{name}: held-out loss {curve['held_out']:.4f}", linewidth=1.0)
+        if curve is not curves[0]:  # another run without skipping tells what the differences mean
+            difference.plot(at, ours - usual[: len(ours)], linewidth=1.0, color=line.get_color())
         if curve["tiles"]:
-            difference.plot(at, ours - usual[: len(ours)], linewidth=1.0)
-            tiles.plot([step for step, *_ in curve["tiles"]], [kept for _, kept, _ in curve["tiles"]], linewidth=1.0)
+            tiles.plot(
+                [step for step, *_ in curve["tiles"]],
+                [kept for _, kept, _ in curve["tiles"]],
+                linewidth=1.0,
+                color=line.get_color(),
+            )
     losses.set_ylabel(f"loss, mean of {WINDOW} steps")
     losses.legend()
     difference.set_ylabel("difference")
     difference.axhline(0.0, color="grey", linewidth=0.5)
-    difference.set_ylim(-0.05, 0.05)
+    difference.set_ylim(-0.07, 0.07)
     tiles.set_ylabel("tiles kept")
     tiles.set_ylim(0.0, 1.0)
     tiles.set_xlabel("step")
