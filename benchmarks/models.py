@@ -37,7 +37,8 @@ TINY = LLAMA_1B | {"vocab_size": 32000, "hidden_size": 128, "intermediate_size":
                    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
 PLAIN, OURS, LIGER = "plain", "ours", "liger"
 GIB = 2**30
-NEAR = (0.97, 1.03)  # of the length that two peaks foretell: one that fits, one that does not
+# of the length that two peaks foretell, in turn until one fits: an allocator does not fill its limit
+TRIED = (0.98, 0.94, 0.9, 0.85)
 
 
 @dataclass
@@ -141,9 +142,9 @@ def gpu_peak(step: Any) -> dict[str, int]:
     return {"peak_bytes": int(peak)}
 
 
-def longest(model: Any, name: str, limit: int, watch: Watch) -> dict[str, Any]:
+def longest(model: Any, name: str, limit: int, fractions: Sequence[float], watch: Watch) -> dict[str, Any]:
     """The longest sequence within ``limit`` bytes: foretold from the peaks of two lengths, which grow in proportion,
-    and tried a little below and above, under a cap of the allocator's."""
+    and tried in steps from there down, under a cap of the allocator's."""
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     peaks = []
     for length in (8192, 16384):
@@ -152,15 +153,18 @@ def longest(model: Any, name: str, limit: int, watch: Watch) -> dict[str, Any]:
     per_token = (peaks[1] - peaks[0]) / 8192
     foretold = 8192 + (limit - peaks[0]) / per_token
     row: dict[str, Any] = {"provider": name, "status": "ok", "bytes_a_token": per_token, "foretold": int(foretold)}
-    for fraction in NEAR:
+    for fraction in fractions:
         length = int(foretold * fraction) // 256 * 256
         watch.stage(f"longest of {name}: {length}")
         step = ModelStep(model, inputs_of(model, length), name)
         _, failure = measure.attempt(step, step)
         step.clear()
         measure.release()
-        row["fits" if failure is None else "does_not_fit"] = length
-        if failure is not None and failure.status != measure.OUT_OF_MEMORY:
+        if failure is None:
+            row["fits"] = length
+            break
+        row["does_not_fit"] = length
+        if failure.status != measure.OUT_OF_MEMORY:
             return row | failure.record()
     torch.cuda.set_per_process_memory_fraction(1.0)
     return row
@@ -174,6 +178,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=check(parse_count), help="length of the sequence (8192; 512 on a CPU)")
     parser.add_argument("--rounds", type=check(parse_count), default=5, help="timed rounds (5)")
     parser.add_argument("--longest", type=check(parse_count), metavar="GIB", help="find the longest sequence within")
+    parser.add_argument(
+        "--tried", type=float, nargs="+", default=TRIED, metavar="FRACTION",
+        help="of the foretold length, in turn until one fits (0.98 0.94 0.9 0.85)",
+    )  # fmt: skip
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cuda or cpu; the GPU where there is one")
     parser.add_argument("--output", type=Path, help="results file (JSON)")
@@ -191,7 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         providers.write_results(path, "models", argv, device, rows=rows)
         furthest = list[dict[str, Any]]()
         for name in names if args.longest else ():
-            found, failure = measure.attempt(functools.partial(longest, model, name, args.longest * GIB, watch))
+            found, failure = measure.attempt(
+                functools.partial(longest, model, name, args.longest * GIB, args.tried, watch)
+            )
             furthest.append({"provider": name, **failure.record()} if failure else found)
             providers.write_results(path, "models", argv, device, rows=rows, longest=furthest)
     print(json.dumps({"benchmark": "models", "device": device.type, "rows": rows, "longest": furthest}))
