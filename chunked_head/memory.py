@@ -165,10 +165,14 @@ class Sizes:
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes per row of the matmuls' other operand: a clean copy, and where 16-bit rows are cast, those. Gathered
-        rows lie in a buffer of their own, their gradients in two."""
-        gathered = 0 if self.spread == 1 else self.hidden_dtype.itemsize * (1 + 2 * self.hidden_grad)
+        """Bytes per row of the matmuls' other operand: a clean copy, and where 16-bit rows are cast, those; before
+        that rows gathered from other ranks in a buffer of their own."""
+        gathered = 0 if self.spread == 1 else self.hidden_dtype.itemsize
         return self.hidden * (gathered + (self.element if self.half_products or not self.half else 10))
+
+    def scattered_bytes(self, rows: int, accumulate: torch.dtype) -> int:
+        """The gradient of rows that go back to other ranks: as it is made, and as it is sent."""
+        return 2 * rows * self.hidden * accumulate.itemsize if self.spread > 1 and self.hidden_grad else 0
 
     def dhidden_parts(self, rows: int) -> int:
         """Parts that a chunk's dhidden is made in, each with an fp32 sum of its own."""
@@ -233,6 +237,7 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
         Term("logits of a chunk and its rows", rows * sizes.row_bytes),
         Term("target's terms of dweight", target_rows(sizes) if sizes.store == "fast" else 0),
         Term("gradient of hidden, parts", part_sums(sizes, rows)),
+        Term("gradient of hidden, to other ranks", sizes.scattered_bytes(rows, hidden_acc)),
         Term("tiles to skip", 0 if sizes.skip is None else skip_bytes(rows, sizes.vocab, sizes.hidden)),
         Term("work space of tiles", work_space(sizes, sizes.vocab, rows) + scaled_tile(sizes)),
         *sizes.common_terms,
@@ -262,6 +267,7 @@ def recompute_terms(
         replace(d_weight, loop=0 if cast_w else d_weight.finish),
         Term("gradient of weight, waiting", waiting, waiting),
         Term("gradient of hidden, a block", block * sizes.hidden * 4 if accumulate_h else 0),
+        Term("gradient of hidden, to other ranks", sizes.scattered_bytes(block, sizes.hidden_dtype)),
         Term("gradients of a block's tile", block * sizes.tile_bytes(tile)),
         Term("hidden states of a block", block * (sizes.operand_bytes + sizes.teacher_width * sizes.element)),
         Term(
