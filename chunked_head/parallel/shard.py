@@ -1,6 +1,5 @@
 """One call's part of the vocabulary, and every message that its ranks exchange for it."""
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +11,11 @@ from ..memory import Sizes
 from ..planner import Request, make_plan
 from ..plans import Plan
 from ..stats import Demand, Rows, RowStats
+from .agree import agree
 from .collectives import all_gather
 from .groups import Split, VocabParallel
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
 from .merge import PAIR_SUMS, merge, pack, sent, unpack
-
-AGREED: set[tuple[str, int]] = set()  # kinds of calls that all ranks of a group are known to make alike
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,30 +82,17 @@ class Shard:
     def agree(self, plan: Plan, options: str, device: torch.device) -> None:
         """Raises on every rank where ranks are about to do different things: one message for each new kind of call."""
         chunks = plan.schedule, plan.chunk_tokens, plan.block_tokens, plan.hidden_accumulate, plan.weight_accumulate
-        common = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=Demand())
+        # what is wanted of the columns decides what is sent, beside losses and metrics or without any
+        demand = plan.sizes.demand
+        pairing = None if demand.pairing is None else demand.pairing._replace(columns=0)
+        demand = demand._replace(views=tuple(view._replace(columns=None) for view in demand.views), pairing=pairing)
+        common = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=demand)
         self.agree_on(
             repr((chunks, common, self.split.vocab, self.split.rows, self.parallel.sequence_sharded, options)), device
         )
 
     def agree_on(self, told: str, device: torch.device) -> None:
-        key = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
-        place = self.group.group_name, key
-        if place in AGREED:
-            return
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a call of VocabParallel that ranks have not agreed on cannot be captured: run it once before"
-            )
-        mine = torch.tensor([key], dtype=torch.int64, device=device)
-        gathered = mine.new_empty(self.parallel.ranks)
-        all_gather(gathered, mine, self.group)
-        others = [rank for rank, given in enumerate(gathered.tolist()) if given != key]
-        if others:
-            raise ValueError(
-                f"rank {self.parallel.rank} of VocabParallel is about to do another call than rank {others[0]}: sizes, "
-                f"dtypes, options and losses must be the same on all ranks; here they are {told}"
-            )
-        AGREED.add(place)
+        agree(told, self.group, device, "VocabParallel")
 
     def add_targets(self, target_logit: Tensor) -> None:
         """Every row's target logit, in place, from 0 where the target is elsewhere."""
