@@ -99,7 +99,8 @@ class HeadOptions:
         """This rank's part of the vocabulary, where ranks share it."""
         if not isinstance(self.parallel, VocabParallel):
             return None
-        return Shard(self.parallel, self.parallel.split(self.weight.shape[0], self.vocab_size))
+        split = self.parallel.split(self.weight.shape[0], self.vocab_size)
+        return Shard(self.parallel, split, self.target is not None)
 
     @property
     def tokens(self) -> TokenParallel | None:

@@ -224,6 +224,9 @@ def failures(rank: int) -> dict[str, str]:
         "statistics": said(lambda: linear_logprobs(s.hidden, s.weight, s.target, entropy=rank == 1, **s.options)),
         "tokens": said(lambda: linear_cross_entropy(s.hidden[rank:], s.weight, s.target[rank:], **s.options)),
         "targets": said(lambda: linear_cross_entropy(s.hidden, s.weight, other, **s.options).item()),
+        "hidden states": said(
+            lambda: linear_loss(s.hidden.roll(rank, 0), s.weight, None, losses.entropy(), **s.options).loss.item()
+        ),
         "out of range": said(lambda: linear_cross_entropy(s.hidden, s.weight, s.target + 60, **s.options)),
         "vocab_size": said(lambda: call(vocab_size=63)),
         "empty": said(lambda: call(vocab_size=30, parallel=VocabParallel(rows=ROWS))),
@@ -319,6 +322,7 @@ def test_shares_of_the_gradient(found: list[dict[str, Any]]) -> None:
         ("statistics", "about to make another call than rank"),
         ("tokens", "about to make another call than rank"),
         ("targets", "nan"),
+        ("hidden states", "nan"),
         ("out of range", "IndexError: target must be in [0, 61)"),
         ("vocab_size", "ValueError: vocab_size is 63, and the 2 ranks hold"),
         ("empty", "ValueError: rank 1 of VocabParallel holds no row"),

@@ -17,6 +17,11 @@ from .groups import Split, VocabParallel
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
 from .merge import PAIR_SUMS, merge, pack, sent, unpack
 
+# of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
+SAME_HIDDEN = 1e-3
+# statistics on which all that is made of a row depends
+OF_TOKENS = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2", "entropy2", "weighted_sum")
+
 
 @dataclass(frozen=True, eq=False)
 class Shard:
@@ -24,6 +29,7 @@ class Shard:
 
     parallel: VocabParallel
     split: Split
+    targets: bool = True  # whether the call has any, by which ranks know that they mean the same tokens
 
     @property
     def group(self) -> Any:
@@ -101,8 +107,9 @@ class Shard:
     def merge(self, rows: Rows, target: Tensor, stats: RowStats, demand: Demand, known_targets: bool) -> None:
         """The statistics of this rank's columns become those of the vocabulary: one message for the chunk.
 
-        ``target`` [rows] ids of the vocabulary go along: ranks that were given different ones, such as those of a
-        data-parallel group, would make something out of each other's tokens, and get nan.
+        ``target`` [rows] ids of the vocabulary go along, or where there are none what tells hidden states apart: ranks
+        that were given different ones, such as those of a data-parallel group, would make something out of each
+        other's tokens, and get nan.
         """
         if stats.argmax is not None:
             stats.argmax.add_(self.here.start)
@@ -111,15 +118,23 @@ class Shard:
         if stats.column_logits is not None:
             assert rows.columns is not None
             stats.column_logits.masked_fill_(rows.columns < 0, 0.0)
-        names = sent(demand)
-        own = torch.cat([pack(stats, names), target.to(stats.lse.dtype).unsqueeze(0)])
+        names, dtype = sent(demand), stats.lse.dtype
+        tokens = target.to(dtype) if self.targets else rows.hidden.sum(1, dtype=dtype)
+        own = torch.cat([pack(stats, names), tokens.unsqueeze(0)])
         gathered = own.new_empty(self.parallel.ranks, *own.shape)
         all_gather(gathered.view(-1, own.shape[1]), own, self.group)
         ratio2 = demand.views[1].ratio if len(demand.views) > 1 else 1.0
         # in fp64: logarithms have been rounded once already
         merge(unpack(gathered.double(), stats, names), stats, rows.target >= 0, ratio2, known_targets)
-        zero_or_nan = torch.where((gathered[:, -1] == own[-1]).all(), 0.0, torch.nan)
-        for name in ("lse", "start", "logprob", "lse2", "start2", "logprob2"):
+        off = (gathered[:, -1] - tokens).abs()
+        if self.targets:
+            same = off == 0.0
+        else:
+            # ranks that computed the same hidden states each by itself may have rounded them otherwise
+            size = torch.linalg.vector_norm(rows.hidden, 1, dim=1, dtype=dtype)
+            same = off <= SAME_HIDDEN * size
+        zero_or_nan = torch.where(same.all(), 0.0, torch.nan)
+        for name in OF_TOKENS:
             value = getattr(stats, name)
             if value is not None:
                 value.add_(zero_or_nan)
