@@ -261,6 +261,7 @@ def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupl
     return Sizes(
         len(asked.prepared.target), rows.shape[1], asked.head.columns, asked.dtype,
         spread=1 if asked.head.shard is None else asked.head.shard.spread,
+        ranks=1 if asked.head.shard is None else asked.head.shard.parallel.ranks,
         padding=weight.shape[0] - asked.head.columns,
         hidden_dtype=hidden.dtype, weight_dtype=weight.dtype,
         hidden_grad=wants.hidden, weight_grad=wants.weight,

@@ -99,7 +99,7 @@ def on_its_way(sharded_weight: bool) -> dict[str, Any]:
 
 
 def padded_pieces() -> dict[str, Any]:
-    """Fewer ids than rows, of which ``torch.chunk`` leaves the last of four ranks fewer: 12 of 51, as it would of 48 ids."""
+    """Fewer ids than rows, of which ``torch.chunk`` leaves the last of four ranks fewer: 12, as of 48 ids."""
     mesh = init_device_mesh("cpu", (4,))
     hidden, weight, _, target = operands()
     target = torch.where(target >= 0, target % (VOCAB - 3), target)

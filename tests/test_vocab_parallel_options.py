@@ -197,8 +197,8 @@ def small_budget(s: Setting) -> dict[str, Any]:
 
 
 CALLS = (
-    unreduced, statistics, divergence, custom, twice, checkpointed, into_a_buffer, frozen, weighted, nothing_counts, no_tokens,
-    compiled, small_budget,
+    unreduced, statistics, divergence, custom, twice, checkpointed, into_a_buffer, frozen, weighted, nothing_counts,
+    no_tokens, compiled, small_budget,
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def ids_in_range_everywhere(group: Any) -> Iterator[None]:
         raise IndexError("an id is out of range on another rank of TokenParallel, where the error says which")
 
 
-# Kinds of calls that all ranks of a group are known to make alike. By the group itself: its name comes back, for others'
+# Kinds of calls that all ranks of a group are known to make alike. By the group itself: its name comes back, for other
 # ranks too, once torch.distributed has been shut down and begun again.
 AGREED: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 

@@ -52,8 +52,8 @@ def local(
             rows = chunked(weight.shape[0], mesh.size())
             if 0 in rows:
                 raise ValueError(
-                    f"weight has {weight.shape[0]} rows, of which {mesh.size()} ranks do not all hold one; split it over "
-                    "fewer ranks"
+                    f"weight has {weight.shape[0]} rows, of which {mesh.size()} ranks do not all hold one; split it "
+                    "over fewer ranks"
                 )
             parallel = VocabParallel(mesh, rows, sequence_sharded=sequence is not None, tokens=parallel)
             vocab_size = weight.shape[0] if vocab_size is None else vocab_size
@@ -82,7 +82,7 @@ def arrived(tensor: Target) -> Target:
     """``tensor``, of which no part is still on its way (``redistribute(async_op=True)`` and the like)."""
     if type(tensor).__name__ != "AsyncCollectiveTensor" or torch.compiler.is_compiling():
         return tensor
-    return Arrived.apply(tensor)  # type: ignore[no-any-return]
+    return Arrived.apply(tensor)
 
 
 def vocabulary_mesh(weight: Any) -> Any:

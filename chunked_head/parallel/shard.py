@@ -8,8 +8,8 @@ from torch import Tensor, distributed
 
 from ..kernels.elsewhere import ELSEWHERE
 from ..memory import Sizes
-from ..planner import Request, make_plan
-from ..plans import Plan
+from ..planner import Request, make_plan, terms_of
+from ..plans import MAX_HALF_CHUNKS, Plan
 from ..stats import Demand, Rows, RowStats
 from .agree import agree
 from .collectives import all_gather
@@ -68,7 +68,8 @@ class Shard:
         return demand._replace(views=views, pairing=pairing)
 
     def plan(self, sizes: Sizes, request: Request) -> Plan:
-        """A plan of the same chunks on every rank, made for the largest part of the vocabulary; then for this one."""
+        """A plan of the same chunks on every rank, made for the largest part of the vocabulary, and its cost for this
+        one."""
         most = max(self.split.rows)
         common = replace(sizes, vocab=most, padding=0, teacher_columns=most if sizes.teacher_columns else 0)
         plan = make_plan(common, request)
@@ -76,14 +77,20 @@ class Shard:
             sizes, vocab=self.columns, demand=self.local_demand(sizes.demand),
             teacher_columns=self.columns if sizes.teacher_columns else 0,
         )  # fmt: skip
-        return replace(
-            plan, sizes=own, tile_columns=min(plan.tile_columns, self.columns),
-            chunk_tokens=self.divisible(plan.chunk_tokens), block_tokens=self.divisible(plan.block_tokens),
+        # sums in 16 bits are over as many chunks as they may be
+        most_chunks = MAX_HALF_CHUNKS if sizes.own_weight_grad and plan.weight_accumulate.itemsize < 4 else 0
+        rows, block = (self.divisible(n, sizes.tokens, most_chunks) for n in (plan.chunk_tokens, plan.block_tokens))
+        plan = replace(
+            plan, sizes=own, tile_columns=min(plan.tile_columns, self.columns), chunk_tokens=rows, block_tokens=block
         )  # fmt: skip
+        return replace(plan, terms=terms_of(plan))
 
-    def divisible(self, rows: int) -> int:
-        """Rows that come from all ranks alike."""
-        return max(self.spread, rows // self.spread * self.spread)
+    def divisible(self, rows: int, tokens: int, most_chunks: int) -> int:
+        """Rows that come from all ranks alike, a few less or, where that made more chunks than may be, a few more."""
+        fewer = rows // self.spread * self.spread
+        if fewer and not (-(-tokens // rows) <= most_chunks < -(-tokens // fewer)):
+            return fewer
+        return fewer if fewer == rows else fewer + self.spread
 
     def agree(self, plan: Plan, options: str, device: torch.device) -> None:
         """Raises on every rank where ranks are about to do different things: one message for each new kind of call."""
