@@ -113,6 +113,13 @@ def padded_pieces() -> dict[str, Any]:
     return {"ours": ours, "theirs": theirs}
 
 
+def deterministic() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    hidden, weight, _, target = operands()
+    w = distribute_tensor(weight, mesh, [Shard(0)])
+    linear_cross_entropy(hidden.requires_grad_(), w, target, deterministic=True)
+
+
 class Model(nn.Module):
     """A body and a head whose loss is the forward's result, as in a language model."""
 
@@ -228,7 +235,8 @@ def work(rank: int, device: str) -> dict[str, Any]:
 
 def work_of_four(rank: int, device: str) -> dict[str, Any]:
     torch.manual_seed(1)
-    return {"mesh": ranks.outcome(two_dimensions), "padded": ranks.outcome(padded_pieces)}
+    found = {"mesh": ranks.outcome(two_dimensions), "padded": ranks.outcome(padded_pieces)}
+    return found | {"deterministic": ranks.outcome(deterministic)}
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +287,7 @@ def test_two_dimensions(tmp_path: Path) -> None:
     one = alone()
     for rank in ranks.run(work_of_four, 4, tmp_path):
         same(rank["mesh"], one)
+        assert "deterministic=True goes with VocabParallel of at most 2 ranks" in rank["deterministic"]
         assert not isinstance(rank["padded"], str), rank["padded"]
         torch.testing.assert_close(rank["padded"]["ours"], rank["padded"]["theirs"])
 
