@@ -76,9 +76,21 @@ class HeadOptions:
             )
         if self.shard is not None and self.shard.parallel.sequence_sharded:
             self.check_sequence_sharded()
+        if self.shard is not None and self.deterministic:
+            self.check_order_of_sums(self.shard.parallel)
         if self.shard is None and self.vocab > self.weight.shape[0]:
             raise ValueError(f"vocab_size is {self.vocab}, and weight has {self.weight.shape[0]} rows")
         return dtype
+
+    def check_order_of_sums(self, parallel: VocabParallel) -> None:
+        """Of two shares there is one sum; the order of more is the library's, by a row's place in the message."""
+        summed = parallel.reduce_dhidden and torch.is_grad_enabled() and self.hidden.requires_grad
+        if summed and parallel.ranks > 2:
+            raise ValueError(
+                "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient: in which "
+                f"order torch.distributed adds up {parallel.ranks} shares of it depends on where a row stands in the "
+                "message; use fewer ranks, reduce_dhidden=False and a sum of your own, or deterministic=False"
+            )
 
     def check_sequence_sharded(self) -> None:
         if self.shift:
@@ -99,7 +111,8 @@ class HeadOptions:
         """This rank's part of the vocabulary, where ranks share it."""
         if not isinstance(self.parallel, VocabParallel):
             return None
-        return Shard(self.parallel, self.parallel.split(self.weight.shape[0], self.vocab_size))
+        split = self.parallel.split(self.weight.shape[0], self.vocab_size)
+        return Shard(self.parallel, split, self.target is not None)
 
     @property
     def tokens(self) -> TokenParallel | None:

@@ -23,7 +23,7 @@ from .prepare import in_backward
 from .skipping import Skipped, check_road
 from .stats import Demand, RowStats
 from .token_objectives import StatsObjective, TokenObjective
-from .whole_batch import of_whole_batch
+from .whole_batch import of_whole_batch, spelt
 
 Result = TypeVar("Result")
 
@@ -206,10 +206,10 @@ def planned(
 def options_key(asked: Asked) -> str:
     """Of a call's options those that change what ranks exchange or compute, equal in every process."""
     terms = [
-        (c if isinstance(c, float | int) else "tensor", s.label, sorted(s.options.items()))
+        (c if isinstance(c, float | int) else "tensor", s.label, s.reduction, spelt(s.options))
         for c, s in asked.losses.terms
     ]
-    measured = [(metric.label, sorted(metric.options.items())) for metric in asked.metrics]
+    measured = [(metric.label, spelt(metric.options)) for metric in asked.metrics]
     head = asked.head
     return repr((terms, measured, head.leading, head.temperature, asked.logit_scale, asked.softcap, head.shift))
 
@@ -261,6 +261,7 @@ def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupl
     return Sizes(
         len(asked.prepared.target), rows.shape[1], asked.head.columns, asked.dtype,
         spread=1 if asked.head.shard is None else asked.head.shard.spread,
+        ranks=1 if asked.head.shard is None else asked.head.shard.parallel.ranks,
         padding=weight.shape[0] - asked.head.columns,
         hidden_dtype=hidden.dtype, weight_dtype=weight.dtype,
         hidden_grad=wants.hidden, weight_grad=wants.weight,

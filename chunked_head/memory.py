@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from .kernels.tiles import dhidden_parts, own_dweight_pays, skip_bytes, skip_parts, strips_of
+from .parallel.merge import numbers_sent
 from .stats import Demand
 
 MiB = 1 << 20
@@ -61,6 +62,7 @@ class Sizes:
     store: Store = "logits"  # what the reused buffer holds between the matmul and the gradient
     padding: int = 0  # rows of the weight that stand for no id: its gradient has them too
     spread: int = 1  # ranks that each hold an equal part of the hidden states
+    ranks: int = 1  # that share the vocabulary, and whose statistics come together
     copied: bool = False  # hidden states that no view flattens
     scratch: int = 0  # bytes of the backend's elementwise tiles
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
@@ -143,7 +145,8 @@ class Sizes:
     def swept_bytes(self, kept: bool) -> int:
         """What a row needs beside logits, whether these are kept or not."""
         demand = self.demand
-        evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * demand.columns
+        # all ranks' statistics are gone before the losses' arithmetic begins
+        evaluated = max(BYTES_PER_EVALUATED + BYTES_PER_COLUMN * demand.columns, self.merged_bytes)
         rows = self.operand_bytes + self.teacher_width * self.element + evaluated
         if self.store == "logits":
             return rows
@@ -159,20 +162,29 @@ class Sizes:
         )
 
     @property
+    def merged_bytes(self) -> int:
+        """All ranks' statistics of a row: as they come, as fp64, and what their softmaxes are merged by."""
+        if self.ranks == 1:
+            return 0
+        numbers, demand = 1 + numbers_sent(self.demand), self.demand
+        largest = 8 * 2 * demand.top_k + 8 * demand.columns
+        return self.ranks * (12 * numbers + 48 + largest) + 8 * numbers
+
+    @property
     def own_tokens(self) -> int:
         """Rows of hidden states that are here."""
         return self.tokens // self.spread
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes per row of the matmuls' other operand: a clean copy, and where 16-bit rows are cast, those; before
-        that rows gathered from other ranks in a buffer of their own."""
+        """Bytes per row of the matmuls' other operand: a clean copy, and where 16-bit rows are cast, those. Gathered
+        rows lie in a buffer of their own."""
         gathered = 0 if self.spread == 1 else self.hidden_dtype.itemsize
         return self.hidden * (gathered + (self.element if self.half_products or not self.half else 10))
 
-    def scattered_bytes(self, rows: int, accumulate: torch.dtype) -> int:
-        """The gradient of rows that go back to other ranks: as it is made, and as it is sent."""
-        return 2 * rows * self.hidden * accumulate.itemsize if self.spread > 1 and self.hidden_grad else 0
+    def scattered_bytes(self, accumulate: torch.dtype) -> int:
+        """Bytes of a row of hidden's gradient on its way to the rank that has the row: as it was made, and by rank."""
+        return 0 if self.spread == 1 or not self.hidden_grad else 2 * self.hidden * accumulate.itemsize
 
     def dhidden_parts(self, rows: int) -> int:
         """Parts that a chunk's dhidden is made in, each with an fp32 sum of its own."""
@@ -211,11 +223,13 @@ class Sizes:
         """What every schedule needs from start to end."""
         copy = self.own_tokens * self.hidden * self.hidden_dtype.itemsize if self.copied else 0
         cast = self.weight_elements * self.element if self.weight_dtype != self.dtype else 0
+        teacher = 0 if self.spread == 1 else self.tokens * self.teacher_width * self.element
         # a loss that sees all tokens at once does its arithmetic for all of them at once
         evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * self.demand.columns if self.coupled else 0
         vectors = self.tokens * (BYTES_PER_TOKEN + 8 * self.demand.vectors + 16 * self.demand.columns + evaluated)
         return (
             Term("contiguous hidden states", copy, copy, copy),
+            Term("teacher's hidden states of all ranks", teacher, teacher, teacher),
             Term("weight cast for autocast", cast, 0, cast, kind="cast"),
             Term("per-token vectors", vectors, vectors, vectors),
         )
@@ -235,9 +249,9 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
         Term("gradient of hidden, waiting", wait_h if cast_h else 0, left_h),
         Term("gradient of weight, waiting", wait_w if cast_w else 0, wait_w if cast_w else 0),
         Term("logits of a chunk and its rows", rows * sizes.row_bytes),
-        Term("target's terms of dweight", target_rows(sizes) if sizes.store == "fast" else 0),
+        Term("gradient of hidden, of all ranks", rows * sizes.scattered_bytes(hidden_acc)),
+        Term("target's terms of dweight", target_rows(sizes, rows) if sizes.store == "fast" else 0),
         Term("gradient of hidden, parts", part_sums(sizes, rows)),
-        Term("gradient of hidden, to other ranks", sizes.scattered_bytes(rows, hidden_acc)),
         Term("tiles to skip", 0 if sizes.skip is None else skip_bytes(rows, sizes.vocab, sizes.hidden)),
         Term("work space of tiles", work_space(sizes, sizes.vocab, rows) + scaled_tile(sizes)),
         *sizes.common_terms,
@@ -267,7 +281,7 @@ def recompute_terms(
         replace(d_weight, loop=0 if cast_w else d_weight.finish),
         Term("gradient of weight, waiting", waiting, waiting),
         Term("gradient of hidden, a block", block * sizes.hidden * 4 if accumulate_h else 0),
-        Term("gradient of hidden, to other ranks", sizes.scattered_bytes(block, sizes.hidden_dtype)),
+        Term("gradient of hidden, of all ranks", block * sizes.scattered_bytes(sizes.hidden_dtype)),
         Term("gradients of a block's tile", block * sizes.tile_bytes(tile)),
         Term("hidden states of a block", block * (sizes.operand_bytes + sizes.teacher_width * sizes.element)),
         Term(
@@ -278,9 +292,10 @@ def recompute_terms(
     )
 
 
-def target_rows(sizes: Sizes) -> int:
-    """The fast road's tokens sorted by target, and sums of their rows."""
-    return sizes.tokens * 28 + sizes.tokens * sizes.hidden // 4 if sizes.weight_grad else 0
+def target_rows(sizes: Sizes, rows: int) -> int:
+    """The fast road's tokens sorted by target, and sums of their rows; chunk by chunk where hidden states come so."""
+    at_once = sizes.tokens if sizes.spread == 1 else rows
+    return sizes.tokens * 4 + at_once * 24 + at_once * sizes.hidden // 4 if sizes.weight_grad else 0
 
 
 def part_sums(sizes: Sizes, rows: int) -> int:

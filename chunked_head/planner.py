@@ -254,6 +254,17 @@ def assemble(
     )
 
 
+def terms_of(plan: Plan) -> tuple[Term, ...]:
+    """What this plan's sizes cost, however it was come by."""
+    sizes, rows = plan.sizes, plan.chunk_tokens
+    if plan.schedule == "loss only":
+        return sweep_terms(sizes, rows)
+    hidden_acc, weight_acc = plan.hidden_accumulate, plan.weight_accumulate
+    if plan.schedule == "forward":
+        return forward_terms(sizes, rows, hidden_acc, weight_acc)
+    return recompute_terms(sizes, rows, plan.block_tokens, plan.tile_columns, hidden_acc, weight_acc)
+
+
 def refuse(request: Request, needed: int, rows: int) -> None:
     what = "one row of logits" if rows == 1 else f"a chunk of {rows} rows"
     raise ValueError(

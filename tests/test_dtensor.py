@@ -87,6 +87,44 @@ def log_probabilities() -> dict[str, Any]:
     return {"loss": total, "grads": [whole(leaf.grad) for leaf in (h, w, b)]}
 
 
+def on_its_way(sharded_weight: bool) -> dict[str, Any]:
+    """Hidden states that an asynchronous collective still brings, of whose wrapper a kernel cannot read memory."""
+    mesh = init_device_mesh(place(), (2,))
+    hidden, weight, bias, target = operands()
+    h = distribute_tensor(hidden, mesh, [Shard(0)]).requires_grad_()
+    w, b = weight.requires_grad_(), bias.requires_grad_()
+    if sharded_weight:
+        w, b = (distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_() for t in (weight, bias))
+    brought = h.redistribute(mesh, [Replicate()], async_op=True)
+    rows = brought if sharded_weight else brought.to_local()
+    assert sharded_weight or type(rows).__name__ == "AsyncCollectiveTensor"
+    loss = linear_cross_entropy(rows, w, target, bias=b, backend="triton")
+    loss.backward()
+    return {"loss": loss.detach(), "grads": [whole(leaf.grad) for leaf in (h, w, b)]}
+
+
+def padded_pieces() -> dict[str, Any]:
+    """Fewer ids than rows, of which ``torch.chunk`` leaves the last of four ranks fewer: 12, as of 48 ids."""
+    mesh = init_device_mesh(place(), (4,))
+    hidden, weight, _, target = operands()
+    target = torch.where(target >= 0, target % (VOCAB - 3), target)
+    w = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+    exact = weight.clone().requires_grad_()
+    loss = linear_cross_entropy(hidden, w, target, vocab_size=VOCAB - 3)
+    loss.backward()
+    plain = nn.functional.cross_entropy((hidden @ exact[: VOCAB - 3].t()).flatten(0, 1), target.flatten())
+    plain.backward()
+    ours, theirs = [loss.detach(), whole(w.grad)], [plain.detach(), exact.grad]
+    return {"ours": ours, "theirs": theirs}
+
+
+def deterministic() -> None:
+    mesh = init_device_mesh(place(), (4,))
+    hidden, weight, _, target = operands()
+    w = distribute_tensor(weight, mesh, [Shard(0)])
+    linear_cross_entropy(hidden.requires_grad_(), w, target, deterministic=True)
+
+
 class Model(nn.Module):
     """A body and a head whose loss is the forward's result, as in a language model."""
 
@@ -195,6 +233,8 @@ def work(rank: int, device: str) -> dict[str, Any]:
         "whole": ranks.outcome(placed, Replicate(), Replicate()),
         "column-parallel": ranks.outcome(column_parallel),
         "log-probabilities": ranks.outcome(log_probabilities),
+        "on its way": ranks.outcome(on_its_way, False),
+        "on its way, vocabulary": ranks.outcome(on_its_way, True),
         "partial hidden": refused(Partial(), Shard(0)),
         "columns of hidden": refused(Shard(2), Shard(0)),
         "columns of weight": refused(Replicate(), Shard(1)),
@@ -207,12 +247,13 @@ def work(rank: int, device: str) -> dict[str, Any]:
 
 def work_of_four(rank: int, device: str) -> dict[str, Any]:
     torch.manual_seed(1)
-    return {"mesh": ranks.outcome(two_dimensions)}
+    found = {"mesh": ranks.outcome(two_dimensions), "padded": ranks.outcome(padded_pieces)}
+    return found | {"deterministic": ranks.outcome(deterministic)}
 
 
 PLACEMENTS = (
     "vocabulary", "vocabulary, plain hidden", "both", "both, along the sequence", "whole", "column-parallel",
-    "log-probabilities",
+    "log-probabilities", "on its way", "on its way, vocabulary",
 )  # fmt: skip
 WRAPPERS = ("ddp", "fsdp2", "fsdp2-own", "fsdp2-policy", "fsdp2-accumulated")
 
@@ -269,6 +310,9 @@ def test_two_dimensions(tmp_path: Path, device: str) -> None:
     one = alone()
     for rank in ranks.run(work_of_four, 4, tmp_path, device):
         same(rank["mesh"], one)
+        assert "deterministic=True goes with VocabParallel of at most 2 ranks" in rank["deterministic"]
+        assert not isinstance(rank["padded"], str), rank["padded"]
+        torch.testing.assert_close(rank["padded"]["ours"], rank["padded"]["theirs"])
 
 
 def alone() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What else a call over ranks takes and returns, what it refuses, and how it fails: on every rank alike."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from chunked_head import (
     linear_cross_entropy,
     linear_divergence,
     linear_logprobs,
+    linear_loss,
+    losses,
 )  # fmt: skip
 
 TOKENS, HIDDEN, VOCAB, WIDTH = 30, 24, 61, 20
@@ -130,6 +133,18 @@ def skipping(s: Setting) -> dict[str, Any]:
     return s.found(loss)
 
 
+def shaped(stats: Any, batch: Any, shape: Any) -> Tensor:
+    return -shape(stats.logprob)
+
+
+def custom(s: Setting) -> dict[str, Any]:
+    """An option that shows otherwise in every process is none that ranks differ in."""
+    loss = losses.custom(shaped, scope="token", options={"shape": torch.tanh})
+    out = linear_loss(s.hidden, s.weight, s.target, loss, bias=s.bias, **s.options)
+    out.loss.backward()
+    return s.found(out.loss)
+
+
 def frozen(s: Setting) -> dict[str, Any]:
     s.weight.requires_grad_(False)
     loss = linear_cross_entropy(s.hidden, s.weight, s.target, bias=s.bias, **s.options)
@@ -182,8 +197,8 @@ def small_budget(s: Setting) -> dict[str, Any]:
 
 
 CALLS = (
-    unreduced, statistics, divergence, twice, checkpointed, into_a_buffer, frozen, weighted, nothing_counts, no_tokens,
-    compiled, small_budget,
+    unreduced, statistics, divergence, custom, twice, checkpointed, into_a_buffer, frozen, weighted, nothing_counts,
+    no_tokens, compiled, small_budget,
 )  # fmt: skip
 
 
@@ -206,8 +221,12 @@ def failures(rank: int) -> dict[str, str]:
     return {
         "chunks": said(lambda: call(chunk_tokens=5 + rank)),
         "smoothing": said(lambda: call(label_smoothing=0.1 * rank)),
+        "statistics": said(lambda: linear_logprobs(s.hidden, s.weight, s.target, entropy=rank == 1, **s.options)),
         "tokens": said(lambda: linear_cross_entropy(s.hidden[rank:], s.weight, s.target[rank:], **s.options)),
         "targets": said(lambda: linear_cross_entropy(s.hidden, s.weight, other, **s.options).item()),
+        "hidden states": said(
+            lambda: linear_loss(s.hidden.roll(rank, 0), s.weight, None, losses.entropy(), **s.options).loss.item()
+        ),
         "out of range": said(lambda: linear_cross_entropy(s.hidden, s.weight, s.target + 60, **s.options)),
         "vocab_size": said(lambda: call(vocab_size=63)),
         "empty": said(lambda: call(vocab_size=30, parallel=VocabParallel(rows=ROWS))),
@@ -224,6 +243,27 @@ def failures(rank: int) -> dict[str, str]:
         "average": said(lambda: TokenParallel(average=1)),  # type: ignore[arg-type]
         "afterwards": said(lambda: call().item()),
     }
+
+
+def begun_again(rank: int, device: str) -> dict[str, Any]:
+    """After a shutdown ranks are others, of which nothing is known: what was agreed on before says nothing."""
+    s = Setting(parallel=True)
+
+    def call(chunk: int) -> Tensor:
+        options = {"vocab_size": VOCAB, "parallel": VocabParallel(), "chunk_tokens": chunk}
+        return linear_cross_entropy(s.hidden, s.weight, s.target, bias=s.bias, **options)
+
+    call(5), call(6)
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
+    return {"mismatch": said(lambda: call(5 + rank)), "same": said(lambda: call(5).item())}
+
+
+def test_agreements_end_with_the_group(tmp_path: Path) -> None:
+    for rank in ranks.run(begun_again, 2, tmp_path):
+        assert "about to make another call than rank" in rank["mismatch"]
+        assert 0.0 < float(rank["same"]) < 100.0
 
 
 def partial_sums(rank: int) -> dict[str, Any]:
@@ -277,10 +317,12 @@ def test_shares_of_the_gradient(found: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("chunks", "about to do another call than rank"),
-        ("smoothing", "about to do another call than rank"),
-        ("tokens", "about to do another call than rank"),
+        ("chunks", "about to make another call than rank"),
+        ("smoothing", "about to make another call than rank"),
+        ("statistics", "about to make another call than rank"),
+        ("tokens", "about to make another call than rank"),
         ("targets", "nan"),
+        ("hidden states", "nan"),
         ("out of range", "IndexError: target must be in [0, 61)"),
         ("vocab_size", "ValueError: vocab_size is 63, and the 2 ranks hold"),
         ("empty", "ValueError: rank 1 of VocabParallel holds no row"),

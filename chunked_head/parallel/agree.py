@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed
@@ -27,7 +28,9 @@ def ids_in_range_everywhere(group: Any) -> Iterator[None]:
         raise IndexError("an id is out of range on another rank of TokenParallel, where the error says which")
 
 
-AGREED: set[tuple[str, int]] = set()  # kinds of calls that all ranks of a group are known to make alike
+# Kinds of calls that all ranks of a group are known to make alike. By the group itself: its name comes back, for other
+# ranks too, once torch.distributed has been shut down and begun again.
+AGREED: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 
 
 def agree(told: str, group: Any, device: torch.device, what: str) -> None:
@@ -36,8 +39,8 @@ def agree(told: str, group: Any, device: torch.device, what: str) -> None:
     ``told`` is what they must have in common, spelt alike in every process.
     """
     key = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
-    place = group.group_name, key
-    if place in AGREED:
+    agreed = AGREED.setdefault(group, set())
+    if key in agreed:
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"a call of {what} that ranks have not agreed on cannot be captured: run it once before")
@@ -47,7 +50,7 @@ def agree(told: str, group: Any, device: torch.device, what: str) -> None:
     others = [rank for rank, given in enumerate(gathered.tolist()) if given != key]
     if others:
         raise ValueError(
-            f"rank {distributed.get_rank(group)} of {what} is about to make another call than rank {others[0]}: "
-            f"losses, metrics, options and the number of segments must be the same on all ranks; here they are {told}"
+            f"rank {distributed.get_rank(group)} of {what} is about to make another call than rank {others[0]}: sizes, "
+            f"dtypes, losses, metrics and options must be the same on all ranks; here they are {told}"
         )
-    AGREED.add(place)
+    agreed.add(key)

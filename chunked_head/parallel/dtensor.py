@@ -5,7 +5,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .groups import TokenParallel, VocabParallel
+from .groups import TokenParallel, VocabParallel, chunked
 
 Parallel = VocabParallel | TokenParallel | None
 
@@ -42,21 +42,47 @@ def local(
     Hidden states are ``Replicate()``, or ``Shard(i)`` along a dimension of tokens on the weight's mesh.
     """
     if not any(map(is_dtensor, (hidden, weight, target, bias))):
-        return Local(hidden, weight, target, bias, vocab_size, parallel)
+        return Local(arrived(hidden), arrived(weight), arrived(target), arrived(bias), vocab_size, parallel)
     if is_dtensor(weight):
         if isinstance(parallel, VocabParallel):
             raise ValueError("weight is a DTensor, whose placements say how it is split; leave parallel=None")
         mesh = vocabulary_mesh(weight)
         if mesh is not None:
             sequence = hidden_dimension(hidden, mesh)
-            parallel = VocabParallel(mesh, sequence_sharded=sequence is not None, tokens=parallel)
+            rows = chunked(weight.shape[0], mesh.size())
+            if 0 in rows:
+                raise ValueError(
+                    f"weight has {weight.shape[0]} rows, of which {mesh.size()} ranks do not all hold one; split it "
+                    "over fewer ranks"
+                )
+            parallel = VocabParallel(mesh, rows, sequence_sharded=sequence is not None, tokens=parallel)
             vocab_size = weight.shape[0] if vocab_size is None else vocab_size
             hidden, target = local_tokens(hidden, target, sequence, parallel)
         check_bias(weight, bias)
     return Local(
-        plain("hidden", hidden), part(weight), None if target is None else plain("target", target),
-        None if bias is None else part(bias), vocab_size, parallel,
+        arrived(plain("hidden", hidden)), arrived(part(weight)),
+        None if target is None else arrived(plain("target", target)), None if bias is None else arrived(part(bias)),
+        vocab_size, parallel,
     )  # fmt: skip
+
+
+class Arrived(torch.autograd.Function):
+    """What an asynchronous collective makes, once it is there: kernels read memory, and the wrapper has none."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        return tensor.trigger_wait().detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def arrived(tensor: Target) -> Target:
+    """``tensor``, of which no part is still on its way (``redistribute(async_op=True)`` and the like)."""
+    if type(tensor).__name__ != "AsyncCollectiveTensor" or torch.compiler.is_compiling():
+        return tensor
+    return Arrived.apply(tensor)
 
 
 def vocabulary_mesh(weight: Any) -> Any:

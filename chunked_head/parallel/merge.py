@@ -28,6 +28,12 @@ def sent(demand: Demand) -> tuple[str, ...]:
     return tuple(names)
 
 
+def numbers_sent(demand: Demand) -> int:
+    """How many numbers a piece tells of each row."""
+    widths = {"column_logits": demand.columns, "top_k_logits": demand.top_k, "top_k_ids": demand.top_k}
+    return sum(widths.get(name, 1) for name in sent(demand))
+
+
 def pack(stats: RowStats, names: tuple[str, ...]) -> Tensor:
     """[numbers, rows]: statistics of a piece in one message; ids fit the floats that they travel as."""
     parts = []

@@ -1,6 +1,5 @@
 """One call's part of the vocabulary, and every message that its ranks exchange for it."""
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,15 +8,19 @@ from torch import Tensor, distributed
 
 from ..kernels.elsewhere import ELSEWHERE
 from ..memory import Sizes
-from ..planner import Request, make_plan
-from ..plans import Plan
+from ..planner import Request, make_plan, terms_of
+from ..plans import MAX_HALF_CHUNKS, Plan
 from ..stats import Demand, Rows, RowStats
+from .agree import agree
 from .collectives import all_gather
 from .groups import Split, VocabParallel
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
 from .merge import PAIR_SUMS, merge, pack, sent, unpack
 
-AGREED: set[tuple[str, int]] = set()  # kinds of calls that all ranks of a group are known to make alike
+# of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
+SAME_HIDDEN = 1e-3
+# statistics on which all that is made of a row depends
+OF_TOKENS = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2", "entropy2", "weighted_sum")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,7 @@ class Shard:
 
     parallel: VocabParallel
     split: Split
+    targets: bool = True  # whether the call has any, by which ranks know that they mean the same tokens
 
     @property
     def group(self) -> Any:
@@ -64,7 +68,8 @@ class Shard:
         return demand._replace(views=views, pairing=pairing)
 
     def plan(self, sizes: Sizes, request: Request) -> Plan:
-        """A plan of the same chunks on every rank, made for the largest part of the vocabulary; then for this one."""
+        """A plan of the same chunks on every rank, made for the largest part of the vocabulary, and its cost for this
+        one."""
         most = max(self.split.rows)
         common = replace(sizes, vocab=most, padding=0, teacher_columns=most if sizes.teacher_columns else 0)
         plan = make_plan(common, request)
@@ -72,42 +77,35 @@ class Shard:
             sizes, vocab=self.columns, demand=self.local_demand(sizes.demand),
             teacher_columns=self.columns if sizes.teacher_columns else 0,
         )  # fmt: skip
-        return replace(
-            plan, sizes=own, tile_columns=min(plan.tile_columns, self.columns),
-            chunk_tokens=self.divisible(plan.chunk_tokens), block_tokens=self.divisible(plan.block_tokens),
+        # sums in 16 bits are over as many chunks as they may be
+        most_chunks = MAX_HALF_CHUNKS if sizes.own_weight_grad and plan.weight_accumulate.itemsize < 4 else 0
+        rows, block = (self.divisible(n, sizes.tokens, most_chunks) for n in (plan.chunk_tokens, plan.block_tokens))
+        plan = replace(
+            plan, sizes=own, tile_columns=min(plan.tile_columns, self.columns), chunk_tokens=rows, block_tokens=block
         )  # fmt: skip
+        return replace(plan, terms=terms_of(plan))
 
-    def divisible(self, rows: int) -> int:
-        """Rows that come from all ranks alike."""
-        return max(self.spread, rows // self.spread * self.spread)
+    def divisible(self, rows: int, tokens: int, most_chunks: int) -> int:
+        """Rows that come from all ranks alike, a few less or, where that made more chunks than may be, a few more."""
+        fewer = rows // self.spread * self.spread
+        if fewer and not (-(-tokens // rows) <= most_chunks < -(-tokens // fewer)):
+            return fewer
+        return fewer if fewer == rows else fewer + self.spread
 
     def agree(self, plan: Plan, options: str, device: torch.device) -> None:
         """Raises on every rank where ranks are about to do different things: one message for each new kind of call."""
         chunks = plan.schedule, plan.chunk_tokens, plan.block_tokens, plan.hidden_accumulate, plan.weight_accumulate
-        common = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=Demand())
+        # what is wanted of the columns decides what is sent, beside losses and metrics or without any
+        demand = plan.sizes.demand
+        pairing = None if demand.pairing is None else demand.pairing._replace(columns=0)
+        demand = demand._replace(views=tuple(view._replace(columns=None) for view in demand.views), pairing=pairing)
+        common = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=demand)
         self.agree_on(
             repr((chunks, common, self.split.vocab, self.split.rows, self.parallel.sequence_sharded, options)), device
         )
 
     def agree_on(self, told: str, device: torch.device) -> None:
-        key = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
-        place = self.group.group_name, key
-        if place in AGREED:
-            return
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a call of VocabParallel that ranks have not agreed on cannot be captured: run it once before"
-            )
-        mine = torch.tensor([key], dtype=torch.int64, device=device)
-        gathered = mine.new_empty(self.parallel.ranks)
-        all_gather(gathered, mine, self.group)
-        others = [rank for rank, given in enumerate(gathered.tolist()) if given != key]
-        if others:
-            raise ValueError(
-                f"rank {self.parallel.rank} of VocabParallel is about to do another call than rank {others[0]}: sizes, "
-                f"dtypes, options and losses must be the same on all ranks; here they are {told}"
-            )
-        AGREED.add(place)
+        agree(told, self.group, device, "VocabParallel")
 
     def add_targets(self, target_logit: Tensor) -> None:
         """Every row's target logit, in place, from 0 where the target is elsewhere."""
@@ -116,8 +114,9 @@ class Shard:
     def merge(self, rows: Rows, target: Tensor, stats: RowStats, demand: Demand, known_targets: bool) -> None:
         """The statistics of this rank's columns become those of the vocabulary: one message for the chunk.
 
-        ``target`` [rows] ids of the vocabulary go along: ranks that were given different ones, such as those of a
-        data-parallel group, would make something out of each other's tokens, and get nan.
+        ``target`` [rows] ids of the vocabulary go along, or where there are none what tells hidden states apart: ranks
+        that were given different ones, such as those of a data-parallel group, would make something out of each
+        other's tokens, and get nan.
         """
         if stats.argmax is not None:
             stats.argmax.add_(self.here.start)
@@ -126,15 +125,23 @@ class Shard:
         if stats.column_logits is not None:
             assert rows.columns is not None
             stats.column_logits.masked_fill_(rows.columns < 0, 0.0)
-        names = sent(demand)
-        own = torch.cat([pack(stats, names), target.to(stats.lse.dtype).unsqueeze(0)])
+        names, dtype = sent(demand), stats.lse.dtype
+        tokens = target.to(dtype) if self.targets else rows.hidden.sum(1, dtype=dtype)
+        own = torch.cat([pack(stats, names), tokens.unsqueeze(0)])
         gathered = own.new_empty(self.parallel.ranks, *own.shape)
         all_gather(gathered.view(-1, own.shape[1]), own, self.group)
         ratio2 = demand.views[1].ratio if len(demand.views) > 1 else 1.0
         # in fp64: logarithms have been rounded once already
         merge(unpack(gathered.double(), stats, names), stats, rows.target >= 0, ratio2, known_targets)
-        zero_or_nan = torch.where((gathered[:, -1] == own[-1]).all(), 0.0, torch.nan)
-        for name in ("lse", "start", "logprob", "lse2", "start2", "logprob2"):
+        off = (gathered[:, -1] - tokens).abs()
+        if self.targets:
+            same = off == 0.0
+        else:
+            # ranks that computed the same hidden states each by itself may have rounded them otherwise
+            size = torch.linalg.vector_norm(rows.hidden, 1, dim=1, dtype=dtype)
+            same = off <= SAME_HIDDEN * size
+        zero_or_nan = torch.where(same.all(), 0.0, torch.nan)
+        for name in OF_TOKENS:
             value = getattr(stats, name)
             if value is not None:
                 value.add_(zero_or_nan)
