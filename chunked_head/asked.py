@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,177 +14,16 @@ from .backends import Backend, resolve
 from .batch import Batch
 from .demand import Answer, Question, answer
 from .fields import Frame, Prepared, check_fields, prepare_fields, wanted_fields
-from .into import Into
-from .into import resolve as resolve_into
+from .head_options import HeadOptions, LogitsOptions
 from .losses.base import Field, Losses, Summand
 from .losses.spread_check import check_over_ranks
 from .metrics import Metric
+from .of_ranks import of_all_ranks, whole_teacher
 from .packing import Packing
 from .parallel.agree import ids_in_range_everywhere
-from .parallel.groups import TokenParallel, VocabParallel
-from .parallel.shard import Shard
 from .parallel.tokens import Spread
-from .skipping import check_tolerance
 from .stats import Teacher
 from .teachers import check_dense_teacher, make_teacher
-
-
-@dataclass(frozen=True, eq=False)
-class HeadOptions:
-    """What every public function takes of the head and of how to run it."""
-
-    hidden: Tensor
-    weight: Tensor
-    target: Tensor | None
-    bias: Tensor | None
-    ignore_index: int
-    softcap: float | None
-    logit_scale: float
-    temperature: float
-    shift: int
-    memory_budget: int | str | None
-    chunk_tokens: int | None
-    accumulate_dtype: torch.dtype | None
-    backend: str | None
-    accumulate_into: Tensor | str | None
-    skip_ignored: bool | str = False
-    deterministic: bool = False
-    vocab_size: int | None = None
-    parallel: VocabParallel | TokenParallel | None = None
-    skip_tolerance: float | None = None
-
-    def check(self) -> torch.dtype:
-        """Raises what is wrong with these arguments; the dtype of the matmuls."""
-        if not (isinstance(self.skip_ignored, bool) or self.skip_ignored == "wait"):
-            raise ValueError(f'skip_ignored must be True, False or "wait", got {self.skip_ignored!r}')
-        if not isinstance(self.deterministic, bool):
-            raise TypeError(f"deterministic must be True or False, got {self.deterministic!r}")
-        check_tolerance(self.skip_tolerance, self.deterministic, self.parallel is not None)
-        dtype = checks.check_operands(self.hidden, self.weight, self.target, self.bias)
-        checks.check_head(
-            self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading
-        )  # fmt: skip
-        self.into  # noqa: B018  (raises what is wrong with it)
-        if self.vocab_size is not None:
-            checks.check_int("vocab_size", self.vocab_size)
-            if self.vocab_size < 1:
-                raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
-        if self.parallel is not None and not isinstance(self.parallel, VocabParallel | TokenParallel):
-            raise TypeError(
-                f"parallel must be a VocabParallel, a TokenParallel or None, got {type(self.parallel).__name__}"
-            )
-        if self.shard is not None and self.shard.parallel.sequence_sharded:
-            self.check_sequence_sharded()
-        if self.shard is not None and self.deterministic:
-            self.check_order_of_sums(self.shard.parallel)
-        if self.shard is None and self.vocab > self.weight.shape[0]:
-            raise ValueError(f"vocab_size is {self.vocab}, and weight has {self.weight.shape[0]} rows")
-        return dtype
-
-    def check_order_of_sums(self, parallel: VocabParallel) -> None:
-        """Of two shares there is one sum; the order of more is the library's, by a row's place in the message."""
-        summed = parallel.reduce_dhidden and torch.is_grad_enabled() and self.hidden.requires_grad
-        if summed and parallel.ranks > 2:
-            raise ValueError(
-                "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient: in which "
-                f"order torch.distributed adds up {parallel.ranks} shares of it depends on where a row stands in the "
-                "message; use fewer ranks, reduce_dhidden=False and a sum of your own, or deterministic=False"
-            )
-
-    def check_sequence_sharded(self) -> None:
-        if self.shift:
-            raise ValueError(
-                "shift does not reach over ranks that each hold their own tokens (sequence_sharded=True); give labels "
-                "that are shifted already, see chunked_head.parallel.shift_targets"
-            )
-        if self.skip_ignored:
-            raise ValueError(
-                "skip_ignored does not go with sequence_sharded=True: tokens that do not count would be some of one "
-                "rank's and more of another's; leave it False"
-            )
-        if not self.leading:
-            raise ValueError("sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions")
-
-    @functools.cached_property
-    def shard(self) -> Shard | None:
-        """This rank's part of the vocabulary, where ranks share it."""
-        if not isinstance(self.parallel, VocabParallel):
-            return None
-        split = self.parallel.split(self.weight.shape[0], self.vocab_size)
-        return Shard(self.parallel, split, self.target is not None)
-
-    @property
-    def tokens(self) -> TokenParallel | None:
-        """How ranks share the batch, where they do."""
-        return self.parallel.tokens if isinstance(self.parallel, VocabParallel) else self.parallel
-
-    def refuse_tokens(self, where: str) -> None:
-        """Raises where a call has nothing that ranks with other tokens would add to."""
-        if self.tokens is not None:
-            raise ValueError(
-                f"{where} has values per token, which need nothing of other ranks' tokens: TokenParallel has no effect "
-                "on them; leave it out of parallel (tokens=None in VocabParallel)"
-            )
-
-    @functools.cached_property
-    def into(self) -> Into | None:
-        """Where the weight's gradient goes instead of back, None where it goes back or is not made."""
-        others = {"hidden": self.hidden, "target": self.target, "bias": self.bias}
-        return resolve_into(self.accumulate_into, self.weight, others)
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        return tuple(self.hidden.shape[:-1])
-
-    @property
-    def vocab(self) -> int:
-        """Of the softmax, wherever its rows are."""
-        if self.shard is not None:
-            return self.shard.split.vocab
-        return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
-
-    @property
-    def columns(self) -> int:
-        """Rows of this weight that stand for an id."""
-        return self.vocab if self.shard is None else self.shard.columns
-
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device
-
-
-@dataclass(frozen=True, eq=False)
-class LogitsOptions:
-    """The same for logits that exist already."""
-
-    logits: Tensor
-    target: Tensor | None
-    ignore_index: int
-    softcap: float | None
-    logit_scale: float
-    temperature: float
-    shift: int
-    backend: str | None
-
-    def check(self) -> torch.dtype:
-        """Raises what is wrong with these arguments; the dtype of the arithmetic."""
-        dtype = checks.check_logits(self.logits, self.target)
-        checks.check_head(
-            self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading
-        )  # fmt: skip
-        return torch.promote_types(dtype, torch.float32)
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        return tuple(self.logits.shape[:-1])
-
-    @property
-    def vocab(self) -> int:
-        return self.logits.shape[-1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.logits.device
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,24 +142,6 @@ def check(
     return Checked(head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered)
 
 
-def whole_teacher(head: HeadOptions, batch: Mapping[str, Tensor], rows: int) -> int:
-    """Ids of the teacher's vocabulary; ``rows`` of it are here."""
-    if head.shard is None:
-        return rows
-    if head.shard.parallel.sequence_sharded and "teacher_logits" in batch:
-        raise ValueError(
-            "batch['teacher_logits'] of this rank's tokens and ids lack those of other ranks' tokens, which "
-            "sequence_sharded=True needs; give teacher_hidden and teacher_weight"
-        )
-    if rows != head.weight.shape[0]:
-        raise ValueError(
-            f"the teacher has {rows} rows of its vocabulary on this rank and the student {head.weight.shape[0]}: "
-            "VocabParallel takes a teacher of the same vocabulary, split as the student is; of two the ids "
-            "on a rank would be others"
-        )
-    return head.vocab
-
-
 def ask(checked: Checked) -> Asked:
     """Lays fields beside rows; the first work on tensors, whose ids are checked on the way."""
     head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered = checked
@@ -347,27 +167,6 @@ def ask(checked: Checked) -> Asked:
         head, dtype, backend, losses, metrics, answered, prepared, token_fields & frozenset(fields), teacher
     )  # fmt: skip
     return packed(asked, head.skip_ignored) if isinstance(head, HeadOptions) and head.skip_ignored else asked
-
-
-def of_all_ranks(
-    shard: Shard,
-    head: HeadOptions,
-    batch: dict[str, Tensor],
-    wanted: list[str],
-    known: dict[str, Field],
-    frame: Frame,
-) -> tuple[Tensor | None, dict[str, Tensor], Frame]:
-    """Targets and fields of every rank's tokens, where each has hidden states of its own."""
-    dims = len(frame.leading)
-    own = {name: batch[name].flatten(0, dims - 1) for name in wanted if known[name].kind in ("token", "row")}
-    if head.target is not None:
-        own["target"] = head.target.reshape(-1)
-    count = math.prod(frame.leading)
-    told = {name: (tuple(value.shape[1:]), value.dtype) for name, value in own.items()}
-    shard.agree_on(repr(("tokens", count, sorted(told.items()))), frame.device)
-    whole = shard.whole_fields(own)
-    target = whole.pop("target", None)
-    return target, {**batch, **whole}, frame._replace(leading=(count * shard.parallel.ranks,))
 
 
 def packed(asked: Asked, skip: bool | str) -> Asked:

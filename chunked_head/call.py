@@ -7,11 +7,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .asked import Asked, Checked, HeadOptions, ask
+from .asked import Asked, Checked, ask
 from .autograd import HeadLoss
 from .backends import Layout
 from .denominators import foreseen_gain, inverses, kept, metric_counts, stacked, times
 from .evaluate import Inputs
+from .head_options import HeadOptions
 from .loop import Call
 from .losses.base import Losses
 from .memory import Sizes
@@ -59,7 +60,13 @@ def scalar_objective(
         declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=asked.answer.segment_metrics,
         fused=asked.head.device.type == "cuda" and not segmented, spread=spread,
         together=spread is not None and segmented,
+        reduced=repr((reduction, kind_of(normalizer), kind_of(upstream))),
     )  # fmt: skip
+
+
+def kind_of(number: float | Tensor | None) -> str:
+    """What was given; not which number, since another at every step would be a new kind of call each time."""
+    return type(number).__name__ if number is None or isinstance(number, Tensor) else "number"
 
 
 def coupling(losses: Losses, dtype: torch.dtype) -> tuple[bool, bool]:
@@ -198,12 +205,12 @@ def planned(
     plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
     check_road(head.skip_tolerance, plan, again)
     if head.shard is not None:
-        head.shard.agree(plan, options_key(asked), rows.device)
+        head.shard.agree(plan, options_key(asked, objective), rows.device)
     options = asked.logit_scale, asked.softcap, request, head.into, packing, head.shard
     return rows, Call(plan, asked.backend, objective, *options)
 
 
-def options_key(asked: Asked) -> str:
+def options_key(asked: Asked, objective: Objective) -> str:
     """Of a call's options those that change what ranks exchange or compute, equal in every process."""
     terms = [
         (c if isinstance(c, float | int) else "tensor", s.label, s.reduction, spelt(s.options))
@@ -211,7 +218,8 @@ def options_key(asked: Asked) -> str:
     ]
     measured = [(metric.label, spelt(metric.options)) for metric in asked.metrics]
     head = asked.head
-    return repr((terms, measured, head.leading, head.temperature, asked.logit_scale, asked.softcap, head.shift))
+    logits = head.temperature, asked.logit_scale, asked.softcap
+    return repr((terms, measured, head.leading, head.shift, head.ignore_index, logits, objective.how))
 
 
 def check_own_matmuls(asked: Asked, sizes: Sizes) -> None:

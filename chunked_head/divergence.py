@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from . import losses
-from .asked import Asked, HeadOptions, check
+from .asked import Asked, check
 from .call import Task, stats_objective
 from .evaluate import SUFFIX
 from .graph.operation import in_graph, operation
+from .head_options import HeadOptions
 from .losses.base import Losses
 from .options import choice
 from .parallel import TokenParallel, VocabParallel

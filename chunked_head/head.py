@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from . import checks, losses
-from .asked import Asked, HeadOptions, check
+from .asked import Asked, check
 from .call import Task, scalar_objective, token_objective
 from .graph.operation import in_graph, operation
+from .head_options import HeadOptions
 from .losses.base import Losses
 from .objective import ScalarObjective
 from .parallel import TokenParallel, VocabParallel

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .asked import Asked, HeadOptions, LogitsOptions, check
+from .asked import Asked, check
 from .call import Outcome, Task, ordered_metrics, scalar_objective
 from .evaluate import SLOW
 from .graph.operation import in_graph, operation
+from .head_options import HeadOptions, LogitsOptions
 from .losses.base import Losses
 from .metrics import Metric, MetricValue
 from .objective import ScalarObjective

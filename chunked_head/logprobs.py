@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .asked import Asked, HeadOptions, check
+from .asked import Asked, check
 from .call import Task, stats_objective
 from .graph.operation import in_graph, operation
+from .head_options import HeadOptions
 from .losses.base import Losses
 from .parallel import TokenParallel, VocabParallel
 from .parallel.dtensor import local

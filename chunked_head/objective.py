@@ -38,6 +38,11 @@ class Objective:
     fp16: bool
 
     @property
+    def how(self) -> str:
+        """What makes a number of values, equal in every process that does the same."""
+        return type(self).__name__
+
+    @property
     def differentiable(self) -> int:
         """How many of the outputs, the first ones, take a gradient."""
         return 1
@@ -104,6 +109,7 @@ class ScalarObjective(Objective):
     counts: list[Tensor]  # of the metrics
     segment_metrics: tuple[tuple[Metric, int], ...]
     fused: bool
+    reduced: str  # by which reduction and what kinds of denominator and upstream gradient
     spread: Spread | None = None  # where ranks hold different tokens of the batch
     together: bool = False  # whether they must exchange sums of segments for the values
     evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
@@ -114,6 +120,10 @@ class ScalarObjective(Objective):
     @property
     def exchanges(self) -> bool:
         return self.spread is not None
+
+    @property
+    def how(self) -> str:
+        return self.reduced
 
     def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
         if self.coupled and not (rows.start == 0 and rows.stop == len(self.target)):

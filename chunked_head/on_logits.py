@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from . import checks, losses
-from .asked import Asked, LogitsOptions, ask, check
+from .asked import Asked, ask, check
 from .autograd import OnlyOnce, as_called
 from .backends import Backend
 from .call import scalar_objective, token_objective
+from .head_options import LogitsOptions
 from .linear_loss import LossOutput, check_loss, loss_output
 from .losses.base import Losses
 from .metrics import Metric

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .asked import Asked, HeadOptions
+from .asked import Asked
 from .denominators import local_total
+from .head_options import HeadOptions
 from .losses.base import Summand
 from .metrics import Metric
 from .parallel.agree import agree

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..asked import Asked, HeadOptions, ask
+from ..asked import Asked, ask
 from ..autograd import as_called
 from ..call import Task, Wants, planned
+from ..head_options import HeadOptions
 from ..loop import Call, recompute, sweep
 from ..objective import Objective, ScalarObjective
 from ..planner import DEFAULT_REQUEST, Request, make_plan

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..asked import HeadOptions
 from ..backends import Layout
 from ..call import Task, Wants, coupling
+from ..head_options import HeadOptions
 from ..memory import Sizes
 from ..planner import Request, make_plan
 

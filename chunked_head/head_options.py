@@ -1,0 +1,172 @@
+"""What every public function takes of the head and of how to run it, or of logits that exist already: checked."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .into import Into
+from .into import resolve as resolve_into
+from .parallel.groups import TokenParallel, VocabParallel
+from .parallel.shard import Shard
+from .skipping import check_tolerance
+
+
+@dataclass(frozen=True, eq=False)
+class HeadOptions:
+    """What every public function takes of the head and of how to run it."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor | None
+    bias: Tensor | None
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    shift: int
+    memory_budget: int | str | None
+    chunk_tokens: int | None
+    accumulate_dtype: torch.dtype | None
+    backend: str | None
+    accumulate_into: Tensor | str | None
+    skip_ignored: bool | str = False
+    deterministic: bool = False
+    vocab_size: int | None = None
+    parallel: VocabParallel | TokenParallel | None = None
+    skip_tolerance: float | None = None
+
+    def check(self) -> torch.dtype:
+        """Raises what is wrong with these arguments; the dtype of the matmuls."""
+        if not (isinstance(self.skip_ignored, bool) or self.skip_ignored == "wait"):
+            raise ValueError(f'skip_ignored must be True, False or "wait", got {self.skip_ignored!r}')
+        if not isinstance(self.deterministic, bool):
+            raise TypeError(f"deterministic must be True or False, got {self.deterministic!r}")
+        check_tolerance(self.skip_tolerance, self.deterministic, self.parallel is not None)
+        dtype = checks.check_operands(self.hidden, self.weight, self.target, self.bias)
+        checks.check_head(
+            self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading
+        )  # fmt: skip
+        self.into  # noqa: B018  (raises what is wrong with it)
+        if self.vocab_size is not None:
+            checks.check_int("vocab_size", self.vocab_size)
+            if self.vocab_size < 1:
+                raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
+        if self.parallel is not None and not isinstance(self.parallel, VocabParallel | TokenParallel):
+            raise TypeError(
+                f"parallel must be a VocabParallel, a TokenParallel or None, got {type(self.parallel).__name__}"
+            )
+        if self.shard is not None and self.shard.parallel.sequence_sharded:
+            self.check_sequence_sharded()
+        if self.shard is not None and self.deterministic:
+            self.check_order_of_sums(self.shard.parallel)
+        if self.shard is None and self.vocab > self.weight.shape[0]:
+            raise ValueError(f"vocab_size is {self.vocab}, and weight has {self.weight.shape[0]} rows")
+        return dtype
+
+    def check_order_of_sums(self, parallel: VocabParallel) -> None:
+        """Of two shares there is one sum; the order of more is the library's, by a row's place in the message."""
+        summed = parallel.reduce_dhidden and torch.is_grad_enabled() and self.hidden.requires_grad
+        if summed and parallel.ranks > 2:
+            raise ValueError(
+                "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient: in which "
+                f"order torch.distributed adds up {parallel.ranks} shares of it depends on where a row stands in the "
+                "message; use fewer ranks, reduce_dhidden=False and a sum of your own, or deterministic=False"
+            )
+
+    def check_sequence_sharded(self) -> None:
+        if self.shift:
+            raise ValueError(
+                "shift does not reach over ranks that each hold their own tokens (sequence_sharded=True); give labels "
+                "that are shifted already, see chunked_head.parallel.shift_targets"
+            )
+        if self.skip_ignored:
+            raise ValueError(
+                "skip_ignored does not go with sequence_sharded=True: tokens that do not count would be some of one "
+                "rank's and more of another's; leave it False"
+            )
+        if not self.leading:
+            raise ValueError("sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions")
+
+    @functools.cached_property
+    def shard(self) -> Shard | None:
+        """This rank's part of the vocabulary, where ranks share it."""
+        if not isinstance(self.parallel, VocabParallel):
+            return None
+        split = self.parallel.split(self.weight.shape[0], self.vocab_size)
+        return Shard(self.parallel, split, self.target is not None)
+
+    @property
+    def tokens(self) -> TokenParallel | None:
+        """How ranks share the batch, where they do."""
+        return self.parallel.tokens if isinstance(self.parallel, VocabParallel) else self.parallel
+
+    def refuse_tokens(self, where: str) -> None:
+        """Raises where a call has nothing that ranks with other tokens would add to."""
+        if self.tokens is not None:
+            raise ValueError(
+                f"{where} has values per token, which need nothing of other ranks' tokens: TokenParallel has no effect "
+                "on them; leave it out of parallel (tokens=None in VocabParallel)"
+            )
+
+    @functools.cached_property
+    def into(self) -> Into | None:
+        """Where the weight's gradient goes instead of back, None where it goes back or is not made."""
+        others = {"hidden": self.hidden, "target": self.target, "bias": self.bias}
+        return resolve_into(self.accumulate_into, self.weight, others)
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        return tuple(self.hidden.shape[:-1])
+
+    @property
+    def vocab(self) -> int:
+        """Of the softmax, wherever its rows are."""
+        if self.shard is not None:
+            return self.shard.split.vocab
+        return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
+
+    @property
+    def columns(self) -> int:
+        """Rows of this weight that stand for an id."""
+        return self.vocab if self.shard is None else self.shard.columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+
+@dataclass(frozen=True, eq=False)
+class LogitsOptions:
+    """The same for logits that exist already."""
+
+    logits: Tensor
+    target: Tensor | None
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    shift: int
+    backend: str | None
+
+    def check(self) -> torch.dtype:
+        """Raises what is wrong with these arguments; the dtype of the arithmetic."""
+        dtype = checks.check_logits(self.logits, self.target)
+        checks.check_head(
+            self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading
+        )  # fmt: skip
+        return torch.promote_types(dtype, torch.float32)
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        return tuple(self.logits.shape[:-1])
+
+    @property
+    def vocab(self) -> int:
+        return self.logits.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
