@@ -106,14 +106,7 @@ def linear_logprobs(
         if not 1 <= top_k <= most:
             raise ValueError(f"top_k must be in [1, {most}] (the rows of weight, on every rank) or None, got {top_k}")
     checked = check(head, dtype, Losses(()), batch={} if mask is None else {"mask": mask})
-    # the square of a probability is one at half the temperature
-    views = (View(), View(2.0)) if log_sum_sq_probs else (View(),)
-    demand = Demand(
-        views, (entropy, *(False for _ in views[1:])), weighted_sum=mean_logit, top=argmax, top_k=top_k or 0,
-        rank_one=not (entropy or mean_logit or log_sum_sq_probs),
-    )  # fmt: skip
-    names = output_names(entropy, lse, mean_logit, log_sum_sq_probs, argmax, top_k)
-    differentiable = sum(name in DIFFERENTIABLE for name in names)
+    demand, names, differentiable = wanted(entropy, lse, mean_logit, log_sum_sq_probs, argmax, top_k)
 
     def objective(asked: Asked) -> StatsObjective:
         return stats_objective(asked, demand, names, differentiable)
@@ -122,6 +115,20 @@ def linear_logprobs(
     return Task(
         checked, demand, request, objective, lambda ran: laid_out(ran.outputs, names, target, shift), per_token=names
     )
+
+
+def wanted(
+    entropy: bool, lse: bool, mean_logit: bool, log_sum_sq_probs: bool, argmax: bool, top_k: int | None
+) -> tuple[Demand, tuple[str, ...], int]:
+    """The statistics behind what a call returns, the names of that, and how many of these take a gradient."""
+    # the square of a probability is one at half the temperature
+    views = (View(), View(2.0)) if log_sum_sq_probs else (View(),)
+    demand = Demand(
+        views, (entropy, *(False for _ in views[1:])), weighted_sum=mean_logit, top=argmax, top_k=top_k or 0,
+        rank_one=not (entropy or mean_logit or log_sum_sq_probs),
+    )  # fmt: skip
+    names = output_names(entropy, lse, mean_logit, log_sum_sq_probs, argmax, top_k)
+    return demand, names, sum(name in DIFFERENTIABLE for name in names)
 
 
 DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", "log_sum_sq_probs")

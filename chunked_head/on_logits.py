@@ -91,7 +91,7 @@ def logits_loss(
         )
     asked = ask(check(options, dtype, loss, measured, batch, num_segments))
     objective = scalar_objective(asked, reduction, normalizer, None)
-    value, stats = apply(asked, objective, inplace)
+    (value,), stats = apply(asked, objective, inplace)
     return loss_output(asked, objective, value, stats, measured, None)
 
 
@@ -175,8 +175,8 @@ def cross_entropy(
         loss = loss + z_loss * losses.z_loss()
     asked = ask(check(options, dtype, loss))
     if reduction == "none":
-        return apply(asked, token_objective(asked), inplace)[0].reshape(options.leading)
-    return apply(asked, scalar_objective(asked, reduction, None, None, share_denominator=True), inplace)[0]
+        return apply(asked, token_objective(asked), inplace)[0][0].reshape(options.leading)
+    return apply(asked, scalar_objective(asked, reduction, None, None, share_denominator=True), inplace)[0][0]
 
 
 def classes_last(logits: Tensor, target: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class Call:
         return found
 
 
-def apply(asked: Asked, objective: Objective, inplace: bool) -> tuple[Tensor, RowStats]:
+def apply(asked: Asked, objective: Objective, inplace: bool) -> tuple[tuple[Tensor, ...], RowStats]:
     assert isinstance(asked.head, LogitsOptions)
     logits = asked.head.logits
     if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or count_views(logits) > MOST_VIEWS:
@@ -268,25 +268,26 @@ class LogitsLoss(torch.autograd.Function):
     """Of logits [..., vocab] and a call: what its objective returns. ``found`` receives the statistics."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, call: Call, found: list[RowStats]) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, call: Call, found: list[RowStats]) -> tuple[Tensor, ...]:
         objective = call.objective
         stats = RowStats.empty(len(objective.target), objective.demand, objective.dtype, logits.device)
         with as_called(logits.device):
             for at, rows in call.rows(logits):
                 if len(rows.target):
                     call.backend.logits_stats(rows, call.head(logits), objective.demand, stats.at(at))
-            (output,) = objective.outputs(stats)
+            outputs = objective.outputs(stats)
         found.append(stats)
         named = stats.named()
         ctx.save_for_backward(logits, *named.values(), *objective.teacher_tensors)
         ctx.call = replace(call, objective=objective.without_teacher())
         ctx.names, ctx.overwritten = tuple(named), False
+        ctx.mark_non_differentiable(*outputs[objective.differentiable :])
         ctx.set_materialize_grads(False)
-        return output
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        if upstream is None:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(given is None for given in upstream):
             return None, None, None
         if ctx.overwritten:
             raise RuntimeError(
@@ -299,7 +300,8 @@ class LogitsLoss(torch.autograd.Function):
         call: Call = replace(ctx.call, objective=objective)
         with torch.no_grad(), as_called(logits.device):
             # where an id is out of range the whole gradient is nan
-            coefficients, _ = objective.late(stats, (upstream * objective.one_or_nan,))
+            known = tuple(None if given is None else given * objective.one_or_nan for given in upstream)
+            coefficients, _ = objective.late(stats, known)
             ctx.overwritten = call.inplace
             grad = logits.detach() if call.inplace else logits.new_empty(logits.shape)
             flat = None if call.inplace else grad.view(-1, grad.shape[-1])

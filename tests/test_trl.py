@@ -108,12 +108,6 @@ def test_adapters(adapter: LoraConfig, tmp_path: Path, calls: list[type]) -> Non
         torch.testing.assert_close(mine, true, rtol=1e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_adapter_on_the_head_is_refused_by_trl(tmp_path: Path) -> None:
-    """The seam is given the head's own weight: what TRL would train is not what the model computes."""
-    with patched_trl(), pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
-        trained(tmp_path, LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
-
-
 def test_dft_and_accumulation(tmp_path: Path, calls: list[type]) -> None:
     options = {"loss_type": "dft", "gradient_accumulation_steps": 2}
     _, theirs = trained(tmp_path, None, **options)

@@ -8,17 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..head import linear_cross_entropy
 from ..linear_loss import linear_loss
 from ..on_logits import logits_loss
+from .by_chunks import in_chunks, rows_at_once
 from .source import Source, is_shard
 from .tail import Tail, tail_of
 from .virtual import Virtual, replay
-
-BYTES_AT_ONCE = 256 << 20  # of logits where a head's own forward computes them
-COPIES_OF_LOGITS = 4  # of a chunk in fp32: its cast, log-probabilities, gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +57,8 @@ class Asked:
         are more than a matrix (adapters, quantised weights, shards)."""
         self.source.patch.check_by_chunks()
         rows, target = hidden.reshape(-1, hidden.shape[-1]), self.target.reshape(-1)
-        row_bytes = self.source.head.columns * torch.float32.itemsize * COPIES_OF_LOGITS
-        chunk = max(1, BYTES_AT_ONCE // row_bytes)
-        run = functools.partial(checkpoint, use_reentrant=False) if torch.is_grad_enabled() else called
-        pieces = [
-            run(self.part, head, part, ids, [])
-            for part, ids in zip(rows.split(chunk), target.split(chunk), strict=True)
-        ]
+        chunk = rows_at_once(self.source.head.columns)
+        pieces = in_chunks(functools.partial(self.part, head), chunk, rows, target)
         if self.reduction == "none":
             return torch.cat(pieces).reshape(self.target.shape)
         total = torch.stack(pieces).sum()
@@ -142,10 +134,6 @@ def head_of(source: Source, tail: Tail, weight: Tensor, bias: Tensor | None) -> 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def called(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    return function(*args)
 
 
 def counted(asked: Asked) -> Tensor:

@@ -10,7 +10,15 @@ and ``ChunkedDivergenceFunction`` (distillation). Ours take their place:
 
 Values are TRL's, but for logits that ours does not round to 16 bits: statistics come from fp32 sums. What TRL decides
 before the seam stays its own: which scale and cap a model's config names (``check_fused_head`` tells whether it found
-all of them), that a PEFT adapter on the head itself is refused, that a sharded head is gathered.
+all of them), that a sharded head is gathered.
+
+TRL refuses a PEFT adapter on the head itself, ``LoraConfig(target_modules=[..., "lm_head"])``, which its product with
+the head's weight would pass by. With ``patch_trl`` before the trainer is made, LoRA and DoRA (PEFT's ``lora.Linear`` on
+an ``nn.Linear``) train there, in SFT, DPO, KTO, GRPO and RLOO: chunks go through the adapter's own forward, and again
+in backward, so that dropout, scaling, several and disabled adapters are PEFT's, and the weight is neither merged nor
+copied (but for DoRA's norm, as in PEFT). Logits are then rounded as the adapter's forward rounds them. Refused, by an
+error that says so: other kinds of adapters, distillation (by TRL), ``cast_lm_head_to_fp32``, heads that FSDP or ZeRO-3
+takes apart, ``accumulate_dtype`` and ``deterministic``.
 """
 
 import contextlib
@@ -20,11 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .trl_adapters import FusesAdapted, PassesServed
 from .trl_functions import DivergenceSeam, LogProbSeam, Options
-from .trl_seams import SEAMS, Seam, checked_module
+from .trl_seams import CHECK, FUSE, Place, checked_module, places
 
-_originals: dict[Seam, Any] = {}
-_ours: dict[Seam, Any] = {}
+_originals: dict[Place, Any] = {}
+_ours: dict[Place, Any] = {}
 
 
 def patch_trl(
@@ -43,19 +52,29 @@ def patch_trl(
             in their place.
 
     A weight that has another dtype than the hidden states (fp32 masters beside 16-bit activations without autocast, or
-    ``cast_lm_head_to_fp32``) is cast as a whole, beside the budget.
+    ``cast_lm_head_to_fp32``) is cast as a whole, beside the budget. Of a head with an adapter ``memory_budget`` holds
+    the logits of a chunk, four times in fp32; 256 MiB where it is None.
 
     Raises:
         ImportError: TRL is not installed.
         RuntimeError: TRL is not a version whose seams are known, or they look otherwise than in that version; it says
             what differs. Nothing is changed then.
     """
-    modules = {seam: checked_module(seam, _originals.get(seam)) for seam in SEAMS}
+    modules = {place: checked_module(place, _originals.get(place)) for place in places()}
     options = Options(memory_budget, chunk_tokens, accumulate_dtype, deterministic, backend)
-    for seam, module in modules.items():
-        _originals.setdefault(seam, getattr(module, seam.name))
-        _ours[seam] = (LogProbSeam if seam.name == "_ChunkedLogProbFunction" else DivergenceSeam)(options)
-        setattr(module, seam.name, _ours[seam])
+    for place, module in modules.items():
+        original = _originals.setdefault(place, getattr(module, place.name))
+        _ours[place] = in_place_of(place, original, options)
+        setattr(module, place.name, _ours[place])
+
+
+def in_place_of(place: Place, original: Any, options: Options) -> Any:
+    """What we put there."""
+    if place.name == CHECK:
+        return PassesServed(original)
+    if place.name == FUSE:
+        return FusesAdapted(original)
+    return (LogProbSeam if place.name == "_ChunkedLogProbFunction" else DivergenceSeam)(options)
 
 
 def unpatch_trl() -> None:
@@ -64,15 +83,16 @@ def unpatch_trl() -> None:
     Raises:
         RuntimeError: someone else has replaced ours since.
     """
-    for seam, original in list(_originals.items()):
-        module = seam.module()
-        found = getattr(module, seam.name)
-        if found is not _ours[seam]:
+    for place, original in list(_originals.items()):
+        module = place.module()
+        found = getattr(module, place.name)
+        if found is not _ours[place]:
             raise RuntimeError(
-                f"{seam.where} is {found!r}, not what patch_trl put there; undo what replaced it, then call unpatch_trl"
+                f"{place.where} is {found!r}, not what patch_trl put there; undo what replaced it, then call "
+                "unpatch_trl"
             )
-        setattr(module, seam.name, original)
-        del _originals[seam], _ours[seam]
+        setattr(module, place.name, original)
+        del _originals[place], _ours[place]
 
 
 @contextlib.contextmanager
@@ -84,9 +104,9 @@ def patched_trl(**options: Any) -> Iterator[None]:
         yield
     finally:
         if before:
-            for seam, ours in before.items():
-                _ours[seam] = ours
-                setattr(seam.module(), seam.name, ours)
+            for place, ours in before.items():
+                _ours[place] = ours
+                setattr(place.module(), place.name, ours)
         else:
             unpatch_trl()
 

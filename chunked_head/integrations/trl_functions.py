@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..divergence import linear_divergence
 from ..logprobs import linear_logprobs
+from ..planner import Request
+from .trl_adapters import adapted_head, adapted_logprobs
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 Outputs = tuple[Tensor | None, ...]
@@ -50,23 +52,34 @@ class LogProbSeam:
         if unknown:
             raise ValueError(f"outputs must be among {', '.join(map(repr, OUTPUTS))}, got {unknown[0]!r}")
 
+        wanted: dict[str, Any] = {
+            "entropy": "entropy" in outputs, "log_sum_sq_probs": "log_sum_sq_probs" in outputs,
+            "mean_logit": "mean_logits" in outputs, "argmax": "is_top1" in outputs, "temperature": temperature,
+            "softcap": final_logit_softcapping, "logit_scale": logit_scale,
+        }  # fmt: skip
+        head = adapted_head(weight)
+        if head is not None:
+            return self.by_adapter(head, hidden, targets, wanted)
+
         def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Outputs:
             weight, bias = operands(hidden, weight, bias)
-            found = linear_logprobs(
-                hidden, weight, targets, bias=bias,
-                entropy="entropy" in outputs, log_sum_sq_probs="log_sum_sq_probs" in outputs,
-                mean_logit="mean_logits" in outputs, argmax="is_top1" in outputs, temperature=temperature,
-                softcap=final_logit_softcapping, logit_scale=logit_scale, **asdict(self.options),
-            )  # fmt: skip
-            if isinstance(found, Tensor):
-                return found, None, None, None, None
-            squares, mean = (getattr(found, name, None) for name in ("log_sum_sq_probs", "mean_logit"))
-            return (
-                found.logprobs, getattr(found, "entropy", None), None if squares is None else squares.detach(),
-                None if mean is None else mean.detach(), found.argmax == targets if "is_top1" in outputs else None,
-            )  # fmt: skip
+            return named(linear_logprobs(hidden, weight, targets, bias=bias, **wanted, **asdict(self.options)), targets)
 
         return where_gathered(run, hidden, weight, bias)
+
+    def by_adapter(self, head: Any, hidden: Tensor, targets: Tensor, wanted: dict[str, Any]) -> Outputs:
+        """The same through a head that PEFT has put an adapter on."""
+        options = self.options
+        if options.deterministic:
+            raise ValueError(
+                "patch_trl(deterministic=True) does not go with an adapter on the head, which computes its own logits; "
+                "leave it False"
+            )
+        request = Request(options.memory_budget, options.chunk_tokens, options.accumulate_dtype)
+        found = adapted_logprobs(head, request, hidden, targets, backend=options.backend, **wanted)
+        if isinstance(found[0], Tensor):
+            return named(torch.cat(found), targets)
+        return named(type(found[0])._make(map(torch.cat, zip(*found, strict=True))), targets)
 
 
 @dataclass(frozen=True)
@@ -111,6 +124,17 @@ class DivergenceSeam:
         teacher = (teacher_weight, teacher_bias)
         with gathered(student_weight, student_bias):
             return where_gathered(run, student_hidden, student_weight, student_bias)
+
+
+def named(found: Any, targets: Tensor) -> Outputs:
+    """What ``linear_logprobs`` returns, as TRL's function does."""
+    if isinstance(found, Tensor):
+        return found, None, None, None, None
+    squares, mean = (getattr(found, name, None) for name in ("log_sum_sq_probs", "mean_logit"))
+    return (
+        found.logprobs, getattr(found, "entropy", None), None if squares is None else squares.detach(),
+        None if mean is None else mean.detach(), found.argmax == targets if hasattr(found, "argmax") else None,
+    )  # fmt: skip
 
 
 def operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
