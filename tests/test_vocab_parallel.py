@@ -7,7 +7,7 @@ import pytest
 import ranks
 import torch
 from budget import assert_within_budget
-from loss_cases import LOSS_CASES, VOCAB, LossCase, LossInputs, assert_scalar, inputs_of, run_reference
+from loss_cases import LOSS_CASES, TOKENS, VOCAB, LossCase, LossInputs, assert_scalar, inputs_of, run_reference
 from torch import Tensor
 
 from chunked_head import VocabParallel, linear_loss, metrics
@@ -93,8 +93,12 @@ def step(case: LossCase, inputs: LossInputs, **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def cases(device: str) -> list[LossCase]:
-    return [case for case in LOSS_CASES if device == "cpu" or case.name in GPU_CASES]
+ALL_CASES = ("chunks", "sequence", "four")
+
+
+def cases(layout: str, backend: str) -> list[LossCase]:
+    every = layout in ALL_CASES and backend == "torch"
+    return [case for case in LOSS_CASES if every or case.name in SOME_CASES]
 
 
 def work(rank: int, device: str, runs: list[tuple[str, str, torch.dtype]]) -> dict[str, Any]:
@@ -103,7 +107,7 @@ def work(rank: int, device: str, runs: list[tuple[str, str, torch.dtype]]) -> di
         count, rows, options = LAYOUTS[layout]
         sharded = "sequence" in layout
         parallel = VocabParallel(rows=rows if layout == "uneven" else None, sequence_sharded=sharded)
-        for case in cases(device):
+        for case in cases(layout, backend):
             inputs = split(inputs_of(case, dtype, device, garbage=True, seed=SEED), rows, rank, case.teacher_vocab)
             if sharded:
                 inputs = own_tokens(inputs, count, rank)
@@ -120,8 +124,8 @@ ON_CPU = [
     for dtype in (torch.float32, torch.float16)
     if dtype == torch.float32 or layout in HALVES
 ]
-# on GPUs each kind of kernel: to compile what all losses need would take minutes for each run
-GPU_CASES = ("cross-entropy", "sum", "entropy-head", "grpo-sum", "gspo", "jsd-hidden", "topk-reverse", "everything")
+# of each kind some, where all are held to in another layout; on GPUs to compile what all need would take minutes
+SOME_CASES = ("cross-entropy", "sum", "entropy-head", "grpo-sum", "gspo", "jsd-hidden", "topk-reverse", "everything")
 ON_GPUS = [
     ("chunks", "triton", torch.bfloat16), ("chunks", "triton", torch.float32), ("padded", "triton", torch.bfloat16),
     ("uneven", "triton", torch.float16), ("sequence", "triton", torch.bfloat16),
@@ -164,6 +168,15 @@ def of_gpus(
     return request.param, ranks.run(made, 2, tmp_path_factory.mktemp("gpus"), "cuda")
 
 
+@functools.cache
+def one_rank(name: str, dtype: torch.dtype, device: str, backend: str) -> Any:
+    """The oracle's in float64 and in the dtype, and ours."""
+    (case,) = (case for case in LOSS_CASES if case.name == name)
+    inputs = inputs_of(case, dtype, device, seed=SEED)
+    cpu = inputs.on("cpu")
+    return run_reference(case, cpu.to(torch.float64)), run_reference(case, cpu), step(case, inputs, backend=backend)
+
+
 def hold_to_one_rank(found: list[dict[str, Any]], key: str, case: LossCase, dtype: torch.dtype, device: str) -> None:
     """Every rank's numbers, against full logits in float64 and eager ones in the call's own dtype."""
     outcomes = [rank[key] for rank in found]
@@ -178,12 +191,9 @@ def hold_to_one_rank(found: list[dict[str, Any]], key: str, case: LossCase, dtyp
         assert refusal is None or refusal in outcome, outcome
     if refusal is not None:
         return
-    inputs = inputs_of(case, dtype, device, seed=SEED)
-    cpu = inputs.on("cpu")
-    loss, _, truth = run_reference(case, cpu.to(torch.float64))
-    eager_loss, _, eager = run_reference(case, cpu)
+    (loss, _, truth), (eager_loss, _, eager), alone = one_rank(case.name, dtype, device, key.split()[1])
     first = outcomes[0]
-    d_hidden = torch.cat([o["grads"][0] for o in outcomes])[: len(inputs.hidden)] if sharded else first["grads"][0]
+    d_hidden = torch.cat([o["grads"][0] for o in outcomes])[:TOKENS] if sharded else first["grads"][0]
     grads = [d_hidden, *(torch.cat([o["grads"][i] for o in outcomes]) for i in range(1, len(first["grads"])))]
     for name, ours, plain, exact in zip(("hidden", "weight", "bias"), grads, eager, truth, strict=False):
         padding = ours[len(exact) :]
@@ -195,23 +205,22 @@ def hold_to_one_rank(found: list[dict[str, Any]], key: str, case: LossCase, dtyp
         assert sharded or torch.equal(other["grads"][0], first["grads"][0])
         for name, value in first["metrics"].items():
             assert torch.equal(other["metrics"][name], value), name
-    alone = step(case, inputs, backend=key.split()[1])
     for name, value in alone["metrics"].items():
         torch.testing.assert_close(first["metrics"][name], value, rtol=1e-5, atol=1e-6)
 
 
-def names(runs: list[tuple[str, str, torch.dtype]]) -> list[Any]:
-    return [pytest.param(*run, id=" ".join(map(str, run))) for run in runs]
+def held(runs: list[tuple[str, str, torch.dtype]]) -> list[Any]:
+    return [
+        pytest.param(*run, case, id=" ".join(map(str, (*run, case.name)))) for run in runs for case in cases(*run[:2])
+    ]
 
 
-@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize(("layout", "backend", "dtype"), names(runs_of(2)))
+@pytest.mark.parametrize(("layout", "backend", "dtype", "case"), held(runs_of(2)))
 def test_two_ranks(of_two: list[dict[str, Any]], layout: str, backend: str, dtype: torch.dtype, case: LossCase) -> None:
     hold_to_one_rank(of_two, f"{layout} {backend} {dtype} {case.name}", case, dtype, "cpu")
 
 
-@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize(("layout", "backend", "dtype"), names(runs_of(4)))
+@pytest.mark.parametrize(("layout", "backend", "dtype", "case"), held(runs_of(4)))
 def test_four_ranks(
     of_four: list[dict[str, Any]], layout: str, backend: str, dtype: torch.dtype, case: LossCase
 ) -> None:
@@ -219,7 +228,7 @@ def test_four_ranks(
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("case", cases("cuda"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("chunks", "triton"), ids=lambda case: case.name)
 def test_two_gpus(of_gpus: tuple[tuple[str, str, torch.dtype], list[dict[str, Any]]], case: LossCase) -> None:
     (layout, backend, dtype), found = of_gpus
     hold_to_one_rank(found, f"{layout} {backend} {dtype} {case.name}", case, dtype, "cuda")
