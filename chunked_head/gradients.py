@@ -65,9 +65,11 @@ class Gradients:
         """A gradient with the rows that stand for no id."""
         return self.padded.get(name, getattr(self, name))
 
-    def hidden_rows(self, at: slice) -> Tensor:
-        """Where rows ``at`` of the call have their gradient made."""
+    def hidden_rows(self, at: slice, order: Tensor | None = None) -> Tensor:
+        """Where rows ``at`` of the call have their gradient made: theirs, or all, in which ``order`` says where."""
         assert self.hidden is not None
+        if order is not None:
+            return self.hidden
         return self.hidden[at] if self.over_ranks is None else self.over_ranks.rows(self.hidden, at)
 
     def hidden_done(self, at: slice, order: Tensor | None) -> None:
@@ -150,7 +152,7 @@ class AddsDlogits:
         dlogits = self.grad_(rows, stats, coefficients)
         first = at.start == 0
         if grads.hidden is not None:
-            self.put_dhidden(dlogits, rows, grads.hidden if rows.order is not None else grads.hidden_rows(at))
+            self.put_dhidden(dlogits, rows, grads.hidden_rows(at, rows.order))
             grads.hidden_done(at, rows.order)
         if grads.weight is not None:
             self.add_dweight(dlogits, rows, rows.hidden, grads.weight, grads.stores(first), grads.gain)

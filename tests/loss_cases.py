@@ -1,6 +1,6 @@
 """The list of losses that every backend is held to, with fields that make them work."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,8 +8,9 @@ import torch
 from budget import assert_within_budget
 from torch import Tensor
 
-from chunked_head import losses, reference
+from chunked_head import LossOutput, linear_loss, losses, reference
 from chunked_head.losses import Losses
+from chunked_head.metrics import Metric
 from chunked_head.reference import Term
 
 TOKENS, HIDDEN, VOCAB, SEGMENTS, K = 97, 64, 331, 9, 5
@@ -218,6 +219,27 @@ def run_reference(case: LossCase, inputs: LossInputs) -> tuple[Tensor, dict[str,
         hidden, weight, inputs.target, case.terms, batch=inputs.batch, num_segments=inputs.num_segments, **head
     )
     return loss.detach(), {k: v.detach() for k, v in parts.items()}, list(torch.autograd.grad(loss, leaves))
+
+
+def run_step(
+    case: LossCase, inputs: LossInputs, measured: Sequence[Metric], upstream: float = 0.7, **options: Any
+) -> tuple[LossOutput, dict[str, Any]]:
+    """Ours forward and backward: what it returned, and numbers of it on the CPU."""
+    hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
+    head, leaves = dict(inputs.head), [hidden, weight]
+    if "bias" in head:
+        head["bias"] = head["bias"].detach().clone().requires_grad_()
+        leaves.append(head["bias"])
+    out = linear_loss(
+        hidden, weight, inputs.target, case.losses, batch=inputs.batch, num_segments=inputs.num_segments,
+        metrics=measured, **head, **options,
+    )  # fmt: skip
+    (out.loss * upstream).backward()
+    return out, {
+        "loss": out.loss.detach().cpu(), "parts": {name: value.cpu() for name, value in out.parts.items()},
+        "metrics": {name: value.value.cpu() for name, value in out.metrics.items()},
+        "grads": [leaf.grad.cpu() for leaf in leaves if leaf.grad is not None],
+    }  # fmt: skip
 
 
 def assert_scalar(case: LossCase, dtype: torch.dtype, ours: Tensor, eager: Tensor, truth: Tensor, what: str) -> None:

@@ -6,10 +6,10 @@ import pytest
 import ranks
 import torch
 from budget import assert_within_budget
-from loss_cases import LOSS_CASES, TOKENS, LossCase, LossInputs, inputs_of, run_reference
+from loss_cases import LOSS_CASES, TOKENS, LossCase, LossInputs, inputs_of, run_reference, run_step
 from torch import Tensor
 
-from chunked_head import TokenParallel, linear_loss, metrics
+from chunked_head import TokenParallel, metrics
 
 WHOLE = ("pairs", "segment_labels", "kl_baseline", "teacher_weight", "teacher_bias")
 CHUNKS: dict[str, list[int | None]] = {
@@ -58,23 +58,8 @@ def measured(case: LossCase) -> list[Any]:
 
 
 def step(case: LossCase, inputs: LossInputs, upstream: float = 0.7, **options: Any) -> dict[str, Any]:
-    hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
-    head = dict(inputs.head)
-    leaves = [hidden, weight]
-    if "bias" in head:
-        head["bias"] = head["bias"].detach().clone().requires_grad_()
-        leaves.append(head["bias"])
-    out = linear_loss(
-        hidden, weight, inputs.target, case.losses, batch=inputs.batch, num_segments=inputs.num_segments,
-        metrics=measured(case), **head, **options,
-    )  # fmt: skip
-    (out.loss * upstream).backward()
-    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
-    return {
-        "loss": out.loss.detach(), "parts": dict(out.parts), "grads": grads,
-        "metrics": {name: value.value for name, value in out.metrics.items()},
-        "reduced": {name: value.value for name, value in metrics.all_reduce(out.metrics).items()},
-    }  # fmt: skip
+    out, found = run_step(case, inputs, measured(case), upstream, **options)
+    return found | {"reduced": {name: value.value for name, value in metrics.all_reduce(out.metrics).items()}}
 
 
 def work(rank: int, device: str) -> dict[str, Any]:

@@ -7,10 +7,20 @@ import pytest
 import ranks
 import torch
 from budget import assert_within_budget
-from loss_cases import LOSS_CASES, TOKENS, VOCAB, LossCase, LossInputs, assert_scalar, inputs_of, run_reference
+from loss_cases import (
+    LOSS_CASES,
+    TOKENS,
+    VOCAB,
+    LossCase,
+    LossInputs,
+    assert_scalar,
+    inputs_of,
+    run_reference,
+    run_step,
+)
 from torch import Tensor
 
-from chunked_head import VocabParallel, linear_loss, metrics
+from chunked_head import VocabParallel, metrics
 
 # of the cases' 331 ids: who holds how many rows, and what else is said
 LAYOUTS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
@@ -75,22 +85,7 @@ def measured(case: LossCase) -> list[Any]:
 
 
 def step(case: LossCase, inputs: LossInputs, **options: Any) -> dict[str, Any]:
-    hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
-    head = dict(inputs.head)
-    leaves = [hidden, weight]
-    if "bias" in head:
-        head["bias"] = head["bias"].detach().clone().requires_grad_()
-        leaves.append(head["bias"])
-    out = linear_loss(
-        hidden, weight, inputs.target, case.losses, batch=inputs.batch, num_segments=inputs.num_segments,
-        metrics=measured(case), **head, **options,
-    )  # fmt: skip
-    (out.loss * 0.7).backward()
-    return {
-        "loss": out.loss.detach().cpu(), "parts": {name: value.cpu() for name, value in out.parts.items()},
-        "metrics": {name: value.value.cpu() for name, value in out.metrics.items()},
-        "grads": [leaf.grad.cpu() for leaf in leaves if leaf.grad is not None],
-    }  # fmt: skip
+    return run_step(case, inputs, measured(case), **options)[1]
 
 
 ALL_CASES = ("chunks", "sequence", "four")

@@ -171,7 +171,7 @@ class FastSession(RelativeSession):
     ) -> None:
         """The products with a chunk's exponentials, and dhidden's terms of the targets."""
         if grads.hidden is not None:
-            self.put_dhidden(exp, rows, grads.hidden if rows.order is not None else grads.hidden_rows(at), factors)
+            self.put_dhidden(exp, rows, grads.hidden_rows(at, rows.order), factors)
             grads.hidden_done(at, rows.order)
         if grads.weight is not None:
             # in place: nobody reads the chunk's hidden states after this

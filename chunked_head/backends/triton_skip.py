@@ -45,7 +45,7 @@ class SkipSession(FastSession):
             partial = self.partial(len(rows.target))
             assert partial is not None
             add_dhidden(tiles.moved.t(), mean, partial[-1], first=True)
-            where = grads.hidden[at] if rows.order is None else grads.hidden
+            where = grads.hidden_rows(at, rows.order)
             launch_skip.skip_dhidden(where, partial, exponentials, weight, tiles, factors, rows.order, counted)
             grads.hidden_done(at, rows.order)
         if grads.weight is not None:

@@ -11,8 +11,22 @@ from torch import distributed
 MOST_IDS = 1 << 24
 
 
+class OfGroup:
+    """What both ways to share a call know of their processes."""
+
+    group: Any
+
+    @property
+    def ranks(self) -> int:
+        return distributed.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return distributed.get_rank(self.group)
+
+
 @dataclass(frozen=True, eq=False)
-class TokenParallel:
+class TokenParallel(OfGroup):
     """Ranks of ``group`` hold different tokens of one batch: data-parallel, sequence- or context-parallel.
 
     A rank's loss is its share of the whole batch's, its parts are its shares of the parts: an ``all_reduce(SUM)`` of
@@ -52,17 +66,9 @@ class TokenParallel:
             raise TypeError(f"average of TokenParallel must be True or False, got {self.average!r}")
         object.__setattr__(self, "group", process_group(self.group, "TokenParallel"))
 
-    @property
-    def ranks(self) -> int:
-        return distributed.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        return distributed.get_rank(self.group)
-
 
 @dataclass(frozen=True, eq=False)
-class VocabParallel:
+class VocabParallel(OfGroup):
     """Ranks of ``group`` hold the head's rows in turn: ``weight`` (``bias``, a teacher's head) is each rank's own part.
 
     Every rank gives the same targets, fields and options, and gets the same loss, metrics and per-token values, and
@@ -103,14 +109,6 @@ class VocabParallel:
                 f"rows of VocabParallel must be {self.ranks} positive ints, one for each rank, got {self.rows!r}"
             )
         object.__setattr__(self, "rows", rows)
-
-    @property
-    def ranks(self) -> int:
-        return distributed.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        return distributed.get_rank(self.group)
 
     def split(self, rows: int, vocab_size: int | None) -> "Split":
         """Who holds what where this rank's weight has ``rows`` rows; raises on every rank what is wrong on any."""
