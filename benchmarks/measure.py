@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 import torch
@@ -234,8 +234,21 @@ def _timed(step: Callable[[], Any], device: torch.device) -> Callable[[], float]
     return lambda: milliseconds
 
 
+class Launch(NamedTuple):
+    """Something that a step ran, and when: microseconds on the profiler's clock."""
+
+    name: str
+    begin: float
+    length: float
+
+
 def launches(step: Callable[[], Any], device: torch.device) -> list[str]:
     """What one step runs, by name and in order: kernels, copies and fills of a GPU; torch's operations on a CPU."""
+    return [launch.name for launch in traced(step, device)]
+
+
+def traced(step: Callable[[], Any], device: torch.device) -> list[Launch]:
+    """The same with their times."""
     gpu = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU, *([activity.CUDA] if gpu else [])]) as profile:
@@ -250,15 +263,13 @@ def launches(step: Callable[[], Any], device: torch.device) -> list[str]:
     wanted = ("kernel", "gpu_memcpy", "gpu_memset") if gpu else ("cpu_op",)
     events = [event for event in events if event.get("cat") in wanted and event.get("ph") == "X"]
     events.sort(key=lambda event: (event["ts"], -event["dur"]))
-    if gpu:
-        return [event["name"] for event in events]
-    names, end = list[str](), float("-inf")
+    found, end = list[Launch](), float("-inf")
     for event in events:
-        # What lies within an operation is that operation's own affair.
-        if event["name"].startswith("aten::") and event["ts"] >= end:
-            names.append(event["name"])
+        # What lies within an operation of torch's is that operation's own affair.
+        if gpu or (event["name"].startswith("aten::") and event["ts"] >= end):
+            found.append(Launch(event["name"], event["ts"], event["dur"]))
             end = event["ts"] + event["dur"]
-    return names
+    return found
 
 
 def launched_between(step: Step, plan: Any, device: torch.device) -> dict[str, list[str]]:
@@ -269,12 +280,17 @@ def launched_between(step: Step, plan: Any, device: torch.device) -> dict[str, l
     return found
 
 
+def product_places(names: Sequence[str]) -> list[int]:
+    """Which launches are matrix products."""
+    return [place for place, name in enumerate(names) if _PRODUCT.search(name)]
+
+
 def between_products(names: Sequence[str], plan: Any) -> dict[str, list[str]]:
     """From all launches of a call, those after a chunk's logits, the second chunk's where there are several.
 
     Products are known by their kernels' names, and which is which by the plan; their number must be the plan's.
     """
-    sizes, at = plan.sizes, [place for place, name in enumerate(names) if _PRODUCT.search(name)]
+    sizes, at = plan.sizes, product_places(names)
     logits = 2 if sizes.teacher_width else 1
     sweep = plan.chunks * logits
     tiles = plan.blocks * -(-sizes.vocab // plan.tile_columns)

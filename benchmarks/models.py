@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ PLAIN, OURS, LIGER = "plain", "ours", "liger"
 GIB = 2**30
 # of the length that two peaks foretell, in turn until one fits: an allocator does not fill its limit
 TRIED = (0.98, 0.94, 0.9, 0.85)
+# a foretold length that is so many times as long as any seen is not believed: what peaks first is another part then
+BELIEVED = 4
 
 
 @dataclass
@@ -143,16 +146,20 @@ def gpu_peak(step: Any) -> dict[str, int]:
 
 
 def longest(model: Any, name: str, limit: int, fractions: Sequence[float], watch: Watch) -> dict[str, Any]:
-    """The longest sequence within ``limit`` bytes: foretold from the peaks of two lengths, which grow in proportion,
-    and tried in steps from there down, under a cap of the allocator's."""
+    """The longest sequence within ``limit`` bytes: foretold from the peaks of two lengths, which double until it is
+    near, and tried in steps from there down, under a cap of the allocator's."""
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
-    peaks = []
-    for length in (8192, 16384):
+    foretold, peaks = math.inf, dict[int, int]()
+    length = 8192
+    while length < foretold / BELIEVED * 2:
         watch.stage(f"longest of {name}: {length}")
-        peaks.append(gpu_peak(ModelStep(model, inputs_of(model, length), name))["peak_bytes"])
-    per_token = (peaks[1] - peaks[0]) / 8192
-    foretold = 8192 + (limit - peaks[0]) / per_token
+        peaks[length] = gpu_peak(ModelStep(model, inputs_of(model, length), name))["peak_bytes"]
+        if length > 8192:
+            per_token = (peaks[length] - peaks[length // 2]) / (length // 2)
+            foretold = length + (limit - peaks[length]) / per_token
+        length *= 2
     row: dict[str, Any] = {"provider": name, "status": "ok", "bytes_a_token": per_token, "foretold": int(foretold)}
+    row["peaks"] = peaks
     for fraction in fractions:
         length = int(foretold * fraction) // 256 * 256
         watch.stage(f"longest of {name}: {length}")
@@ -182,6 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tried", type=float, nargs="+", default=TRIED, metavar="FRACTION",
         help="of the foretold length, in turn until one fits (0.98 0.94 0.9 0.85)",
     )  # fmt: skip
+    parser.add_argument(
+        "--ways", nargs="+", choices=(PLAIN, OURS, LIGER), metavar="WAY", help="some of plain ours liger"
+    )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cuda or cpu; the GPU where there is one")
     parser.add_argument("--output", type=Path, help="results file (JSON)")
@@ -192,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--longest caps the allocator of a GPU, and there is none")
     path: Path = providers.results_path(args.output, "models", device)
     model = build(LLAMA_1B if gpu else TINY, device, torch.bfloat16 if gpu else torch.float32)
-    length, names = args.tokens or (8192 if gpu else 512), ways(device)
+    length, names = args.tokens or (8192 if gpu else 512), args.ways or ways(device)
     with Watch(args.rounds) as watch:
         rows = run(model, length, names, args.rounds, watch)
         print_rows(rows)
