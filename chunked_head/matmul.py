@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .memory import cast_rows
+from .memory import Sizes, cast_rows
 from .plans import slices
 
 FEW_ROWS = 8
@@ -40,16 +40,26 @@ def project(
         torch.mm(wide, weight[tile].to(out.dtype).t(), out=out[:, tile])
 
 
-def project_biased(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor | None:
-    """``out = hidden @ weight.T + bias``, or without the bias: what is left to be added.
+def again_rows(sizes: Sizes, swept: int, hidden: Tensor, columns: int) -> int:
+    """Rows to multiply at a time: a sweep's, where a whole row of logits is computed again on a GPU."""
+    rows = max(hidden.shape[0], 1)
+    return min(rows, swept) if hidden.is_cuda and columns == sizes.vocab else rows
 
-    cuBLAS adds a bias before it rounds to fp32, as ``F.linear`` does; added afterwards it would round twice.
+
+def project_biased(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int) -> Tensor | None:
+    """``out = hidden @ weight.T + bias``, or without the bias: what is left to be added. So many ``rows`` at a time.
+
+    ``F.linear`` adds its bias in cuBLAS's product, for which cuBLAS takes other algorithms than without one, up to two
+    times as exact; so ours does too. It chooses by the number of rows as well: logits that are computed again are the
+    same to the bit where their rows come as they came before.
     """
-    if bias is None or not hidden.is_cuda or not (hidden.dtype == weight.dtype == bias.dtype == out.dtype):
-        project(hidden, weight, out)
-        return bias
-    torch.addmm(bias, hidden, weight.t(), out=out)
-    return None
+    together = hidden.is_cuda and bias is not None and hidden.dtype == weight.dtype == bias.dtype == out.dtype
+    for part in slices(hidden.shape[0], rows):
+        if together:
+            torch.addmm(bias, hidden[part], weight.t(), out=out[part])  # type: ignore[arg-type]
+        else:
+            project(hidden[part], weight, out[part])
+    return None if together else bias
 
 
 def add_dhidden(

@@ -10,7 +10,16 @@ from typing import Literal
 
 import torch
 
-from .kernels.tiles import dhidden_parts, own_dweight_pays, skip_bytes, skip_parts, strips_of
+from .kernels.tiles import (
+    TILE_ELEMENTS,
+    WHOLE,
+    Split,
+    dhidden_split,
+    own_dweight_pays,
+    skip_bytes,
+    skip_parts,
+    strips_of,
+)
 from .parallel.merge import numbers_sent
 from .stats import Demand
 
@@ -186,12 +195,11 @@ class Sizes:
         """Bytes of a row of hidden's gradient on its way to the rank that has the row: as it was made, and by rank."""
         return 0 if self.spread == 1 or not self.hidden_grad else 2 * self.hidden * accumulate.itemsize
 
-    def dhidden_parts(self, rows: int) -> int:
-        """Parts that a chunk's dhidden is made in, each with an fp32 sum of its own."""
+    def dhidden_split(self, rows: int, most_units: int | None = None) -> Split:
+        """How a chunk's dhidden is divided, its sums of parts in no more places than there are."""
         if not self.multiprocessors or self.store == "logits" or self.deterministic:
-            return 1
-        parts = skip_parts if self.skip is not None else dhidden_parts
-        return parts(rows, self.hidden, self.multiprocessors)
+            return WHOLE  # nothing is chosen by size
+        return dhidden_split(rows, self.hidden, self.vocab, self.multiprocessors, most_units)
 
     def own_dweight(self, rows: int, out: torch.dtype) -> bool:
         """Whether dweight's products over so many rows are ours: where they pay, and where rows are skipped."""
@@ -300,8 +308,11 @@ def target_rows(sizes: Sizes, rows: int) -> int:
 
 def part_sums(sizes: Sizes, rows: int) -> int:
     """Sums of dhidden's parts, where it is made in several."""
-    parts = sizes.dhidden_parts(rows) if sizes.hidden_grad else 1
-    return parts * rows * sizes.hidden * 4 if parts > 1 else 0
+    if not sizes.hidden_grad or not sizes.multiprocessors or sizes.store == "logits":
+        return 0
+    if sizes.skip is not None:
+        return skip_parts(rows, sizes.hidden, sizes.multiprocessors) * rows * sizes.hidden * 4
+    return sizes.dhidden_split(rows).units * TILE_ELEMENTS * 4
 
 
 def padded_columns(columns: int) -> int:

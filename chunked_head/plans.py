@@ -195,7 +195,7 @@ def matmuls(plan: Plan) -> str:
     tile = exp_tile(s.hidden)
     found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
     if plan.schedule == "forward" and s.hidden_grad:
-        parts = s.dhidden_parts(plan.chunk_tokens)
+        parts = s.dhidden_split(plan.chunk_tokens).parts
         found.append("dhidden ours" + (f" ({parts} parts)" if parts > 1 else ""))
     if plan.schedule != "loss only" and s.weight_grad:
         own = (plan.schedule == "forward" or s.grads_in_matmul) and (

@@ -7,13 +7,12 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .exp_logits import exp_logits_kernel
-from .launch_hopper import hopper_dweight, runs_hopper_products
-from .products import dhidden_kernel, dweight_kernel
+from .launch_hopper import hopper_dweight, hopper_exp_logits, runs_hopper_products
+from .products import dhidden_kernel, dweight_kernel, join_parts_kernel
 from .rows import copy_rows_kernel
 from .scale import scale_kernel
 from .strips import level_rows_kernel, merge_strips_kernel
-from .target_terms import finish_dhidden_kernel
-from .tiles import INTERPRETED, PRODUCT_TILE, Tile, cdiv, exp_tile, power_of_2
+from .tiles import HOPPER_LOGITS, INTERPRETED, PRODUCT_TILE, WHOLE, Split, Tile, cdiv, exp_tile, power_of_2
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = 60.0
@@ -31,9 +30,9 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def programs_of(tile: Tile, rows: int, columns: int, device: torch.device, parts: int = 1) -> int:
+def programs_of(tile: Tile, rows: int, columns: int, device: torch.device) -> int:
     """Programs of a persistent matmul: as many as are resident at a time, and no more than it has tiles."""
-    tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n) * parts
+    tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
     return min(tile.per_multiprocessor * multiprocessors(device), tiles)
 
 
@@ -101,6 +100,13 @@ def exp_logits(
     tile: Tile | None = None,
 ) -> None:
     rows, vocab = hidden.shape[0], weight.shape[0]
+    if tile is None and by_hopper(out, strips, hidden, weight, bias, class_weights, row_offset, target, softcap):
+        assert target is not None
+        hopper_exp_logits(
+            out, strips.offset, strips.sum, hidden, weight, row_offset, target, *counted, logit_scale, REACH,
+            multiprocessors(hidden.device),
+        )  # fmt: skip
+        return
     tile = tile or exp_tile(hidden.shape[1])
     programs = programs_of(tile, rows, vocab, hidden.device)
     exp_logits_kernel[(programs,)](
@@ -112,9 +118,32 @@ def exp_logits(
         counted.first_row, rows, vocab, hidden.shape[1], columns2, logit_scale, softcap, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STRIP=tile.block_n // (strips.offset.shape[0] // cdiv(vocab, tile.block_n)),
-        GROUP_M=tile.group_m, PROGRAMS=programs, REACH=REACH, EVEN_VOCAB=vocab % tile.block_n == 0,
-        UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        GROUP_M=tile.group_m, PROGRAMS=programs, REACH=REACH,
+        EVEN_VOCAB=vocab % tile.block_n == 0, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def by_hopper(
+    out: torch.Tensor | None,
+    strips: Strips,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    row_offset: torch.Tensor | None,
+    target: torch.Tensor | None,
+    softcap: float | None,
+) -> bool:
+    """Whether the kernel for Hopper makes what is asked for: sums of exponentials, and where their offset is given the
+    exponentials; nothing beside."""
+    if (out is None) != (row_offset is None) or target is None or not runs_hopper_products(hidden.device):
+        return False
+    plain = bias is None and class_weights is None and softcap is None and all(asked is None for asked in strips[2:])
+    columns = HOPPER_LOGITS.block_n
+    own_strips = (
+        strips.offset.shape[0] == cdiv(weight.shape[0], columns) and exp_tile(hidden.shape[1]).block_n == columns
+    )
+    return plain and own_strips and hidden.dtype == weight.dtype and (out is None or out.dtype == hidden.dtype)
 
 
 def merge_strips(
@@ -199,32 +228,36 @@ NO_FACTORS = Factors()
 
 def dhidden(
     out: torch.Tensor,  # [rows, hidden], or with an order all of the call's [tokens, hidden]
-    partial: torch.Tensor | None,  # [parts, rows, hidden] fp32
+    scratch: torch.Tensor | None,  # [split.units * TILE_ELEMENTS] fp32, or more
     grad: torch.Tensor,  # [rows, vocab] 16 bit
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     factors: Factors = NO_FACTORS,
     order: torch.Tensor | None = None,  # [rows] int64, rows of ``out``
     counted: Counted = ALL_ROWS,
-    add: bool = False,  # in one part
-    tile: Tile = PRODUCT_TILE,
+    add: bool = False,
+    split: Split = WHOLE,
 ) -> None:
     """``out (+)= softmax * (grad @ weight) + at_target * weight[target]``"""
-    (rows, vocab), hidden = grad.shape, weight.shape[1]
-    parts = 1 if partial is None else partial.shape[0]
-    programs = programs_of(tile, rows, hidden, grad.device, parts)
+    (rows, vocab), hidden, tile = grad.shape, weight.shape[1], PRODUCT_TILE
+    cut = split.parts > 1
+    # whole turns are of all multiprocessors
+    programs = multiprocessors(grad.device) if cut else programs_of(tile, rows, hidden, grad.device)
+    divided = {"PARTS": split.parts, "UNITS": split.units, "ADD": add, "PROGRAMS": programs}
+    sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP_M": tile.group_m}
     dhidden_kernel[(programs,)](
-        partial, out,
+        out, scratch if cut else None,
         TensorDescriptor.from_tensor(grad, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_k, tile.block_n]),
         weight, counted.count, order, *factors, counted.first_row, rows, vocab, hidden,
-        PARTS=parts, ADD=add, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
-        PROGRAMS=programs, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        **divided, **sizes, BLOCK_K=tile.block_k, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if partial is not None:
-        block = min(power_of_2(hidden), 2048)
-        finish_dhidden_kernel[(rows, cdiv(hidden, block))](
-            out, partial, weight, counted.count, order, *factors, counted.first_row, rows, hidden,
-            PARTS=parts, BLOCK=block, num_warps=4,
+    if cut:
+        tiles, joined = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n), min(16, tile.block_m)
+        # how many tiles are cut where fewer rows count, the device knows
+        left = tiles % programs if counted.count is None else min(tiles, programs - 1)
+        join_parts_kernel[(left, tile.block_m // joined)](
+            out, scratch, weight, counted.count, order, *factors, counted.first_row, rows, hidden,
+            **divided, **sizes, ROWS=joined, num_warps=4,
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import functools
 import torch
 import triton
 
-from .tiles import INTERPRETED, HopperTile, cdiv, hopper_tile
+from .tiles import HOPPER_LOGITS, INTERPRETED, HopperTile, cdiv, hopper_tile
 
 # Gluon is experimental and changes from one version of Triton to the next: these are the ones that were tried
 KNOWN_TRITON = ("3.6.",)
@@ -14,6 +14,7 @@ if HAS_GLUON:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    from .hopper_logits import hopper_exp_logits_kernel
     from .hopper_products import hopper_dweight_kernel
 
 
@@ -47,6 +48,34 @@ def hopper_dweight(
         count, first_row, rows, vocab, width,
         ADD=not first, STAGES=tile.stages, LAG=tile.lag, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m, PROGRAMS=programs, REGISTERS=tile.registers, num_warps=4, maxnreg=tile.average_registers,
+    )  # fmt: skip
+
+
+def hopper_exp_logits(
+    out: torch.Tensor | None,  # [rows, vocab] 16 bit, row stride a multiple of 8
+    strip_offset: torch.Tensor,  # [strips, rows] fp32, as strip_sum
+    strip_sum: torch.Tensor,
+    hidden: torch.Tensor,  # [rows, hidden] contiguous, of out's dtype
+    weight: torch.Tensor,  # [vocab, hidden] contiguous, likewise
+    row_offset: torch.Tensor | None,  # [rows] fp32, with ``out``; else each strip's own maximum
+    target: torch.Tensor,  # [rows] int64
+    count: torch.Tensor | None,  # [] int64
+    first_row: int,
+    logit_scale: float | None,
+    reach: float,
+    multiprocessors: int,
+    tile: HopperTile = HOPPER_LOGITS,
+) -> None:
+    """``exp(logit_scale * hidden @ weight.T - offset)`` without the targets' columns, and its strips' sums"""
+    (rows, width), vocab, half = hidden.shape, weight.shape[0], tile.block_m // 2
+    programs = min(multiprocessors, cdiv(rows, tile.block_m) * cdiv(vocab, tile.block_n))
+    hopper_exp_logits_kernel[(programs,)](
+        None if out is None else descriptor(out, half, tile.block_n), strip_offset, strip_sum,
+        descriptor(hidden, tile.block_m, tile.block_k), descriptor(weight, tile.block_n, tile.block_k),
+        row_offset, target, count, first_row, rows, vocab, width, logit_scale,
+        STAGES=tile.stages, LAG=tile.lag, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
+        PROGRAMS=programs, REACH=reach, EVEN_VOCAB=vocab % tile.block_n == 0, REGISTERS=tile.registers, num_warps=4,
+        maxnreg=tile.average_registers,
     )  # fmt: skip
 
 

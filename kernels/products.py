@@ -60,10 +60,52 @@ def store_dhidden(
 
 
 @triton.jit
+def store_halves(
+    dhidden_ptr,
+    left_half,
+    right_half,
+    weight_ptr,
+    order_ptr,
+    target_ptr,
+    softmax_factor_ptr,
+    target_factor_ptr,
+    row_start,
+    column_start,
+    counted,
+    rows,
+    hidden,
+    ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    store_dhidden(
+        None, dhidden_ptr, left_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
+        0, row_start, column_start, counted, rows, hidden, ADD, BLOCK_M, BLOCK_N // 2,
+    )  # fmt: skip
+    store_dhidden(
+        None, dhidden_ptr, right_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
+        0, row_start, column_start + BLOCK_N // 2, counted, rows, hidden, ADD, BLOCK_M, BLOCK_N // 2,
+    )  # fmt: skip
+
+
+@triton.jit
+def cut_tiles(tiles, PARTS: tl.constexpr, UNITS: tl.constexpr, PROGRAMS: tl.constexpr):
+    """How many of the tiles, the first, are made by one program each, and into how many parts each other is cut.
+
+    The programs make whole tiles in turns; of a last turn's, fewer than there are programs, each is cut into parts over
+    the vocabulary, so that all programs have work to the end. Their sums have UNITS places, which fewer rows than
+    expected may not pass.
+    """
+    left = tiles % PROGRAMS
+    parts = tl.maximum(tl.minimum(UNITS // tl.maximum(left, 1), PARTS), 1)
+    return tl.where(parts > 1, tiles - left, tiles), parts
+
+
+@triton.jit
 def dhidden_kernel(
-    # outputs: one of them
-    partial_ptr,  # [parts, rows, hidden] fp32: products over parts of the vocabulary; None with one part
+    # outputs
     dhidden_ptr,  # [rows, hidden], or all of the call's where there is an order
+    part_ptr,  # [UNITS, BLOCK_M, BLOCK_N] fp32: products over parts of the vocabulary; None: no tile is cut
     # inputs
     grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_K]
     weight_desc,  # [vocab, hidden], block [BLOCK_K, BLOCK_N]
@@ -79,7 +121,8 @@ def dhidden_kernel(
     vocab,
     hidden,
     PARTS: tl.constexpr,
-    ADD: tl.constexpr,  # to dhidden, made in one part
+    UNITS: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -87,30 +130,96 @@ def dhidden_kernel(
     PROGRAMS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """``dhidden (+)= softmax_factor * (grad @ weight) + target_factor * weight[target]``, or the product's parts."""
+    """``dhidden (+)= softmax_factor * (grad @ weight) + target_factor * weight[target]``, but for tiles that are cut:
+    of these the parts."""
     counted = counted_rows(count_ptr, first_row, rows)
     tiles_m = tl.cdiv(counted, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)
-    part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), PARTS) * BLOCK_K
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n * PARTS, PROGRAMS, flatten=True):
-        part = tile // (tiles_m * tiles_n)
-        tile_m, tile_n = tile_place(tile % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+    tiles = tiles_m * tiles_n
+    whole, parts = tiles, 1
+    if part_ptr is not None:
+        whole, parts = cut_tiles(tiles, PARTS, UNITS, PROGRAMS)
+    left = tl.maximum(tiles - whole, 1)
+    part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), parts) * BLOCK_K
+    for unit in tl.range(tl.program_id(0), whole + (tiles - whole) * parts, PROGRAMS, flatten=True):
+        # bounds that are the same for all units would make the compiler unfold the loop, with spills
+        tile, first, last = unit, unit // tiles, vocab
+        if part_ptr is not None:
+            rest = tl.maximum(unit - whole, 0)
+            cut = unit >= whole
+            tile = tl.where(cut, whole + rest % left, unit)
+            first = tl.where(cut, rest // left * part_columns, 0)
+            last = tl.where(cut, min(first + part_columns, vocab), vocab)
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(part * part_columns, min((part + 1) * part_columns, vocab), BLOCK_K):
+        for k in range(first, last, BLOCK_K):
             g = grad_desc.load([row_start, k])
             w = weight_desc.load([k, column_start])
             if UPCAST:
                 g, w = g.to(tl.float32), w.to(tl.float32)
             acc = tl.dot(g, w, acc)
-        left, right = column_halves(acc, BLOCK_M, BLOCK_N)
+        left_half, right_half = column_halves(acc, BLOCK_M, BLOCK_N)
+        if part_ptr is None:
+            store_halves(
+                dhidden_ptr, left_half, right_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr,
+                target_factor_ptr, row_start, column_start, counted, rows, hidden, ADD, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        else:
+            if unit >= whole:
+                offs_row, offs_col = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N // 2)
+                at = (unit - whole) * (BLOCK_M * BLOCK_N) + offs_row[:, None] * BLOCK_N + offs_col[None, :]
+                tl.store(part_ptr + at, left_half)
+                tl.store(part_ptr + at + BLOCK_N // 2, right_half)
+            else:
+                store_halves(
+                    dhidden_ptr, left_half, right_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr,
+                    target_factor_ptr, row_start, column_start, counted, rows, hidden, ADD, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+
+
+@triton.jit
+def join_parts_kernel(
+    # outputs
+    dhidden_ptr,
+    # inputs, as above
+    part_ptr,
+    weight_ptr,
+    count_ptr,
+    order_ptr,
+    target_ptr,
+    softmax_factor_ptr,
+    target_factor_ptr,
+    # sizes
+    first_row,
+    rows,
+    hidden,
+    PARTS: tl.constexpr,
+    UNITS: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """What ``dhidden_kernel`` left of the tiles that were cut: their parts' sums become dhidden, in a fixed order."""
+    counted = counted_rows(count_ptr, first_row, rows)
+    tiles_m = tl.cdiv(counted, BLOCK_M)
+    tiles_n = tl.cdiv(hidden, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    whole, parts = cut_tiles(tiles, PARTS, UNITS, PROGRAMS)
+    at = tl.program_id(0)
+    if at < tiles - whole:
+        tile_m, tile_n = tile_place(whole + at, tiles_m, tiles_n, GROUP_M)
+        first = tl.program_id(1) * ROWS
+        offs = (first + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+        for part in range(0, parts):
+            total += tl.load(part_ptr + (part * (tiles - whole) + at) * (BLOCK_M * BLOCK_N) + offs)
         store_dhidden(
-            partial_ptr, dhidden_ptr, left, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
-            part, row_start, column_start, counted, rows, hidden, ADD, BLOCK_M, BLOCK_N // 2,
-        )  # fmt: skip
-        store_dhidden(
-            partial_ptr, dhidden_ptr, right, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
-            part, row_start, column_start + BLOCK_N // 2, counted, rows, hidden, ADD, BLOCK_M, BLOCK_N // 2,
+            None, dhidden_ptr, total, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
+            0, tile_m * BLOCK_M + first, tile_n * BLOCK_N, counted, rows, hidden, ADD, ROWS, BLOCK_N,
         )  # fmt: skip
 
 

@@ -43,9 +43,12 @@ if INTERPRETED:
 PRODUCT_TILE = Tile()
 if INTERPRETED:
     PRODUCT_TILE = Tile(block_m=32, block_n=32, block_k=32)
-MOST_PARTS = 4
+TILE_ELEMENTS = PRODUCT_TILE.block_m * PRODUCT_TILE.block_n
+MOST_PARTS = 16
+LEAST_STEPS = 4  # over the vocabulary in a part
 # of the same where tiles are skipped: its rows by a strip of columns are what is skipped or kept
 SKIP_TILE = Tile()
+SKIP_PARTS = 4
 SKIP_STEP = 16  # one row in so many says how a strip's mass lies in it
 if INTERPRETED:
     SKIP_TILE = Tile(block_m=32, block_n=32, block_k=16)
@@ -68,15 +71,33 @@ def strips_of(vocab: int, hidden: int, relative: bool) -> int:
     return cdiv(vocab, block_n) * (block_n // strip_width(hidden, relative))
 
 
-def dhidden_parts(rows: int, hidden: int, multiprocessors: int) -> int:
-    """Parts of the vocabulary that dhidden's product is split into, so that its few tiles fill whole waves.
+class Split(NamedTuple):
+    """Into how many parts over the vocabulary tiles of dhidden's last turn are cut; the places that their sums have."""
 
-    A part more is worth what it saves in waves less about 3 % for the fp32 sums that are written and read again.
+    parts: int = 1
+    units: int = 0
+
+
+WHOLE = Split()
+
+
+def dhidden_split(rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int | None = None) -> Split:
+    """The split that takes the fewest turns: all multiprocessors multiply to the end, or nearly.
+
+    144 tiles on 132 multiprocessors would take two turns, the second for 12 tiles; in 11 parts these take a turn's
+    eleventh. A part costs its sums' way to memory and back, about 0.2 % of a turn.
     """
-    tiles = cdiv(rows, PRODUCT_TILE.block_m) * cdiv(hidden, PRODUCT_TILE.block_n)
-    return min(
-        range(1, MOST_PARTS + 1), key=lambda parts: cdiv(tiles * parts, multiprocessors) / parts * (0.97 + 0.03 * parts)
-    )
+    most_units = 2 * multiprocessors if most_units is None else most_units
+    tile = PRODUCT_TILE
+    left = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n) % multiprocessors
+    best, fewest = WHOLE, float("inf")
+    for parts in range(1, MOST_PARTS + 1):
+        if parts > 1 and (left * parts > most_units or parts * LEAST_STEPS * tile.block_k > vocab):
+            break
+        turns = cdiv(left * parts, multiprocessors) / parts + 0.002 * parts
+        if turns < fewest:
+            best, fewest = Split(parts, left * parts if parts > 1 else 0), turns
+    return best
 
 
 class HopperTile(NamedTuple):
@@ -92,6 +113,9 @@ class HopperTile(NamedTuple):
     average_registers: int = 168  # of the 12 warps, 4 of which do with few
 
 
+HOPPER_LOGITS = HopperTile(block_k=64, group_m=16, stages=4)
+
+
 def hopper_tile(out_bytes: int) -> HopperTile:
     """By the bytes of an element of the output."""
     return HopperTile() if out_bytes == 2 else HopperTile(stages=4, lag=1)
@@ -104,10 +128,10 @@ def own_dweight_pays(rows: int, hidden: int, out_bytes: int) -> bool:
 
 
 def skip_parts(rows: int, hidden: int, multiprocessors: int) -> int:
-    """The same where tiles are skipped: enough that long and short lists even out over the multiprocessors, and one for
-    what mean rows give."""
+    """Parts of dhidden's product where tiles are skipped: enough that long and short lists even out over the
+    multiprocessors, and one for what mean rows give."""
     tiles = cdiv(rows, SKIP_TILE.block_m) * cdiv(hidden, SKIP_TILE.block_n)
-    return min(MOST_PARTS, max(1, cdiv(3 * multiprocessors, tiles))) + 1
+    return min(SKIP_PARTS, max(1, cdiv(3 * multiprocessors, tiles))) + 1
 
 
 def skip_bytes(rows: int, vocab: int, hidden: int) -> int:

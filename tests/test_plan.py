@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunked_head import Plan, losses, plan
+from chunked_head.kernels.tiles import INTERPRETED
 from chunked_head.memory import MiB
 from chunked_head.plans import DEFAULT_BUDGET, parse_bytes
 
@@ -178,5 +179,13 @@ def test_says_whose_matmuls() -> None:
     for options in ({}, {"skip_ignored": True}, {"deterministic": True}):
         made = plan(8192, **LLAMA, **options)
         own = made.sizes.skips or made.sizes.hopper_products
-        assert f"dhidden ours, dweight {'ours' if own else 'cuBLAS' + chr(39) + 's'}" in str(made)
-    assert made.sizes.dhidden_parts(100) == 1  # nothing is chosen by size
+        assert "dhidden ours" in str(made) and f", dweight {'ours' if own else 'cuBLAS' + chr(39) + 's'}" in str(made)
+    assert made.sizes.dhidden_split(100).parts == 1  # nothing is chosen by size
+
+
+def test_says_what_is_cut() -> None:
+    """On 132 multiprocessors 144 tiles are one turn and 12 tiles, which take an eleventh of a turn in 11 parts."""
+    made = plan(8192, 2304, 256000, torch.bfloat16, device="cuda", backend="triton", chunk_tokens=2048)
+    parts = made.sizes.dhidden_split(made.chunk_tokens).parts
+    assert parts == 11 or INTERPRETED or made.sizes.multiprocessors != 132
+    assert ("dhidden ours (" in str(made)) == (parts > 1)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..gradients import AddsDlogits
-from ..matmul import project_biased
+from ..matmul import again_rows, project_biased
 from ..plans import Plan, slices
 from ..stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher, View
 from . import torch_tiles as tiles
@@ -17,6 +17,7 @@ class TorchSession(AddsDlogits):
         self.head, self.sizes, self.demand = head, plan.sizes, plan.sizes.demand
         self.dtype = torch.promote_types(head.weight.dtype, torch.float32)
         device = head.weight.device
+        self.swept_rows = plan.chunk_tokens
         elements = plan.buffer_elements(tiled)
         self.buffer = torch.empty(elements, dtype=self.dtype, device=device)
         self.scratch = torch.empty(min(tiles.TILE_ELEMENTS, elements), dtype=self.dtype, device=device)
@@ -45,7 +46,8 @@ class TorchSession(AddsDlogits):
 
     def compute_logits(self, hidden: Tensor, head: Head) -> Tensor:
         logits = self.buffer[: hidden.shape[0] * head.weight.shape[0]].view(hidden.shape[0], -1)
-        tiles.transform_(logits, project_biased(hidden, head.weight, head.bias, logits), head)
+        at_once = again_rows(self.sizes, self.swept_rows, hidden, logits.shape[1])
+        tiles.transform_(logits, project_biased(hidden, head.weight, head.bias, logits, at_once), head)
         return logits
 
     def teacher_logits(self, teacher: Teacher, columns: slice) -> Tensor:
@@ -58,7 +60,8 @@ class TorchSession(AddsDlogits):
             logits.copy_(teacher.logits[:, columns])
         else:
             assert teacher.hidden is not None and teacher.weight is not None
-            bias = project_biased(teacher.hidden, teacher.weight[columns], bias, logits)
+            at_once = again_rows(self.sizes, self.swept_rows, teacher.hidden, count)
+            bias = project_biased(teacher.hidden, teacher.weight[columns], bias, logits, at_once)
         tiles.transform_(logits, bias, teacher)
         return logits
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..kernels import launch_rows
 from ..kernels.launch_rows import Stored
-from ..matmul import project_biased
+from ..matmul import again_rows, project_biased
 from ..plans import Plan
 from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 from .triton_session import KernelSession, Normalizer, normalize_rows, ratio_of, transform
@@ -21,6 +21,7 @@ class LogitsSession(KernelSession):
     def __init__(self, head: Head, plan: Plan, tiled: bool):
         super().__init__(head, plan)
         device = head.weight.device
+        self.swept_rows = plan.chunk_tokens
         self.buffer = torch.empty(plan.buffer_elements(tiled), dtype=torch.float32, device=device)
         if self.sizes.teacher_store is not None:
             self.teacher_buffer = torch.empty(plan.teacher_elements(tiled), dtype=torch.float32, device=device)
@@ -29,7 +30,8 @@ class LogitsSession(KernelSession):
         """Raw logits, with the bias or the bias beside them; scale and cap are the caller's to say."""
         rows, columns = hidden.shape[0], weight.shape[0]
         logits = buffer[: rows * columns].view(rows, columns)
-        return Stored(logits, None, project_biased(hidden, weight, bias, logits))
+        at_once = again_rows(self.sizes, self.swept_rows, hidden, columns)
+        return Stored(logits, None, project_biased(hidden, weight, bias, logits, at_once))
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         head = self.head

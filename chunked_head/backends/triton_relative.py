@@ -6,9 +6,9 @@ from torch import Tensor
 from ..gradients import Gradients
 from ..kernels import launch, launch_rows, launch_targets
 from ..kernels.launch_rows import Stored
-from ..kernels.tiles import strip_width, strips_of
+from ..kernels.tiles import TILE_ELEMENTS, strip_width, strips_of
 from ..matmul import project
-from ..memory import padded_columns
+from ..memory import padded_columns, part_sums
 from ..plans import Plan
 from ..stats import Coefficients, Head, Rows, RowStats
 from .triton_session import OwnProducts, counted_of, normalize_rows, ratio_of, transform
@@ -23,9 +23,8 @@ class RelativeSession(OwnProducts):
         keep = plan.schedule == "forward" or not demand.one_sweep
         self.buffer = padded(rows, sizes.vocab, device) if keep else None
         self.narrow = sizes.store == "relative" or sizes.skip is not None  # strips of 128 columns, whatever the tile
-        self.parts = sizes.dhidden_parts(rows)
-        if sizes.hidden_grad and plan.schedule == "forward" and self.parts > 1:
-            self.partial_sums = torch.empty(self.parts * rows * sizes.hidden, dtype=torch.float32, device=device)
+        if sizes.hidden_grad and plan.schedule == "forward":
+            self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
         two = len(demand.views) > 1
         self.strip_count = strips_of(sizes.vocab, sizes.hidden, keep and self.narrow)
         self.strips = launch.Strips.empty(
@@ -83,15 +82,10 @@ class RelativeSession(OwnProducts):
     def put_dhidden(
         self, dlogits: Tensor, rows: Rows, out: Tensor, factors: launch.Factors = launch.NO_FACTORS
     ) -> None:
-        partial, counted = self.partial(len(rows.target)), counted_of(rows)
-        launch.dhidden(out, partial, dlogits, self.head.weight, factors, rows.order, counted)
-
-    def partial(self, rows: int) -> Tensor | None:
-        """Where the parts of a chunk's dhidden go, if it is made in several [parts, rows, hidden]."""
-        if self.parts == 1:
-            return None
-        width = self.sizes.hidden
-        return self.partial_sums[: self.parts * rows * width].view(self.parts, rows, width)
+        split = self.sizes.dhidden_split(len(rows.target), self.part_sums.numel() // TILE_ELEMENTS)
+        launch.dhidden(
+            out, self.part_sums, dlogits, self.head.weight, factors, rows.order, counted_of(rows), split=split
+        )  # fmt: skip
 
     def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
         teacher, count, columns = rows.teacher, len(rows.target), self.sizes.teacher_columns

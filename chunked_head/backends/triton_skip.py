@@ -25,6 +25,7 @@ class SkipSession(FastSession):
     def __init__(self, head: Head, plan: Plan):
         super().__init__(head, plan)
         assert plan.sizes.skip is not None
+        self.chunk_tokens = plan.chunk_tokens
         self.missed = plan.sizes.skip / ERROR_PER_MISSED
         self.worth = launch_skip.strip_spread(head.weight, self.strip_count).clamp_(min=LEAST_WORTH)
         # of the call so far: probability moved, tokens, tiles kept, tiles
@@ -42,8 +43,9 @@ class SkipSession(FastSession):
         launch_skip.add_totals(self.totals, tiles, rows.target, counted)
         share, mean = launch_skip.strip_means(exponentials, weight, factors.softmax, tiles, counted)
         if grads.hidden is not None:
-            partial = self.partial(len(rows.target))
-            assert partial is not None
+            count = len(rows.target)
+            parts = self.part_sums.numel() // (self.chunk_tokens * hidden)
+            partial = self.part_sums[: parts * count * hidden].view(parts, count, hidden)
             add_dhidden(tiles.moved.t(), mean, partial[-1], first=True)
             where = grads.hidden_rows(at, rows.order)
             launch_skip.skip_dhidden(where, partial, exponentials, weight, tiles, factors, rows.order, counted)

@@ -1,0 +1,96 @@
+"""dhidden's product by itself: tiles of the last turn cut over the vocabulary, rows that do not count, orders."""
+
+import pytest
+import torch
+from cases import PLACES, Place
+from chunked_head.kernels import launch
+from chunked_head.kernels.tiles import INTERPRETED, PRODUCT_TILE, TILE_ELEMENTS, WHOLE, Split, dhidden_split
+
+OURS = [place for place in PLACES if place.values[0].backend == "triton"]
+# on a GPU the last turn's tiles are few, or all there are; interpreted there are four multiprocessors
+SHAPES = [(70, 72, 600), (130, 64, 511)] if INTERPRETED else [(2048, 2304, 5000), (1000, 520, 12000)]
+SPLITS = ["chosen", "whole", "many"]
+
+
+def split_of(name: str, rows: int, vocab: int, hidden: int, device: torch.device) -> Split:
+    if name == "whole":
+        return WHOLE
+    programs = launch.multiprocessors(device)
+    split = dhidden_split(rows, hidden, vocab, programs)
+    assert split.parts > 1 and split.units < 2 * programs
+    return split if name == "chosen" else Split(13, 13 * (split.units // split.parts))
+
+
+def operands(rows: int, hidden: int, vocab: int, device: str) -> tuple[torch.Tensor, torch.Tensor, launch.Factors]:
+    made = torch.Generator().manual_seed(5)
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    grad = torch.randn(rows, vocab + 8 - vocab % 8, generator=made).to(device, dtype)[:, :vocab]
+    weight = torch.randn(vocab, hidden, generator=made).to(device, dtype)
+    target = torch.randint(-1, vocab, (rows,), generator=made)
+    softmax, at_target = torch.rand(2, rows, generator=made).to(device)
+    return grad, weight, launch.Factors(target.to(device), softmax, at_target)
+
+
+def expected(grad: torch.Tensor, weight: torch.Tensor, factors: launch.Factors) -> torch.Tensor:
+    product = grad.double() @ weight.double()
+    if factors.target is None:
+        return product
+    assert factors.softmax is not None and factors.at_target is not None
+    rows = weight.double()[factors.target.clamp(min=0)]
+    found = factors.softmax.double()[:, None] * product + factors.at_target.double()[:, None] * rows
+    return torch.where((factors.target >= 0)[:, None], found, 0.0)
+
+
+def scratch_of(split: Split, device: str) -> torch.Tensor:
+    return torch.full((split.units * TILE_ELEMENTS,), torch.nan, device=device)
+
+
+@pytest.mark.parametrize("place", OURS)
+@pytest.mark.parametrize("rows, hidden, vocab", SHAPES)
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("factored", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_product(place: Place, rows: int, hidden: int, vocab: int, name: str, factored: bool, add: bool) -> None:
+    grad, weight, factors = operands(rows, hidden, vocab, place.device)
+    factors = factors if factored else launch.NO_FACTORS
+    split = split_of(name, rows, vocab, hidden, grad.device)
+    old = torch.randn(rows, hidden, device=place.device)
+    true = expected(grad, weight, factors) + (old.double() if add else 0.0)
+    found = []
+    for _ in range(2):
+        out = old.clone() if add else torch.full_like(old, torch.nan)
+        launch.dhidden(out, scratch_of(split, place.device), grad, weight, factors, add=add, split=split)
+        found.append(out)
+    size = grad.double().abs() @ weight.double().abs()
+    assert ((found[0].double() - true).abs() <= 2.0**-22 * (size + true.abs() + 1.0) * vocab**0.5 / 16).all()
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("place", OURS)
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 1.0])
+def test_rows_that_count(place: Place, share: float) -> None:
+    """Fewer rows leave other tiles for the last turn, in parts that have room; rows behind them stay as they are."""
+    rows, hidden, vocab = SHAPES[0]
+    grad, weight, factors = operands(rows, hidden, vocab, place.device)
+    split = split_of("chosen", rows, vocab, hidden, grad.device)
+    count = int(share * rows)
+    made = torch.Generator().manual_seed(6)
+    order = torch.randperm(rows, generator=made).to(place.device)
+    out = torch.full((rows, hidden), 7.0, device=place.device)
+    counted = launch.Counted(torch.tensor(900 + count, device=place.device), 900)
+    launch.dhidden(out, scratch_of(split, place.device), grad, weight, factors, order, counted, split=split)
+    true = expected(grad, weight, factors)[:count]
+    torch.testing.assert_close(out[order[:count]].double(), true, rtol=1e-4, atol=1e-3)
+    assert (out[order[count:]] == 7.0).all()
+
+
+def test_turns() -> None:
+    """No more places than there are; whole where nothing is left over, or nothing gained."""
+    assert dhidden_split(2048, 4096, 128256, 132).parts == 1 or INTERPRETED
+    for rows in (16, 200, 1664, 2048, 2736, 8192):
+        for hidden in (64, 1024, 2304, 2880):
+            for most in (0, 40, None):
+                split = dhidden_split(rows, hidden, 50000, 132, most)
+                assert split.units <= (264 if most is None else most)
+                assert (split.parts == 1) == (split.units == 0)
+    assert dhidden_split(2048, 2304, PRODUCT_TILE.block_k, 132).parts == 1  # not in parts of no steps
