@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from chunked_head.kernels.tiles import INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunked_head import Plan, losses, plan
-from chunked_head.kernels.tiles import INTERPRETED
 from chunked_head.memory import MiB
 from chunked_head.plans import DEFAULT_BUDGET, parse_bytes
 
