@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from .kernels.tiles import (
+    LEAST_HOPPER_HIDDEN,
     TILE_ELEMENTS,
     WHOLE,
     Split,
@@ -159,9 +160,8 @@ class Sizes:
         rows = self.operand_bytes + self.teacher_width * self.element + evaluated
         if self.store == "logits":
             return rows
-        return rows + strips_of(
-            self.vocab, self.hidden, kept and (self.store == "relative" or self.skip is not None)
-        ) * (
+        narrow = kept and (self.store == "relative" or self.skip is not None)
+        return rows + strips_of(self.vocab, self.hidden, narrow, self.wide_strips) * (
             8
             + 4 * demand.entropy[0]
             + 4 * demand.weighted_sum
@@ -169,6 +169,14 @@ class Sizes:
             + 4 * (len(demand.views) > 1)
             + 4 * any(demand.entropy[1:])
         )
+
+    @property
+    def wide_strips(self) -> bool:
+        """Whether the fast road's exponentials, or a loss's sums there, are left to the kernel for Hopper."""
+        demand = self.demand
+        more = any(demand.entropy) or demand.weighted_sum or demand.top or len(demand.views) > 1
+        able = self.hopper_products and self.store == "fast" and self.skip is None
+        return able and not more and self.hidden > LEAST_HOPPER_HIDDEN
 
     @property
     def merged_bytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from .kernels.tiles import exp_tile
+from .kernels.tiles import WIDE_TILE, exp_tile
 from .memory import CHUNK_MULTIPLE, ROUNDING_ERROR, MiB, Sizes, Term, extra_of, peak_of
 
 DEFAULT_BUDGET = 640 * MiB
@@ -192,7 +192,7 @@ def matmuls(plan: Plan) -> str:
     s = plan.sizes
     if s.store == "logits":
         return "cuBLAS's (ours: 16-bit rows on 16 bytes, no top_k)"
-    tile = exp_tile(s.hidden)
+    tile = WIDE_TILE if s.wide_strips else exp_tile(s.hidden)
     found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
     if plan.schedule == "forward" and s.hidden_grad:
         parts = s.dhidden_split(plan.chunk_tokens).parts

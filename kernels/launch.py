@@ -12,7 +12,7 @@ from .products import dhidden_kernel, dweight_kernel, join_parts_kernel
 from .rows import copy_rows_kernel
 from .scale import scale_kernel
 from .strips import level_rows_kernel, merge_strips_kernel
-from .tiles import HOPPER_LOGITS, INTERPRETED, PRODUCT_TILE, WHOLE, Split, Tile, cdiv, exp_tile, power_of_2
+from .tiles import HOPPER_LOGITS, INTERPRETED, PRODUCT_TILE, WHOLE, Split, Tile, cdiv, power_of_2, tile_of_strips
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = 60.0
@@ -100,14 +100,14 @@ def exp_logits(
     tile: Tile | None = None,
 ) -> None:
     rows, vocab = hidden.shape[0], weight.shape[0]
-    if tile is None and by_hopper(out, strips, hidden, weight, bias, class_weights, row_offset, target, softcap):
+    if tile is None and by_hopper(out, strips, hidden, weight, bias, row_offset, target, softcap):
         assert target is not None
         hopper_exp_logits(
             out, strips.offset, strips.sum, hidden, weight, row_offset, target, *counted, logit_scale, REACH,
             multiprocessors(hidden.device),
         )  # fmt: skip
         return
-    tile = tile or exp_tile(hidden.shape[1])
+    tile = tile or tile_of_strips(strips.offset.shape[0], vocab, hidden.shape[1])
     programs = programs_of(tile, rows, vocab, hidden.device)
     exp_logits_kernel[(programs,)](
         None if out is None else TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
@@ -129,7 +129,6 @@ def by_hopper(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
     row_offset: torch.Tensor | None,
     target: torch.Tensor | None,
     softcap: float | None,
@@ -138,11 +137,8 @@ def by_hopper(
     exponentials; nothing beside."""
     if (out is None) != (row_offset is None) or target is None or not runs_hopper_products(hidden.device):
         return False
-    plain = bias is None and class_weights is None and softcap is None and all(asked is None for asked in strips[2:])
-    columns = HOPPER_LOGITS.block_n
-    own_strips = (
-        strips.offset.shape[0] == cdiv(weight.shape[0], columns) and exp_tile(hidden.shape[1]).block_n == columns
-    )
+    plain = bias is None and softcap is None and all(asked is None for asked in strips[2:])
+    own_strips = strips.offset.shape[0] == cdiv(weight.shape[0], HOPPER_LOGITS.block_n)
     return plain and own_strips and hidden.dtype == weight.dtype and (out is None or out.dtype == hidden.dtype)
 
 

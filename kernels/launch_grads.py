@@ -6,7 +6,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .grad_logits import grad_logits_kernel
 from .launch import ALL_ROWS, Counted, programs_of
 from .launch_rows import Softmax
-from .tiles import INTERPRETED, Tile, exp_tile
+from .tiles import INTERPRETED, Tile, grad_tile
 
 
 def grad_logits(
@@ -29,7 +29,7 @@ def grad_logits(
 ) -> None:
     """``dlogits`` of ``hidden @ weight.T``, as ``launch_rows.row_grad`` makes them of stored logits."""
     rows, columns, width = *dlogits.shape, hidden.shape[1]
-    tile = tile or exp_tile(width)
+    tile = tile or grad_tile(width)
     programs = programs_of(tile, rows, columns, hidden.device)
     # a softmax that gets no gradient is not read
     if second.alpha is None:

@@ -56,19 +56,29 @@ if INTERPRETED:
 
 
 def exp_tile(hidden: int) -> Tile:
-    """What was fastest on an H200, by hidden size."""
+    """What was fastest of the plain kernel on an H200, by hidden size."""
     return NARROW_TILE if hidden <= SHORT_HIDDEN else WIDE_TILE
 
 
-def strip_width(hidden: int, relative: bool) -> int:
-    """Columns of a strip: of its own width where it has an offset of its own."""
-    return RELATIVE_STRIP if relative else exp_tile(hidden).block_n
+def grad_tile(hidden: int) -> Tile:
+    """The same where logits are computed again and leave as gradients, which no strips hold to the tile before."""
+    return NARROW_TILE if hidden <= SHORT_HIDDEN // 2 else WIDE_TILE
 
 
-def strips_of(vocab: int, hidden: int, relative: bool) -> int:
+def strip_width(hidden: int, relative: bool, wide: bool = False) -> int:
+    """Columns of a strip: of its own width where it has an offset of its own; the kernel for Hopper's are ``wide``."""
+    return RELATIVE_STRIP if relative else WIDE_TILE.block_n if wide else exp_tile(hidden).block_n
+
+
+def strips_of(vocab: int, hidden: int, relative: bool, wide: bool = False) -> int:
     """Number of column strips in a row of ``vocab`` logits: those of whole tiles."""
-    block_n = exp_tile(hidden).block_n
-    return cdiv(vocab, block_n) * (block_n // strip_width(hidden, relative))
+    block_n = WIDE_TILE.block_n if wide else exp_tile(hidden).block_n
+    return cdiv(vocab, block_n) * (block_n // strip_width(hidden, relative, wide))
+
+
+def tile_of_strips(strips: int, vocab: int, hidden: int) -> Tile:
+    """The plain kernel's tile for so many strips in a row."""
+    return WIDE_TILE if strips == cdiv(vocab, WIDE_TILE.block_n) else exp_tile(hidden)
 
 
 class Split(NamedTuple):
@@ -114,6 +124,8 @@ class HopperTile(NamedTuple):
 
 
 HOPPER_LOGITS = HopperTile(block_k=64, group_m=16, stages=4)
+# with so few steps over hidden its ring fills once for each tile
+LEAST_HOPPER_HIDDEN = 512
 
 
 def hopper_tile(out_bytes: int) -> HopperTile:

@@ -17,7 +17,7 @@ def split_of(name: str, rows: int, vocab: int, hidden: int, device: torch.device
         return WHOLE
     programs = launch.multiprocessors(device)
     split = dhidden_split(rows, hidden, vocab, programs)
-    assert split.parts > 1 and split.units < 2 * programs
+    assert split.parts > 1 and split.units <= 2 * programs
     return split if name == "chosen" else Split(13, 13 * (split.units // split.parts))
 
 

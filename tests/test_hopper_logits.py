@@ -3,10 +3,13 @@
 import pytest
 import torch
 from budget import assert_outcome, assert_within_budget
-from cases import Case, Place, bias, run_ours, run_reference
+from cases import PLACES, Case, Place, bias, per_class, run_ours, run_reference
+from chunked_head.kernels import launch
+from chunked_head.kernels.tiles import NARROW_TILE, WIDE_TILE
 from torch import Tensor
 
-from chunked_head import linear_cross_entropy
+from chunked_head import linear_cross_entropy, linear_logprobs
+from chunked_head.backends import triton_backend
 
 gpu = pytest.mark.gpu
 SHAPES = [  # rows, vocab, hidden
@@ -31,9 +34,6 @@ def made(rows: int, vocab: int, hidden: int, dtype: torch.dtype, spread: float =
 def run(states: Tensor, weight: Tensor, target: Tensor, offset: Tensor | None, plain: bool = False, **options):
     """Exponentials, and strips' offsets and sums; by the plain kernel or by the one for Hopper. Sums alone without an
     offset."""
-    from chunked_head.kernels import launch
-    from chunked_head.kernels.tiles import WIDE_TILE
-
     rows, vocab = len(states), len(weight)
     strips = launch.Strips.empty(rows, -(-vocab // 256), states.device).of_rows(rows, -(-vocab // 256))
     out = torch.full((rows, vocab + 8), torch.nan, dtype=states.dtype, device="cuda")[:, :vocab]
@@ -45,24 +45,18 @@ def run(states: Tensor, weight: Tensor, target: Tensor, offset: Tensor | None, p
     return out, strips.offset, strips.sum
 
 
-def by_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel whatever the width, and nothing else."""
-    from chunked_head.kernels import launch
+def assert_runs_here() -> None:
     from chunked_head.kernels.launch_hopper import runs_hopper_products
-    from chunked_head.kernels.tiles import WIDE_TILE
 
     assert runs_hopper_products(torch.device("cuda:0")), "the GPU or its Triton is not one that the kernel was made for"
-    monkeypatch.setattr(launch, "exp_tile", lambda hidden: WIDE_TILE)
 
 
 @gpu
 @pytest.mark.parametrize("rows, vocab, hidden", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scale", [None, 0.6])
-def test_exponentials(
-    rows: int, vocab: int, hidden: int, dtype: torch.dtype, scale: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    by_hopper(monkeypatch)
+def test_exponentials(rows: int, vocab: int, hidden: int, dtype: torch.dtype, scale: float | None) -> None:
+    assert_runs_here()
     states, weight, target, offset = made(rows, vocab, hidden, dtype, spread=1.0)
     offset = offset * (scale or 1.0)
     found = [run(states, weight, target, offset, logit_scale=scale) for _ in range(3)]
@@ -79,8 +73,8 @@ def test_exponentials(
 
 @gpu
 @pytest.mark.parametrize("rows, vocab, hidden", SHAPES)
-def test_sums_alone(rows: int, vocab: int, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_hopper(monkeypatch)
+def test_sums_alone(rows: int, vocab: int, hidden: int) -> None:
+    assert_runs_here()
     states, weight, target, _ = made(rows, vocab, hidden, torch.bfloat16)
     _, offset, sums = run(states, weight, target, None)
     _, plain_offset, plain_sums = run(states, weight, target, None, plain=True)
@@ -94,9 +88,9 @@ def test_sums_alone(rows: int, vocab: int, hidden: int, monkeypatch: pytest.Monk
 
 
 @gpu
-def test_far_above_the_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_far_above_the_offset() -> None:
     """Strips whose maximum lies more than REACH above take an offset of their own, which the sum's sign says."""
-    by_hopper(monkeypatch)
+    assert_runs_here()
     states, weight, target, offset = made(300, 3000, 1024, torch.bfloat16, spread=25.0)
     found = run(states, weight, target, offset)
     plain = run(states, weight, target, offset, plain=True)
@@ -109,11 +103,9 @@ def test_far_above_the_offset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @gpu
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 129, 300, 1000])
-def test_counted_rows(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counted_rows(count: int) -> None:
     """Row tiles behind those that count are not computed."""
-    from chunked_head.kernels import launch
-
-    by_hopper(monkeypatch)
+    assert_runs_here()
     states, weight, target, offset = made(300, 3000, 520, torch.bfloat16)
     counts = min(count, 300)
     counted = launch.Counted(torch.tensor(700 + count, device="cuda"), 700)
@@ -124,20 +116,16 @@ def test_counted_rows(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @gpu
-@pytest.mark.parametrize(
-    "asked", ["bias", "class_weights", "softcap", "relative", "no targets", "nothing stored", "narrow", "more"]
-)
-def test_what_it_does_not_do(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", ["bias", "softcap", "relative", "no targets", "nothing stored", "narrow", "more"])
+def test_what_it_does_not_do(asked: str) -> None:
     """Anything beside exponentials and their sums is the plain kernel's."""
-    from chunked_head.kernels import launch
-
-    states, weight, target, offset = made(64, 512, 64 if asked == "narrow" else 4096, torch.bfloat16)
+    states, weight, target, offset = made(64, 512, 4096, torch.bfloat16)
     ones = torch.ones(512, device="cuda")
-    strips = launch.Strips.empty(64, 2, states.device, shifted=asked == "more").of_rows(64, 2)
+    count = 4 if asked == "narrow" else 2
+    strips = launch.Strips.empty(64, count, states.device, shifted=asked == "more").of_rows(64, count)
     arguments = {
         "out": None if asked == "nothing stored" else torch.empty(64, 512, dtype=torch.bfloat16, device="cuda"),
         "strips": strips, "hidden": states, "weight": weight, "bias": ones if asked == "bias" else None,
-        "class_weights": ones if asked == "class_weights" else None,
         "row_offset": None if asked == "relative" else offset, "target": None if asked == "no targets" else target,
         "softcap": 5.0 if asked == "softcap" else None,
     }  # fmt: skip
@@ -161,8 +149,6 @@ CALLS = [
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
 def test_whole_calls(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls wide enough for the kernel, against full logits; and that it was the kernel."""
-    from chunked_head.kernels import launch
-
     ran, real = [0], launch.hopper_exp_logits
 
     def counted(*args) -> None:
@@ -185,3 +171,33 @@ def test_loss_alone() -> None:
             inputs.hidden, inputs.weight, inputs.target, backend=place.backend, **inputs.options
         )  # fmt: skip
     assert_within_budget(loss, eager.loss, truth.loss, torch.float32, "loss")
+
+
+# interpreted the plain kernel makes the strips that the one for Hopper would
+@pytest.mark.parametrize("place", [place for place in PLACES if place.values[0].backend == "triton"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"class_weights": per_class}, {"z_loss": 1e-2, "shift": 1}],
+    ids=["plain", "class-weights", "z-loss"],
+)
+@pytest.mark.parametrize("spread", [2.0, 40.0])
+def test_strips_are_as_wide_as_its_tiles(
+    place: Place, options: dict, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the hidden size, and only where nothing more than sums is asked of them."""
+    monkeypatch.setattr(triton_backend, "runs_hopper_products", lambda device: True)
+    case = Case("wide", (70,), 520, 300, options, {"chunk_tokens": 32}, spread=spread)
+    inputs = case.inputs(torch.bfloat16, place.device)
+    truth, eager = run_reference(inputs, torch.float64), run_reference(inputs, torch.bfloat16)
+    found, real = [], launch.exp_logits
+
+    def noted(out, strips, *args) -> None:
+        found.append(len(strips.offset))
+        real(out, strips, *args)
+
+    monkeypatch.setattr(launch, "exp_logits", noted)
+    assert_outcome(run_ours(inputs, place), eager, truth, torch.bfloat16)
+    narrow, wide = (-(-300 // tile.block_n) for tile in (NARROW_TILE, WIDE_TILE))
+    assert set(found) == {wide} and narrow > wide
+    linear_logprobs(inputs.hidden, inputs.weight, inputs.target, entropy=True, backend=place.backend)
+    assert found[-1] == narrow
