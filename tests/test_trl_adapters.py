@@ -1,5 +1,6 @@
 """TRL's trainers with LoRA on the head itself: against training by logits, and what is refused."""
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,10 @@ from trl import (
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
     SFTConfig,
     SFTTrainer,
 )
@@ -67,7 +72,8 @@ class Recorded:
         super().__init__(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        batch = {name: value.clone() for name, value in inputs.items() if isinstance(value, Tensor)}
+        fields = inputs.items() if isinstance(inputs, dict) else ()  # trainers that sample get prompts
+        batch = {name: value.clone() for name, value in fields if isinstance(value, Tensor)}
         loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         grads = {name: parameter.grad.clone() for name, parameter in factors(model).items()}
         self.steps.append((batch, loss.detach(), grads))
@@ -169,6 +175,79 @@ def test_dpo_with_disabled_adapters_for_reference(tmp_path: Path) -> None:
         plain.load_state_dict(trainer.model.state_dict())
         trainer.train()
     assert_trained_as(trainer, plain, dpo_by_logits)
+
+
+class RecordedGRPO(Recorded, GRPOTrainer):
+    pass
+
+
+class RecordedRLOO(Recorded, RLOOTrainer):
+    pass
+
+
+class RecordedKTO(Recorded, KTOTrainer):
+    pass
+
+
+def rewarded(kind: Any, config: Any, model: Any, folder: Path) -> Any:
+    """Two groups of four completions, rewarded by their bytes."""
+    args = config(
+        **settings(folder) | {"max_steps": 1, "per_device_train_batch_size": 8}, num_generations=4,
+        max_completion_length=9, beta=0.0, temperature=0.8,
+    )  # fmt: skip
+    return kind(
+        model, reward_funcs=lambda completions, **_: [sum(map(ord, text)) % 7 / 7 for text in completions], args=args,
+        train_dataset=Dataset.from_list([{"prompt": f"What is {what}? "} for what, _ in tiny.FACTS]),
+        processing_class=tiny.tokenizer(),
+    )  # fmt: skip
+
+
+def judged(model: Any, folder: Path) -> Any:
+    rows = [
+        {"prompt": f"What is {what}? ", "completion": text, "label": i % 2 == 0}
+        for i, (what, text) in enumerate(tiny.FACTS)
+    ]
+    # with an adapter TRL's reference is a copy of it
+    reference = None if isinstance(model, peft.PeftModel) else copy.deepcopy(model)
+    return RecordedKTO(
+        model, reference, args=KTOConfig(**settings(folder) | {"max_steps": 1}, max_length=64),
+        train_dataset=Dataset.from_list(rows), processing_class=tiny.tokenizer(),
+    )  # fmt: skip
+
+
+TRAINERS = {
+    "grpo": lambda model, folder: rewarded(RecordedGRPO, GRPOConfig, model, folder),
+    "rloo": lambda model, folder: rewarded(RecordedRLOO, RLOOConfig, model, folder),
+    "kto": judged,
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_factors_gradients_are_those_of_the_head_they_make(name: str, tmp_path: Path) -> None:
+    """By the chain rule: of ``W + scale B A`` they are ``scale B.T dW`` and ``scale dW A.T``."""
+    vocab = len(tiny.tokenizer())
+    adapted = policy(lora(), vocab)
+    layer = adapted.get_output_embeddings()
+    a, b, scale = layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"]
+    whole = tiny.model(vocab)
+    with torch.no_grad():
+        whole.lm_head.weight += scale * b @ a
+        first, second = a.clone(), b.clone()
+    losses, grads = [], []
+    for model in (adapted, whole):
+        with patched_trl(chunk_tokens=16):
+            trainer = TRAINERS[name](model, tmp_path)
+            trainer.train()
+        ((_, loss, found),) = trainer.steps
+        losses.append(loss)
+        grads.append(found)
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    (of_head,) = (grad for key, grad in grads[1].items() if key.endswith("lm_head.weight"))
+    (of_a,) = (grad for key, grad in grads[0].items() if "lora_A" in key)
+    (of_b,) = (grad for key, grad in grads[0].items() if "lora_B" in key)
+    assert of_head.any()
+    torch.testing.assert_close(of_a, scale * second.T @ of_head, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(of_b, scale * of_head @ first.T, rtol=1e-4, atol=1e-6)
 
 
 def test_unpatched_trl_refuses(tmp_path: Path) -> None:
