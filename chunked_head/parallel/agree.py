@@ -51,6 +51,7 @@ def agree(told: str, group: Any, device: torch.device, what: str) -> None:
     if others:
         raise ValueError(
             f"rank {distributed.get_rank(group)} of {what} is about to make another call than rank {others[0]}: sizes, "
-            f"dtypes, losses, metrics and options must be the same on all ranks; here they are {told}"
+            "dtypes, losses, metrics and options must be the same on all ranks (of a weight whose rows are divided "
+            f"unevenly, VocabParallel(rows=[...]) says how); here they are {told}"
         )
     agreed.add(key)
