@@ -180,13 +180,10 @@ def test_loss_alone() -> None:
     [{}, {"class_weights": per_class}, {"z_loss": 1e-2, "shift": 1}],
     ids=["plain", "class-weights", "z-loss"],
 )
-@pytest.mark.parametrize("spread", [2.0, 40.0])
-def test_strips_are_as_wide_as_its_tiles(
-    place: Place, options: dict, spread: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strips_are_as_wide_as_its_tiles(place: Place, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the hidden size, and only where nothing more than sums is asked of them."""
     monkeypatch.setattr(triton_backend, "runs_hopper_products", lambda device: True)
-    case = Case("wide", (70,), 520, 300, options, {"chunk_tokens": 32}, spread=spread)
+    case = Case("wide", (50,), 520, 300, options, {"chunk_tokens": 32}, spread=40.0)
     inputs = case.inputs(torch.bfloat16, place.device)
     truth, eager = run_reference(inputs, torch.float64), run_reference(inputs, torch.bfloat16)
     found, real = [], launch.exp_logits
