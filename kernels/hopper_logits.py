@@ -226,49 +226,17 @@ def hopper_exp_logits_kernel(
     descs, ring_bars = (hidden_desc, weight_desc), (loaded, consumed)
     gl.warp_specialize(
         [
-            (
-                multiply_role,
-                (
-                    pointers,
-                    row_offset_ptr,
-                    out,
-                    buffers,
-                    bars,
-                    sizes,
-                    logit_scale,
-                    STORE,
-                    0,
-                    LAG,
-                    BLOCK_N,
-                    GROUP_M,
-                    PROGRAMS,
-                    REACH,
-                    EVEN_VOCAB,
-                ),
-            ),
-            (
-                multiply_role,
-                (
-                    pointers,
-                    row_offset_ptr,
-                    out,
-                    buffers,
-                    bars,
-                    sizes,
-                    logit_scale,
-                    STORE,
-                    1,
-                    LAG,
-                    BLOCK_N,
-                    GROUP_M,
-                    PROGRAMS,
-                    REACH,
-                    EVEN_VOCAB,
-                ),
-            ),
+            (multiply_role, (
+                pointers, row_offset_ptr, out, buffers, bars, sizes, logit_scale,
+                STORE, 0, LAG, BLOCK_N, GROUP_M, PROGRAMS, REACH, EVEN_VOCAB,
+            )),
+            (multiply_role, (
+                pointers, row_offset_ptr, out, buffers, bars, sizes, logit_scale,
+                STORE, 1, LAG, BLOCK_N, GROUP_M, PROGRAMS, REACH, EVEN_VOCAB,
+            )),
             (load_role, (descs, buffers, ring_bars, load_sizes, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS)),
             (store_role, (out_desc, out, made, stored, store_sizes, STORE, BLOCK_N, GROUP_M, PROGRAMS)),
         ],
         [4, 1, 1],
         [REGISTERS, 24, 24],
-    )
+    )  # fmt: skip
