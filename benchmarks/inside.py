@@ -21,9 +21,7 @@ from rich.table import Table
 from benchmarks import measure, providers, shapes, speed_rows
 from benchmarks.head import WARM_UP, Watch, make_console, number, report_failures
 from benchmarks.shapes import Shape
-from benchmarks.speed_rows import ROWS, Bench
-from chunked_head import plan
-from chunked_head.plans import Plan
+from benchmarks.speed_rows import Bench
 
 PRODUCTS = ("logits", "dhidden", "dweight")
 OTHERS, GAPS, SPAN = "other launches", "gaps", "span"
@@ -72,14 +70,14 @@ def run_shape(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[dict
     steps: dict[str, tuple[int, Callable[[], Any]]] = {}
     for name in args.rows:
         watch.stage(f"{shape}: warm-up of {name}")
-        step, planned = bench.step(name), _plan(name, shape, args)
-        if planned.schedule != "forward":
-            raise ValueError(
-                f"row {name}: only the forward schedule's launches are told apart, not {planned.schedule}'s"
-            )
+        step = bench.step(name)
+        planned = speed_rows.predict(name, shape, args.dtype, args.device) or {}
+        schedule = planned.get("schedule", planned.get("error"))
+        if schedule != "forward":
+            raise ValueError(f"row {name}: only the forward schedule's launches are told apart, not {schedule}'s")
         for _ in range(WARM_UP):
             step()
-        steps[name] = planned.chunks, step
+        steps[name] = planned["chunks"], step
     floor = measure.Floor(bench.operands, args.device)
     blocks = -(-shape.tokens // floor.rows)
     steps = {speed_rows.THREE: (blocks, functools.partial(floor, 3)), **steps}
@@ -118,13 +116,6 @@ def settled(step: Callable[[], Any], bench: Bench, device: torch.device) -> list
     if len(launches) % runs:
         raise ValueError(f"{runs} steps made {len(launches)} launches, not as many each")
     return launches[-(len(launches) // runs) :]
-
-
-def _plan(name: str, shape: Shape, args: argparse.Namespace) -> Plan:
-    row = ROWS[name]
-    options = speed_rows.options_of(name, shape)
-    sizes = shape.tokens, shape.hidden, shape.vocab
-    return plan(*sizes, args.dtype, device=args.device, accumulate_into=row.into, **options)
 
 
 def _medians(rounds: Sequence[Sequence[measure.Launch]], chunks: int) -> dict[str, Any]:

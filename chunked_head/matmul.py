@@ -53,13 +53,14 @@ def project_biased(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Ten
     times as exact; so ours does too. It chooses by the number of rows as well: logits that are computed again are the
     same to the bit where their rows come as they came before.
     """
-    together = hidden.is_cuda and bias is not None and hidden.dtype == weight.dtype == bias.dtype == out.dtype
+    alike = bias is not None and hidden.dtype == weight.dtype == bias.dtype == out.dtype
+    fused = bias if hidden.is_cuda and alike else None
     for part in slices(hidden.shape[0], rows):
-        if together:
-            torch.addmm(bias, hidden[part], weight.t(), out=out[part])  # type: ignore[arg-type]
-        else:
+        if fused is None:
             project(hidden[part], weight, out[part])
-    return None if together else bias
+        else:
+            torch.addmm(fused, hidden[part], weight.t(), out=out[part])
+    return bias if fused is None else None
 
 
 def add_dhidden(

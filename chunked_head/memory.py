@@ -316,7 +316,7 @@ def target_rows(sizes: Sizes, rows: int) -> int:
 
 def part_sums(sizes: Sizes, rows: int) -> int:
     """Sums of dhidden's parts, where it is made in several."""
-    if not sizes.hidden_grad or not sizes.multiprocessors or sizes.store == "logits":
+    if not sizes.hidden_grad:
         return 0
     if sizes.skip is not None:
         return skip_parts(rows, sizes.hidden, sizes.multiprocessors) * rows * sizes.hidden * 4

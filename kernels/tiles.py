@@ -1,5 +1,6 @@
 """Tiles of the matmuls by measurement, and what memory follows from them; nothing here needs Triton."""
 
+import functools
 import os
 from typing import NamedTuple
 
@@ -91,6 +92,7 @@ class Split(NamedTuple):
 WHOLE = Split()
 
 
+@functools.lru_cache(maxsize=1024)  # asked for each chunk of each call
 def dhidden_split(rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int | None = None) -> Split:
     """The split that takes the fewest turns: all multiprocessors multiply to the end, or nearly.
 
