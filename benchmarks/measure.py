@@ -7,6 +7,7 @@ import ctypes
 import functools
 import gc
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import re
@@ -27,7 +28,7 @@ from benchmarks.providers import Loss, build
 from benchmarks.shapes import Operands, Shape, make_operands, parse_dtype
 
 OUT_OF_MEMORY = "out of memory"
-SETTLING_RUNS = 2
+SETTLING_RUNS, SETTLING_MS = 2, 100.0
 _CHILD_SECONDS = 900.0
 _SAMPLE_SECONDS = 0.002
 _M_MMAP_THRESHOLD = -3
@@ -149,15 +150,18 @@ def time_rounds(
     rounds: int,
     tick: Callable[[], Any] = lambda: None,
     meet: Callable[[], Any] = lambda: None,
+    alike: Callable[[float], float] = lambda milliseconds: milliseconds,
 ) -> tuple[dict[str, list[float]], dict[str, Failure]]:
     """Milliseconds of each step in each round, the steps taking turns.
 
     The order is reversed in every other round, so that a slow change of the clocks falls on all steps alike. On a GPU a
-    turn is three runs of which the last is timed: at its power limit a GPU's clocks depend on what the last tens of
-    milliseconds asked of it, and a step would be charged, or credited, for its neighbour. A first round is not counted:
-    in it the allocator settles on blocks for all the steps together. A step that fails leaves the turn and is returned
-    with its failure. ``meet``: where several processes take the same turns, what lets none of them go on alone.
+    turn is three runs, or as many as take a tenth of a second, of which the last is timed: at its power limit a GPU's
+    clocks depend on what the last tens of milliseconds asked of it, and a step would be charged, or credited, for its
+    neighbour. A first round is not counted: in it the allocator settles on blocks for all the steps together. A step
+    that fails leaves the turn and is returned with its failure. Where several processes take the same turns, ``meet``
+    lets none of them go on alone, and ``alike`` makes the same of their times in the first round.
     """
+    settling = dict.fromkeys(steps, SETTLING_RUNS if device.type == "cuda" else 0)
     times: dict[str, list[float]] = {name: [] for name in steps}
     failures: dict[str, Failure] = {}
     for number in range(-1, rounds):
@@ -165,13 +169,17 @@ def time_rounds(
         for name in list(steps) if number % 2 == 0 else reversed(list(steps)):
             if name in failures:
                 continue
-            reading, failure = attempt(functools.partial(_turn, steps[name], operands, device, meet), operands)
+            turn = functools.partial(_turn, steps[name], operands, device, meet, settling[name])
+            reading, failure = attempt(turn, operands)
             if failure is not None:
                 failures[name] = failure
             else:
                 pending.append((name, reading))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        if number < 0 and device.type == "cuda":
+            for name, reading in pending:
+                settling[name] = settling_runs(alike(reading()))
         if number >= 0:
             for name, reading in pending:
                 times[name].append(reading())
@@ -207,12 +215,17 @@ def time_beside(
     return found
 
 
+def settling_runs(milliseconds: float) -> int:
+    """Runs of a step that takes so long, before the one that is timed."""
+    return max(SETTLING_RUNS, math.ceil(SETTLING_MS / milliseconds)) if milliseconds > 0 else SETTLING_RUNS
+
+
 def _turn(
-    step: Callable[[], Any], operands: Held, device: torch.device, meet: Callable[[], Any]
+    step: Callable[[], Any], operands: Held, device: torch.device, meet: Callable[[], Any], settling: int
 ) -> Callable[[], float]:
     """Runs that settle the clocks, and then the one that is timed."""
     meet()
-    for _ in range(SETTLING_RUNS if device.type == "cuda" else 0):
+    for _ in range(settling):
         operands.clear()
         step()
     operands.clear()

@@ -162,7 +162,7 @@ class Ranks:
         self.steps = ready
         tick = self.watch.tick if self.watch is not None else nothing
         times, failures = measure.time_rounds(
-            ready, self.bench, self.device, self.task.rounds, tick, self.meet
+            ready, self.bench, self.device, self.task.rounds, tick, self.meet, lambda ms: max(self.gathered(ms))
         )  # fmt: skip
         told = self.gathered((times, {name: failure.record() for name, failure in failures.items()}))
         for name in ready:

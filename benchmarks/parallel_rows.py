@@ -37,6 +37,7 @@ ROWS: dict[str, Row] = {
     "one-gpu": Row("ours, one GPU", alone=True),
     "one-gpu-grpo": Row(f"ours, one GPU, {GRPO}", workload=GRPO, alone=True),
     "cross-entropy": Row("ours", "one-gpu", must=MUST),
+    "whole-budget": Row("ours, one GPU's budget", "one-gpu", options=lambda n: {"memory_budget": DEFAULT_BUDGET}),
     "small-budget": Row("ours, 1/ranks of the budget", "one-gpu", options=lambda n: {"memory_budget": budget(n)}),
     "grpo": Row(
         f"ours, {GRPO}", "one-gpu-grpo", GRPO, must={n: ratio * MUST_BESIDE_CE for n, ratio in MUST.items()}
@@ -156,6 +157,7 @@ class Bench:
         if call.plan is not None:
             return providers.describe_plan(call.plan)
         options = {key: value for key, value in call.options.items() if key == "memory_budget"}
-        rows = self.shape.vocab if "parallel" not in call.options else self.rows[0]
+        if "parallel" in call.options:
+            options |= {"ranks": self.ranks, "sequence_sharded": call.options["parallel"].sequence_sharded}
         ours = providers.Provider("ours", "ours", call, options)
-        return providers.predict(ours, Shape(self.shape.tokens, self.shape.hidden, rows), dtype, self.device)
+        return providers.predict(ours, self.shape, dtype, self.device)

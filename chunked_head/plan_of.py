@@ -12,6 +12,8 @@ from .into import sum_dtype
 from .losses.base import Losses
 from .memory import Sizes
 from .metrics import Metric
+from .parallel.groups import chunked
+from .parallel.shard import plan_part
 from .planner import Request, make_plan
 from .plans import Plan
 from .skipping import check_road, check_tolerance
@@ -46,6 +48,8 @@ def plan(
     skip_ignored: bool = False,
     deterministic: bool = False,
     skip_tolerance: float | None = None,
+    ranks: int = 1,
+    sequence_sharded: bool = False,
     device: torch.device | str | None = None,
     backend: str | None = None,
 ) -> Plan:
@@ -58,14 +62,21 @@ def plan(
     them differ. ``teacher_k`` is the K of ``teacher_ids``; a dense teacher has ``teacher_vocab`` rows (None: the
     student's) and, where it gives hidden states, ``teacher_hidden`` columns of ``teacher_dtype``. ``device`` defaults
     to the GPU where there is one. ``accumulate_into``, True or a dtype: the weight's gradient is added to a buffer of
-    the caller's. ``skip_tolerance`` as in the call. ValueError where the request cannot be met.
+    the caller's. ``skip_tolerance`` as in the call. With ``ranks`` the plan is that of the first of so many that share
+    the vocabulary in ``torch.chunk``'s pieces (``VocabParallel``), all the call's tokens and all of the vocabulary
+    named here; ``sequence_sharded`` as there. ValueError where the request cannot be met.
     """
-    for argument, size in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab)):
+    for argument, size in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("ranks", ranks)):
         least = 0 if argument == "tokens" else 1
         if isinstance(size, bool) or not isinstance(size, int) or size < least:
             raise ValueError(f"{argument} must be an int of at least {least}, got {size!r}")
     checks.check_dtype("dtype", dtype)
-    check_tolerance(skip_tolerance, deterministic, parallel=False)
+    parts = chunked(vocab, ranks)
+    if 0 in parts:
+        raise ValueError(f"ranks is {ranks}: torch.chunk makes {vocab} rows into {ranks - parts.count(0)} parts")
+    if sequence_sharded and tokens % ranks:
+        raise ValueError(f"sequence_sharded=True needs as many tokens on every rank, got {tokens} on {ranks}")
+    check_tolerance(skip_tolerance, deterministic, parallel=ranks > 1)
     checks.check_reduction(reduction)
     into = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -94,9 +105,11 @@ def plan(
         coupled=coupling(loss, dtype)[1], demand=demand,
         teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
         store=store, into=into, skips=skip_ignored, deterministic=deterministic,
-        skip=skip_tolerance if store == "fast" else None, **chosen.traits(place),
+        skip=skip_tolerance if store == "fast" else None, ranks=ranks, spread=ranks if sequence_sharded else 1,
+        **chosen.traits(place),
     )  # fmt: skip
-    made = make_plan(sizes, Request(memory_budget, chunk_tokens, accumulate_dtype))
+    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
+    made = make_plan(sizes, request) if ranks == 1 else plan_part(sizes, request, parts[0], parts[0])
     check_road(skip_tolerance, made, again=False)
     return made
 

@@ -7,7 +7,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from .memory import CHUNK_MULTIPLE, MiB, Sizes, Term, extra_of, forward_terms, recompute_terms, sweep_terms
-from .plans import DEFAULT_BUDGET, GOOD_CHUNK, MAX_HALF_CHUNKS, Plan, balanced, largest, name, parse_bytes, rows_of
+from .plans import (
+    DEFAULT_BUDGET,
+    GOOD_CHUNK,
+    MAX_HALF_CHUNKS,
+    Plan,
+    balanced,
+    default_budget,
+    largest,
+    name,
+    parse_bytes,
+    rows_of,
+)
 from .tiles import best_tile, hidden_accumulator
 
 
@@ -18,6 +29,7 @@ class Request:
     memory_budget: int | str | None = None
     chunk_tokens: int | None = None
     accumulate_dtype: torch.dtype | None = None
+    default: int = DEFAULT_BUDGET  # bytes where memory_budget is None; ``make_plan`` has the one for the call's ranks
 
     def __post_init__(self) -> None:
         chunk = self.chunk_tokens
@@ -32,7 +44,7 @@ class Request:
 
     @property
     def budget(self) -> int:
-        return DEFAULT_BUDGET if self.memory_budget is None else parse_bytes(self.memory_budget, "memory_budget")
+        return self.default if self.memory_budget is None else parse_bytes(self.memory_budget, "memory_budget")
 
 
 DEFAULT_REQUEST = Request()
@@ -45,6 +57,7 @@ FEW_CHUNKS = 4
 def make_plan(sizes: Sizes, request: Request) -> Plan:
     """The plan for a call of these sizes; ValueError or TypeError where the request cannot be met."""
     check_request(sizes, request)
+    request = replace(request, default=default_budget(sizes.ranks))
     if not sizes.any_grad:
         return plan_loss_only(sizes, request)
     if sizes.late_upstream:
@@ -137,7 +150,7 @@ def chunk_rows(sizes: Sizes, request: Request, extra, budget: int, last: bool) -
     rows = balanced(sizes.tokens, request.chunk_tokens)
     if not request.explicit:
         # a named chunk overrides the default budget; what may wait in fp32 beside it still has to be modest
-        modest = sizes.tokens * sizes.hidden * 4 <= DEFAULT_BUDGET // 2
+        modest = sizes.tokens * sizes.hidden * 4 <= request.default // 2
         return rows if last or modest else 0
     return rows if extra(rows) <= budget else 0
 

@@ -11,12 +11,20 @@ import torch
 from .kernels.tiles import WIDE_TILE, exp_tile
 from .memory import CHUNK_MULTIPLE, ROUNDING_ERROR, MiB, Sizes, Term, extra_of, peak_of
 
-DEFAULT_BUDGET = 640 * MiB
+DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares
 # fewer rows than this leave the matmuls starved and make every pass over the gradient of the weight count
 GOOD_CHUNK = 2048
 # sums of 16-bit roundings: the error of a 16-bit accumulator grows as sqrt((chunks + 1) / 2)
 MAX_HALF_CHUNKS = 8
 Schedule = Literal["loss only", "forward", "recompute"]
+
+
+def default_budget(ranks: int) -> int:
+    """Bytes of each of the ranks that share a vocabulary: less as they grow in number, chunks larger.
+
+    A token's hidden states are as long on any number of ranks, so from 16 on it stays.
+    """
+    return math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 import torch
 
 from .target_terms import add_target_rows_kernel, join_pieces_kernel
-from .targets import read_targets_kernel
+from .targets import read_targets_kernel, sort_targets_kernel
 from .tiles import cdiv, power_of_2
 
 PIECE = 32  # tokens of equal or neighbouring targets that are summed at a time
+MOST_COUNTED = 16384  # tokens that are sorted by comparing each with each: one launch of some microseconds, not ten
 
 
 def read_targets(
@@ -28,6 +29,20 @@ def read_targets(
     )  # fmt: skip
 
 
+def sort_targets(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``target`` [tokens] int64 sorted, equal ones in their order, as int32; and where each stood, int64."""
+    tokens = len(target)
+    if tokens > MOST_COUNTED:
+        # half as many passes as for int64
+        return torch.sort(target.to(torch.int32), stable=True)
+    sorted_target, order = torch.empty_like(target, dtype=torch.int32), torch.empty_like(target)
+    block = 32
+    sort_targets_kernel[(cdiv(tokens, block),)](
+        sorted_target, order, target, tokens, BLOCK=block, AT_ONCE=512, num_warps=8
+    )
+    return sorted_target, order
+
+
 def add_target_rows(
     dweight: torch.Tensor,  # [vocab, hidden] contiguous
     hidden: torch.Tensor,  # [tokens, hidden], columns contiguous
@@ -37,8 +52,7 @@ def add_target_rows(
 ) -> None:
     """``dweight[target[i]] += target_factor[i] * hidden[rows[i]]``, the same bits whenever it is done."""
     tokens, columns = hidden.shape
-    # half as many passes as for int64
-    sorted_target, order = torch.sort(target.to(torch.int32), stable=True)
+    sorted_target, order = sort_targets(target)
     if rows is not None:
         rows = rows[order]
     pieces = cdiv(tokens, PIECE)

@@ -75,30 +75,30 @@ def add_target_rows_kernel(
     in_cols = cols < hidden
     target = tl.load(sorted_target_ptr + at, mask=at < tokens, other=-1)
     before = tl.load(sorted_target_ptr + at - 1, mask=(at > 0) & (at < tokens), other=-2)
-    counts = target >= 0
+    end = (piece + 1) * PIECE
+    after = tl.load(sorted_target_ptr + end, mask=end < tokens, other=-2)
     token = tl.load(order_ptr + at, mask=at < tokens, other=0)
-    factor = tl.load(target_factor_ptr + token, mask=counts, other=0.0)
     row = token
     if row_ptr is not None:
         row = tl.load(row_ptr + at, mask=at < tokens, other=0)
+    counts = target >= 0
+    in_piece = tl.arange(0, PIECE)
+    # a row for each target of the piece, where it stands first, gathers all of them
+    first = counts & ((in_piece == 0) | (before != target))
+    from_before = (in_piece == 0) & (before == target)
+    whole = first & (from_before == 0) & (target != after)
+    # all that is read stands before the sum, so that it is waited for once
+    factor = tl.load(target_factor_ptr + token, mask=counts, other=0.0)
     h = tl.load(
         hidden_ptr + row[:, None] * hidden_stride + cols[None, :], mask=counts[:, None] & in_cols[None, :], other=0.0
     ).to(tl.float32)
-
-    # a row for each target of the piece, where it stands first, gathers all of them
-    in_piece = tl.arange(0, PIECE)
-    first = counts & ((in_piece == 0) | (before != target))
-    gather = tl.where(first[:, None] & (target[:, None] == target[None, :]), 1.0, 0.0)
-    total = tl.dot(gather, factor[:, None] * h, input_precision="tf32x3")  # ones are exact, and this splits the rest
-
-    end = (piece + 1) * PIECE
-    after = tl.load(sorted_target_ptr + end, mask=end < tokens, other=-2)
-    from_before = (in_piece == 0) & (before == target)
-    whole = first & (from_before == 0) & (target != after)
     out = dweight_ptr + target.to(tl.int64)[:, None] * hidden + cols[None, :]
     mask = whole[:, None] & in_cols[None, :]
-    sum_so_far = tl.load(out, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out, (sum_so_far + total).to(dweight_ptr.dtype.element_ty), mask=mask)
+    sum_so_far = tl.load(out, mask=mask, other=0.0)
+
+    gather = tl.where(first[:, None] & (target[:, None] == target[None, :]), 1.0, 0.0)
+    total = tl.dot(gather, factor[:, None] * h, input_precision="tf32x3")  # ones are exact, and this splits the rest
+    tl.store(out, (sum_so_far.to(tl.float32) + total).to(dweight_ptr.dtype.element_ty), mask=mask)
     slot = 2 * piece + tl.where(from_before, 0, 1)
     partial = first & (whole == 0)
     tl.store(

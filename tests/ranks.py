@@ -21,10 +21,11 @@ def run(work: Work, ranks: int, folder: Path, device: str = "cpu") -> list[dict[
 
 def enter(rank: int, work: Work, ranks: int, folder: str, device: str) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    gpu = gpu_of(rank, torch.cuda.device_count()) if device == "cuda" else rank
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(ranks)}
     place = device
     if device == "cuda":
-        place = f"cuda:{rank}"
+        place = f"cuda:{gpu}"
         torch.cuda.set_device(place)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks,
@@ -32,6 +33,12 @@ def enter(rank: int, work: Work, ranks: int, folder: str, device: str) -> None:
     )  # fmt: skip
     torch.save(work(rank, place), Path(folder, f"{rank}.pt"))
     dist.destroy_process_group()
+
+
+def gpu_of(rank: int, gpus: int) -> int:
+    """A GPU of its own; on two, ranks 2 and 3 stand crosswise: NCCL wants the ranks of a group on different GPUs, and
+    in a grid of two by two so are those of every row and of every column."""
+    return rank if rank < gpus else gpus - 1 - rank % gpus
 
 
 def outcome(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

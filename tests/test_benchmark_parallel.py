@@ -14,7 +14,7 @@ from benchmarks.shapes import Shape
 
 SHAPE = "64x32x1000"
 TINY = ["--device", "cpu", "--gpus", "2", "--shape", SHAPE, "--rounds", "2"]
-SHARED = {"cross-entropy", "small-budget", "grpo", "sequence-sharded", "megatron", "loss-parallel"}
+SHARED = {"cross-entropy", "whole-budget", "small-budget", "grpo", "sequence-sharded", "megatron", "loss-parallel"}
 ALONE = {"one-gpu", "one-gpu-grpo"}
 BARE = {"matmuls", "matmuls-part", "all-reduce"}
 

@@ -116,6 +116,10 @@ def test_rounds_take_turns_and_a_failing_step_leaves():
     assert failures["c"].status == measure.OUT_OF_MEMORY
 
 
+def test_short_steps_settle_as_long_as_long_ones():
+    assert [measure.settling_runs(ms) for ms in (0.0, 1.0, 11.0, 38.0, 80.0)] == [2, 100, 10, 3, 2]
+
+
 def test_failures_are_told_apart():
     assert measure.Failure.of(RuntimeError("DefaultCPUAllocator: can't allocate memory")).status == "out of memory"
     assert measure.Failure.of(torch.OutOfMemoryError("CUDA out of memory")).status == "out of memory"

@@ -50,6 +50,23 @@ def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_sort_targets(place: Place, kind: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting and sorting put equal targets in the same order: the first in place."""
+    from chunked_head.kernels import launch_targets
+
+    target = TARGETS[kind](torch.Generator().manual_seed(6)).to(place.device).repeat(4)
+    if not counted:
+        monkeypatch.setattr(launch_targets, "MOST_COUNTED", 0)
+    found, order = launch_targets.sort_targets(target)
+    expected = torch.sort(target, stable=True)
+    assert found.dtype == torch.int32
+    assert torch.equal(found.long(), expected.values)
+    assert torch.equal(order, expected.indices)
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_copy_rows(place: Place, scaled: bool) -> None:
     from chunked_head.kernels import launch

@@ -61,6 +61,21 @@ def test_default_for_a_large_head() -> None:
     assert made.extra_bytes <= 640 * MiB
 
 
+def test_default_falls_with_the_ranks() -> None:
+    """Of ranks that share the vocabulary each one's memory is less than that of fewer, in fewer chunks."""
+    made = [plan(8192, **LLAMA, ranks=ranks) for ranks in (1, 2, 4, 8)]
+    assert made[0] == plan(8192, **LLAMA)
+    assert [one.chunks for one in made] == [4, 3, 2, 2]
+    extras = [one.extra_bytes for one in made]
+    assert extras == sorted(extras, reverse=True) and len(set(extras)) == len(extras)
+    for ranks, one in zip((1, 2, 4, 8), made, strict=True):
+        assert one.sizes.vocab == LLAMA["vocab"] // ranks
+        assert one.extra_bytes <= one.budget == int(640 * MiB / ranks**0.5)
+    assert plan(8192, **LLAMA, ranks=64).budget == plan(8192, **LLAMA, ranks=16).budget == 160 * MiB
+    assert plan(8192, **LLAMA, ranks=2, memory_budget="640MiB").chunks == 2
+    assert plan(8192, **LLAMA, ranks=4, sequence_sharded=True).gradient_bytes == 2 * 4096 * (8192 + 128256) // 4
+
+
 def test_default_grows_by_an_accumulator() -> None:
     made = plan(65536, **LLAMA)
     assert made.accumulate_dtype == torch.float32

@@ -234,14 +234,16 @@ def work_of_four(rank: int, device: str) -> dict[str, Any]:
     mesh = init_device_mesh(device.partition(":")[0], (2, 2), mesh_dim_names=("tokens", "vocab"))
     parallel = VocabParallel(mesh["vocab"], rows=ROWS, tokens=TokenParallel(mesh["tokens"]))
     tokens, columns = divmod(rank, 2)
-    found: dict[str, Any] = {"shifted": ranks.outcome(shifted, rank, 4, device)}
+    # on GPUs nothing goes through all four ranks, which may have but two of them
+    found: dict[str, Any] = {"shifted": ranks.outcome(shifted, rank, 4, device)} if device == "cpu" else {}
     for layout in ("mixed", "empty"):
         for name in GRID:
             inputs = spread(CASES[name], inputs_of(CASES[name], FP32, "cpu"), places(layout, tokens))
             inputs = split(inputs, ROWS, columns).on(device)
             chunk = 16 if tokens else 40
             found[f"{layout} {name}"] = ranks.outcome(step, CASES[name], inputs, parallel=parallel, chunk_tokens=chunk)
-    distributed.barrier()
+    for name in ("vocab", "tokens"):
+        distributed.barrier(mesh[name].get_group())
     return found
 
 

@@ -7,7 +7,7 @@ import ranks
 import torch
 from tracking import Tracker
 
-from chunked_head import Plan, VocabParallel, call, linear_logprobs, linear_loss, losses
+from chunked_head import Plan, VocabParallel, call, linear_logprobs, linear_loss, losses, plan
 from chunked_head.memory import MiB, Sizes
 from chunked_head.parallel.groups import Split
 from chunked_head.parallel.shard import Shard
@@ -35,7 +35,7 @@ def peak(function: Any, tokens: int, hidden: int, rows: int, *args: Any, **optio
         found = function(h, w, target, *args, **options)
         (found[0] if isinstance(found, tuple) else found.loss).sum().backward()
     call.planned = plan_of
-    return {"measured": tracker.peak_bytes, "predicted": plans[0].peak_bytes, "plan": str(plans[0])}
+    return {"measured": tracker.peak_bytes, "predicted": plans[0].peak_bytes, "plan": plans[0]}
 
 
 def work(rank: int, device: str) -> dict[str, Any]:
@@ -64,6 +64,12 @@ def test_prediction(found: list[dict[str, Any]], name: str) -> None:
         measured, predicted = rank[name]["measured"] - COPIED.get(name, 0), rank[name]["predicted"]
         told = f"measured {measured / MiB:.1f} MiB, predicted {predicted / MiB:.1f} MiB\n{rank[name]['plan']}"
         assert abs(measured - predicted) <= max(0.05 * predicted, 8 * MiB), told
+
+
+def test_plan_before_the_call(found: list[dict[str, Any]]) -> None:
+    options = {"backend": "torch", "device": "cpu", "chunk_tokens": 4096}
+    foreseen = plan(8192, 1024, 192, torch.float32, **options, ranks=2, sequence_sharded=True)
+    assert found[0]["gradients by rank"]["plan"] == foreseen
 
 
 def test_sums_in_16_bits_are_over_8_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

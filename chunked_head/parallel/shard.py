@@ -23,6 +23,42 @@ SAME_HIDDEN = 1e-3
 OF_TOKENS = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2", "entropy2", "weighted_sum")
 
 
+def plan_part(sizes: Sizes, request: Request, most: int, columns: int) -> Plan:
+    """A plan of the same chunks on every rank, made for the largest part of the vocabulary, ``most`` columns, and its
+    cost for one of ``columns``. ``sizes`` are the call's, its demand of the whole vocabulary."""
+    common = replace(sizes, vocab=most, padding=0, teacher_columns=most if sizes.teacher_columns else 0)
+    plan = make_plan(common, request)
+    own = replace(
+        sizes, vocab=columns, demand=local_demand(sizes.demand, columns),
+        teacher_columns=columns if sizes.teacher_columns else 0,
+    )  # fmt: skip
+    # sums in 16 bits are over as many chunks as they may be
+    most_chunks = MAX_HALF_CHUNKS if sizes.own_weight_grad and plan.weight_accumulate.itemsize < 4 else 0
+    rows, block = (
+        divisible(n, sizes.spread, sizes.tokens, most_chunks) for n in (plan.chunk_tokens, plan.block_tokens)
+    )
+    plan = replace(
+        plan, sizes=own, tile_columns=min(plan.tile_columns, columns), chunk_tokens=rows, block_tokens=block
+    )  # fmt: skip
+    return replace(plan, terms=terms_of(plan))
+
+
+def local_demand(demand: Demand, columns: int) -> Demand:
+    """What is wanted of a rank's columns."""
+    # a second softmax over fewer columns goes with a teacher of fewer, which is refused
+    views = tuple(view if view.columns is None else view._replace(columns=columns) for view in demand.views)
+    pairing = None if demand.pairing is None else demand.pairing._replace(columns=columns)
+    return demand._replace(views=views, pairing=pairing)
+
+
+def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
+    """Rows that come from all ranks alike, a few less or, where that made more chunks than may be, a few more."""
+    fewer = rows // ranks * ranks
+    if fewer and not (-(-tokens // rows) <= most_chunks < -(-tokens // fewer)):
+        return fewer
+    return fewer if fewer == rows else fewer + ranks
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """This rank's columns of the vocabulary. The order of messages depends on the plan alone."""
@@ -58,39 +94,9 @@ class Shard:
         inside = (ids >= self.here.start) & (ids < self.here.stop)
         return torch.where(inside, ids - self.here.start, -1)
 
-    def local_demand(self, demand: Demand) -> Demand:
-        """What is wanted of this rank's columns."""
-        columns, pairing = self.columns, demand.pairing
-        # a second softmax over fewer columns goes with a teacher of fewer, which is refused
-        views = tuple(view if view.columns is None else view._replace(columns=columns) for view in demand.views)
-        if pairing is not None:
-            pairing = pairing._replace(columns=columns)
-        return demand._replace(views=views, pairing=pairing)
-
     def plan(self, sizes: Sizes, request: Request) -> Plan:
-        """A plan of the same chunks on every rank, made for the largest part of the vocabulary, and its cost for this
-        one."""
-        most = max(self.split.rows)
-        common = replace(sizes, vocab=most, padding=0, teacher_columns=most if sizes.teacher_columns else 0)
-        plan = make_plan(common, request)
-        own = replace(
-            sizes, vocab=self.columns, demand=self.local_demand(sizes.demand),
-            teacher_columns=self.columns if sizes.teacher_columns else 0,
-        )  # fmt: skip
-        # sums in 16 bits are over as many chunks as they may be
-        most_chunks = MAX_HALF_CHUNKS if sizes.own_weight_grad and plan.weight_accumulate.itemsize < 4 else 0
-        rows, block = (self.divisible(n, sizes.tokens, most_chunks) for n in (plan.chunk_tokens, plan.block_tokens))
-        plan = replace(
-            plan, sizes=own, tile_columns=min(plan.tile_columns, self.columns), chunk_tokens=rows, block_tokens=block
-        )  # fmt: skip
-        return replace(plan, terms=terms_of(plan))
-
-    def divisible(self, rows: int, tokens: int, most_chunks: int) -> int:
-        """Rows that come from all ranks alike, a few less or, where that made more chunks than may be, a few more."""
-        fewer = rows // self.spread * self.spread
-        if fewer and not (-(-tokens // rows) <= most_chunks < -(-tokens // fewer)):
-            return fewer
-        return fewer if fewer == rows else fewer + self.spread
+        """The plan of this rank's part."""
+        return plan_part(sizes, request, max(self.split.rows), self.columns)
 
     def agree(self, plan: Plan, options: str, device: torch.device) -> None:
         """Raises on every rank where ranks are about to do different things: one message for each new kind of call."""
