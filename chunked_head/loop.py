@@ -10,6 +10,7 @@ from torch import Tensor
 from .backends import Backend, Session
 from .gradients import Gradients, add_tile
 from .into import Into
+from .kernels.elsewhere import ELSEWHERE
 from .objective import Objective
 from .packing import Packing
 from .parallel.shard import Shard
@@ -44,7 +45,7 @@ class Call:
     @functools.cached_property
     def own_target(self) -> Tensor:
         """The same with -1 where the column is another rank's."""
-        return self.target if self.shard is None else self.shard.local_columns(self.objective.target)
+        return self.target if self.shard is None else self.target.masked_fill(self.target == ELSEWHERE, -1)
 
     @functools.cached_property
     def columns(self) -> Tensor | None:
@@ -127,6 +128,8 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
         return stats, grads
     operands = Operands(call, hidden, plan.chunk_tokens)
     session = call.backend.session(head, plan, tiled=False)
+    if call.shard is not None and operands.gathered is None and call.packing is None:
+        session.tell_targets(hidden, call.target, stats)
     for at in plan.token_chunks():
         rows, chunk_stats = operands.rows(at), stats.at(at)
         whole_stats(call, session, rows, chunk_stats)
@@ -155,7 +158,7 @@ def whole_stats(call: Call, session: Session, rows: Rows, out: RowStats) -> None
     paired = call.objective.demand.pairing is not None
     if call.shard is not None:
         target = call.objective.target[rows.first : rows.first + len(rows.target)]
-        call.shard.merge(rows, target, out, call.objective.demand, session.known_targets)
+        call.shard.merge(call.backend, rows, target, out, call.objective.demand, session.known_targets)
     if paired:
         session.pair_stats(rows, out)
     if paired and call.shard is not None:

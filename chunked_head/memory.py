@@ -17,6 +17,7 @@ from .kernels.tiles import (
     Split,
     dhidden_split,
     own_dweight_pays,
+    piece_bytes,
     skip_bytes,
     skip_parts,
     strips_of,
@@ -309,9 +310,13 @@ def recompute_terms(
 
 
 def target_rows(sizes: Sizes, rows: int) -> int:
-    """The fast road's tokens sorted by target, and sums of their rows; chunk by chunk where hidden states come so."""
+    """The fast road's tokens sorted by target, and sums of their rows; chunk by chunk where hidden states come so.
+    The sums lie in the buffer of exponentials where that holds them."""
     at_once = sizes.tokens if sizes.spread == 1 else rows
-    return sizes.tokens * 4 + at_once * 24 + at_once * sizes.hidden // 4 if sizes.weight_grad else 0
+    sums = piece_bytes(at_once, sizes.hidden)
+    if sums <= rows * padded_columns(sizes.vocab) * 2:
+        sums = 0
+    return sizes.tokens * 4 + at_once * 24 + sums if sizes.weight_grad else 0
 
 
 def part_sums(sizes: Sizes, rows: int) -> int:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from .columns import column_grad_kernel, dot_columns_kernel, pick_columns_kernel
+from .merge_ranks import merge_ranks_kernel
 from .pair_stats import pair_stats_kernel
 from .row_grad import row_grad_kernel
 from .row_stats import row_stats_kernel
@@ -219,4 +220,30 @@ def column_grad(
         dlogits, logit, ids, sparse, class_weights, target, target_logit, beta, kappa,
         *first[:4], *second[:4], columns, first_column, second.columns, count, dlogits.stride(0),
         logit_scale, softcap, second.ratio, ADD=add, BLOCK=power_of_2(count), num_warps=1,
+    )  # fmt: skip
+
+
+def merge_ranks(
+    start: torch.Tensor,  # [rows] fp32, as all outputs but argmax
+    rest: torch.Tensor,
+    lse: torch.Tensor | None,
+    logprob: torch.Tensor | None,
+    target_logit: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    weighted_sum: torch.Tensor | None,
+    top: torch.Tensor | None,
+    argmax: torch.Tensor | None,  # int32
+    gathered: torch.Tensor,  # [ranks, numbers, rows] fp32
+    zero_or_nan: torch.Tensor | None,  # [] fp32
+    target: torch.Tensor,  # [rows] int64
+    ratio: float,
+    places: dict[str, int],  # of the numbers START, REST, TARGET, ENTROPY, WEIGHTED, TOP and ARGMAX, -1 for none
+    known_targets: bool,
+) -> None:
+    """One softmax over the vocabulary from those over its pieces, and what goes with it."""
+    ranks, numbers, rows = gathered.shape
+    block = 64
+    merge_ranks_kernel[(cdiv(rows, block),)](
+        start, rest, lse, logprob, target_logit, entropy, weighted_sum, top, argmax, gathered, zero_or_nan, target,
+        ranks, numbers, rows, ratio, **places, KNOWN_TARGETS=known_targets, BLOCK=block, SCAN=1024, num_warps=4,
     )  # fmt: skip

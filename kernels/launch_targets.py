@@ -4,10 +4,9 @@ import torch
 
 from .target_terms import add_target_rows_kernel, join_pieces_kernel
 from .targets import read_targets_kernel, sort_targets_kernel
-from .tiles import cdiv, power_of_2
+from .tiles import PIECE, cdiv, piece_bytes, power_of_2
 
-PIECE = 32  # tokens of equal or neighbouring targets that are summed at a time
-MOST_COUNTED = 16384  # tokens that are sorted by comparing each with each: one launch of some microseconds, not ten
+MOST_COUNTED = 8192  # tokens that are sorted by comparing each with each: one launch instead of ten
 
 
 def read_targets(
@@ -36,9 +35,9 @@ def sort_targets(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # half as many passes as for int64
         return torch.sort(target.to(torch.int32), stable=True)
     sorted_target, order = torch.empty_like(target, dtype=torch.int32), torch.empty_like(target)
-    block = 32
+    block = 16
     sort_targets_kernel[(cdiv(tokens, block),)](
-        sorted_target, order, target, tokens, BLOCK=block, AT_ONCE=512, num_warps=8
+        sorted_target, order, target, tokens, BLOCK=block, AT_ONCE=256, num_warps=8
     )
     return sorted_target, order
 
@@ -49,6 +48,7 @@ def add_target_rows(
     target: torch.Tensor,  # [tokens] int64
     target_factor: torch.Tensor,  # [tokens] fp32
     rows: torch.Tensor | None = None,  # [tokens] int64, rows of ``hidden``; None: in its order
+    scratch: torch.Tensor | None = None,  # contiguous, of any dtype and any size, whose contents nobody needs
 ) -> None:
     """``dweight[target[i]] += target_factor[i] * hidden[rows[i]]``, the same bits whenever it is done."""
     tokens, columns = hidden.shape
@@ -56,13 +56,17 @@ def add_target_rows(
     if rows is not None:
         rows = rows[order]
     pieces = cdiv(tokens, PIECE)
-    piece_sum = torch.empty(2 * pieces, columns, dtype=torch.float32, device=hidden.device)
+    if scratch is not None and scratch.nbytes >= piece_bytes(tokens, columns):
+        piece_sum = scratch.view(-1).view(torch.uint8)[: piece_bytes(tokens, columns)].view(torch.float32)
+    else:
+        piece_sum = torch.empty(2 * pieces, columns, dtype=torch.float32, device=hidden.device)
     block = 128 if columns >= 128 else max(16, power_of_2(columns))
     grid = pieces, cdiv(columns, block)
     add_target_rows_kernel[grid](
         dweight, piece_sum, hidden, order, rows, sorted_target, target_factor,
-        tokens, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, num_warps=4,
+        tokens, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, num_warps=2,
     )  # fmt: skip
-    join_pieces_kernel[grid](
-        dweight, piece_sum, sorted_target, tokens, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=block, num_warps=4
+    wide = 4 * block  # nearly all programs have nothing to add
+    join_pieces_kernel[(pieces, cdiv(columns, wide))](
+        dweight, piece_sum, sorted_target, tokens, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=wide, num_warps=4
     )

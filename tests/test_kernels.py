@@ -4,6 +4,9 @@ import pytest
 import torch
 from cases import GPU, TRITON, Place
 
+from chunked_head.parallel.merge import merge_ranks, pack, sent
+from chunked_head.stats import Demand, RowStats
+
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 
 TARGETS = {
@@ -96,3 +99,46 @@ def test_scale_leaves_alone_what_needs_nothing(place: Place) -> None:
     half = torch.empty_like(values, dtype=torch.float16)
     launch.scale(half, before, torch.tensor(2.0, device=place.device))
     assert torch.equal(half, (before * 2.0).half())
+
+
+def told_by(ranks: int, rows: int, made: torch.Generator, device: str) -> tuple[torch.Tensor, RowStats]:
+    """Statistics of pieces of a vocabulary as ranks send them, with equal logits and a piece of nothing."""
+    vocab, demand = 5 * ranks, Demand(entropy=(True,), weighted_sum=True, top=True)
+    x = torch.randn(rows, vocab, generator=made).mul(30).round()
+    x[:, :5] = torch.where(torch.arange(rows)[:, None] % 3 == 0, -torch.inf, x[:, :5])
+    out = RowStats.empty(rows, demand, torch.float32, torch.device(device))
+    pieces = []
+    for rank, piece in enumerate(x.to(device).split(5, 1)):
+        top, argmax = piece.max(1)
+        lse = piece.logsumexp(1)
+        log_p = piece - lse[:, None]
+        entropy = -torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0).sum(1)
+        for name, value in {
+            "start": top, "rest": top - lse, "target_logit": piece[:, 1], "entropy": entropy, "top": top,
+            "argmax": 5 * rank + argmax, "weighted_sum": torch.where(piece > -torch.inf, piece, 0.0).sum(1),
+        }.items():  # fmt: skip
+            getattr(out, name).copy_(value.nan_to_num(0.0) if name in ("rest", "entropy") else value)
+        pieces.append(pack(out, sent(demand), torch.arange(float(rows), device=device)))
+    return torch.stack(pieces), out
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("off", [None, 0, 1])
+def test_merge_ranks(place: Place, known: bool, off: int | None) -> None:
+    """The kernel's numbers are those of torch's operations; where one rank's tokens are others, nan."""
+    from chunked_head.backends import resolve
+
+    ranks, rows = 3, 130
+    gathered, out = told_by(ranks, rows, torch.Generator().manual_seed(7), place.device)
+    other = RowStats(**{name: value.clone() for name, value in out.named().items()})
+    if off is not None:
+        gathered[off, -1, 77] += 1.0
+    target = torch.arange(rows, device=place.device) % 4 - 1
+    names = sent(Demand(entropy=(True,), weighted_sum=True, top=True))
+    resolve("triton", torch.device(place.device)).merge_ranks(gathered, names, out, target, 1.0, known, None)
+    merge_ranks(gathered, names, other, target, 1.0, known, None)
+    for name, value in out.named().items():
+        torch.testing.assert_close(value, getattr(other, name), rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert out.lse.isnan().all() == (off is not None) == out.start.isnan().any()
+    assert not out.target_logit.isnan().any()

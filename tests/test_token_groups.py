@@ -241,7 +241,9 @@ def work_of_four(rank: int, device: str) -> dict[str, Any]:
             inputs = spread(CASES[name], inputs_of(CASES[name], FP32, "cpu"), places(layout, tokens))
             inputs = split(inputs, ROWS, columns).on(device)
             chunk = 16 if tokens else 40
-            found[f"{layout} {name}"] = ranks.outcome(step, CASES[name], inputs, parallel=parallel, chunk_tokens=chunk)
+            found[f"{layout} {name}"] = ranks.outcome(
+                step, CASES[name], inputs, group=mesh["tokens"].get_group(), parallel=parallel, chunk_tokens=chunk
+            )
     for name in ("vocab", "tokens"):
         distributed.barrier(mesh[name].get_group())
     return found

@@ -57,9 +57,13 @@ def measured(case: LossCase) -> list[Any]:
     return found
 
 
-def step(case: LossCase, inputs: LossInputs, upstream: float = 0.7, **options: Any) -> dict[str, Any]:
+def step(
+    case: LossCase, inputs: LossInputs, upstream: float = 0.7, group: Any = None, **options: Any
+) -> dict[str, Any]:
+    """``group``: over which metrics are reduced."""
     out, found = run_step(case, inputs, measured(case), upstream, **options)
-    return found | {"reduced": {name: value.value for name, value in metrics.all_reduce(out.metrics).items()}}
+    reduced = metrics.all_reduce(out.metrics, group)
+    return found | {"reduced": {name: value.value.cpu() for name, value in reduced.items()}}
 
 
 def work(rank: int, device: str) -> dict[str, Any]:

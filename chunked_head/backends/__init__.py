@@ -5,6 +5,7 @@ A backend is a module with three functions, ``Backend`` below; a ``Session`` hol
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -27,6 +28,10 @@ class Session(Protocol):
     """
 
     known_targets: bool
+
+    def tell_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
+        """Where ranks share the vocabulary, every token's target logit in one message if ``stats`` would send each
+        chunk's; ``hidden`` [tokens, hidden] as given, ``target`` [tokens] beside it."""
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         """Logits of a chunk of rows into the buffer, and every statistic that ``out`` has room for, a teacher's beside
@@ -118,6 +123,18 @@ class Backend(Protocol):
 
     def session(self, head: Head, plan: Plan, tiled: bool) -> Session:
         """The buffer of a call's sweep over whole rows, or of its gradients' tiles where the plan recomputes."""
+
+    def merge_ranks(
+        self,
+        gathered: Tensor,
+        names: Sequence[str],
+        out: RowStats,
+        target: Tensor,
+        ratio2: float,
+        known_targets: bool,
+        zero_or_nan: Tensor | None,
+    ) -> None:
+        """Statistics of the whole vocabulary from its pieces', as ``parallel.merge.merge_ranks``."""
 
     def logits_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
         """Statistics of logits that exist already: ``rows.hidden`` are they, [rows, vocab] with contiguous columns, of

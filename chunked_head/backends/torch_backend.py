@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..memory import Store
+from ..parallel.merge import merge_ranks as merge_ranks
 from ..plans import Plan, slices
 from ..prepare import shift_left
 from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher

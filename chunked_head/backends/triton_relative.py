@@ -31,12 +31,22 @@ class RelativeSession(OwnProducts):
             rows, self.strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
             two and demand.entropy[1],
         )  # fmt: skip
+        self.told_targets = False  # the target's logits of all tokens are there
         if sizes.teacher_store == "relative":
             self.teacher_buffer = padded(rows, sizes.teacher_columns, device)
             self.teacher_strip_count = strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
             self.teacher_strips = launch.Strips.empty(rows, self.teacher_strip_count, device)
         elif sizes.teacher_store == "logits":
             self.teacher_buffer = torch.empty(rows, sizes.teacher_columns, dtype=torch.float32, device=device)
+
+    def dot_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
+        """The target's logits, whole where ``known_targets``."""
+        head, ids = self.head, target.unsqueeze(1)
+        launch_rows.dot_columns(
+            out.target_logit.unsqueeze(1), hidden, head.weight, ids, head.bias, *transform(head)
+        )  # fmt: skip
+        if self.known_targets and head.add_targets is not None:
+            head.add_targets(out.target_logit)
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         self.first_stats(rows, out, self.buffer, None, None)
@@ -48,12 +58,8 @@ class RelativeSession(OwnProducts):
         head, count, vocab = self.head, rows.hidden.shape[0], self.sizes.vocab
         scale_cap = transform(head)
         strips = self.strips.of_rows(count, self.strip_count)
-        target_ids = rows.target.unsqueeze(1)
-        launch_rows.dot_columns(
-            out.target_logit.unsqueeze(1), rows.hidden, head.weight, target_ids, head.bias, *scale_cap
-        )  # fmt: skip
-        if self.known_targets and head.add_targets is not None:
-            head.add_targets(out.target_logit)
+        if not self.told_targets:
+            self.dot_targets(rows.hidden, rows.target, out)
         if out.column_logits is not None:
             assert rows.columns is not None
             launch_rows.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, *scale_cap)
@@ -131,16 +137,21 @@ class FastSession(RelativeSession):
     def __init__(self, head: Head, plan: Plan):
         super().__init__(head, plan)
         sizes, device = plan.sizes, head.weight.device
+        # exponentials of the gradient are relative to them on every rank
+        self.known_targets = self.buffer is not None
         if plan.schedule != "forward":
             return
         self.softmax_factor = torch.empty(plan.chunk_tokens, dtype=torch.float32, device=device)
         self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
 
+    def tell_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
+        if self.known_targets and hidden.dtype == self.sizes.dtype and hidden.is_contiguous():
+            self.dot_targets(hidden, target, out)
+            self.told_targets = True
+
     def stats(self, rows: Rows, out: RowStats) -> None:
         if self.buffer is None:
             return super().stats(rows, out)
-        # exponentials of the gradient are relative to them on every rank
-        self.known_targets = True
         self.level = torch.empty_like(out.lse)
         exponentials = self.buffer.view(self.sizes.dtype)
         self.first_stats(rows, out, exponentials, row_offset=out.target_logit, level=self.level)
@@ -175,4 +186,5 @@ class FastSession(RelativeSession):
 
     def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         if grads.weight is not None:
-            launch_targets.add_target_rows(grads.weight, hidden, target, self.target_factor[at], order)
+            # the products with a chunk's exponentials are done
+            launch_targets.add_target_rows(grads.weight, hidden, target, self.target_factor[at], order, self.buffer)

@@ -1,5 +1,7 @@
 """Statistics of pieces of the vocabulary, merged into those of the whole: the same on every rank, to the bit."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,10 +9,12 @@ from ..stats import Demand, RowStats
 
 # of each softmax over logits, student's and teacher's: where its logarithms are
 SOFTMAXES = (("start", "rest"), ("start2", "rest2"), ("teacher_start", "teacher_rest"))
-ADDED = ("target_logit", "weighted_sum", "column_logits")
+ADDED = ("target_logit", "weighted_sum")
 # sums over columns, made once the softmaxes of the whole vocabulary are known
 PAIR_SUMS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "sign")
 ENTROPIES = {"start": "entropy", "start2": "entropy2"}
+# statistics on which all that is made of a row depends
+OF_TOKENS = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2", "entropy2", "weighted_sum")
 
 
 def sent(demand: Demand) -> tuple[str, ...]:
@@ -34,33 +38,63 @@ def numbers_sent(demand: Demand) -> int:
     return sum(widths.get(name, 1) for name in sent(demand))
 
 
-def pack(stats: RowStats, names: tuple[str, ...]) -> Tensor:
-    """[numbers, rows]: statistics of a piece in one message; ids fit the floats that they travel as."""
+def widths(stats: RowStats, names: Sequence[str]) -> list[int]:
+    """How many numbers each of the statistics is of."""
+    return [1 if own.dim() == 1 else own.shape[1] for own in (getattr(stats, name) for name in names)]
+
+
+def pack(stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
+    """[numbers + 1, rows]: statistics of a piece in one message, and last what tells its ``tokens`` [rows]; ids fit the
+    floats that they travel as."""
     parts = []
     for name in names:
         value = getattr(stats, name).to(stats.lse.dtype)
         parts.append(value.unsqueeze(0) if value.dim() == 1 else value.t())
-    return torch.cat(parts)
+    return torch.cat([*parts, tokens.unsqueeze(0)])
 
 
-def unpack(packed: Tensor, stats: RowStats, names: tuple[str, ...]) -> dict[str, Tensor]:
+def unpack(packed: Tensor, stats: RowStats, names: Sequence[str]) -> dict[str, Tensor]:
     """The pieces' statistics [pieces, rows] or [pieces, rows, K] of ``packed`` [pieces, numbers, rows]."""
     found, at = {}, 0
-    for name in names:
-        own = getattr(stats, name)
-        width = 1 if own.dim() == 1 else own.shape[1]
+    for name, width in zip(names, widths(stats, names), strict=True):
         part = packed[:, at : at + width]
-        found[name] = part.squeeze(1) if own.dim() == 1 else part.transpose(1, 2)
+        found[name] = part.squeeze(1) if getattr(stats, name).dim() == 1 else part.transpose(1, 2)
         at += width
     return found
 
 
-def merge(pieces: dict[str, Tensor], out: RowStats, counts: Tensor, ratio2: float, known_targets: bool) -> None:
-    """Statistics of the whole vocabulary into ``out``, from those of its ``pieces`` [pieces, rows].
+def merge_ranks(
+    gathered: Tensor,
+    names: Sequence[str],
+    out: RowStats,
+    target: Tensor,
+    ratio2: float,
+    known_targets: bool,
+    zero_or_nan: Tensor | None,
+) -> None:
+    """Statistics of the whole vocabulary into ``out``, from those of its pieces that every rank has sent.
 
-    ``counts`` [rows] bool; ``ratio2`` of the second softmax; ``known_targets``: every piece has told the target's
-    logit, not its own part of it alone.
+    ``gathered`` [ranks, numbers + 1, rows] of ``names``, and last what tells their tokens: where ``zero_or_nan`` is
+    None it has to be equal, or all becomes nan; else that [] says so. ``target`` [rows], -1 where a row does not
+    count; ``ratio2`` of the second softmax; ``known_targets``: every piece has told the target's logit, not its own
+    part of it alone.
     """
+    if zero_or_nan is None:
+        zero_or_nan = torch.where((gathered[:, -1] == gathered[0, -1]).all(), 0.0, torch.nan)
+    # in fp64: logarithms have been rounded once already
+    pieces = unpack(gathered.double(), out, names)
+    merge_softmaxes(pieces, out, target >= 0, ratio2, known_targets)
+    merge_lists(pieces, out)
+    for name in OF_TOKENS:
+        value = getattr(out, name)
+        if value is not None:
+            value.add_(zero_or_nan)
+
+
+def merge_softmaxes(
+    pieces: dict[str, Tensor], out: RowStats, counts: Tensor, ratio2: float, known_targets: bool
+) -> None:
+    """All that a row has one number of."""
     for name in ADDED:
         if name in pieces:
             whole = pieces[name][0] if known_targets and name == "target_logit" else pieces[name].sum(0)
@@ -81,6 +115,13 @@ def merge(pieces: dict[str, Tensor], out: RowStats, counts: Tensor, ratio2: floa
         # of equal logits the first column's
         ids = torch.where(pieces["top"] == out.top, pieces["argmax"], torch.inf).amin(0)
         out.argmax.copy_(torch.where(ids.isinf(), pieces["argmax"][0], ids))
+
+
+def merge_lists(pieces: dict[str, Tensor], out: RowStats) -> None:
+    """A row's own columns, and its largest."""
+    if "column_logits" in pieces:
+        assert out.column_logits is not None
+        out.column_logits.copy_(pieces["column_logits"].sum(0))
     if "top_k_logits" in pieces:
         assert out.top_k_logits is not None and out.top_k_ids is not None
         logits, ids = (pieces[name].transpose(0, 1).flatten(1) for name in ("top_k_logits", "top_k_ids"))

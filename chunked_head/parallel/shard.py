@@ -1,7 +1,7 @@
 """One call's part of the vocabulary, and every message that its ranks exchange for it."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
@@ -15,12 +15,13 @@ from .agree import agree
 from .collectives import all_gather
 from .groups import Split, VocabParallel
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
-from .merge import PAIR_SUMS, merge, pack, sent, unpack
+from .merge import PAIR_SUMS, pack, sent
+
+if TYPE_CHECKING:
+    from ..backends import Backend
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
 SAME_HIDDEN = 1e-3
-# statistics on which all that is made of a row depends
-OF_TOKENS = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2", "entropy2", "weighted_sum")
 
 
 def plan_part(sizes: Sizes, request: Request, most: int, columns: int) -> Plan:
@@ -86,8 +87,8 @@ class Shard:
 
     def local_targets(self, target: Tensor) -> Tensor:
         """Columns of this rank's for targets [tokens] of the vocabulary, ``ELSEWHERE`` for other ranks', -1 kept."""
-        inside = (target >= self.here.start) & (target < self.here.stop)
-        return torch.where(inside, target - self.here.start, torch.where(target < 0, target, ELSEWHERE))
+        column = target - self.here.start
+        return column.masked_fill_(column.clamp(0, self.columns - 1) != column, ELSEWHERE).masked_fill_(target < 0, -1)
 
     def local_columns(self, ids: Tensor) -> Tensor:
         """The same for a row's own columns, where other ranks' are as good as none."""
@@ -117,7 +118,9 @@ class Shard:
         """Every row's target logit, in place, from 0 where the target is elsewhere."""
         distributed.all_reduce(target_logit, group=self.group)
 
-    def merge(self, rows: Rows, target: Tensor, stats: RowStats, demand: Demand, known_targets: bool) -> None:
+    def merge(
+        self, backend: "Backend", rows: Rows, target: Tensor, stats: RowStats, demand: Demand, known_targets: bool
+    ) -> None:
         """The statistics of this rank's columns become those of the vocabulary: one message for the chunk.
 
         ``target`` [rows] ids of the vocabulary go along, or where there are none what tells hidden states apart: ranks
@@ -133,24 +136,17 @@ class Shard:
             stats.column_logits.masked_fill_(rows.columns < 0, 0.0)
         names, dtype = sent(demand), stats.lse.dtype
         tokens = target.to(dtype) if self.targets else rows.hidden.sum(1, dtype=dtype)
-        own = torch.cat([pack(stats, names), tokens.unsqueeze(0)])
+        own = pack(stats, names, tokens)
         gathered = own.new_empty(self.parallel.ranks, *own.shape)
         all_gather(gathered.view(-1, own.shape[1]), own, self.group)
         ratio2 = demand.views[1].ratio if len(demand.views) > 1 else 1.0
-        # in fp64: logarithms have been rounded once already
-        merge(unpack(gathered.double(), stats, names), stats, rows.target >= 0, ratio2, known_targets)
-        off = (gathered[:, -1] - tokens).abs()
-        if self.targets:
-            same = off == 0.0
-        else:
+        zero_or_nan = None
+        if not self.targets:
             # ranks that computed the same hidden states each by itself may have rounded them otherwise
             size = torch.linalg.vector_norm(rows.hidden, 1, dim=1, dtype=dtype)
-            same = off <= SAME_HIDDEN * size
-        zero_or_nan = torch.where(same.all(), 0.0, torch.nan)
-        for name in OF_TOKENS:
-            value = getattr(stats, name)
-            if value is not None:
-                value.add_(zero_or_nan)
+            same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
+            zero_or_nan = torch.where(same.all(), 0.0, torch.nan)
+        backend.merge_ranks(gathered, names, stats, rows.target, ratio2, known_targets, zero_or_nan)
 
     def add_pairs(self, stats: RowStats) -> None:
         """Sums over columns of a teacher's terms beside the student's: one message for the chunk."""
