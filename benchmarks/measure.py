@@ -28,7 +28,8 @@ from benchmarks.providers import Loss, build
 from benchmarks.shapes import Operands, Shape, make_operands, parse_dtype
 
 OUT_OF_MEMORY = "out of memory"
-SETTLING_RUNS, SETTLING_MS = 2, 100.0
+# before what is timed, and timed: at least so many runs, and for so long
+SETTLING_RUNS, SETTLING_MS, TIMED_MS = 2, 500.0, 100.0
 _CHILD_SECONDS = 900.0
 _SAMPLE_SECONDS = 0.002
 _M_MMAP_THRESHOLD = -3
@@ -155,13 +156,13 @@ def time_rounds(
     """Milliseconds of each step in each round, the steps taking turns.
 
     The order is reversed in every other round, so that a slow change of the clocks falls on all steps alike. On a GPU a
-    turn is three runs, or as many as take a tenth of a second, of which the last is timed: at its power limit a GPU's
-    clocks depend on what the last tens of milliseconds asked of it, and a step would be charged, or credited, for its
-    neighbour. A first round is not counted: in it the allocator settles on blocks for all the steps together. A step
-    that fails leaves the turn and is returned with its failure. Where several processes take the same turns, ``meet``
-    lets none of them go on alone, and ``alike`` makes the same of their times in the first round.
+    turn is runs for half a second, and then a tenth in which the mean run is timed: at its power limit a GPU's clocks
+    depend on what the last tenths of a second asked of it, and a step would be charged, or credited, for its neighbour.
+    A first round is not counted: in it the allocator settles on blocks for all the steps together, and turns are short.
+    A step that fails leaves the turn and is returned with its failure. Where several processes take the same turns,
+    ``meet`` lets none of them go on alone, and ``alike`` makes the same of their times in the first round.
     """
-    settling = dict.fromkeys(steps, SETTLING_RUNS if device.type == "cuda" else 0)
+    lengths = dict.fromkeys(steps, (SETTLING_RUNS if device.type == "cuda" else 0, 1))
     times: dict[str, list[float]] = {name: [] for name in steps}
     failures: dict[str, Failure] = {}
     for number in range(-1, rounds):
@@ -169,7 +170,7 @@ def time_rounds(
         for name in list(steps) if number % 2 == 0 else reversed(list(steps)):
             if name in failures:
                 continue
-            turn = functools.partial(_turn, steps[name], operands, device, meet, settling[name])
+            turn = functools.partial(_turn, steps[name], operands, device, meet, *lengths[name])
             reading, failure = attempt(turn, operands)
             if failure is not None:
                 failures[name] = failure
@@ -179,7 +180,7 @@ def time_rounds(
             torch.cuda.synchronize(device)
         if number < 0 and device.type == "cuda":
             for name, reading in pending:
-                settling[name] = settling_runs(alike(reading()))
+                lengths[name] = turn_runs(alike(reading()))
         if number >= 0:
             for name, reading in pending:
                 times[name].append(reading())
@@ -215,32 +216,42 @@ def time_beside(
     return found
 
 
-def settling_runs(milliseconds: float) -> int:
-    """Runs of a step that takes so long, before the one that is timed."""
-    return max(SETTLING_RUNS, math.ceil(SETTLING_MS / milliseconds)) if milliseconds > 0 else SETTLING_RUNS
+def turn_runs(milliseconds: float) -> tuple[int, int]:
+    """Of a step that takes so long: runs before what is timed, and timed runs."""
+    if milliseconds <= 0:
+        return SETTLING_RUNS, 1
+    return max(SETTLING_RUNS, math.ceil(SETTLING_MS / milliseconds)), math.ceil(TIMED_MS / milliseconds)
 
 
 def _turn(
-    step: Callable[[], Any], operands: Held, device: torch.device, meet: Callable[[], Any], settling: int
+    step: Callable[[], Any],
+    operands: Held,
+    device: torch.device,
+    meet: Callable[[], Any],
+    settling: int,
+    timed: int,
 ) -> Callable[[], float]:
-    """Runs that settle the clocks, and then the one that is timed."""
+    """Runs that settle the clocks, and then the ones that are timed."""
     meet()
     for _ in range(settling):
         operands.clear()
         step()
     operands.clear()
     meet()
-    return _timed(step, device)
+    return _timed(step, operands, device, timed)
 
 
-def _timed(step: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+def _timed(step: Callable[[], Any], operands: Held, device: torch.device, runs: int) -> Callable[[], float]:
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        step()
+        for run in range(runs):
+            if run:
+                operands.clear()
+            step()
         end.record()
         # Read after the round: waiting here would put the host's launch time into every provider's figure.
-        return lambda: float(start.elapsed_time(end))
+        return lambda: float(start.elapsed_time(end)) / runs
     begin = time.perf_counter()
     step()
     milliseconds = (time.perf_counter() - begin) * 1e3

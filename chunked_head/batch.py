@@ -46,9 +46,10 @@ class Batch(Mapping[str, Tensor]):
         kept = self.mask & (ids >= 0)
         # what belongs nowhere goes into one segment more, which is dropped
         index = torch.where(kept, ids, self.num_segments)
-        zeros = values.new_zeros(self.num_segments + 1)
-        # in whatever order a GPU comes to it: index_put would keep one, and wait for the device to check the ids
-        own = zeros.index_add(0, index, torch.where(kept, values, 0.0))[:-1]
+        # A GPU adds in whatever order it comes to them (index_put would keep one, and wait for the device to check the
+        # ids). In fp64 that is nothing to be seen in fp32, and ranks that share a vocabulary get the same loss.
+        zeros = values.new_zeros(self.num_segments + 1, dtype=torch.float64)
+        own = zeros.index_add(0, index, torch.where(kept, values, 0.0).double())[:-1].to(values.dtype)
         return own if self.spread is None else self.spread.segment_sum(own, values, self.fields, name)
 
     def segment_count(self, name: str = "segments") -> Tensor:

@@ -117,7 +117,8 @@ def test_rounds_take_turns_and_a_failing_step_leaves():
 
 
 def test_short_steps_settle_as_long_as_long_ones():
-    assert [measure.settling_runs(ms) for ms in (0.0, 1.0, 11.0, 38.0, 80.0)] == [2, 100, 10, 3, 2]
+    found = {ms: measure.turn_runs(ms) for ms in (0.0, 1.0, 11.0, 38.0, 800.0)}
+    assert found == {0.0: (2, 1), 1.0: (500, 100), 11.0: (46, 10), 38.0: (14, 3), 800.0: (2, 1)}
 
 
 def test_failures_are_told_apart():
