@@ -10,6 +10,7 @@ from .memory import CHUNK_MULTIPLE, MiB, Sizes, Term, extra_of, forward_terms, r
 from .plans import (
     DEFAULT_BUDGET,
     GOOD_CHUNK,
+    HALF_TILE,
     MAX_HALF_CHUNKS,
     Plan,
     balanced,
@@ -144,9 +145,12 @@ def chunk_rows(sizes: Sizes, request: Request, extra, budget: int, last: bool) -
         # A chunk less may fit where the next multiple of 128 does not. That is worth rows that tiles compute in vain
         # where it saves a quarter of the passes over dweight, and not where it saves an eighth.
         fewer = -(-sizes.tokens // rows) - 1 if rows else 0
-        fitting = 16 * math.ceil(sizes.tokens / fewer / 16) if fewer else 0
-        worth = 0 < fewer < FEW_CHUNKS or fitting % CHUNK_MULTIPLE == 0
-        return fitting if fitting and worth and extra(fitting) <= budget else rows
+        for multiple in HALF_TILE, 16:
+            fitting = multiple * math.ceil(sizes.tokens / fewer / multiple) if fewer else 0
+            worth = 0 < fewer < FEW_CHUNKS or fitting % CHUNK_MULTIPLE == 0
+            if fitting and worth and extra(fitting) <= budget:
+                return fitting
+        return rows
     rows = balanced(sizes.tokens, request.chunk_tokens)
     if not request.explicit:
         # a named chunk overrides the default budget; what may wait in fp32 beside it still has to be modest

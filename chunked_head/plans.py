@@ -14,6 +14,8 @@ from .memory import CHUNK_MULTIPLE, ROUNDING_ERROR, MiB, Sizes, Term, extra_of, 
 DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares
 # fewer rows than this leave the matmuls starved and make every pass over the gradient of the weight count
 GOOD_CHUNK = 2048
+# so many rows the logits' kernel for Hopper computes in whole pieces
+HALF_TILE = 64
 # sums of 16-bit roundings: the error of a 16-bit accumulator grows as sqrt((chunks + 1) / 2)
 MAX_HALF_CHUNKS = 8
 Schedule = Literal["loss only", "forward", "recompute"]
@@ -128,11 +130,11 @@ def parse_bytes(value: int | str, argument: str) -> int:
 
 
 def balanced(tokens: int, most: int) -> int:
-    """Rows of equal chunks of at most ``most``, a multiple of 128, else of 16, where ``most`` leaves room for that."""
+    """Rows of equal chunks of at most ``most``, a multiple of 128, 64 or 16, where ``most`` leaves room for that."""
     if tokens <= most:
         return max(tokens, 1)
     rows = math.ceil(tokens / math.ceil(tokens / most))
-    rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, 16))
+    rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, HALF_TILE, 16))
     return next((choice for choice in rounded if choice <= most), rows)
 
 

@@ -79,7 +79,8 @@ def multiply_role(
     takes_turns = steps > STAGES
     for tile in range(gl.program_id(0), tiles, PROGRAMS):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
-        offs_row = (tile_m * GROUPS + GROUP) * GROUP_ROWS + gl.arange(0, GROUP_ROWS, by_row)
+        first_row = (tile_m * GROUPS + GROUP) * GROUP_ROWS
+        offs_row = first_row + gl.arange(0, GROUP_ROWS, by_row)
         in_rows = offs_row < rows
         # long before they are needed
         row_offset = gl.zeros([GROUP_ROWS], gl.float32, by_row)
@@ -92,7 +93,11 @@ def multiply_role(
         if GROUP == 1:
             mbarrier.wait(turn, tile_phase, pred=takes_turns)
         acc = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, layout)
-        for k in range(steps):
+        own_steps = steps
+        if GROUP == 1:
+            # where the last rows are the other's alone, the tensor cores are
+            own_steps = gl.where(first_row < rows, steps, 0)
+        for k in range(own_steps):
             mbarrier.wait(loaded.index(stage), phase)
             hidden = hiddens.index(stage).slice(GROUP * GROUP_ROWS, GROUP_ROWS)
             weight = weights.index(stage).permute((1, 0))
@@ -105,7 +110,13 @@ def multiply_role(
             before = stage
             stage, phase = next_stage(stage, phase, STAGES)
         x = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(consumed.index(before), count=1)
+        mbarrier.arrive(consumed.index(before), count=1, pred=own_steps > 0)
+        if GROUP == 1:
+            for _ in range(own_steps, steps):
+                mbarrier.wait(loaded.index(stage), phase)
+                mbarrier.arrive(consumed.index(stage), count=1)
+                before = stage
+                stage, phase = next_stage(stage, phase, STAGES)
 
         if logit_scale is not None:
             x = x * logit_scale

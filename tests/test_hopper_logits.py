@@ -18,6 +18,8 @@ SHAPES = [  # rows, vocab, hidden
     (17, 136, 72),  # one tile, two steps
     (96, 200000, 64),  # fewer steps than stages, and several tiles for a program
     (128, 100000, 264),  # a step more than stages
+    (320, 140000, 1024),  # the second warpgroup has rows of some tiles only
+    (40, 100000, 264),  # and of none
 ]
 
 

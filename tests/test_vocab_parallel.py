@@ -123,7 +123,8 @@ ON_CPU = [
 SOME_CASES = ("cross-entropy", "sum", "entropy-head", "grpo-sum", "gspo", "jsd-hidden", "topk-reverse", "everything")
 ON_GPUS = [
     ("chunks", "triton", torch.bfloat16), ("chunks", "triton", torch.float32), ("padded", "triton", torch.bfloat16),
-    ("uneven", "triton", torch.float16), ("sequence", "triton", torch.bfloat16),
+    ("uneven", "triton", torch.float16), ("sequence", "triton", torch.bfloat16), ("four", "triton", torch.bfloat16),
+    ("four-sequence", "triton", torch.bfloat16),
 ]  # fmt: skip
 
 
@@ -160,7 +161,8 @@ def of_gpus(
 ) -> tuple[tuple[str, str, torch.dtype], list[dict[str, Any]]]:
     """A run and what came of it: runs may be asked for one by one, in processes of their own."""
     made = functools.partial(work_of_gpus, run=request.param)
-    return request.param, ranks.run(made, 2, tmp_path_factory.mktemp("gpus"), "cuda")
+    count = LAYOUTS[request.param[0]][0]
+    return request.param, ranks.run(made, count, tmp_path_factory.mktemp("gpus"), "cuda")
 
 
 @functools.cache
@@ -224,6 +226,6 @@ def test_four_ranks(
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("case", cases("chunks", "triton"), ids=lambda case: case.name)
-def test_two_gpus(of_gpus: tuple[tuple[str, str, torch.dtype], list[dict[str, Any]]], case: LossCase) -> None:
+def test_gpus(of_gpus: tuple[tuple[str, str, torch.dtype], list[dict[str, Any]]], case: LossCase) -> None:
     (layout, backend, dtype), found = of_gpus
     hold_to_one_rank(found, f"{layout} {backend} {dtype} {case.name}", case, dtype, "cuda")
