@@ -106,14 +106,16 @@ def message_ms(kind: str, size: float, ranks: int, machine: Machine) -> float:
 def cost(shape: Shape, ranks: int, chunks: int, targets: int, numbers: int, pairs: int, products: int = 3) -> Cost:
     """A call of so many products, whose chunks gather ``numbers`` floats a token and rank.
 
-    They add up ``targets`` floats a token before and ``pairs`` after it, and two bytes for each of hidden's numbers.
+    They add up ``pairs`` floats a token after it, and two bytes for each of hidden's numbers; the call ``targets``
+    floats of every token before the first.
     """
     machine, tokens = Machine(), shape.tokens / chunks
     product = shape.flops / 3 / ranks / machine.flops * 1e3
     statistics = message_ms("all-gather", 4 * numbers * tokens * ranks, ranks, machine)
-    statistics += sum(message_ms("all-reduce", 4 * n * tokens, ranks, machine) for n in (targets, pairs) if n)
+    statistics += message_ms("all-reduce", 4 * pairs * tokens, ranks, machine) if pairs else 0.0
+    before = message_ms("all-reduce", 4 * targets * shape.tokens, ranks, machine) if targets else 0.0
     summed = message_ms("all-reduce", 2 * tokens * shape.hidden, ranks, machine)
     # beside it run the chunk's product for the weight and the next chunk's logits
     beside = product / chunks
     exposed = max(0.0, summed - beside) + (chunks - 1) * max(0.0, summed - 2 * beside)
-    return Cost(ranks, chunks, products * product, chunks * statistics, chunks * summed, exposed)
+    return Cost(ranks, chunks, products * product, before + chunks * statistics, chunks * summed, exposed)

@@ -96,6 +96,8 @@ def kinds(one: list[traffic.Message], several: list[traffic.Message]) -> Kinds:
     pieces = [traffic.Message(kind, size // CHUNKS) for kind, size in chunk]
     assert several == one[:once] + pieces * CHUNKS, f"chunks differ: {one}, {several}"
     by = {"targets": 0, "statistics": 0, "pairs": 0, "hidden": 0}
+    # sums before the first chunk are of targets' logits of all tokens
+    by["targets"] = sum(message.bytes // SHAPE.tokens for message in one[:once] if message.kind == "all-reduce")
     for message in chunk:
         size, rest = divmod(message.bytes, SHAPE.tokens)
         assert rest == 0
@@ -112,7 +114,7 @@ def kinds(one: list[traffic.Message], several: list[traffic.Message]) -> Kinds:
 def section(counted: dict[str, Kinds]) -> str:
     """The counts, and the model's costs, in Markdown."""
     lines = [
-        "Bytes a token, of each chunk's messages (counted on the road that a Hopper GPU takes; bf16, H hidden size;",
+        "Bytes a token, of a call's messages and each chunk's (counted on the road that a Hopper GPU takes; bf16, H hidden size;",
         "where the weight's gradient accumulates in fp32 over chunks, `hidden`'s waits and travels in fp32 too: 4 H):",
         "",
         "| | messages a call | and a chunk | all-reduce of targets' logits | all-gather of statistics, of each rank "
@@ -128,8 +130,9 @@ def section(counted: dict[str, Kinds]) -> str:
     machine = traffic.Machine()
     lines += [
         "",
-        "Sequence-sharded, the call's message is the targets' all-gather; hidden states are gathered, their gradient",
-        "is scattered, which together send what the all-reduce sends. A new kind of call gathers 8 bytes more, once.",
+        "The call's message is the sum of targets' logits; sequence-sharded, where each chunk has that, the targets'",
+        "all-gather, and hidden states are gathered, their gradient is scattered, which together send what the all-reduce",
+        "sends. A new kind of call gathers 8 bytes more, once.",
         "",
         f"On paper, {PAPER.tokens} x {PAPER.hidden} x {PAPER.vocab} in bf16, not measured. A message of M bytes over n",
         "ranks takes `l + M f / B` with f = 2 (n - 1) / n for an all-reduce, (n - 1) / n for an all-gather (M: all",
