@@ -15,12 +15,12 @@ from .evaluate import Inputs
 from .head_options import HeadOptions
 from .loop import Call
 from .losses.base import Losses
-from .memory import Sizes
 from .metrics import Metric
 from .objective import Objective, ScalarObjective
 from .planner import Request, make_plan
 from .plans import Plan
 from .prepare import in_backward
+from .sizes import Sizes
 from .skipping import Skipped, check_road
 from .stats import Demand, RowStats
 from .token_objectives import StatsObjective, TokenObjective

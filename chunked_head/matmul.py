@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .memory import Sizes, cast_rows
+from .memory import cast_rows
 from .plans import slices
+from .sizes import Sizes
 
 FEW_ROWS = 8
 

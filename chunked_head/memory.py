@@ -1,41 +1,22 @@
-"""What a call costs in memory: the sizes that decide it, and the terms that they add up from.
+"""What a call costs in memory: the terms that a plan adds up.
 
 Bytes are counted per phase of a call (a sweep for statistics, the loop that makes gradients, and the finish that hands
 them over), because what waits in the loop and what is handed over never lie in memory with everything else.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from .kernels.tiles import (
-    LEAST_HOPPER_HIDDEN,
-    TILE_ELEMENTS,
-    WHOLE,
-    Split,
-    dhidden_split,
-    own_dweight_pays,
-    piece_bytes,
-    skip_bytes,
-    skip_parts,
-    strips_of,
-)
-from .parallel.merge import numbers_sent
-from .stats import Demand
+from .kernels.tiles import TILE_ELEMENTS, piece_bytes, skip_bytes, skip_parts
+from .sizes import BYTES_PER_COLUMN, BYTES_PER_EVALUATED, Sizes, padded_columns
 
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128
-ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
 # target, validity, weights, statistics and coefficients of a call that asks for nothing further
 BYTES_PER_TOKEN = 56
-# what the losses' arithmetic holds at a time for each token that it is done for, and for each of its columns
-BYTES_PER_EVALUATED = 160
-BYTES_PER_COLUMN = 96
 CAST_BYTES = 16 * MiB
-PLAIN = Demand()
-Store = Literal["fast", "relative", "logits"]
 
 
 @dataclass(frozen=True)
@@ -50,211 +31,36 @@ class Term:
     kind: Literal["extra", "gradient", "cast"] = "extra"  # the budget limits the first
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What a plan is made from."""
+def gradient_terms(sizes: Sizes) -> tuple[Term, ...]:
+    """The gradients that are handed over, as they stand during the finish."""
+    d_hidden = sizes.own_tokens * sizes.hidden * sizes.hidden_dtype.itemsize if sizes.hidden_grad else 0
+    d_weight = sizes.weight_elements * sizes.weight_dtype.itemsize if sizes.own_weight_grad else 0
+    d_bias = (sizes.vocab + sizes.padding) * sizes.weight_dtype.itemsize if sizes.bias_grad else 0
+    return (
+        Term("gradient of hidden", 0, d_hidden, kind="gradient"),
+        Term("gradient of weight", 0, d_weight + d_bias, kind="gradient"),
+    )
 
-    tokens: int
-    hidden: int
-    vocab: int
-    dtype: torch.dtype  # of the matmuls' operands
-    hidden_dtype: torch.dtype  # of the hidden states and so of their gradient
-    weight_dtype: torch.dtype  # of the weight and so of its gradient
-    hidden_grad: bool = True
-    weight_grad: bool = True
-    bias_grad: bool = False
-    bias_dtype: torch.dtype | None = None  # where it is not the weight's
-    late_upstream: bool = False  # the upstream gradient is not a scalar: gradients wait for it
-    coupled: bool = False  # a token's gradient depends on other tokens' statistics: all of them come first
-    demand: Demand = PLAIN  # the statistics
-    teacher_columns: int = 0  # of a dense teacher's vocabulary that the student has too
-    teacher_width: int = 0  # of its hidden states, 0 where it gives logits
-    teacher_store: Literal["relative", "logits"] | None = None  # of its logits; None where the caller's are read
-    store: Store = "logits"  # what the reused buffer holds between the matmul and the gradient
-    padding: int = 0  # rows of the weight that stand for no id: its gradient has them too
-    spread: int = 1  # ranks that each hold an equal part of the hidden states
-    ranks: int = 1  # that share the vocabulary, and whose statistics come together
-    copied: bool = False  # hidden states that no view flattens
-    scratch: int = 0  # bytes of the backend's elementwise tiles
-    half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
-    multiprocessors: int = 0  # of a device that runs our own matmuls, else 0
-    hopper_products: bool = False  # the device runs our own product for dweight that was made for Hopper
-    deterministic: bool = False  # a token's numbers do not depend on the others, nor on how many there are
-    skips: bool = False  # products stop at a number of rows that only the device knows
-    into: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
-    skip: float | None = None  # relative error of gradients that may come of tiles left out, on the fast road
 
-    @property
-    def half(self) -> bool:
-        return self.dtype in ROUNDING_ERROR
-
-    def sums_into(self, dtype: torch.dtype) -> bool:
-        """Whether a product of operands can be stored in ``dtype``: theirs, or a wide one."""
-        return dtype == self.dtype or dtype.itemsize >= 4
-
-    @property
-    def own_weight_grad(self) -> bool:
-        """Whether the weight's gradient is a tensor of the call's, to be handed over."""
-        return self.weight_grad and self.into is None
-
-    def through_fp32(self, weight_acc: torch.dtype) -> bool:
-        """Whether a tile of the weight's gradient is made in fp32 first: fp16 gets its scale there."""
-        return self.dtype == torch.float16 or not self.sums_into(weight_acc)
-
-    @property
-    def element(self) -> int:
-        """Bytes of an operand's element."""
-        return self.dtype.itemsize
-
-    @property
-    def logit_bytes(self) -> int:
-        """Bytes the buffer needs for one logit: 16-bit exponentials or relative logits, else fp32 (fp64) logits."""
-        return max(4, self.element) if self.store == "logits" else 2
-
-    @property
-    def grads_in_matmul(self) -> bool:
-        """Whether tiles whose statistics are known leave the matmul as 16-bit gradients, without logits before them."""
-        return self.store != "logits" and self.demand.pairing is None
-
-    def tile_bytes(self, tile: int) -> int:
-        """Bytes of a row of a tile in the recompute schedule, the teacher's beside it."""
-        if self.grads_in_matmul:
-            return padded_columns(tile) * self.element
-        # plain logits to differentiate, whatever the sweep stored
-        teacher = min(tile, self.teacher_columns) if self.teacher_store else 0
-        return (tile + teacher) * max(4, self.element)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes that one more row in a chunk costs: its logits, its strips' statistics, its hidden states."""
-        return self.kept_bytes + self.swept_bytes(kept=True)
-
-    @property
-    def sweep_bytes(self) -> int:
-        """The same in a pass that makes no gradient."""
-        kept = self.keeps_sweep
-        return kept * self.kept_bytes + self.swept_bytes(kept)
-
-    @property
-    def keeps_sweep(self) -> bool:
-        """Whether a pass that makes no gradient stores its logits."""
-        return self.store == "logits" or not self.demand.one_sweep
-
-    @property
-    def kept_bytes(self) -> int:
-        """A row of stored logits, and its teacher's."""
-        teacher = 0
-        if self.teacher_store == "logits":
-            teacher = self.teacher_columns * max(4, self.element)
-        elif self.teacher_store == "relative":
-            strips = strips_of(self.teacher_columns, self.teacher_width, True)
-            teacher = padded_columns(self.teacher_columns) * 2 + strips * 8
-        if self.store == "logits":
-            return self.vocab * max(4, self.element) + teacher
-        return padded_columns(self.vocab) * 2 + teacher
-
-    def swept_bytes(self, kept: bool) -> int:
-        """What a row needs beside logits, whether these are kept or not."""
-        demand = self.demand
-        # all ranks' statistics are gone before the losses' arithmetic begins
-        evaluated = max(BYTES_PER_EVALUATED + BYTES_PER_COLUMN * demand.columns, self.merged_bytes)
-        rows = self.operand_bytes + self.teacher_width * self.element + evaluated
-        if self.store == "logits":
-            return rows
-        narrow = kept and (self.store == "relative" or self.skip is not None)
-        return rows + strips_of(self.vocab, self.hidden, narrow, self.wide_strips) * (
-            8
-            + 4 * demand.entropy[0]
-            + 4 * demand.weighted_sum
-            + 8 * demand.top
-            + 4 * (len(demand.views) > 1)
-            + 4 * any(demand.entropy[1:])
-        )
-
-    @property
-    def wide_strips(self) -> bool:
-        """Whether the fast road's exponentials, or a loss's sums there, are left to the kernel for Hopper."""
-        demand = self.demand
-        more = any(demand.entropy) or demand.weighted_sum or demand.top or len(demand.views) > 1
-        able = self.hopper_products and self.store == "fast" and self.skip is None
-        return able and not more and self.hidden > LEAST_HOPPER_HIDDEN
-
-    @property
-    def merged_bytes(self) -> int:
-        """All ranks' statistics of a row: as they come, as fp64, and what their softmaxes are merged by."""
-        if self.ranks == 1:
-            return 0
-        numbers, demand = 1 + numbers_sent(self.demand), self.demand
-        largest = 8 * 2 * demand.top_k + 8 * demand.columns
-        return self.ranks * (12 * numbers + 48 + largest) + 8 * numbers
-
-    @property
-    def own_tokens(self) -> int:
-        """Rows of hidden states that are here."""
-        return self.tokens // self.spread
-
-    @property
-    def operand_bytes(self) -> int:
-        """Bytes per row of the matmuls' other operand: a clean copy, and where 16-bit rows are cast, those. Gathered
-        rows lie in a buffer of their own."""
-        gathered = 0 if self.spread == 1 else self.hidden_dtype.itemsize
-        return self.hidden * (gathered + (self.element if self.half_products or not self.half else 10))
-
-    def scattered_bytes(self, accumulate: torch.dtype) -> int:
-        """Bytes of a row of hidden's gradient on its way to the rank that has the row: as it was made, and by rank."""
-        return 0 if self.spread == 1 or not self.hidden_grad else 2 * self.hidden * accumulate.itemsize
-
-    def dhidden_split(self, rows: int, most_units: int | None = None) -> Split:
-        """How a chunk's dhidden is divided, its sums of parts in no more places than there are."""
-        if not self.multiprocessors or self.store == "logits" or self.deterministic:
-            return WHOLE  # nothing is chosen by size
-        return dhidden_split(rows, self.hidden, self.vocab, self.multiprocessors, most_units)
-
-    def own_dweight(self, rows: int, out: torch.dtype) -> bool:
-        """Whether dweight's products over so many rows are ours: where they pay, and where rows are skipped."""
-        if self.store == "logits":
-            return False
-        return self.skips or (self.hopper_products and own_dweight_pays(rows, self.hidden, out.itemsize))
-
-    @property
-    def weight_elements(self) -> int:
-        return (self.vocab + self.padding) * self.hidden
-
-    @property
-    def any_grad(self) -> bool:
-        return self.hidden_grad or self.weight_grad or self.bias_grad
-
-    @property
-    def gradient_terms(self) -> tuple[Term, ...]:
-        """The gradients that are handed over, as they stand during the finish."""
-        d_hidden = self.own_tokens * self.hidden * self.hidden_dtype.itemsize if self.hidden_grad else 0
-        d_weight = self.weight_elements * self.weight_dtype.itemsize if self.own_weight_grad else 0
-        d_bias = (self.vocab + self.padding) * self.weight_dtype.itemsize if self.bias_grad else 0
-        return (
-            Term("gradient of hidden", 0, d_hidden, kind="gradient"),
-            Term("gradient of weight", 0, d_weight + d_bias, kind="gradient"),
-        )
-
-    @property
-    def common_terms(self) -> tuple[Term, ...]:
-        """What every schedule needs from start to end."""
-        copy = self.own_tokens * self.hidden * self.hidden_dtype.itemsize if self.copied else 0
-        cast = self.weight_elements * self.element if self.weight_dtype != self.dtype else 0
-        teacher = 0 if self.spread == 1 else self.tokens * self.teacher_width * self.element
-        # a loss that sees all tokens at once does its arithmetic for all of them at once
-        evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * self.demand.columns if self.coupled else 0
-        vectors = self.tokens * (BYTES_PER_TOKEN + 8 * self.demand.vectors + 16 * self.demand.columns + evaluated)
-        return (
-            Term("contiguous hidden states", copy, copy, copy),
-            Term("teacher's hidden states of all ranks", teacher, teacher, teacher),
-            Term("weight cast for autocast", cast, 0, cast, kind="cast"),
-            Term("per-token vectors", vectors, vectors, vectors),
-        )
+def common_terms(sizes: Sizes) -> tuple[Term, ...]:
+    """What every schedule needs from start to end."""
+    copy = sizes.own_tokens * sizes.hidden * sizes.hidden_dtype.itemsize if sizes.copied else 0
+    cast = sizes.weight_elements * sizes.element if sizes.weight_dtype != sizes.dtype else 0
+    teacher = 0 if sizes.spread == 1 else sizes.tokens * sizes.teacher_width * sizes.element
+    # a loss that sees all tokens at once does its arithmetic for all of them at once
+    evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns if sizes.coupled else 0
+    vectors = sizes.tokens * (BYTES_PER_TOKEN + 8 * sizes.demand.vectors + 16 * sizes.demand.columns + evaluated)
+    return (
+        Term("contiguous hidden states", copy, copy, copy),
+        Term("teacher's hidden states of all ranks", teacher, teacher, teacher),
+        Term("weight cast for autocast", cast, 0, cast, kind="cast"),
+        Term("per-token vectors", vectors, vectors, vectors),
+    )
 
 
 def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: torch.dtype) -> tuple[Term, ...]:
     """Gradients in the forward pass: they wait in ``*_acc`` and are the gradients where that is their dtype."""
-    d_hidden, d_weight = sizes.gradient_terms
+    d_hidden, d_weight = gradient_terms(sizes)
     wait_h = sizes.own_tokens * sizes.hidden * hidden_acc.itemsize if sizes.hidden_grad else 0
     wait_w = sizes.weight_elements * weight_acc.itemsize if sizes.own_weight_grad else 0
     cast_h, cast_w = hidden_acc != sizes.hidden_dtype, weight_acc != sizes.weight_dtype
@@ -271,7 +77,7 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
         Term("gradient of hidden, parts", part_sums(sizes, rows)),
         Term("tiles to skip", 0 if sizes.skip is None else skip_bytes(rows, sizes.vocab, sizes.hidden)),
         Term("work space of tiles", work_space(sizes, sizes.vocab, rows) + scaled_tile(sizes)),
-        *sizes.common_terms,
+        *common_terms(sizes),
     )
 
 
@@ -280,7 +86,7 @@ def sweep_terms(sizes: Sizes, rows: int) -> tuple[Term, ...]:
     return (
         Term("logits of a chunk and its rows", 0, sweep=rows * sizes.sweep_bytes),
         Term("work space of tiles", 0, sweep=work_space(sizes, sizes.vocab, rows)),
-        *sizes.common_terms,
+        *common_terms(sizes),
     )
 
 
@@ -288,7 +94,7 @@ def recompute_terms(
     sizes: Sizes, rows: int, block: int, tile: int, hidden_acc: torch.dtype, weight_acc: torch.dtype
 ) -> tuple[Term, ...]:
     """Gradients in backward, once the upstream gradient is known: blocks of tokens, tiles of vocabulary inside."""
-    d_hidden, d_weight = sizes.gradient_terms
+    d_hidden, d_weight = gradient_terms(sizes)
     accumulate_h = sizes.hidden_grad and hidden_acc != sizes.hidden_dtype
     cast_w = sizes.own_weight_grad and weight_acc != sizes.weight_dtype
     waiting = sizes.weight_elements * weight_acc.itemsize if cast_w else 0
@@ -305,7 +111,7 @@ def recompute_terms(
             "work space of tiles", product + work_space(sizes, tile, block), sweep=work_space(sizes, sizes.vocab, rows)
         ),
         *sweep_terms(sizes, rows)[:1],
-        *sizes.common_terms,
+        *common_terms(sizes),
     )
 
 
@@ -326,11 +132,6 @@ def part_sums(sizes: Sizes, rows: int) -> int:
     if sizes.skip is not None:
         return skip_parts(rows, sizes.hidden, sizes.multiprocessors) * rows * sizes.hidden * 4
     return sizes.dhidden_split(rows).units * TILE_ELEMENTS * 4
-
-
-def padded_columns(columns: int) -> int:
-    """Elements of a 16-bit row that starts, as the tensor copy engine asks, on 16 bytes."""
-    return math.ceil(columns / 8) * 8
 
 
 def work_space(sizes: Sizes, columns: int, rows: int) -> int:

@@ -10,12 +10,12 @@ from .call import coupling
 from .demand import Question, answer
 from .into import sum_dtype
 from .losses.base import Losses
-from .memory import Sizes
 from .metrics import Metric
 from .parallel.groups import chunked
 from .parallel.shard import plan_part
 from .planner import Request, make_plan
 from .plans import Plan
+from .sizes import Sizes
 from .skipping import check_road, check_tolerance
 from .stats import Teacher
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .memory import CHUNK_MULTIPLE, MiB, Sizes, Term, extra_of, forward_terms, recompute_terms, sweep_terms
+from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, forward_terms, recompute_terms, sweep_terms
 from .plans import (
     DEFAULT_BUDGET,
     GOOD_CHUNK,
@@ -20,6 +20,7 @@ from .plans import (
     parse_bytes,
     rows_of,
 )
+from .sizes import Sizes
 from .tiles import best_tile, hidden_accumulator
 
 

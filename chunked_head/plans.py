@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from .kernels.tiles import WIDE_TILE, exp_tile
-from .memory import CHUNK_MULTIPLE, ROUNDING_ERROR, MiB, Sizes, Term, extra_of, peak_of
+from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, peak_of
+from .sizes import ROUNDING_ERROR, Sizes
 
 DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares
 # fewer rows than this leave the matmuls starved and make every pass over the gradient of the weight count

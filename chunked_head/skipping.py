@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .memory import Sizes
 from .metric_values import MetricValue
 from .plans import Plan
+from .sizes import Sizes
 
 # Both from trained heads (benchmarks/NOTES.md has how, and what is still to be measured). What skipped tiles miss is
 # estimated by their rows' masses times coefficients, squared, times how far a strip's rows of the weight lie around

@@ -4,8 +4,9 @@ import math
 
 import torch
 
-from .memory import Sizes, extra_of, recompute_terms
+from .memory import extra_of, recompute_terms
 from .plans import largest, rows_of
+from .sizes import Sizes
 
 # columns of the widest tile of the logits matmul: what is left over in a narrower one is computed for nothing
 TILE_MULTIPLE = 256

@@ -8,10 +8,11 @@ import torch
 from tracking import Tracker
 
 from chunked_head import Plan, VocabParallel, call, linear_logprobs, linear_loss, losses, plan
-from chunked_head.memory import MiB, Sizes
+from chunked_head.memory import MiB
 from chunked_head.parallel.groups import Split
 from chunked_head.parallel.shard import Shard
 from chunked_head.planner import Request
+from chunked_head.sizes import Sizes
 
 K, WIDTH = 64, 1024
 # gloo sums a copy of what it scatters, NCCL needs none

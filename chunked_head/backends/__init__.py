@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..gradients import Gradients
-from ..memory import Store
 from ..plans import Plan
+from ..sizes import Store
 from ..skipping import Skipped
 from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 

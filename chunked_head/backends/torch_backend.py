@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..memory import Store
 from ..parallel.merge import merge_ranks as merge_ranks
 from ..plans import Plan, slices
 from ..prepare import shift_left
+from ..sizes import Store
 from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 from . import Layout, Targets
 from . import torch_tiles as tiles

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ..kernels import launch, launch_rows, launch_targets
 from ..kernels.launch_hopper import runs_hopper_products
-from ..memory import Store
 from ..parallel.merge import merge_lists, unpack, widths
 from ..plans import Plan
+from ..sizes import Store
 from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 from . import Layout, Targets
 from .triton_grads import GradSession

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import launch, launch_grads
-from ..memory import padded_columns
 from ..plans import Plan
+from ..sizes import padded_columns
 from ..stats import Coefficients, Head, Rows, RowStats
 from .triton_session import OwnProducts, counted_of, transform
 

@@ -8,8 +8,9 @@ from ..kernels import launch, launch_rows, launch_targets
 from ..kernels.launch_rows import Stored
 from ..kernels.tiles import TILE_ELEMENTS, strip_width, strips_of
 from ..matmul import project
-from ..memory import padded_columns, part_sums
+from ..memory import part_sums
 from ..plans import Plan
+from ..sizes import padded_columns
 from ..stats import Coefficients, Head, Rows, RowStats
 from .triton_session import OwnProducts, counted_of, normalize_rows, ratio_of, transform
 

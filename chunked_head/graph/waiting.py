@@ -10,8 +10,8 @@ import torch
 from ..backends import Layout
 from ..call import Task, Wants, coupling
 from ..head_options import HeadOptions
-from ..memory import Sizes
 from ..planner import Request, make_plan
+from ..sizes import Sizes
 
 OCTAVES = 21  # numbers of tokens up to the last power of two; beyond it nothing changes any more
 

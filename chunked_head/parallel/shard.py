@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, distributed
 
 from ..kernels.elsewhere import ELSEWHERE
-from ..memory import Sizes
 from ..planner import Request, make_plan, terms_of
 from ..plans import MAX_HALF_CHUNKS, Plan
+from ..sizes import Sizes
 from ..stats import Demand, Rows, RowStats
 from .agree import agree
 from .collectives import all_gather
