@@ -115,8 +115,8 @@ def section(counted: dict[str, Kinds]) -> str:
     """The counts, and the model's costs, in Markdown."""
     lines = [
         "Bytes a token, of a call's messages and each chunk's (counted on the road that a Hopper GPU takes; bf16, H",
-        "hidden size; where the weight's gradient accumulates in fp32 over chunks, `hidden`'s waits and travels in fp32",
-        "too: 4 H):",
+        "hidden size; where the weight's gradient accumulates in fp32 over chunks, `hidden`'s waits and travels in",
+        "fp32 too: 4 H):",
         "",
         "| | messages a call | and a chunk | all-reduce of targets' logits | all-gather of statistics, of each rank "
         "| all-reduce of pairs' sums | `hidden` and its gradient |",
@@ -132,8 +132,8 @@ def section(counted: dict[str, Kinds]) -> str:
     lines += [
         "",
         "The call's message is the sum of targets' logits; sequence-sharded, where each chunk has that, it is the",
-        "targets' all-gather, and hidden states are gathered, their gradient is scattered, which together send what the",
-        "all-reduce sends. A new kind of call gathers 8 bytes more, once.",
+        "targets' all-gather, and hidden states are gathered, their gradient is scattered, which together send what",
+        "the all-reduce sends. A new kind of call gathers 8 bytes more, once.",
         "",
         f"On paper, {PAPER.tokens} x {PAPER.hidden} x {PAPER.vocab} in bf16, not measured. A message of M bytes over n",
         "ranks takes `l + M f / B` with f = 2 (n - 1) / n for an all-reduce, (n - 1) / n for an all-gather (M: all",
