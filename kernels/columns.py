@@ -18,6 +18,7 @@ def dot_columns_kernel(
     bias_ptr,  # [vocab] or None
     # sizes
     hidden,
+    hidden_stride,
     count,
     # scalars
     logit_scale,
@@ -34,7 +35,7 @@ def dot_columns_kernel(
     lanes = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
     for start in range(0, hidden, BLOCK):
         offs = start + tl.arange(0, BLOCK)
-        h = tl.load(hidden_ptr + row * hidden + offs, mask=offs < hidden, other=0.0).to(tl.float32)
+        h = tl.load(hidden_ptr + row * hidden_stride + offs, mask=offs < hidden, other=0.0).to(tl.float32)
         at = weight_ptr + column[:, None] * hidden + offs[None, :]
         w = tl.load(at, mask=(here & (k < count))[:, None] & (offs < hidden)[None, :], other=0.0).to(tl.float32)
         lanes += h[None, :] * w

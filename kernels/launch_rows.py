@@ -173,7 +173,7 @@ def row_grad(
 
 def dot_columns(
     logit: torch.Tensor,  # [rows, count] fp32
-    hidden: torch.Tensor,  # [rows, hidden] contiguous
+    hidden: torch.Tensor,  # [rows, hidden], columns contiguous
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     ids: torch.Tensor,  # [rows, count] int64 contiguous, -1 for none
     bias: torch.Tensor | None,
@@ -184,7 +184,7 @@ def dot_columns(
     # a target has a program of its own, whatever else is asked for: the same sum in the same order in every call
     at_once, block = (1, 2048) if count == 1 else (8, 512)
     dot_columns_kernel[(rows, cdiv(count, at_once))](
-        logit, hidden, weight, ids, bias, hidden.shape[1], count, logit_scale, softcap,
+        logit, hidden, weight, ids, bias, hidden.shape[1], hidden.stride(0), count, logit_scale, softcap,
         AT_ONCE=at_once, BLOCK=min(power_of_2(hidden.shape[1]), block), num_warps=4,
     )  # fmt: skip
 

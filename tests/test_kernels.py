@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import GPU, TRITON, Place
 
-from chunked_head.parallel.merge import merge_ranks, pack, sent
+from chunked_head.parallel.merge import Told, merge_ranks, pack, sent
 from chunked_head.stats import Demand, RowStats
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
@@ -136,8 +136,9 @@ def test_merge_ranks(place: Place, known: bool, off: int | None) -> None:
         gathered[off, -1, 77] += 1.0
     target = torch.arange(rows, device=place.device) % 4 - 1
     names = sent(Demand(entropy=(True,), weighted_sum=True, top=True))
-    resolve("triton", torch.device(place.device)).merge_ranks(gathered, names, out, target, 1.0, known, None)
-    merge_ranks(gathered, names, other, target, 1.0, known, None)
+    told = Told(gathered, names, target, 1.0, known, None)
+    resolve("triton", torch.device(place.device)).merge_ranks(told, out)
+    merge_ranks(told, other)
     for name, value in out.named().items():
         torch.testing.assert_close(value, getattr(other, name), rtol=1e-6, atol=1e-6, equal_nan=True)
     assert out.lse.isnan().all() == (off is not None) == out.start.isnan().any()

@@ -279,8 +279,28 @@ def partial_sums(rank: int) -> dict[str, Any]:
     return {"sum": share, "alone": alone.hidden.grad}
 
 
+def far_rows(rank: int) -> dict[str, Any]:
+    """One rank's hidden states lie in wider rows than the other's: the same messages, and the same numbers."""
+    given = {name: value.bfloat16() for name, value in operands().items() if name in ("hidden", "weight")}
+    own = slice(rank * ROWS[0], rank * ROWS[0] + ROWS[rank])
+    found = {}
+    for name, apart in (("as one", False), ("apart", rank == 1)):
+        hidden = given["hidden"].clone()
+        if apart:
+            hidden = torch.cat([hidden, torch.full_like(hidden, torch.nan)], 1)[:, :HIDDEN]
+        hidden, weight = hidden.requires_grad_(), given["weight"][own].clone().requires_grad_()
+        target = operands()["target"]
+        loss = linear_cross_entropy(
+            hidden, weight, target, vocab_size=VOCAB, parallel=VocabParallel(), backend="triton", chunk_tokens=8
+        )
+        loss.backward()
+        found[name] = [loss.detach(), hidden.grad, weight.grad]
+    return found
+
+
 def work(rank: int, device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"failures": failures(rank), "partial": ranks.outcome(partial_sums, rank)}
+    found["far rows"] = ranks.outcome(far_rows, rank)
     for call in (*CALLS, skipping):
         found[f"{call.__name__} alone"] = ranks.outcome(lambda call=call: call(Setting(False)))
         found[f"{call.__name__} replicated"] = ranks.outcome(lambda call=call: call(Setting(True)))
@@ -307,6 +327,13 @@ def test_as_alone(found: list[dict[str, Any]], call: Any, layout: str) -> None:
 def test_skipping(found: list[dict[str, Any]]) -> None:
     for rank in found:
         torch.testing.assert_close(rank["skipping replicated"], rank["skipping alone"], rtol=1e-4, atol=2e-6)
+
+
+def test_far_rows(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert not isinstance(rank["far rows"], str), rank["far rows"]
+        for one, other in zip(rank["far rows"]["as one"], rank["far rows"]["apart"], strict=True):
+            assert torch.equal(one, other) and torch.isfinite(one).all()
 
 
 def test_shares_of_the_gradient(found: list[dict[str, Any]]) -> None:

@@ -5,13 +5,13 @@ A backend is a module with three functions, ``Backend`` below; a ``Session`` hol
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..gradients import Gradients
+from ..parallel.merge import Told
 from ..plans import Plan
 from ..sizes import Store
 from ..skipping import Skipped
@@ -124,16 +124,7 @@ class Backend(Protocol):
     def session(self, head: Head, plan: Plan, tiled: bool) -> Session:
         """The buffer of a call's sweep over whole rows, or of its gradients' tiles where the plan recomputes."""
 
-    def merge_ranks(
-        self,
-        gathered: Tensor,
-        names: Sequence[str],
-        out: RowStats,
-        target: Tensor,
-        ratio2: float,
-        known_targets: bool,
-        zero_or_nan: Tensor | None,
-    ) -> None:
+    def merge_ranks(self, told: Told, out: RowStats) -> None:
         """Statistics of the whole vocabulary from its pieces', as ``parallel.merge.merge_ranks``."""
 
     def logits_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:

@@ -13,7 +13,6 @@ leaves the gradient. A dense teacher's terms need a row of each beside the other
 """
 
 import itertools
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ..kernels import launch, launch_rows, launch_targets
 from ..kernels.launch_hopper import runs_hopper_products
-from ..parallel.merge import merge_lists, unpack, widths
+from ..parallel.merge import Told, merge_lists, unpack, widths
 from ..plans import Plan
 from ..sizes import Store
 from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
@@ -121,33 +120,25 @@ def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | GradSession |
     )
 
 
-def merge_ranks(
-    gathered: Tensor,
-    names: Sequence[str],
-    out: RowStats,
-    target: Tensor,
-    ratio2: float,
-    known_targets: bool,
-    zero_or_nan: Tensor | None,
-) -> None:
-    firsts = itertools.accumulate(widths(out, names), initial=0)
-    at = dict(zip(names, firsts, strict=False))
+def merge_ranks(told: Told, out: RowStats) -> None:
+    at = dict(zip(told.names, itertools.accumulate(widths(out, told.names), initial=0), strict=False))
 
     def places(start: str, rest: str, entropy: str) -> dict[str, int]:
-        told = {
+        numbers = {
             "START": start, "REST": rest, "TARGET": "target_logit", "ENTROPY": entropy, "WEIGHTED": "weighted_sum",
             "TOP": "top", "ARGMAX": "argmax",
         }  # fmt: skip
-        return {place: at.get(name, -1) for place, name in told.items()}
+        return {place: at.get(name, -1) for place, name in numbers.items()}
 
-    of_all = gathered, zero_or_nan, target
+    known_targets = told.known_targets
+    of_all = told.gathered, told.zero_or_nan, told.target
     launch_rows.merge_ranks(
         out.start, out.rest, out.lse, out.logprob, out.target_logit, out.entropy, out.weighted_sum, out.top,
         out.argmax, *of_all, 1.0, places("start", "rest", "entropy"), known_targets,
     )  # fmt: skip
     if out.start2 is not None and out.rest2 is not None:
         launch_rows.merge_ranks(
-            out.start2, out.rest2, out.lse2, out.logprob2, None, out.entropy2, None, None, None, *of_all, ratio2,
+            out.start2, out.rest2, out.lse2, out.logprob2, None, out.entropy2, None, None, None, *of_all, told.ratio2,
             places("start2", "rest2", "entropy2"), known_targets,
         )  # fmt: skip
     if out.teacher_start is not None and out.teacher_rest is not None:
@@ -156,7 +147,7 @@ def merge_ranks(
             places("teacher_start", "teacher_rest", ""), known_targets,
         )  # fmt: skip
     if out.column_logits is not None or out.top_k_logits is not None:
-        merge_lists(unpack(gathered.double(), out, names), out)
+        merge_lists(unpack(told.gathered.double(), out, told.names), out)
 
 
 def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:

@@ -146,7 +146,8 @@ class FastSession(RelativeSession):
         self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
 
     def tell_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
-        if self.known_targets and hidden.dtype == self.sizes.dtype and hidden.is_contiguous():
+        # nothing that ranks may differ in: whether there is such a message they all have to say alike
+        if self.known_targets and self.sizes.hidden_dtype == self.sizes.dtype:
             self.dot_targets(hidden, target, out)
             self.told_targets = True
 

@@ -1,6 +1,7 @@
 """Statistics of pieces of the vocabulary, merged into those of the whole: the same on every rank, to the bit."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,17 @@ PAIR_SUMS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd",
 ENTROPIES = {"start": "entropy", "start2": "entropy2"}
 # statistics on which all that is made of a row depends
 OF_TOKENS = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2", "entropy2", "weighted_sum")
+
+
+class Told(NamedTuple):
+    """What all ranks have told each other of a chunk's rows."""
+
+    gathered: Tensor  # [ranks, numbers + 1, rows] of ``names``, and last what tells the tokens that they are of
+    names: tuple[str, ...]
+    target: Tensor  # [rows] int64, -1 where a row does not count
+    ratio2: float  # of the second softmax
+    known_targets: bool  # every piece has told the target's logit, not its own part of it alone
+    zero_or_nan: Tensor | None  # [] whether the tokens are the same; None where what tells them has to be equal
 
 
 def sent(demand: Demand) -> tuple[str, ...]:
@@ -63,27 +75,15 @@ def unpack(packed: Tensor, stats: RowStats, names: Sequence[str]) -> dict[str, T
     return found
 
 
-def merge_ranks(
-    gathered: Tensor,
-    names: Sequence[str],
-    out: RowStats,
-    target: Tensor,
-    ratio2: float,
-    known_targets: bool,
-    zero_or_nan: Tensor | None,
-) -> None:
-    """Statistics of the whole vocabulary into ``out``, from those of its pieces that every rank has sent.
-
-    ``gathered`` [ranks, numbers + 1, rows] of ``names``, and last what tells their tokens: where ``zero_or_nan`` is
-    None it has to be equal, or all becomes nan; else that [] says so. ``target`` [rows], -1 where a row does not
-    count; ``ratio2`` of the second softmax; ``known_targets``: every piece has told the target's logit, not its own
-    part of it alone.
-    """
+def merge_ranks(told: Told, out: RowStats) -> None:
+    """Statistics of the whole vocabulary into ``out``, from those of its pieces; nan where they are of other tokens."""
+    zero_or_nan = told.zero_or_nan
     if zero_or_nan is None:
-        zero_or_nan = torch.where((gathered[:, -1] == gathered[0, -1]).all(), 0.0, torch.nan)
+        tokens = told.gathered[:, -1]
+        zero_or_nan = torch.where((tokens == tokens[0]).all(), 0.0, torch.nan)
     # in fp64: logarithms have been rounded once already
-    pieces = unpack(gathered.double(), out, names)
-    merge_softmaxes(pieces, out, target >= 0, ratio2, known_targets)
+    pieces = unpack(told.gathered.double(), out, told.names)
+    merge_softmaxes(pieces, out, told.target >= 0, told.ratio2, told.known_targets)
     merge_lists(pieces, out)
     for name in OF_TOKENS:
         value = getattr(out, name)

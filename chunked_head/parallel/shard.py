@@ -15,7 +15,7 @@ from .agree import agree
 from .collectives import all_gather
 from .groups import Split, VocabParallel
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
-from .merge import PAIR_SUMS, pack, sent
+from .merge import PAIR_SUMS, Told, pack, sent
 
 if TYPE_CHECKING:
     from ..backends import Backend
@@ -146,7 +146,7 @@ class Shard:
             size = torch.linalg.vector_norm(rows.hidden, 1, dim=1, dtype=dtype)
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
             zero_or_nan = torch.where(same.all(), 0.0, torch.nan)
-        backend.merge_ranks(gathered, names, stats, rows.target, ratio2, known_targets, zero_or_nan)
+        backend.merge_ranks(Told(gathered, names, rows.target, ratio2, known_targets, zero_or_nan), stats)
 
     def add_pairs(self, stats: RowStats) -> None:
         """Sums over columns of a teacher's terms beside the student's: one message for the chunk."""
