@@ -151,7 +151,7 @@ def time_rounds(
     rounds: int,
     tick: Callable[[], Any] = lambda: None,
     meet: Callable[[], Any] = lambda: None,
-    alike: Callable[[float], float] = lambda milliseconds: milliseconds,
+    alike: Callable[[dict[str, float]], dict[str, float]] = lambda milliseconds: milliseconds,
 ) -> tuple[dict[str, list[float]], dict[str, Failure]]:
     """Milliseconds of each step in each round, the steps taking turns.
 
@@ -179,8 +179,8 @@ def time_rounds(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if number < 0 and device.type == "cuda":
-            for name, reading in pending:
-                lengths[name] = turn_runs(alike(reading()))
+            found = alike({name: reading() for name, reading in pending})
+            lengths |= {name: turn_runs(milliseconds) for name, milliseconds in found.items()}
         if number >= 0:
             for name, reading in pending:
                 times[name].append(reading())

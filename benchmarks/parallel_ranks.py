@@ -156,13 +156,18 @@ class Ranks:
         """On a GPU a message that the device waits for and the host does not, so that launches can run ahead."""
         distributed.all_reduce(self.one)
 
+    def longest(self, milliseconds: dict[str, float]) -> dict[str, float]:
+        """Each step's time on the rank where it takes longest."""
+        told = self.gathered(milliseconds)
+        return {name: max(one.get(name, 0.0) for one in told) for name in milliseconds}
+
     def time(self) -> None:
         """Every row's milliseconds in each round, the slowest rank's."""
         ready = {name: step for name, step in self.steps.items() if self.rows[name]["status"] == "ok"}
         self.steps = ready
         tick = self.watch.tick if self.watch is not None else nothing
         times, failures = measure.time_rounds(
-            ready, self.bench, self.device, self.task.rounds, tick, self.meet, lambda ms: max(self.gathered(ms))
+            ready, self.bench, self.device, self.task.rounds, tick, self.meet, self.longest
         )  # fmt: skip
         told = self.gathered((times, {name: failure.record() for name, failure in failures.items()}))
         for name in ready:

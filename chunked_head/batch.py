@@ -48,8 +48,9 @@ class Batch(Mapping[str, Tensor]):
         index = torch.where(kept, ids, self.num_segments)
         # A GPU adds in whatever order it comes to them (index_put would keep one, and wait for the device to check the
         # ids). In fp64 that is nothing to be seen in fp32, and ranks that share a vocabulary get the same loss.
-        zeros = values.new_zeros(self.num_segments + 1, dtype=torch.float64)
-        own = zeros.index_add(0, index, torch.where(kept, values, 0.0).double())[:-1].to(values.dtype)
+        wide = values.dtype if values.device.type == "mps" else torch.float64  # which has no other
+        zeros = values.new_zeros(self.num_segments + 1, dtype=wide)
+        own = zeros.index_add(0, index, torch.where(kept, values, 0.0).to(wide))[:-1].to(values.dtype)
         return own if self.spread is None else self.spread.segment_sum(own, values, self.fields, name)
 
     def segment_count(self, name: str = "segments") -> Tensor:

@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-from .kernels.tiles import TILE_ELEMENTS, piece_bytes, skip_bytes, skip_parts
-from .sizes import BYTES_PER_COLUMN, BYTES_PER_EVALUATED, Sizes, padded_columns
+from .kernels.tiles import LEAST_SECTION, TILE_ELEMENTS, piece_bytes, skip_bytes, skip_parts
+from .sizes import BYTES_PER_COLUMN, BYTES_PER_EVALUATED, Sizes
 
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128
@@ -117,10 +117,11 @@ def recompute_terms(
 
 def target_rows(sizes: Sizes, rows: int) -> int:
     """The fast road's tokens sorted by target, and sums of their rows; chunk by chunk where hidden states come so.
-    The sums lie in the buffer of exponentials where that holds them."""
+    The sums lie in the buffer of exponentials, but where that is too small for those of the least section: said of
+    128 rows, whatever their number, since more rows should never need less."""
     at_once = sizes.tokens if sizes.spread == 1 else rows
-    sums = piece_bytes(at_once, sizes.hidden)
-    if sums <= rows * padded_columns(sizes.vocab) * 2:
+    sums = piece_bytes(min(at_once, LEAST_SECTION), sizes.hidden)
+    if sums <= CHUNK_MULTIPLE * sizes.vocab * 2:
         sums = 0
     return sizes.tokens * 4 + at_once * 24 + sums if sizes.weight_grad else 0
 

@@ -31,7 +31,7 @@ class Request:
     memory_budget: int | str | None = None
     chunk_tokens: int | None = None
     accumulate_dtype: torch.dtype | None = None
-    default: int = DEFAULT_BUDGET  # bytes where memory_budget is None; ``make_plan`` has the one for the call's ranks
+    default: int = DEFAULT_BUDGET  # bytes where memory_budget is None; ``make_plan`` tries the ranks' own too
 
     def __post_init__(self) -> None:
         chunk = self.chunk_tokens
@@ -59,7 +59,20 @@ FEW_CHUNKS = 4
 def make_plan(sizes: Sizes, request: Request) -> Plan:
     """The plan for a call of these sizes; ValueError or TypeError where the request cannot be met."""
     check_request(sizes, request)
-    request = replace(request, default=default_budget(sizes.ranks))
+    plan = fastest(sizes, request)
+    if sizes.ranks == 1 or request.explicit:
+        return plan
+    try:
+        less = fastest(sizes, replace(request, default=default_budget(sizes.ranks)))
+    except ValueError:
+        return plan
+    # a rank's share of the default where chunks stay large enough: what no rank divides may fill it
+    as_good = less.schedule == plan.schedule and less.block_tokens >= min(GOOD_CHUNK, plan.block_tokens)
+    return less if as_good and less.chunk_tokens >= min(GOOD_CHUNK, plan.chunk_tokens) else plan
+
+
+def fastest(sizes: Sizes, request: Request) -> Plan:
+    """The plan within one budget."""
     if not sizes.any_grad:
         return plan_loss_only(sizes, request)
     if sizes.late_upstream:
@@ -131,7 +144,9 @@ def plan_forward(
         rows = chunk_rows(sizes, request, extra, budget, last=hidden_acc == choices[-1])
         enough = rows >= min(least, max(sizes.tokens, 1)) if request.chunk_tokens is None else rows > 0
         if enough and (not most_chunks or -(-sizes.tokens // rows) <= most_chunks):
-            rows = balanced(sizes.tokens, rows)
+            equal = balanced(sizes.tokens, rows)
+            # parts of dhidden may take more of fewer rows
+            rows = equal if request.chunk_tokens is not None or extra(equal) <= budget else rows
             terms = forward_terms(sizes, rows, hidden_acc, weight_acc)
             return assemble(sizes, budget, "forward", rows, terms, hidden_acc, weight_acc)
         needed = extra(min(request.chunk_tokens or least, max(sizes.tokens, 1)))

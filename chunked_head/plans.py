@@ -23,7 +23,7 @@ Schedule = Literal["loss only", "forward", "recompute"]
 
 
 def default_budget(ranks: int) -> int:
-    """Bytes of each of the ranks that share a vocabulary: less as they grow in number, chunks larger.
+    """Bytes that each of the ranks that share a vocabulary is to do with: less as they grow in number, chunks larger.
 
     A token's hidden states are as long on any number of ranks, so from 16 on it stays.
     """

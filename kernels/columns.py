@@ -10,7 +10,7 @@ from .transform import softmax_term, transform_derivative, transform_logits
 @triton.jit
 def dot_columns_kernel(
     # outputs
-    logit_ptr,  # [rows, count] fp32, 0 where an id is -1 or ELSEWHERE, whatever stands in the row
+    logit_ptr,  # [rows, count] fp32, where an id is -1 column 0's of a row of zeros, 0 where it is ELSEWHERE
     # inputs
     hidden_ptr,  # [rows, hidden]
     weight_ptr,  # [vocab, hidden]
@@ -30,15 +30,16 @@ def dot_columns_kernel(
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     asked = tl.load(ids_ptr + row * count + k, mask=k < count, other=0)
-    here = (asked >= 0) & (asked < ELSEWHERE)
-    column = tl.where(here, asked, 0)
+    here = asked < ELSEWHERE
+    column = tl.where(here, tl.maximum(asked, 0), 0)
     lanes = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
     for start in range(0, hidden, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         h = tl.load(hidden_ptr + row * hidden_stride + offs, mask=offs < hidden, other=0.0).to(tl.float32)
         at = weight_ptr + column[:, None] * hidden + offs[None, :]
-        w = tl.load(at, mask=(here & (k < count))[:, None] & (offs < hidden)[None, :], other=0.0).to(tl.float32)
-        lanes += h[None, :] * w
+        w = tl.load(at, mask=(k < count)[:, None] & (offs < hidden)[None, :], other=0.0).to(tl.float32)
+        # whatever stands in a row that does not count
+        lanes += tl.where((asked >= 0)[:, None], h[None, :] * w, 0.0)
     x = tl.sum(lanes, 1)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + column).to(tl.float32)

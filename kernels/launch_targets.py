@@ -4,7 +4,7 @@ import torch
 
 from .target_terms import add_target_rows_kernel, join_pieces_kernel
 from .targets import read_targets_kernel, sort_targets_kernel
-from .tiles import PIECE, cdiv, piece_bytes, power_of_2
+from .tiles import LEAST_SECTION, PIECE, cdiv, piece_bytes, power_of_2
 
 MOST_COUNTED = 8192  # tokens that are sorted by comparing each with each: one launch instead of ten
 
@@ -48,25 +48,31 @@ def add_target_rows(
     target: torch.Tensor,  # [tokens] int64
     target_factor: torch.Tensor,  # [tokens] fp32
     rows: torch.Tensor | None = None,  # [tokens] int64, rows of ``hidden``; None: in its order
-    scratch: torch.Tensor | None = None,  # contiguous, of any dtype and any size, whose contents nobody needs
+    scratch: torch.Tensor | None = None,  # contiguous, of any dtype, whose contents nobody needs
 ) -> None:
-    """``dweight[target[i]] += target_factor[i] * hidden[rows[i]]``, the same bits whenever it is done."""
+    """``dweight[target[i]] += target_factor[i] * hidden[rows[i]]``, the same bits whenever it is done.
+
+    Sorted tokens are dealt with in as few sections as the scratch has room for their sums.
+    """
     tokens, columns = hidden.shape
     sorted_target, order = sort_targets(target)
     if rows is not None:
         rows = rows[order]
-    pieces = cdiv(tokens, PIECE)
-    if scratch is not None and scratch.nbytes >= piece_bytes(tokens, columns):
-        piece_sum = scratch.view(-1).view(torch.uint8)[: piece_bytes(tokens, columns)].view(torch.float32)
+    room = tokens if scratch is None else scratch.nbytes // piece_bytes(1, columns) * PIECE
+    if scratch is None or room < min(tokens, LEAST_SECTION):
+        room = min(tokens, max(room, LEAST_SECTION))
+        piece_sum = torch.empty(piece_bytes(room, columns) // 4, dtype=torch.float32, device=hidden.device)
     else:
-        piece_sum = torch.empty(2 * pieces, columns, dtype=torch.float32, device=hidden.device)
+        piece_sum = scratch.view(-1).view(torch.uint8)[: piece_bytes(min(room, tokens), columns)].view(torch.float32)
     block = 128 if columns >= 128 else max(16, power_of_2(columns))
-    grid = pieces, cdiv(columns, block)
-    add_target_rows_kernel[grid](
-        dweight, piece_sum, hidden, order, rows, sorted_target, target_factor,
-        tokens, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, num_warps=2,
-    )  # fmt: skip
-    wide = 4 * block  # nearly all programs have nothing to add
-    join_pieces_kernel[(pieces, cdiv(columns, wide))](
-        dweight, piece_sum, sorted_target, tokens, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=wide, num_warps=4
-    )
+    wide = 4 * block  # nearly all programs of the second have nothing to add
+    for first in range(0, tokens, max(room, 1)):
+        at = slice(first, min(first + room, tokens))
+        count, targets, pieces = at.stop - first, sorted_target[at], cdiv(at.stop - first, PIECE)
+        add_target_rows_kernel[pieces, cdiv(columns, block)](
+            dweight, piece_sum, hidden, order[at], None if rows is None else rows[at], targets, target_factor,
+            count, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, num_warps=2,
+        )  # fmt: skip
+        join_pieces_kernel[pieces, cdiv(columns, wide)](
+            dweight, piece_sum, targets, count, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=wide, num_warps=4
+        )

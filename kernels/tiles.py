@@ -17,6 +17,10 @@ def power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+PIECE = 16  # tokens of equal or neighbouring targets whose rows of dweight are summed at a time
+LEAST_SECTION = 16 * PIECE  # tokens that are dealt with at a time where there is no room for the sums of more
+
+
 def piece_bytes(tokens: int, columns: int) -> int:
     """Of the sums of targets that lie in several pieces: two of each piece, in fp32."""
     return 2 * cdiv(tokens, PIECE) * columns * 4
@@ -34,7 +38,6 @@ class Tile(NamedTuple):
     per_multiprocessor: int = 1
 
 
-PIECE = 16  # tokens of equal or neighbouring targets whose rows of dweight are summed at a time
 RELATIVE_STRIP = 128  # columns that share one offset where relative logits are stored
 # few steps over hidden make the epilogue weigh: a second program on the multiprocessor computes under it
 SHORT_HIDDEN = 2048

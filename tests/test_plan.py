@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from chunked_head import Plan, losses, plan
 from chunked_head.memory import MiB
+from chunked_head.planner import Request, make_plan
 from chunked_head.plans import DEFAULT_BUDGET, parse_bytes
+from chunked_head.sizes import Sizes
 
 LLAMA: dict[str, Any] = {"hidden": 4096, "vocab": 128256, "dtype": torch.bfloat16, "device": "cuda"}
 
@@ -74,6 +76,39 @@ def test_default_falls_with_the_ranks() -> None:
     assert plan(8192, **LLAMA, ranks=64).budget == plan(8192, **LLAMA, ranks=16).budget == 160 * MiB
     assert plan(8192, **LLAMA, ranks=2, memory_budget="640MiB").chunks == 2
     assert plan(8192, **LLAMA, ranks=4, sequence_sharded=True).gradient_bytes == 2 * 4096 * (8192 + 128256) // 4
+
+
+def test_what_ranks_do_not_divide_gets_the_whole_default() -> None:
+    """Copies of hidden states, say: where a share starves the chunks, or holds nothing, it is 640 MiB."""
+    half = torch.bfloat16
+    common: dict[str, Any] = {
+        "dtype": half, "hidden_dtype": half, "weight_dtype": half, "store": "fast", "half_products": True,
+        "multiprocessors": 132, "hopper_products": True,
+    }  # fmt: skip
+    for tokens, hidden, ranks in ((16384, 8192, 8), (32768, 8192, 2), (65536, 4096, 2), (16384, 8192, 16)):
+        sizes = Sizes(tokens, hidden, 128256 // ranks, **common, ranks=ranks, copied=True)
+        assert make_plan(sizes, Request()).budget >= 640 * MiB
+    whole = make_plan(Sizes(131072, 8192, 16032, **common, ranks=8), Request())
+    assert whole.schedule == "forward" and whole.budget >= 640 * MiB
+
+
+def test_long_sequences_leave_room_for_chunks() -> None:
+    """Sums of targets' rows take no more where there are more tokens."""
+    for tokens, budget in ((262144, None), (131072, "512MiB")):
+        made = plan(
+            tokens, 8192, 128256, torch.bfloat16, weight_dtype=torch.float32, memory_budget=budget, device="cuda",
+            backend="triton",
+        )  # fmt: skip
+        assert made.schedule == "forward" and made.chunk_tokens >= 512
+
+
+@pytest.mark.parametrize("tokens", [9000, 30000])
+@pytest.mark.parametrize("hidden", [1024, 4096, 8192])
+@pytest.mark.parametrize("budget", [None, "512MiB", "1GiB"])
+def test_equal_chunks_stay_within_the_budget(tokens: int, hidden: int, budget: str | None) -> None:
+    for vocab in (32000, 50304, 128256, 256000):
+        made = plan(tokens, hidden, vocab, torch.bfloat16, memory_budget=budget, device="cuda", backend="triton")
+        assert made.extra_bytes <= made.budget, str(made)
 
 
 def test_default_grows_by_an_accumulator() -> None:
