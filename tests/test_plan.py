@@ -102,13 +102,16 @@ def test_long_sequences_leave_room_for_chunks() -> None:
         assert made.schedule == "forward" and made.chunk_tokens >= 512
 
 
-@pytest.mark.parametrize("tokens", [9000, 30000])
-@pytest.mark.parametrize("hidden", [1024, 4096, 8192])
-@pytest.mark.parametrize("budget", [None, "512MiB", "1GiB"])
-def test_equal_chunks_stay_within_the_budget(tokens: int, hidden: int, budget: str | None) -> None:
-    for vocab in (32000, 50304, 128256, 256000):
-        made = plan(tokens, hidden, vocab, torch.bfloat16, memory_budget=budget, device="cuda", backend="triton")
-        assert made.extra_bytes <= made.budget, str(made)
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "vocab", "ranks"),
+    [(8192, 8192, 50304, 4), (8192, 1024, 128256, 16), (8192, 1024, 32000, 4), (4096, 2048, 32000, 2)],
+)
+def test_equal_chunks_stay_within_the_budget(tokens: int, hidden: int, vocab: int, ranks: int) -> None:
+    """Of fewer rows dhidden's product may come in more parts."""
+    made = plan(
+        tokens, hidden, vocab, torch.bfloat16, ranks=ranks, memory_budget="64MiB", device="cuda", backend="triton"
+    )
+    assert made.extra_bytes <= made.budget, str(made)
 
 
 def test_default_grows_by_an_accumulator() -> None:
