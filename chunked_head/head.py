@@ -87,7 +87,7 @@ def linear_cross_entropy(
             leading dimension, without a copy of the hidden states. Per-token values stand at their target's place.
         memory_budget: bytes, or a string such as "512MiB", that everything beside the gradients (and under autocast the
             cast weight) may take. None: 640 MiB (over the square root of the ranks that share the vocabulary, to which
-            more than 16 add nothing), and where that would mean more than 8 chunks of a 16-bit weight's gradient, an
+            more than 16 add nothing, where that leaves chunks of 2048 tokens), and where that would mean more than 8 chunks of a 16-bit weight's gradient, an
             fp32 accumulator of it on top. See ``chunked_head.plan``.
         chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives.
         accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
