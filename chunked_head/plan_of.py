@@ -74,8 +74,18 @@ def plan(
     parts = chunked(vocab, ranks)
     if 0 in parts:
         raise ValueError(f"ranks is {ranks}: torch.chunk makes {vocab} rows into {ranks - parts.count(0)} parts")
-    if sequence_sharded and tokens % ranks:
-        raise ValueError(f"sequence_sharded=True needs as many tokens on every rank, got {tokens} on {ranks}")
+    refused = {
+        "sequence_sharded=True needs as many tokens on every rank": sequence_sharded and tokens % ranks,
+        "sequence_sharded=True does not go with skip_ignored": sequence_sharded and skip_ignored,
+        "a teacher of ranks has the student's vocabulary": ranks > 1 and teacher_vocab not in (None, vocab),
+        "deterministic=True goes with 2 ranks where hidden takes a gradient": deterministic
+        and hidden_grad
+        and ranks > 2,
+    }
+    for reason, given in refused.items():
+        if given:
+            got = f"tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"
+            raise ValueError(f"{reason}; got {got}")
     check_tolerance(skip_tolerance, deterministic, parallel=ranks > 1)
     checks.check_reduction(reduction)
     into = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None

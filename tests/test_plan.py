@@ -78,6 +78,20 @@ def test_default_falls_with_the_ranks() -> None:
     assert plan(8192, **LLAMA, ranks=4, sequence_sharded=True).gradient_bytes == 2 * 4096 * (8192 + 128256) // 4
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": 0}, {"ranks": 4, "vocab": 5}, {"ranks": 3, "sequence_sharded": True},
+        {"ranks": 2, "sequence_sharded": True, "skip_ignored": True}, {"ranks": 4, "deterministic": True},
+        {"ranks": 2, "loss": losses.forward_kl(), "teacher_vocab": 100, "teacher_hidden": 64},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_call_of_ranks_refuses(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="rank"):
+        plan(8192, **{**LLAMA, **options})
+
+
 def test_what_ranks_do_not_divide_gets_the_whole_default() -> None:
     """Copies of hidden states, say: where a share starves the chunks, or holds nothing, it is 640 MiB."""
     half = torch.bfloat16
