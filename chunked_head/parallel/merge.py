@@ -83,7 +83,7 @@ def merge_ranks(told: Told, out: RowStats) -> None:
         zero_or_nan = torch.where((tokens == tokens[0]).all(), 0.0, torch.nan)
     # in fp64: logarithms have been rounded once already
     pieces = unpack(told.gathered.double(), out, told.names)
-    merge_softmaxes(pieces, out, told.target >= 0, told.ratio2, told.known_targets)
+    merge_softmaxes(pieces, told, out)
     merge_lists(pieces, out)
     for name in OF_TOKENS:
         value = getattr(out, name)
@@ -91,13 +91,11 @@ def merge_ranks(told: Told, out: RowStats) -> None:
             value.add_(zero_or_nan)
 
 
-def merge_softmaxes(
-    pieces: dict[str, Tensor], out: RowStats, counts: Tensor, ratio2: float, known_targets: bool
-) -> None:
+def merge_softmaxes(pieces: dict[str, Tensor], told: Told, out: RowStats) -> None:
     """All that a row has one number of."""
     for name in ADDED:
         if name in pieces:
-            whole = pieces[name][0] if known_targets and name == "target_logit" else pieces[name].sum(0)
+            whole = pieces[name][0] if told.known_targets and name == "target_logit" else pieces[name].sum(0)
             getattr(out, name).copy_(whole)
     for start, rest in SOFTMAXES:
         if start not in pieces:
@@ -105,9 +103,9 @@ def merge_softmaxes(
         whole_start, whole_rest = merge_softmax(pieces, out, start, rest)
         if start == "teacher_start":
             continue
-        suffix, ratio = ("2", ratio2) if start == "start2" else ("", 1.0)
+        suffix, ratio = ("2", told.ratio2) if start == "start2" else ("", 1.0)
         logprob = (out.target_logit.double() * ratio - whole_start) + whole_rest
-        getattr(out, "logprob" + suffix).copy_(torch.where(counts, logprob, 0.0))
+        getattr(out, "logprob" + suffix).copy_(torch.where(told.target >= 0, logprob, 0.0))
         getattr(out, "lse" + suffix).copy_(whole_start - whole_rest)
     if "top" in pieces:
         assert out.top is not None and out.argmax is not None
