@@ -10,13 +10,14 @@ if not (Path(__file__).resolve().parent / "kernels").is_dir() and (_beside / "ke
 
 # ruff: noqa: E402  (after the path is set)
 from . import losses, metrics, weights
+from .cross_entropy_loss import CrossEntropyLoss
 from .divergence import linear_divergence
 from .gathered import gathered_topk_kl
 from .head import ChunkedHead, linear_cross_entropy
 from .integrations.patch import patch_model, unpatch_model
 from .linear_loss import LossOutput, linear_loss
 from .logprobs import linear_logprobs
-from .on_logits import CrossEntropyLoss, logits_loss
+from .on_logits import logits_loss
 from .parallel import TokenParallel, VocabParallel
 from .plan_of import plan
 from .plans import Plan

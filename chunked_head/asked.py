@@ -131,11 +131,11 @@ def check(
             remedy = "the mask applies by itself" if name == "mask" else f"not one of kind {known[name].kind!r}"
             raise ValueError(f"token_weights={name!r} must name a token field; {remedy}")
     check_fields(batch, wanted, known, frame)
-    if isinstance(head, HeadOptions) and head.tokens is not None:
+    if head.tokens is not None:
         for part in parts:
             check_over_ranks(part, "loss" if isinstance(part, Summand) else "metric", frozenset(wanted), known)
     teacher_vocab = check_dense_teacher(batch, wanted, dtype)
-    if isinstance(head, HeadOptions) and teacher_vocab is not None:
+    if teacher_vocab is not None:
         teacher_vocab = whole_teacher(head, batch, teacher_vocab)
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
     answered = answer(Question(losses, metrics, head.temperature, head.vocab, columns, teacher_vocab))
@@ -148,16 +148,14 @@ def ask(checked: Checked) -> Asked:
     target = head.target
     if isinstance(head, HeadOptions) and head.shard is not None and head.shard.parallel.sequence_sharded:
         target, batch, frame = of_all_ranks(head.shard, head, batch, wanted, known, frame)
-    tokens = head.tokens if isinstance(head, HeadOptions) and frame.device.type == "cpu" else None
+    tokens = head.tokens if frame.device.type == "cpu" else None
     with contextlib.nullcontext() if tokens is None else ids_in_range_everywhere(tokens.group):
         prepared = prepare_fields(backend, target, batch, wanted, known, frame, head.ignore_index, head.vocab)
     own_rows = Field("row")  # of what the preparation has made
     token_fields = frozenset(name for name in prepared.fields if known.get(name, own_rows).kind in ("token", "row"))
     teacher = None
     if answered.teacher is not None and answered.demand.pairing is not None:
-        columns = answered.demand.pairing.columns
-        if isinstance(head, HeadOptions) and head.shard is not None:
-            columns = head.columns
+        columns = answered.demand.pairing.columns if head.shard is None else head.columns
         teacher = make_teacher(prepared.fields, answered.teacher, columns)
     fields = {
         k: v for k, v in prepared.fields.items() if k not in ("teacher_logits", "teacher_hidden", "teacher_weight")

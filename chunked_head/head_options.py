@@ -10,12 +10,77 @@ from . import checks
 from .into import Into
 from .into import resolve as resolve_into
 from .parallel.groups import TokenParallel, VocabParallel
-from .parallel.shard import Shard
+from .parallel.shard import Shard, Tell
 from .skipping import check_tolerance
 
 
+class OfRanks:
+    """What both have of the ranks that may share a call."""
+
+    target: Tensor | None
+    vocab_size: int | None
+    parallel: VocabParallel | TokenParallel | None
+    holds = ""  # how an error says it
+
+    @property
+    def held(self) -> int:
+        """How many rows of the vocabulary are here, padding among them."""
+        raise NotImplementedError
+
+    @property
+    def unnamed(self) -> Tell:
+        """What tells ranks' tokens apart where a call has no targets."""
+        raise NotImplementedError
+
+    def check_ranks(self) -> None:
+        """Raises what is wrong with ``parallel`` and ``vocab_size``."""
+        if self.vocab_size is not None:
+            checks.check_int("vocab_size", self.vocab_size)
+            if self.vocab_size < 1:
+                raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
+        if self.parallel is not None and not isinstance(self.parallel, VocabParallel | TokenParallel):
+            raise TypeError(
+                f"parallel must be a VocabParallel, a TokenParallel or None, got {type(self.parallel).__name__}"
+            )
+        if self.shard is None and self.vocab > self.held:
+            raise ValueError(f"vocab_size is {self.vocab}, and {self.holds.format(self.held)}")
+
+    @functools.cached_property
+    def shard(self) -> Shard | None:
+        """This rank's part of the vocabulary, where ranks share it."""
+        if not isinstance(self.parallel, VocabParallel):
+            return None
+        split = self.parallel.split(self.held, self.vocab_size)
+        return Shard(self.parallel, split, self.unnamed if self.target is None else "targets")
+
+    @property
+    def tokens(self) -> TokenParallel | None:
+        """How ranks share the batch, where they do."""
+        return self.parallel.tokens if isinstance(self.parallel, VocabParallel) else self.parallel
+
+    def refuse_tokens(self, where: str) -> None:
+        """Raises where a call has nothing that ranks with other tokens would add to."""
+        if self.tokens is not None:
+            raise ValueError(
+                f"{where} has values per token, which need nothing of other ranks' tokens: TokenParallel has no effect "
+                "on them; leave it out of parallel (tokens=None in VocabParallel)"
+            )
+
+    @property
+    def vocab(self) -> int:
+        """Of the softmax, wherever its rows are."""
+        if self.shard is not None:
+            return self.shard.split.vocab
+        return self.held if self.vocab_size is None else self.vocab_size
+
+    @property
+    def columns(self) -> int:
+        """Rows that are here and stand for an id."""
+        return self.vocab if self.shard is None else self.shard.columns
+
+
 @dataclass(frozen=True, eq=False)
-class HeadOptions:
+class HeadOptions(OfRanks):
     """What every public function takes of the head and of how to run it."""
 
     hidden: Tensor
@@ -37,6 +102,7 @@ class HeadOptions:
     vocab_size: int | None = None
     parallel: VocabParallel | TokenParallel | None = None
     skip_tolerance: float | None = None
+    holds = "weight has {} rows"
 
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the matmuls."""
@@ -50,20 +116,11 @@ class HeadOptions:
             self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading
         )  # fmt: skip
         self.into  # noqa: B018  (raises what is wrong with it)
-        if self.vocab_size is not None:
-            checks.check_int("vocab_size", self.vocab_size)
-            if self.vocab_size < 1:
-                raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
-        if self.parallel is not None and not isinstance(self.parallel, VocabParallel | TokenParallel):
-            raise TypeError(
-                f"parallel must be a VocabParallel, a TokenParallel or None, got {type(self.parallel).__name__}"
-            )
+        self.check_ranks()
         if self.shard is not None and self.shard.parallel.sequence_sharded:
             self.check_sequence_sharded()
         if self.shard is not None and self.deterministic:
             self.check_order_of_sums(self.shard.parallel)
-        if self.shard is None and self.vocab > self.weight.shape[0]:
-            raise ValueError(f"vocab_size is {self.vocab}, and weight has {self.weight.shape[0]} rows")
         return dtype
 
     def check_order_of_sums(self, parallel: VocabParallel) -> None:
@@ -91,27 +148,6 @@ class HeadOptions:
             raise ValueError("sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions")
 
     @functools.cached_property
-    def shard(self) -> Shard | None:
-        """This rank's part of the vocabulary, where ranks share it."""
-        if not isinstance(self.parallel, VocabParallel):
-            return None
-        split = self.parallel.split(self.weight.shape[0], self.vocab_size)
-        return Shard(self.parallel, split, self.target is not None)
-
-    @property
-    def tokens(self) -> TokenParallel | None:
-        """How ranks share the batch, where they do."""
-        return self.parallel.tokens if isinstance(self.parallel, VocabParallel) else self.parallel
-
-    def refuse_tokens(self, where: str) -> None:
-        """Raises where a call has nothing that ranks with other tokens would add to."""
-        if self.tokens is not None:
-            raise ValueError(
-                f"{where} has values per token, which need nothing of other ranks' tokens: TokenParallel has no effect "
-                "on them; leave it out of parallel (tokens=None in VocabParallel)"
-            )
-
-    @functools.cached_property
     def into(self) -> Into | None:
         """Where the weight's gradient goes instead of back, None where it goes back or is not made."""
         others = {"hidden": self.hidden, "target": self.target, "bias": self.bias}
@@ -122,16 +158,12 @@ class HeadOptions:
         return tuple(self.hidden.shape[:-1])
 
     @property
-    def vocab(self) -> int:
-        """Of the softmax, wherever its rows are."""
-        if self.shard is not None:
-            return self.shard.split.vocab
-        return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
+    def held(self) -> int:
+        return self.weight.shape[0]
 
     @property
-    def columns(self) -> int:
-        """Rows of this weight that stand for an id."""
-        return self.vocab if self.shard is None else self.shard.columns
+    def unnamed(self) -> Tell:
+        return "hidden"
 
     @property
     def device(self) -> torch.device:
@@ -139,7 +171,7 @@ class HeadOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class LogitsOptions:
+class LogitsOptions(OfRanks):
     """The same for logits that exist already."""
 
     logits: Tensor
@@ -150,6 +182,10 @@ class LogitsOptions:
     temperature: float
     shift: int
     backend: str | None
+    vocab_size: int | None = None
+    parallel: VocabParallel | TokenParallel | None = None
+
+    holds = "logits have {} columns"
 
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the arithmetic."""
@@ -157,15 +193,33 @@ class LogitsOptions:
         checks.check_head(
             self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading
         )  # fmt: skip
+        self.check_ranks()
+        if self.shard is not None:
+            self.check_split(self.shard.parallel)
         return torch.promote_types(dtype, torch.float32)
+
+    def check_split(self, parallel: VocabParallel) -> None:
+        if parallel.sequence_sharded:
+            raise ValueError(
+                "sequence_sharded=True is of hidden states: logits of this rank's tokens and ids lack those of other "
+                "ranks' tokens; give logits of all tokens, or hidden and weight to linear_loss"
+            )
+        if not parallel.reduce_dhidden:
+            raise ValueError(
+                "reduce_dhidden=False is of hidden states, and logits' gradient needs no sum over ranks; leave it True"
+            )
 
     @property
     def leading(self) -> tuple[int, ...]:
         return tuple(self.logits.shape[:-1])
 
     @property
-    def vocab(self) -> int:
+    def held(self) -> int:
         return self.logits.shape[-1]
+
+    @property
+    def unnamed(self) -> Tell:
+        return "nothing"
 
     @property
     def device(self) -> torch.device:

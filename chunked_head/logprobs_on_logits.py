@@ -7,9 +7,9 @@ from torch import Tensor
 
 from .asked import LogitsOptions, ask, check
 from .call import stats_objective
+from .logits_call import apply
 from .logprobs import laid_out, wanted
 from .losses.base import Losses
-from .on_logits import apply
 
 
 @torch.compiler.disable  # a graph break, as logits_loss

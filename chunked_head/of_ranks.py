@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from .fields import Frame
-from .head_options import HeadOptions
+from .head_options import HeadOptions, LogitsOptions
 from .losses.base import Field
 from .parallel.shard import Shard
 
 
-def whole_teacher(head: HeadOptions, batch: Mapping[str, Tensor], rows: int) -> int:
+def whole_teacher(head: HeadOptions | LogitsOptions, batch: Mapping[str, Tensor], rows: int) -> int:
     """Ids of the teacher's vocabulary; ``rows`` of it are here."""
     if head.shard is None:
         return rows
@@ -20,9 +20,9 @@ def whole_teacher(head: HeadOptions, batch: Mapping[str, Tensor], rows: int) -> 
             "batch['teacher_logits'] of this rank's tokens and ids lack those of other ranks' tokens, which "
             "sequence_sharded=True needs; give teacher_hidden and teacher_weight"
         )
-    if rows != head.weight.shape[0]:
+    if rows != head.held:
         raise ValueError(
-            f"the teacher has {rows} rows of its vocabulary on this rank and the student {head.weight.shape[0]}: "
+            f"the teacher has {rows} rows of its vocabulary on this rank and the student {head.held}: "
             "VocabParallel takes a teacher of the same vocabulary, split as the student is; of two the ids "
             "on a rank would be others"
         )

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .asked import Asked
 from .denominators import local_total
-from .head_options import HeadOptions
 from .losses.base import Summand
 from .metrics import Metric
 from .parallel.agree import agree
@@ -19,7 +18,7 @@ IDS = ("segments", "documents")
 
 def of_whole_batch(asked: Asked) -> Asked:
     """The same call with the counts of all ranks' tokens, and nan on every rank where an id is out of range on one."""
-    tokens = asked.head.tokens if isinstance(asked.head, HeadOptions) else None
+    tokens = asked.head.tokens
     if tokens is None:
         return asked
     agree(told(asked), tokens.group, asked.head.device, "TokenParallel")

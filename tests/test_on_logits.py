@@ -18,7 +18,9 @@ from tracking import Tracker
 from chunked_head import linear_loss, losses, metrics
 from chunked_head.backends import torch_backend
 from chunked_head.backends.torch_tiles import TILE_ELEMENTS
-from chunked_head.on_logits import CrossEntropyLoss, count_views, logits_loss, row_views
+from chunked_head.cross_entropy_loss import CrossEntropyLoss
+from chunked_head.logits_call import count_views, row_views
+from chunked_head.on_logits import logits_loss
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TRITON_PLACES = [place for place in PLACES if place.values[0].backend == "triton"]

@@ -127,9 +127,13 @@ class Backend(Protocol):
     def merge_ranks(self, told: Told, out: RowStats) -> None:
         """Statistics of the whole vocabulary from its pieces', as ``parallel.merge.merge_ranks``."""
 
-    def logits_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+    def logits_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats, pairs: bool) -> None:
         """Statistics of logits that exist already: ``rows.hidden`` are they, [rows, vocab] with contiguous columns, of
-        any floating-point dtype. Of ``head`` only scale, cap and class weights are read."""
+        any floating-point dtype. Of ``head`` only scale, cap and class weights are read. ``pairs``: those of a teacher
+        beside the student too."""
+
+    def logits_pair_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+        """These, once ``out`` holds the softmaxes of both over all of the vocabulary."""
 
     def logits_grad(
         self, out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients

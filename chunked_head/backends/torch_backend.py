@@ -92,12 +92,19 @@ class GivenLogits(TorchSession):
         return logits
 
 
-def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, pairs: bool) -> None:
     session = GivenLogits(head, demand, rows.hidden)
     for block in tiles.row_blocks(rows.hidden):
         session.stats(rows.at(block), out.at(block))
-        if demand.pairing is not None:
+        if pairs:
             session.pair_stats(rows.at(block), out.at(block))
+
+
+def logits_pair_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+    session = GivenLogits(head, demand, rows.hidden)
+    for block in tiles.row_blocks(rows.hidden):
+        session.read_both(rows.at(block))
+        session.pair_stats(rows.at(block), out.at(block))
 
 
 def logits_grad(

@@ -25,11 +25,15 @@ class TorchSession(AddsDlogits):
         if self.demand.pairing is not None:
             self.teacher_buffer = torch.empty(plan.teacher_elements(tiled), dtype=self.dtype, device=device)
 
-    def stats(self, rows: Rows, out: RowStats) -> None:
+    def read_both(self, rows: Rows) -> None:
+        """Logits of the student and of a dense teacher."""
         self.logits = self.compute_logits(rows.hidden, self.head)
         if self.demand.pairing is not None:
             assert rows.teacher is not None
             self.teacher = self.teacher_logits(rows.teacher, slice(0, self.demand.pairing.columns))
+
+    def stats(self, rows: Rows, out: RowStats) -> None:
+        self.read_both(rows)
         for block in tiles.row_blocks(self.logits):
             self.block_stats(self.logits[block], rows.target[block], out.at(block))
             if self.demand.pairing is not None:

@@ -150,11 +150,17 @@ def merge_ranks(told: Told, out: RowStats) -> None:
         merge_lists(unpack(told.gathered.double(), out, told.names), out)
 
 
-def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, pairs: bool) -> None:
     session = GivenLogits(head, demand, rows.hidden, None)
     session.stats(rows, out)
-    if demand.pairing is not None:
+    if pairs:
         session.pair_stats(rows, out)
+
+
+def logits_pair_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+    session = GivenLogits(head, demand, rows.hidden, None)
+    session.read_both(rows)
+    session.pair_stats(rows, out)
 
 
 def logits_grad(

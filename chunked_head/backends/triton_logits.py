@@ -107,6 +107,12 @@ class GivenLogits(LogitsSession):
     def compute_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Stored:
         return Stored(hidden, None, bias)
 
+    def read_both(self, rows: Rows) -> None:
+        """The student's logits and a dense teacher's, whose statistics are known."""
+        assert rows.teacher is not None and self.demand.pairing is not None
+        self.stored = with_transform(Stored(rows.hidden, None, None), self.head)
+        self.teacher_stored = self.given_teacher(rows.teacher, slice(0, self.demand.pairing.columns), None)
+
     def gradient_of(self, logits: Tensor) -> Tensor:
         assert self.out is not None
         return self.out

@@ -46,15 +46,10 @@ def local(
     if is_dtensor(weight):
         if isinstance(parallel, VocabParallel):
             raise ValueError("weight is a DTensor, whose placements say how it is split; leave parallel=None")
-        mesh = vocabulary_mesh(weight)
+        mesh = vocabulary_mesh("weight", weight, 0, WEIGHT_REMEDY)
         if mesh is not None:
             sequence = hidden_dimension(hidden, mesh)
-            rows = chunked(weight.shape[0], mesh.size())
-            if 0 in rows:
-                raise ValueError(
-                    f"weight has {weight.shape[0]} rows, of which {mesh.size()} ranks do not all hold one; split it "
-                    "over fewer ranks"
-                )
+            rows = rows_of_all("weight", weight.shape[0], mesh)
             parallel = VocabParallel(mesh, rows, sequence_sharded=sequence is not None, tokens=parallel)
             vocab_size = weight.shape[0] if vocab_size is None else vocab_size
             hidden, target = local_tokens(hidden, target, sequence, parallel)
@@ -85,26 +80,71 @@ def arrived(tensor: Target) -> Target:
     return Arrived.apply(tensor)
 
 
-def vocabulary_mesh(weight: Any) -> Any:
-    """The one-dimensional mesh that the weight's rows are split over, None where all have all of it."""
+def local_logits(
+    logits: Tensor, target: Target, vocab_size: int | None, parallel: Parallel, inplace: bool
+) -> tuple[Tensor, Target, int | None, Parallel]:
+    """Logits and targets as plain tensors, differentiable, with what the placements say; as ``local``.
+
+    Logits of ``Shard(-1)`` (the output of ``ColwiseParallel`` without a gather) are split over the vocabulary, those of
+    ``Replicate()`` are whole.
+    """
+    if is_dtensor(logits):
+        if inplace:
+            raise ValueError(
+                "inplace=True writes where autograd sees it, and behind a DTensor it would not; pass logits.to_local() "
+                "and VocabParallel, or inplace=False"
+            )
+        if isinstance(parallel, VocabParallel):
+            raise ValueError("logits are a DTensor, whose placements say how they are split; leave parallel=None")
+        mesh = vocabulary_mesh("logits", logits, logits.dim() - 1, LOGITS_REMEDY)
+        if mesh is not None:
+            vocab = logits.shape[-1]
+            parallel = VocabParallel(mesh, rows_of_all("logits", vocab, mesh), tokens=parallel)
+            vocab_size = vocab if vocab_size is None else vocab_size
+    placed: Any = target
+    if is_dtensor(placed) and not all(p.is_replicate() for p in placed.placements):
+        raise ValueError(f"target has the placements {list(placed.placements)}; logits go with targets of all tokens")
+    return arrived(part(logits)), arrived(part(target)), vocab_size, parallel
+
+
+def rows_of_all(name: str, vocab: int, mesh: Any) -> tuple[int, ...]:
+    """What each rank holds of a vocabulary that a DTensor splits."""
+    rows = chunked(vocab, mesh.size())
+    if 0 in rows:
+        raise ValueError(
+            f"{name} has {vocab} ids, of which {mesh.size()} ranks do not all hold one; split it over fewer ranks"
+        )
+    return rows
+
+
+WEIGHT_REMEDY = (
+    "a head takes Shard(0) along one dimension of the mesh, the tensor-parallel one, and Replicate() along others: "
+    "inside of the forward of a module that fully_shard wraps they are, elsewhere pass weight.full_tensor()"
+)
+LOGITS_REMEDY = (
+    "a loss takes Shard(-1) along one dimension of the mesh, the tensor-parallel one, and Replicate() along others; of "
+    "tokens that ranks share pass logits.to_local() with TokenParallel"
+)
+
+
+def vocabulary_mesh(name: str, tensor: Any, dim: int, remedy: str) -> Any:
+    """The one-dimensional mesh that a tensor's ``dim`` of ids is split over, None where all have all of it."""
     found = None
-    for i, placement in enumerate(weight.placements):
+    for i, placement in enumerate(tensor.placements):
         if placement.is_replicate():
             continue
-        if not placement.is_shard(0) or type(placement).__name__ != "Shard" or found is not None:
-            raise ValueError(
-                f"weight has the placements {list(weight.placements)}; a head takes Shard(0) along one dimension of "
-                "the mesh, the tensor-parallel one, and Replicate() along others: inside of the forward of a module "
-                "that fully_shard wraps they are, elsewhere pass weight.full_tensor()"
-            )
+        if not placement.is_shard(dim) or type(placement).__name__ != "Shard" or found is not None:
+            raise ValueError(f"{name} has the placements {list(tensor.placements)}; {remedy}")
         found = i
     if found is None:
         return None
-    mesh = weight.device_mesh
+    mesh = tensor.device_mesh
     if mesh.ndim == 1:
         return mesh
     if mesh.mesh_dim_names is None:
-        raise ValueError("the DeviceMesh of weight needs mesh_dim_names, so that its tensor-parallel part can be named")
+        raise ValueError(
+            f"the DeviceMesh of {name} needs mesh_dim_names, so that its tensor-parallel part can be named"
+        )
     return mesh[mesh.mesh_dim_names[found]]
 
 
@@ -153,8 +193,8 @@ def check_bias(weight: Any, bias: Any) -> None:
     raise ValueError(f"bias must be split as weight is, by placements {list(weight.placements)}")
 
 
-def part(tensor: Any) -> Tensor:
-    """This rank's rows."""
+def part(tensor: Any) -> Any:
+    """What this rank has of a DTensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 

@@ -111,7 +111,8 @@ class VocabParallel(OfGroup):
         object.__setattr__(self, "rows", rows)
 
     def split(self, rows: int, vocab_size: int | None) -> "Split":
-        """Who holds what where this rank's weight has ``rows`` rows; raises on every rank what is wrong on any."""
+        """Who holds what where this rank has ``rows`` rows of the head, or columns of logits; raises on every rank what
+        is wrong on any."""
         if self.rows is not None:
             held = self.rows
         elif vocab_size is not None and rows == chunked(vocab_size, self.ranks)[self.rank]:
@@ -120,7 +121,7 @@ class VocabParallel(OfGroup):
             held = (rows,) * self.ranks
         if held[self.rank] != rows:
             raise ValueError(
-                f"weight has {rows} rows on rank {self.rank}, rows of VocabParallel says {held[self.rank]}"
+                f"rank {self.rank} has {rows} rows of the head, rows of VocabParallel says {held[self.rank]}"
             )
         vocab = sum(held) if vocab_size is None else vocab_size
         if vocab > sum(held):

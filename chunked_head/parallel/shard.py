@@ -1,7 +1,7 @@
 """One call's part of the vocabulary, and every message that its ranks exchange for it."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, distributed
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
 SAME_HIDDEN = 1e-3
+# by what ranks know that they mean the same tokens: targets, where a call has any
+Tell = Literal["targets", "hidden", "nothing"]
 
 
 def plan_part(sizes: Sizes, request: Request, most: int, columns: int) -> Plan:
@@ -52,6 +54,12 @@ def local_demand(demand: Demand, columns: int) -> Demand:
     return demand._replace(views=views, pairing=pairing)
 
 
+def common_demand(demand: Demand) -> Demand:
+    """What ranks of other columns have in common: it decides what is sent, beside losses and metrics or without any."""
+    pairing = None if demand.pairing is None else demand.pairing._replace(columns=0)
+    return demand._replace(views=tuple(view._replace(columns=None) for view in demand.views), pairing=pairing)
+
+
 def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
     """Rows that come from all ranks alike, a few less or, where that made more chunks than may be, a few more."""
     fewer = rows // ranks * ranks
@@ -66,7 +74,7 @@ class Shard:
 
     parallel: VocabParallel
     split: Split
-    targets: bool = True  # whether the call has any, by which ranks know that they mean the same tokens
+    tell: Tell = "targets"
 
     @property
     def group(self) -> Any:
@@ -102,11 +110,7 @@ class Shard:
     def agree(self, plan: Plan, options: str, device: torch.device) -> None:
         """Raises on every rank where ranks are about to do different things: one message for each new kind of call."""
         chunks = plan.schedule, plan.chunk_tokens, plan.block_tokens, plan.hidden_accumulate, plan.weight_accumulate
-        # what is wanted of the columns decides what is sent, beside losses and metrics or without any
-        demand = plan.sizes.demand
-        pairing = None if demand.pairing is None else demand.pairing._replace(columns=0)
-        demand = demand._replace(views=tuple(view._replace(columns=None) for view in demand.views), pairing=pairing)
-        common = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=demand)
+        common = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=common_demand(plan.sizes.demand))
         self.agree_on(
             repr((chunks, common, self.split.vocab, self.split.rows, self.parallel.sequence_sharded, options)), device
         )
@@ -123,9 +127,9 @@ class Shard:
     ) -> None:
         """The statistics of this rank's columns become those of the vocabulary: one message for the chunk.
 
-        ``target`` [rows] ids of the vocabulary go along, or where there are none what tells hidden states apart: ranks
-        that were given different ones, such as those of a data-parallel group, would make something out of each
-        other's tokens, and get nan.
+        ``target`` [rows] ids of the vocabulary go along, or where there are none what tells hidden states apart (logits
+        have nothing of the kind): ranks that were given different ones, such as those of a data-parallel group, would
+        make something out of each other's tokens, and get nan.
         """
         if stats.argmax is not None:
             stats.argmax.add_(self.here.start)
@@ -135,13 +139,13 @@ class Shard:
             assert rows.columns is not None
             stats.column_logits.masked_fill_(rows.columns < 0, 0.0)
         names, dtype = sent(demand), stats.lse.dtype
-        tokens = target.to(dtype) if self.targets else rows.hidden.sum(1, dtype=dtype)
+        tokens = rows.hidden.sum(1, dtype=dtype) if self.tell == "hidden" else target.to(dtype)
         own = pack(stats, names, tokens)
         gathered = own.new_empty(self.parallel.ranks, *own.shape)
         all_gather(gathered.view(-1, own.shape[1]), own, self.group)
         ratio2 = demand.views[1].ratio if len(demand.views) > 1 else 1.0
         zero_or_nan = None
-        if not self.targets:
+        if self.tell == "hidden":
             # ranks that computed the same hidden states each by itself may have rounded them otherwise
             size = torch.linalg.vector_norm(rows.hidden, 1, dim=1, dtype=dtype)
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size

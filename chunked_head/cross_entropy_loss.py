@@ -1,0 +1,124 @@
+"""``torch.nn.CrossEntropyLoss`` on logits that exist already."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from . import checks, losses
+from .asked import ask, check
+from .call import scalar_objective, token_objective
+from .head_options import LogitsOptions
+from .logits_call import apply, check_inplace
+from .parallel.dtensor import is_dtensor, local_logits
+from .parallel.groups import TokenParallel, VocabParallel
+
+
+class CrossEntropyLoss(nn.Module):
+    """``torch.nn.CrossEntropyLoss`` of class ids, in two passes over the logits and no copy of them.
+
+    ``forward(input, target)``: ``input`` [..., C] with ``target`` [...] int64, any leading dimensions or none, and
+    PyTorch's [N, C, d1, ...] with [N, d1, ...]; the latter is copied, its classes last, unless they are contiguous.
+    Where a shape could be read either way (all dimensions but the first are equal) it is refused.
+
+    Args:
+        weight: [C], a buffer; ignore_index, reduction, label_smoothing: as PyTorch's. ``size_average`` and ``reduce``,
+            deprecated there, are refused.
+        z_loss: coefficient of ``lse ** 2``, with the denominator of the cross-entropy.
+        softcap, logit_scale, inplace, vocab_size, parallel, backend: as in ``logits_loss``; over ranks ``weight`` is
+            that of the whole vocabulary.
+
+    Differences from PyTorch: the loss is fp32 for 16-bit input; no tokens, or none that count, give loss 0 with zero
+    gradients rather than nan; whatever stands in a row that does not count (nan too) changes nothing; a target out of
+    range raises an IndexError on the CPU and makes the loss nan elsewhere; class probabilities as targets are refused.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,  # [C]
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        inplace: bool = False,
+        vocab_size: int | None = None,
+        parallel: VocabParallel | TokenParallel | None = None,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        for argument, value in (("size_average", size_average), ("reduce", reduce)):
+            if value is not None:
+                raise ValueError(f"{argument} is deprecated in PyTorch and refused here, got {value!r}; use reduction=")
+        checks.check_reduction(reduction)
+        checks.check_number("label_smoothing", label_smoothing, 0.0, 1.0)
+        checks.check_number("z_loss", z_loss, 0.0, math.inf)
+        checks.check_tensor("weight", weight, optional=True)
+        self.register_buffer("weight", weight)
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, float(label_smoothing)
+        self.z_loss, self.softcap, self.logit_scale = float(z_loss), softcap, logit_scale
+        self.inplace, self.vocab_size, self.parallel, self.backend = inplace, vocab_size, parallel, backend
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        logits, target, vocab_size, parallel = local_logits(
+            classes_last(input, target), target, self.vocab_size, self.parallel, self.inplace
+        )
+        options = LogitsOptions(
+            logits, target, self.ignore_index, self.softcap, self.logit_scale, 1.0, 0, self.backend, vocab_size,
+            parallel,
+        )  # fmt: skip
+        return functional(options, self.weight, self.reduction, self.label_smoothing, self.z_loss, self.inplace)
+
+    def extra_repr(self) -> str:
+        return (
+            f"weight={None if self.weight is None else tuple(self.weight.shape)}, ignore_index={self.ignore_index}, "
+            f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, "
+            f"softcap={self.softcap}, logit_scale={self.logit_scale}, inplace={self.inplace}, "
+            f"vocab_size={self.vocab_size}, parallel={self.parallel}, backend={self.backend!r}"
+        )
+
+
+@torch.compiler.disable
+def functional(
+    options: LogitsOptions,
+    class_weights: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    inplace: bool,
+) -> Tensor:
+    dtype = options.check()
+    check_inplace(options.logits, inplace)
+    if reduction == "none":
+        options.refuse_tokens('reduction="none"')
+    checks.check_class_weights(class_weights, options.vocab, options.device, "weight")
+    loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
+    if z_loss:
+        loss = loss + z_loss * losses.z_loss()
+    asked = ask(check(options, dtype, loss))
+    if reduction == "none":
+        return apply(asked, token_objective(asked), inplace)[0][0].reshape(options.leading)
+    return apply(asked, scalar_objective(asked, reduction, None, None, share_denominator=True), inplace)[0][0]
+
+
+def classes_last(logits: Tensor, target: Tensor) -> Tensor:
+    """[..., C], from PyTorch's [N, C, d1, ...] too."""
+    for argument, tensor in (("input", logits), ("target", target)):
+        if not is_dtensor(tensor):
+            checks.check_tensor(argument, tensor, optional=False)
+    checks.check_ids("target", target)
+    shape, leading = tuple(logits.shape), tuple(target.shape)
+    if len(shape) < 3 or leading != shape[:1] + shape[2:]:
+        return logits
+    if leading == shape[:-1]:
+        raise ValueError(
+            f"input {shape} with target {leading} may have its classes last or, as in PyTorch, second; flatten both: "
+            "input.flatten(0, -2) or input.movedim(1, -1).flatten(0, -2), with target.flatten()"
+        )
+    return logits.movedim(1, -1)

@@ -1,0 +1,179 @@
+"""What runs where logits exist already: statistics from one pass over them, their gradient from one more."""
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .asked import Asked
+from .autograd import OnlyOnce, as_called
+from .backends import Backend
+from .call import options_key
+from .head_options import LogitsOptions
+from .objective import Objective
+from .parallel.shard import Shard, common_demand, local_demand
+from .stats import Demand, Head, Rows, RowStats
+
+MOST_VIEWS = 64  # of rows that no one stride reaches; with more of them a copy is cheaper than so many launches
+
+
+def check_inplace(logits: Tensor, inplace: bool) -> None:
+    if not (inplace and logits.requires_grad):
+        return
+    base = logits if logits._base is None else logits._base
+    if logits.is_leaf or (base.is_leaf and base.requires_grad):
+        raise ValueError(
+            "inplace=True overwrites logits with their gradient, and these are a leaf (or a view of one), which keeps "
+            "its value; pass logits that were computed, or inplace=False"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
+        raise ValueError("inplace=True needs logits with memory of their own, these are expanded; use inplace=False")
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Everything of a call that takes no gradient."""
+
+    backend: Backend
+    objective: Objective
+    logit_scale: float
+    softcap: float | None
+    inplace: bool
+    columns: int  # of the logits, the first ones, that stand for an id
+    shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
+
+    @property
+    def demand(self) -> Demand:
+        """What is wanted of the columns that are here."""
+        return self.objective.demand if self.shard is None else local_demand(self.objective.demand, self.columns)
+
+    def head(self, logits: Tensor) -> Head:
+        """There is none; what makes logits of its products."""
+        nothing, class_weights = logits.new_empty(0), self.objective.class_weights
+        if self.shard is not None and class_weights is not None:
+            class_weights = class_weights[self.shard.here].contiguous()
+        return Head(nothing, None, class_weights, self.logit_scale, self.softcap)
+
+    def whole(self, logits: Tensor) -> Rows:
+        """All tokens; ``logits`` in any shape."""
+        target, columns, teacher = self.objective.target, self.objective.columns, self.objective.teacher
+        if self.shard is not None:
+            target = self.shard.local_targets(target)
+            columns = None if columns is None else self.shard.local_columns(columns)
+        return Rows(logits, target, columns, teacher)
+
+    def rows(self, logits: Tensor) -> list[tuple[slice, Rows]]:
+        whole, found, start = self.whole(logits), [], 0
+        for view in row_views(logits[..., : self.columns]):
+            at = slice(start, start + len(view))
+            columns = None if whole.columns is None else whole.columns[at]
+            teacher = None if whole.teacher is None else whole.teacher.rows(at)
+            found.append((at, Rows(view, whole.target[at], columns, teacher)))
+            start = at.stop
+        return found
+
+    def stats(self, logits: Tensor) -> RowStats:
+        """Statistics over all of the vocabulary, wherever it is."""
+        objective, backend, shard = self.objective, self.backend, self.shard
+        stats = RowStats.empty(len(objective.target), objective.demand, objective.dtype, logits.device)
+        parts = [(at, rows) for at, rows in self.rows(logits) if len(rows.target)]
+        head, paired = self.head(logits), objective.demand.pairing is not None
+        for at, rows in parts:
+            backend.logits_stats(rows, head, self.demand, stats.at(at), paired and shard is None)
+        if shard is None or not parts:
+            return stats
+        # one message for all: ranks' strides may differ, and with them the views
+        shard.merge(backend, self.whole(logits), objective.target, stats, objective.demand, known_targets=False)
+        if paired:
+            for at, rows in parts:
+                backend.logits_pair_stats(rows, head, self.demand, stats.at(at))
+            shard.add_pairs(stats)
+        return stats
+
+
+def apply(asked: Asked, objective: Objective, inplace: bool) -> tuple[tuple[Tensor, ...], RowStats]:
+    assert isinstance(asked.head, LogitsOptions)
+    logits, shard = asked.head.logits, asked.head.shard
+    if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or count_views(logits) > MOST_VIEWS:
+        logits = logits.contiguous()
+    if shard is not None:
+        sizes = str(logits.dtype), len(objective.target), common_demand(objective.demand), shard.split.vocab
+        shard.agree_on(repr(("logits", sizes, shard.split.rows, options_key(asked, objective))), logits.device)
+    options = asked.logit_scale, asked.softcap, inplace, asked.head.columns, shard
+    found: list[RowStats] = []
+    return LogitsLoss.apply(logits, Call(asked.backend, objective, *options), found), found[0]
+
+
+def row_views(logits: Tensor) -> list[Tensor]:
+    """[rows, vocab] views that together are [..., vocab], in order."""
+    if mergeable(logits):
+        return [logits.view(-1, logits.shape[-1])]
+    return [view for part in logits for view in row_views(part)]
+
+
+def count_views(logits: Tensor) -> int:
+    return 1 if mergeable(logits) or not len(logits) else len(logits) * count_views(logits[0])
+
+
+def mergeable(logits: Tensor) -> bool:
+    """Whether one stride reaches all rows."""
+    leading = [(size, stride) for size, stride in zip(logits.shape, logits.stride(), strict=True) if size != 1]
+    leading = leading if logits.shape[-1] == 1 else leading[:-1]
+    return logits.numel() == 0 or all(
+        outer == size * inner for (_, outer), (size, inner) in itertools.pairwise(leading)
+    )
+
+
+class LogitsLoss(torch.autograd.Function):
+    """Of logits [..., vocab] and a call: what its objective returns. ``found`` receives the statistics."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, call: Call, found: list[RowStats]) -> tuple[Tensor, ...]:
+        objective = call.objective
+        with as_called(logits.device):
+            stats = call.stats(logits)
+            outputs = objective.outputs(stats)
+        found.append(stats)
+        named = stats.named()
+        ctx.save_for_backward(logits, *named.values(), *objective.teacher_tensors)
+        ctx.call = replace(call, objective=objective.without_teacher())
+        ctx.names, ctx.overwritten = tuple(named), False
+        ctx.mark_non_differentiable(*outputs[objective.differentiable :])
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(given is None for given in upstream):
+            return None, None, None
+        if ctx.overwritten:
+            raise RuntimeError(
+                "a second backward through a loss with inplace=True: the first has written the gradient over the "
+                "logits; use inplace=False to retain the graph"
+            )
+        logits, *vectors = ctx.saved_tensors
+        stats = RowStats(**dict(zip(ctx.names, vectors, strict=False)))
+        objective = ctx.call.objective.with_teacher(vectors[len(ctx.names) :])
+        call: Call = replace(ctx.call, objective=objective)
+        with torch.no_grad(), as_called(logits.device):
+            # where an id is out of range the whole gradient is nan
+            known = tuple(None if given is None else given * objective.one_or_nan for given in upstream)
+            coefficients, _ = objective.late(stats, known)
+            ctx.overwritten = call.inplace
+            grad = logits.detach() if call.inplace else logits.new_empty(logits.shape)
+            flat = None if call.inplace else grad.view(-1, grad.shape[-1])[:, : call.columns]
+            if call.columns < grad.shape[-1]:
+                grad[..., call.columns :] = 0.0
+            head = call.head(logits)
+            for at, rows in call.rows(logits):
+                if len(rows.target):
+                    out = rows.hidden if flat is None else flat[at]
+                    call.backend.logits_grad(out, rows, head, call.demand, stats.at(at), coefficients.at(at))
+            if call.inplace:
+                # kernels write unseen: whoever saved the logits too must not take these for them
+                torch.autograd.graph.increment_version(logits)
+        if torch.is_grad_enabled():  # create_graph: a constant here would silently drop a gradient penalty
+            grad = OnlyOnce.apply(grad, logits)
+        return grad, None, None
