@@ -1,4 +1,5 @@
-"""Cross-entropy of a head whose rows are spread over ranks, as others compute it: from all of a rank's logits."""
+"""Cross-entropy of a head whose rows are spread over ranks, from all of a rank's logits: as others compute it, and by
+our ``logits_loss``."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed
 
 from benchmarks import measure
+from chunked_head import VocabParallel, logits_loss, losses
 
 
 def megatron_style(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -21,6 +23,12 @@ def megatron_style(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     logits = _Linear.apply(hidden, weight)
     loss: Tensor = _CrossEntropy.apply(logits, target).mean()
     return loss
+
+
+def ours_on_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The same of the same logits by ``logits_loss``, whose gradient takes their place."""
+    logits = _Linear.apply(hidden, weight)
+    return logits_loss(logits, target, losses.cross_entropy(), inplace=True, parallel=VocabParallel()).loss
 
 
 class _Linear(torch.autograd.Function):

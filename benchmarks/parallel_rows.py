@@ -43,6 +43,7 @@ ROWS: dict[str, Row] = {
         f"ours, {GRPO}", "one-gpu-grpo", GRPO, must={n: ratio * MUST_BESIDE_CE for n, ratio in MUST.items()}
     ),
     "sequence-sharded": Row("ours, sequence-sharded", "one-gpu"),
+    "logits": Row("ours on a part's logits", "one-gpu"),
     "megatron": Row("megatron", "one-gpu"),
     "loss-parallel": Row("loss_parallel", "one-gpu"),
     "matmuls": Row("3 products, one GPU", workload=None, alone=True),
@@ -97,8 +98,9 @@ class Bench:
         """A row's step on this rank; for a row that runs alone, on rank 0."""
         row = ROWS[name]
         assert row.workload is not None
-        if name == "megatron":
-            return measure.Step(parallel_peers.megatron_style, self.part)
+        if name in ("logits", "megatron"):
+            loss = parallel_peers.ours_on_logits if name == "logits" else parallel_peers.megatron_style
+            return measure.Step(loss, self.part)
         if name == "loss-parallel":
             return parallel_peers.LossParallel(parallel_peers.of_tensors_of_ranks, self.part)
         batch = self.batch if row.workload == GRPO else {}

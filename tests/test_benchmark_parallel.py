@@ -14,7 +14,9 @@ from benchmarks.shapes import Shape
 
 SHAPE = "64x32x1000"
 TINY = ["--device", "cpu", "--gpus", "2", "--shape", SHAPE, "--rounds", "2"]
-SHARED = {"cross-entropy", "whole-budget", "small-budget", "grpo", "sequence-sharded", "megatron", "loss-parallel"}
+SHARED = {
+    "cross-entropy", "whole-budget", "small-budget", "grpo", "sequence-sharded", "logits", "megatron", "loss-parallel"
+}  # fmt: skip
 ALONE = {"one-gpu", "one-gpu-grpo"}
 BARE = {"matmuls", "matmuls-part", "all-reduce"}
 
@@ -49,7 +51,8 @@ def test_all_rows_end_to_end(tmp_path, capfd, monkeypatch):
         assert row["message_bytes"] == sum(map(sum, row["traffic"].values()))
         summed = "reduce-scatter" if name == "sequence-sharded" else "all-reduce"
         assert row["traffic"][summed][-1] == 64 * 32 * 4, "hidden's gradient is not the last sum"
-    assert [rows[name]["messages"] for name in ("cross-entropy", "megatron", "loss-parallel")] == [2, 4, 4]
+    told = {name: rows[name]["messages"] for name in ("cross-entropy", "logits", "megatron", "loss-parallel")}
+    assert told == {"cross-entropy": 2, "logits": 2, "megatron": 4, "loss-parallel": 4}
     assert rows["grpo"]["beside_ce"] == pytest.approx(rows["grpo"]["ms"] / rows["cross-entropy"]["ms"])
     assert rows["grpo"]["loss"] != rows["cross-entropy"]["loss"]
     assert printed.count(f"{SHAPE} float32 on 2") == 1, "more than one process has printed"
