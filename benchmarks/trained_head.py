@@ -16,9 +16,7 @@ import argparse
 import functools
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +27,12 @@ from torch import Tensor, nn
 
 from benchmarks import providers
 from benchmarks.demo_model import Decoder, ModelConfig
+from benchmarks.measure import quantile, time_rounds
 from benchmarks.trained_model import Training, held_out_loss, held_out_states, train
 from benchmarks.trained_text import Tokens
 from chunked_head import frequency_order, linear_loss, losses, similarity_order
 
-ROUNDS = 12
+ROUNDS = 5
 TOLERANCES = (1e-9, 2e-3, 3e-3, 4e-3, 6e-3, 8e-3)
 
 
@@ -113,30 +112,21 @@ def graphed(step: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
     return graph.replay
 
 
+class NothingHeld:
+    """Graphs keep their gradients, and others are let go of by autograd."""
+
+    def clear(self) -> None:
+        pass
+
+
 def timed(steps: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
-    """Milliseconds, medians; a turn is three runs of which the last is timed, turns in alternating order."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(ROUNDS if device.type == "cuda" else 1):
-        for name in list(steps)[:: 1 if turn % 2 else -1]:
-            found[name].append(last_of_three(steps[name]) if device.type == "cuda" else seconds(steps[name]) * 1e3)
-    return {name: statistics.median(times[2:] or times) for name, times in found.items()}
-
-
-def last_of_three(step: Callable[[], Any]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for last in (False, False, True):
-        if last:
-            start.record()
-        step()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
-
-
-def seconds(step: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
+    """Milliseconds, medians over rounds of turns."""
+    rounds = ROUNDS if device.type == "cuda" else 1
+    times, failures = time_rounds(steps, NothingHeld(), device, rounds)
+    if failures:
+        name, failure = next(iter(failures.items()))
+        raise RuntimeError(f"{name} failed: {failure.record()}")
+    return {name: quantile(found, 0.5) for name, found in times.items()}
 
 
 def measure(

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import quick_interpreter
 import torch
 from hypothesis import settings
 
@@ -12,6 +13,7 @@ torch.set_num_threads(1)  # the tests' sizes are small, and several workers may 
 if not HAS_GPU:
     # before anything imports triton: kernels are interpreted or compiled as the variable says at import
     os.environ["TRITON_INTERPRET"] = "1"
+    quick_interpreter.install()
 
 # no examples remembered from earlier runs; test_properties.py pins its draw
 settings.register_profile("repeatable", database=None)

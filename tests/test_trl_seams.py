@@ -272,6 +272,13 @@ def test_fused_heads_that_are_right(config: Any, temperature: float) -> None:
     assert model.training is True
 
 
+def test_a_model_that_no_trainer_has_taken() -> None:
+    model = AutoModelForCausalLM.from_config(RIGHT[0])
+    with pytest.raises(RuntimeError, match=r"has no fused head.*make the trainer first"):
+        check_fused_head(model)
+    assert model.training is True
+
+
 def test_fused_head_that_is_wrong() -> None:
     """TRL does not know this model's cap by its name."""
     config = RecurrentGemmaConfig(**{**SMALL, "num_hidden_layers": 3}, logits_soft_cap=0.1)

@@ -1,6 +1,7 @@
 """The vocabulary over ranks: losses, metrics and gradients of every loss are those of one rank."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -227,15 +228,22 @@ def test_four_ranks(
     hold_to_one_rank(of_four, f"{layout} {backend} {dtype} {case.name}", case, dtype)
 
 
-OF_PARTS = [
-    pytest.param((run, index // PART), case, id=" ".join(map(str, (*run, f"part{index // PART}", case.name))))
-    for run in ON_GPUS
-    for index, case in enumerate(cases(run))
-]
+def in_parts(runs: list[Run], cases: Callable[[Run], list[LossCase]]) -> list[Any]:
+    """Cases beside the part of a run that they are of: one object for all of it, by which pytest knows it again."""
+    made = []
+    for run in runs:
+        every = cases(run)
+        for part in range(-(-len(every) // PART)):
+            key = (run, part)
+            name = " ".join(map(str, (*run, f"part{part}")))
+            made += [
+                pytest.param(key, case, id=f"{name} {case.name}") for case in every[part * PART : (part + 1) * PART]
+            ]
+    return made
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize(("of_gpus", "case"), OF_PARTS, indirect=["of_gpus"])
+@pytest.mark.parametrize(("of_gpus", "case"), in_parts(ON_GPUS, cases), indirect=["of_gpus"])
 def test_gpus(of_gpus: tuple[Run, list[dict[str, Any]]], case: LossCase) -> None:
     (layout, backend, dtype), found = of_gpus
     hold_to_one_rank(found, f"{layout} {backend} {dtype} {case.name}", case, dtype)

@@ -1,5 +1,6 @@
 """Logits whose vocabulary ranks share, whose tokens they share, or whose last columns are padding."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ from cases import PLACES, Place
 from loss_cases import LOSS_CASES, VOCAB, LossCase, LossInputs, inputs_of
 from test_on_logits import assert_gradient, by_oracle, made_logits, made_target, on_logits
 from test_token_parallel import places, spread, whole
-from test_vocab_parallel import SEED, SOME_CASES, piece
+from test_vocab_parallel import PART, SEED, SOME_CASES, Run, in_parts, piece
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -28,7 +29,6 @@ LAYOUTS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
     "strided": (2, [166, 165], {"vocab_size": VOCAB}),
     "four": (4, [83, 83, 83, 82], {"vocab_size": VOCAB}),
 }
-Run = tuple[str, str, torch.dtype]  # layout, backend, dtype
 ON_CPU: list[Run] = [
     *((layout, "torch", torch.float32) for layout in LAYOUTS),
     ("uneven", "torch", torch.float16), ("strided", "triton", torch.float32),
@@ -80,11 +80,11 @@ def rank_step(case: LossCase, run: Run, rank: int, device: str) -> dict[str, Any
     return step(case, own, inputs, batch, head, parallel=parallel, backend=backend, **options)
 
 
-def work(rank: int, device: str, runs: list[Run]) -> dict[str, Any]:
+def work(rank: int, device: str, runs: list[Run], part: slice = slice(None)) -> dict[str, Any]:
     return {
         f"{' '.join(map(str, run))} {case.name}": ranks.outcome(rank_step, case, run, rank, device)
         for run in runs
-        for case in cases(run)
+        for case in cases(run)[part]
     }
 
 
@@ -167,24 +167,25 @@ def test_four_ranks(of_four: list[dict[str, Any]], run: Run, case: LossCase) -> 
     hold(of_four, run, case, "cpu")
 
 
-def work_of_gpus(rank: int, device: str) -> dict[str, Any]:
+def work_of_gpus(rank: int, device: str, run: Run, part: int) -> dict[str, Any]:
     with torch.compiler.set_stance("force_eager"):
-        return work(rank, device, runs_of(dist.get_world_size(), ON_GPUS))
+        return work(rank, device, [run], slice(part * PART, (part + 1) * PART))
 
 
 @pytest.fixture(scope="module")
-def of_gpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return ranks.run(work_of_gpus, request.param, tmp_path_factory.mktemp("gpus"), "cuda")
+def of_gpus(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Run, list[dict[str, Any]]]:
+    run, part = request.param
+    made = functools.partial(work_of_gpus, run=run, part=part)
+    return run, ranks.run(made, LAYOUTS[run[0]][0], tmp_path_factory.mktemp("gpus"), "cuda")
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize(
-    ("of_gpus", "run", "case"),
-    [pytest.param(n, *p.values, id=f"{n} {p.id}") for n in (2, 4) for p in held(runs_of(n, ON_GPUS))],
-    indirect=["of_gpus"],
-)
-def test_gpus(of_gpus: list[dict[str, Any]], run: Run, case: LossCase) -> None:
-    hold(of_gpus, run, case, "cuda")
+@pytest.mark.parametrize(("of_gpus", "case"), in_parts(ON_GPUS, cases), indirect=["of_gpus"])
+def test_gpus(of_gpus: tuple[Run, list[dict[str, Any]]], case: LossCase) -> None:
+    run, found = of_gpus
+    hold(found, run, case, "cuda")
 
 
 # ---- tokens over ranks, alone and beside a vocabulary

@@ -128,7 +128,7 @@ def check_fused_head(model: Any, input_ids: Tensor | None = None, temperature: f
 
     Raises:
         RuntimeError: they differ by more than rounding; train with a trainer that computes logits, or report the model
-            to TRL.
+            to TRL. Or no trainer of TRL's has taken the model, which then has no fused head.
     """
     device = next(model.parameters()).device
     if input_ids is None:
@@ -137,7 +137,12 @@ def check_fused_head(model: Any, input_ids: Tensor | None = None, temperature: f
     training = model.training
     model.eval()
     try:
-        fused = model(input_ids=input_ids, labels=input_ids, fused_lm_head=True).log_probs
+        fused = getattr(model(input_ids=input_ids, labels=input_ids, fused_lm_head=True), "log_probs", None)
+        if fused is None:
+            raise RuntimeError(
+                f"the forward of {type(model).__name__} has no fused head: TRL's trainers put it there when they are "
+                "made; make the trainer first, then check_fused_head(trainer.model)"
+            )
         logits = model(input_ids=input_ids).logits
     finally:
         model.train(training)
