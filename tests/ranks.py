@@ -1,6 +1,7 @@
 """Several processes with a process group each, for tests of what ranks do together."""
 
 import os
+import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +18,12 @@ def run(work: Work, ranks: int, folder: Path, device: str = "cpu") -> list[dict[
     """What ``work``, a function of a module, returns on each rank: tensors on the CPU. gloo, on GPUs NCCL."""
     torch.multiprocessing.spawn(enter, (work, ranks, str(folder), device), ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(ranks)]
+
+
+def run_in_a_folder(work: Work, ranks: int, device: str) -> list[dict[str, Any]]:
+    """The same in a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(work, ranks, Path(folder), device)
 
 
 def enter(rank: int, work: Work, ranks: int, folder: str, device: str) -> None:

@@ -160,15 +160,12 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ranks.run(work_of_four, 4, tmp_path_factory.mktemp("four"))
 
 
-@pytest.fixture(scope="module")
-def of_gpus(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Run, list[dict[str, Any]]]:
-    """A run and what came of a part of its cases: parts may be asked for one by one, in processes of their own."""
-    run, part = request.param
-    count = LAYOUTS[run[0]][0]
+@functools.cache
+def of_gpus(run: Run, part: int) -> Any:
+    """What came of a part of a run's cases, or how it failed: parts may be asked for one by one, in processes of their
+    own. No fixture: pytest makes one anew for each case that stands beside its parameter."""
     made = functools.partial(work_of_gpus, run=run, part=part)
-    return run, ranks.run(made, count, tmp_path_factory.mktemp("gpus"), "cuda")
+    return ranks.outcome(ranks.run_in_a_folder, made, LAYOUTS[run[0]][0], "cuda")
 
 
 @functools.cache
@@ -229,21 +226,17 @@ def test_four_ranks(
 
 
 def in_parts(runs: list[Run], cases: Callable[[Run], list[LossCase]]) -> list[Any]:
-    """Cases beside the part of a run that they are of: one object for all of it, by which pytest knows it again."""
-    made = []
-    for run in runs:
-        every = cases(run)
-        for part in range(-(-len(every) // PART)):
-            key = (run, part)
-            name = " ".join(map(str, (*run, f"part{part}")))
-            made += [
-                pytest.param(key, case, id=f"{name} {case.name}") for case in every[part * PART : (part + 1) * PART]
-            ]
-    return made
+    """Cases beside the run and the part of it that they are of."""
+    return [
+        pytest.param(run, i // PART, case, id=" ".join(map(str, (*run, f"part{i // PART}", case.name))))
+        for run in runs
+        for i, case in enumerate(cases(run))
+    ]
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize(("of_gpus", "case"), in_parts(ON_GPUS, cases), indirect=["of_gpus"])
-def test_gpus(of_gpus: tuple[Run, list[dict[str, Any]]], case: LossCase) -> None:
-    (layout, backend, dtype), found = of_gpus
+@pytest.mark.parametrize(("run", "part", "case"), in_parts(ON_GPUS, cases))
+def test_gpus(run: Run, part: int, case: LossCase) -> None:
+    (layout, backend, dtype), found = run, of_gpus(run, part)
+    assert not isinstance(found, str), found
     hold_to_one_rank(found, f"{layout} {backend} {dtype} {case.name}", case, dtype)

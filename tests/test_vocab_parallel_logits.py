@@ -172,19 +172,18 @@ def work_of_gpus(rank: int, device: str, run: Run, part: int) -> dict[str, Any]:
         return work(rank, device, [run], slice(part * PART, (part + 1) * PART))
 
 
-@pytest.fixture(scope="module")
-def of_gpus(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Run, list[dict[str, Any]]]:
-    run, part = request.param
+@functools.cache
+def of_gpus(run: Run, part: int) -> Any:
+    """What came of a part of a run's cases, or how it failed."""
     made = functools.partial(work_of_gpus, run=run, part=part)
-    return run, ranks.run(made, LAYOUTS[run[0]][0], tmp_path_factory.mktemp("gpus"), "cuda")
+    return ranks.outcome(ranks.run_in_a_folder, made, LAYOUTS[run[0]][0], "cuda")
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize(("of_gpus", "case"), in_parts(ON_GPUS, cases), indirect=["of_gpus"])
-def test_gpus(of_gpus: tuple[Run, list[dict[str, Any]]], case: LossCase) -> None:
-    run, found = of_gpus
+@pytest.mark.parametrize(("run", "part", "case"), in_parts(ON_GPUS, cases))
+def test_gpus(run: Run, part: int, case: LossCase) -> None:
+    found = of_gpus(run, part)
+    assert not isinstance(found, str), found
     hold(found, run, case, "cuda")
 
 
