@@ -54,3 +54,11 @@ def outcome(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return function(*args, **options)
     except Exception:
         return traceback.format_exc()
+
+
+def said(function: Callable[[], Any]) -> str:
+    """What a function returns or raises, in words."""
+    try:
+        return str(function())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

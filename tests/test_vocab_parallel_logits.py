@@ -356,13 +356,6 @@ def test_calls(of_two: list[dict[str, Any]], call: Callable[[int], Pairs]) -> No
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-def said(function: Any) -> str:
-    try:
-        return str(function())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def failures(rank: int) -> dict[str, str]:
     # of a size that no call before had: what one rank has agreed on before, it does not compare again
     logits, target = made_logits(8, 33), made_target(33, 8)
@@ -375,21 +368,23 @@ def failures(rank: int) -> dict[str, str]:
         return logits_loss(given, target, losses.cross_entropy() if loss is None else loss, **options).loss
 
     return {
-        "smoothing": said(lambda: call(loss=losses.cross_entropy(label_smoothing=0.1 * rank))),
-        "dtype": said(lambda: call(own(logits.to(torch.float16 if rank else torch.bfloat16), rank))),
-        "targets": said(lambda: call(target=target.roll(rank)).item()),
-        "sequence": said(lambda: call(parallel=VocabParallel(rows=COLUMNS, sequence_sharded=True))),
-        "reduce": said(lambda: call(parallel=VocabParallel(rows=COLUMNS, reduce_dhidden=False))),
-        "rows": said(lambda: call(parallel=VocabParallel(rows=[16, 17]))),
-        "out of range": said(lambda: call(target=target + 33)),
-        "parallel": said(lambda: call(parallel="tp")),
-        "none": said(lambda: CrossEntropyLoss(reduction="none", parallel=TokenParallel())(logits, target)),
-        "placements": said(lambda: call(distribute_tensor(logits, mesh, [Shard(0)]), parallel=None)),
-        "target's placements": said(lambda: call(placed, distribute_tensor(target, mesh, [Shard(0)]), parallel=None)),
-        "both": said(lambda: call(placed)),
-        "in place": said(lambda: call(placed, parallel=None, inplace=True)),
-        "few": said(lambda: call(distribute_tensor(logits[:, :1], mesh, [Shard(1)]), parallel=None)),
-        "afterwards": said(lambda: call().item()),
+        "smoothing": ranks.said(lambda: call(loss=losses.cross_entropy(label_smoothing=0.1 * rank))),
+        "dtype": ranks.said(lambda: call(own(logits.to(torch.float16 if rank else torch.bfloat16), rank))),
+        "targets": ranks.said(lambda: call(target=target.roll(rank)).item()),
+        "sequence": ranks.said(lambda: call(parallel=VocabParallel(rows=COLUMNS, sequence_sharded=True))),
+        "reduce": ranks.said(lambda: call(parallel=VocabParallel(rows=COLUMNS, reduce_dhidden=False))),
+        "rows": ranks.said(lambda: call(parallel=VocabParallel(rows=[16, 17]))),
+        "out of range": ranks.said(lambda: call(target=target + 33)),
+        "parallel": ranks.said(lambda: call(parallel="tp")),
+        "none": ranks.said(lambda: CrossEntropyLoss(reduction="none", parallel=TokenParallel())(logits, target)),
+        "placements": ranks.said(lambda: call(distribute_tensor(logits, mesh, [Shard(0)]), parallel=None)),
+        "target's placements": ranks.said(
+            lambda: call(placed, distribute_tensor(target, mesh, [Shard(0)]), parallel=None)
+        ),
+        "both": ranks.said(lambda: call(placed)),
+        "in place": ranks.said(lambda: call(placed, parallel=None, inplace=True)),
+        "few": ranks.said(lambda: call(distribute_tensor(logits[:, :1], mesh, [Shard(1)]), parallel=None)),
+        "afterwards": ranks.said(lambda: call().item()),
     }
 
 

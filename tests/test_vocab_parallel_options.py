@@ -202,13 +202,6 @@ CALLS = (
 )  # fmt: skip
 
 
-def said(function: Any) -> str:
-    try:
-        return str(function())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def failures(rank: int) -> dict[str, str]:
     s = Setting(parallel=True)
 
@@ -219,29 +212,29 @@ def failures(rank: int) -> dict[str, str]:
     other = s.target.roll(rank)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1))
     return {
-        "chunks": said(lambda: call(chunk_tokens=5 + rank)),
-        "smoothing": said(lambda: call(label_smoothing=0.1 * rank)),
-        "statistics": said(lambda: linear_logprobs(s.hidden, s.weight, s.target, entropy=rank == 1, **s.options)),
-        "tokens": said(lambda: linear_cross_entropy(s.hidden[rank:], s.weight, s.target[rank:], **s.options)),
-        "targets": said(lambda: linear_cross_entropy(s.hidden, s.weight, other, **s.options).item()),
-        "hidden states": said(
+        "chunks": ranks.said(lambda: call(chunk_tokens=5 + rank)),
+        "smoothing": ranks.said(lambda: call(label_smoothing=0.1 * rank)),
+        "statistics": ranks.said(lambda: linear_logprobs(s.hidden, s.weight, s.target, entropy=rank == 1, **s.options)),
+        "tokens": ranks.said(lambda: linear_cross_entropy(s.hidden[rank:], s.weight, s.target[rank:], **s.options)),
+        "targets": ranks.said(lambda: linear_cross_entropy(s.hidden, s.weight, other, **s.options).item()),
+        "hidden states": ranks.said(
             lambda: linear_loss(s.hidden.roll(rank, 0), s.weight, None, losses.entropy(), **s.options).loss.item()
         ),
-        "out of range": said(lambda: linear_cross_entropy(s.hidden, s.weight, s.target + 60, **s.options)),
-        "vocab_size": said(lambda: call(vocab_size=63)),
-        "empty": said(lambda: call(vocab_size=30, parallel=VocabParallel(rows=ROWS))),
-        "rows": said(lambda: call(parallel=VocabParallel(rows=[40, 21]))),
-        "rows of ranks": said(lambda: VocabParallel(rows=[61])),
-        "group": said(lambda: VocabParallel("tp")),
-        "mesh": said(lambda: VocabParallel(mesh)),
-        "parallel": said(lambda: call(parallel="tp")),
-        "top_k": said(lambda: linear_logprobs(s.hidden, s.weight, s.target, top_k=31, **s.options)),
-        "tokens=": said(lambda: VocabParallel(tokens=everyone)),  # type: ignore[arg-type]
-        "sharded and unreduced": said(lambda: VocabParallel(sequence_sharded=True, reduce_dhidden=False)),
-        "shift": said(lambda: call(shift=1, parallel=VocabParallel(sequence_sharded=True))),
-        "skip": said(lambda: call(skip_ignored="wait", parallel=VocabParallel(sequence_sharded=True))),
-        "average": said(lambda: TokenParallel(average=1)),  # type: ignore[arg-type]
-        "afterwards": said(lambda: call().item()),
+        "out of range": ranks.said(lambda: linear_cross_entropy(s.hidden, s.weight, s.target + 60, **s.options)),
+        "vocab_size": ranks.said(lambda: call(vocab_size=63)),
+        "empty": ranks.said(lambda: call(vocab_size=30, parallel=VocabParallel(rows=ROWS))),
+        "rows": ranks.said(lambda: call(parallel=VocabParallel(rows=[40, 21]))),
+        "rows of ranks": ranks.said(lambda: VocabParallel(rows=[61])),
+        "group": ranks.said(lambda: VocabParallel("tp")),
+        "mesh": ranks.said(lambda: VocabParallel(mesh)),
+        "parallel": ranks.said(lambda: call(parallel="tp")),
+        "top_k": ranks.said(lambda: linear_logprobs(s.hidden, s.weight, s.target, top_k=31, **s.options)),
+        "tokens=": ranks.said(lambda: VocabParallel(tokens=everyone)),  # type: ignore[arg-type]
+        "sharded and unreduced": ranks.said(lambda: VocabParallel(sequence_sharded=True, reduce_dhidden=False)),
+        "shift": ranks.said(lambda: call(shift=1, parallel=VocabParallel(sequence_sharded=True))),
+        "skip": ranks.said(lambda: call(skip_ignored="wait", parallel=VocabParallel(sequence_sharded=True))),
+        "average": ranks.said(lambda: TokenParallel(average=1)),  # type: ignore[arg-type]
+        "afterwards": ranks.said(lambda: call().item()),
     }
 
 
@@ -257,7 +250,7 @@ def begun_again(rank: int, device: str) -> dict[str, Any]:
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
-    return {"mismatch": said(lambda: call(5 + rank)), "same": said(lambda: call(5).item())}
+    return {"mismatch": ranks.said(lambda: call(5 + rank)), "same": ranks.said(lambda: call(5).item())}
 
 
 def test_agreements_end_with_the_group(tmp_path: Path) -> None:
