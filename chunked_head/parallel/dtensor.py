@@ -122,9 +122,9 @@ WEIGHT_REMEDY = (
     "inside of the forward of a module that fully_shard wraps they are, elsewhere pass weight.full_tensor()"
 )
 LOGITS_REMEDY = (
-    "a loss takes Shard(-1) along one dimension of the mesh, the tensor-parallel one, and Replicate() along others; where "
-    "ranks hold different tokens pass logits.to_local() with TokenParallel(mesh[...]), or beside a split vocabulary with "
-    "VocabParallel(mesh[...], tokens=TokenParallel(mesh[...]))"
+    "a loss takes Shard(-1) along one dimension of the mesh, the tensor-parallel one, and Replicate() along others; "
+    "where ranks hold different tokens pass logits.to_local() with TokenParallel(mesh[...]), beside a split vocabulary in "
+    "VocabParallel(mesh[...], tokens=...)"
 )
 
 
