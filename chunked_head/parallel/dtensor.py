@@ -123,8 +123,8 @@ WEIGHT_REMEDY = (
 )
 LOGITS_REMEDY = (
     "a loss takes Shard(-1) along one dimension of the mesh, the tensor-parallel one, and Replicate() along others; "
-    "where ranks hold different tokens pass logits.to_local() with TokenParallel(mesh[...]), beside a split vocabulary in "
-    "VocabParallel(mesh[...], tokens=...)"
+    "where ranks hold different tokens pass logits.to_local() with TokenParallel(mesh[...]), and where they split the "
+    "vocabulary too VocabParallel(mesh[...], tokens=...)"
 )
 
 
