@@ -101,8 +101,8 @@ def check_tensor(argument: str, tensor: Tensor | None, optional: bool) -> None:
         raise TypeError(f"{argument} must be a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()")
     if type(tensor).__name__ == "DTensor":
         raise TypeError(
-            f"{argument} is a DTensor, and only hidden, weight, bias and target are taken as such; pass "
-            f"{argument}.full_tensor()"
+            f"{argument} is a DTensor, which of a head's operands, logits and targets alone are taken as such; pass "
+            f"{argument}.full_tensor(), or .to_local() where it is split as they are"
         )
 
 

@@ -1,6 +1,7 @@
 """``torch.nn.CrossEntropyLoss`` on logits that exist already."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,8 @@ from .asked import ask, check
 from .call import scalar_objective, token_objective
 from .head_options import LogitsOptions
 from .logits_call import apply, check_inplace
-from .parallel.dtensor import is_dtensor, local_logits
-from .parallel.groups import TokenParallel, VocabParallel
+from .parallel.dtensor import is_dtensor, local_logits, whole
+from .parallel.groups import TokenParallel, VocabParallel, chunked
 
 
 class CrossEntropyLoss(nn.Module):
@@ -22,11 +23,13 @@ class CrossEntropyLoss(nn.Module):
     Where a shape could be read either way (all dimensions but the first are equal) it is refused.
 
     Args:
-        weight: [C], a buffer; ignore_index, reduction, label_smoothing: as PyTorch's. ``size_average`` and ``reduce``,
-            deprecated there, are refused.
+        weight: [C], a buffer, where columns are padding or other ranks' [vocab_size]; ignore_index, reduction,
+            label_smoothing: as PyTorch's. ``size_average`` and ``reduce``, deprecated there, are refused.
         z_loss: coefficient of ``lse ** 2``, with the denominator of the cross-entropy.
-        softcap, logit_scale, inplace, vocab_size, parallel, backend: as in ``logits_loss``; over ranks ``weight`` is
-            that of the whole vocabulary.
+        softcap, logit_scale, inplace, vocab_size, backend: as in ``logits_loss``.
+        parallel: likewise; with ``reduction="none"`` nothing is the affair of ranks with other tokens, and
+            ``average=True`` is refused. A copy of the module shares the process group; to save it, save what it is
+            made of.
 
     Differences from PyTorch: the loss is fp32 for 16-bit input; no tokens, or none that count, give loss 0 with zero
     gradients rather than nan; whatever stands in a row that does not count (nan too) changes nothing; a target out of
@@ -66,14 +69,26 @@ class CrossEntropyLoss(nn.Module):
         self.inplace, self.vocab_size, self.parallel, self.backend = inplace, vocab_size, parallel, backend
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        logits = classes_last(input, target, self.widths())
         logits, target, vocab_size, parallel = local_logits(
-            classes_last(input, target), target, self.vocab_size, self.parallel, self.inplace
+            logits, target, self.vocab_size, self.parallel, self.inplace
         )
         options = LogitsOptions(
             logits, target, self.ignore_index, self.softcap, self.logit_scale, 1.0, 0, self.backend, vocab_size,
             parallel,
         )  # fmt: skip
-        return functional(options, self.weight, self.reduction, self.label_smoothing, self.z_loss, self.inplace)
+        return functional(
+            options, whole("weight", self.weight), self.reduction, self.label_smoothing, self.z_loss, self.inplace
+        )
+
+    def widths(self) -> Sequence[int]:
+        """How many columns the logits have on each rank, as far as that was said: all of them read a shape alike."""
+        parallel = self.parallel
+        if not isinstance(parallel, VocabParallel):
+            return ()
+        if parallel.rows is not None:
+            return parallel.rows
+        return () if self.vocab_size is None else chunked(self.vocab_size, parallel.ranks)
 
     def extra_repr(self) -> str:
         return (
@@ -96,7 +111,7 @@ def functional(
     dtype = options.check()
     check_inplace(options.logits, inplace)
     if reduction == "none":
-        options.refuse_tokens('reduction="none"')
+        options.refuse_average()
     checks.check_class_weights(class_weights, options.vocab, options.device, "weight")
     loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
     if z_loss:
@@ -107,18 +122,19 @@ def functional(
     return apply(asked, scalar_objective(asked, reduction, None, None, share_denominator=True), inplace)[0][0]
 
 
-def classes_last(logits: Tensor, target: Tensor) -> Tensor:
-    """[..., C], from PyTorch's [N, C, d1, ...] too."""
+def classes_last(logits: Tensor, target: Tensor, widths: Sequence[int] = ()) -> Tensor:
+    """[..., C], from PyTorch's [N, C, d1, ...] too; ``widths``: what C is on ranks that have other columns."""
     for argument, tensor in (("input", logits), ("target", target)):
         if not is_dtensor(tensor):
             checks.check_tensor(argument, tensor, optional=False)
     checks.check_ids("target", target)
     shape, leading = tuple(logits.shape), tuple(target.shape)
-    if len(shape) < 3 or leading != shape[:1] + shape[2:]:
-        return logits
-    if leading == shape[:-1]:
+    last, second = leading == shape[:-1], len(shape) > 2 and leading == shape[:1] + shape[2:]
+    # on another rank, where there are as many classes as every dimension but the first has
+    elsewhere = len(shape) > 2 and len(set(leading[1:])) == 1 and leading[1] in widths
+    if (last and second) or (elsewhere and (last or second)):
         raise ValueError(
             f"input {shape} with target {leading} may have its classes last or, as in PyTorch, second; flatten both: "
             "input.flatten(0, -2) or input.movedim(1, -1).flatten(0, -2), with target.flatten()"
         )
-    return logits.movedim(1, -1)
+    return logits.movedim(1, -1) if second else logits

@@ -97,6 +97,11 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
     where = f"batch[{field!r}]"
     if not isinstance(value, Tensor):
         raise TypeError(f"{where} must be a torch.Tensor, got {type(value).__name__}")
+    if type(value).__name__ == "DTensor":
+        raise TypeError(
+            f"{where} is a DTensor; pass .to_local(): of this rank's tokens, of a teacher's vocabulary its part as the "
+            "student's is split"
+        )
     if value.device != frame.device:
         raise ValueError(f"{where} is on {value.device}, the target's rows on {frame.device}; move one of them")
     if value.requires_grad:

@@ -160,11 +160,7 @@ def linear_cross_entropy(
     checked = check(head, dtype, loss, batch={} if token_weights is None else {"token_weights": token_weights})
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
     if reduction == "none":
-        if head.tokens is not None and head.tokens.average:
-            raise ValueError(
-                'average=True of TokenParallel multiplies the loss, and reduction="none" has no loss but values per '
-                "token: multiply yours by the number of ranks, and leave average=False"
-            )
+        head.refuse_average()
         return Task(
             checked, checked.answer.demand, request, token_objective,
             lambda ran: laid_out(ran.outputs[0], target, shift), per_token=("values",),

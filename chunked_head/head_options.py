@@ -66,6 +66,14 @@ class OfRanks:
                 "on them; leave it out of parallel (tokens=None in VocabParallel)"
             )
 
+    def refuse_average(self) -> None:
+        """Raises where values per token would have to be multiplied as a loss is."""
+        if self.tokens is not None and self.tokens.average:
+            raise ValueError(
+                'average=True of TokenParallel multiplies the loss, and reduction="none" has no loss but values per '
+                "token: multiply yours by the number of ranks, and leave average=False"
+            )
+
     @property
     def vocab(self) -> int:
         """Of the softmax, wherever its rows are."""

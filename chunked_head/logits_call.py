@@ -28,6 +28,12 @@ def check_inplace(logits: Tensor, inplace: bool) -> None:
             "inplace=True overwrites logits with their gradient, and these are a leaf (or a view of one), which keeps "
             "its value; pass logits that were computed, or inplace=False"
         )
+    if logits._base is not None and base.grad_fn is None:
+        raise ValueError(
+            "inplace=True overwrites logits with their gradient, and the memory of these belongs to a tensor that "
+            "autograd does not see behind them (DTensor.to_local() gives such): whoever saved that would not notice; "
+            "pass inplace=False"
+        )
     if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
         raise ValueError("inplace=True needs logits with memory of their own, these are expanded; use inplace=False")
 

@@ -1,6 +1,8 @@
 """Logits whose vocabulary ranks share, whose tokens they share, or whose last columns are padding."""
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -276,18 +278,28 @@ def modules(rank: int) -> Pairs:
     return found
 
 
+def of_tokens_unreduced(rank: int) -> Pairs:
+    """Values per token are nobody else's affair; a copy of the module works with the same processes."""
+    logits, target = made_logits(7, 33)[rank:], made_target(33, 7)[rank:]
+    ours = copy.deepcopy(CrossEntropyLoss(reduction="none", parallel=TokenParallel()))
+    return [(ours(logits, target), F.cross_entropy(logits, target, reduction="none"))]
+
+
 def dtensors(rank: int) -> Pairs:
     mesh, found = init_device_mesh("cpu", (2,)), []
     logits, target = made_logits(6, 33), made_target(33, 6)
     expected = logits.clone().requires_grad_()
     F.cross_entropy(expected, target).backward()
     assert expected.grad is not None
+    weighted = CrossEntropyLoss(torch.ones(33))
+    weighted.weight = distribute_tensor(torch.ones(33), mesh, [Replicate()])
     for placement, placed_target in ((Shard(-1), False), (Shard(1), True), (Replicate(), False)):
         given = distribute_tensor(logits, mesh, [placement]).requires_grad_()
         ids = distribute_tensor(target, mesh, [Replicate()]) if placed_target else target
         for function in (
             lambda x, y: logits_loss(x, y, losses.cross_entropy()).loss,
             CrossEntropyLoss(),
+            weighted,
         ):
             given.grad = None
             loss = function(given, ids)
@@ -345,7 +357,7 @@ def again(rank: int) -> Pairs:
     return [(joined(given.grad), alone.grad)]
 
 
-CALLS: tuple[Callable[[int], Pairs], ...] = (modules, dtensors, nothing, messages, again)
+CALLS: tuple[Callable[[int], Pairs], ...] = (modules, of_tokens_unreduced, dtensors, nothing, messages, again)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
@@ -361,6 +373,13 @@ def failures(rank: int) -> dict[str, str]:
     logits, target = made_logits(8, 33), made_target(33, 8)
     mesh = init_device_mesh("cpu", (2,))
     placed = distribute_tensor(logits, mesh, [Shard(1)])
+    uneven = DTensor.from_local(
+        piece(logits, [20, 13], rank, dim=1), mesh, [Shard(1)], shape=logits.shape, stride=logits.stride()
+    )
+    # of two ranks one has as many classes as there are tokens in a row
+    last, ids = piece(made_logits(2, 16, 33), COLUMNS, rank, dim=2), made_target(33, 2, 16)
+    weighted = CrossEntropyLoss(torch.ones(33))
+    weighted.weight = distribute_tensor(torch.ones(33), mesh, [Shard(0)])
 
     def call(given: Any = None, target: Any = target, loss: Any = None, **options: Any) -> Tensor:
         given = own(logits, rank) if given is None else given
@@ -376,7 +395,9 @@ def failures(rank: int) -> dict[str, str]:
         "rows": ranks.said(lambda: call(parallel=VocabParallel(rows=[16, 17]))),
         "out of range": ranks.said(lambda: call(target=target + 33)),
         "parallel": ranks.said(lambda: call(parallel="tp")),
-        "none": ranks.said(lambda: CrossEntropyLoss(reduction="none", parallel=TokenParallel())(logits, target)),
+        "none": ranks.said(
+            lambda: CrossEntropyLoss(reduction="none", parallel=TokenParallel(average=True))(logits, target)
+        ),
         "placements": ranks.said(lambda: call(distribute_tensor(logits, mesh, [Shard(0)]), parallel=None)),
         "target's placements": ranks.said(
             lambda: call(placed, distribute_tensor(target, mesh, [Shard(0)]), parallel=None)
@@ -384,6 +405,18 @@ def failures(rank: int) -> dict[str, str]:
         "both": ranks.said(lambda: call(placed)),
         "in place": ranks.said(lambda: call(placed, parallel=None, inplace=True)),
         "few": ranks.said(lambda: call(distribute_tensor(logits[:, :1], mesh, [Shard(1)]), parallel=None)),
+        "in place of local ones": ranks.said(
+            lambda: call((placed.clone().requires_grad_() * 1.0).to_local()[:, :], inplace=True)
+        ),
+        "in place of a local leaf": ranks.said(
+            lambda: call(placed.clone().detach().requires_grad_().to_local(), inplace=True)
+        ),
+        "not chunks": ranks.said(lambda: call(uneven, parallel=None)),
+        "twofold": ranks.said(lambda: CrossEntropyLoss(parallel=VocabParallel(rows=COLUMNS))(last, ids)),
+        "twofold by size": ranks.said(lambda: CrossEntropyLoss(vocab_size=33, parallel=VocabParallel())(last, ids)),
+        "field": ranks.said(lambda: call(batch={"mask": distribute_tensor(target >= 0, mesh, [Replicate()])})),
+        "class weights": ranks.said(lambda: weighted(placed, target)),
+        "saved": ranks.said(lambda: pickle.dumps(CrossEntropyLoss(parallel=VocabParallel()))),
         "afterwards": ranks.said(lambda: call().item()),
     }
 
@@ -399,12 +432,20 @@ def failures(rank: int) -> dict[str, str]:
         ("rows", "rows of VocabParallel says"),
         ("out of range", "IndexError: target must be in [0, 33)"),
         ("parallel", "TypeError: parallel must be a VocabParallel, a TokenParallel or None, got str"),
-        ("none", 'ValueError: reduction="none" has values per token'),
-        ("placements", "ValueError: logits has the placements"),
-        ("target's placements", "logits go with targets of all tokens"),
+        ("none", "ValueError: average=True of TokenParallel multiplies the loss"),
+        ("placements", "ValueError: logits with the placements"),
+        ("target's placements", "every rank needs all of it"),
         ("both", "leave parallel=None"),
         ("in place", "inplace=True writes where autograd sees it"),
         ("few", "ValueError: logits has 1 ids, of which 2 ranks do not all hold one"),
+        ("in place of local ones", "memory of these belongs to a tensor that autograd does not see"),
+        ("in place of a local leaf", "memory of these belongs to a tensor that autograd does not see"),
+        ("not chunks", "pass logits.to_local() with VocabParallel(rows=[...])"),
+        ("twofold", "ValueError: input (2, 16, "),
+        ("twofold by size", "ValueError: input (2, 16, "),
+        ("field", "TypeError: batch['mask'] is a DTensor"),
+        ("class weights", "weight has the placements"),
+        ("saved", "TypeError: VocabParallel holds a process group, which cannot be saved"),
     ],
 )
 def test_failures(of_two: list[dict[str, Any]], what: str, says: str) -> None:

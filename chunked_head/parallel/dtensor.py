@@ -91,20 +91,36 @@ def local_logits(
     if is_dtensor(logits):
         if inplace:
             raise ValueError(
-                "inplace=True writes where autograd sees it, and behind a DTensor it would not; pass logits.to_local() "
-                "and VocabParallel, or inplace=False"
+                "inplace=True writes where autograd sees it, and behind a DTensor it would not; pass inplace=False, or "
+                "logits that a matmul of local operands has made, with VocabParallel"
             )
         if isinstance(parallel, VocabParallel):
             raise ValueError("logits are a DTensor, whose placements say how they are split; leave parallel=None")
         mesh = vocabulary_mesh("logits", logits, logits.dim() - 1, LOGITS_REMEDY)
         if mesh is not None:
             vocab = logits.shape[-1]
-            parallel = VocabParallel(mesh, rows_of_all("logits", vocab, mesh), tokens=parallel)
+            rows = rows_of_all("logits", vocab, mesh)
+            parallel = VocabParallel(mesh, rows, tokens=parallel)
             vocab_size = vocab if vocab_size is None else vocab_size
-    placed: Any = target
-    if is_dtensor(placed) and not all(p.is_replicate() for p in placed.placements):
-        raise ValueError(f"target has the placements {list(placed.placements)}; logits go with targets of all tokens")
+            held, expected = part(logits).shape[-1], rows[parallel.rank]
+            if held != expected:
+                raise ValueError(
+                    f"logits hold {held} ids on rank {parallel.rank}, where Shard(-1) of {vocab} has {expected}; pass "
+                    "logits.to_local() with VocabParallel(rows=[...])"
+                )
+        target = whole("target", target)
     return arrived(part(logits)), arrived(part(target)), vocab_size, parallel
+
+
+def whole(name: str, tensor: Target) -> Target:
+    """What every rank has all of."""
+    given: Any = tensor
+    if is_dtensor(given) and not all(p.is_replicate() for p in given.placements):
+        raise ValueError(
+            f"{name} has the placements {list(given.placements)}, and every rank needs all of it; pass "
+            f"{name}.full_tensor()"
+        )
+    return part(given)
 
 
 def rows_of_all(name: str, vocab: int, mesh: Any) -> tuple[int, ...]:
@@ -135,7 +151,7 @@ def vocabulary_mesh(name: str, tensor: Any, dim: int, remedy: str) -> Any:
         if placement.is_replicate():
             continue
         if not placement.is_shard(dim) or type(placement).__name__ != "Shard" or found is not None:
-            raise ValueError(f"{name} has the placements {list(tensor.placements)}; {remedy}")
+            raise ValueError(f"{name} with the placements {list(tensor.placements)}: {remedy}")
         found = i
     if found is None:
         return None

@@ -16,6 +16,16 @@ class OfGroup:
 
     group: Any
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A module's copy works with the same processes."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} holds a process group, which cannot be saved; save a state_dict, and make it anew "
+            "where that is loaded"
+        )
+
     @property
     def ranks(self) -> int:
         return distributed.get_world_size(self.group)
@@ -111,8 +121,8 @@ class VocabParallel(OfGroup):
         object.__setattr__(self, "rows", rows)
 
     def split(self, rows: int, vocab_size: int | None) -> "Split":
-        """Who holds what where this rank has ``rows`` rows of the head, or columns of logits; raises on every rank what
-        is wrong on any."""
+        """Who holds what where this rank has ``rows`` rows of the head, or columns of logits; raises what is wrong as
+        far as one rank can tell, before any message."""
         if self.rows is not None:
             held = self.rows
         elif vocab_size is not None and rows == chunked(vocab_size, self.ranks)[self.rank]:
@@ -120,12 +130,13 @@ class VocabParallel(OfGroup):
         else:
             held = (rows,) * self.ranks
         if held[self.rank] != rows:
-            raise ValueError(
-                f"rank {self.rank} has {rows} rows of the head, rows of VocabParallel says {held[self.rank]}"
-            )
+            raise ValueError(f"rank {self.rank} holds {rows} ids, rows of VocabParallel says {held[self.rank]}")
         vocab = sum(held) if vocab_size is None else vocab_size
         if vocab > sum(held):
-            raise ValueError(f"vocab_size is {vocab}, and the {self.ranks} ranks hold {sum(held)} rows between them")
+            raise ValueError(
+                f"vocab_size is {vocab}, and the {self.ranks} ranks hold {sum(held)} ids between them"
+                + (f", as many on each as on rank {self.rank}; of other parts rows= tells" if self.rows is None else "")
+            )
         if vocab >= MOST_IDS:
             raise ValueError(f"vocabularies of ranks are of at most {MOST_IDS - 1} ids, got {vocab}")
         firsts = [sum(held[:rank]) for rank in range(self.ranks)]
