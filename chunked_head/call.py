@@ -204,9 +204,8 @@ def planned(
     wish = Request(memory_budget=request.memory_budget) if again else request
     plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
     check_road(head.skip_tolerance, plan, again)
-    if head.shard is not None:
-        head.shard.agree(plan, options_key(asked, objective), rows.device)
-    options = asked.logit_scale, asked.softcap, request, head.into, packing, head.shard
+    shard = None if head.shard is None else head.shard.agreed(plan, options_key(asked, objective), rows.device)
+    options = asked.logit_scale, asked.softcap, request, head.into, packing, shard
     return rows, Call(plan, asked.backend, objective, *options)
 
 

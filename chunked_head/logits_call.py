@@ -91,7 +91,8 @@ class Call:
         if shard is None or not parts:
             return stats
         # one message for all: ranks' strides may differ, and with them the views
-        shard.merge(backend, self.whole(logits), objective.target, stats, objective.demand, known_targets=False)
+        told = shard.told(objective.target, objective.dtype)
+        shard.merge(backend, self.whole(logits), told, stats, objective.demand, known_targets=False)
         if paired:
             for at, rows in parts:
                 backend.logits_pair_stats(rows, head, self.demand, stats.at(at))
@@ -106,7 +107,8 @@ def apply(asked: Asked, objective: Objective, inplace: bool) -> tuple[tuple[Tens
         logits = logits.contiguous()
     if shard is not None:
         sizes = str(logits.dtype), len(objective.target), common_demand(objective.demand), shard.split.vocab
-        shard.agree_on(repr(("logits", sizes, shard.split.rows, options_key(asked, objective))), logits.device)
+        kind = repr(("logits", sizes, shard.split.rows, options_key(asked, objective)))
+        shard = shard.agreed_on(kind, logits.device)
     options = asked.logit_scale, asked.softcap, inplace, asked.head.columns, shard
     found: list[RowStats] = []
     return LogitsLoss.apply(logits, Call(asked.backend, objective, *options), found), found[0]

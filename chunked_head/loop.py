@@ -43,6 +43,11 @@ class Call:
         return target if self.shard is None else self.shard.local_targets(target)
 
     @functools.cached_property
+    def told(self) -> Tensor | None:
+        """[tokens] what ranks that share the vocabulary tell of the tokens."""
+        return None if self.shard is None else self.shard.told(self.objective.target, self.objective.dtype)
+
+    @functools.cached_property
     def own_target(self) -> Tensor:
         """The same with -1 where the column is another rank's."""
         return self.target if self.shard is None else self.target.masked_fill(self.target == ELSEWHERE, -1)
@@ -157,8 +162,9 @@ def whole_stats(call: Call, session: Session, rows: Rows, out: RowStats) -> None
     session.stats(rows, out)
     paired = call.objective.demand.pairing is not None
     if call.shard is not None:
-        target = call.objective.target[rows.first : rows.first + len(rows.target)]
-        call.shard.merge(call.backend, rows, target, out, call.objective.demand, session.known_targets)
+        assert call.told is not None
+        told = call.told[rows.first : rows.first + len(rows.target)]
+        call.shard.merge(call.backend, rows, told, out, call.objective.demand, session.known_targets)
     if paired:
         session.pair_stats(rows, out)
     if paired and call.shard is not None:

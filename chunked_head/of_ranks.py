@@ -44,7 +44,7 @@ def of_all_ranks(
         own["target"] = head.target.reshape(-1)
     count = math.prod(frame.leading)
     told = {name: (tuple(value.shape[1:]), value.dtype) for name, value in own.items()}
-    shard.agree_on(repr(("tokens", count, sorted(told.items()))), frame.device)
+    shard.agreed_on(repr(("tokens", count, sorted(told.items()))), frame.device)
     whole = shard.whole_fields(own)
     target = whole.pop("target", None)
     return target, {**batch, **whole}, frame._replace(leading=(count * shard.parallel.ranks,))

@@ -33,15 +33,15 @@ def ids_in_range_everywhere(group: Any) -> Iterator[None]:
 AGREED: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 
 
-def agree(told: str, group: Any, device: torch.device, what: str) -> None:
+def agree(told: str, group: Any, device: torch.device, what: str) -> int:
     """Raises on every rank where ranks are about to do different things: one message for each new kind of call.
 
-    ``told`` is what they must have in common, spelt alike in every process.
+    ``told`` is what they must have in common, spelt alike in every process. Returns its hash.
     """
     key = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
     agreed = AGREED.setdefault(group, set())
     if key in agreed:
-        return
+        return key
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"a call of {what} that ranks have not agreed on cannot be captured: run it once before")
     mine = torch.tensor([key], dtype=torch.int64, device=device)
@@ -55,3 +55,4 @@ def agree(told: str, group: Any, device: torch.device, what: str) -> None:
             f"unevenly, VocabParallel(rows=[...]) says how); here they are {told}"
         )
     agreed.add(key)
+    return key

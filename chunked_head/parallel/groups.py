@@ -79,7 +79,8 @@ class TokenParallel(OfGroup):
 
 @dataclass(frozen=True, eq=False)
 class VocabParallel(OfGroup):
-    """Ranks of ``group`` hold the head's rows in turn: ``weight`` (``bias``, a teacher's head) is each rank's own part.
+    """Ranks of ``group`` hold the head's rows in turn: ``weight`` (``bias``, a teacher's head) is each rank's own part,
+    and so are the columns of ``logits_loss``'s logits.
 
     Every rank gives the same targets, fields and options, and gets the same loss, metrics and per-token values, and
     the whole gradient of ``hidden``; that of ``weight`` is its part's.

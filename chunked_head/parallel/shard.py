@@ -13,7 +13,7 @@ from ..sizes import Sizes
 from ..stats import Demand, Rows, RowStats
 from .agree import agree
 from .collectives import all_gather
-from .groups import Split, VocabParallel
+from .groups import MOST_IDS, Split, VocabParallel
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
 from .merge import PAIR_SUMS, Told, pack, sent
 
@@ -75,6 +75,7 @@ class Shard:
     parallel: VocabParallel
     split: Split
     tell: Tell = "targets"
+    kind: int = 0  # of call, a hash of what ranks have agreed on
 
     @property
     def group(self) -> Any:
@@ -107,29 +108,36 @@ class Shard:
         """The plan of this rank's part."""
         return plan_part(sizes, request, max(self.split.rows), self.columns)
 
-    def agree(self, plan: Plan, options: str, device: torch.device) -> None:
-        """Raises on every rank where ranks are about to do different things: one message for each new kind of call."""
+    def agreed(self, plan: Plan, options: str, device: torch.device) -> "Shard":
+        """This part in a call that all ranks make alike; raises on every rank where they are about to do different
+        things: one message for each new kind of call."""
         chunks = plan.schedule, plan.chunk_tokens, plan.block_tokens, plan.hidden_accumulate, plan.weight_accumulate
         common = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=common_demand(plan.sizes.demand))
-        self.agree_on(
+        return self.agreed_on(
             repr((chunks, common, self.split.vocab, self.split.rows, self.parallel.sequence_sharded, options)), device
         )
 
-    def agree_on(self, told: str, device: torch.device) -> None:
-        agree(told, self.group, device, "VocabParallel")
+    def agreed_on(self, told: str, device: torch.device) -> "Shard":
+        return replace(self, kind=agree(told, self.group, device, "VocabParallel"))
+
+    def told(self, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """[tokens] what all ranks must tell alike, for ids ``target`` [tokens] of the vocabulary: the ids, moved by the
+        kind of call. A kind that one rank takes for another, both agreed on before, is found out as other tokens are.
+        Below 2^24, so that floats are exact."""
+        return ((target + self.kind % MOST_IDS) % MOST_IDS).to(dtype)
 
     def add_targets(self, target_logit: Tensor) -> None:
         """Every row's target logit, in place, from 0 where the target is elsewhere."""
         distributed.all_reduce(target_logit, group=self.group)
 
     def merge(
-        self, backend: "Backend", rows: Rows, target: Tensor, stats: RowStats, demand: Demand, known_targets: bool
+        self, backend: "Backend", rows: Rows, told: Tensor, stats: RowStats, demand: Demand, known_targets: bool
     ) -> None:
         """The statistics of this rank's columns become those of the vocabulary: one message for the chunk.
 
-        ``target`` [rows] ids of the vocabulary go along, or where there are none what tells hidden states apart (logits
-        have nothing of the kind): ranks that were given different ones, such as those of a data-parallel group, would
-        make something out of each other's tokens, and get nan.
+        ``told`` [rows] goes along, or where there are no targets what tells hidden states apart (logits have nothing of
+        the kind): ranks that were given different ones, such as those of a data-parallel group, would make something
+        out of each other's tokens, and get nan.
         """
         if stats.argmax is not None:
             stats.argmax.add_(self.here.start)
@@ -139,7 +147,7 @@ class Shard:
             assert rows.columns is not None
             stats.column_logits.masked_fill_(rows.columns < 0, 0.0)
         names, dtype = sent(demand), stats.lse.dtype
-        tokens = rows.hidden.sum(1, dtype=dtype) if self.tell == "hidden" else target.to(dtype)
+        tokens = rows.hidden.sum(1, dtype=dtype) if self.tell == "hidden" else told
         own = pack(stats, names, tokens)
         gathered = own.new_empty(self.parallel.ranks, *own.shape)
         all_gather(gathered.view(-1, own.shape[1]), own, self.group)
