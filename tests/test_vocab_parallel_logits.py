@@ -281,7 +281,7 @@ def modules(rank: int) -> Pairs:
 def of_tokens_unreduced(rank: int) -> Pairs:
     """Values per token are nobody else's affair; a copy of the module works with the same processes."""
     logits, target = made_logits(7, 33)[rank:], made_target(33, 7)[rank:]
-    ours = copy.deepcopy(CrossEntropyLoss(reduction="none", parallel=TokenParallel()))
+    ours = copy.deepcopy(copy.copy(CrossEntropyLoss(reduction="none", parallel=copy.copy(TokenParallel()))))
     return [(ours(logits, target), F.cross_entropy(logits, target, reduction="none"))]
 
 

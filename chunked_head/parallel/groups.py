@@ -16,6 +16,9 @@ class OfGroup:
 
     group: Any
 
+    def __copy__(self) -> Any:
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A module's copy works with the same processes."""
         return self
