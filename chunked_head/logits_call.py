@@ -59,7 +59,7 @@ class Call:
         """There is none; what makes logits of its products."""
         nothing, class_weights = logits.new_empty(0), self.objective.class_weights
         if self.shard is not None and class_weights is not None:
-            class_weights = class_weights[self.shard.here].contiguous()
+            class_weights = self.shard.own(class_weights)
         return Head(nothing, None, class_weights, self.logit_scale, self.softcap)
 
     def whole(self, logits: Tensor) -> Rows:

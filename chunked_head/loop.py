@@ -73,7 +73,7 @@ class Call:
         if sizes.padding:
             weight = weight[: sizes.vocab]
         if self.shard is not None and class_weights is not None:
-            class_weights = class_weights[self.shard.here].contiguous()
+            class_weights = self.shard.own(class_weights)
         add_targets = None if self.shard is None else self.shard.add_targets
         return Head(weight, bias, class_weights, self.logit_scale, self.softcap, add_targets)
 
