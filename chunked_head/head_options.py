@@ -15,7 +15,7 @@ from .skipping import check_tolerance
 
 
 class OfRanks:
-    """What both have of the ranks that may share a call."""
+    """What options of a head and of logits have in common: the ranks that may share the call."""
 
     target: Tensor | None
     vocab_size: int | None
