@@ -98,9 +98,9 @@ class Bench:
         """A row's step on this rank; for a row that runs alone, on rank 0."""
         row = ROWS[name]
         assert row.workload is not None
-        if name in ("logits", "megatron"):
-            loss = parallel_peers.ours_on_logits if name == "logits" else parallel_peers.megatron_style
-            return measure.Step(loss, self.part)
+        of_logits = {"logits": parallel_peers.ours_on_logits, "megatron": parallel_peers.megatron_style}
+        if name in of_logits:
+            return measure.Step(of_logits[name], self.part)
         if name == "loss-parallel":
             return parallel_peers.LossParallel(parallel_peers.of_tensors_of_ranks, self.part)
         batch = self.batch if row.workload == GRPO else {}

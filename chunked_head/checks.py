@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from .parallel.dtensor import is_dtensor
 from .plans import name
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -99,7 +100,7 @@ def check_tensor(argument: str, tensor: Tensor | None, optional: bool) -> None:
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{argument} must be a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()")
-    if type(tensor).__name__ == "DTensor":
+    if is_dtensor(tensor):
         raise TypeError(
             f"{argument} is a DTensor, which of a head's operands, logits and targets alone are taken as such; pass "
             f"{argument}.full_tensor(), or .to_local() where it is split as they are"

@@ -11,6 +11,7 @@ from .backends import Backend, Targets
 from .losses.base import FIELDS, Field, Losses, Summand
 from .losses.topk import PADDING, entries
 from .metrics import Metric
+from .parallel.dtensor import is_dtensor
 from .plans import name, slices
 from .prepare import shift_left
 from .teachers import TEACHER, check_teacher
@@ -97,7 +98,7 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
     where = f"batch[{field!r}]"
     if not isinstance(value, Tensor):
         raise TypeError(f"{where} must be a torch.Tensor, got {type(value).__name__}")
-    if type(value).__name__ == "DTensor":
+    if is_dtensor(value):
         raise TypeError(
             f"{where} is a DTensor; pass .to_local(): of this rank's tokens, of a teacher's vocabulary its part as the "
             "student's is split"

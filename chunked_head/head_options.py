@@ -1,6 +1,7 @@
 """What every public function takes of the head and of how to run it, or of logits that exist already: checked."""
 
 import functools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from .parallel.shard import Shard, Tell
 from .skipping import check_tolerance
 
 
-class OfRanks:
+class OfRanks(ABC):
     """What options of a head and of logits have in common: the ranks that may share the call."""
 
     target: Tensor | None
@@ -23,14 +24,14 @@ class OfRanks:
     holds = ""  # how an error says it
 
     @property
+    @abstractmethod
     def held(self) -> int:
         """How many rows of the vocabulary are here, padding among them."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def unnamed(self) -> Tell:
         """What tells ranks' tokens apart where a call has no targets."""
-        raise NotImplementedError
 
     def check_ranks(self) -> None:
         """Raises what is wrong with ``parallel`` and ``vocab_size``."""

@@ -1,5 +1,6 @@
 """What runs where logits exist already: statistics from one pass over them, their gradient from one more."""
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from .backends import Backend
 from .call import options_key
 from .head_options import LogitsOptions
 from .objective import Objective
+from .own_part import OwnPart
 from .parallel.shard import Shard, common_demand, local_demand
 from .stats import Demand, Head, Rows, RowStats
 
@@ -39,7 +41,7 @@ def check_inplace(logits: Tensor, inplace: bool) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class Call(OwnPart):
     """Everything of a call that takes no gradient."""
 
     backend: Backend
@@ -47,36 +49,24 @@ class Call:
     logit_scale: float
     softcap: float | None
     inplace: bool
-    columns: int  # of the logits, the first ones, that stand for an id
+    width: int  # columns of the logits, the first ones, that stand for an id
     shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
 
-    @property
+    @functools.cached_property
     def demand(self) -> Demand:
         """What is wanted of the columns that are here."""
-        return self.objective.demand if self.shard is None else local_demand(self.objective.demand, self.columns)
+        return self.objective.demand if self.shard is None else local_demand(self.objective.demand, self.width)
 
     def head(self, logits: Tensor) -> Head:
         """There is none; what makes logits of its products."""
-        nothing, class_weights = logits.new_empty(0), self.objective.class_weights
-        if self.shard is not None and class_weights is not None:
-            class_weights = self.shard.own(class_weights)
-        return Head(nothing, None, class_weights, self.logit_scale, self.softcap)
-
-    def whole(self, logits: Tensor) -> Rows:
-        """All tokens; ``logits`` in any shape."""
-        target, columns, teacher = self.objective.target, self.objective.columns, self.objective.teacher
-        if self.shard is not None:
-            target = self.shard.local_targets(target)
-            columns = None if columns is None else self.shard.local_columns(columns)
-        return Rows(logits, target, columns, teacher)
+        return Head(logits.new_empty(0), None, self.class_weights, self.logit_scale, self.softcap)
 
     def rows(self, logits: Tensor) -> list[tuple[slice, Rows]]:
-        whole, found, start = self.whole(logits), [], 0
-        for view in row_views(logits[..., : self.columns]):
+        teacher, found, start = self.objective.teacher, [], 0
+        for view in row_views(logits[..., : self.width]):
             at = slice(start, start + len(view))
-            columns = None if whole.columns is None else whole.columns[at]
-            teacher = None if whole.teacher is None else whole.teacher.rows(at)
-            found.append((at, Rows(view, whole.target[at], columns, teacher)))
+            columns = None if self.columns is None else self.columns[at]
+            found.append((at, Rows(view, self.target[at], columns, None if teacher is None else teacher.rows(at))))
             start = at.stop
         return found
 
@@ -91,8 +81,8 @@ class Call:
         if shard is None or not parts:
             return stats
         # one message for all: ranks' strides may differ, and with them the views
-        told = shard.told(objective.target, objective.dtype)
-        shard.merge(backend, self.whole(logits), told, stats, objective.demand, known_targets=False)
+        everything = Rows(logits, self.target, self.columns)
+        shard.merge(backend, everything, self.told, stats, objective.demand, known_targets=False)
         if paired:
             for at, rows in parts:
                 backend.logits_pair_stats(rows, head, self.demand, stats.at(at))
@@ -171,9 +161,9 @@ class LogitsLoss(torch.autograd.Function):
             coefficients, _ = objective.late(stats, known)
             ctx.overwritten = call.inplace
             grad = logits.detach() if call.inplace else logits.new_empty(logits.shape)
-            flat = None if call.inplace else grad.view(-1, grad.shape[-1])[:, : call.columns]
-            if call.columns < grad.shape[-1]:
-                grad[..., call.columns :] = 0.0
+            flat = None if call.inplace else grad.view(-1, grad.shape[-1])[:, : call.width]
+            if call.width < grad.shape[-1]:
+                grad[..., call.width :] = 0.0
             head = call.head(logits)
             for at, rows in call.rows(logits):
                 if len(rows.target):

@@ -1,6 +1,5 @@
 """The loop over token chunks, and its counterpart over blocks and tiles where gradients come after all statistics."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,8 +9,8 @@ from torch import Tensor
 from .backends import Backend, Session
 from .gradients import Gradients, add_tile
 from .into import Into
-from .kernels.elsewhere import ELSEWHERE
 from .objective import Objective
+from .own_part import OwnPart
 from .packing import Packing
 from .parallel.shard import Shard
 from .planner import DEFAULT_REQUEST, Request, make_plan
@@ -21,7 +20,7 @@ from .stats import Coefficients, Head, Rows, RowStats
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class Call(OwnPart):
     """Everything of a call that takes no gradient."""
 
     plan: Plan
@@ -35,29 +34,6 @@ class Call:
     shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
     skipped: list[Skipped] = field(default_factory=list)  # filled in where tiles are skipped
 
-    @functools.cached_property
-    def target(self) -> Tensor:
-        """[tokens] int64: columns of the weight's rows, -1 where a token does not count, ``ELSEWHERE`` where it does
-        and its column is another rank's."""
-        target = self.objective.target
-        return target if self.shard is None else self.shard.local_targets(target)
-
-    @functools.cached_property
-    def told(self) -> Tensor | None:
-        """[tokens] what ranks that share the vocabulary tell of the tokens."""
-        return None if self.shard is None else self.shard.told(self.objective.target, self.objective.dtype)
-
-    @functools.cached_property
-    def own_target(self) -> Tensor:
-        """The same with -1 where the column is another rank's."""
-        return self.target if self.shard is None else self.target.masked_fill(self.target == ELSEWHERE, -1)
-
-    @functools.cached_property
-    def columns(self) -> Tensor | None:
-        """[tokens, K] int64: each row's own columns among the weight's rows, -1 for none here."""
-        columns = self.objective.columns
-        return columns if columns is None or self.shard is None else self.shard.local_columns(columns)
-
     def without_teacher(self) -> "Call":
         """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
         return self if self.objective.teacher is None else replace(self, objective=self.objective.without_teacher())
@@ -67,15 +43,13 @@ class Call:
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """The head in the dtype of the matmuls: under autocast the weight is cast here, once."""
-        sizes, class_weights = self.plan.sizes, self.objective.class_weights
+        sizes = self.plan.sizes
         bias = None if bias is None else bias[: sizes.vocab].to(sizes.dtype).contiguous()
         weight = weight.to(sizes.dtype)
         if sizes.padding:
             weight = weight[: sizes.vocab]
-        if self.shard is not None and class_weights is not None:
-            class_weights = self.shard.own(class_weights)
         add_targets = None if self.shard is None else self.shard.add_targets
-        return Head(weight, bias, class_weights, self.logit_scale, self.softcap, add_targets)
+        return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets)
 
     def replanned(self, request: Request) -> "Call":
         """The same with the gradients left to backward."""
@@ -162,7 +136,6 @@ def whole_stats(call: Call, session: Session, rows: Rows, out: RowStats) -> None
     session.stats(rows, out)
     paired = call.objective.demand.pairing is not None
     if call.shard is not None:
-        assert call.told is not None
         told = call.told[rows.first : rows.first + len(rows.target)]
         call.shard.merge(call.backend, rows, told, out, call.objective.demand, session.known_targets)
     if paired:

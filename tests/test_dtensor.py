@@ -296,7 +296,7 @@ def test_two_gpus(on_gpus: list[dict[str, Any]], name: str) -> None:
     [
         ("partial hidden", "a Partial needs its sum first"),
         ("columns of hidden", "hidden has the placements"),
-        ("columns of weight", "weight with the placements"),
+        ("columns of weight", "weight has the placements"),
         ("tokens beside a whole weight", "weight is whole on every rank"),
     ],
 )

@@ -145,7 +145,7 @@ def work_of_four(rank: int, device: str) -> dict[str, Any]:
     return work(rank, device, runs_of(4))
 
 
-def work_of_gpus(rank: int, device: str, run: Run, part: int) -> dict[str, Any]:
+def work_of_gpus(rank: int, device: str, work: Callable[..., Any], run: Run, part: int) -> dict[str, Any]:
     with torch.compiler.set_stance("force_eager"):  # as in all tests but those marked compiled
         return work(rank, device, [run], slice(part * PART, (part + 1) * PART))
 
@@ -161,11 +161,11 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def of_gpus(run: Run, part: int) -> Any:
+def of_gpus(work: Callable[..., Any], count: int, run: Run, part: int) -> Any:
     """What came of a part of a run's cases, or how it failed: parts may be asked for one by one, in processes of their
     own. No fixture: pytest makes one anew for each case that stands beside its parameter."""
-    made = functools.partial(work_of_gpus, run=run, part=part)
-    return ranks.outcome(ranks.run_in_a_folder, made, LAYOUTS[run[0]][0], "cuda")
+    made = functools.partial(work_of_gpus, work=work, run=run, part=part)
+    return ranks.outcome(ranks.run_in_a_folder, made, count, "cuda")
 
 
 @functools.cache
@@ -237,6 +237,6 @@ def in_parts(runs: list[Run], cases: Callable[[Run], list[LossCase]]) -> list[An
 @pytest.mark.multigpu
 @pytest.mark.parametrize(("run", "part", "case"), in_parts(ON_GPUS, cases))
 def test_gpus(run: Run, part: int, case: LossCase) -> None:
-    (layout, backend, dtype), found = run, of_gpus(run, part)
+    (layout, backend, dtype), found = run, of_gpus(work, LAYOUTS[run[0]][0], run, part)
     assert not isinstance(found, str), found
     hold_to_one_rank(found, f"{layout} {backend} {dtype} {case.name}", case, dtype)

@@ -1,7 +1,6 @@
 """Logits whose vocabulary ranks share, whose tokens they share, or whose last columns are padding."""
 
 import copy
-import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from cases import PLACES, Place
 from loss_cases import LOSS_CASES, VOCAB, LossCase, LossInputs, inputs_of
 from test_on_logits import assert_gradient, by_oracle, made_logits, made_target, on_logits
 from test_token_parallel import places, spread, whole
-from test_vocab_parallel import PART, SEED, SOME_CASES, Run, in_parts, piece
+from test_vocab_parallel import SEED, SOME_CASES, Run, in_parts, of_gpus, piece
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -169,22 +168,10 @@ def test_four_ranks(of_four: list[dict[str, Any]], run: Run, case: LossCase) -> 
     hold(of_four, run, case, "cpu")
 
 
-def work_of_gpus(rank: int, device: str, run: Run, part: int) -> dict[str, Any]:
-    with torch.compiler.set_stance("force_eager"):
-        return work(rank, device, [run], slice(part * PART, (part + 1) * PART))
-
-
-@functools.cache
-def of_gpus(run: Run, part: int) -> Any:
-    """What came of a part of a run's cases, or how it failed."""
-    made = functools.partial(work_of_gpus, run=run, part=part)
-    return ranks.outcome(ranks.run_in_a_folder, made, LAYOUTS[run[0]][0], "cuda")
-
-
 @pytest.mark.multigpu
 @pytest.mark.parametrize(("run", "part", "case"), in_parts(ON_GPUS, cases))
 def test_gpus(run: Run, part: int, case: LossCase) -> None:
-    found = of_gpus(run, part)
+    found = of_gpus(work, LAYOUTS[run[0]][0], run, part)
     assert not isinstance(found, str), found
     hold(found, run, case, "cuda")
 
@@ -440,7 +427,7 @@ def failures(rank: int) -> dict[str, str]:
         ("out of range", "IndexError: target must be in [0, 33)"),
         ("parallel", "TypeError: parallel must be a VocabParallel, a TokenParallel or None, got str"),
         ("none", "ValueError: average=True of TokenParallel multiplies the loss"),
-        ("placements", "ValueError: logits with the placements"),
+        ("placements", "ValueError: logits has the placements"),
         ("target's placements", "every rank needs all of it"),
         ("both", "leave parallel=None"),
         ("in place", "inplace=True writes where autograd sees it"),

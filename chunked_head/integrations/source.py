@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..parallel.dtensor import is_dtensor
 from .unchanged import Remembered, remembered
 from .virtual import Virtual, replay
 
@@ -15,7 +16,7 @@ ROWS_AT_ONCE = 1024  # of real logits where only a row's own result is kept
 
 
 def is_shard(weight: Any) -> bool:
-    return type(weight).__name__ == "DTensor"
+    return is_dtensor(weight)
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,9 +55,8 @@ def local(
             hidden, target = local_tokens(hidden, target, sequence, parallel)
         check_bias(weight, bias)
     return Local(
-        arrived(plain("hidden", hidden)), arrived(part(weight)),
-        None if target is None else arrived(plain("target", target)), None if bias is None else arrived(part(bias)),
-        vocab_size, parallel,
+        arrived(own_hidden(hidden)), arrived(part(weight)), arrived(part(target)), arrived(part(bias)), vocab_size,
+        parallel,
     )  # fmt: skip
 
 
@@ -115,7 +114,7 @@ def local_logits(
 def whole(name: str, tensor: Target) -> Target:
     """What every rank has all of."""
     given: Any = tensor
-    if is_dtensor(given) and not all(p.is_replicate() for p in given.placements):
+    if is_dtensor(given) and not replicated(given):
         raise ValueError(
             f"{name} has the placements {list(given.placements)}, and every rank needs all of it; pass "
             f"{name}.full_tensor()"
@@ -151,7 +150,7 @@ def vocabulary_mesh(name: str, tensor: Any, dim: int, remedy: str) -> Any:
         if placement.is_replicate():
             continue
         if not placement.is_shard(dim) or type(placement).__name__ != "Shard" or found is not None:
-            raise ValueError(f"{name} with the placements {list(tensor.placements)}: {remedy}")
+            raise ValueError(f"{name} has the placements {list(tensor.placements)}; {remedy}")
         found = i
     if found is None:
         return None
@@ -215,15 +214,16 @@ def part(tensor: Any) -> Any:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def plain(name: str, tensor: Any) -> Tensor:
-    """A tensor that every rank has all of, or its own part of already."""
-    if not is_dtensor(tensor):
-        return tensor
-    if all(p.is_replicate() for p in tensor.placements):
-        return tensor.to_local()
-    if name == "target":
-        return tensor.to_local()
-    raise ValueError(
-        f"{name} has the placements {list(tensor.placements)}, and weight is whole on every rank; pass "
-        f"{name}.to_local() for this rank's tokens, or .full_tensor()"
-    )
+def replicated(tensor: Any) -> bool:
+    """Whether every rank has all of a DTensor."""
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
+def own_hidden(hidden: Any) -> Tensor:
+    """Hidden states that every rank has all of, or its own part of already."""
+    if is_dtensor(hidden) and not replicated(hidden):
+        raise ValueError(
+            f"hidden has the placements {list(hidden.placements)}, and weight is whole on every rank; pass "
+            "hidden.to_local() for this rank's tokens, or .full_tensor()"
+        )
+    return part(hidden)

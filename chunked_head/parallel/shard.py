@@ -94,10 +94,6 @@ class Shard:
         """Ranks that each hold hidden states of their own."""
         return self.parallel.ranks if self.parallel.sequence_sharded else 1
 
-    def own(self, per_class: Tensor) -> Tensor:
-        """This rank's part of a value for each id [vocab]."""
-        return per_class[self.here].contiguous()
-
     def local_targets(self, target: Tensor) -> Tensor:
         """Columns of this rank's for targets [tokens] of the vocabulary, ``ELSEWHERE`` for other ranks', -1 kept."""
         column = target - self.here.start
