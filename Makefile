@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 # what torch to install; on a machine that has one in its Python already, TORCH= and SYSTEM=--system-site-packages
-TORCH ?= torch==2.13.0
+TORCH ?= torch==2.15.0
 SYSTEM ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

@@ -1,5 +1,6 @@
 """What a patched model must not do in silence: other numbers, or other gradients, than the plain model's."""
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,22 @@ def test_inference_mode() -> None:
     assert model.lm_head.weight.grad is not None
 
 
+class SquaresApart(torch.autograd.Function):
+    """The same where the context comes after the forward."""
+
+    @staticmethod
+    def forward(logits: torch.Tensor) -> torch.Tensor:
+        return logits.square().sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad * ctx.saved_tensors[0]
+
+
 class Squares(torch.autograd.Function):
     """As kernels of losses on logits are."""
 
@@ -141,6 +158,8 @@ def test_functions_that_would_give_no_gradient() -> None:
     output = model(**tokens())
     with pytest.raises(RuntimeError, match=r"Squares\.apply was given lazy logits.*materialise"):
         Squares.apply(output.logits)
+    with pytest.raises(RuntimeError, match=r"Function\.apply was given lazy logits.*materialise"):
+        output.loss + 100 * SquaresApart.apply(output.logits)
     with pytest.raises(RuntimeError, match=r"CheckpointFunction\.apply was given lazy logits"):
         checkpoint(lambda logits: logits.softmax(-1), output.logits, use_reentrant=True)
     output.logits.materialise()
@@ -154,8 +173,8 @@ def test_functions_that_would_give_no_gradient() -> None:
         kind = type("Reversed", (torch.autograd.Function,), {"forward": staticmethod(lambda ctx, x, way=way: way(x))})
         with pytest.raises(RuntimeError, match=r"Reversed\.apply was given lazy logits"):
             kind.apply(model(**tokens()).logits)
-    kind.__module__ = "deepspeed.runtime"
-    kind.forward = staticmethod(lambda ctx, x: x.detach())
+    passing = types.FunctionType((lambda ctx, x: x.detach()).__code__, {"__name__": "deepspeed.runtime"})
+    kind = type("Passing", (torch.autograd.Function,), {"forward": staticmethod(passing)})
     assert kind.apply(model(**tokens()).logits).materialise().requires_grad
     with torch.no_grad():
         torch.testing.assert_close(Squares.apply(model(**tokens()).logits), Squares.apply(plain(**tokens()).logits))

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
 
 from .fused_loss import cross_entropy
 from .fused_statistics import LOG_SOFTMAX, STATISTICS, Read, Rows, log_softmax, nll_loss, statistics
@@ -240,20 +242,32 @@ def computed(value: Any, what: str) -> Any:
 def refuse_functions(logits: LazyLogits) -> bool:
     """A torch.autograd.Function sees that lazy logits themselves need no gradient, and would give them none. Returns
     whether they are in one that passes all of a model's outputs through, whose backward does nothing to gradients."""
-    if torch.is_grad_enabled() or not logits._virtual.source.grad:
+    if not logits._virtual.source.grad or not in_function_forward():
         return False
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not APPLY:
+    while frame is not None and not isinstance(context := first_argument(frame), FunctionCtx):
         frame = frame.f_back
-    if frame is None:
-        return False
-    kind = frame.f_locals["cls"]
-    if kind.__module__.startswith(PASSING):
+    if frame is not None and frame.f_globals.get("__name__", "").startswith(PASSING):
         return True
+    name = "A torch.autograd.Function" if frame is None else type(context).__name__.removesuffix("Backward")
     raise RuntimeError(
-        f"{kind.__name__}.apply was given lazy logits, which would get no gradient from it; give it "
-        "logits.materialise()"
+        f"{name}.apply was given lazy logits, which would get no gradient from it; give it logits.materialise()"
     )
+
+
+def in_function_forward() -> bool:
+    """Whether this runs in the forward of a torch.autograd.Function. Autograd switches both of its modes off there;
+    ``no_grad`` leaves the forward mode on, which a dual number shows, and in inference mode nothing has gradients."""
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    zero = torch.zeros(())
+    with Disabled(), forward_ad.dual_level():
+        return forward_ad.unpack_dual(forward_ad.make_dual(zero, zero)).tangent is None
+
+
+def first_argument(frame: Any) -> Any:
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None
 
 
 def named(function: Any) -> str:
@@ -276,7 +290,6 @@ def by_function() -> dict[Any, str]:
 
 
 NAMES = by_function()
-APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 PASSING = ("torch.nn.parallel.", "torch.distributed.fsdp.", "deepspeed.")
 WATCHING = {"retain_grad", "register_hook", "register_post_accumulate_grad_hook"}
 WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
