@@ -1,0 +1,649 @@
+"""Random calls of every public function, with every option, against the oracle in float64.
+
+A seed draws one call: sizes from zero tokens and one vocabulary row on, layouts, masks with nonsense behind them, any
+options that go together. ``python tests/fuzz.py --first 0 --count 1000 [--device cuda]`` runs more than the tests do.
+"""
+
+import functools
+import inspect
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import chunked_head
+from chunked_head import losses, metrics, reference
+from chunked_head.losses import Losses
+from chunked_head.metrics import Metric
+from chunked_head.reference import Term
+
+IGNORED = -100
+CLASS_WEIGHTS = "class weights of the vocabulary"
+POLICY = ("old_logprobs", "advantages")
+PAIRED = ("ref_logprobs", "segments", "pairs")
+TOPK = ("teacher_ids", "teacher_logprobs", "teacher_mask")
+DENSE = "a dense teacher"
+# every loss: its options, and the fields that it reads
+LOSSES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("cross_entropy", {}, ()), ("cross_entropy", {"label_smoothing": 0.2}, ()),
+    ("cross_entropy", {"token_scaling": True}, ()), ("cross_entropy", {"class_weights": CLASS_WEIGHTS}, ()),
+    ("cross_entropy", {"class_weights": CLASS_WEIGHTS, "label_smoothing": 0.3}, ()), ("focal", {"gamma": 1.5}, ()),
+    ("focal", {"alpha": CLASS_WEIGHTS}, ()), ("unlikelihood", {}, ()), ("z_loss", {}, ()), ("entropy", {}, ()),
+    ("reinforce", {"rollout": "truncate"}, (*POLICY, "rollout_logprobs")), ("grpo", {}, POLICY),
+    ("grpo", {"dual_clip": 1.1, "clip_high": 0.28}, POLICY), ("cispo", {"clip_high": 0.1}, POLICY),
+    ("sapo", {}, POLICY), ("gspo", {}, (*POLICY, "segments")),
+    ("gspo", {"weighting": "token", "level": "token"}, (*POLICY, "segments")), ("gmpo", {}, (*POLICY, "segments")),
+    ("rloo", {}, (*POLICY, "segments")), ("kl_to_reference", {}, ("ref_logprobs",)),
+    ("kl_to_reference", {"estimator": "k1", "bias_correction": True}, ("ref_logprobs", "old_logprobs")),
+    ("kl_to_reference", {"estimator": "k3+", "kl_clamp": 10.0, "log_ratio_clamp": None}, ("ref_logprobs",)),
+    ("dpo", {}, PAIRED), ("dpo", {"variant": "ipo"}, PAIRED), ("simpo", {}, ("segments", "pairs")),
+    ("cpo", {}, ("segments", "pairs")), ("orpo", {}, ("segments", "pairs")),
+    ("kto", {}, ("ref_logprobs", "segments", "segment_labels", "kl_baseline")), ("forward_kl", {}, (DENSE,)),
+    ("forward_kl", {"form": "cross_entropy", "teacher_temperature": 2.0}, (DENSE,)),
+    ("reverse_kl", {"teacher_softcap": 4.0}, (DENSE,)), ("jsd", {"beta": 0.3}, (DENSE,)), ("tvd", {}, (DENSE,)),
+    ("topk_kl", {}, TOPK), ("topk_kl", {"normalize": "vocab", "divergence": "jsd", "beta": 0.2}, TOPK),
+    ("topk_kl", {"normalize": "topk"}, TOPK), ("topk_kl", {"divergence": "reverse"}, TOPK),
+]  # fmt: skip
+INFINITE_WHERE_SURE = ("unlikelihood", "orpo", "topk_kl")  # of a token of probability 1, as with one vocabulary row
+# every metric, and the fields that it reads
+METRICS: list[tuple[Callable[[], Metric], tuple[str, ...]]] = [
+    (metrics.accuracy, ()), (metrics.perplexity, ()), (metrics.entropy, ()), (lambda: metrics.lse("max"), ()),
+    (metrics.mean_logit, ()), (metrics.logprob, ()), (metrics.top_probability, ()), (metrics.ratio, POLICY),
+    (metrics.effective_sample_size, POLICY), (metrics.kl_old, POLICY), (metrics.advantage, POLICY),
+    (metrics.kl_reference, ("ref_logprobs",)), (metrics.clip_fraction, POLICY),
+    (lambda: metrics.clip_fraction(level="segment"), (*POLICY, "segments")),
+    (lambda: metrics.perplexity("segment"), ("segments",)),
+    (lambda: metrics.kl_old(level="segment"), (*POLICY, "segments")),
+]  # fmt: skip
+ROWS = ("teacher_logits", "teacher_hidden", *TOPK)
+WHOLE = ("pairs", "segment_labels", "kl_baseline", "teacher_weight", "teacher_bias")
+# what one call cannot do, and says so
+REFUSALS = ("two softmaxes", "smooths over", "different temperatures", "skip_ignored=True", "memory_budget",
+            "cannot move the rows of batch['teacher_logits']")  # fmt: skip
+HEAD = ("ignore_index", "softcap", "logit_scale", "shift")
+
+
+class Drawn(NamedTuple):
+    """What a call gave: values by name, and gradients of its operands: hidden (or logits), weight, bias."""
+
+    values: dict[str, Tensor]
+    grads: list[Tensor]
+
+
+class Call:
+    """One drawn call. Tensors are float64 until they are cast to the call's dtype, which the truth is then made of."""
+
+    def __init__(self, seed: int, device: str = "cpu", backends: tuple[str, ...] = ("torch", "triton")):
+        self.seed, self.device = seed, device
+        self.draw, self.made = random.Random(seed), torch.Generator().manual_seed(seed)
+        pick = self.pick = self.draw.choice
+        self.function = FUNCTIONS[seed % len(FUNCTIONS)]
+        self.backend = pick(backends)
+        # interpreted, bf16 products are wrong (Triton's interpreter), and of fp16 every road is seen
+        halves = [torch.float16] if device == "cpu" else [torch.bfloat16, torch.float16]
+        self.dtype = pick([torch.float32, *halves] if self.backend == "triton" else [torch.float32, torch.float64])
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        rows, length = pick([(3, 7), (2, 11), (1, 5), (1, 1), (0, 4), (2, 0), (1, 150)])
+        lead = self.leading = pick([(rows, length), (rows * length,), (rows, 1, length)])
+        self.width, self.vocab = pick([3, 8, 16, 64]), pick([1, 2, 5, 17, 40, 131, 300])
+        self.padding = pick([0, 0, 0, 3])
+        self.num_segments = pick([2, 4, 6])
+        held = self.vocab + self.padding
+        self.hidden, self.weight = self.real(*lead, self.width), self.real(held, self.width) * 2 / self.width**0.5
+        self.bias = self.real(held) if pick([True, False]) else None
+        self.ignore_index = pick([IGNORED, IGNORED, 0])
+        self.target = torch.randint(0, self.vocab, lead, generator=self.made)
+        self.target = torch.where(self.some(*lead, share=pick([0.0, 0.2, 0.9, 1.0])), self.ignore_index, self.target)
+        self.mask = self.some(*lead, share=0.8) if pick([True, False]) else None
+        self.head: dict[str, Any] = {
+            "ignore_index": self.ignore_index, "softcap": pick([None, None, 5.0]),
+            "logit_scale": pick([1.0, -0.7, 1.3]), "shift": pick([0, 0, 1, 2]),
+        }  # fmt: skip
+        if length <= self.head["shift"]:  # nothing would be predicted
+            self.head["shift"] = 0
+        self.temperature = pick([1.0, 0.7, 1.6])
+        self.needs = pick([(True, True, True), (True, False, False), (False, True, True), (False, True, False)])
+        self.schedule: dict[str, Any] = {
+            "chunk_tokens": pick([None, 1, 3, 16, 100]), "accumulate_dtype": pick([None, None, self.wide]),
+            "skip_ignored": pick([False, False, True, "wait"]),
+        }  # fmt: skip
+        if pick([True, False, False]):
+            self.schedule |= {"memory_budget": pick(["1MiB", 2**16, None]), "chunk_tokens": None,
+                              "accumulate_dtype": None}  # fmt: skip
+        self.accumulate = pick([False, False, False, True]) and self.needs[1]
+        self.strided = pick([False, True])
+        self.way = pick(["once", "again", "checkpoint"])
+
+    def real(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.made, dtype=torch.float64)
+
+    def some(self, *shape: int, share: float) -> Tensor:
+        return torch.rand(*shape, generator=self.made) < share
+
+    # ---- what stands where
+
+    @functools.cached_property
+    def counts(self) -> Tensor:
+        """Which positions of the target count [...]: with ``shift`` none of the first, which nothing predicts."""
+        counts = self.target != self.ignore_index
+        counts = counts if self.mask is None else counts & self.mask
+        counts[..., : self.head["shift"]] = False
+        return counts
+
+    @functools.cached_property
+    def predicts(self) -> Tensor:
+        """Which rows of hidden states do [...]."""
+        kept = max(0, self.leading[-1] - self.head["shift"])
+        found = torch.zeros_like(self.counts)
+        found[..., :kept] = self.counts[..., self.leading[-1] - kept :]
+        return found
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rounded to the call's dtype, held in ``dtype``, on the device."""
+        return tensor.to(self.dtype).to(self.device, dtype)
+
+    def laid(self, tensor: Tensor, step: int = 2) -> Tensor:
+        """The same numbers, perhaps elsewhere in memory: every other element, or a part of each row, of more."""
+        if not self.strided or tensor.dim() == 0:
+            return tensor
+        width = tensor.shape[-1]
+        wide = torch.full((*tensor.shape[:-1], 2 * width), 7, dtype=tensor.dtype, device=tensor.device)
+        part = wide[..., ::2] if step == 2 else wide[..., :width]
+        return part.copy_(tensor)
+
+    def nonsense(self, tensor: Tensor, where: Tensor) -> Tensor:
+        """With something that must not matter where ``where`` is true."""
+        tensor = tensor.clone()
+        odd = self.draw.choice([math.nan, math.inf, -math.inf]) if tensor.is_floating_point() else 10**6
+        tensor[where] = True if tensor.dtype == torch.bool else odd
+        return tensor
+
+    def leaves(self, dtype: torch.dtype, ours: bool) -> list[Tensor | None]:
+        hidden = self.nonsense(self.hidden, ~self.predicts) if ours else self.hidden
+        found: list[Tensor | None] = []
+        for tensor, need in zip((hidden, self.weight, self.bias), self.needs, strict=True):
+            if tensor is not None:
+                tensor = self.cast(tensor, dtype)
+                tensor = (self.laid(tensor.clone()) if ours else tensor.clone()).requires_grad_(need)
+            found.append(tensor)
+        return found
+
+    def targets(self, ours: bool) -> Tensor:
+        target = self.target
+        if ours:
+            target = torch.where(self.counts | (target == self.ignore_index), target, self.ignore_index)
+            target = target if self.mask is None else torch.where(self.mask, target, 10**9)
+            target = self.laid(target)
+        return target.to(self.device)
+
+    @functools.cached_property
+    def fields(self) -> dict[str, Tensor]:
+        """Whatever a loss or a metric may read."""
+        lead, vocab, k = self.leading, self.vocab, min(3, max(1, self.vocab - 1))
+        x = (self.hidden @ self.weight[:vocab].t()).float()
+        own = x.log_softmax(-1).gather(-1, self.target.clamp(0, vocab - 1)[..., None])[..., 0].double()
+        taught = max(1, vocab + self.pick([0, -2, 3]))
+        top = torch.rand(*lead, vocab, generator=self.made).topk(k).indices
+        return {
+            "old_logprobs": own + 0.3 * self.real(*lead), "ref_logprobs": own + 0.3 * self.real(*lead),
+            "rollout_logprobs": own + 0.3 * self.real(*lead), "advantages": self.real(*lead),
+            "segments": torch.randint(-1, self.num_segments - 1, lead, generator=self.made),  # the last one is empty
+            "pairs": torch.randint(0, self.num_segments, (3, 2), generator=self.made),
+            "segment_labels": self.some(self.num_segments, share=0.5), "kl_baseline": torch.tensor(0.2),
+            "teacher_logits": 2 * self.real(*lead, taught), "teacher_hidden": self.real(*lead, 4),
+            "teacher_weight": self.real(taught, 4), "teacher_bias": self.real(taught),
+            "teacher_ids": top, "teacher_logprobs": self.real(*lead, k).log_softmax(-1) - 0.2,
+            "teacher_mask": self.some(*lead, k, share=0.8), "token_weights": self.real(*lead).abs(),
+        }  # fmt: skip
+
+    def batch(self, names: set[str], dtype: torch.dtype, ours: bool) -> dict[str, Tensor]:
+        found = {}
+        for name in sorted(names):
+            value = self.fields[name]
+            if ours and name not in WHOLE:
+                value = self.nonsense(value, ~(self.predicts if name in ROWS else self.counts))
+            if name in ("teacher_hidden", "teacher_weight", "teacher_bias"):
+                value = self.cast(value, dtype)
+            elif value.is_floating_point():  # fp32 carries the same numbers into every dtype
+                value = value.float().to(torch.float64 if dtype == torch.float64 else torch.float32)
+            value = value.to(self.device)
+            rows = name in ("teacher_logits", "teacher_hidden", "teacher_weight")  # whose columns must be contiguous
+            found[name] = self.laid(value, 1 if rows else 2) if ours else value
+        if self.mask is not None:
+            found["mask"] = self.laid(self.mask.to(self.device)) if ours else self.mask.to(self.device)
+        return found
+
+    def options(self, *names: str) -> dict[str, Any]:
+        """Options of ours alone, of which this function has some."""
+        given = self.schedule | {"backend": self.backend}
+        if self.padding:
+            given["vocab_size"] = self.vocab
+        known = inspect.signature(getattr(chunked_head, self.function)).parameters
+        return {name: value for name, value in given.items() if name in known and name not in names}
+
+    def into(self, weight: Tensor | None) -> dict[str, Any]:
+        """A buffer that the weight's gradient is added to."""
+        assert weight is not None
+        self.buffer = torch.zeros(weight.shape, dtype=self.wide, device=weight.device) if self.accumulate else None
+        return {} if self.buffer is None else {"accumulate_into": self.buffer}
+
+    def taken(self, total: Tensor, leaves: list[Tensor | None]) -> list[Tensor]:
+        """Gradients; the weight's from the buffer where it went there."""
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        if getattr(self, "buffer", None) is None:
+            if self.way == "again":  # twice the first time, then whatever a second backward of the same graph gives
+                torch.autograd.grad(2 * total, wanted, retain_graph=True)
+            return list(torch.autograd.grad(total, wanted))
+        total.backward()
+        return [self.buffer if leaf is leaves[1] else leaf.grad for leaf in wanted]  # type: ignore[misc]
+
+    def upstream(self, value: Tensor) -> Tensor:
+        made = torch.Generator().manual_seed(self.seed + 1)
+        return torch.randn(value.shape, generator=made, dtype=torch.float64).to(value)
+
+    def reference_operands(self, dtype: torch.dtype) -> tuple[list[Tensor | None], Tensor, Tensor | None]:
+        """Leaves, weight and bias without padding."""
+        leaves = self.leaves(dtype, ours=False)
+        weight, bias = leaves[1], leaves[2]
+        assert weight is not None
+        return leaves, weight[: self.vocab], None if bias is None else bias[: self.vocab]
+
+    def draw_losses(self, most: int) -> tuple[list[Term], set[str]]:
+        terms, names, weights = [], set(), torch.rand(self.vocab, generator=self.made)
+        teacher = self.pick([{"teacher_logits"}, {"teacher_hidden", "teacher_weight", "teacher_bias"}])
+        if self.function == "logits_loss":
+            teacher = {"teacher_logits"}
+        some = [loss for loss in LOSSES if self.vocab > 1 or loss[0] not in INFINITE_WHERE_SURE]
+        for i, (kind, options, fields) in enumerate(self.draw.sample(some, self.pick(range(1, most + 1)))):
+            options = {name: weights if v is CLASS_WEIGHTS else v for name, v in options.items()}
+            options["name"] = f"{kind}-{i}"
+            options |= self.pick([{}] * 6 + [{"reduction": "sum"}, {"reduction": "mean", "normalizer": 7.0}])
+            terms.append(Term(self.pick([1.0, -0.5, 2.0]), kind, options))
+            names |= (set(fields) - {DENSE}) | (teacher if DENSE in fields else set())
+        return terms, names | self.pick([set(), {"token_weights"}])
+
+    def sum_of(self, terms: list[Term]) -> Losses:
+        def made(term: Term) -> Losses:
+            options = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in term.options.items()}
+            return term.coefficient * getattr(losses, term.kind)(**options)
+
+        total = made(terms[0])
+        for term in terms[1:]:
+            total = total + made(term)
+        return total
+
+    # ---- functions: each gives a way to compute ours and one to compute the oracle's
+
+    def linear_cross_entropy(self) -> tuple[Callable[[], Drawn], Callable[[torch.dtype], Drawn]]:
+        pick = self.pick
+        reduction = pick(["mean", "sum", "none"])
+        given: dict[str, Any] = {
+            "reduction": reduction,
+            "label_smoothing": pick([0.0, 0.1]),
+            "z_loss": pick([0.0, 0.1]),
+        }
+        if reduction == "mean":
+            given["normalizer"] = pick([None, 5.0, 0.0])
+        tensors: dict[str, Tensor] = {}
+        if pick([True, False]):
+            tensors["class_weights"] = torch.rand(self.vocab, generator=self.made)
+        if pick([True, False]):
+            tensors["token_weights"] = torch.rand(self.leading, generator=self.made)
+        self.mask = None  # it has none
+        foretold = pick([None, 0.37]) if reduction != "none" else None
+
+        def ours() -> Drawn:
+            leaves = self.leaves(self.dtype, ours=True)
+            hidden, weight, bias = leaves
+            moved = {name: self.laid(value.to(self.device)) for name, value in tensors.items()}
+            common = given | moved | self.head | self.options() | self.into(weight) | {"upstream": foretold}
+            target = self.targets(ours=True)
+            if self.function == "ChunkedHead":
+                linear = nn.Linear(1, 1)
+                linear.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+                linear.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+                leaves = [hidden, linear.weight, linear.bias]
+                loss = chunked_head.ChunkedHead.from_linear(linear, **common)(hidden, target)
+            else:
+                loss = chunked_head.linear_cross_entropy(hidden, weight, target, bias=bias, **common)
+            grad = self.upstream(loss) if reduction == "none" else loss.new_tensor(self.declared(foretold))
+            return Drawn({"loss": loss.detach()}, self.taken((loss * grad).sum(), leaves))
+
+        def theirs(dtype: torch.dtype) -> Drawn:
+            leaves, weight, bias = self.reference_operands(dtype)
+            moved = {name: value.to(self.device) for name, value in tensors.items()}
+            loss = reference.linear_cross_entropy(
+                leaves[0], weight, self.targets(ours=False), bias=bias, **given, **moved, **self.head
+            )
+            grad = self.upstream(loss) if reduction == "none" else loss.new_tensor(self.declared(foretold))
+            return Drawn({"loss": loss.detach()}, self.taken_plain((loss * grad).sum(), leaves))
+
+        return ours, theirs
+
+    def declared(self, foretold: float | None) -> float:
+        """The upstream gradient of a scalar loss: what was promised where something was."""
+        return (1.0 if foretold is None else foretold) if self.accumulate else 0.37
+
+    def taken_plain(self, total: Tensor, leaves: list[Tensor | None]) -> list[Tensor]:
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        found = torch.autograd.grad(total, wanted, allow_unused=True)
+        return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wanted, strict=True)]
+
+    def linear_loss(self) -> tuple[Callable[[], Drawn], Callable[[torch.dtype], Drawn]]:
+        terms, names = self.draw_losses(4)
+        measured = self.draw.sample(METRICS, self.pick(range(5)))
+        names |= {name for _, fields in measured for name in fields}
+        given: dict[str, Any] = {"reduction": self.pick(["mean", "sum"]), "temperature": self.temperature}
+        if given["reduction"] == "mean":
+            given["normalizer"] = self.pick([None, 4.0, 0.0])
+        foretold = self.pick([None, 0.37])
+        on_logits = self.function == "logits_loss"
+        if on_logits:
+            self.accumulate = False
+        segments = self.num_segments if names & {"segments"} else None
+
+        def ours() -> Drawn:
+            leaves = self.leaves(self.dtype, ours=True)
+            weight = leaves[1]
+            common = given | self.head | self.options() | {
+                "batch": self.batch(names, self.dtype, ours=True), "num_segments": segments,
+                "metrics": [make() for make, _ in measured],
+            }  # fmt: skip
+            target, loss = self.targets(ours=True), self.sum_of(terms)
+            if on_logits:
+                logits = self.logits(self.dtype).requires_grad_()
+                logits_in = torch.where(self.predicts.to(self.device)[..., None], logits, torch.nan)
+                inplace = self.pick([False, True]) and self.way != "again"
+                out = chunked_head.logits_loss(self.laid(logits_in), target, loss, inplace=inplace, **common)
+                leaves = [logits]
+            else:
+                common |= self.into(weight) | {"upstream": foretold}
+                found: list[chunked_head.LossOutput] = []
+
+                def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                    found.append(chunked_head.linear_loss(hidden, weight, target, loss, bias=bias, **common))
+                    return found[-1].loss
+
+                again = self.way == "checkpoint" and not self.accumulate
+                value = checkpoint(run, *leaves, use_reentrant=False) if again else run(*leaves)
+                out = replace(found[-1], loss=value)
+            values = {"loss": out.loss.detach()} | {f"part {name}": value for name, value in out.parts.items()}
+            finite = {f"metric {n}": m.value for n, m in out.metrics.items() if self.counts.any()}
+            assert all(torch.isfinite(value) for value in finite.values()), f"metrics {finite}"
+            return Drawn(values, self.taken(out.loss * self.declared(foretold), leaves))
+
+        def theirs(dtype: torch.dtype) -> Drawn:
+            leaves, weight, bias = self.reference_operands(dtype)
+            hidden: Any = leaves[0]
+            if on_logits:  # the identity makes the logits their own hidden states
+                hidden = self.logits(self.dtype).to(dtype).requires_grad_()
+                leaves, weight, bias = (
+                    [hidden],
+                    torch.eye(self.vocab + self.padding, dtype=dtype, device=self.device),
+                    None,
+                )
+                weight = weight[: self.vocab]
+            loss, parts = reference.linear_loss(
+                hidden, weight, self.targets(ours=False), terms, batch=self.batch(names, dtype, ours=False),
+                num_segments=segments, bias=bias, **given, **self.head,
+            )  # fmt: skip
+            values = {"loss": loss.detach()} | {f"part {name}": value.detach() for name, value in parts.items()}
+            return Drawn(values, self.taken_plain(loss * self.declared(foretold), leaves))
+
+        return ours, theirs
+
+    def logits(self, dtype: torch.dtype) -> Tensor:
+        made = torch.Generator().manual_seed(self.seed + 2)
+        shape = (*self.leading, self.vocab + self.padding)
+        return (2 * torch.randn(shape, generator=made)).to(self.device, dtype)
+
+    def linear_logprobs(self) -> tuple[Callable[[], Drawn], Callable[[torch.dtype], Drawn]]:
+        asked = {name: self.pick([True, False]) for name in ("entropy", "lse", "mean_logit", "log_sum_sq_probs")}
+        argmax, top_k = self.pick([False, True]), self.pick([None, None, 1, min(3, self.vocab)])
+        if top_k and self.schedule["skip_ignored"] is True:
+            top_k = None
+
+        def ours() -> Drawn:
+            leaves = self.leaves(self.dtype, ours=True)
+            hidden, weight, bias = leaves
+            found = chunked_head.linear_logprobs(
+                hidden, weight, self.targets(ours=True), **asked, argmax=argmax, top_k=top_k,
+                temperature=self.temperature, bias=bias, **self.head, **self.options(), **self.into(weight),
+                mask=None if self.mask is None else self.mask.to(self.device),
+            )  # fmt: skip
+            found = {"logprobs": found} if isinstance(found, Tensor) else found._asdict()
+            for name in ("argmax", "top_k_ids"):
+                if name in found:
+                    assert not found.pop(name)[~self.counts.to(self.device)].any()
+            smooth = {name: value for name, value in found.items() if name != "top_k_logprobs"}
+            total = sum((value * self.upstream(value)).sum() for value in smooth.values())
+            return Drawn({k: v.detach() for k, v in found.items()}, self.taken(total, leaves))
+
+        def theirs(dtype: torch.dtype) -> Drawn:
+            leaves, x, y = self.rows(dtype)
+            logs = x.log_softmax(-1)
+            rows = {
+                "logprobs": logs.gather(-1, y[:, None])[:, 0], "entropy": entropy_of(logs), "lse": x.logsumexp(-1),
+                "mean_logit": x.mean(-1), "log_sum_sq_probs": (2 * logs).logsumexp(-1),
+            }  # fmt: skip
+            found = {name: self.spread(rows[name]) for name in rows if name == "logprobs" or asked[name]}
+            total = sum((value * self.upstream(value)).sum() for value in found.values())
+            if top_k:
+                found["top_k_logprobs"] = self.spread(logs.topk(top_k).values)
+            return Drawn({k: v.detach() for k, v in found.items()}, self.taken_plain(total, leaves))
+
+        return ours, theirs
+
+    def rows(self, dtype: torch.dtype) -> tuple[list[Tensor | None], Tensor, Tensor]:
+        """Leaves; final logits and targets of the rows that count."""
+        leaves, weight, bias = self.reference_operands(dtype)
+        hidden: Any = leaves[0]
+        counted = hidden[self.predicts.to(self.device)]
+        x = reference.logits(counted, weight, bias, self.head["logit_scale"], self.head["softcap"])
+        return leaves, x / self.temperature, self.target[self.counts].to(self.device)
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Rows at the places of their targets, 0 elsewhere."""
+        out = torch.zeros(*self.leading, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+        return out.index_put((self.counts.to(rows.device),), rows)
+
+    def linear_divergence(self) -> tuple[Callable[[], Drawn], Callable[[torch.dtype], Drawn]]:
+        kind, entropy = self.pick(["forward_kl", "reverse_kl", "jsd", "tvd"]), self.pick([False, True])
+        given: dict[str, Any] = {"beta": 0.3} if kind == "jsd" else {}
+        taught: dict[str, Any] = {
+            "teacher_logit_scale": self.pick([1.0, 0.8]), "teacher_softcap": self.pick([None, 4.0]),
+            "teacher_temperature": self.pick([None, 2.0]),
+        }  # fmt: skip
+        names = self.pick([{"teacher_logits"}, {"teacher_hidden", "teacher_weight", "teacher_bias"}])
+
+        def ours() -> Drawn:
+            leaves = self.leaves(self.dtype, ours=True)
+            hidden, weight, bias = leaves
+            found = chunked_head.linear_divergence(
+                hidden, weight, self.targets(ours=True), divergence=kind, entropy=entropy, **given, **taught,
+                temperature=self.temperature, bias=bias, **self.head, **self.options(), **self.into(weight),
+                **self.batch(names, self.dtype, ours=True),
+            )  # fmt: skip
+            found = {"divergence": found} if isinstance(found, Tensor) else found._asdict()
+            total = sum((value * self.upstream(value)).sum() for value in found.values())
+            return Drawn({k: v.detach() for k, v in found.items()}, self.taken(total, leaves))
+
+        def theirs(dtype: torch.dtype) -> Drawn:
+            leaves, x, y = self.rows(dtype)
+            fields = self.batch(names, dtype, ours=False)
+            own = {name: fields[name] for name in names}
+            own = {n: v[self.predicts.to(self.device)] if n in ROWS else v for n, v in own.items()}
+            own["teacher_x"] = reference.teacher_logits(own, taught, self.temperature).to(x.dtype)
+            found = {"divergence": self.spread(reference.ORACLE[kind](x, y, own, **given))}
+            if entropy:  # of the ids that both have
+                shared = min(self.vocab, own["teacher_x"].shape[-1])
+                found["entropy"] = self.spread(entropy_of(x[:, :shared].log_softmax(-1)))
+            total = sum((value * self.upstream(value)).sum() for value in found.values())
+            return Drawn({k: v.detach() for k, v in found.items()}, self.taken_plain(total, leaves))
+
+        return ours, theirs
+
+    def CrossEntropyLoss(self) -> tuple[Callable[[], Drawn], Callable[[torch.dtype], Drawn]]:
+        given = {
+            "reduction": self.pick(["mean", "sum", "none"]), "label_smoothing": self.pick([0.0, 0.1]),
+            "ignore_index": self.ignore_index,
+        }  # fmt: skip
+        more = {"z_loss": self.pick([0.0, 0.1]), "softcap": self.head["softcap"],
+                "logit_scale": self.head["logit_scale"]}  # fmt: skip
+        class_weights = torch.rand(self.vocab, generator=self.made) if self.pick([True, False]) else None
+        self.mask, self.head["shift"], inplace = None, 0, self.pick([False, True]) and self.way != "again"
+        class_weights = None if class_weights is None else class_weights.to(self.device)
+
+        def ours() -> Drawn:
+            logits = self.logits(self.dtype).requires_grad_()
+            given_logits = torch.where(self.counts.to(self.device)[..., None], logits, torch.nan)
+            extra = {"vocab_size": self.vocab} if self.padding else {}
+            module = chunked_head.CrossEntropyLoss(
+                class_weights, **given, **more, inplace=inplace, backend=self.backend, **extra
+            )
+            flat, target = self.laid(given_logits).flatten(0, -2), self.targets(ours=True).flatten()
+            loss = module(flat, target)
+            return Drawn({"loss": loss.detach()}, self.taken((loss * self.upstream(loss)).sum(), [logits]))
+
+        def theirs(dtype: torch.dtype) -> Drawn:
+            logits = self.logits(self.dtype).to(dtype).requires_grad_()
+            weight = torch.eye(self.vocab + self.padding, dtype=dtype, device=self.device)[: self.vocab]
+            loss = reference.linear_cross_entropy(
+                logits.flatten(0, -2), weight, self.targets(ours=False).flatten(), class_weights=class_weights,
+                **given, **more,
+            )  # fmt: skip
+            return Drawn({"loss": loss.detach()}, self.taken_plain((loss * self.upstream(loss)).sum(), [logits]))
+
+        return ours, theirs
+
+    def gathered_topk_kl(self) -> tuple[Callable[[], Drawn], Callable[[torch.dtype], Drawn]]:
+        """Held to ``linear_loss`` 's oracle: the whole vocabulary's logits, of which K are gathered."""
+        pick = self.pick
+        own = {"divergence": pick(["forward", "reverse", "jsd", "tvd"]), "normalize": pick(["tail", "vocab", "topk"]),
+               "t_squared": pick([False, True]), "teacher_temperature": pick([None, 2.0])}  # fmt: skip
+        given = {"reduction": pick(["mean", "sum"])}
+        if given["reduction"] == "mean":
+            given["normalizer"] = pick([None, 5.0, 0.0])
+        weighted, self.head["shift"], self.padding = pick([False, True]), 0, 0
+        own["teacher_renormalize"] = pick([None, True])
+        if own["normalize"] == "vocab" and not own["teacher_renormalize"]:
+            own["teacher_temperature"] = None
+        self.mask = self.counts if self.mask is None else self.counts & self.mask
+        self.target = torch.zeros_like(self.target)
+        self.ignore_index = self.head["ignore_index"] = IGNORED
+        del self.counts
+        names = {*TOPK, *(["token_weights"] if weighted else [])}
+
+        def ours() -> Drawn:
+            logits = self.logits(self.dtype).requires_grad_()
+            batch = self.batch(names, self.dtype, ours=True)
+            ids = torch.where(self.mask.to(self.device)[..., None], batch["teacher_ids"], 0)
+            lse = (logits.to(self.wide) / self.temperature).logsumexp(-1)
+            loss = chunked_head.gathered_topk_kl(
+                logits.gather(-1, ids), batch.pop("teacher_logprobs"), lse=lse, temperature=self.temperature,
+                **own, **given, **batch,
+            )  # fmt: skip
+            return Drawn({"loss": loss.detach()}, self.taken(loss * 0.37, [logits]))
+
+        def theirs(dtype: torch.dtype) -> Drawn:
+            logits = self.logits(self.dtype).to(dtype).requires_grad_()
+            loss, _ = reference.linear_loss(
+                logits, torch.eye(self.vocab, dtype=dtype, device=self.device), self.targets(ours=False),
+                [Term(1.0, "topk_kl", own)], batch=self.batch(names, dtype, ours=False),
+                temperature=self.temperature, **given,
+            )  # fmt: skip
+            return Drawn({"loss": loss.detach()}, self.taken_plain(loss * 0.37, [logits]))
+
+        return ours, theirs
+
+    @property
+    def ChunkedHead(self) -> Any:
+        return self.linear_cross_entropy
+
+    @property
+    def logits_loss(self) -> Any:
+        return self.linear_loss
+
+    # ---- the comparison
+
+    def check(self) -> bool:
+        """Runs and compares; False where the call is refused for a reason that is known."""
+        ours, theirs = getattr(self, self.function)()
+        try:
+            found = ours()
+        except ValueError as error:
+            if any(reason in str(error) for reason in REFUSALS):
+                return False
+            raise
+        truth = theirs(torch.float64)
+        eager = truth if self.dtype == torch.float64 else theirs(self.dtype)
+        what = f"seed {self.seed}, {self.function}, {self.dtype}, {self.backend}"
+        size = 1.0 + sum(float(v.abs().max()) for v in truth.values.values() if v.numel())
+        for name, value in truth.values.items():
+            compare(found.values[name], eager.values[name], value, torch.float32, size, f"{what}, {name}")
+        assert len(found.grads) == len(truth.grads), what
+        for i, grad in enumerate(truth.grads):
+            compare(found.grads[i], eager.grads[i], grad, self.dtype, 0.05, f"{what}, gradient {i}")
+        return True
+
+
+def entropy_of(logs: Tensor) -> Tensor:
+    return -(logs.exp() * logs).sum(-1)
+
+
+def compare(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torch.dtype, size: float, what: str) -> None:
+    """The error budget, by the largest element; ``size``: of the numbers that a value was added up from."""
+    assert ours.shape == truth.shape, f"{what}: shape {tuple(ours.shape)}, should be {tuple(truth.shape)}"
+    ours, eager, truth = ours.double(), eager.double(), truth.double()
+    assert torch.isfinite(truth).all(), f"{what}: the oracle is not finite"
+    assert torch.isfinite(ours).all(), f"{what}: {int((~torch.isfinite(ours)).sum())} elements are not finite"
+    if not truth.numel():
+        return
+    ulp = torch.finfo(dtype).eps
+    allowed = 2 * (eager - truth).abs().max() + (64 if dtype == torch.float64 else 16) * ulp * (
+        truth.abs().max() + size
+    )
+    worst = (ours - truth).abs().max()
+    assert worst <= allowed, f"{what}: error {worst:.3e} of {truth.abs().max():.3e}, allowed {allowed:.3e}"
+
+
+FUNCTIONS = ("linear_cross_entropy", "linear_loss", "linear_logprobs", "logits_loss", "linear_divergence",
+             "linear_loss", "ChunkedHead", "CrossEntropyLoss", "linear_loss", "gathered_topk_kl")  # fmt: skip
+
+
+def sweep(seeds: range, **place: Any) -> Mapping[str, int]:
+    """Checks the calls of these seeds; how many of each function were not refused."""
+    ran: dict[str, int] = dict.fromkeys(FUNCTIONS, 0)
+    for seed in seeds:
+        call = Call(seed, **place)
+        ran[call.function] += call.check()
+    return ran
+
+
+if __name__ == "__main__":
+    import argparse
+    import traceback
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", action="append")
+    parser.add_argument("--traceback", action="store_true")
+    given = parser.parse_args()
+    torch.compiler.set_stance("force_eager")
+    wrong = 0
+    for seed in range(given.first, given.first + given.count):
+        try:
+            Call(seed, given.device, tuple(given.backend or ("torch", "triton"))).check()
+        except Exception as error:
+            wrong += 1
+            print(f"seed {seed}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            if given.traceback:
+                traceback.print_exc()
+    print(f"{given.count - wrong} passed, {wrong} failed")
