@@ -104,7 +104,9 @@ def _gmpo(
     advantages = batch.segment_mean(batch["advantages"])
     direction = batch.per_token(advantages)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
-    upper, lower = log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low)
+    # a ratio at its bound keeps its gradient; that of torch.clamp is 1 there, and 0 from torch 2.14 on
+    upper = torch.where(log_ratio > clip_high, clip_high, log_ratio)
+    lower = torch.where(log_ratio < -clip_low, -clip_low, log_ratio)
     # an advantage of 0 has no direction and no gradient
     log_ratio = torch.where(direction > 0, upper, torch.where(direction < 0, lower, 0.0))
     values = -advantages * batch.segment_mean(log_ratio).exp()

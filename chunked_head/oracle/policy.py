@@ -18,6 +18,11 @@ def log_ratios(x: Tensor, target: Tensor, fields: Fields) -> Tensor:
     return new - fields.get("old_logprobs", new.detach())
 
 
+def clamp(values: Tensor, low: float, high: float) -> Tensor:
+    """torch.clamp with a gradient of 1 at the bounds, where versions of torch differ."""
+    return torch.where(values > high, high, torch.where(values < low, low, values))
+
+
 def limited(values: Tensor, bound: float | None) -> Tensor:
     return values if bound is None else torch.clamp(values, -bound, bound)
 
@@ -28,7 +33,7 @@ def members(fields: Fields) -> list[Tensor]:
 
 
 def surrogate(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    clipped = clamp(ratio, 1 - clip_low, 1 + clip_high)
     return -torch.min(ratio * advantage, clipped * advantage)
 
 
@@ -79,7 +84,7 @@ def grpo(
     advantages = fields["advantages"]
     ratio = limited(log_ratios(x, target, fields), ratio_clamp).exp()
     free = ratio if delta is None else torch.clamp(ratio, max=delta)
-    clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    clipped = clamp(ratio, 1 - clip_low, 1 + clip_high)
     values = -torch.min(free * advantages, clipped * advantages)
     if dual_clip is not None:
         values = torch.where(advantages < 0, torch.min(values, -dual_clip * advantages), values)
@@ -178,7 +183,7 @@ def gmpo(
         advantage = fields["advantages"][tokens].mean()
         sign = torch.sign(advantage)
         d = differences[tokens]
-        pessimistic = sign * torch.min(sign * d, sign * torch.clamp(d, -clip_low, clip_high))
+        pessimistic = sign * torch.min(sign * d, sign * clamp(d, -clip_low, clip_high))
         values.append(-advantage * pessimistic.exp().prod() ** (1 / len(tokens)) * factors[tokens].mean())
     return torch.stack(values)
 
