@@ -34,7 +34,7 @@ _CHILD_SECONDS = 900.0
 _SAMPLE_SECONDS = 0.002
 _M_MMAP_THRESHOLD = -3
 # Kernels of matrix products: ours, cuBLAS's by their several names; torch's operations on a CPU.
-_PRODUCT = re.compile(r"(exp|grad)_logits|^dhidden_|^(hopper_)?dweight_|gemm|nvjet|xmma|cutlass|^aten::(addmm|mm)$")
+_PRODUCT = re.compile(r"(exp|grad)_logits|^dhidden_|^dweight_|gemm|nvjet|xmma|cutlass|^aten::(addmm|mm)$")
 
 
 class Held(Protocol):

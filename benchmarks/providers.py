@@ -259,7 +259,7 @@ def write_results(path: Path, benchmark: str, argv: Sequence[str], device: torch
     record = {
         "benchmark": benchmark,
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *words]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         **_machine(device),
         **content,
@@ -270,9 +270,11 @@ def write_results(path: Path, benchmark: str, argv: Sequence[str], device: torch
 
 def _machine(device: torch.device) -> dict[str, Any]:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("triton", "liger-kernel"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
+    with contextlib.suppress(ImportError):
+        # the one that runs: another than the installed one may come before it on the path
+        versions["triton"] = importlib.import_module("triton").__version__
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["liger-kernel"] = importlib.metadata.version("liger-kernel")
     if device.type == "cuda":
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
         name = torch.cuda.get_device_name(device)

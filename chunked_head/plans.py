@@ -8,14 +8,14 @@ from typing import Literal
 
 import torch
 
-from .kernels.tiles import WIDE_TILE, exp_tile
+from .kernels.tiles import exp_tile
 from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, peak_of
 from .sizes import ROUNDING_ERROR, Sizes
 
 DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares
 # fewer rows than this leave the matmuls starved and make every pass over the gradient of the weight count
 GOOD_CHUNK = 2048
-# so many rows the logits' kernel for Hopper computes in whole pieces
+# so many rows dweight's product takes at a time
 HALF_TILE = 64
 # sums of 16-bit roundings: the error of a 16-bit accumulator grows as sqrt((chunks + 1) / 2)
 MAX_HALF_CHUNKS = 8
@@ -203,15 +203,13 @@ def matmuls(plan: Plan) -> str:
     s = plan.sizes
     if s.store == "logits":
         return "cuBLAS's (ours: 16-bit rows on 16 bytes, no top_k)"
-    tile = WIDE_TILE if s.wide_strips else exp_tile(s.hidden)
+    tile = exp_tile(s.hidden)
     found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
     if plan.schedule == "forward" and s.hidden_grad:
         parts = s.dhidden_split(plan.chunk_tokens).parts
         found.append("dhidden ours" + (f" ({parts} parts)" if parts > 1 else ""))
     if plan.schedule != "loss only" and s.weight_grad:
-        own = (plan.schedule == "forward" or s.grads_in_matmul) and (
-            s.skip is not None or s.own_dweight(plan.block_tokens, plan.weight_accumulate)
-        )
+        own = (plan.schedule == "forward" or s.grads_in_matmul) and (s.skip is not None or s.own_dweight)
         found.append("dweight " + ("ours" if own else "cuBLAS's"))
     return ", ".join(found)
 

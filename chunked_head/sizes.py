@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from .kernels.tiles import LEAST_HOPPER_HIDDEN, WHOLE, Split, dhidden_split, own_dweight_pays, strips_of
+from .kernels.tiles import WHOLE, Split, dhidden_split, strips_of
 from .parallel.merge import numbers_sent
 from .stats import Demand
 
@@ -46,7 +46,6 @@ class Sizes:
     scratch: int = 0  # bytes of the backend's elementwise tiles
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
     multiprocessors: int = 0  # of a device that runs our own matmuls, else 0
-    hopper_products: bool = False  # the device runs our own product for dweight that was made for Hopper
     deterministic: bool = False  # a token's numbers do not depend on the others, nor on how many there are
     skips: bool = False  # products stop at a number of rows that only the device knows
     into: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
@@ -130,7 +129,7 @@ class Sizes:
         if self.store == "logits":
             return rows
         narrow = kept and (self.store == "relative" or self.skip is not None)
-        return rows + strips_of(self.vocab, self.hidden, narrow, self.wide_strips) * (
+        return rows + strips_of(self.vocab, self.hidden, narrow) * (
             8
             + 4 * demand.entropy[0]
             + 4 * demand.weighted_sum
@@ -138,14 +137,6 @@ class Sizes:
             + 4 * (len(demand.views) > 1)
             + 4 * any(demand.entropy[1:])
         )
-
-    @property
-    def wide_strips(self) -> bool:
-        """Whether the fast road's exponentials, or a loss's sums there, are left to the kernel for Hopper."""
-        demand = self.demand
-        more = any(demand.entropy) or demand.weighted_sum or demand.top or len(demand.views) > 1
-        able = self.hopper_products and self.store == "fast" and self.skip is None
-        return able and not more and self.hidden > LEAST_HOPPER_HIDDEN
 
     @property
     def merged_bytes(self) -> int:
@@ -178,11 +169,10 @@ class Sizes:
             return WHOLE  # nothing is chosen by size
         return dhidden_split(rows, self.hidden, self.vocab, self.multiprocessors, most_units)
 
-    def own_dweight(self, rows: int, out: torch.dtype) -> bool:
-        """Whether dweight's products over so many rows are ours: where they pay, and where rows are skipped."""
-        if self.store == "logits":
-            return False
-        return self.skips or (self.hopper_products and own_dweight_pays(rows, self.hidden, out.itemsize))
+    @property
+    def own_dweight(self) -> bool:
+        """Whether dweight's products are ours: where rows are skipped, since cuBLAS cannot, and else is faster."""
+        return self.skips and self.store != "logits"
 
     @property
     def weight_elements(self) -> int:

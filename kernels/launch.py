@@ -7,12 +7,11 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .exp_logits import exp_logits_kernel
-from .launch_hopper import hopper_dweight, hopper_exp_logits, runs_hopper_products
 from .products import dhidden_kernel, dweight_kernel, join_parts_kernel
 from .rows import copy_rows_kernel
 from .scale import scale_kernel
 from .strips import level_rows_kernel, merge_strips_kernel
-from .tiles import HOPPER_LOGITS, INTERPRETED, PRODUCT_TILE, WHOLE, Split, Tile, cdiv, power_of_2, tile_of_strips
+from .tiles import FUSED, INTERPRETED, PRODUCT_TILE, WHOLE, Split, Tile, cdiv, exp_tile, power_of_2
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = 60.0
@@ -100,14 +99,7 @@ def exp_logits(
     tile: Tile | None = None,
 ) -> None:
     rows, vocab = hidden.shape[0], weight.shape[0]
-    if tile is None and by_hopper(out, strips, hidden, weight, bias, row_offset, target, softcap):
-        assert target is not None
-        hopper_exp_logits(
-            out, strips.offset, strips.sum, hidden, weight, row_offset, target, *counted, logit_scale, REACH,
-            multiprocessors(hidden.device),
-        )  # fmt: skip
-        return
-    tile = tile or tile_of_strips(strips.offset.shape[0], vocab, hidden.shape[1])
+    tile = tile or exp_tile(hidden.shape[1])
     programs = programs_of(tile, rows, vocab, hidden.device)
     exp_logits_kernel[(programs,)](
         None if out is None else TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
@@ -119,27 +111,8 @@ def exp_logits(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STRIP=tile.block_n // (strips.offset.shape[0] // cdiv(vocab, tile.block_n)),
         GROUP_M=tile.group_m, PROGRAMS=programs, REACH=REACH,
-        EVEN_VOCAB=vocab % tile.block_n == 0, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        EVEN_VOCAB=vocab % tile.block_n == 0, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
-
-
-def by_hopper(
-    out: torch.Tensor | None,
-    strips: Strips,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    row_offset: torch.Tensor | None,
-    target: torch.Tensor | None,
-    softcap: float | None,
-) -> bool:
-    """Whether the kernel for Hopper makes what is asked for: sums of exponentials, and where their offset is given the
-    exponentials; nothing beside."""
-    if (out is None) != (row_offset is None) or target is None or not runs_hopper_products(hidden.device):
-        return False
-    plain = bias is None and softcap is None and all(asked is None for asked in strips[2:])
-    own_strips = strips.offset.shape[0] == cdiv(weight.shape[0], HOPPER_LOGITS.block_n)
-    return plain and own_strips and hidden.dtype == weight.dtype and (out is None or out.dtype == hidden.dtype)
 
 
 def merge_strips(
@@ -165,7 +138,8 @@ def merge_strips(
     merge_strips_kernel[(cdiv(rows, block_rows),)](
         lse, start, rest, logprob, entropy, weighted_sum, top, argmax, level,
         *strips[:6], target_logit, target,
-        rows, count, columns, ratio, SECOND=second, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips, num_warps=8,
+        rows, count, columns, ratio, SECOND=second, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips,
+        num_warps=8, **FUSED,
     )  # fmt: skip
 
 
@@ -192,7 +166,7 @@ def level_rows(
         exp, softmax_factor, target_factor,
         strips.offset, strips.sum, level, target_logit, start, rest, logprob, alpha, beta, counted.count,
         counted.first_row, rows, vocab, count, exp.stride(0), logit_scale,
-        BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, num_warps=4,
+        BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, num_warps=4, **FUSED,
     )  # fmt: skip
 
 
@@ -207,8 +181,9 @@ def copy_rows(
     rows, hidden = out.shape
     block = min(power_of_2(hidden), 2048)
     copy_rows_kernel[(rows, cdiv(hidden, block))](
-        out, source, target, factor, order, hidden, source.stride(0), source.stride(1), BLOCK=block, num_warps=4
-    )
+        out, source, target, factor, order, hidden, source.stride(0), source.stride(1),
+        BLOCK=block, num_warps=4, **FUSED,
+    )  # fmt: skip
 
 
 class Factors(NamedTuple):
@@ -245,7 +220,8 @@ def dhidden(
         TensorDescriptor.from_tensor(grad, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_k, tile.block_n]),
         weight, counted.count, order, *factors, counted.first_row, rows, vocab, hidden,
-        **divided, **sizes, BLOCK_K=tile.block_k, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        **divided, **sizes, BLOCK_K=tile.block_k, UPCAST=INTERPRETED,
+        num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
     if cut:
         tiles, joined = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n), min(16, tile.block_m)
@@ -253,7 +229,7 @@ def dhidden(
         left = tiles % programs if counted.count is None else min(tiles, programs - 1)
         join_parts_kernel[(left, tile.block_m // joined)](
             out, scratch, weight, counted.count, order, *factors, counted.first_row, rows, hidden,
-            **divided, **sizes, ROWS=joined, num_warps=4,
+            **divided, **sizes, ROWS=joined, num_warps=4, **FUSED,
         )  # fmt: skip
 
 
@@ -263,14 +239,9 @@ def dweight(
     hidden: torch.Tensor,  # [rows, hidden] contiguous
     first: bool,
     counted: Counted = ALL_ROWS,
-    tile: Tile | None = None,  # of the plain kernel; None: the fastest kernel that runs here
 ) -> None:
     """``out (+)= grad.T @ hidden``, stored rather than added where ``first``"""
-    if tile is None and runs_hopper_products(grad.device):
-        hopper_dweight(out, grad, hidden, first, *counted, multiprocessors(grad.device))
-        return
-    tile = tile or PRODUCT_TILE
-    (rows, vocab), width = grad.shape, hidden.shape[1]
+    (rows, vocab), width, tile = grad.shape, hidden.shape[1], PRODUCT_TILE
     programs = programs_of(tile, vocab, width, grad.device)
     dweight_kernel[(programs,)](
         TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
@@ -279,7 +250,7 @@ def dweight(
         counted.count, counted.first_row, rows, vocab, width,
         ADD=not first, BY_MEMORY=out.dtype == torch.float32 and not INTERPRETED,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
-        PROGRAMS=programs, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        PROGRAMS=programs, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
 
 
@@ -288,13 +259,6 @@ def scale(out: torch.Tensor, source: torch.Tensor, factor: torch.Tensor) -> None
     block = 1024 if INTERPRETED else 4096
     programs = min(8 * multiprocessors(source.device), cdiv(source.numel(), block))
     scale_kernel[(programs,)](
-        out,
-        source,
-        factor,
-        source.numel(),
-        cdiv(source.numel(), programs * block),
-        PROGRAMS=programs,
-        BLOCK=block,
-        IN_PLACE=out.data_ptr() == source.data_ptr(),
-        num_warps=8,
-    )
+        out, source, factor, source.numel(), cdiv(source.numel(), programs * block),
+        PROGRAMS=programs, BLOCK=block, IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8, **FUSED,
+    )  # fmt: skip

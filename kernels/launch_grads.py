@@ -6,7 +6,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .grad_logits import grad_logits_kernel
 from .launch import ALL_ROWS, Counted, programs_of
 from .launch_rows import Softmax
-from .tiles import INTERPRETED, Tile, grad_tile
+from .tiles import FUSED, INTERPRETED, Tile, grad_tile
 
 
 def grad_logits(
@@ -42,5 +42,5 @@ def grad_logits(
         counted.count, counted.first_row, rows, columns, width, first_column, second.columns, logit_scale, softcap,
         second.ratio,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, PROGRAMS=programs,
-        UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip

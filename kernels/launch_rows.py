@@ -10,7 +10,7 @@ from .merge_ranks import merge_ranks_kernel
 from .pair_stats import pair_stats_kernel
 from .row_grad import row_grad_kernel
 from .row_stats import row_stats_kernel
-from .tiles import INTERPRETED, RELATIVE_STRIP, cdiv, power_of_2
+from .tiles import FUSED, INTERPRETED, RELATIVE_STRIP, cdiv, power_of_2
 
 
 class Stored(NamedTuple):
@@ -51,7 +51,7 @@ def row_stats(
     row_stats_kernel[(logits.shape[0],)](
         lse, start, rest, logprob, target_logit, entropy, weighted_sum, top, argmax,
         logits, target, stored.bias, class_weights,
-        columns, logits.stride(0), stored.logit_scale, stored.softcap, ratio, BLOCK=block, num_warps=warps,
+        columns, logits.stride(0), stored.logit_scale, stored.softcap, ratio, BLOCK=block, num_warps=warps, **FUSED,
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def pair_stats(
         teacher.logits, teacher.offset, teacher.bias, teacher_start, teacher_rest,
         rows, columns, student.logits.stride(0), teacher.logits.stride(0),
         student.logit_scale, student.softcap, ratio, teacher.logit_scale, teacher.softcap,
-        BETA=beta, **mixture(beta), FLOOR=floor, STRIP=RELATIVE_STRIP, BLOCK=block, num_warps=4,
+        BETA=beta, **mixture(beta), FLOOR=floor, STRIP=RELATIVE_STRIP, BLOCK=block, num_warps=4, **FUSED,
     )  # fmt: skip
 
 
@@ -167,7 +167,8 @@ def row_grad(
         logit_scale, softcap, second.ratio, *scalars,
         SECOND=beside is not None and beside.second, **mixture(beside.beta if beside else None),
         FLOOR=beside.floor if beside else 0.0,
-        COLUMN_PROGRAMS=column_programs, STRIP=RELATIVE_STRIP, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
+        COLUMN_PROGRAMS=column_programs, STRIP=RELATIVE_STRIP, BLOCK_ROWS=block_rows, BLOCK=block,
+        num_warps=warps, **FUSED,
     )  # fmt: skip
 
 
@@ -185,7 +186,7 @@ def dot_columns(
     at_once, block = (1, 2048) if count == 1 else (8, 512)
     dot_columns_kernel[(rows, cdiv(count, at_once))](
         logit, hidden, weight, ids, bias, hidden.shape[1], hidden.stride(0), count, logit_scale, softcap,
-        AT_ONCE=at_once, BLOCK=min(power_of_2(hidden.shape[1]), block), num_warps=4,
+        AT_ONCE=at_once, BLOCK=min(power_of_2(hidden.shape[1]), block), num_warps=4, **FUSED,
     )  # fmt: skip
 
 
@@ -193,7 +194,7 @@ def pick_columns(logit: torch.Tensor, stored: Stored, ids: torch.Tensor) -> None
     rows, count = ids.shape
     pick_columns_kernel[(rows,)](
         logit, stored.logits, ids, stored.bias, count, stored.logits.stride(0), stored.logit_scale, stored.softcap,
-        BLOCK=power_of_2(count), num_warps=1,
+        BLOCK=power_of_2(count), num_warps=1, **FUSED,
     )  # fmt: skip
 
 
@@ -219,7 +220,7 @@ def column_grad(
     column_grad_kernel[(rows,)](
         dlogits, logit, ids, sparse, class_weights, target, target_logit, beta, kappa,
         *first[:4], *second[:4], columns, first_column, second.columns, count, dlogits.stride(0),
-        logit_scale, softcap, second.ratio, ADD=add, BLOCK=power_of_2(count), num_warps=1,
+        logit_scale, softcap, second.ratio, ADD=add, BLOCK=power_of_2(count), num_warps=1, **FUSED,
     )  # fmt: skip
 
 
@@ -245,5 +246,6 @@ def merge_ranks(
     block = 64
     merge_ranks_kernel[(cdiv(rows, block),)](
         start, rest, lse, logprob, target_logit, entropy, weighted_sum, top, argmax, gathered, zero_or_nan, target,
-        ranks, numbers, rows, ratio, **places, KNOWN_TARGETS=known_targets, BLOCK=block, SCAN=1024, num_warps=4,
+        ranks, numbers, rows, ratio, **places, KNOWN_TARGETS=known_targets, BLOCK=block, SCAN=1024,
+        num_warps=4, **FUSED,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from .skip_tiles import (
     tile_masses_kernel,
 )
 from .target_terms import finish_dhidden_kernel
-from .tiles import INTERPRETED, RELATIVE_STRIP, SKIP_STEP, SKIP_TILE, Tile, cdiv, power_of_2
+from .tiles import FUSED, INTERPRETED, RELATIVE_STRIP, SKIP_STEP, SKIP_TILE, Tile, cdiv, power_of_2
 
 
 class Lists(NamedTuple):
@@ -62,7 +62,7 @@ def choose_tiles(
     following = torch.empty(2, dtype=torch.int32, device=device)
     threshold_kernel[(1,)](
         threshold, following, target_factor, counted.count, counted.first_row, rows, count, missed * missed,
-        TILE_ROWS=tile_rows, BLOCK=1024, num_warps=4,
+        TILE_ROWS=tile_rows, BLOCK=1024, num_warps=4, **FUSED,
     )  # fmt: skip
     kept = torch.empty(row_blocks, count, dtype=torch.int32, device=device)
     moved = torch.empty(count, rows, dtype=dtype, device=device)
@@ -71,7 +71,7 @@ def choose_tiles(
     tile_masses_kernel[(row_blocks, cdiv(count, at_once))](
         kept, moved, moved_share, strips.offset, strips.sum, level, target_logit, start, rest, softmax_factor,
         worth, threshold, counted.count, counted.first_row, rows, count,
-        TILE_ROWS=tile_rows, STRIPS=at_once, num_warps=4,
+        TILE_ROWS=tile_rows, STRIPS=at_once, num_warps=4, **FUSED,
     )  # fmt: skip
     return Tiles(kept, moved, moved_share, lists_of(kept), lists_of(kept.t()), following)
 
@@ -84,7 +84,7 @@ def add_totals(
 ) -> None:
     add_totals_kernel[(1,)](
         totals, tiles.moved_share, tiles.by_rows.length, target, counted.count, counted.first_row,
-        len(target), tiles.kept.shape[1], TILE_ROWS=SKIP_TILE.block_m, BLOCK=1024, num_warps=4,
+        len(target), tiles.kept.shape[1], TILE_ROWS=SKIP_TILE.block_m, BLOCK=1024, num_warps=4, **FUSED,
     )  # fmt: skip
 
 
@@ -93,9 +93,9 @@ def lists_of(kept: torch.Tensor) -> Lists:
     found = torch.empty(lines, items, dtype=torch.int32, device=kept.device)
     length, order = (torch.empty(lines, dtype=torch.int32, device=kept.device) for _ in range(2))
     block = min(1024, power_of_2(items))
-    list_kept_kernel[(lines,)](found, length, kept, items, *kept.stride(), BLOCK=block, num_warps=4)
+    list_kept_kernel[(lines,)](found, length, kept, items, *kept.stride(), BLOCK=block, num_warps=4, **FUSED)
     longest_first_kernel[(cdiv(lines, 16),)](
-        order, length, lines, LINES=16, BLOCK=min(512, power_of_2(lines)), num_warps=4
+        order, length, lines, LINES=16, BLOCK=min(512, power_of_2(lines)), num_warps=4, **FUSED
     )
     return Lists(found, length, order)
 
@@ -112,12 +112,13 @@ def strip_means(
     share = torch.empty(vocab, dtype=torch.float32, device=exp.device)
     strip_shares_kernel[(strips,)](
         share, exp, softmax_factor, tiles.kept, counted.count, counted.first_row, rows, vocab, strips, exp.stride(0),
-        TILE_ROWS=SKIP_TILE.block_m, STRIP=RELATIVE_STRIP, STEP=SKIP_STEP, ROWS=min(64, RELATIVE_STRIP), num_warps=8,
+        TILE_ROWS=SKIP_TILE.block_m, STRIP=RELATIVE_STRIP, STEP=SKIP_STEP, ROWS=min(64, RELATIVE_STRIP),
+        num_warps=8, **FUSED,
     )  # fmt: skip
     mean = torch.empty(strips, hidden, dtype=weight.dtype, device=exp.device)
     columns = min(64, power_of_2(hidden))
     strip_means_kernel[(strips, cdiv(hidden, columns))](
-        mean, None, weight, share, vocab, hidden, STRIP=RELATIVE_STRIP, COLUMNS=columns, num_warps=4
+        mean, None, weight, share, vocab, hidden, STRIP=RELATIVE_STRIP, COLUMNS=columns, num_warps=4, **FUSED
     )
     return share, mean
 
@@ -131,7 +132,7 @@ def strip_spread(weight: torch.Tensor, strips: int) -> torch.Tensor:
     mean = torch.empty(strips, hidden, dtype=torch.float32, device=weight.device)
     square = torch.empty(strips, blocks, dtype=torch.float32, device=weight.device)
     strip_means_kernel[(strips, blocks)](
-        mean, square, weight, None, vocab, hidden, STRIP=RELATIVE_STRIP, COLUMNS=columns, num_warps=4
+        mean, square, weight, None, vocab, hidden, STRIP=RELATIVE_STRIP, COLUMNS=columns, num_warps=4, **FUSED
     )
     length = square.sum(1)
     within = (length - mean.square().sum(1)).clamp_(min=0.0)
@@ -164,12 +165,12 @@ def skip_dhidden(
         TensorDescriptor.from_tensor(weight, [tile.block_k, tile.block_n]),
         *lists, tiles.next[:1], rows, hidden, tiles.kept.shape[1],
         PARTS=parts, STRIP=RELATIVE_STRIP, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
     block = min(power_of_2(hidden), 2048)
     finish_dhidden_kernel[(rows, cdiv(hidden, block))](
         out, partial, weight, counted.count, order, *factors, counted.first_row, rows, hidden,
-        PARTS=parts + 1, BLOCK=block, num_warps=4,
+        PARTS=parts + 1, BLOCK=block, num_warps=4, **FUSED,
     )  # fmt: skip
 
 
@@ -195,5 +196,5 @@ def skip_dweight(
         share, moved, *lists, tiles.next[1:], row_blocks, vocab, width, strips, TILE_ROWS=SKIP_TILE.block_m,
         ADD=not first, BY_MEMORY=out.dtype == torch.float32 and not INTERPRETED,
         BLOCK_M=RELATIVE_STRIP, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip

@@ -4,7 +4,7 @@ import torch
 
 from .target_terms import add_target_rows_kernel, join_pieces_kernel
 from .targets import read_targets_kernel, sort_targets_kernel
-from .tiles import LEAST_SECTION, PIECE, cdiv, piece_bytes, power_of_2
+from .tiles import FUSED, LEAST_SECTION, PIECE, cdiv, piece_bytes, power_of_2
 
 MOST_COUNTED = 8192  # tokens that are sorted by comparing each with each: one launch instead of ten
 
@@ -24,7 +24,7 @@ def read_targets(
     read_targets_kernel[(1,)](
         paired, counted, one_or_nan,
         target.contiguous(), None if mask is None else mask.contiguous().view(torch.uint8),
-        len(paired), length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16,
+        len(paired), length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16, **FUSED,
     )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def sort_targets(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sorted_target, order = torch.empty_like(target, dtype=torch.int32), torch.empty_like(target)
     block = 16
     sort_targets_kernel[(cdiv(tokens, block),)](
-        sorted_target, order, target, tokens, BLOCK=block, AT_ONCE=256, num_warps=8
+        sorted_target, order, target, tokens, BLOCK=block, AT_ONCE=256, num_warps=8, **FUSED
     )
     return sorted_target, order
 
@@ -71,8 +71,9 @@ def add_target_rows(
         count, targets, pieces = at.stop - first, sorted_target[at], cdiv(at.stop - first, PIECE)
         add_target_rows_kernel[pieces, cdiv(columns, block)](
             dweight, piece_sum, hidden, order[at], None if rows is None else rows[at], targets, target_factor,
-            count, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, num_warps=2,
+            count, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, num_warps=2, **FUSED,
         )  # fmt: skip
         join_pieces_kernel[pieces, cdiv(columns, wide)](
-            dweight, piece_sum, targets, count, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=wide, num_warps=4
-        )
+            dweight, piece_sum, targets, count, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=wide,
+            num_warps=4, **FUSED,
+        )  # fmt: skip

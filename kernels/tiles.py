@@ -5,6 +5,8 @@ import os
 from typing import NamedTuple
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+# of every launch: a product and a sum are one instruction, whatever Triton does by itself (from 3.10 on it does not)
+FUSED = {"enable_fp_fusion": True}
 
 
 def cdiv(size: int, step: int) -> int:
@@ -66,7 +68,7 @@ if INTERPRETED:
 
 
 def exp_tile(hidden: int) -> Tile:
-    """What was fastest of the plain kernel on an H200, by hidden size."""
+    """What was fastest on an H200, by hidden size."""
     return NARROW_TILE if hidden <= SHORT_HIDDEN else WIDE_TILE
 
 
@@ -75,20 +77,15 @@ def grad_tile(hidden: int) -> Tile:
     return NARROW_TILE if hidden <= SHORT_HIDDEN // 2 else WIDE_TILE
 
 
-def strip_width(hidden: int, relative: bool, wide: bool = False) -> int:
-    """Columns of a strip: of its own width where it has an offset of its own; the kernel for Hopper's are ``wide``."""
-    return RELATIVE_STRIP if relative else WIDE_TILE.block_n if wide else exp_tile(hidden).block_n
+def strip_width(hidden: int, relative: bool) -> int:
+    """Columns of a strip: of its own width where it has an offset of its own."""
+    return RELATIVE_STRIP if relative else exp_tile(hidden).block_n
 
 
-def strips_of(vocab: int, hidden: int, relative: bool, wide: bool = False) -> int:
+def strips_of(vocab: int, hidden: int, relative: bool) -> int:
     """Number of column strips in a row of ``vocab`` logits: those of whole tiles."""
-    block_n = WIDE_TILE.block_n if wide else exp_tile(hidden).block_n
-    return cdiv(vocab, block_n) * (block_n // strip_width(hidden, relative, wide))
-
-
-def tile_of_strips(strips: int, vocab: int, hidden: int) -> Tile:
-    """The plain kernel's tile for so many strips in a row."""
-    return WIDE_TILE if strips == cdiv(vocab, WIDE_TILE.block_n) else exp_tile(hidden)
+    block_n = exp_tile(hidden).block_n
+    return cdiv(vocab, block_n) * (block_n // strip_width(hidden, relative))
 
 
 class Split(NamedTuple):
@@ -119,35 +116,6 @@ def dhidden_split(rows: int, hidden: int, vocab: int, multiprocessors: int, most
         if turns < fewest:
             best, fewest = Split(parts, left * parts if parts > 1 else 0), turns
     return best
-
-
-class HopperTile(NamedTuple):
-    """Tile of a matmul whose warps have roles of their own; what of shared memory the tile leaves is for operands."""
-
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 32
-    group_m: int = 8
-    stages: int = 6
-    lag: int = 2
-    registers: int = 240
-    average_registers: int = 168  # of the 12 warps, 4 of which do with few
-
-
-HOPPER_LOGITS = HopperTile(block_k=64, group_m=16, stages=4)
-# with so few steps over hidden its ring fills once for each tile
-LEAST_HOPPER_HIDDEN = 512
-
-
-def hopper_tile(out_bytes: int) -> HopperTile:
-    """By the bytes of an element of the output."""
-    return HopperTile() if out_bytes == 2 else HopperTile(stages=4, lag=1)
-
-
-def own_dweight_pays(rows: int, hidden: int, out_bytes: int) -> bool:
-    """Whether the product for Hopper was faster than cuBLAS's: many rows, 16 bits out, no column tile much in vain."""
-    tile = hopper_tile(out_bytes)
-    return rows >= 1024 and out_bytes == 2 and cdiv(hidden, tile.block_n) * tile.block_n <= 1.03 * hidden
 
 
 def skip_parts(rows: int, hidden: int, multiprocessors: int) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import inside, measure
 
-CHUNK = ["copy_rows", "hopper_exp_logits_kernel", "merge_strips", "dhidden_kernel", "hopper_dweight_kernel"]
+CHUNK = ["copy_rows", "exp_logits_kernel", "merge_strips", "dhidden_kernel", "nvjet_hsh_256x128"]
 PURPOSES = [inside.OTHERS, "logits", inside.OTHERS, "dhidden", "dweight"]
 
 

@@ -142,6 +142,7 @@ def test_reference_agrees_with_autograd(monkeypatch):
 
 def test_head_end_to_end(tmp_path, capsys, monkeypatch, no_memory_process):
     monkeypatch.setenv("CHUNKED_HEAD_COMMIT", "abc123")
+    monkeypatch.setattr("triton.__version__", "3.77")  # another than the environment's own, before it on the path
     output = tmp_path / "new" / "head.json"
     asked = ["--provider", "eager", "--provider", "ours", "--provider", "ours:chunk_tokens=16", "--provider", "liger"]
     arguments = ["--device", "cpu", "--shape", str(SHAPE), "--rounds", "2", "--upstream", "1", "0.37"]
@@ -151,6 +152,7 @@ def test_head_end_to_end(tmp_path, capsys, monkeypatch, no_memory_process):
     assert [row["provider"] for row in last_line(printed)["rows"]].count("ours:chunk_tokens=16") == 2
     record = json.loads(output.read_text())
     assert record["commit"] == "abc123" and record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["triton"] == "3.77"
     assert str(tmp_path) not in json.dumps(record), "a path of this machine is in the results"
     assert "liger" in record["skipped"]
     rows = {(row["provider"], row.get("upstream")): row for row in record["rows"]}

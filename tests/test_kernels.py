@@ -1,5 +1,9 @@
 """Kernels by themselves, where the calls above them would hide what matters: order of sums, masks, strides."""
 
+import ast
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from cases import GPU, TRITON, Place
@@ -121,6 +125,173 @@ def test_scale_leaves_alone_what_needs_nothing(place: Place) -> None:
     assert torch.equal(half, (before * 2.0).half())
 
 
+CUT = [(70, 203, 72), (17, 40, 40), (33, 136, 104)]  # rows, vocab, hidden
+if torch.cuda.is_available():
+    # tiles that every edge cuts, one of two steps, several for a program, fewer steps than stages and one more
+    CUT = [(2048, 12032, 2304), (333, 5000, 1160), (17, 136, 72), (96, 200000, 64), (128, 100000, 264)]
+
+
+def head_operands(
+    place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, spread: float = 2.0
+) -> tuple[torch.Tensor, ...]:
+    """Hidden states, weight, targets (some rows without one), the logits in float64 and those of the targets."""
+    (rows, vocab, hidden), made = sizes, torch.Generator().manual_seed(5)
+    states = torch.randn(rows, hidden, generator=made).to(place.device, dtype)
+    weight = (torch.randn(vocab, hidden, generator=made) * spread / hidden**0.5).to(place.device, dtype)
+    target = torch.randint(-1, vocab, (rows,), generator=made).to(place.device)
+    logits = states.double() @ weight.double().t()
+    offset = logits.gather(1, target.clamp(min=0)[:, None])[:, 0].float()
+    return states, weight, target, logits.masked_fill_(here(target, logits), -torch.inf), offset
+
+
+def here(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return target[:, None] == torch.arange(logits.shape[1], device=logits.device)
+
+
+def tile_of(wide: bool) -> Any:
+    from chunked_head.kernels.tiles import NARROW_TILE, WIDE_TILE
+
+    return WIDE_TILE if wide else NARROW_TILE
+
+
+def run_exp_logits(
+    states: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, offset: torch.Tensor | None, wide: bool, **options
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Exponentials, and strips' offsets and sums, [rows, strips]; sums alone without an offset."""
+    from chunked_head.kernels import launch
+
+    tile = tile_of(wide)
+    (rows, vocab), count = (len(states), len(weight)), -(-len(weight) // tile.block_n)
+    strips = launch.Strips.empty(rows, count, states.device).of_rows(rows, count)
+    strips.offset.fill_(torch.nan)
+    out = states.new_full((rows, -(-vocab // 8) * 8 + 8), torch.nan)[:, :vocab]  # rows further apart than long
+    out = None if offset is None else out
+    options = {"logit_scale": None, "softcap": None} | options
+    launch.exp_logits(out, strips, states, weight, None, None, offset, target, **options, tile=tile)
+    return out, strips.offset.t(), strips.sum.t()
+
+
+def strip_sums(exact: torch.Tensor, strips: int, wide: bool) -> torch.Tensor:
+    width = tile_of(wide).block_n
+    return torch.nn.functional.pad(exact, (0, strips * width - exact.shape[1])).view(len(exact), strips, width).sum(2)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("sizes", CUT, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.6])
+def test_exponentials(
+    place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, wide: bool, scale: float | None
+) -> None:
+    """Relative to a row's offset, and their sums; the same bits every time."""
+    states, weight, target, logits, offset = head_operands(place, sizes, dtype, spread=1.0)
+    offset = offset * (scale or 1.0)
+    (out, _, sums), again = (run_exp_logits(states, weight, target, offset, wide, logit_scale=scale) for _ in range(2))
+    exact = (logits * (scale or 1.0) - offset.double()[:, None]).exp()
+    assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps * exact + 1e-5).all()
+    torch.testing.assert_close(sums.double(), strip_sums(exact, sums.shape[1], wide), rtol=1e-5, atol=1e-6)
+    assert torch.equal(out, again[0]) and torch.equal(sums, again[2])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("sizes", CUT, ids=str)
+@pytest.mark.parametrize("wide", [True, False])
+def test_sums_alone(place: Place, sizes: tuple[int, int, int], wide: bool) -> None:
+    states, weight, target, logits, _ = head_operands(place, sizes, torch.bfloat16)
+    _, offset, sums = run_exp_logits(states, weight, target, None, wide)
+    found = (offset.double() + sums.double().log()).logsumexp(1)
+    torch.testing.assert_close(found, logits.logsumexp(1), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("wide", [True, False])
+def test_far_above_the_offset(place: Place, wide: bool) -> None:
+    """Strips whose maximum lies more than REACH above take an offset of their own, which the sum's sign says."""
+    sizes = (300, 3000, 1024) if torch.cuda.is_available() else (70, 203, 72)
+    states, weight, target, logits, offset = head_operands(place, sizes, torch.bfloat16, spread=25.0)
+    out, own_offset, sums = run_exp_logits(states, weight, target, offset, wide)
+    own = sums < 0
+    assert own.any() and not own.all() and torch.equal(own, ~own_offset.isnan())
+    level = torch.where(own, own_offset, offset[:, None]).double()
+    each = level.repeat_interleave(tile_of(wide).block_n, 1)[:, : logits.shape[1]]
+    exact = (logits - each).exp()
+    torch.testing.assert_close(sums.abs().double(), strip_sums(exact, sums.shape[1], wide), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("count", [0, 1, 32, 33, 69, 70, 1000])
+@pytest.mark.parametrize("wide", [True, False])
+def test_exponentials_of_counted_rows(place: Place, count: int, wide: bool) -> None:
+    """Row tiles behind those that count are not computed."""
+    from chunked_head.kernels import launch
+    from chunked_head.kernels.tiles import WIDE_TILE
+
+    rows = 300 if torch.cuda.is_available() else 70
+    states, weight, target, _, offset = head_operands(place, (rows, 203, 72), torch.bfloat16)
+    counts = min(count, rows)
+    counted = launch.Counted(torch.tensor(700 + count, device=place.device), 700)
+    out, _, sums = run_exp_logits(states, weight, target, offset, wide, counted=counted)
+    whole, _, whole_sums = run_exp_logits(states, weight, target, offset, wide)
+    assert torch.equal(out[:counts], whole[:counts]) and torch.equal(sums[:counts], whole_sums[:counts])
+    assert out[-(-counts // WIDE_TILE.block_m) * WIDE_TILE.block_m :].isnan().all()
+
+
+def dweight_operands(
+    place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, out: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    (rows, vocab, hidden), made = sizes, torch.Generator().manual_seed(5)
+    grad = torch.randn(rows, -(-vocab // 8) * 8 + 8, generator=made).to(place.device, dtype)[:, :vocab]
+    states = torch.randn(rows, hidden, generator=made).to(place.device, dtype)
+    return grad, states, torch.randn(vocab, hidden, generator=made).to(place.device, out)
+
+
+def assert_dweight(found: torch.Tensor, old: torch.Tensor | None, grad: torch.Tensor, states: torch.Tensor) -> None:
+    """Rounded once to the output's dtype, of fp32 sums over as many products as there are rows."""
+    wide = grad.double().t(), states.double()
+    expected, size = wide[0] @ wide[1], wide[0].abs() @ wide[1].abs()
+    if old is not None:
+        expected, size = expected + old.double(), size + old.double().abs()
+    sums = 2.0**-23 * max(len(grad), 16) ** 0.5 * size
+    assert ((found.double() - expected).abs() <= torch.finfo(found.dtype).eps * expected.abs() + sums).all()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("sizes", CUT, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_dweight(place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, wide: bool, first: bool) -> None:
+    from chunked_head.kernels import launch
+
+    grad, states, old = dweight_operands(place, sizes, dtype, torch.float32 if wide else dtype)
+    results = []
+    for _ in range(2):
+        results.append(torch.full_like(old, torch.nan) if first else old.clone())
+        launch.dweight(results[-1], grad, states, first)
+    assert_dweight(results[0], None if first else old, grad, states)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 64, 65, 200, 299, 300, 1000])
+@pytest.mark.parametrize("first", [False, True])
+def test_dweight_of_counted_rows(place: Place, count: int, first: bool) -> None:
+    """What lies behind the rows that count, in steps of its own, is not read; nothing to count stores zeros."""
+    from chunked_head.kernels import launch
+    from chunked_head.kernels.tiles import PRODUCT_TILE
+
+    sizes = (300, 3000, 520) if torch.cuda.is_available() else (300, 72, 40)
+    grad, states, old = dweight_operands(place, sizes, torch.bfloat16, torch.bfloat16)
+    counts = min(count, 300)
+    states[counts:] = 0.0
+    grad[-(-counts // PRODUCT_TILE.block_k) * PRODUCT_TILE.block_k :] = torch.nan
+    out = torch.full_like(old, torch.nan) if first else old.clone()
+    launch.dweight(out, grad, states, first, launch.Counted(torch.tensor(700 + count, device=place.device), 700))
+    assert_dweight(out, None if first else old, grad[:counts], states[:counts])
+
+
 def told_by(ranks: int, rows: int, made: torch.Generator, device: str) -> tuple[torch.Tensor, RowStats]:
     """Statistics of pieces of a vocabulary as ranks send them, with equal logits and a piece of nothing."""
     vocab, demand = 5 * ranks, Demand(entropy=(True,), weighted_sum=True, top=True)
@@ -163,3 +334,23 @@ def test_merge_ranks(place: Place, known: bool, off: int | None) -> None:
         torch.testing.assert_close(value, getattr(other, name), rtol=1e-6, atol=1e-6, equal_nan=True)
     assert out.lse.isnan().all() == (off is not None) == out.start.isnan().any()
     assert not out.target_logit.isnan().any()
+
+
+def launches() -> list[tuple[str, ast.Call]]:
+    """Every launch of a kernel that the sources hold: ``kernel[grid](...)``."""
+    found = []
+    for path in sorted((Path(__file__).parent.parent / "kernels").glob("launch*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                found.append((f"{path.name}:{node.lineno}", node))
+    return found
+
+
+def test_every_launch_says_that_operations_fuse() -> None:
+    """Left to Triton it would depend on the version: 3.9 warns that 3.10 will not fuse."""
+    from chunked_head.kernels.tiles import FUSED
+
+    assert FUSED == {"enable_fp_fusion": True}
+    every = launches()
+    without = [where for where, call in every if "FUSED" not in [ast.unparse(k.value) for k in call.keywords]]
+    assert len(every) > 25 and not without

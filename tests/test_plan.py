@@ -97,7 +97,7 @@ def test_what_ranks_do_not_divide_gets_the_whole_default() -> None:
     half = torch.bfloat16
     common: dict[str, Any] = {
         "dtype": half, "hidden_dtype": half, "weight_dtype": half, "store": "fast", "half_products": True,
-        "multiprocessors": 132, "hopper_products": True,
+        "multiprocessors": 132,
     }  # fmt: skip
     for tokens, hidden, ranks in ((16384, 8192, 8), (32768, 8192, 2), (65536, 4096, 2), (16384, 8192, 16)):
         sizes = Sizes(tokens, hidden, 128256 // ranks, **common, ranks=ranks, copied=True)
@@ -248,7 +248,7 @@ def test_blocks_where_wider_tiles_repay_them() -> None:
 def test_says_whose_matmuls() -> None:
     for options in ({}, {"skip_ignored": True}, {"deterministic": True}):
         made = plan(8192, **LLAMA, **options)
-        own = made.sizes.skips or made.sizes.hopper_products
+        own = made.sizes.skips
         assert "dhidden ours" in str(made) and f", dweight {'ours' if own else 'cuBLAS' + chr(39) + 's'}" in str(made)
     assert made.sizes.dhidden_split(100).parts == 1  # nothing is chosen by size
 

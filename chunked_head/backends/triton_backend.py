@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..kernels import launch, launch_rows, launch_targets
-from ..kernels.launch_hopper import runs_hopper_products
 from ..parallel.merge import Told, merge_lists, unpack, widths
 from ..plans import Plan
 from ..sizes import Store
@@ -76,7 +75,6 @@ def traits(device: torch.device) -> dict[str, Any]:
     return {
         "half_products": device.type == "cuda", "scratch": 0,
         "multiprocessors": launch.multiprocessors(device) if own_products else 0,
-        "hopper_products": runs_hopper_products(device),
     }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class RelativeSession(OwnProducts):
         if sizes.hidden_grad and plan.schedule == "forward":
             self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
         two = len(demand.views) > 1
-        self.strip_count = strips_of(sizes.vocab, sizes.hidden, keep and self.narrow, sizes.wide_strips)
+        self.strip_count = strips_of(sizes.vocab, sizes.hidden, keep and self.narrow)
         self.strips = launch.Strips.empty(
             rows, self.strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
             two and demand.entropy[1],
@@ -165,8 +165,7 @@ class FastSession(RelativeSession):
         assert coefficients.alpha is not None and coefficients.beta is not None
         softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
         launch.level_rows(
-            exp, softmax_factor, target_factor, self.stored_strips,
-            strip_width(sizes.hidden, self.narrow, sizes.wide_strips),
+            exp, softmax_factor, target_factor, self.stored_strips, strip_width(sizes.hidden, self.narrow),
             self.level, stats.target_logit, stats.start, stats.rest, stats.logprob, coefficients.alpha,
             coefficients.beta, transform(self.head)[0], counted_of(rows),
         )  # fmt: skip

@@ -140,7 +140,7 @@ class OwnProducts(KernelSession):
     def add_dweight(
         self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
     ) -> None:
-        if gain is None and self.sizes.own_dweight(len(rows.target), out.dtype):
+        if gain is None and self.sizes.own_dweight:
             launch.dweight(out, dlogits, operand, first, counted_of(rows))
         else:
             super().add_dweight(dlogits, rows, operand, out, first, gain)
