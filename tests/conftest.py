@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import quick_interpreter
 import torch
+import uninitialised
 from hypothesis import settings
 
 HAS_GPU = torch.cuda.is_available()
@@ -47,6 +48,12 @@ def nothing_refused_before() -> None:
     from chunked_head.evaluate import SLOW  # not at the top: it imports triton
 
     SLOW.clear()
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_shows() -> Iterator[None]:
+    with uninitialised.shown():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import uninitialised
 
 Work = Callable[[int, str], dict[str, Any]]  # of (rank, device): outcomes by name
 
@@ -38,7 +39,9 @@ def enter(rank: int, work: Work, ranks: int, folder: str, device: str) -> None:
         "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks,
         timeout=timedelta(seconds=60),
     )  # fmt: skip
-    torch.save(work(rank, place), Path(folder, f"{rank}.pt"))
+    with uninitialised.shown():
+        found = work(rank, place)
+    torch.save(found, Path(folder, f"{rank}.pt"))
     dist.destroy_process_group()
 
 
