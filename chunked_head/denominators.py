@@ -17,9 +17,10 @@ FP16_LARGEST = 64.0
 
 def gain_of(largest: Tensor) -> Tensor:
     """What to divide by so that the largest gradient of a logit is about 64: it keeps the probabilities of a 128K
-    vocabulary among fp16's normal numbers, and leaves a factor of 1000 to what was not foreseen."""
-    gain = largest / FP16_LARGEST
-    return torch.where(gain == 0, 1.0, gain)
+    vocabulary among fp16's normal numbers, and leaves a factor of 1000 to what was not foreseen. Always a number with
+    an inverse: a gradient that is nan or infinite stays one token's."""
+    gain = (largest / FP16_LARGEST).clamp(min=torch.finfo(largest.dtype).tiny)
+    return torch.where((largest > 0) & torch.isfinite(largest), gain, 1.0)
 
 
 class Inverse(NamedTuple):

@@ -60,7 +60,7 @@ def make_teacher(fields: Mapping[str, Tensor], options: TeacherOptions, columns:
         fields.get("teacher_logits"),
         fields.get("teacher_hidden"),
         None if weight is None else weight[:columns].detach(),
-        None if bias is None else bias[:columns].detach(),
+        None if bias is None else bias[:columns].detach().contiguous(),  # as kernels read it
         options.logit_scale / options.temperature,
         None if options.softcap is None else options.softcap / options.temperature,
     )

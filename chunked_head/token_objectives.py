@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .denominators import stacked, times
-from .evaluate import Inputs, as_coefficients, coefficients_of, run
+from .evaluate import Inputs, as_coefficients, coefficients_of, masked, run
 from .objective import Objective
 from .stats import Coefficients, RowStats
 
@@ -78,7 +78,7 @@ class StatsObjective(Objective):
     def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
         counts = self.target >= 0
         grads = {
-            LEAF.get(name, name): torch.where(counts, given, 0.0).to(self.dtype)
+            LEAF.get(name, name): given.to(self.dtype)
             for name, given in zip(self.names[: self.with_gradient], upstream, strict=False)
             if given is not None
         }
@@ -89,4 +89,6 @@ class StatsObjective(Objective):
         if (given := grads.pop("log_sum_sq_probs", None)) is not None:
             grads["lse2"] = given
             grads["lse"] = grads["lse"] - 2 * given if "lse" in grads else -2 * given
-        return self.fitted(as_coefficients(coefficients_of(self.structure, grads, stats.named())))
+        found = coefficients_of(self.structure, grads, stats.named())
+        # by selection: where a token does not count there may be no statistics, or those of a teacher that is nan
+        return self.fitted(as_coefficients({name: masked(value, counts) for name, value in found.items()}))

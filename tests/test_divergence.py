@@ -101,6 +101,24 @@ def test_values_and_gradients(place: Place, dtype: torch.dtype, kind: str) -> No
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["reverse", "jsd", "tvd"])
+def test_a_teacher_that_is_nan_where_nothing_counts(place: Place, kind: str) -> None:
+    """It has no part in anything, the gain that fp16 gradients share among it."""
+    student, teacher = operands(torch.float16, place.device)
+    logits = teacher["teacher_hidden"] @ teacher["teacher_weight"].t() + teacher["teacher_bias"]
+    mask = torch.arange(TOKENS, device=place.device) % 5 != 2
+    found = []
+    for garbage in (0.0, torch.nan):
+        leaves = [t.clone().requires_grad_() for t in student]
+        given = torch.where(mask[:, None], logits, garbage)
+        value = linear_divergence(
+            *leaves[:2], bias=leaves[2], mask=mask, teacher_logits=given, backend=place.backend, **KINDS[kind]
+        )
+        found.append([value.detach(), *torch.autograd.grad((value * value.detach().cos()).sum(), leaves)])
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("teacher_vocab", [150, 260])
 def test_other_vocabularies(place: Place, teacher_vocab: int) -> None:
     """The ids that both have; the entropy is that of the same distribution."""

@@ -7,7 +7,7 @@ from ..kernels import launch, launch_grads
 from ..plans import Plan
 from ..sizes import padded_columns
 from ..stats import Coefficients, Head, Rows, RowStats
-from .triton_session import OwnProducts, counted_of, transform
+from .triton_session import OwnProducts, counted_of, transform, zero_uncounted_
 
 
 class GradSession(OwnProducts):
@@ -27,7 +27,7 @@ class GradSession(OwnProducts):
             tile.start, *transform(head), counted=counted_of(rows),
         )  # fmt: skip
         self.replace_columns_(dlogits, head, tile.start, rows, stats, coefficients, common, add=False)
-        return dlogits
+        return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 
     def tile_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
         # cuBLAS chooses by the number of rows, and computes all of them

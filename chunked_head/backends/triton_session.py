@@ -31,6 +31,11 @@ def counted_of(rows: Rows) -> launch.Counted:
     return launch.Counted(rows.counted, rows.first)
 
 
+def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
+    """For sums over all rows: behind those that count, where products of our own stop, nobody has written."""
+    return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
+
+
 class KernelSession(AddsDlogits):
     """What sessions with a pass over stored logits share: second views, teachers, columns, gradients."""
 
