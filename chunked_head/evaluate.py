@@ -112,6 +112,15 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask if values.dim() == 1 else mask[:, None], values, torch.zeros_like(values))
 
 
+def without_slope(leaves: Mapping[str, Tensor], off: Tensor) -> dict[str, Tensor]:
+    """The same values with no gradient where ``off`` ([] or [n]): a factor of 0 takes an infinite slope out by
+    selection."""
+    return {
+        name: torch.where(off if off.dim() == 0 else off.view(-1, *[1] * (leaf.dim() - 1)), leaf.detach(), leaf)
+        for name, leaf in leaves.items()
+    }
+
+
 def unit_mask(unit: str, batch: Batch) -> Tensor:
     """Which values count: tokens that do, segments with such a token, pairs of two such segments."""
     if unit == "token":
@@ -139,16 +148,14 @@ def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) ->
     wanted = {name: leaves[name] for name in leaves if name in structure.leaves}
     rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
 
-    def all_values(wanted: dict[str, Tensor]) -> list[Tensor]:
-        known = {**wanted, **rest}
-        return [
-            weighted_values(structure, i, view, known, batch, inputs) for i, (_, view) in enumerate(structure.summands)
-        ]
+    def values_of(i: int, wanted: dict[str, Tensor]) -> Tensor:
+        return weighted_values(structure, i, structure.summands[i][1], {**wanted, **rest}, batch, inputs)
 
     def total(wanted: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        values, whole = all_values(wanted), inputs.target.new_zeros((), dtype=inputs.factors.dtype)
-        for i, value in enumerate(values):
-            whole = whole + (value * inputs.factors[i]).sum()
+        values, whole = [], inputs.target.new_zeros((), dtype=inputs.factors.dtype)
+        for i in range(len(structure.summands)):
+            values.append(values_of(i, without_slope(wanted, inputs.factors[i] == 0)))
+            whole = whole + (values[i] * inputs.factors[i]).sum()
         return whole, values
 
     if wanted and structure.summands:
@@ -157,7 +164,7 @@ def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) ->
         grads = {name: masked(grad, batch.mask) for name, grad in grads.items()}
         coefficients = coefficients_of(structure, grads, leaves)
     else:
-        coefficients, values = {}, all_values(wanted)
+        coefficients, values = {}, [values_of(i, wanted) for i in range(len(structure.summands))]
     values = values + metric_values(structure, leaves, batch, inputs)
     units = [*(summand.unit for summand, _ in structure.summands), *(metric.unit for metric, _ in structure.metrics)]
     rows: list[Tensor] = []

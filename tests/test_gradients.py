@@ -192,6 +192,37 @@ def test_normalizer_of_zero(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("given", ["call's", "loss's"])
+def test_infinite_losses_by_a_normalizer_of_zero(place: Place, dtype: torch.dtype, given: str) -> None:
+    """0 and zero gradients, whatever the loss and its slope would be, and no part in those of a loss beside it."""
+    inputs = Case("", (12,), 16, 37).inputs(dtype, place.device)
+    far = torch.full((12,), 300.0, device=place.device)
+    batch = {"ref_logprobs": far, "old_logprobs": -far, "advantages": -torch.ones_like(far)}
+    none = torch.zeros((), device=place.device)
+    own = {} if given == "call's" else {"normalizer": 0.0}
+    infinite = losses.kl_to_reference(log_ratio_clamp=None, **own) + losses.grpo(ratio_clamp=None, **own)
+    bias = torch.zeros(37, device=place.device, dtype=dtype)
+    bias[inputs.target[inputs.target >= 0][0]] = -torch.inf
+    loss = infinite if given == "call's" else infinite + losses.cross_entropy()
+    normalizer = none if given == "call's" else None
+    found = []
+    for made in (loss, losses.cross_entropy()):
+        hidden, weight = leaves(inputs)
+        fields = batch if made is loss else {}
+        out = linear_loss(
+            hidden, weight, inputs.target, made, batch=fields, bias=bias if given == "call's" else None,
+            normalizer=normalizer, backend=place.backend, chunk_tokens=8,
+        )  # fmt: skip
+        found.append([out.loss, *torch.autograd.grad(out.loss, (hidden, weight))])
+    if given == "call's":
+        assert not any(value.any() for value in (*found[0], *found[1]))
+    for ours, alone in zip(*found, strict=True):
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(ours, alone, rtol=4 * eps, atol=eps * float(alone.abs().max()))
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("vocab", [131, pytest.param(128256, marks=pytest.mark.gpu)])
 def test_fp16_under_a_loss_scale(place: Place, vocab: int) -> None:
     """1 / D = 2^-20 and a loss scale of 65536: neither may push gradients out of fp16's range on the way."""

@@ -256,6 +256,27 @@ def test_kl_of_extreme_ratios_is_finite() -> None:
                 assert not grad[d.abs() > 20].any()
 
 
+@pytest.mark.parametrize("estimator", policy.ESTIMATORS)
+def test_a_clamp_of_the_kl_alone(estimator: str) -> None:
+    """It acts before anything overflows, on the value and on its slope; a "+" keeps the slope of k2."""
+    d = torch.tensor([-1e4, -100.0, -1.0, 0.5, 89.0, 100.0, 1e4])
+    leaf, far = (torch.full_like(d, -1.0).requires_grad_() for _ in range(2))
+    losses = only(policy.kl_to_reference(estimator, log_ratio_clamp=None, kl_clamp=10.0))
+    batch = Batch({"ref_logprobs": d - 1.0}, torch.zeros(len(d), dtype=torch.int64), None, V)
+    values = losses.values(Stats({"logprob": leaf}), batch, {})
+    (grad,) = torch.autograd.grad(values.sum(), leaf)
+    exact = policy.kl_estimate(d.double(), estimator.removesuffix("+"))
+    torch.testing.assert_close(values.double(), exact.clamp(-10.0, 10.0))
+    slopes = {"k1": 1.0, "abs": -d.sign(), "k2": -d, "k3": 1.0 - d.exp()}
+    slope = -d if estimator.endswith("+") else torch.where(exact.abs() <= 10.0, slopes[estimator], 0.0)
+    torch.testing.assert_close(grad, slope)
+    infinite = Batch({"ref_logprobs": torch.full_like(d, torch.inf)}, torch.zeros(len(d), dtype=torch.int64), None, V)
+    if not estimator.endswith("+"):
+        values = losses.values(Stats({"logprob": far}), infinite, {})
+        (grad,) = torch.autograd.grad(values.sum(), far)
+        assert (values.abs() == 10.0).all() and not grad.any()
+
+
 @pytest.mark.parametrize("kind", [*TOKEN_LOSSES, *SEGMENT_LOSSES])
 def test_impossible_target_without_advantage(kind: str) -> None:
     """A target of probability 0, as under a banned token's logit of -inf."""

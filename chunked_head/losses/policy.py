@@ -210,6 +210,17 @@ def kl_to_reference(
     return make("kl_to_reference", _kl_to_reference, options, fields=fields, optional_fields=optional, **summand)
 
 
+def clamped_estimate(d: Tensor, estimator: str, bound: float | None) -> Tensor:
+    """Within [-bound, bound]; outside, found before any gradient is, ``d`` has no part in it: its slope may be
+    infinite."""
+    if bound is None:
+        return kl_estimate(d, estimator)
+    value = kl_estimate(d.detach(), estimator)
+    outside = ~(value.abs() <= bound) & ~d.isnan()
+    value = value.nan_to_num(torch.inf).clamp(-bound, bound)  # the difference of two infinities, too
+    return torch.where(outside, value, kl_estimate(torch.where(outside, 0.0, d), estimator))
+
+
 def _kl_to_reference(
     stats: Stats,
     batch: Batch,
@@ -220,10 +231,10 @@ def _kl_to_reference(
     ratio_clamp: float | None,
 ) -> Tensor:
     d = clamped(batch["ref_logprobs"] - stats.logprob, log_ratio_clamp)
-    values = clamped(kl_estimate(d, estimator.removesuffix("+")), kl_clamp)
+    values = clamped_estimate(d, estimator.removesuffix("+"), kl_clamp)
     if estimator.endswith("+"):
         k2 = kl_estimate(d, "k2")
-        return (values - k2).detach() + k2
+        return values.detach() + (k2 - k2.detach())
     if bias_correction:
         return values * clamped(token_log_ratio(stats, batch), ratio_clamp).exp()
     return values
