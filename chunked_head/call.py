@@ -203,7 +203,7 @@ def planned(
     # computed again in backward, a call recomputes whatever its request was made for
     wish = Request(memory_budget=request.memory_budget) if again else request
     plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
-    check_road(head.skip_tolerance, plan, again)
+    check_road(head.skip_tolerance, plan, again, None if head.into is None else head.into.buffer)
     shard = None if head.shard is None else head.shard.agreed(plan, options_key(asked, objective), rows.device)
     options = asked.logit_scale, asked.softcap, request, head.into, packing, shard
     return rows, Call(plan, asked.backend, objective, *options)

@@ -48,6 +48,8 @@ class Call(OwnPart):
         weight = weight.to(sizes.dtype)
         if sizes.padding:
             weight = weight[: sizes.vocab]
+        if len(weight) == 1:
+            weight = weight.view(-1).view(weight.shape)  # kernels are told its stride, which may be any
         add_targets = None if self.shard is None else self.shard.add_targets
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets)
 

@@ -75,8 +75,9 @@ def check_names(labels: Iterable[str]) -> None:
             raise ValueError(f"a metric is called {label!r}, as skip_tolerance's own is; give it another name=")
 
 
-def check_road(tolerance: float | None, plan: Plan, again: bool) -> None:
-    """Raises where a call that asked for it could not skip anything. Computed ``again`` in backward it need not."""
+def check_road(tolerance: float | None, plan: Plan, again: bool, buffer: Tensor | None = None) -> None:
+    """Raises where a call that asked for it could not skip anything. Computed ``again`` in backward it need not.
+    ``buffer``: that the weight's gradient is added to."""
     if tolerance is None or again or plan.schedule == "loss only":
         return
     sizes = plan.sizes
@@ -89,6 +90,12 @@ def check_road(tolerance: float | None, plan: Plan, again: bool) -> None:
         raise ValueError(
             f"skip_tolerance={tolerance!r} needs gradients made along with the loss, and this call computes logits "
             f"again in backward ({plan.note}); use skip_tolerance=None"
+        )
+    if buffer is not None and buffer.data_ptr() % 16:
+        raise ValueError(
+            f"skip_tolerance={tolerance!r} writes where accumulate_into starts 16 bytes at a time, and it starts "
+            f"{buffer.data_ptr() % 16} bytes behind such a place; pass a buffer that begins on 16 bytes, or "
+            "skip_tolerance=None"
         )
 
 

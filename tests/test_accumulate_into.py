@@ -286,3 +286,28 @@ def test_product_with_a_gain(dtype: torch.dtype, first: bool, monkeypatch: pytes
     right = 3.0 * dlogits.double().t() @ hidden.double() + (0.0 if first else 1.0)
     matmul.add_dweight(dlogits, hidden, out, first, torch.tensor(3.0))
     torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("vocab", [131, 1])
+def test_a_buffer_that_starts_anywhere(place: Place, dtype: torch.dtype, reduction: str, vocab: int) -> None:
+    """As the views of one flat buffer of gradients do, also where our own products would write in it."""
+    inputs = Case("", (60,), 64, vocab, ignored=0.6).inputs(dtype, place.device)
+    one = torch.ones((60,) if reduction == "none" else (), device=place.device)
+    skip = "wait" if place == Place("torch", "cuda") else True
+    found = []
+    for first in (0, 1):
+        hidden, weight, _ = leaves(inputs)
+        buffer = torch.ones(vocab * 64 + first, device=place.device)[first:].view(vocab, 64)
+        for _ in range(2):
+            loss = linear_cross_entropy(
+                hidden, weight, inputs.target, reduction=reduction, chunk_tokens=32, accumulate_into=buffer,
+                skip_ignored=skip, backend=place.backend,
+            )  # fmt: skip
+            loss.backward(one)
+        found.append((hidden.grad, buffer))
+    assert found[0][1].data_ptr() % 16 == 0 and found[1][1].data_ptr() % 16 == 4
+    for aligned, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, aligned, rtol=1e-4, atol=1e-5 * float(aligned.abs().max()))

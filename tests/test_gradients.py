@@ -335,6 +335,25 @@ def test_non_contiguous(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_weight_of_one_row_of_any_stride(place: Place, dtype: torch.dtype, skip: bool) -> None:
+    """What a tensor of one row has for a stride means nothing: torch calls it contiguous."""
+    inputs = Case("", (9,), 64, 1).inputs(dtype, place.device)
+    bias = torch.ones(1, dtype=dtype, device=place.device)
+    weight = torch.empty_strided((1, 64), (67, 1), dtype=dtype, device=place.device).copy_(inputs.weight)
+    assert weight.is_contiguous() and weight.stride(0) == 67
+    skip = ("wait" if dtype == torch.float32 or place == Place("torch", "cuda") else True) if skip else False
+    for options in ({}, {"reduction": "none"}, {"label_smoothing": 0.1, "z_loss": 0.1, "bias": bias}):
+        found = []
+        for one_row in (inputs.weight, weight):
+            given = [t.detach().requires_grad_() for t in (inputs.hidden, one_row)]
+            loss = linear_cross_entropy(*given, inputs.target, skip_ignored=skip, backend=place.backend, **options)
+            found.append([loss.detach(), *torch.autograd.grad(loss.sum(), given)])
+        assert all(torch.equal(*both) for both in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_tied_weight(place: Place) -> None:
     """The head's parameter used elsewhere too: both gradients add up."""
     embedding = torch.nn.Embedding(131, 64, device=place.device)

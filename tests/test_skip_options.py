@@ -105,6 +105,9 @@ def test_other_roads(place: Place) -> None:
     with pytest.raises(ValueError, match="this call keeps whole logits"):
         linear_cross_entropy(*(t.detach().cpu() for t in given[:1]), *(t.cpu() for t in given[1:]), skip_tolerance=0.1,
                              backend="torch")  # fmt: skip
+    buffer = torch.zeros(given.weight.numel() + 1, device=place.device)[1:].view(given.weight.shape)
+    with pytest.raises(ValueError, match="starts 4 bytes behind such a place; pass a buffer that begins on 16 bytes"):
+        linear_cross_entropy(*given, accumulate_into=buffer, **common)
     with pytest.raises(ValueError, match="a metric is called 'kept_tiles'"):
         linear_loss(*given, CE, metrics=[metrics.entropy(name="kept_tiles")], **common)
 

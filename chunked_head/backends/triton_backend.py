@@ -27,9 +27,9 @@ from . import Layout, Targets
 from .triton_grads import GradSession
 from .triton_logits import GivenLogits, LogitsSession
 from .triton_relative import FastSession, RelativeSession
+from .triton_session import TMA_BYTES
 from .triton_skip import SkipSession
 
-TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
 
 
 def check(device: torch.device, dtype: torch.dtype, what: str) -> None:

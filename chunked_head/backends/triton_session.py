@@ -14,6 +14,7 @@ def transform(head: Head | Teacher) -> tuple[float | None, float | None]:
     return (None if head.logit_scale == 1.0 else float(head.logit_scale)), head.softcap
 
 
+TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
 Normalizer = tuple[Tensor, Tensor]  # start and rest: log p = (x - start) + rest
 # the target's logit, the two softmaxes, beta and kappa, as the kernels take them
 Terms = tuple[Tensor, Softmax, Softmax, Tensor | None, Tensor | None]
@@ -145,7 +146,9 @@ class OwnProducts(KernelSession):
     def add_dweight(
         self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
     ) -> None:
-        if gain is None and self.sizes.own_dweight:
+        # a buffer of the caller's may start anywhere
+        described = out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
+        if gain is None and described and self.sizes.own_dweight:
             launch.dweight(out, dlogits, operand, first, counted_of(rows))
         else:
-            super().add_dweight(dlogits, rows, operand, out, first, gain)
+            super().add_dweight(zero_uncounted_(dlogits, rows), rows, operand, out, first, gain)
