@@ -13,7 +13,9 @@ from .memory import cast_rows
 from .plans import slices
 from .sizes import Sizes
 
-FEW_ROWS = 8
+# rows, and columns, of each thread from which on BLAS sums every product in one order
+FEW_ROWS, FEW_COLUMNS = 8, 16
+FEW_ELEMENTS = 1 << 18  # of a product of few rows that is made at a time
 
 
 def vocabulary_tiles(weight_like: Tensor) -> Iterator[slice]:
@@ -27,18 +29,30 @@ def project(
     out: Tensor,  # [rows, columns], of the operands' dtype or fp32
 ) -> None:
     """``out = hidden @ weight.T``"""
-    if not hidden.is_cuda and 0 < len(hidden) < FEW_ROWS:
-        # BLAS sums products of few rows in another order: a row's logits would depend on how many came with it
-        padded = torch.nn.functional.pad(hidden, (0, 0, 0, FEW_ROWS - len(hidden)))
-        for tile in vocabulary_tiles(weight):
-            out[:, tile] = (padded.to(out.dtype) @ weight[tile].to(out.dtype).t())[: len(hidden)]
-        return
-    if summed_by_blas(hidden, weight, out):
+    # On the CPU BLAS sums products of few rows for each thread, or of one column, in another order: a row's logits would
+    # depend on how many rows came with it.
+    threads = 0 if hidden.is_cuda else torch.get_num_threads()
+    rows, columns = len(hidden), len(weight)
+    if threads and columns == 1:
+        pair = out.new_empty(rows, 2)
+        project(hidden, torch.nn.functional.pad(weight, (0, 0, 0, 1)), pair)
+        out.copy_(pair[:, :1])
+    elif 0 < rows < FEW_ROWS * threads:
+        few = torch.nn.functional.pad(hidden, (0, 0, 0, FEW_ROWS * threads - rows)).to(out.dtype)
+        width = min(cast_rows(weight.shape[1]), FEW_ELEMENTS // len(few))
+        for tile in equal_tiles(columns, max(width, FEW_COLUMNS * threads)):
+            out[:, tile] = (few @ weight[tile].to(out.dtype).t())[:rows]
+    elif summed_by_blas(hidden, weight, out):
         multiply(hidden, weight.t(), out, first=True)
-        return
-    wide = hidden.to(out.dtype)
-    for tile in vocabulary_tiles(weight):
-        torch.mm(wide, weight[tile].to(out.dtype).t(), out=out[:, tile])
+    else:
+        wide = hidden.to(out.dtype)
+        for tile in equal_tiles(columns, max(cast_rows(weight.shape[1]), FEW_COLUMNS * threads)):
+            torch.mm(wide, weight[tile].to(out.dtype).t(), out=out[:, tile])
+
+
+def equal_tiles(columns: int, width: int) -> Iterator[slice]:
+    """Slices as wide as each other: the last one reaches back where fewer columns are left."""
+    return (slice(max(0, tile.stop - width), tile.stop) for tile in slices(columns, width))
 
 
 def again_rows(sizes: Sizes, swept: int, hidden: Tensor, columns: int) -> int:

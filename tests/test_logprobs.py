@@ -192,3 +192,27 @@ def test_shift_and_leading_dimensions() -> None:
 def test_wrong_top_k(top_k: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="top_k"):
         linear_logprobs(torch.randn(2, 4), torch.randn(33, 4), torch.zeros(2, dtype=torch.int64), top_k=top_k)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 2, 331, 4099])
+def test_chunks_of_few_rows_change_nothing(threads: int, dtype: torch.dtype, vocab: int) -> None:
+    """On the CPU BLAS sums few rows for each thread, or one column, otherwise, and log-probabilities would with it."""
+    made = torch.Generator().manual_seed(2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        hidden = torch.randn(97, 128, generator=made).to(dtype)
+        weight = (torch.randn(vocab, 128, generator=made) * 100.0 / 128**0.5).to(dtype)
+        target = torch.randint(0, vocab, (97,), generator=made)
+        options = {"bias": torch.randn(vocab, generator=made).to(dtype), "lse": True, "backend": "torch"}
+        with torch.no_grad():
+            whole = linear_logprobs(hidden, weight, target, **options)
+            for chunk in (1, 5, 9, 10, 12, 17, 64):
+                found = linear_logprobs(hidden, weight, target, chunk_tokens=chunk, **options)
+                # logits are the same to the bit, so that nothing is left but the order of sums of exponentials
+                torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=2e-7, atol=1e-6)
+                torch.testing.assert_close(found.lse, whole.lse, rtol=2e-7, atol=1e-6)
+    finally:
+        torch.set_num_threads(before)
