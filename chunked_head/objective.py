@@ -177,7 +177,9 @@ class ScalarObjective(Objective):
         # without tokens there is nothing, but what is exchanged with ranks that have some
         nothing: list[Tensor | None] = [None] * len(self.structure.metrics)
         found = [*self.found[len(self.inverse) :]] if self.found else nothing
-        if self.segment_metrics and (len(self.target) or self.spread is not None):
+        if self.segment_metrics and not len(self.target) and self.spread is None:
+            found += [None] * len(self.segment_metrics)
+        elif self.segment_metrics:
             structure = replace(self.structure, summands=(), metrics=self.segment_metrics, leaves=frozenset())
             inputs = self.inputs._replace(spread=self.spread)
             apart = totals(structure, [run(structure, stats.named(), inputs, False)], self.one_or_nan)

@@ -142,7 +142,7 @@ def plan_forward(
             return extra_of(forward_terms(sizes, rows, hidden_acc, weight_acc))
 
         rows = chunk_rows(sizes, request, extra, budget, last=hidden_acc == choices[-1])
-        enough = rows >= min(least, max(sizes.tokens, 1)) if request.chunk_tokens is None else rows > 0
+        enough = rows >= max(1, min(least, sizes.tokens)) if request.chunk_tokens is None else rows > 0
         if enough and (not most_chunks or -(-sizes.tokens // rows) <= most_chunks):
             equal = balanced(sizes.tokens, rows)
             # parts of dhidden may take more of fewer rows

@@ -72,53 +72,69 @@ class LossInputs:
         return LossInputs(hidden, weight, target, moved(self.batch), moved(self.head), self.num_segments)
 
 
-def inputs_of(case: LossCase, dtype: torch.dtype, device: str, garbage: bool = False, seed: int = 3) -> LossInputs:
+def inputs_of(
+    case: LossCase,
+    dtype: torch.dtype,
+    device: str,
+    garbage: bool = False,
+    seed: int = 3,
+    tokens: int = TOKENS,
+    vocab: int = VOCAB,
+    more: tuple[str, ...] = (),  # fields beside the case's
+) -> LossInputs:
     """Operands and fields; with ``garbage``, nan and the like wherever a token does not count."""
     made = torch.Generator().manual_seed(seed)
+    teacher_vocab = case.teacher_vocab
+    if vocab != VOCAB:  # a row more or fewer than the student, as there
+        teacher_vocab = max(1, vocab + (teacher_vocab > VOCAB) - (teacher_vocab < VOCAB))
+    names = tuple(dict.fromkeys((*case.batch, *more)))
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=made)
 
-    hidden, weight = normal(TOKENS, HIDDEN), normal(VOCAB, HIDDEN) * 2.0 / HIDDEN**0.5
-    target = torch.randint(0, VOCAB, (TOKENS,), generator=made)
-    ignored = torch.rand(TOKENS, generator=made) < 0.2
-    masked = torch.rand(TOKENS, generator=made) < 0.1
+    hidden, weight = normal(tokens, HIDDEN), normal(vocab, HIDDEN) * 2.0 / HIDDEN**0.5
+    target = torch.randint(0, vocab, (tokens,), generator=made)
+    ignored = torch.rand(tokens, generator=made) < 0.2
+    masked = torch.rand(tokens, generator=made) < 0.1
     # bf16 and fp32 see the same numbers: gradients may then be compared across roads
     hidden, weight = hidden.to(dtype).float(), weight.to(dtype).float()
     x = hidden @ weight.t() * case.head.get("logit_scale", 1.0)
     own = x.log_softmax(-1).gather(1, target[:, None])[:, 0]
     lengths = torch.tensor([11, 1, 17, 13, 7, 0, 20, 9, 12])
-    segments = torch.cat([torch.full((int(n),), i) for i, n in enumerate(lengths)] + [torch.full((97,), -1)])[:TOKENS]
+    segments = torch.cat([torch.full((int(n),), i) for i, n in enumerate(lengths)] + [torch.full((tokens,), -1)])[
+        :tokens
+    ]
     ignored |= segments == 7  # a segment of which no token counts
-    teacher_x = normal(TOKENS, case.teacher_vocab) * 2.0
-    top = teacher_x[:, :VOCAB].log_softmax(-1).topk(K)
-    teacher_mask = torch.rand(TOKENS, K, generator=made) < 0.8
+    teacher_x = normal(tokens, teacher_vocab) * 2.0
+    top = teacher_x[:, :vocab].log_softmax(-1).topk(min(K, vocab, teacher_vocab))
+    teacher_mask = torch.rand(top.indices.shape, generator=made) < 0.8
     ids = top.indices.clone()
     if "teacher_mask" in case.batch:
-        ids[:, 1] = torch.where(teacher_mask[:, 1], ids[:, 1], 10**6)  # what is padding may be any number
+        ids[:, 1:2] = torch.where(teacher_mask[:, 1:2], ids[:, 1:2], 10**6)  # what is padding may be any number
     width = 48
     fields = {
         "mask": ~masked,
-        "token_weights": torch.rand(TOKENS, generator=made) * 2.0,
-        "old_logprobs": own + 0.3 * normal(TOKENS),
-        "ref_logprobs": own + 0.3 * normal(TOKENS),
-        "rollout_logprobs": own + 0.3 * normal(TOKENS),
-        "advantages": normal(TOKENS),
+        "token_weights": torch.rand(tokens, generator=made) * 2.0,
+        "old_logprobs": own + 0.3 * normal(tokens),
+        "ref_logprobs": own + 0.3 * normal(tokens),
+        "rollout_logprobs": own + 0.3 * normal(tokens),
+        "advantages": normal(tokens),
         "segments": segments,
-        "nll_mask": torch.rand(TOKENS, generator=made) < 0.5,
+        "documents": segments.flip(0),
+        "nll_mask": torch.rand(tokens, generator=made) < 0.5,
         "pairs": torch.tensor([[0, 1], [2, 3], [4, 6], [7, 8], [5, 0]]),
         "segment_labels": torch.tensor([True, False, True, True, False, True, False, False, True]),
         "kl_baseline": torch.tensor(0.3),
         "teacher_logits": teacher_x,
-        "teacher_hidden": normal(TOKENS, width),
-        "teacher_weight": normal(case.teacher_vocab, width) * 2.0 / width**0.5,
-        "teacher_bias": normal(case.teacher_vocab),
+        "teacher_hidden": normal(tokens, width),
+        "teacher_weight": normal(teacher_vocab, width) * 2.0 / width**0.5,
+        "teacher_bias": normal(teacher_vocab),
         "teacher_ids": ids,
         "teacher_logprobs": top.values,
         "teacher_mask": teacher_mask,
     }
-    batch = {name: fields[name] for name in case.batch}
-    kept = ~ignored if case.target else torch.ones(TOKENS, dtype=torch.bool)
+    batch = {name: fields[name] for name in names}
+    kept = ~ignored if case.target else torch.ones(tokens, dtype=torch.bool)
     kept = kept & fields["mask"] if "mask" in batch else kept
     if garbage:
         hidden[~kept] = torch.nan
@@ -128,7 +144,7 @@ def inputs_of(case: LossCase, dtype: torch.dtype, device: str, garbage: bool = F
             value[~kept] = torch.nan if value.is_floating_point() else 10**9 if value.dtype == torch.int64 else True
     head: dict[str, Any] = dict(case.head)
     if head.get("bias"):
-        head["bias"] = normal(VOCAB).to(device, dtype)
+        head["bias"] = normal(vocab).to(device, dtype)
     operand = ("teacher_hidden", "teacher_weight", "teacher_bias")
     batch = {name: value.to(device, dtype if name in operand else None) for name, value in batch.items()}
     target = torch.where(ignored, -100, target).to(device)
@@ -136,7 +152,7 @@ def inputs_of(case: LossCase, dtype: torch.dtype, device: str, garbage: bool = F
         target = torch.where(batch["mask"], target, 10**9)
     return LossInputs(
         hidden.to(device, dtype), weight.to(device, dtype), target if case.target else None, batch, head,
-        SEGMENTS if case.segmented else None,
+        SEGMENTS if "segments" in names or "documents" in names else None,
     )  # fmt: skip
 
 

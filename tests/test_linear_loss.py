@@ -1,14 +1,20 @@
 """Every loss through the chunk loop, on every backend and road, against the oracle on full logits in float64."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from budget import assert_within_budget
 from cases import PLACES, Place
-from loss_cases import LOSS_CASES, LossCase, assert_scalar, inputs_of, run_reference
+from full_stats import full_stats, make_batch
+from loss_cases import LOSS_CASES, LossCase, LossInputs, assert_scalar, inputs_of, run_reference
+from torch import Tensor
 
-from chunked_head import LossOutput, linear_loss
+from chunked_head import LossOutput, linear_loss, logits_loss, metrics
+from chunked_head.evaluate import unit_mask
+from chunked_head.metric_values import selected
+from chunked_head.metrics import Metric, unit_weights
 
 # interpreted, each step is slow: a road per loss, in turn, and all of them on a GPU
 SCHEDULES: list[dict[str, Any]] = [{"chunk_tokens": 32}, {}, {"chunk_tokens": 64}]
@@ -61,3 +67,129 @@ def test_loss(case: LossCase, dtype: torch.dtype, place: Place, schedule: dict[s
     for name, ours, plain, exact in zip(("hidden", "weight", "bias"), grads, eager[2], truth[2], strict=False):
         assert ours.dtype == dtype
         assert_within_budget(ours, 0.37 * plain.double(), 0.37 * exact, dtype, f"gradient of {name}")
+
+
+# ---- the smallest calls
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "no-tokens": {"tokens": 0}, "ignored": {"tokens": 5}, "ignored-skipped": {"tokens": 5}, "one-token": {"tokens": 1},
+    "vocabulary-1": {"tokens": 14, "vocab": 1}, "vocabulary-2": {"tokens": 30, "vocab": 2},
+}  # fmt: skip
+FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "segments", "documents")
+
+
+def every_metric() -> list[Metric]:
+    """All of them at every level, weighting and reduction, under names of their own."""
+    found = [
+        metrics.accuracy(), metrics.perplexity(), metrics.perplexity("segment"),
+        metrics.kl_reference(bias_correction=True),
+    ]  # fmt: skip
+    for weighting in ("segment", "document"):
+        for make in (metrics.entropy, metrics.accuracy, metrics.kl_old, metrics.advantage):
+            found.append(make(weighting=weighting, name=f"{make.__name__} by {weighting}"))
+    for make in (
+        metrics.entropy, metrics.lse, metrics.mean_logit, metrics.logprob, metrics.top_probability, metrics.advantage,
+        metrics.ratio, metrics.kl_old, metrics.kl_reference,
+    ):  # fmt: skip
+        found += [make(reduce=reduce) for reduce in ("mean", "max", "min")]
+    for against in ("old", "reference", "rollout"):
+        for level in ("token", "segment"):
+            for normalized in (True, False):
+                found.append(metrics.effective_sample_size(against, level=level, normalized=normalized))
+            found += [metrics.ratio(against, level=level, reduce=reduce) for reduce in ("mean", "max", "min")]
+    for estimator in ("k1", "abs", "k2", "k3"):
+        found += [metrics.kl_old(estimator, level="segment", reduce=reduce) for reduce in ("mean", "max", "min")]
+        found += [metrics.kl_old(estimator), metrics.kl_reference(estimator)]
+    for side in ("unsigned", "signed", "low", "high"):
+        found += [metrics.clip_fraction(side=side, level=level) for level in ("token", "segment")]
+    return list({metric.label: metric for metric in found}.values())
+
+
+def measured(metric: Metric, x: Tensor, target: Tensor, batch: dict[str, Tensor], segments: int) -> Tensor:
+    """A metric's value from whole logits in float64."""
+    stats = full_stats(x, target)
+    whole = make_batch({name: batch[name] for name in metric.fields}, target, x.shape[1], segments)
+    mask, weights = unit_mask(metric.unit, whole), None
+    if metric.weighting != "token":
+        weights, count = unit_weights(whole[metric.ids], mask, segments, torch.float64)
+    else:
+        count = mask.sum()
+    values = selected(metric, metric.values(stats, whole), mask, weights)
+    if metric.reduce != "mean":
+        nothing = values.new_full((1,), -math.inf if metric.reduce == "max" else math.inf)
+        return getattr(torch.cat([values, nothing]), metric.reduce)()
+    return metrics.MetricValue("mean", values.sum(0), count, finish=metric.finish).value
+
+
+def small_calls() -> list:
+    """Interpreted a third of the losses."""
+    return [
+        pytest.param(case, name, place.values[0], marks=place.marks, id=f"{case.name}-{name}-{place.id}")
+        for place in PLACES
+        for i, case in enumerate(LOSS_CASES)
+        for j, name in enumerate(SETTINGS)
+        if place.id != "triton-interpreted" or (i + j) % 3 == 0
+    ]
+
+
+@pytest.mark.parametrize(("case", "setting", "place"), small_calls())
+def test_smallest_calls(case: LossCase, setting: str, place: Place) -> None:
+    """Every loss and every metric of no token, one, none that counts, and of one or two ids."""
+    inputs = inputs_of(case, torch.float32, place.device, more=FIELDS, **SETTINGS[setting])
+    counts = torch.full(inputs.hidden.shape[:1], setting == "one-token", device=place.device)
+    nothing = "ignored" in setting or setting == "no-tokens"
+    if len(counts) < 6:
+        inputs.batch["mask"] = counts
+        if inputs.target is not None:
+            inputs.target.masked_fill_(~counts, -100).clamp_(min=0 if counts.any() else -100)
+    wanted = [metric for metric in every_metric() if case.target or not metric.reads_target]
+    options: dict[str, Any] = {"metrics": wanted} | ({"chunk_tokens": 3} if len(counts) > 3 else {})
+    if setting == "ignored-skipped":
+        options["skip_ignored"] = "wait"
+    out, grads = run_ours(case, inputs, place, **options)
+    numbers = {"loss": out.loss, **out.parts}
+    if nothing:
+        assert not any(value.any() for value in (*numbers.values(), *grads))
+    else:
+        truth = run_reference(case, inputs.to(torch.float64))
+        exact = {"loss": truth[0], **truth[1]}
+        certain = setting == "vocabulary-1" and case.name in ("unlikelihood", "orpo")
+        if certain or not exact["loss"].isfinite():
+            # the odds of a certain token, and the rest of all ids, are infinite; here they are held within bounds
+            assert all(value.isfinite().all() for value in (*numbers.values(), *grads))
+        else:
+            torch.testing.assert_close({k: v.cpu().double() for k, v in numbers.items()}, exact, rtol=1e-5, atol=1e-6)
+            for ours, theirs in zip(grads, truth[2], strict=True):
+                torch.testing.assert_close(ours.cpu().double(), 0.37 * theirs, rtol=1e-4, atol=1e-6)
+    assert_metrics(out, wanted, case, inputs)
+    if "teacher_hidden" in case.batch or case.head:
+        return
+    logits = (inputs.hidden @ inputs.weight.t()).requires_grad_()
+    again = logits_loss(
+        logits, inputs.target, case.losses, batch=inputs.batch, num_segments=inputs.num_segments, metrics=wanted,
+        backend=place.backend,
+    )  # fmt: skip
+    (grad,) = torch.autograd.grad(again.loss, logits)
+    assert grad.isfinite().all() and not (nothing and grad.any())
+    torch.testing.assert_close(again.loss, out.loss, rtol=1e-5, atol=1e-6)
+    assert_metrics(again, wanted, case, inputs)
+
+
+def assert_metrics(out: LossOutput, wanted: list[Metric], case: LossCase, inputs: LossInputs) -> None:
+    """Against whole logits in float64."""
+    inputs = inputs.to(torch.float64).on("cpu")
+    assert inputs.num_segments is not None
+    x = inputs.hidden @ inputs.weight.t()
+    if "bias" in inputs.head:
+        x = x + inputs.head["bias"]
+    x = x * inputs.head.get("logit_scale", 1.0)
+    if "softcap" in inputs.head:
+        x = inputs.head["softcap"] * torch.tanh(x / inputs.head["softcap"])
+    x = x / inputs.head.get("temperature", 1.0)
+    target = torch.zeros(len(x), dtype=torch.int64) if inputs.target is None else inputs.target.clamp(min=-1)
+    if "mask" in inputs.batch:
+        target = torch.where(inputs.batch["mask"], target, -1)
+    assert out.metrics.keys() == {metric.label for metric in wanted}
+    found = {name: value.value.cpu().double() for name, value in out.metrics.items()}
+    truth = {metric.label: measured(metric, x, target, inputs.batch, inputs.num_segments) for metric in wanted}
+    torch.testing.assert_close(found, truth, rtol=1e-5, atol=3e-5)

@@ -208,6 +208,14 @@ GSPO = {"loss": losses.gspo()}
 DENSE: dict[str, Any] = {"loss": losses.gspo() + losses.forward_kl(), "teacher_vocab": 128256}
 
 
+@pytest.mark.parametrize("options", [{}, GSPO, {"reduction": "none"}], ids=["plain", "gspo", "none"])
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_budget_below_a_row_is_refused(tokens: int, options: dict[str, Any]) -> None:
+    """Of no tokens too: which ranks have some may change with every batch."""
+    with pytest.raises(ValueError, match="too small: one row of logits"):
+        plan(tokens, 64, 4096, torch.float32, device="cpu", memory_budget=100, **options)
+
+
 def tile_bytes(made: Plan) -> int:
     (term,) = (term for term in made.terms if term.name == "gradients of a block's tile")
     return term.loop
