@@ -22,6 +22,7 @@ from loss_cases import (
 from torch import Tensor
 
 from chunked_head import VocabParallel, metrics
+from chunked_head.parallel import hidden_rows
 
 # of the cases' 331 ids: who holds how many rows, and what else is said
 LAYOUTS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
@@ -223,6 +224,20 @@ def test_four_ranks(
     of_four: list[dict[str, Any]], layout: str, backend: str, dtype: torch.dtype, case: LossCase
 ) -> None:
     hold_to_one_rank(of_four, f"{layout} {backend} {dtype} {case.name}", case, dtype)
+
+
+@pytest.mark.parametrize("each", [1, 2, 5])
+def test_scattered_rows_are_copies(monkeypatch: pytest.MonkeyPatch, each: int) -> None:
+    """What is on its way to other ranks is not where the next chunk's products go."""
+    sent = []
+    monkeypatch.setattr(hidden_rows.distributed, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(hidden_rows, "reduce_scatter", lambda own, shares, group: sent.append(shares))
+    scattered, at = hidden_rows.ScatteredRows(None), slice(0, 3 * each)
+    hidden = torch.zeros(each, 4)
+    made = scattered.rows(hidden, at).copy_(torch.arange(12.0 * each).view(-1, 4))
+    scattered.done(hidden, at, None)
+    assert scattered.buffer is not None and sent[0].data_ptr() != scattered.buffer.data_ptr()
+    assert torch.equal(sent[0].view(3, each, 4), made.view(each, 3, 4).transpose(0, 1))
 
 
 def in_parts(runs: list[Run], cases: Callable[[Run], list[LossCase]]) -> list[Any]:

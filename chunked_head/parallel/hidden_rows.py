@@ -56,7 +56,9 @@ class ScatteredRows:
         assert self.buffer is not None and order is None
         self.wait(hidden)
         own = hidden[at.start // self.ranks : at.stop // self.ranks]
-        by_rank = self.buffer[: at.stop - at.start].view(len(own), self.ranks, -1).transpose(0, 1).contiguous()
+        by_rank = self.buffer[: at.stop - at.start].view(len(own), self.ranks, -1).transpose(0, 1)
+        # a copy even of one row for each rank, which lies as it should: the next products write the buffer meanwhile
+        by_rank = by_rank.clone(memory_format=torch.contiguous_format)
         work = reduce_scatter(own, by_rank.view(-1, hidden.shape[1]), self.group)
         self.last = work, by_rank
 
