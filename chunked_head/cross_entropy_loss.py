@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from . import checks, losses
 from .asked import ask, check
 from .call import scalar_objective, token_objective
+from .graph.breaks import breaks_graph
 from .head_options import LogitsOptions
 from .logits_call import apply, check_inplace
 from .parallel.dtensor import is_dtensor, local_logits, whole
@@ -99,7 +99,7 @@ class CrossEntropyLoss(nn.Module):
         )
 
 
-@torch.compiler.disable
+@breaks_graph
 def functional(
     options: LogitsOptions,
     class_weights: Tensor | None,

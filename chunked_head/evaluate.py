@@ -5,10 +5,9 @@ into a kernel or two. A structure is what cannot change without other code: whic
 softmax. Coefficients, denominators, weights and fields are inputs.
 """
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from .loss_stats import Stats
 from .losses.base import DENSE, Summand
 from .metric_values import Metric, selected
 from .parallel.tokens import Spread
+from .private import in_own_thread, private, under_hooks
 from .stats import Coefficients, Pairing, View
 
 # leaves of the graph that autograd walks; what else there is of statistics takes no gradient
@@ -294,25 +294,29 @@ SLOW: dict[tuple, str] = {}  # structures that do not compile, and why
 MOST_COMPILED = 256
 
 
-@contextlib.contextmanager
-def no_saved_tensor_hooks() -> Iterator[None]:
-    """Without the hooks of an activation checkpoint around the call: the vectors' graph lives and dies in here, and
-    ``torch.func`` refuses to run under hooks."""
-    hooks = []
-    try:
-        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-            hooks.append(top)
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+HOOKS = [f"_C._autograd._{verb}_saved_tensors_default_hooks" for verb in ("top", "pop", "push")]
 
 
 def run(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs, fused: bool) -> Evaluation:
-    """``evaluate``, compiled where ``fused``; a user's function that does not compile runs as it is, with a warning."""
-    with no_saved_tensor_hooks():
+    """``evaluate``, compiled where ``fused``; a user's function that does not compile runs as it is, with a warning.
+
+    It runs without the hooks of an activation checkpoint around the call: the vectors' graph lives and dies in here,
+    and ``torch.func`` refuses to run under hooks.
+    """
+    stack = private(*HOOKS)
+    if stack is None:
+        unhooked = functools.partial(run_unhooked, structure, leaves, inputs, fused)
+        return in_own_thread(unhooked) if under_hooks() else unhooked()
+    top, pop, push = stack
+    hooks = []
+    try:
+        while (pair := top(True)) is not None:
+            hooks.append(pair)
+            pop()
         return run_unhooked(structure, leaves, inputs, fused)
+    finally:
+        for pack, unpack in reversed(hooks):
+            push(pack, unpack)
 
 
 def run_unhooked(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs, fused: bool) -> Evaluation:
@@ -325,13 +329,19 @@ def run_unhooked(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs
         COMPILED[key] = torch.compile(closed(structure), dynamic=True, fullgraph=True)
     try:
         return Evaluation(*COMPILED[key](leaves, inputs))
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except compiler_errors() as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         names = ", ".join(summand.label for summand, _ in structure.summands)
         warnings.warn(f"losses {names} do not compile ({reason}); they run as plain autograd", stacklevel=2)
         SLOW[key] = reason
         del COMPILED[key]
         return evaluate(structure, leaves, inputs)
+
+
+def compiler_errors() -> type[Exception]:
+    """What ``torch.compile`` raises for what it cannot take: a kind of RuntimeError."""
+    kind = private("_dynamo.exc.TorchDynamoException")
+    return RuntimeError if kind is None else kind[0]
 
 
 def closed(structure: Structure) -> Callable[..., tuple]:

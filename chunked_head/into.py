@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import checks
 from .plans import name as name_of
+from .private import private
 
 WITNESSES = 32  # rows that tell whether somebody has zeroed the buffer
 
@@ -39,7 +40,12 @@ class Into:
         if self.attribute != "main_grad" or not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
-        return torch._efficientzerotensor(weight.shape, dtype=weight.dtype, device=weight.device)
+        zeros = private("_efficientzerotensor")
+        return (
+            torch.zeros_like(weight)
+            if zeros is None
+            else zeros[0](weight.shape, dtype=weight.dtype, device=weight.device)
+        )
 
     def witness(self, target: Tensor) -> "Witness | None":
         """Notes some of what a forward pass has added, for ``target`` [tokens], -1 where one does not count."""

@@ -2,17 +2,17 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .asked import LogitsOptions, ask, check
 from .call import stats_objective
+from .graph.breaks import breaks_graph
 from .logits_call import apply
 from .logprobs import laid_out, wanted
 from .losses.base import Losses
 
 
-@torch.compiler.disable  # a graph break, as logits_loss
+@breaks_graph
 def logits_logprobs(
     logits: Tensor,  # [..., vocab]
     target: Tensor,  # [...] int64

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from .asked import ask, check
 from .call import scalar_objective
+from .graph.breaks import breaks_graph
 from .head_options import LogitsOptions
 from .linear_loss import LossOutput, check_loss, loss_output
 from .logits_call import apply, check_inplace
@@ -16,7 +16,7 @@ from .parallel.dtensor import local_logits
 from .parallel.groups import TokenParallel, VocabParallel
 
 
-@torch.compiler.disable  # a graph break, as linear_loss
+@breaks_graph
 def logits_loss(
     logits: Tensor,  # [..., vocab]
     target: Tensor | None,  # [...] int64

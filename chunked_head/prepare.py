@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .private import private, under_hooks
+
 
 def shift_left(values: Tensor, shift: int, fill: int, dim: int = -1) -> Tensor:
     """``values[..., t + shift]`` at t along ``dim``, ``fill`` where there is none."""
@@ -29,6 +31,8 @@ def in_backward() -> bool:
     """Whether autograd is running a backward: then a forward is a checkpointed region being computed again.
 
     The non-reentrant kind throws the new graph away (its gradients wait in the old one), so gradients are left to
-    a backward that may never come.
+    a backward that may never come. Where torch does not tell, so are those of every call under hooks such as a
+    checkpoint's, at one matmul more.
     """
-    return torch._C._current_graph_task_id() != -1
+    task = private("_C._current_graph_task_id")
+    return under_hooks() if task is None else task[0]() != -1

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import quick_interpreter
@@ -48,6 +49,27 @@ def nothing_refused_before() -> None:
     from chunked_head.evaluate import SLOW  # not at the top: it imports triton
 
     SLOW.clear()
+
+
+class PublicTorch:
+    """A torch without a name that begins with an underscore."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(torch, name)
+
+
+@pytest.fixture(params=["private", "documented"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The test runs with torch's private names, where the library asks for them, and without."""
+    from chunked_head import private
+
+    if request.param == "documented":
+        monkeypatch.setattr(private, "torch", PublicTorch())
+    private.private.cache_clear()
+    yield
+    private.private.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,9 @@ def install() -> None:
         seen = [value for value in function.__globals__.values() if value is tl or value is tl.core]
         if seen and not any(tl.core.is_builtin(language.load) for language in seen):
             return NOTHING
-        return original(function)
+        scope = original(function)
+        # Triton 3.5 takes int() of an array of one number, which NumPy 2.4 refuses
+        tl.tensor.__index__ = lambda self: int(self.handle.data.item())
+        return scope
 
     interpreter._patch_lang = patch

@@ -124,6 +124,7 @@ class MainGrad:
         self.ready += 1
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("asks_for_grad", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_main_grad(asks_for_grad: bool, tied: bool) -> None:

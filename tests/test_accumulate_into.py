@@ -210,6 +210,7 @@ def test_backward_passes(place: Place) -> None:
         torch.autograd.grad(loss, weight)
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(place: Place, reentrant: bool) -> None:

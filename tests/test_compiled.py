@@ -75,6 +75,7 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(chunked_head.evaluate.COMPILED) == 14 and not chunked_head.evaluate.SLOW
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_what_does_not_compile_runs_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, backend="aot_eager", **how))

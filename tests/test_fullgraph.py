@@ -47,6 +47,7 @@ from chunked_head.planner import Request
 pytestmark = pytest.mark.compiled
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_fullgraph(call: Callable[[Data], Any]) -> None:
     # gradients computed again are tiled otherwise where they are computed in the forward pass

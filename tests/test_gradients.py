@@ -294,6 +294,7 @@ def test_autocast(place: Place, autocast: torch.dtype, hidden_dtype: torch.dtype
         assert_within_budget(mine, theirs, true, autocast if name != "loss" else torch.float32, name)
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(place: Place, reentrant: bool) -> None:

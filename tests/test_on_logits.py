@@ -648,6 +648,7 @@ def test_no_second_derivatives() -> None:
         grad.sum().backward()
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("inplace", [False, True])
 def test_checkpoint(inplace: bool) -> None:
     logits, target = made_logits(21, 33), made_target(33, 21)

@@ -11,8 +11,9 @@ from torch import Tensor
 from ..call import Task, execute
 from ..options import INFINITY, NUMBERS
 from ..parallel.dtensor import is_dtensor
+from .breaks import breaks_graph
 from .operators import forward
-from .recipes import TASKS, described, registered
+from .recipes import TASKS, described
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -29,19 +30,18 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
     names = tuple(inspect.signature(function).parameters)
     TASKS[name] = function
 
+    @breaks_graph
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        """Of a compiled function between two graphs: what ranks exchange is no operator of either."""
+        return execute(function(*args, **kwargs))
+
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
             given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
             if given.get("parallel") is None and not (is_dtensor(given["hidden"]) or is_dtensor(given["weight"])):
                 return as_operator(name, given)
-            return outside(*args, **kwargs)
-        return execute(function(*args, **kwargs))
-
-    @torch.compiler.disable
-    def outside(*args: P.args, **kwargs: P.kwargs) -> Result:
-        """Between two graphs: what ranks exchange is no operator of either."""
-        return execute(function(*args, **kwargs))
+        return run(*args, **kwargs)
 
     return public
 
@@ -64,6 +64,8 @@ def is_denominator(normalizer: Any) -> bool:
 
 def as_operator(name: str, given: dict[str, Any]) -> Any:
     """Traced: nothing here but tuples, attributes and one call of an operator."""
+    from .tracing import registered
+
     hidden, weight, bias = given["hidden"], given["weight"], given.get("bias")
     device = hidden.device.type
     if is_denominator(given.get("normalizer")):

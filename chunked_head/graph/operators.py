@@ -5,10 +5,9 @@ gradient with the factor that the gradients still lack, and the gradients that a
 and where a gradient is wanted the statistics, of which ``backward`` makes gradients once the upstream ones are known.
 """
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from ..head_options import HeadOptions
 from ..loop import Call, recompute, sweep
 from ..objective import Objective, ScalarObjective
 from ..planner import DEFAULT_REQUEST, Request, make_plan
+from ..private import in_own_thread, private
 from ..skipping import Skipped
 from ..stats import Head, RowStats
 from .recipes import recipe_of
@@ -34,22 +34,40 @@ BACKWARD = "(Tensor hidden, Tensor weight, Tensor? bias, Tensor[] others, Tensor
 INTEGERS = ("argmax", "top_k_ids")
 
 
-KEYS = torch._C.DispatchKey
-# of all dispatch keys those that stay switched off where nothing is traced and nothing differentiated
-SWITCHED_OFF = functools.reduce(
-    lambda found, name: found.add(getattr(KEYS, name)),
-    [name for name in dir(KEYS) if name.startswith("Autocast")],
-    torch._C.DispatchKeySet(KEYS.Undefined),
-)
+DISPATCH = ("_C.DispatchKey", "_C.DispatchKeySet", "_C._dispatch_tls_local_include_set", "_C._ForceDispatchKeyGuard")
 
 
-@contextlib.contextmanager
-def plainly(device: torch.device) -> Iterator[None]:
-    """As if called from outside of any graph. A compiled one runs its operators with the dispatch of autograd and of
-    ``torch.func`` switched off, and losses are differentiated to their statistics by those."""
-    include = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(include, SWITCHED_OFF), torch.no_grad(), as_called(device):
-        yield
+def plainly(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """``function`` of hidden states and more, as if called from outside of any graph. A compiled one runs its operators
+    with the dispatch of autograd and of ``torch.func`` switched off, and losses are differentiated to their statistics
+    by those."""
+
+    @functools.wraps(function)
+    def run(hidden: Tensor, *others: Any) -> list[Tensor]:
+        def plain() -> list[Tensor]:
+            with torch.no_grad(), as_called(hidden.device):
+                return function(hidden, *others)
+
+        dispatch = private(*DISPATCH)
+        if dispatch is None:
+            return in_own_thread(plain)
+        _, _, include, guard = dispatch
+        with guard(include(), switched_off()):
+            return plain()
+
+    return run
+
+
+@functools.cache
+def switched_off() -> Any:
+    """Of all dispatch keys those that stay switched off where nothing is traced and nothing differentiated."""
+    dispatch = private(*DISPATCH)
+    assert dispatch is not None
+    keys, found = dispatch[0], dispatch[1](dispatch[0].Undefined)
+    for name in dir(keys):
+        if name.startswith("Autocast"):
+            found = found.add(getattr(keys, name))
+    return found
 
 
 def begun(task: Task, wants: Wants) -> tuple[Asked, Objective, Tensor, Call]:
@@ -60,6 +78,7 @@ def begun(task: Task, wants: Wants) -> tuple[Asked, Objective, Tensor, Call]:
 
 
 @torch.library.custom_op("chunked_head::forward", mutates_args=(), schema=FORWARD)
+@plainly
 def forward(
     hidden: Tensor,
     weight: Tensor,
@@ -71,26 +90,25 @@ def forward(
     bias_grad: bool,
 ) -> list[Tensor]:
     wants = Wants(hidden_grad, weight_grad, bias_grad)
-    with plainly(hidden.device):
-        task = recipe_of(key).task(hidden, weight, bias, others)
-        asked, objective, rows, call = begun(task, wants)
-        head = call.head(weight, bias)
-        stats, grads = sweep(call, rows, head)
-        outputs = objective.outputs(stats)
-        if task.per_token:
-            if asked.packing is not None:
-                outputs = tuple(map(asked.packing.unpack, outputs))
-            return [*outputs, *(stats.named().values() if any(wants) else ())]
-        assert isinstance(objective, ScalarObjective)
-        made = [*outputs, packed(task, call, objective, stats), left_over(objective, grads is not None)]
-        if any(wants):
-            wait = waiting(task, wants)
-            if grads is None:
-                ready = gradients_now(call, rows, head, stats, wait)
-            else:
-                ready = grads.hidden, grads.whole("weight"), grads.whole("bias")
-            made += [grad.to(dtype) for grad, dtype in zip(ready, wait, strict=True) if grad is not None]
-        return made
+    task = recipe_of(key).task(hidden, weight, bias, others)
+    asked, objective, rows, call = begun(task, wants)
+    head = call.head(weight, bias)
+    stats, grads = sweep(call, rows, head)
+    outputs = objective.outputs(stats)
+    if task.per_token:
+        if asked.packing is not None:
+            outputs = tuple(map(asked.packing.unpack, outputs))
+        return [*outputs, *(stats.named().values() if any(wants) else ())]
+    assert isinstance(objective, ScalarObjective)
+    made = [*outputs, packed(task, call, objective, stats), left_over(objective, grads is not None)]
+    if any(wants):
+        wait = waiting(task, wants)
+        if grads is None:
+            ready = gradients_now(call, rows, head, stats, wait)
+        else:
+            ready = grads.hidden, grads.whole("weight"), grads.whole("bias")
+        made += [grad.to(dtype) for grad, dtype in zip(ready, wait, strict=True) if grad is not None]
+    return made
 
 
 def packed(task: Task, call: Call, objective: ScalarObjective, stats: RowStats) -> Tensor:
@@ -168,6 +186,7 @@ def forward_outputs(
 
 
 @torch.library.custom_op("chunked_head::backward", mutates_args=(), schema=BACKWARD)
+@plainly
 def backward(
     hidden: Tensor,
     weight: Tensor,
@@ -181,16 +200,15 @@ def backward(
     bias_grad: bool,
 ) -> list[Tensor]:
     wants = Wants(hidden_grad, weight_grad, bias_grad)
-    with plainly(hidden.device):
-        task = recipe_of(key).task(hidden, weight, bias, others)
-        asked, objective, rows, call = begun(task, wants)
-        names = RowStats.empty(0, task.demand, objective.dtype, hidden.device).named()
-        kept = RowStats(**dict(zip(names, stats, strict=True)))
-        if asked.packing is not None:
-            upstream = [asked.packing.pack(each) for each in upstream]
-        coefficients, gain = objective.late(kept, tuple(upstream))
-        found = recompute(call, rows, call.head(weight, bias), kept, coefficients, gain)
-        return [grad for grad in found if grad is not None]
+    task = recipe_of(key).task(hidden, weight, bias, others)
+    asked, objective, rows, call = begun(task, wants)
+    names = RowStats.empty(0, task.demand, objective.dtype, hidden.device).named()
+    kept = RowStats(**dict(zip(names, stats, strict=True)))
+    if asked.packing is not None:
+        upstream = [asked.packing.pack(each) for each in upstream]
+    coefficients, gain = objective.late(kept, tuple(upstream))
+    found = recompute(call, rows, call.head(weight, bias), kept, coefficients, gain)
+    return [grad for grad in found if grad is not None]
 
 
 @backward.register_fake

@@ -107,7 +107,6 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
     return content
 
 
-@torch.compiler.assume_constant_result
 def registered(function: str, arguments: tuple, autocast: torch.dtype | None) -> str:
     """The key of a recipe: equal for equal ones, in every process, since compiled graphs are kept on disk."""
     digest = hashlib.sha256(spelt((arguments, autocast)).encode()).hexdigest()[:24]

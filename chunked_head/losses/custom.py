@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
+from ..graph.breaks import breaks_graph
 from ..options import choice
 from .base import DENSE, FIELDS, STATISTICS, Field, Scope, Summand, Teacher, Unit, make
 from .closures import Function, frozen, known_result, remember
@@ -15,9 +14,7 @@ TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher
 ALWAYS = ("logprob", "lse")
 
 
-@torch.compiler.disable(
-    reason="losses.custom runs its function to find out what it reads: make the loss before the compiled function"
-)
+@breaks_graph
 def custom(
     function: Function | None = None,
     *,
