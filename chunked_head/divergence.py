@@ -1,8 +1,7 @@
 """Per-token divergences from a dense teacher, differentiable, for a loss of the caller's own."""
 
-from collections import namedtuple
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from .asked import Asked, check
 from .call import Task, stats_objective
 from .evaluate import SUFFIX
 from .graph.operation import in_graph, operation
-from .head_options import HeadOptions
+from .head_options import HeadOptions, PerTokenOptions
 from .losses.base import Losses
 from .options import choice
 from .parallel import TokenParallel, VocabParallel
@@ -24,9 +23,54 @@ from .token_objectives import StatsObjective
 KINDS: dict[str, Callable[..., Losses]] = {
     "forward_kl": losses.forward_kl, "reverse_kl": losses.reverse_kl, "jsd": losses.jsd, "tvd": losses.tvd
 }  # fmt: skip
-Divergence = namedtuple("Divergence", ("divergence", "entropy"))
 
 
+class Divergence(NamedTuple):
+    divergence: Tensor
+    entropy: Tensor
+
+
+class DivergenceOptions(PerTokenOptions, total=False):
+    """Keywords of ``linear_divergence``, for its types alone."""
+
+    divergence: str
+    beta: float
+    teacher_logits: Tensor | None
+    teacher_hidden: Tensor | None
+    teacher_weight: Tensor | None
+    teacher_bias: Tensor | None
+    teacher_logit_scale: float
+    teacher_softcap: float | None
+    teacher_temperature: float | None
+
+
+@overload
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    entropy: Literal[False] = False,
+    **options: Unpack[DivergenceOptions],
+) -> Tensor: ...
+@overload
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    entropy: Literal[True],
+    **options: Unpack[DivergenceOptions],
+) -> Divergence: ...
+@overload
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    entropy: bool,
+    **options: Unpack[DivergenceOptions],
+) -> Tensor | Divergence: ...
 @operation
 def linear_divergence(
     hidden: Tensor,  # [..., hidden]
@@ -59,7 +103,7 @@ def linear_divergence(
     vocab_size: int | None = None,
     parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
-) -> Task[Any]:
+) -> Task[Tensor | Divergence]:
     """The divergence of each token's distribution p from a teacher's q, and the entropy of p. Same values and
     gradients as, for ``divergence="forward_kl"``,
 

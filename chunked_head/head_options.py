@@ -3,6 +3,7 @@
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -13,6 +14,27 @@ from .into import resolve as resolve_into
 from .parallel.groups import TokenParallel, VocabParallel
 from .parallel.shard import Shard, Tell
 from .skipping import check_tolerance
+
+
+class PerTokenOptions(TypedDict, total=False):
+    """Keywords that functions of values per token share."""
+
+    temperature: float
+    mask: Tensor | None
+    bias: Tensor | None
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    shift: int
+    memory_budget: int | str | None
+    chunk_tokens: int | None
+    accumulate_dtype: torch.dtype | None
+    accumulate_into: Tensor | str | None
+    skip_ignored: bool | str
+    deterministic: bool
+    vocab_size: int | None
+    parallel: VocabParallel | TokenParallel | None
+    backend: str | None
 
 
 class OfRanks(ABC):

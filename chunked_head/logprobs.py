@@ -3,7 +3,7 @@
 import itertools
 from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from . import checks
 from .asked import Asked, check
 from .call import Task, stats_objective
 from .graph.operation import in_graph, operation
-from .head_options import HeadOptions
+from .head_options import HeadOptions, PerTokenOptions
 from .losses.base import Losses
 from .parallel import TokenParallel, VocabParallel
 from .parallel.dtensor import local
@@ -21,7 +21,37 @@ from .prepare import shift_right
 from .stats import Demand, View
 from .token_objectives import StatsObjective
 
+if TYPE_CHECKING:
 
+    class LogProbs(tuple[Tensor, ...]):
+        """The named tuple of what was asked for; the rest is not there."""
+
+        logprobs: Tensor
+        entropy: Tensor
+        lse: Tensor
+        mean_logit: Tensor
+        log_sum_sq_probs: Tensor
+        argmax: Tensor
+        top_k_logprobs: Tensor
+        top_k_ids: Tensor
+
+
+@overload
+def linear_logprobs(hidden: Tensor, weight: Tensor, target: Tensor, **options: Unpack[PerTokenOptions]) -> Tensor: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    entropy: bool = False,
+    lse: bool = False,
+    argmax: bool = False,
+    top_k: int | None = None,
+    mean_logit: bool = False,
+    log_sum_sq_probs: bool = False,
+    **options: Unpack[PerTokenOptions],
+) -> "LogProbs": ...
 @operation
 def linear_logprobs(
     hidden: Tensor,  # [..., hidden]
@@ -50,7 +80,7 @@ def linear_logprobs(
     vocab_size: int | None = None,
     parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
-) -> Task[Any]:
+) -> Task[Tensor | tuple[Tensor, ...]]:
     """Log-probabilities of targets, and what else is asked for. Same values and gradients as
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature

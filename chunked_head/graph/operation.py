@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
 
     Under ``torch.compile`` the checks run on tensors without data while the graph is made, and raise there.
     """
-    name = function.__name__
-    names = tuple(inspect.signature(function).parameters)
+    name, signature = function.__name__, inspect.signature(function)
+    names = tuple(signature.parameters)
     TASKS[name] = function
 
     @breaks_graph
@@ -43,6 +43,9 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
                 return as_operator(name, given)
         return run(*args, **kwargs)
 
+    (result,) = get_args(signature.return_annotation)
+    public.__annotations__ = function.__annotations__ | {"return": result}
+    public.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
     return public
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -20,10 +20,11 @@ from .traced_logits import TracedLogits
 
 REPORT = "chunked_head"  # the attribute of a patched model
 LABELS = ("labels", "shift_labels")
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch_model(
-    model: nn.Module,
+    model: Model,
     loss: Losses | None = None,
     *,
     metrics: Sequence[Metric] = (),
@@ -31,7 +32,7 @@ def patch_model(
     logits: str | None = "lazy",
     strict: bool = False,
     **head_options: Any,
-) -> Any:
+) -> Model:
     """Makes the forward of a HuggingFace model compute its loss through this library. Same loss and gradients as
 
         output = model(input_ids, labels=labels)      # ForCausalLMLoss of lm_head(hidden), scaled, capped, ...
@@ -92,7 +93,7 @@ def patch_model(
     return model
 
 
-def unpatch_model(model: nn.Module) -> Any:
+def unpatch_model(model: Model) -> Model:
     """Takes ``patch_model`` back; returns ``model``. Nothing happens to a model that is not patched."""
     inner = base_model(model)
     agreed = inner.__dict__.pop(REPORT, None)

@@ -1,11 +1,13 @@
 """A loss of the user's own."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Unpack, overload
+
+from torch import Tensor
 
 from ..graph.breaks import breaks_graph
 from ..options import choice
-from .base import DENSE, FIELDS, STATISTICS, Field, Scope, Summand, Teacher, Unit, make
+from .base import DENSE, FIELDS, STATISTICS, Field, Losses, Scope, Summand, SummandOptions, Teacher, Unit, make
 from .closures import Function, frozen, known_result, remember
 from .scope_check import checked
 from .synthetic import Reads
@@ -14,6 +16,26 @@ TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher
 ALWAYS = ("logprob", "lse")
 
 
+class CustomOptions(SummandOptions, total=False):
+    """Keywords of ``custom``, for its types alone."""
+
+    needs: Iterable[str] | None
+    fields: Mapping[str, Field | str] | Iterable[str] | None
+    unit: Unit
+    compiled: bool
+    reads_target: bool | None
+    check: bool
+    teacher: Teacher
+    tensors: Mapping[str, Tensor]
+    options: Mapping[str, Any]
+
+
+@overload
+def custom(function: Function, *, scope: Scope, **options: Unpack[CustomOptions]) -> Losses: ...
+@overload
+def custom(
+    function: None = None, *, scope: Scope, **options: Unpack[CustomOptions]
+) -> Callable[[Function], Losses]: ...
 @breaks_graph
 def custom(
     function: Function | None = None,
@@ -27,7 +49,7 @@ def custom(
     reads_target: bool | None = None,
     check: bool = True,
     **summand: Any,
-) -> Any:  # Losses, or as a decorator what makes them of a function
+) -> Losses | Callable[[Function], Losses]:
     """A loss from ``function(stats, batch) -> values``: unreduced, one value per ``unit``.
 
     ``stats`` are those of ``chunked_head.loss_stats.Stats``, ``batch`` is a ``chunked_head.batch.Batch``; gradients are
