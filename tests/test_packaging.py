@@ -1,12 +1,22 @@
 """The two packages as a wheel, an editable install and a checkout lay them out, beside transformers."""
 
+import ast
+import inspect
 import os
+import pydoc
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
+from torch import Tensor
+
+import chunked_head
 
 ROOT = Path(__file__).resolve().parent.parent
 USE = "import chunked_head, chunked_head.kernels.launch as k; print(k.__file__)"
@@ -33,29 +43,125 @@ def test_bare_checkout(tmp_path: Path) -> None:
     assert run_python(USE, tmp_path, path=ROOT) == str(ROOT / "kernels" / "launch.py")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools leaves a build folder beside its sources."""
+HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "transformers", "sympy")
+
+
+def test_import_brings_what_a_call_needs_and_no_more() -> None:
+    """What torch itself imports is torch's."""
+    code = (
+        "import sys; from time import perf_counter as now; start = now(); import torch; torchs = now() - start;"
+        "known, start = set(sys.modules), now(); import chunked_head; ours = now() - start;"
+        "print(torchs, ours, *(set(sys.modules) - known))"
+    )
+    torchs, ours, *modules = run_python(code, ROOT).split()
+    assert not set(modules) & set(HEAVY)
+    assert float(ours) < max(0.5, 0.3 * float(torchs))  # on a busy machine both take longer
+
+
+def test_private_names_of_torch_are_looked_up_late() -> None:
+    """By ``private``, which has a documented way beside each: no attribute of torch that begins with an underscore is
+    read. What stands in for logits in somebody else's model is not looked at here."""
+    found = []
+    for path in sorted((ROOT / "chunked_head").rglob("*.py")) + sorted((ROOT / "kernels").glob("*.py")):
+        if "integrations" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute | ast.ImportFrom):
+                name = ast.unparse(node) if isinstance(node, ast.Attribute) else node.module or ""
+                if re.match(r"(torch|triton|transformers)\b.*\._[a-z]", name, re.IGNORECASE):
+                    found.append(f"{path.name}:{node.lineno} {name}")
+    assert not found
+
+
+@pytest.mark.parametrize("name, result", [
+    ("linear_cross_entropy", Tensor), ("linear_loss", chunked_head.LossOutput), ("plan", chunked_head.Plan),
+    ("logits_loss", chunked_head.LossOutput), ("linear_logprobs", Tensor | tuple[Tensor, ...]),
+])  # fmt: skip
+def test_signatures_say_what_is_returned(name: str, result: Any) -> None:
+    function = getattr(chunked_head, name)
+    assert inspect.signature(function).return_annotation == result
+    assert get_type_hints(function)["return"] == result
+    assert "Task" not in pydoc.render_doc(function).split("\n\n")[1]
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", chunked_head.__version__)
+    assert f"## {chunked_head.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def copied(folder: Path) -> Path:
+    """The sources, since setuptools leaves a build folder beside them."""
     pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools 77, as pip would fetch")
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for name in ("chunked_head", "kernels", "pyproject.toml", "README.md", "LICENSE"):
-        subprocess.run(["cp", "-r", str(ROOT / name), str(source)], check=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-build-isolation",
-        "--no-deps",
-        "-q",
-        "-w",
-        str(folder),
-        str(source),
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=200)
-    return next(folder.glob("*.whl"))
+    folder.mkdir()
+    names = (
+        "chunked_head",
+        "kernels",
+        "tests",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+    )
+    for name in ("chunked_head", "kernels", "tests", *texts):
+        subprocess.run(["cp", "-r", str(ROOT / name), str(folder)], check=True)
+    return folder
+
+
+def run_pip(*words: str | Path, **how: Any) -> None:
+    command = [sys.executable, "-m", "pip", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, **how)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    source = copied(folder / "source")
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=200)
+    return next(folder.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """Made of nothing but the sdist."""
+    run_pip("wheel", "--no-build-isolation", "--no-deps", "-q", "-w", sdist.parent, sdist)
+    return next(sdist.parent.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with the wheel, which finds torch in this one."""
+    target = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(target)], check=True)
+    python = target / "bin" / "python"
+    run_pip("--python", python, "install", "--no-deps", "-q", wheel)
+    site = next(target.glob("lib/python*/site-packages"))
+    (site / "torch_of_another.pth").write_text(next(p for p in sys.path if p.endswith("site-packages")) + "\n")
+    return python
+
+
+def test_sdist(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"kernels/exp_logits.py", "chunked_head/py.typed", "LICENSE", "README.md", "CHANGELOG.md"} <= names
+    assert not [name for name in names if name.startswith("tests")]
+
+
+def test_installed(installed: Path, tmp_path: Path) -> None:
+    code = "import chunked_head, importlib.metadata as m; print(chunked_head.__version__, m.version('chunked-head'))"
+    assert run_python(code, tmp_path, interpreter=str(installed)).split() == [chunked_head.__version__] * 2
+    run_python((ROOT / "tests" / "typed_use.py").read_text(), tmp_path, interpreter=str(installed))
+
+
+def test_types(installed: Path, tmp_path: Path) -> None:
+    """A type checker at its strictest has nothing to say of a user's script."""
+    pytest.importorskip("mypy", reason="only the environment that checks the types of the library has it")
+    script = shutil.copy(ROOT / "tests" / "typed_use.py", tmp_path)
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(installed), script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_wheel(wheel: Path, tmp_path: Path) -> None:
@@ -79,24 +185,16 @@ def test_wheel_needs_torch_and_triton_alone(wheel: Path) -> None:
 
 @pytest.mark.parametrize("mode", [[], ["editable_mode=compat"], ["editable_mode=strict"]], ids=str)
 def test_editable_install(mode: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools 77, as pip would fetch")
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    for name in ("chunked_head", "kernels", "pyproject.toml", "README.md", "LICENSE"):
-        subprocess.run(["cp", "-r", str(ROOT / name), str(source)], check=True)
+    source, target = copied(tmp_path / "source"), tmp_path / "target"
     subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", str(target)], check=True)
-    install = [
-        sys.executable, "-m", "pip", "--python", str(target / "bin" / "python"), "install", "--no-build-isolation",
-        "--no-deps", "-q", *(part for setting in mode for part in ("--config-settings", setting)), "-e", str(source),
-    ]  # fmt: skip
+    settings = [part for setting in mode for part in ("--config-settings", setting)]
+    python = target / "bin" / "python"
     # the new environment sees this one's torch and setuptools
     here = next(p for p in sys.path if p.endswith("site-packages"))
-    done = subprocess.run(
-        install, capture_output=True, text=True, timeout=200, env=os.environ | {"PYTHONPATH": here}, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    install = ["install", "--no-build-isolation", "--no-deps", "-q", *settings, "-e", source]
+    run_pip("--python", python, *install, env=os.environ | {"PYTHONPATH": here})
     for cwd in (tmp_path, source):
-        run_python(USE, cwd, path=Path(here), interpreter=str(target / "bin" / "python"))
+        run_python(USE, cwd, path=Path(here), interpreter=str(python))
 
 
 def test_transformers_imports_beside_our_kernels(tmp_path: Path) -> None:
