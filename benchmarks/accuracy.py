@@ -1,7 +1,5 @@
 """Errors of the providers' losses and gradients against a reference: `python -m benchmarks.accuracy`."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -8,8 +8,6 @@ after the other, each in a process of its own. Exit status: 0 if their losses ag
 fails, 2 on bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import sys

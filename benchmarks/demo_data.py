@@ -1,7 +1,5 @@
 """The demo's text: Python's own standard library (or a file the user names) and a BPE trained on it on the spot."""
 
-from __future__ import annotations
-
 import sysconfig
 import tokenize
 from collections.abc import Iterator

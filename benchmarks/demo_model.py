@@ -1,7 +1,5 @@
 """A small decoder language model in plain PyTorch: RMSNorm, rotary positions, causal attention, SwiGLU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

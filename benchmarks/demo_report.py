@@ -1,7 +1,5 @@
 """The demo's results: the comparison itself, its table, its JSON and its plot."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """One training run of the demo, in a process of its own so that its memory is its own."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -211,7 +209,7 @@ class PeakMemory:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
-    def __enter__(self) -> PeakMemory:
+    def __enter__(self) -> "PeakMemory":
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self.baseline_bytes = torch.cuda.memory_allocated(self.device)

@@ -1,7 +1,5 @@
 """Time and peak memory of the head's providers beside three bare matrix products: `python -m benchmarks.head`."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools
@@ -50,7 +48,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self.progress = Progress(console=self.console, transient=True, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("", total=total)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         self.progress.start()
         return self
 

@@ -6,8 +6,6 @@ launch's is the gap between them. The medians over the rounds are of launches in
 kind, as in `benchmarks.speed`.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import re

@@ -4,8 +4,6 @@
 without: three; four with a dense teacher's logits, or with logits that are computed again; one without gradients.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json
@@ -23,6 +21,7 @@ from benchmarks.accuracy import relative_error
 from benchmarks.head import Watch, brief, make_console, mebibytes, number, report_failures
 from benchmarks.shapes import Operands, Shape
 from chunked_head import Plan, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan
+from chunked_head.metrics import Metric
 from chunked_head.oracle import distillation, label, policy, preference
 
 SHAPES = (Shape(8192, 4096, 128256), Shape(8192, 2048, 128256), Shape(8192, 1024, 151936))
@@ -35,7 +34,7 @@ class Workload(NamedTuple):
 
     loss: losses.base.Losses
     fields: tuple[str, ...] = ()
-    metrics: tuple[metrics.Metric, ...] = ()
+    metrics: tuple[Metric, ...] = ()
     products: int = 3  # 1: no gradients
     must: tuple[float, ...] = ()  # the largest ratio that is accepted, for the first of SHAPES
 

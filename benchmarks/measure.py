@@ -1,7 +1,5 @@
 """Time and peak memory of one step of a head (loss and backward), and the record of the machine it ran on."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -71,7 +69,7 @@ class Failure:
     where: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> "Failure":
         message = f"{type(error).__name__}: {error}"[:600]
         frames = traceback.extract_tb(error.__traceback__)[-8:]
         where = tuple(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)

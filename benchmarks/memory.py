@@ -3,8 +3,6 @@
 All figures are peaks beside the inputs (hidden states, weight and targets), the gradients included.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

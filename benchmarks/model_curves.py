@@ -7,8 +7,6 @@ million. Training magnifies whatever differs, and the control says by how much. 
 losses differ from the plain one's by more than ten times the control's, and by more than rounding.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -5,8 +5,6 @@ sequence, with gradient checkpointing, the three taking turns on the same model.
 parameters and their gradients. `--longest 80` also looks for the longest sequence that each can train within 80 GiB.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -5,8 +5,6 @@ others wait); of each round the slowest rank's time counts. Bare products of the
 over ranks of the gradient of hidden states by itself, tell what bounds the ratio.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

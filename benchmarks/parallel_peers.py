@@ -1,8 +1,6 @@
 """Cross-entropy of a head whose rows are spread over ranks, from all of a rank's logits: as others compute it, and by
 our ``logits_loss``."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What each process of `benchmarks.parallel` does: rows in turns with the others, and what rank 0 writes of them."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

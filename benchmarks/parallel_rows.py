@@ -1,7 +1,5 @@
 """What `benchmarks.parallel` times on ranks that share a head: our calls, others', one GPU's, and bare products."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

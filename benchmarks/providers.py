@@ -1,7 +1,5 @@
 """The implementations that the benchmarks compare, the options they share, and the record of what they ran on."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

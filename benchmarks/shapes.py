@@ -1,7 +1,5 @@
 """The shapes of real language-model heads, and the operands that the benchmarks draw for them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The floors are one product of logits (nothing but the loss is asked for), three 
 and the addition of dW to an fp32 buffer (what a framework does without `accumulate_into`). All take turns in one run.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -1,7 +1,5 @@
 """What `benchmarks.speed` times: our calls with the options that change a step's time, and the floors under them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Targets drawn from real text: the demo's text, in the tokens of a BPE trained on it on the spot."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

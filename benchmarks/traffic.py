@@ -1,7 +1,5 @@
 """What ranks say to each other in a call, counted; and what it would cost on more of them than we have, on paper."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

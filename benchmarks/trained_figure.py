@@ -3,8 +3,6 @@
 python -m benchmarks.trained_figure benchmarks/results/trained_head-cuda.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

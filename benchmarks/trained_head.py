@@ -10,8 +10,6 @@ size a call's Python would otherwise be what is measured. Under TRITON_INTERPRET
 nothing: tiles are then 32 x 32 and times are Python's.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

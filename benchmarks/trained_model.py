@@ -1,7 +1,5 @@
 """A small causal language model with an untied head, trained for some minutes: what `trained_head` measures on."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

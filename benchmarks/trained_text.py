@@ -6,8 +6,6 @@ No network is needed. Files are taken in the order of a hash of their contents, 
 same tokens, each once, and every fiftieth is held out.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import sysconfig
@@ -40,7 +38,7 @@ class Tokens:
         )
 
     @classmethod
-    def load(cls, path: Path) -> Tokens:
+    def load(cls, path: Path) -> "Tokens":
         with np.load(path) as data:
             return cls(data["training"], data["held_out"], int(data["vocab"]), str(data["description"]))
 

@@ -9,8 +9,6 @@ unpatched again (``zoo_check``). The status is 1 where one is WRONG, or is not b
 does not name.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

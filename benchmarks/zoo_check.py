@@ -1,7 +1,5 @@
 """One class of transformers with and without ``patch_model``: the same loss, gradients and logits, or not."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from dataclasses import asdict, dataclass, field

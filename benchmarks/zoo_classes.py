@@ -1,7 +1,5 @@
 """Which classes of the installed transformers have a head over a vocabulary and take labels, found by reading it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """What no rule finds: attributes, parts and inputs of single models, each with its reason."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmarks import zoo_inputs as given

@@ -3,8 +3,6 @@
 Every function takes the model and what it would be given as text, and returns what it is given.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Configurations that are put together from others and have no defaults of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import transformers

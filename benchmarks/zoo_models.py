@@ -1,7 +1,5 @@
 """One small model of any class of transformers, with seeded weights, and inputs for it; nothing is downloaded."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Each class in a process of its own, a few at a time: one that crashes or never ends takes no other with it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence

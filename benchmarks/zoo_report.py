@@ -1,7 +1,5 @@
 """What a sweep of the zoo came to: a table on the terminal, ``docs/zoo.md``, and what there is to complain of."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ class Sweep:
         return {"transformers": self.version, "outcomes": [one.as_dict() for one in self.outcomes]}
 
     @staticmethod
-    def of(read: dict[str, Any]) -> Sweep:
+    def of(read: dict[str, Any]) -> "Sweep":
         return Sweep(read["transformers"], [Outcome(**one) for one in read["outcomes"]])
 
     def counts(self, kind: str | None = None) -> Counter[str]:

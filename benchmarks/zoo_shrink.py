@@ -1,7 +1,5 @@
 """Any configuration of transformers made small: by the names of its attributes, through its sub-configurations."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

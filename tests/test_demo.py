@@ -1,7 +1,5 @@
 """The demo end to end at toy sizes, what it says to bad input, and that it fails when the losses differ."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -93,16 +93,7 @@ def copied(folder: Path) -> Path:
     """The sources, since setuptools leaves a build folder beside them."""
     pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools 77, as pip would fetch")
     folder.mkdir()
-    names = (
-        "chunked_head",
-        "kernels",
-        "tests",
-        "pyproject.toml",
-        "MANIFEST.in",
-        "README.md",
-        "LICENSE",
-        "CHANGELOG.md",
-    )
+    texts = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
     for name in ("chunked_head", "kernels", "tests", *texts):
         subprocess.run(["cp", "-r", str(ROOT / name), str(folder)], check=True)
     return folder
