@@ -19,6 +19,7 @@ from .head import ChunkedHead, linear_cross_entropy
 from .integrations.patch import patch_model, unpatch_model
 from .linear_loss import LossOutput, linear_loss
 from .logprobs import linear_logprobs
+from .logprobs_on_logits import logits_logprobs
 from .on_logits import logits_loss
 from .parallel import TokenParallel, VocabParallel
 from .plan_of import plan
@@ -27,6 +28,7 @@ from .vocabulary import frequency_order, similarity_order
 
 __all__ = [
     "ChunkedHead", "CrossEntropyLoss", "LossOutput", "Plan", "TokenParallel", "VocabParallel", "frequency_order",
-    "gathered_topk_kl", "linear_cross_entropy", "linear_divergence", "linear_logprobs", "linear_loss", "logits_loss",
-    "losses", "metrics", "patch_model", "plan", "similarity_order", "unpatch_model", "weights",
+    "gathered_topk_kl", "linear_cross_entropy", "linear_divergence", "linear_logprobs", "linear_loss",
+    "logits_logprobs", "logits_loss", "losses", "metrics", "patch_model", "plan", "similarity_order", "unpatch_model",
+    "weights",
 ]  # fmt: skip

@@ -98,6 +98,7 @@ class Checked(NamedTuple):
     known: dict[str, Field]
     frame: Frame
     answer: Answer
+    autocast: bool  # whether it gives the dtype of the matmuls
 
 
 def check(
@@ -114,6 +115,11 @@ def check(
     for _, summand in losses.terms:
         for name, tensor in summand.tensors.items():
             checks.check_class_weights(tensor, head.vocab, head.device, f"{name} of {summand.label}")
+    if batch is not None and not isinstance(batch, Mapping):
+        raise TypeError(
+            "batch must be a mapping of names to tensors, such as {'advantages': advantages}, or None, got "
+            f"{type(batch).__name__}"
+        )
     losses, batch, own = named_weights(losses, dict(batch or {}))
     wanted, known = wanted_fields(losses, metrics, batch, own)
     parts: list[Summand | Metric] = [*(summand for _, summand in losses.terms), *metrics]
@@ -134,17 +140,19 @@ def check(
     if head.tokens is not None:
         for part in parts:
             check_over_ranks(part, "loss" if isinstance(part, Summand) else "metric", frozenset(wanted), known)
-    teacher_vocab = check_dense_teacher(batch, wanted, dtype)
+    # as the student's operands
+    autocast = torch.is_autocast_enabled(device.type) and dtype != torch.float64
+    teacher_vocab = check_dense_teacher(batch, wanted, dtype, autocast)
     if teacher_vocab is not None:
         teacher_vocab = whole_teacher(head, batch, teacher_vocab)
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
     answered = answer(Question(losses, metrics, head.temperature, head.vocab, columns, teacher_vocab))
-    return Checked(head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered)
+    return Checked(head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered, autocast)
 
 
 def ask(checked: Checked) -> Asked:
     """Lays fields beside rows; the first work on tensors, whose ids are checked on the way."""
-    head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered = checked
+    head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered, autocast = checked
     target = head.target
     if isinstance(head, HeadOptions) and head.shard is not None and head.shard.parallel.sequence_sharded:
         target, batch, frame = of_all_ranks(head.shard, head, batch, wanted, known, frame)
@@ -156,7 +164,7 @@ def ask(checked: Checked) -> Asked:
     teacher = None
     if answered.teacher is not None and answered.demand.pairing is not None:
         columns = answered.demand.pairing.columns if head.shard is None else head.columns
-        teacher = make_teacher(prepared.fields, answered.teacher, columns)
+        teacher = make_teacher(prepared.fields, answered.teacher, columns, dtype if autocast else None)
     fields = {
         k: v for k, v in prepared.fields.items() if k not in ("teacher_logits", "teacher_hidden", "teacher_weight")
     }

@@ -276,6 +276,7 @@ def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupl
         late_upstream=late, coupled=coupled, demand=objective.demand,
         teacher_columns=0 if pairing is None else pairing.columns,
         teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
+        teacher_cast=teacher is not None and teacher.casts,
         teacher_store=None if teacher is None else asked.backend.teacher_store(teacher, store),
         store=store, copied=copied, deterministic=asked.head.deterministic,
         skips=asked.packing is not None and not asked.packing.waited,

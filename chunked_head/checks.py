@@ -1,6 +1,7 @@
 """Every argument error, raised once and before any work: which argument, what was expected, what came, what to do."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,24 @@ from .plans import name
 
 REDUCTIONS = ("mean", "sum", "none")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Plain(torch.autograd.Function):
+    """Nothing. Written as Functions are that torch.func transforms refuse, it tells whether one is running."""
+
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        pass
+
+
+def refuse_transforms() -> None:
+    try:
+        Plain.apply()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "torch.func transforms (grad, vmap, jvp, ...) do not go with chunked_head, whose kernels they cannot see "
+            "through; use loss.backward() or torch.autograd.grad, or full logits inside of the transform"
+        ) from error
 
 
 def check_operands(hidden: Tensor, weight: Tensor, target: Tensor | None, bias: Tensor | None) -> torch.dtype:
@@ -56,7 +75,12 @@ def check_logits(logits: Tensor, target: Tensor | None) -> torch.dtype:
 
 def check_ids(argument: str, target: Tensor) -> None:
     if target.dtype != torch.int64:
-        remedy = "class probabilities are not supported" if target.is_floating_point() else "use target.long()"
+        remedy = "use target.long()"
+        if target.is_floating_point():
+            remedy = (
+                "class probabilities are not supported as targets: p's cross-entropy is losses.forward_kl("
+                '"cross_entropy") with batch={"teacher_logits": p.log()}'
+            )
         raise TypeError(f"{argument} must hold token ids of dtype int64, got {name(target.dtype)}; {remedy}")
 
 
@@ -138,6 +162,8 @@ def matmul_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.d
 
 
 def check_dtype(argument: str, dtype: torch.dtype) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{argument} must be a torch.dtype, such as torch.float32, got {dtype!r}")
     if dtype not in DTYPES:
         raise TypeError(f"{argument} must be one of {', '.join(map(name, DTYPES))}, got {dtype}")
 
@@ -155,36 +181,57 @@ def check_reduction(reduction: str, allowed: tuple[str, ...] = REDUCTIONS, remed
         raise ValueError(f"reduction must be one of {', '.join(map(repr, allowed))}, got {reduction!r}{remedy}")
 
 
-def check_head(
-    ignore_index: int,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    shift: int,
-    leading: tuple[int, ...],
-) -> None:
-    """Checks what is no tensor."""
+def check_ignore_index(ignore_index: int) -> None:
     check_int("ignore_index", ignore_index)
     if not -(1 << 63) <= ignore_index < 1 << 63:
         raise ValueError(f"ignore_index must fit int64 as targets do, got {ignore_index}")
-    check_int("shift", shift)
-    check_number("logit_scale", logit_scale, -math.inf, math.inf)
+
+
+def check_temperature(temperature: float) -> None:
     check_number("temperature", temperature, 0.0, math.inf)
     if temperature == 0:
         raise ValueError("temperature must be positive, got 0; for greedy choices compare with the argmax")
+
+
+def check_softcap(softcap: float | None) -> None:
     if softcap is not None:
         check_number("softcap", softcap, 0.0, math.inf)
         if softcap == 0:
             raise ValueError("softcap must be positive or None, got 0; None caps nothing")
+
+
+def check_shift(shift: int) -> None:
+    check_int("shift", shift)
     if shift < 0:
         raise ValueError(f"shift must be at least 0, got {shift}; 1 pairs position t with target t + 1")
+
+
+def check_shift_along(shift: int, leading: tuple[int, ...]) -> None:
+    """Raises where a target of this shape would be shifted out of itself. Of one token there is nothing to predict."""
     if shift and not leading:
         raise ValueError(f"shift={shift} needs a target with a dimension to shift along, got a 0-d target")
+    if shift > 1 and 0 < leading[-1] <= shift:
+        raise ValueError(
+            f"shift must be below {leading[-1]}, the length of the target's last dimension, which it runs along, got "
+            f"{shift}: no token would be predicted"
+        )
+
+
+def check_vocab_size(vocab_size: int | None) -> None:
+    if vocab_size is not None:
+        check_int("vocab_size", vocab_size)
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
 
 
 def check_int(argument: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{argument} must be an int, got {value!r}")
+
+
+def check_size(argument: str, size: int, least: int) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < least:
+        raise ValueError(f"{argument} must be an int of at least {least}, got {size!r}")
 
 
 def check_number(argument: str, value: float, least: float, most: float) -> None:
@@ -200,11 +247,18 @@ def check_scalar(argument: str, value: float | Tensor | None, device: torch.devi
         return
     if not applies:
         raise ValueError(f"{argument} goes with {where} only; multiply the result instead")
+    check_factor(argument, value, device)
+
+
+def check_factor(argument: str, value: float | Tensor | None, device: torch.device | None = None) -> None:
+    """The same by itself, on any device where none is given."""
+    if value is None:
+        return
     if isinstance(value, Tensor):
-        if value.dim() != 0 or value.device != device or value.requires_grad:
+        if value.dim() != 0 or value.device != (device or value.device) or value.requires_grad:
             raise ValueError(
-                f"{argument} must be a number or a 0-d tensor on {device} that needs no gradient, got shape "
-                f"{tuple(value.shape)} on {value.device}, requires_grad={value.requires_grad}"
+                f"{argument} must be a number or a 0-d tensor{f' on {device}' if device else ''} that needs no "
+                f"gradient, got shape {tuple(value.shape)} on {value.device}, requires_grad={value.requires_grad}"
             )
         return
     check_number(argument, value, 0.0 if argument.startswith("normalizer") else -math.inf, math.inf)

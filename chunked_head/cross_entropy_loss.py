@@ -1,6 +1,5 @@
 """``torch.nn.CrossEntropyLoss`` on logits that exist already."""
 
-import math
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -9,7 +8,7 @@ from . import checks, losses
 from .asked import ask, check
 from .call import scalar_objective, token_objective
 from .graph.breaks import breaks_graph
-from .head_options import LogitsOptions
+from .head_options import LogitsOptions, check_options
 from .logits_call import apply, check_inplace
 from .parallel.dtensor import is_dtensor, local_logits, whole
 from .parallel.groups import TokenParallel, VocabParallel, chunked
@@ -59,10 +58,14 @@ class CrossEntropyLoss(nn.Module):
         for argument, value in (("size_average", size_average), ("reduce", reduce)):
             if value is not None:
                 raise ValueError(f"{argument} is deprecated in PyTorch and refused here, got {value!r}; use reduction=")
-        checks.check_reduction(reduction)
-        checks.check_number("label_smoothing", label_smoothing, 0.0, 1.0)
-        checks.check_number("z_loss", z_loss, 0.0, math.inf)
-        checks.check_tensor("weight", weight, optional=True)
+        options = {
+            "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss,
+            "softcap": softcap, "logit_scale": logit_scale, "inplace": inplace, "vocab_size": vocab_size,
+            "parallel": parallel, "backend": backend,
+        }  # fmt: skip
+        check_options(options)
+        if not is_dtensor(weight):
+            checks.check_tensor("weight", weight, optional=True)
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, float(label_smoothing)
         self.z_loss, self.softcap, self.logit_scale = float(z_loss), softcap, logit_scale

@@ -13,7 +13,7 @@ from .evaluate import SUFFIX
 from .graph.operation import in_graph, operation
 from .head_options import HeadOptions, PerTokenOptions
 from .losses.base import Losses
-from .options import choice
+from .options import choice, flag, number
 from .parallel import TokenParallel, VocabParallel
 from .parallel.dtensor import local
 from .planner import Request
@@ -144,6 +144,7 @@ def linear_divergence(
     )  # fmt: skip
     dtype = head.check()
     head.refuse_tokens("linear_divergence")
+    flag("entropy", entropy)
     loss = divergence_of(divergence, beta, teacher_temperature, teacher_logit_scale, teacher_softcap)
     given = {
         "teacher_logits": teacher_logits, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight,
@@ -171,6 +172,7 @@ def divergence_of(
 ) -> Losses:
     """The loss whose statistic is asked for, its options checked."""
     choice("linear_divergence", "divergence", divergence, tuple(KINDS))
+    number("linear_divergence", "beta", beta, 0.0, 1.0)
     known: dict[str, Any] = {"beta": beta} if divergence == "jsd" else {}
     if divergence != "jsd" and beta != 0.5:
         raise ValueError(f'beta goes with divergence="jsd" only, got {beta!r} with {divergence!r}; leave it at 0.5')

@@ -11,11 +11,14 @@ from .backends import Backend, Targets
 from .losses.base import FIELDS, Field, Losses, Summand
 from .losses.topk import PADDING, entries
 from .metrics import Metric
+from .options import nearest
 from .parallel.dtensor import is_dtensor
 from .plans import name, slices
 from .prepare import shift_left
 from .teachers import TEACHER, check_teacher
 
+LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+LARGEST_LOGPROB = 0.5  # what 16-bit logits less their own logsumexp may round to
 TYPES = {"float": "floating-point", "int": "int64 or int32", "bool": "bool"}
 
 
@@ -62,11 +65,12 @@ def wanted_fields(
     summands = [summand for _, summand in losses.terms]
     parts = [("loss", s) for s in summands] + [("metric", m) for m in metrics]
     known = kinds_of(part for _, part in parts) | dict(own)
-    unknown = sorted(set(batch) - set(known))
+    unknown = sorted(set(batch) - set(known), key=str)
     if unknown:
         raise ValueError(
-            f"batch has a field {unknown[0]!r} that neither the library nor a loss declares; known are "
-            f"{', '.join(sorted(known))}; drop it, or declare it by losses.custom(fields=...)"
+            f"batch has a field {unknown[0]!r} that neither the library nor a loss declares"
+            f"{nearest(unknown[0], known)}; known are {', '.join(sorted(known))}; drop it, or declare it by "
+            "losses.custom(fields=...)"
         )
     wanted = [field for field in ("mask", "token_weights") if field in batch]
     for what, part in parts:
@@ -115,7 +119,12 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
     if not right:
         raise TypeError(f"{where} must be {TYPES[kind.type]}, got {name(value.dtype)}; cast it")
     dims = len(frame.leading)
-    if field == "kl_baseline" and tuple(value.shape) == (frame.num_segments,):
+    if field == "kl_baseline":
+        if tuple(value.shape) not in ((), (1,), (frame.num_segments,)):
+            raise ValueError(
+                f"{where} must be a 0-d tensor, one of shape (1,) or one number per segment, ({frame.num_segments},), "
+                f"got shape {tuple(value.shape)}"
+            )
         return
     if kind.kind in ("token", "row"):
         if value.dim() != dims + kind.trailing or tuple(value.shape[:dims]) != frame.leading:
@@ -138,7 +147,7 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
                 f"{where} must be [pairs, 2], segment ids of chosen and rejected, got {tuple(value.shape)}"
             )
     elif value.dim() != kind.trailing:
-        raise ValueError(f"{where} must have {kind.trailing} dimensions, got shape {tuple(value.shape)}")
+        raise ValueError(f"{where} must have {kind.trailing} dimensions, got shape {tuple(value.shape)}; reshape it")
 
 
 def need_segments(where: str, frame: Frame) -> None:
@@ -223,7 +232,21 @@ def beside_rows(field: str, value: Tensor, kind: Field, target: Tensor, frame: F
         return (
             in_range(field, value, frame.num_segments or 0, -1) if field in ("segments", "documents") else (value, None)
         )
-    return torch.where(here, value.to(frame.dtype), 0.0), None
+    value = torch.where(here, value.to(frame.dtype), 0.0)
+    return (likely(field, value) if field in LOGPROBS else value), None
+
+
+def likely(field: str, values: Tensor) -> Tensor:
+    """Log-probabilities; a ValueError on the CPU where one is positive by more than rounding, elsewhere nan for it."""
+    wrong = values > LARGEST_LOGPROB
+    if values.device.type != "cpu":
+        return values.masked_fill_(wrong, torch.nan)
+    if wrong.any():
+        raise ValueError(
+            f"batch[{field!r}] must hold log-probabilities, which are at most 0, got {float(values[wrong][0]):g}; "
+            "negate them if they are losses (-log p), take .log() if they are probabilities"
+        )
+    return values
 
 
 def in_range(field: str, ids: Tensor, number: int, none: int | None) -> tuple[Tensor, Tensor]:

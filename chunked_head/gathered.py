@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from . import checks
 from .losses.base import choice
 from .losses.temperatures import positive, squared
 from .losses.topk import entries, topk_divergence, topk_options
@@ -52,6 +53,8 @@ def gathered_topk_kl(
         )
     if normalizer is not None and reduction != "mean":
         raise ValueError(f'normalizer goes with reduction="mean" only, got {reduction!r}; divide the result instead')
+    checks.check_factor("normalizer", normalizer)
+    checks.check_tensor("student_logits", student_logits, optional=False)
     if student_logits.dim() < 1 or not student_logits.is_floating_point():
         raise ValueError(
             f"student_logits must be floating-point [..., K], got {student_logits.dtype} {tuple(student_logits.shape)}"
@@ -66,6 +69,7 @@ def gathered_topk_kl(
         ("token_weights", token_weights, leading),
     )
     for argument, tensor, shape in given:
+        checks.check_tensor(argument, tensor, optional=argument != "teacher_logprobs")
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{argument} must have shape {shape}, got {tuple(tensor.shape)}")
     for argument, tensor in (("teacher_mask", teacher_mask), ("mask", mask)):

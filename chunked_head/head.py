@@ -12,9 +12,10 @@ from . import checks, losses
 from .asked import Asked, check
 from .call import Task, scalar_objective, token_objective
 from .graph.operation import in_graph, operation
-from .head_options import HeadOptions
+from .head_options import HeadOptions, check_options
 from .losses.base import Losses
 from .objective import ScalarObjective
+from .options import flag, nearest
 from .parallel import TokenParallel, VocabParallel
 from .parallel.dtensor import local
 from .planner import Request
@@ -215,6 +216,9 @@ class ChunkedHead(nn.Module):
         **options: Any,
     ):
         super().__init__()
+        for argument, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+            checks.check_size(argument, size, 1)
+        flag("bias", bias)
         linear = nn.Linear(hidden_size, vocab_size, bias=bias, device=device, dtype=dtype)
         self.adopt(linear, options)
 
@@ -233,7 +237,9 @@ class ChunkedHead(nn.Module):
         names = {p.name for p in known if p.kind is p.KEYWORD_ONLY} - {"bias"}
         unknown = options.keys() - names
         if unknown:
-            raise TypeError(f"unknown option {sorted(unknown)[0]!r}; options are {', '.join(sorted(names))}")
+            first = sorted(unknown)[0]
+            raise TypeError(f"unknown option {first!r}{nearest(first, names)}; options are {', '.join(sorted(names))}")
+        check_options(options)
         self.weight, self.bias = linear.weight, linear.bias
         self.options = options
 

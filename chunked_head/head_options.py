@@ -1,19 +1,67 @@
 """What every public function takes of the head and of how to run it, or of logits that exist already: checked."""
 
 import functools
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from . import checks
-from .into import Into
+from .backends import check_name
+from .into import Into, check_kind
 from .into import resolve as resolve_into
+from .options import flag
 from .parallel.groups import TokenParallel, VocabParallel
 from .parallel.shard import Shard, Tell
+from .planner import Request
 from .skipping import check_tolerance
+
+# what can be said of an option before there is a call
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    "ignore_index": checks.check_ignore_index,
+    "softcap": checks.check_softcap,
+    "logit_scale": lambda value: checks.check_number("logit_scale", value, -math.inf, math.inf),
+    "temperature": checks.check_temperature,
+    "shift": checks.check_shift,
+    "memory_budget": lambda value: Request(memory_budget=value),
+    "chunk_tokens": lambda value: Request(chunk_tokens=value),
+    "accumulate_dtype": lambda value: Request(accumulate_dtype=value),
+    "backend": check_name,
+    "accumulate_into": check_kind,
+    "skip_ignored": lambda value: check_skip_ignored(value),
+    "deterministic": functools.partial(flag, "deterministic"),
+    "vocab_size": checks.check_vocab_size,
+    "parallel": lambda value: check_parallel(value),
+    "skip_tolerance": lambda value: check_tolerance(value, False, False),
+    "inplace": functools.partial(flag, "inplace"),
+    "reduction": checks.check_reduction,
+    "normalizer": functools.partial(checks.check_factor, "normalizer"),
+    "upstream": functools.partial(checks.check_factor, "upstream"),
+    "label_smoothing": lambda value: checks.check_number("label_smoothing", value, 0.0, 1.0),
+    "z_loss": lambda value: checks.check_number("z_loss", value, 0.0, math.inf),
+    "class_weights": lambda value: checks.check_tensor("class_weights", value, optional=True),
+    "token_weights": lambda value: checks.check_tensor("token_weights", value, optional=True),
+}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises what is wrong with options of a head by themselves, whatever tensors they will come with."""
+    for name, value in options.items():
+        CHECKS[name](value)
+
+
+def check_skip_ignored(skip_ignored: bool | str) -> None:
+    if not (isinstance(skip_ignored, bool) or (isinstance(skip_ignored, str) and skip_ignored == "wait")):
+        raise ValueError(f'skip_ignored must be True, False or "wait", got {skip_ignored!r}')
+
+
+def check_parallel(parallel: VocabParallel | TokenParallel | None) -> None:
+    if parallel is not None and not isinstance(parallel, VocabParallel | TokenParallel):
+        raise TypeError(f"parallel must be a VocabParallel, a TokenParallel or None, got {type(parallel).__name__}")
 
 
 class PerTokenOptions(TypedDict, total=False):
@@ -41,9 +89,15 @@ class OfRanks(ABC):
     """What options of a head and of logits have in common: the ranks that may share the call."""
 
     target: Tensor | None
+    shift: int
     vocab_size: int | None
     parallel: VocabParallel | TokenParallel | None
     holds = ""  # how an error says it
+
+    @property
+    @abstractmethod
+    def leading(self) -> tuple[int, ...]:
+        """Shape of the target."""
 
     @property
     @abstractmethod
@@ -55,16 +109,11 @@ class OfRanks(ABC):
     def unnamed(self) -> Tell:
         """What tells ranks' tokens apart where a call has no targets."""
 
-    def check_ranks(self) -> None:
-        """Raises what is wrong with ``parallel`` and ``vocab_size``."""
-        if self.vocab_size is not None:
-            checks.check_int("vocab_size", self.vocab_size)
-            if self.vocab_size < 1:
-                raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
-        if self.parallel is not None and not isinstance(self.parallel, VocabParallel | TokenParallel):
-            raise TypeError(
-                f"parallel must be a VocabParallel, a TokenParallel or None, got {type(self.parallel).__name__}"
-            )
+    def check_each(self) -> None:
+        """Raises what is wrong with options by themselves, and with ``shift`` along the target."""
+        checks.refuse_transforms()
+        check_options({name: value for name, value in vars(self).items() if name in CHECKS})
+        checks.check_shift_along(self.shift, self.leading)
         if self.shard is None and self.vocab > self.held:
             raise ValueError(f"vocab_size is {self.vocab}, and {self.holds.format(self.held)}")
 
@@ -137,17 +186,10 @@ class HeadOptions(OfRanks):
 
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the matmuls."""
-        if not (isinstance(self.skip_ignored, bool) or self.skip_ignored == "wait"):
-            raise ValueError(f'skip_ignored must be True, False or "wait", got {self.skip_ignored!r}')
-        if not isinstance(self.deterministic, bool):
-            raise TypeError(f"deterministic must be True or False, got {self.deterministic!r}")
-        check_tolerance(self.skip_tolerance, self.deterministic, self.parallel is not None)
         dtype = checks.check_operands(self.hidden, self.weight, self.target, self.bias)
-        checks.check_head(
-            self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading
-        )  # fmt: skip
+        self.check_each()
+        check_tolerance(self.skip_tolerance, self.deterministic, self.parallel is not None)
         self.into  # noqa: B018  (raises what is wrong with it)
-        self.check_ranks()
         if self.shard is not None and self.shard.parallel.sequence_sharded:
             self.check_sequence_sharded()
         if self.shard is not None and self.deterministic:
@@ -221,10 +263,7 @@ class LogitsOptions(OfRanks):
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the arithmetic."""
         dtype = checks.check_logits(self.logits, self.target)
-        checks.check_head(
-            self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.leading
-        )  # fmt: skip
-        self.check_ranks()
+        self.check_each()
         if self.shard is not None:
             self.check_split(self.shard.parallel)
         return torch.promote_types(dtype, torch.float32)

@@ -84,10 +84,6 @@ def resolve(accumulate_into: Tensor | str | None, weight: Tensor, others: dict[s
         if not wanted:
             return None
         buffer, label = named(buffer, weight), f"weight.{buffer} (accumulate_into)"
-    elif not isinstance(buffer, Tensor):
-        raise TypeError(
-            f"accumulate_into must be a tensor, the name of an attribute of weight or None, got {type(buffer).__name__}"
-        )
     check_buffer(label, buffer, weight, others | {"weight": weight})
     if not wanted:
         return None
@@ -100,6 +96,14 @@ def resolve(accumulate_into: Tensor | str | None, weight: Tensor, others: dict[s
             "the flag and zero main_grad, or leave accumulate_into=None"
         )
     return Into(weight, buffer, attribute)
+
+
+def check_kind(accumulate_into: Tensor | str | None) -> None:
+    if accumulate_into is not None and not isinstance(accumulate_into, Tensor | str):
+        raise TypeError(
+            "accumulate_into must be a tensor, the name of an attribute of weight or None, got "
+            f"{type(accumulate_into).__name__}"
+        )
 
 
 def named(name: str, weight: Tensor) -> Tensor:

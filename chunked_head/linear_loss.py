@@ -14,6 +14,9 @@ from .evaluate import SLOW
 from .graph.operation import in_graph, operation
 from .head_options import HeadOptions, LogitsOptions
 from .losses.base import Losses
+from .losses.closures import Function
+from .losses.custom import as_losses
+from .metric_values import as_metrics
 from .metrics import Metric, MetricValue
 from .objective import ScalarObjective
 from .parallel import TokenParallel, VocabParallel
@@ -46,7 +49,7 @@ def linear_loss(
     hidden: Tensor,  # [..., hidden]
     weight: Tensor,  # [vocab, hidden]
     target: Tensor | None,  # [...] int64
-    loss: Losses,
+    loss: Losses | Function,
     *,
     batch: Mapping[str, Tensor] | None = None,
     num_segments: int | None = None,
@@ -91,8 +94,9 @@ def linear_loss(
         skip_tolerance: as there; ``metrics["dropped_mass"]`` is then the probability per token that mean rows stood in
             for, and ``metrics["kept_tiles"]`` the share of tiles that were computed.
         target: token ids [...] int64; None where no loss or metric reads it.
-        loss: ``chunked_head.losses``, added and multiplied by numbers or 0-d tensors; ``losses.custom`` makes one of a
-            function of your own.
+        loss: ``chunked_head.losses``, added and multiplied by numbers or 0-d tensors. A function ``(stats, batch) ->
+            values`` of your own, alone or as a summand, is taken as ``losses.custom(function, scope="token")``, checked
+            once; ``losses.custom`` is for all else.
         batch: tensors that go with the tokens, by name: what the losses and metrics ask for, ``mask`` [...] bool and
             ``token_weights`` [...]. Fields of the predicted token (mask, weights, log-probabilities, advantages,
             segments) are indexed like the target and move with it under ``shift``; ``teacher_*`` like the hidden
@@ -114,8 +118,8 @@ def linear_loss(
     and ``accumulate_into`` is added to there.
 
     Inside of ``torch.compile`` the call is an operator; losses and metrics may be made in the compiled function or
-    before it, those of ``losses.custom`` before it alone. There a tensor multiplies a loss by ``Losses.times``. With
-    ``parallel`` the call breaks the graph.
+    before it, those of ``losses.custom`` before it alone, and a plain function as ``loss`` breaks the graph. There a
+    tensor multiplies a loss by ``Losses.times``. With ``parallel`` the call breaks the graph.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument; a missing field names the loss that needs it.
@@ -129,7 +133,7 @@ def linear_loss(
         skip_tolerance,
     )  # fmt: skip
     dtype = head.check()
-    measured = check_loss(head, loss, metrics, reduction, normalizer, upstream)
+    loss, measured = check_loss(head, loss, metrics, reduction, normalizer, upstream)
     if skip_tolerance is not None:
         check_names(metric.label for metric in measured)
     checked = check(head, dtype, loss, measured, batch, num_segments)
@@ -170,20 +174,14 @@ def in_graph_loss(outputs: list[Tensor], given: dict[str, Any]) -> LossOutput:
 
 def check_loss(
     head: HeadOptions | LogitsOptions,
-    loss: Losses,
+    loss: Losses | Function,
     metrics: Sequence[Metric],
     reduction: str,
     normalizer: float | Tensor | None,
     upstream: float | Tensor | None,
-) -> tuple[Metric, ...]:
-    """Raises what is wrong with the arguments but the head's and ``batch``; the metrics."""
-    if not isinstance(loss, Losses):
-        remedy = "; wrap a function by losses.custom(function, scope=...)" if callable(loss) else ""
-        raise TypeError(f"loss must be made of chunked_head.losses, got {type(loss).__name__}{remedy}")
-    measured = tuple(metrics)
-    for metric in measured:
-        if not isinstance(metric, Metric):
-            raise TypeError(f"metrics must hold chunked_head.metrics, got {type(metric).__name__}; call its factory")
+) -> tuple[Losses, tuple[Metric, ...]]:
+    """Raises what is wrong with the arguments but the head's and ``batch``; the loss and the metrics."""
+    loss, measured = as_losses(loss), as_metrics(metrics)
     checks.check_reduction(reduction, ("mean", "sum"), "; per-token values come from linear_logprobs")
     checks.check_scalar("normalizer", normalizer, head.device, reduction == "mean", 'reduction="mean"')
     checks.check_scalar("upstream", upstream, head.device, True, "")
@@ -193,7 +191,7 @@ def check_loss(
             checks.check_scalar(name, summand.normalizer, head.device, mean, 'reduction="mean"')
         elif not mean:
             raise ValueError(f'{name} goes with reduction="mean" only; multiply the result instead')
-    return measured
+    return loss, measured
 
 
 def loss_output(

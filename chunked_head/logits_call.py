@@ -14,6 +14,7 @@ from .backends import Backend
 from .call import options_key
 from .head_options import LogitsOptions
 from .objective import Objective
+from .options import flag
 from .own_part import OwnPart
 from .parallel.shard import Shard, common_demand, local_demand
 from .stats import Demand, Head, Rows, RowStats
@@ -22,7 +23,7 @@ MOST_VIEWS = 64  # of rows that no one stride reaches; with more of them a copy 
 
 
 def check_inplace(logits: Tensor, inplace: bool) -> None:
-    if not (inplace and logits.requires_grad):
+    if not (flag("inplace", inplace) and logits.requires_grad):
         return
     base = logits if logits._base is None else logits._base
     if logits.is_leaf or (base.is_leaf and base.requires_grad):

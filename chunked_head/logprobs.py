@@ -12,8 +12,9 @@ from . import checks
 from .asked import Asked, check
 from .call import Task, stats_objective
 from .graph.operation import in_graph, operation
-from .head_options import HeadOptions, PerTokenOptions
+from .head_options import HeadOptions, OfRanks, PerTokenOptions
 from .losses.base import Losses
+from .options import flag
 from .parallel import TokenParallel, VocabParallel
 from .parallel.dtensor import local
 from .planner import Request
@@ -128,15 +129,8 @@ def linear_logprobs(
     )  # fmt: skip
     dtype = head.check()
     head.refuse_tokens("linear_logprobs")
-    if target is None:
-        raise ValueError("target is None; linear_logprobs gives log-probabilities of targets: pass token ids")
-    if top_k is not None:
-        checks.check_int("top_k", top_k)
-        most = head.vocab if head.shard is None else min(head.shard.split.rows)
-        if not 1 <= top_k <= most:
-            raise ValueError(f"top_k must be in [1, {most}] (the rows of weight, on every rank) or None, got {top_k}")
+    demand, names, differentiable = wanted(head, entropy, lse, mean_logit, log_sum_sq_probs, argmax, top_k)
     checked = check(head, dtype, Losses(()), batch={} if mask is None else {"mask": mask})
-    demand, names, differentiable = wanted(entropy, lse, mean_logit, log_sum_sq_probs, argmax, top_k)
 
     def objective(asked: Asked) -> StatsObjective:
         return stats_objective(asked, demand, names, differentiable)
@@ -148,9 +142,23 @@ def linear_logprobs(
 
 
 def wanted(
-    entropy: bool, lse: bool, mean_logit: bool, log_sum_sq_probs: bool, argmax: bool, top_k: int | None
+    head: OfRanks, entropy: bool, lse: bool, mean_logit: bool, log_sum_sq_probs: bool, argmax: bool, top_k: int | None
 ) -> tuple[Demand, tuple[str, ...], int]:
-    """The statistics behind what a call returns, the names of that, and how many of these take a gradient."""
+    """The statistics behind what a call returns, the names of that, and how many of these take a gradient; raises what
+    is wrong with the choice."""
+    flags = {
+        "entropy": entropy, "lse": lse, "mean_logit": mean_logit, "log_sum_sq_probs": log_sum_sq_probs,
+        "argmax": argmax,
+    }  # fmt: skip
+    for argument, value in flags.items():
+        flag(argument, value)
+    if head.target is None:
+        raise ValueError("target is None, and log-probabilities are those of targets; pass token ids")
+    if top_k is not None:
+        checks.check_int("top_k", top_k)
+        most = head.vocab if head.shard is None else min(head.shard.split.rows)
+        if not 1 <= top_k <= most:
+            raise ValueError(f"top_k must be in [1, {most}] (the vocabulary, on every rank) or None, got {top_k}")
     # the square of a probability is one at half the temperature
     views = (View(), View(2.0)) if log_sum_sq_probs else (View(),)
     demand = Demand(

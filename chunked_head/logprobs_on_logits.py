@@ -1,15 +1,18 @@
-"""The same statistics of logits that exist already, for heads whose own forward computes them."""
+"""The same statistics of logits that exist already."""
 
 from typing import Any
 
 from torch import Tensor
 
-from .asked import LogitsOptions, ask, check
+from .asked import ask, check
 from .call import stats_objective
 from .graph.breaks import breaks_graph
+from .head_options import LogitsOptions
 from .logits_call import apply
 from .logprobs import laid_out, wanted
 from .losses.base import Losses
+from .parallel import TokenParallel, VocabParallel
+from .parallel.dtensor import local_logits
 
 
 @breaks_graph
@@ -18,21 +21,34 @@ def logits_logprobs(
     target: Tensor,  # [...] int64
     *,
     entropy: bool = False,
-    log_sum_sq_probs: bool = False,
-    mean_logit: bool = False,
+    lse: bool = False,
     argmax: bool = False,
+    mean_logit: bool = False,
+    log_sum_sq_probs: bool = False,
     temperature: float = 1.0,
+    mask: Tensor | None = None,  # [...] bool
+    ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    shift: int = 0,
+    vocab_size: int | None = None,
+    parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
 ) -> Any:
-    """What ``linear_logprobs`` returns, from one pass over the logits and one more over them in ``backward``; no other
-    tensor of their size is made than the gradient.
+    """What ``linear_logprobs`` returns, of logits that exist already: for a loss of one's own, or per-token values of
+    any other. One pass over the logits and one more in ``backward``; no other tensor of their size is made than the
+    gradient.
 
-    Args, Returns, Raises: as ``linear_logprobs``; logits and backend as ``logits_loss``.
+    Args, Returns, Raises: as ``linear_logprobs``, without ``top_k``, which is ``logits.topk``; logits, vocab_size,
+    parallel and backend as ``logits_loss``.
     """
-    options = LogitsOptions(logits, target, -100, softcap, logit_scale, temperature, 0, backend)
-    asked = ask(check(options, options.check(), Losses(())))
-    demand, names, differentiable = wanted(entropy, False, mean_logit, log_sum_sq_probs, argmax, None)
+    logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace=False)
+    options = LogitsOptions(
+        logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
+    )
+    dtype = options.check()
+    options.refuse_tokens("logits_logprobs")
+    demand, names, differentiable = wanted(options, entropy, lse, mean_logit, log_sum_sq_probs, argmax, None)
+    asked = ask(check(options, dtype, Losses(()), batch={} if mask is None else {"mask": mask}))
     outputs, _ = apply(asked, stats_objective(asked, demand, names, differentiable), inplace=False)
-    return laid_out(outputs, names, target, 0)
+    return laid_out(outputs, names, target, shift)

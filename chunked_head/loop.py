@@ -68,11 +68,12 @@ class Operands:
         self.gathered = None if call.shard is None else call.shard.gathered(hidden, rows)
         self.buffer = torch.empty(rows, hidden.shape[1], dtype=call.plan.sizes.dtype, device=hidden.device)
         teacher = call.objective.teacher
-        if teacher is not None and teacher.hidden is not None:
-            self.teacher_buffer = teacher.hidden.new_empty(rows, teacher.hidden.shape[1])
+        self.teacher = None if teacher is None else teacher.cast()  # once, as the weight
+        if self.teacher is not None and self.teacher.hidden is not None and self.teacher.weight is not None:
+            self.teacher_buffer = self.teacher.weight.new_empty(rows, self.teacher.hidden.shape[1])
 
     def rows(self, rows: slice) -> Rows:
-        objective, packing = self.call.objective, self.call.packing
+        packing = self.call.packing
         target = self.call.target[rows]
         order = None if packing is None else packing.order[rows]
         if self.gathered is not None:
@@ -81,7 +82,7 @@ class Operands:
             out = self.clean(self.buffer, self.raw, rows, target, self.raw_order)
         else:
             out = self.clean(self.buffer, self.hidden, rows, target, order)
-        teacher = objective.teacher
+        teacher = self.teacher
         if teacher is not None and teacher.hidden is not None:
             teacher = teacher.with_hidden(self.clean(self.teacher_buffer, teacher.hidden, rows, target, order))
         elif teacher is not None:

@@ -29,8 +29,8 @@ def project(
     out: Tensor,  # [rows, columns], of the operands' dtype or fp32
 ) -> None:
     """``out = hidden @ weight.T``"""
-    # On the CPU BLAS sums products of few rows for each thread, or of one column, in another order: a row's logits would
-    # depend on how many rows came with it.
+    # On the CPU BLAS sums products of few rows for each thread, or of one column, in another order: a row's logits
+    # would depend on how many rows came with it.
     threads = 0 if hidden.is_cuda else torch.get_num_threads()
     rows, columns = len(hidden), len(weight)
     if threads and columns == 1:

@@ -46,6 +46,7 @@ def common_terms(sizes: Sizes) -> tuple[Term, ...]:
     """What every schedule needs from start to end."""
     copy = sizes.own_tokens * sizes.hidden * sizes.hidden_dtype.itemsize if sizes.copied else 0
     cast = sizes.weight_elements * sizes.element if sizes.weight_dtype != sizes.dtype else 0
+    cast += sizes.teacher_columns * sizes.teacher_width * sizes.element if sizes.teacher_cast else 0
     teacher = 0 if sizes.spread == 1 else sizes.tokens * sizes.teacher_width * sizes.element
     # a loss that sees all tokens at once does its arithmetic for all of them at once
     evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns if sizes.coupled else 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .losses.base import Field, Scope
-from .options import INFINITY, check_temperature, choice
+from .options import INFINITY, check_temperature, choice, refuse_unknown
 
 Reduce = Literal["mean", "max", "min"]
 Weighting = Literal["token", "segment", "document"]
@@ -95,12 +95,27 @@ class Metric:
 
 def make(kind: str, function: Callable[..., Tensor], common: Mapping[str, Any], **known: Any) -> Metric:
     """A metric of ``kind``; ``common`` are MetricOptions, ``known`` fields of Metric, ``name`` the default name."""
-    if unknown := sorted(set(common) - set(MetricOptions.__annotations__)):
-        raise TypeError(f"metrics.{kind} takes no option {unknown[0]!r}")
+    refuse_unknown("metrics", kind, common, MetricOptions.__annotations__)
     if common.get("weighting") is not None and known.get("unit") == "segment":
         raise ValueError(f"weighting of metrics.{kind} has no meaning here: its values are per segment")
     given = {name: value for name, value in common.items() if value is not None}
     return Metric(kind, function, **(known | given))
+
+
+def as_metrics(metrics: Any) -> tuple[Metric, ...]:
+    """Those of a call, or an error that says what was given instead."""
+    if isinstance(metrics, Metric):
+        raise TypeError(
+            f"metrics must be a list of chunked_head.metrics, got one, {metrics.label!r}; put it into a list"
+        )
+    if not isinstance(metrics, Iterable) or isinstance(metrics, str | Mapping):
+        raise TypeError(f"metrics must be a list of chunked_head.metrics, got {metrics!r}; leave it out for none")
+    measured = tuple(metrics)
+    for metric in measured:
+        if not isinstance(metric, Metric):
+            remedy = "; call its factory" if callable(metric) else ""
+            raise TypeError(f"metrics must hold chunked_head.metrics, got {type(metric).__name__}{remedy}")
+    return measured
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from .metric_values import (
     merge,
     unit_weights,
 )
-from .options import choice, number
+from .options import bound, choice, flag, number
 
 __all__ = [
     "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "accuracy",
@@ -146,6 +146,7 @@ def effective_sample_size(
     kind = "effective_sample_size"
     if common.get("weighting") is not None:
         raise ValueError("weighting of metrics.effective_sample_size has no meaning: it goes over all tokens")
+    flag(f"normalized of metrics.{kind}", normalized)
     options, fields = _against(kind, against, level, ratio_clamp)
     name = _suffixed(
         "effective_sample_fraction" if normalized else kind,
@@ -169,7 +170,7 @@ def _ratio_options(kind: str, other: str, level: str, ratio_clamp: float | None)
 
 
 def _clamp(kind: str, argument: str, value: float | None) -> float | None:
-    return None if value is None else number(f"metrics.{kind}", argument, value, 0.0)
+    return None if value is None else bound(f"metrics.{kind}", argument, value)
 
 
 def _log_ratio(stats: Any, batch: Any, other: str, level: str) -> Tensor:
@@ -235,7 +236,7 @@ def kl_reference(
     kind = "kl_reference"
     options = {
         "estimator": _estimator(kind, estimator),
-        "bias_correction": bool(bias_correction),
+        "bias_correction": flag(f"bias_correction of metrics.{kind}", bias_correction),
         "log_ratio_clamp": _clamp(kind, "log_ratio_clamp", log_ratio_clamp),
         "kl_clamp": _clamp(kind, "kl_clamp", kl_clamp),
         "ratio_clamp": _clamp(kind, "ratio_clamp", ratio_clamp),
@@ -278,8 +279,8 @@ def clip_fraction(
     kind = "clip_fraction"
     choice(f"metrics.{kind}", "side", side, ("unsigned", "signed", "low", "high"))
     options = _ratio_options(kind, "old_logprobs", level, ratio_clamp) | {
-        "low": 1 - number(f"metrics.{kind}", "clip_low", clip_low, 0.0),
-        "high": 1 + number(f"metrics.{kind}", "clip_high", clip_high, 0.0),
+        "low": 1 - number(f"metrics.{kind}", "clip_low", clip_low, 0.0, 1.0),
+        "high": 1 + bound(f"metrics.{kind}", "clip_high", clip_high),
         "side": side,
     }
     fields = ("old_logprobs",) + (() if side == "unsigned" else ("advantages",))

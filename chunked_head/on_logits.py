@@ -11,6 +11,7 @@ from .head_options import LogitsOptions
 from .linear_loss import LossOutput, check_loss, loss_output
 from .logits_call import apply, check_inplace
 from .losses.base import Losses
+from .losses.closures import Function
 from .metrics import Metric
 from .parallel.dtensor import local_logits
 from .parallel.groups import TokenParallel, VocabParallel
@@ -20,7 +21,7 @@ from .parallel.groups import TokenParallel, VocabParallel
 def logits_loss(
     logits: Tensor,  # [..., vocab]
     target: Tensor | None,  # [...] int64
-    loss: Losses,
+    loss: Losses | Function,
     *,
     batch: Mapping[str, Tensor] | None = None,
     num_segments: int | None = None,
@@ -86,9 +87,9 @@ def logits_loss(
         logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
     )
     dtype = options.check()
-    measured = check_loss(options, loss, metrics, reduction, normalizer, None)
+    loss, measured = check_loss(options, loss, metrics, reduction, normalizer, None)
     check_inplace(logits, inplace)
-    if batch is not None and "teacher_hidden" in batch:
+    if isinstance(batch, Mapping) and "teacher_hidden" in batch:
         raise ValueError(
             "logits_loss takes a dense teacher as batch['teacher_logits'], got teacher_hidden: pass "
             "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to linear_loss, "

@@ -8,9 +8,14 @@ from . import checks, losses
 from .backends import Layout, resolve
 from .call import coupling
 from .demand import Question, answer
+from .head_options import check_options
 from .into import sum_dtype
 from .losses.base import Losses
+from .losses.closures import Function
+from .losses.custom import as_losses
+from .metric_values import as_metrics
 from .metrics import Metric
+from .options import flag
 from .parallel.groups import chunked
 from .parallel.shard import plan_part
 from .planner import Request, make_plan
@@ -26,7 +31,7 @@ def plan(
     vocab: int,
     dtype: torch.dtype,
     *,
-    loss: Losses | None = None,
+    loss: Losses | Function | None = None,
     metrics: Sequence[Metric] = (),
     memory_budget: int | str | None = None,
     chunk_tokens: int | None = None,
@@ -66,11 +71,29 @@ def plan(
     the vocabulary in ``torch.chunk``'s pieces (``VocabParallel``), all the call's tokens and all of the vocabulary
     named here; ``sequence_sharded`` as there. ValueError where the request cannot be met.
     """
-    for argument, size in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("ranks", ranks)):
-        least = 0 if argument == "tokens" else 1
-        if isinstance(size, bool) or not isinstance(size, int) or size < least:
-            raise ValueError(f"{argument} must be an int of at least {least}, got {size!r}")
+    least = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0}
+    for argument, size in zip(least, (tokens, hidden, vocab, ranks, teacher_k), strict=True):
+        checks.check_size(argument, size, least[argument])
+    for argument, given in (("teacher_vocab", teacher_vocab), ("teacher_hidden", teacher_hidden)):
+        if given is not None:
+            checks.check_size(argument, given, 1)
     checks.check_dtype("dtype", dtype)
+    dtypes = ("hidden_dtype", hidden_dtype), ("weight_dtype", weight_dtype), ("teacher_dtype", teacher_dtype)
+    for argument, other in dtypes:
+        if other is not None:
+            checks.check_dtype(argument, other)
+    flags = {
+        "hidden_grad": hidden_grad, "weight_grad": weight_grad, "bias": bias, "skip_ignored": skip_ignored,
+        "sequence_sharded": sequence_sharded,
+    }  # fmt: skip
+    for argument, value in flags.items():
+        flag(argument, value)
+    options = {
+        "reduction": reduction, "label_smoothing": label_smoothing, "softcap": softcap, "temperature": temperature,
+        "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
+    check_options(options)
+    measured = as_metrics(metrics)
     parts = chunked(vocab, ranks)
     if 0 in parts:
         raise ValueError(f"ranks is {ranks}: torch.chunk makes {vocab} rows into {ranks - parts.count(0)} parts")
@@ -82,31 +105,33 @@ def plan(
         and hidden_grad
         and ranks > 2,
     }
-    for reason, given in refused.items():
-        if given:
+    for reason, applies in refused.items():
+        if applies:
             got = f"tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"
             raise ValueError(f"{reason}; got {got}")
     check_tolerance(skip_tolerance, deterministic, parallel=ranks > 1)
-    checks.check_reduction(reduction)
     into = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = place_of(device)
     chosen = resolve(backend, place)
     chosen.check(place, dtype, "dtype")
     if loss is None:
         loss = losses.cross_entropy(label_smoothing=label_smoothing)
     elif label_smoothing:
         raise ValueError("label_smoothing goes with loss=None; give it to losses.cross_entropy")
-    demand = answer(Question(loss, tuple(metrics), temperature, vocab, teacher_k, teacher_vocab)).demand
+    loss = as_losses(loss)
+    demand = answer(Question(loss, measured, temperature, vocab, teacher_k, teacher_vocab)).demand
     pairing, bias_grad = demand.pairing, bias and weight_grad
     store = chosen.store(Layout(place, dtype, hidden, True, True, softcap is not None, bias_grad, demand))
-    teacher_store, width = None, 0
+    teacher, teacher_store, width = None, None, 0
     if pairing is not None:
         rows = None
         if teacher_hidden is not None:
             width = teacher_hidden
             rows = torch.empty(pairing.columns, width, dtype=teacher_dtype or dtype, device="meta")
         logits = torch.empty(0, device="meta") if rows is None else None
-        teacher_store = chosen.teacher_store(Teacher(logits, rows, rows, None), store)
+        autocast = {hidden_dtype, weight_dtype} - {None, dtype}
+        teacher = Teacher(logits, rows, rows, None, dtype=dtype if autocast else None)
+        teacher_store = chosen.teacher_store(teacher, store)
     sizes = Sizes(
         tokens, hidden, vocab, dtype,
         hidden_dtype=hidden_dtype or dtype, weight_dtype=weight_dtype or dtype,
@@ -114,6 +139,7 @@ def plan(
         late_upstream=reduction == "none",
         coupled=coupling(loss, dtype)[1], demand=demand,
         teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
+        teacher_cast=teacher is not None and teacher.casts,
         store=store, into=into, skips=skip_ignored, deterministic=deterministic,
         skip=skip_tolerance if store == "fast" else None, ranks=ranks, spread=ranks if sequence_sharded else 1,
         **chosen.traits(place),
@@ -124,10 +150,19 @@ def plan(
     return made
 
 
+def place_of(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a torch.device or its name, such as 'cuda:0', got {device!r}") from error
+
+
 def buffer_dtype(accumulate_into: bool | torch.dtype, weight_dtype: torch.dtype) -> torch.dtype | None:
     """The dtype of the caller's buffer, None without one."""
     allowed = sum_dtype(weight_dtype)
-    if accumulate_into not in (False, True, allowed):
+    if not isinstance(accumulate_into, bool | torch.dtype) or accumulate_into not in (False, True, allowed):
         raise ValueError(
             f"accumulate_into must be False, True or {allowed} for a weight of {weight_dtype}, got {accumulate_into!r}"
         )

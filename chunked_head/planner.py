@@ -39,6 +39,10 @@ class Request:
             raise ValueError(f"chunk_tokens must be a positive int, got {chunk!r}")
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, "memory_budget")
+        if self.accumulate_dtype is not None and not isinstance(self.accumulate_dtype, torch.dtype):
+            raise TypeError(
+                f"accumulate_dtype must be None or a torch.dtype such as torch.float32, got {self.accumulate_dtype!r}"
+            )
 
     @property
     def explicit(self) -> bool:

@@ -37,6 +37,7 @@ class Sizes:
     demand: Demand = PLAIN  # the statistics
     teacher_columns: int = 0  # of a dense teacher's vocabulary that the student has too
     teacher_width: int = 0  # of its hidden states, 0 where it gives logits
+    teacher_cast: bool = False  # whether its head is cast for autocast
     teacher_store: Literal["relative", "logits"] | None = None  # of its logits; None where the caller's are read
     store: Store = "logits"  # what the reused buffer holds between the matmul and the gradient
     padding: int = 0  # rows of the weight that stand for no id: its gradient has them too

@@ -207,6 +207,18 @@ class Teacher:
     bias: Tensor | None  # [vocabulary]
     logit_scale: float = 1.0
     softcap: float | None = None
+    dtype: torch.dtype | None = None  # of the matmul, where autocast gives one; else that of hidden states and head
+
+    @property
+    def casts(self) -> bool:
+        return self.weight is not None and self.dtype not in (None, self.weight.dtype)
+
+    def cast(self) -> "Teacher":
+        """With its head in the dtype of the matmul."""
+        if self.dtype is None or self.weight is None:
+            return self
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return replace(self, weight=self.weight.to(self.dtype), bias=bias)
 
     def rows(self, rows: slice) -> "Teacher":
         return replace(

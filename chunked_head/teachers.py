@@ -28,8 +28,11 @@ def check_teacher(summand: Summand, batch: Mapping[str, Tensor]) -> None:
         )
 
 
-def check_dense_teacher(batch: Mapping[str, Tensor], wanted: list[str], dtype: torch.dtype) -> int | None:
-    """Rows of the teacher's vocabulary, None without one; its two matmul operands must fit each other."""
+def check_dense_teacher(
+    batch: Mapping[str, Tensor], wanted: list[str], dtype: torch.dtype, autocast: bool
+) -> int | None:
+    """Rows of the teacher's vocabulary, None without one; its two matmul operands must fit each other, in their dtypes
+    too where autocast casts them not."""
     if "teacher_logits" in wanted:
         return batch["teacher_logits"].shape[-1]
     if "teacher_hidden" not in wanted:
@@ -41,9 +44,10 @@ def check_dense_teacher(batch: Mapping[str, Tensor], wanted: list[str], dtype: t
             f"{tuple(weight.shape)}"
         )
     for name, tensor in (("teacher_weight", weight), ("teacher_bias", bias)):
-        if tensor is not None and tensor.dtype != hidden.dtype:
+        if tensor is not None and tensor.dtype != hidden.dtype and not autocast:
             raise TypeError(
-                f"batch[{name!r}] must have the dtype of teacher_hidden, {hidden.dtype}, got {tensor.dtype}"
+                f"batch[{name!r}] must have the dtype of teacher_hidden, {hidden.dtype}, got {tensor.dtype}; cast one "
+                f"of them or run under torch.autocast({hidden.device.type!r})"
             )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"batch['teacher_bias'] must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
@@ -52,8 +56,11 @@ def check_dense_teacher(batch: Mapping[str, Tensor], wanted: list[str], dtype: t
     return weight.shape[0]
 
 
-def make_teacher(fields: Mapping[str, Tensor], options: TeacherOptions, columns: int) -> Teacher:
-    """The teacher over the vocabulary that it shares with the student, its temperature in scale and cap."""
+def make_teacher(
+    fields: Mapping[str, Tensor], options: TeacherOptions, columns: int, dtype: torch.dtype | None
+) -> Teacher:
+    """The teacher over the vocabulary that it shares with the student, its temperature in scale and cap; ``dtype``: of
+    its matmul, where autocast gives one."""
     assert options.temperature is not None
     weight, bias = fields.get("teacher_weight"), fields.get("teacher_bias")
     return Teacher(
@@ -63,4 +70,5 @@ def make_teacher(fields: Mapping[str, Tensor], options: TeacherOptions, columns:
         None if bias is None else bias[:columns].detach().contiguous(),  # as kernels read it
         options.logit_scale / options.temperature,
         None if options.softcap is None else options.softcap / options.temperature,
+        dtype,
     )

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from . import checks
+
 STRIP = 128  # rows of the weight that are skipped or kept together
 ITERATIONS = 12
 
@@ -22,6 +24,7 @@ def frequency_order(counts: Tensor) -> Tensor:
 
     ValueError unless ``counts`` is a vector of finite numbers that are not negative.
     """
+    checks.check_tensor("counts", counts, optional=False)
     if counts.dim() != 1 or not len(counts):
         raise ValueError(f"counts must be a vector with a number for each token id, got shape {tuple(counts.shape)}")
     if counts.dtype == torch.bool or counts.is_complex():
@@ -42,6 +45,7 @@ def similarity_order(weight: Tensor) -> Tensor:
 
     ValueError unless ``weight`` is a matrix of finite numbers.
     """
+    checks.check_tensor("weight", weight, optional=False)
     if weight.dim() != 2 or not weight.numel() or not weight.is_floating_point():
         raise ValueError(
             f"weight must be a floating-point [vocab, hidden], got {weight.dtype} of shape {tuple(weight.shape)}"

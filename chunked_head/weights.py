@@ -5,6 +5,7 @@ the target's shape. What counts is global: with micro-batches and ranks, pass to
 the data's own counts); then shares add up, whatever the split. Nothing here waits for the device.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -49,29 +50,38 @@ def sequence_mean(
     """
     if empty not in ("counted", "excluded"):
         raise ValueError(f"empty of weights.sequence_mean must be 'counted' or 'excluded', got {empty!r}")
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask of weights.sequence_mean must be bool, got {mask.dtype}; use mask.bool()")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.dim():
+        got = f"{mask.dim()}-d {mask.dtype}" if isinstance(mask, Tensor) else repr(mask)
+        raise TypeError(
+            f"mask of weights.sequence_mean must be a bool tensor [..., tokens], got {got}; use mask.bool()"
+        )
+    # whatever the call's dtype is, it loses nothing to these
+    wide = torch.float32 if mask.device.type == "mps" else torch.float64
     if segments is None:
         if num_segments is not None:
             raise ValueError("num_segments of weights.sequence_mean goes with segments; without, rows are sequences")
-        counts = mask.sum(-1, dtype=torch.float32)
+        counts = mask.sum(-1, dtype=wide)
         per_token = counts.unsqueeze(-1)
     else:
-        if num_segments is None or segments.shape != mask.shape:
+        if not isinstance(segments, Tensor) or segments.dtype not in (torch.int64, torch.int32):
+            shown = str(segments.dtype) if isinstance(segments, Tensor) else repr(segments)
+            raise TypeError(f"segments of weights.sequence_mean must be an int64 or int32 tensor of ids, got {shown}")
+        if type(num_segments) is not int or num_segments < 1 or segments.shape != mask.shape:
             raise ValueError(
-                f"segments of weights.sequence_mean need num_segments and the shape of mask {tuple(mask.shape)}, got "
-                f"num_segments={num_segments!r}, shape {tuple(segments.shape)}"
+                f"segments of weights.sequence_mean need num_segments, an int of at least 1, and the shape of mask "
+                f"{tuple(mask.shape)}, got num_segments={num_segments!r}, shape {tuple(segments.shape)}"
             )
         mask = mask & (segments >= 0)
         # what belongs nowhere is counted in one segment more
         ids = torch.where(mask, segments, num_segments).flatten().long()
-        counts = torch.zeros(num_segments + 1, device=mask.device).index_add(0, ids, mask.flatten().float())[:-1]
+        counts = torch.zeros(num_segments + 1, dtype=wide, device=mask.device)
+        counts = counts.index_add(0, ids, mask.flatten().to(wide))[:-1]
         per_token = torch.cat((counts, counts.new_ones(1)))[ids].view(mask.shape)
     token_weights = torch.where(mask, 1.0 / per_token.clamp(min=1.0), 0.0)
     if num_sequences is not None:
         normalizer = _count("sequence_mean", "num_sequences", num_sequences)
     else:
-        normalizer = float(counts.numel()) if empty == "counted" else (counts > 0).sum(dtype=torch.float32)
+        normalizer = float(counts.numel()) if empty == "counted" else (counts > 0).sum(dtype=wide)
     return {"token_weights": token_weights, "normalizer": normalizer}
 
 
@@ -92,6 +102,6 @@ def _count(where: str, argument: str, value: Any) -> float | Tensor:
         if value.dim() != 0:
             raise ValueError(f"{argument} of weights.{where} must be a number or 0-d tensor, got {tuple(value.shape)}")
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{argument} of weights.{where} must be a number >= 0 or a 0-d tensor, got {value!r}")
     return value

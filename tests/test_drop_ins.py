@@ -230,7 +230,7 @@ def test_cut_cross_entropy_implementations(impl: str) -> None:
     """Each of their names, and as an enumeration; sums in fp32 where they promise them."""
     leaves, target = operands()
     name = enum.Enum("LinearCrossEntropyImpl", [impl.upper()])[impl.upper()]
-    options = cce.head_options(name, "auto", True, True, False)
+    options = cce.head_options(name, "auto", True, True, False, False)
     assert options["accumulate_dtype"] == (None if impl in ("cce", "torch_compile") else torch.float32)
     assert options["backend"] == ("torch" if impl == "torch_compile" else None)
     loss = cce.linear_cross_entropy(*leaves[:2], target, filter_eps=None, impl=name)
@@ -261,10 +261,13 @@ def test_cut_cross_entropy_without_tokens_that_count() -> None:
         ({"filter_e_grad": None}, TypeError, "filter_e_grad must be True or False"),
         ({"filter_c_grad": 0.1}, TypeError, "filter_c_grad must be True or False"),
         ({"impl": "liger"}, ValueError, "impl must be one of 'cce', 'torch_compile'"),
-        ({"vocab_parallel_options": (0, 5)}, ValueError, "vocab_parallel_options must be None"),
+        ({"vocab_parallel_options": (0, 5)}, TypeError, "vocab_parallel_options must have start, stop and group"),
+        ({"return_lse": 1}, TypeError, "return_lse must be True or False, got 1"),
+        ({"accum_e_fp32": "yes"}, TypeError, "accum_e_fp32 must be True or False, got 'yes'"),
+        ({"memory_budget": "lots"}, ValueError, "memory_budget must be bytes"),
         ({"reduction": "max"}, ValueError, "reduction must be one of"),
         ({"shift": TOKENS}, ValueError, rf"shift must be in \[0, {TOKENS}\)"),
-        ({"shift": -1}, ValueError, "shift must be in"),
+        ({"shift": -1}, ValueError, "shift must be at least 0"),
         ({"shift": 1.0}, TypeError, "shift must be True, False or an int"),
         ({"softcap": -1.0}, ValueError, "softcap"),
     ],

@@ -76,7 +76,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {},
         {"clip_low": 0.1, "clip_high": 0.28},
         {"clip_low": 0.0, "clip_high": 0.0},
-        {"clip_low": 1.5, "clip_high": 0.2},
+        {"clip_low": 1.0, "clip_high": 0.2},
         {"delta": 1.3},
         {"delta": 1.1},  # below 1 + clip_high
         {"delta": 0.7},  # below 1 - clip_low too

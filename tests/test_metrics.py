@@ -466,7 +466,7 @@ def test_needs_and_fields() -> None:
         (lambda: metrics.perplexity("document"), ValueError, "weighting of metrics.perplexity"),
         (lambda: metrics.effective_sample_size(weighting="segment"), ValueError, "metrics.effective_sample_size"),
         (lambda: metrics.entropy(temperature=0), ValueError, "temperature of metrics.entropy"),
-        (lambda: metrics.entropy(weight=2), TypeError, "metrics.entropy takes no option 'weight'"),
+        (lambda: metrics.entropy(weight=2), TypeError, "metrics.entropy has no option 'weight'"),
         (lambda: Metric("mine", max, unit="segment"), ValueError, 'scope="segment"'),
         (lambda: merge(MetricValue("max"), MetricValue("min")), ValueError, "cannot be merged"),
     ],

@@ -144,12 +144,16 @@ class Backend(Protocol):
         """``source * factor`` (0-d, on the device) in ``dtype``: in place where that is its own, else a new tensor."""
 
 
+def check_name(name: str | None) -> None:
+    if name is not None and not (isinstance(name, str) and name in BACKENDS):
+        raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
+
+
 def resolve(name: str | None, device: torch.device) -> Backend:
     """The backend called ``name``, or the device's own; never another one than was asked for."""
+    check_name(name)
     if name is None:
         name = "triton" if device.type == "cuda" and torch.version.hip is None and has_triton() else "torch"
-    if name not in BACKENDS:
-        raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
     if name == "triton" and not has_triton():
         raise ValueError("backend='triton' needs the package triton (pip install triton); use backend='torch'")
     return importlib.import_module(f".{name}_backend", __name__)

@@ -31,7 +31,6 @@ from .triton_session import TMA_BYTES
 from .triton_skip import SkipSession
 
 
-
 def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
     if device.type != "cuda" and not launch.INTERPRETED:
         raise ValueError(
@@ -57,7 +56,7 @@ def teacher_store(teacher: Teacher, store: Store) -> Literal["relative", "logits
     assert teacher.weight is not None
     weight = teacher.weight
     aligned = weight.is_contiguous() and weight.data_ptr() % TMA_BYTES == 0 and weight.stride(0) * 2 % TMA_BYTES == 0
-    return "relative" if store == "relative" and weight.dtype.itemsize == 2 and aligned else "logits"
+    return "relative" if store == "relative" and (teacher.dtype or weight.dtype).itemsize == 2 and aligned else "logits"
 
 
 def runs_exp_logits(device: torch.device) -> bool:

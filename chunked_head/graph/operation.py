@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..call import Task, execute
+from ..losses.base import Losses
 from ..options import INFINITY, NUMBERS
 from ..parallel.dtensor import is_dtensor
 from .breaks import breaks_graph
@@ -39,7 +40,8 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
             given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
-            if given.get("parallel") is None and not (is_dtensor(given["hidden"]) or is_dtensor(given["weight"])):
+            whole = given.get("parallel") is None and not (is_dtensor(given["hidden"]) or is_dtensor(given["weight"]))
+            if whole and ("loss" not in given or isinstance(given["loss"], Losses)):
                 return as_operator(name, given)
         return run(*args, **kwargs)
 

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from .. import losses
 from ..head import linear_cross_entropy
+from ..head_options import check_options
 from ..linear_loss import LossOutput
 from ..losses.base import Losses, Summand
+from ..losses.closures import Function
+from ..losses.custom import as_losses
 from ..metrics import Metric, MetricValue, combine
 from ..options import choice
 from .find_head import NotUnderstood, find_heads, make_lazy, make_plain, name_of
@@ -38,7 +41,7 @@ class Agreement:
 
     def __init__(
         self,
-        loss: Losses | None,
+        loss: Losses | Function | None,
         measured: tuple[Metric, ...],
         when: str,
         logits: str | None,
@@ -53,6 +56,8 @@ class Agreement:
                 f"patch_model got an unknown option {sorted(unknown)[0]!r}; options of the head are {known}; scale, "
                 "softcap and bias are the model's own"
             )
+        check_options(options)
+        loss = None if loss is None else as_losses(loss)
         check_loss(loss, measured)
         choice("patch_model", "when", when, ("labels", "training"))
         if logits is not None:
@@ -224,11 +229,6 @@ class Agreement:
 
 def check_loss(loss: Losses | None, measured: tuple[Metric, ...]) -> None:
     """Raises what cannot be computed from labels alone."""
-    if loss is not None and not isinstance(loss, Losses):
-        raise TypeError(f"loss of patch_model must be made of chunked_head.losses, got {type(loss).__name__}")
-    for metric in measured:
-        if not isinstance(metric, Metric):
-            raise TypeError(f"metrics must hold chunked_head.metrics, got {type(metric).__name__}; call its factory")
     summands = [] if loss is None else [summand for _, summand in loss.terms]
     for summand in summands:
         if summand.token_weights is not None or summand.teacher is not None:

@@ -10,11 +10,15 @@ import enum
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from .. import head
-from ..checks import check_reduction
+from ..head_options import check_options
 from ..logprobs import linear_logprobs
+from ..options import flag
+from ..parallel import VocabParallel
+from ..parallel.collectives import all_gather
+from ..parallel.groups import process_group
 
 IMPLEMENTATIONS = (
     "cce", "torch_compile", "cce_exact", "cce_kahan", "cce_kahan_full", "cce_kahan_full_c", "cce_kahan_full_e",
@@ -38,7 +42,7 @@ def linear_cross_entropy(
     filter_e_grad: bool = True,
     filter_c_grad: bool = True,
     impl: str | enum.Enum = "cce",
-    vocab_parallel_options: None = None,
+    vocab_parallel_options: Any = None,
     *,
     memory_budget: int | str | None = None,
     skip_ignored: bool | str = False,
@@ -57,7 +61,9 @@ def linear_cross_entropy(
         accum_e_fp32, accum_c_fp32: either of them sums both gradients over chunks in fp32; without, the plan chooses.
         impl: one of Apple's names, or its enumeration: ``"torch_compile"`` runs in torch's operations, the others on
             the device's own backend, those other than ``"cce"`` with fp32 sums.
-        vocab_parallel_options: None; a vocabulary over several ranks is not served.
+        vocab_parallel_options: Apple's ``VocabParallelOptions``: rank by rank, ``c`` and ``bias`` are rows ``start`` to
+            ``stop`` of the classifier. What the ranks hold is exchanged at each call, which waits for it; by
+            ``chunked_head.VocabParallel(rows=)`` it need not be.
         memory_budget, skip_ignored: as in ``chunked_head.linear_cross_entropy``.
 
     Returns:
@@ -66,17 +72,16 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError, IndexError: as ``chunked_head.linear_cross_entropy``.
     """
-    options = head_options(impl, filter_eps, filter_e_grad, filter_c_grad, accum_e_fp32 or accum_c_fp32)
-    if vocab_parallel_options is not None:
-        raise ValueError(
-            f"vocab_parallel_options must be None, got {vocab_parallel_options!r}; gather the classifier's rows first"
-        )
-    steps = check_shift(shift, targets)
-    check_reduction(reduction)
-    options |= {
-        "bias": bias, "ignore_index": ignore_index, "softcap": softcap, "shift": steps, "memory_budget": memory_budget,
-        "skip_ignored": skip_ignored,
+    given = {
+        "ignore_index": ignore_index, "softcap": softcap, "memory_budget": memory_budget, "skip_ignored": skip_ignored,
     }  # fmt: skip
+    check_options(given | {"reduction": reduction})
+    flag("return_lse", return_lse)
+    options = given | head_options(impl, filter_eps, filter_e_grad, filter_c_grad, accum_e_fp32, accum_c_fp32)
+    steps = check_shift(shift, targets)
+    options |= {"bias": bias, "shift": steps}
+    if vocab_parallel_options is not None:
+        options["parallel"] = vocab_parallel(vocab_parallel_options, c)
     if not return_lse:
         loss = head.linear_cross_entropy(e, c, targets, reduction=reduction, **options)
         return loss[..., steps:] if reduction == "none" else loss
@@ -98,38 +103,45 @@ class LinearCrossEntropy(nn.Module):
         softcap: float | None = None,
         reduction: str = "mean",
         shift: bool | int = 0,
-        return_lse: bool = False,
         filter_eps: float | str | None = "auto",
         accum_e_fp32: bool = False,
         accum_c_fp32: bool = False,
         filter_e_grad: bool = True,
         filter_c_grad: bool = True,
         impl: str | enum.Enum = "cce",
+        return_lse: bool = False,
         *,
         memory_budget: int | str | None = None,
         skip_ignored: bool | str = False,
     ):
         super().__init__()
-        head_options(impl, filter_eps, filter_e_grad, filter_c_grad, accum_e_fp32 or accum_c_fp32)
-        check_reduction(reduction)
-        self.options: dict[str, Any] = {
-            "ignore_index": ignore_index, "softcap": softcap, "reduction": reduction, "shift": shift,
-            "return_lse": return_lse, "filter_eps": filter_eps, "accum_e_fp32": accum_e_fp32,
-            "accum_c_fp32": accum_c_fp32, "filter_e_grad": filter_e_grad, "filter_c_grad": filter_c_grad, "impl": impl,
-            "memory_budget": memory_budget, "skip_ignored": skip_ignored,
+        options: dict[str, Any] = {
+            "ignore_index": ignore_index, "softcap": softcap, "reduction": reduction, "memory_budget": memory_budget,
+            "skip_ignored": skip_ignored,
         }  # fmt: skip
+        check_options(options)
+        check_shift(shift)
+        flag("return_lse", return_lse)
+        head_options(impl, filter_eps, filter_e_grad, filter_c_grad, accum_e_fp32, accum_c_fp32)
+        options |= {
+            "shift": shift, "filter_eps": filter_eps, "accum_e_fp32": accum_e_fp32, "accum_c_fp32": accum_c_fp32,
+            "filter_e_grad": filter_e_grad, "filter_c_grad": filter_c_grad, "impl": impl, "return_lse": return_lse,
+        }  # fmt: skip
+        self.names = tuple(options)
+        for name, value in options.items():  # attributes, as Apple's module has them
+            setattr(self, name, value)
 
     def forward(
         self, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        return linear_cross_entropy(e, c, targets, bias, **self.options)
+        return linear_cross_entropy(e, c, targets, bias, **{name: getattr(self, name) for name in self.names})
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.names)
 
 
 def head_options(
-    impl: str | enum.Enum, filter_eps: float | str | None, filter_e: bool, filter_c: bool, fp32_sums: bool
+    impl: str | enum.Enum, filter_eps: float | str | None, filter_e: bool, filter_c: bool, fp32_e: bool, fp32_c: bool
 ) -> dict[str, Any]:
     """How the call runs, from the options that choose among Apple's implementations."""
     name = impl.name.lower() if isinstance(impl, enum.Enum) else impl
@@ -139,20 +151,43 @@ def head_options(
         raise ValueError(
             f'filter_eps must be "auto" or None, got {filter_eps!r}: no part of a gradient is left out here'
         )
-    for argument, value in (("filter_e_grad", filter_e), ("filter_c_grad", filter_c)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{argument} must be True or False, got {value!r}")
+    flags = {
+        "filter_e_grad": filter_e, "filter_c_grad": filter_c, "accum_e_fp32": fp32_e, "accum_c_fp32": fp32_c,
+    }  # fmt: skip
+    for argument, value in flags.items():
+        flag(argument, value)
     exact = name not in ("cce", "torch_compile")
     return {
-        "accumulate_dtype": torch.float32 if fp32_sums or exact else None,
+        "accumulate_dtype": torch.float32 if fp32_e or fp32_c or exact else None,
         "backend": "torch" if name == "torch_compile" else None,
     }
 
 
-def check_shift(shift: bool | int, targets: Tensor) -> int:
+def check_shift(shift: bool | int, targets: Tensor | None = None) -> int:
     if not isinstance(shift, int):
         raise TypeError(f"shift must be True, False or an int, got {shift!r}")
+    if shift < 0:
+        raise ValueError(f"shift must be at least 0, got {shift}; 1 pairs position t with target t + 1")
     length = targets.shape[-1] if isinstance(targets, Tensor) and targets.dim() else 1
-    if shift and not 0 <= shift < length:
+    if targets is not None and shift >= max(1, length):
         raise ValueError(f"shift must be in [0, {length}), the last dimension of targets, got {shift}")
     return int(shift)
+
+
+def vocab_parallel(options: Any, c: Tensor) -> VocabParallel:
+    """This library's way to say what Apple's ``VocabParallelOptions`` do."""
+    start, stop = getattr(options, "start", None), getattr(options, "stop", None)
+    if type(start) is not int or type(stop) is not int:
+        raise TypeError(f"vocab_parallel_options must have start, stop and group, as Apple's have, got {options!r}")
+    group = process_group(options.group, "vocab_parallel_options")
+    every = torch.empty(distributed.get_world_size(group), 3, dtype=torch.int64, device=c.device)
+    all_gather(every.view(-1), torch.tensor([start, stop, c.shape[0]], device=c.device), group)
+    parts, at = every.tolist(), 0
+    for rank, (first, end, rows) in enumerate(parts):
+        if first != at or end - first != rows:
+            raise ValueError(
+                f"vocab_parallel_options of rank {rank} say rows {first} to {end}, where ranks before it end at {at} "
+                f"and its c has {rows} rows; ranks hold the classifier's rows in turn"
+            )
+        at = end
+    return VocabParallel(group, [rows for *_, rows in parts], reduce_dhidden=getattr(options, "reduce_e_grad", True))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import checks, losses, metrics
 from ..head import linear_cross_entropy
+from ..head_options import check_options
 from ..linear_loss import linear_loss
 from ..logprobs import linear_logprobs
 
@@ -54,7 +55,12 @@ class Asked(NamedTuple):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         checks.check_number("lse_square_scale", self.lse_square_scale, 0.0, float("inf"))
-        checks.check_reduction(self.reduction)
+        checks.check_tensor("ce_weight", self.ce_weight, optional=True)
+        if self.accum_dtype is not None:
+            checks.check_dtype("accum_dtype", self.accum_dtype)
+        check_options(
+            {name: getattr(self, name) for name in ("ignore_index", "label_smoothing", "reduction", "softcap")}
+        )
 
     @property
     def looks_first(self) -> bool:
@@ -161,6 +167,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             use_token_scaling, return_token_accuracy, return_predicted_tokens,
         )  # fmt: skip
         asked.check()
+        check_options({"memory_budget": memory_budget})
         for name, value in asked._asdict().items():  # attributes, as Liger's module has them
             setattr(self, name, value)
         self.memory_budget = memory_budget

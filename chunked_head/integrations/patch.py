@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..losses.base import Losses
+from ..losses.closures import Function
+from ..metric_values import as_metrics
 from ..metrics import Metric
 from .agreement import Agreement
 from .find_head import NotUnderstood, base_model, find_heads
@@ -25,7 +27,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def patch_model(
     model: Model,
-    loss: Losses | None = None,
+    loss: Losses | Function | None = None,
     *,
     metrics: Sequence[Metric] = (),
     when: str = "labels",
@@ -75,7 +77,7 @@ def patch_model(
     inner = base_model(model)
     if not isinstance(inner, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    agreed = Agreement(loss, tuple(metrics), when, logits, strict, head_options, type(inner).__name__)
+    agreed = Agreement(loss, as_metrics(metrics), when, logits, strict, head_options, type(inner).__name__)
     unpatch_model(model)
     try:
         loosen(inner)

@@ -23,11 +23,13 @@ takes apart, ``accumulate_dtype`` and ``deterministic``.
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..head_options import check_options
 from .trl_adapters import FusesAdapted, PassesServed
 from .trl_functions import DivergenceSeam, LogProbSeam, Options
 from .trl_seams import CHECK, FUSE, Place, checked_module, places
@@ -48,20 +50,21 @@ def patch_trl(
 
     Args:
         memory_budget, chunk_tokens, accumulate_dtype, deterministic, backend: of every call, as in
-            ``linear_logprobs``; they are checked when the first loss is computed. A second ``patch_trl`` puts its own
-            in their place.
+            ``linear_logprobs``. A second ``patch_trl`` puts its own in their place.
 
     A weight that has another dtype than the hidden states (fp32 masters beside 16-bit activations without autocast, or
     ``cast_lm_head_to_fp32``) is cast as a whole, beside the budget. Of a head with an adapter ``memory_budget`` holds
     the logits of a chunk, four times in fp32; 256 MiB where it is None.
 
     Raises:
+        TypeError, ValueError: for an option that is wrong by itself.
         ImportError: TRL is not installed.
         RuntimeError: TRL is not a version whose seams are known, or they look otherwise than in that version; it says
             what differs. Nothing is changed then.
     """
-    modules = {place: checked_module(place, _originals.get(place)) for place in places()}
     options = Options(memory_budget, chunk_tokens, accumulate_dtype, deterministic, backend)
+    check_options(asdict(options))
+    modules = {place: checked_module(place, _originals.get(place)) for place in places()}
     for place, module in modules.items():
         original = _originals.setdefault(place, getattr(module, place.name))
         _ours[place] = in_place_of(place, original, options)

@@ -134,10 +134,10 @@ class Losses:
 
     terms: tuple[tuple[float | Tensor, Summand], ...]
 
-    def __add__(self, other: "Losses") -> "Losses":
-        if not isinstance(other, Losses):
+    def __add__(self, other: "Losses | Callable[..., Tensor]") -> "Losses":
+        if not isinstance(other, Losses) and not callable(other):
             return NotImplemented
-        return Losses(self.terms + other.terms)
+        return Losses(self.terms + as_losses(other).terms)
 
     def __mul__(self, factor: float | Tensor) -> "Losses":
         if isinstance(factor, Tensor):
@@ -148,6 +148,10 @@ class Losses:
                 )
         elif isinstance(factor, bool) or not isinstance(factor, shared.NUMBERS):
             return NotImplemented
+        elif not -shared.INFINITY < factor < shared.INFINITY:
+            raise ValueError(
+                f"the coefficient of a loss must be finite, got {factor!r}; leave out what is not to count"
+            )
         return Losses(tuple((coefficient * factor, summand) for coefficient, summand in self.terms))
 
     __rmul__ = __mul__
@@ -160,17 +164,22 @@ class Losses:
             raise TypeError(f"the coefficient of a loss must be a number or a 0-d tensor, got {factor!r}")
         return product
 
-    def __radd__(self, other: int) -> "Losses":
+    def __radd__(self, other: "int | Callable[..., Tensor]") -> "Losses":
         """``sum([...])`` begins with 0."""
+        if callable(other):
+            return as_losses(other) + self
         return self if other == 0 else NotImplemented
 
     def __neg__(self) -> "Losses":
         return self * -1.0
 
-    def __sub__(self, other: "Losses") -> "Losses":
-        if not isinstance(other, Losses):
+    def __sub__(self, other: "Losses | Callable[..., Tensor]") -> "Losses":
+        if not isinstance(other, Losses) and not callable(other):
             return NotImplemented
-        return self + -other
+        return self + -as_losses(other)
+
+    def __rsub__(self, other: "Callable[..., Tensor]") -> "Losses":
+        return as_losses(other) + -self if callable(other) else NotImplemented
 
     def __truediv__(self, divisor: float) -> "Losses":
         return self * (1.0 / divisor)
@@ -179,12 +188,24 @@ class Losses:
         return "Losses(" + " + ".join(f"{coefficient} * {summand.label}" for coefficient, summand in self.terms) + ")"
 
 
-def make(kind: str, function: Callable[..., Tensor], options: Mapping[str, Any] | None = None, **known: Any) -> Losses:
-    """A sum of one loss; ``known`` are fields of ``Summand``. Where they don't fit, an error that names the loss."""
-    unknown = sorted(set(known) - set(Summand.__dataclass_fields__))
-    if unknown:
-        raise TypeError(f"losses.{kind} has no option {unknown[0]!r}; every loss has {', '.join(SUMMAND)}")
-    summand = Summand(kind, function, options or {}, **known)
+def as_losses(summand: Any) -> Losses:
+    """A summand as it is, or made of a plain function."""
+    from .custom import as_losses  # which imports this module
+
+    return as_losses(summand, "a summand")
+
+
+def make(
+    kind: str,
+    function: Callable[..., Tensor],
+    given: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+    **known: Any,
+) -> Losses:
+    """A sum of one loss; ``given`` are the user's ``SummandOptions``, ``known`` further fields of ``Summand``. Where
+    they don't fit, an error that names the loss."""
+    shared.refuse_unknown("losses", kind, given, SUMMAND)
+    summand = Summand(kind, function, options or {}, **known, **given)
     check_summand(summand)
     return Losses(((1.0, summand),))
 
@@ -196,11 +217,25 @@ def check_summand(summand: Summand) -> None:
         raise ValueError(f'reduction of {where} must be "mean" or "sum" (None: the call\'s), got {summand.reduction!r}')
     if summand.reduction == "sum" and summand.normalizer is not None:
         raise ValueError(f'normalizer of {where} goes with reduction="mean" only; multiply the loss instead')
+    normalizer = summand.normalizer
+    if isinstance(normalizer, Tensor):
+        if normalizer.dim() != 0 or normalizer.requires_grad:
+            raise ValueError(
+                f"normalizer of {where} must be a number, a 0-d tensor that needs no gradient or the name of a field, "
+                f"got shape {tuple(normalizer.shape)}, requires_grad={normalizer.requires_grad}"
+            )
+    elif normalizer is not None and not isinstance(normalizer, str):
+        shared.number(where, "normalizer", normalizer, 0.0)
     if summand.name is not None and not isinstance(summand.name, str):
         raise TypeError(f"name of {where} must be a string, got {summand.name!r}")
     weights = summand.token_weights
     if weights is not None and not isinstance(weights, (str, Tensor)):
         raise TypeError(f"token_weights of {where} must be a tensor or the name of a field, got {weights!r}")
+    if isinstance(weights, Tensor) and (weights.requires_grad or not weights.is_floating_point()):
+        raise ValueError(
+            f"token_weights of {where} must be floating-point and take no gradient, got {weights.dtype} with "
+            f"requires_grad={weights.requires_grad}; pass .float().detach()"
+        )
     if weights is not None and summand.unit != "token":
         raise ValueError(f"token_weights of {where} do not apply: its values are per {summand.unit}")
 
@@ -215,6 +250,15 @@ def number(
 ) -> float:
     """A loss's option as a float, or an error that names it."""
     return shared.number(f"losses.{where}", argument, value, least, most, open_)
+
+
+def bound(where: str, argument: str, value: Any, least: float = 0.0, open_: bool = False) -> float:
+    """The same, and infinity, which bounds nothing."""
+    return shared.bound(f"losses.{where}", argument, value, least, open_)
+
+
+def flag(where: str, argument: str, value: Any) -> bool:
+    return shared.flag(f"{argument} of losses.{where}", value)
 
 
 def choice(where: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:

@@ -1,8 +1,12 @@
 """A loss of the user's own."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import MethodType
 from typing import Any, Unpack, overload
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from ..graph.breaks import breaks_graph
@@ -25,9 +29,9 @@ class CustomOptions(SummandOptions, total=False):
     compiled: bool
     reads_target: bool | None
     check: bool
-    teacher: Teacher
-    tensors: Mapping[str, Tensor]
-    options: Mapping[str, Any]
+    teacher: Teacher | None
+    tensors: Mapping[str, Tensor] | None
+    options: Mapping[str, Any] | None
 
 
 @overload
@@ -48,6 +52,9 @@ def custom(
     compiled: bool = True,
     reads_target: bool | None = None,
     check: bool = True,
+    options: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    teacher: Teacher | None = None,
     **summand: Any,
 ) -> Losses | Callable[[Function], Losses]:
     """A loss from ``function(stats, batch) -> values``: unreduced, one value per ``unit``.
@@ -75,13 +82,15 @@ def custom(
             return -torch.log1p(-stats.logprob.exp().clamp(max=0.999))
 
     Made before a function that ``torch.compile`` takes whole, and not in it: there this call breaks the graph.
-    ``summand``: ``SummandOptions``, and ``tensors=`` and ``options=``, which the function gets as keyword arguments.
+    ``options`` and ``tensors`` are what the function gets as keyword arguments, ``teacher`` how it sees a dense
+    teacher; ``summand``: ``SummandOptions``.
     """
     if function is None:
-        return lambda decorated: custom(
-            decorated, scope=scope, needs=needs, fields=fields, unit=unit, name=name, compiled=compiled,
-            reads_target=reads_target, check=check, **summand,
-        )  # fmt: skip
+        known: dict[str, Any] = summand | {
+            "needs": needs, "fields": fields, "unit": unit, "name": name, "compiled": compiled, "check": check,
+            "reads_target": reads_target, "options": options, "tensors": tensors, "teacher": teacher,
+        }  # fmt: skip
+        return lambda decorated: custom(decorated, scope=scope, **known)
     if not callable(function):
         raise TypeError(f"losses.custom takes a function (stats, batch) -> values, got {function!r}")
     own = getattr(function, "__name__", "custom")
@@ -95,13 +104,14 @@ def custom(
     wanted = frozenset(needs or ())
     if unknown := sorted(wanted - {*ALWAYS, *STATISTICS, *DENSE}):
         raise ValueError(f"needs of {where}: there is no statistic {unknown[0]!r}")
-    for option, value in summand.get("options", {}).items():
+    options, tensors = dict(options or {}), dict(tensors or {})
+    for option, value in options.items():
         if type(value).__hash__ is None:
             raise TypeError(f"option {option!r} of {where} must be hashable, got {value!r}")
     function, identity = frozen(function)
     reads = Reads(required=set(declared), statistics=set(wanted), target=reads_target is not False)
     if check:
-        question = Summand("custom", function, unit=unit, scope=scope, name=name, **_functional(summand))
+        question = Summand("custom", function, unit=unit, scope=scope, name=name, options=options, tensors=tensors)
         key = None
         if identity is not None and not question.tensors:
             key = (identity, tuple(sorted(question.options.items())), scope, unit, tuple(sorted(extra.items())))
@@ -120,29 +130,75 @@ def custom(
     required, optional = set(reads.required), set(reads.optional)
     if "topk_logprobs" in reads.statistics:
         required.add("teacher_ids")
-    if "weighted_sum" in reads.statistics and "class_weights" not in summand.get("tensors", {}):
+    if "weighted_sum" in reads.statistics and "class_weights" not in tensors:
         raise ValueError(f'{where} reads stats.weighted_sum: pass the weights, tensors={{"class_weights": ...}}')
     if reads.statistics & set(DENSE):
         optional |= set(TEACHER_FIELDS)  # which of them, the call decides
-        summand.setdefault("teacher", Teacher())
-        if "jsd" in reads.statistics and summand["teacher"].beta is None:
+        teacher = teacher or Teacher()
+        if "jsd" in reads.statistics and teacher.beta is None:
             raise ValueError(
                 f"{where} reads stats.jsd: pass teacher=Teacher(beta=...), the teacher's part of the mixture"
             )
     return make(
         "custom",
         function,
+        {"name": name, **summand},
+        options,
+        tensors=tensors,
+        teacher=teacher,
         needs=frozenset(reads.statistics) - set(ALWAYS),
         fields=tuple(sorted(required)),
         optional_fields=tuple(sorted(optional - required)),
         extra_fields=extra,
         scope=scope,
         unit=unit,
-        name=name,
         compiled=compiled,
         reads_target=reads.target,
-        **summand,
     )
+
+
+PACKAGE = __package__ + "."
+# what is known of functions that were taken as they are and close over more than plain values: as long as they live,
+# and without a reference to them; of methods by their object
+TAKEN: "WeakKeyDictionary[Any, dict[Any, Summand]]" = WeakKeyDictionary()
+
+
+def as_losses(loss: Any, argument: str = "loss") -> Losses:
+    """A sum of losses as it is, and a plain function as ``custom(function, scope="token")`` makes it."""
+    if isinstance(loss, Losses):
+        return loss
+    if getattr(loss, "__module__", "").startswith(PACKAGE):
+        name = getattr(loss, "__name__", "")
+        made = f"losses.{name}()" if name.isidentifier() and name != "custom" else "losses.custom(function, scope=...)"
+        raise TypeError(f"{argument} is what makes a loss, {name}, and no loss yet; call it: {made}")
+    if not callable(loss) or isinstance(loss, type):
+        raise TypeError(
+            f"{argument} must be made of chunked_head.losses, or a function (stats, batch) -> values, got {loss!r}"
+        )
+    return taken(loss)
+
+
+@torch.compiler.disable(
+    reason="a function is run to find out what it reads: make a loss of it, by losses.custom, before the compiled one"
+)
+def taken(given: Function) -> Losses:
+    """The loss of a plain function, checked once."""
+    function, identity = frozen(given)
+    if identity is not None:
+        made = known_result(("taken", identity))
+        if made is None:
+            made = custom(function, scope="token")
+            remember(("taken", identity), made)
+        return made
+    owner, part = (given.__self__, given.__func__) if isinstance(given, MethodType) else (given, None)
+    try:
+        known = TAKEN.setdefault(owner, {})
+    except TypeError:  # it cannot be referred to weakly, or has no hash
+        known = {}
+    if part not in known:
+        ((_, summand),) = custom(given, scope="token").terms
+        known[part] = replace(summand, function=taken)
+    return Losses(((1.0, replace(known[part], function=given)),))
 
 
 def _declared(
@@ -166,7 +222,3 @@ def _declared(
         elif kind.kind != FIELDS[name].kind or (isinstance(known, Field) and known != FIELDS[name]):
             raise ValueError(f"field {name!r} of {where} is a known one, {FIELDS[name]}, and cannot be another")
     return tuple(fields), extra
-
-
-def _functional(summand: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: summand[key] for key in ("options", "tensors") if key in summand}

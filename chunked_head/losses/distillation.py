@@ -136,13 +136,13 @@ def dense(
     return make(
         kind,
         function,
+        summand,
         {"factor": factor},
         needs=frozenset(needs),
         optional_fields=DENSE_FIELDS,
         reads_target=False,
         bounded=kind != "reverse_kl",  # whose log q may be as low as it likes
         teacher=Teacher(teacher_temperature, teacher_logit_scale, teacher_softcap, beta),
-        **summand,
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..loss_stats import Stats
-from .base import Losses, make, number
+from .base import Losses, flag, make, number
 
 
 def cross_entropy(
@@ -25,23 +25,22 @@ def cross_entropy(
     Defaults: PyTorch's. ``summand``: ``SummandOptions``.
     """
     smoothing = number("cross_entropy", "label_smoothing", label_smoothing, 0.0, 1.0)
-    _check_flag("cross_entropy", "token_scaling", token_scaling)
-    options = {"label_smoothing": smoothing, "token_scaling": token_scaling}
+    options = {"label_smoothing": smoothing, "token_scaling": flag("cross_entropy", "token_scaling", token_scaling)}
     if class_weights is None:
         needs = {"mean_logit"} if smoothing else set()
-        return make("cross_entropy", _cross_entropy, options, needs=frozenset(needs), bounded=True, **summand)
+        return make("cross_entropy", _cross_entropy, summand, options, needs=frozenset(needs), bounded=True)
     _check_per_class("cross_entropy", "class_weights", class_weights)
 
     return make(
         "cross_entropy",
         _cross_entropy,
+        summand,
         options,
         tensors={"class_weights": class_weights},
         needs=frozenset({"weighted_sum"} if smoothing else ()),
         counted=_target_weight,
         size=functools.partial(_smoothed_weight, smoothing) if smoothing else _target_weight,
         bounded=True,
-        **summand,
     )
 
 
@@ -81,10 +80,10 @@ def focal(gamma: float = 2.0, alpha: float | Tensor | None = None, **summand: An
     if isinstance(alpha, Tensor):
         _check_per_class("focal", "alpha", alpha)
         return make(
-            "focal", _focal, {"gamma": gamma}, tensors={"alpha": alpha}, size=_target_alpha, bounded=True, **summand
+            "focal", _focal, summand, {"gamma": gamma}, tensors={"alpha": alpha}, size=_target_alpha, bounded=True
         )
     factor = 1.0 if alpha is None else number("focal", "alpha", alpha, 0.0)
-    return make("focal", _focal, {"gamma": gamma, "alpha": factor}, bounded=True, **summand)
+    return make("focal", _focal, summand, {"gamma": gamma, "alpha": factor}, bounded=True)
 
 
 def _target_alpha(batch: Batch, alpha: Tensor) -> Tensor:
@@ -108,7 +107,7 @@ def unlikelihood(**summand: Any) -> Losses:
     Which tokens, ``token_weights`` say. The probability is taken to be at most 1 - 1e-6, beyond which there is no
     gradient: the loss of a certain token would be infinite. ``summand``: ``SummandOptions``.
     """
-    return make("unlikelihood", _unlikelihood, **summand)
+    return make("unlikelihood", _unlikelihood, summand)
 
 
 def _unlikelihood(stats: Stats, batch: Batch) -> Tensor:
@@ -123,7 +122,7 @@ def z_loss(**summand: Any) -> Losses:
     Of the logits at the loss's temperature, scaled and capped. Needs no target. Liger's ``lse_square_scale`` and
     Megatron's are this times the coefficient. ``summand``: ``SummandOptions``.
     """
-    return make("z_loss", _z_loss, reads_target=False, bounded=True, **summand)
+    return make("z_loss", _z_loss, summand, reads_target=False, bounded=True)
 
 
 def _z_loss(stats: Stats, batch: Batch) -> Tensor:
@@ -136,16 +135,11 @@ def entropy(**summand: Any) -> Losses:
     Of the softmax at the loss's temperature, as in verl; TRL's chunked log-probabilities ignore this gradient. Needs no
     target. ``summand``: ``SummandOptions``.
     """
-    return make("entropy", _entropy, needs=frozenset({"entropy"}), reads_target=False, bounded=True, **summand)
+    return make("entropy", _entropy, summand, needs=frozenset({"entropy"}), reads_target=False, bounded=True)
 
 
 def _entropy(stats: Stats, batch: Batch) -> Tensor:
     return stats.entropy
-
-
-def _check_flag(where: str, argument: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{argument} of losses.{where} must be True or False, got {value!r}")
 
 
 def _check_per_class(where: str, argument: str, weights: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..batch import Batch
 from ..estimates import clamped, kl_estimate
 from ..loss_stats import Stats
-from .base import Losses, choice, make, number
+from .base import Losses, bound, choice, flag, make, number
 from .policy_segments import gmpo, gspo, rloo
 from .policy_shared import (
     PolicyOptions,
@@ -73,10 +73,10 @@ def grpo(
         raise ValueError("losses.grpo takes delta or dual_clip, which bound the same ratio, not both")
     if delta is not None:
         # clip(r) caps what the min sees of A > 0 and stays a floor of what it sees of A < 0
-        delta = number("grpo", "delta", delta, 0.0, open_=True)
+        delta = bound("grpo", "delta", delta, open_=True)
         ceiling, high = max(delta, high), min(delta, high)
     if dual_clip is not None:
-        ceiling = number("grpo", "dual_clip", dual_clip, 1.0, open_=True)
+        ceiling = bound("grpo", "dual_clip", dual_clip, 1.0, open_=True)
     options = {"low": low, "high": high, "ceiling": ceiling, "ratio_clamp": checked_clamp("grpo", ratio_clamp)}
     return make_policy("grpo", _grpo, options, policy)
 
@@ -114,10 +114,10 @@ def cispo(
     """
     choice("cispo", "bounds", bounds, ("offset", "raw"))
     if bounds == "offset":
-        high = 1.0 + number("cispo", "clip_high", clip_high, 0.0)
+        high = 1.0 + bound("cispo", "clip_high", clip_high)
         low = None if clip_low is None else 1.0 - number("cispo", "clip_low", clip_low, 0.0, 1.0)
     else:
-        high = number("cispo", 'clip_high (bounds="raw")', clip_high, 1.0)
+        high = bound("cispo", 'clip_high (bounds="raw")', clip_high, 1.0)
         low = None if clip_low is None else number("cispo", 'clip_low (bounds="raw")', clip_low, 0.0, 1.0)
     options = {"low": low, "high": high, "ratio_clamp": checked_clamp("cispo", ratio_clamp)}
     return make_policy("cispo", _cispo, options, policy)
@@ -191,9 +191,7 @@ def kl_to_reference(
     ``summand``: ``SummandOptions``; rollout weights don't apply to it.
     """
     choice("kl_to_reference", "estimator", estimator, ESTIMATORS)
-    if not isinstance(bias_correction, bool):
-        raise TypeError(f"bias_correction of losses.kl_to_reference must be True or False, got {bias_correction!r}")
-    if bias_correction and estimator.endswith("+"):
+    if flag("kl_to_reference", "bias_correction", bias_correction) and estimator.endswith("+"):
         raise ValueError(
             f"bias_correction of losses.kl_to_reference corrects the gradient that estimator {estimator!r} replaces; "
             f"use {estimator[:-1]!r} with it"
@@ -207,7 +205,7 @@ def kl_to_reference(
     }
     optional = ("old_logprobs",) if bias_correction else ()
     fields = ("ref_logprobs",)
-    return make("kl_to_reference", _kl_to_reference, options, fields=fields, optional_fields=optional, **summand)
+    return make("kl_to_reference", _kl_to_reference, summand, options, fields=fields, optional_fields=optional)
 
 
 def clamped_estimate(d: Tensor, estimator: str, bound: float | None) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..batch import Batch
 from ..estimates import clamped
 from ..loss_stats import Stats
-from .base import Losses, choice, number
+from .base import Losses, bound, choice
 from .policy_shared import (
     Rollout,
     checked_clamp,
@@ -91,8 +91,8 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | Non
     ``ratio_clamp`` c: the tokens' log-ratios are clamped to [-c, c] first. ``policy``: ``PolicyOptions``.
     """
     options = {
-        "clip_low": number("gmpo", "clip_low", clip_low, 0.0),
-        "clip_high": number("gmpo", "clip_high", clip_high, 0.0),
+        "clip_low": bound("gmpo", "clip_low", clip_low),
+        "clip_high": bound("gmpo", "clip_high", clip_high),
         "ratio_clamp": checked_clamp("gmpo", ratio_clamp),
     }
     return make_policy("gmpo", _gmpo, options, policy, unit="segment", size=_segment_mean_size)

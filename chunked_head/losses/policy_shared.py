@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..loss_stats import Stats
-from .base import Losses, SummandOptions, choice, make, number
+from ..options import refuse_unknown
+from .base import Losses, SummandOptions, bound, choice, make, number
 
 
 class PolicyOptions(SummandOptions, total=False):
@@ -98,6 +99,7 @@ def make_policy(
     size: Any = token_size,
 ) -> Losses:
     """The loss with its rollout weights taken out of ``policy``."""
+    refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
     policy = dict(policy)
     names = ("rollout", "rollout_level", "rollout_max", "rollout_min")
     given = {name: policy.pop(name) for name in names if name in policy}
@@ -113,13 +115,13 @@ def make_policy(
     return make(
         kind,
         function,
+        policy,
         {**options, "rollout": rollout},
         fields=tuple(fields),
         optional_fields=optional,
         scope="segment" if segments else "token",
         unit=unit or "token",
         size=size,
-        **policy,
     )
 
 
@@ -144,9 +146,9 @@ def _rollout(
 
 
 def ratio_bounds(where: str, clip_low: float, clip_high: float) -> tuple[float, float]:
-    """The least and the largest ratio."""
-    return 1.0 - number(where, "clip_low", clip_low, 0.0), 1.0 + number(where, "clip_high", clip_high, 0.0)
+    """The least and the largest ratio, which is at least 0."""
+    return 1.0 - number(where, "clip_low", clip_low, 0.0, 1.0), 1.0 + bound(where, "clip_high", clip_high)
 
 
 def checked_clamp(where: str, value: float | None, argument: str = "ratio_clamp") -> float | None:
-    return None if value is None else number(where, argument, value, 0.0, open_=True)
+    return None if value is None else bound(where, argument, value, open_=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..loss_stats import Stats
-from .base import Losses, choice, make, number
+from .base import Losses, choice, flag, make, number
 
 DPO_VARIANTS = (
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
@@ -59,7 +59,8 @@ def dpo(
     """
     choice("dpo", "variant", variant, DPO_VARIANTS)
     discopop_tau = number("dpo", "discopop_tau", discopop_tau, 0.0, math.inf, open_=True)
-    return paired("dpo", beta, variant, label_smoothing, average, not reference_free, summand, tau=discopop_tau)
+    reference = not flag("dpo", "reference_free", reference_free)
+    return paired("dpo", beta, variant, label_smoothing, average, reference, summand, tau=discopop_tau)
 
 
 def simpo(beta: float = 0.1, gamma: float = 0.5, *, label_smoothing: float = 0.0, **summand: Any) -> Losses:
@@ -105,7 +106,7 @@ def orpo(beta: float = 0.1, **summand: Any) -> Losses:
     where ``a`` is near 0.
     """
     beta = number("orpo", "beta", beta, 0.0)
-    return make("orpo", _orpo, {"beta": beta}, fields=("segments", "pairs"), scope="segment", unit="pair", **summand)
+    return make("orpo", _orpo, summand, {"beta": beta}, fields=("segments", "pairs"), scope="segment", unit="pair")
 
 
 def kto(
@@ -132,19 +133,19 @@ def kto(
         "beta": number("kto", "beta", beta, 0.0, open_=True),
         "desirable_weight": number("kto", "desirable_weight", desirable_weight, 0.0),
         "undesirable_weight": number("kto", "undesirable_weight", undesirable_weight, 0.0),
-        "average": bool(average),
-        "reference": not reference_free,
+        "average": flag("kto", "average", average),
+        "reference": not flag("kto", "reference_free", reference_free),
     }
     fields = ("segments", "segment_labels") + (() if reference_free else ("ref_logprobs",))
     return make(
         "kto",
         _kto,
+        summand,
         options,
         fields=fields,
         optional_fields=("kl_baseline",),
         scope="segment",
         unit="segment",
-        **summand,
     )
 
 
@@ -160,12 +161,12 @@ def paired(
     tau: float = 0.05,
 ) -> Losses:
     """A loss of a pair's two scores, its options checked."""
-    if variant not in SMOOTHED and label_smoothing != 0:
+    smoothing = number(kind, "label_smoothing", label_smoothing, 0.0, 1.0)
+    if variant not in SMOOTHED and smoothing:
         raise ValueError(
             f"label_smoothing of losses.{kind} does not apply to variant {variant!r}, got {label_smoothing!r}; it is "
             f"an option of {', '.join(name for name in SMOOTHED if kind == 'dpo' or name in CPO_VARIANTS)}"
         )
-    smoothing = number(kind, "label_smoothing", label_smoothing, 0.0, 1.0)
     if variant == "robust" and smoothing >= 0.5:
         raise ValueError(f"label_smoothing of losses.{kind} must be below 0.5 for 'robust', got {smoothing}")
     if variant == "exo_pair" and not 0 < smoothing < 1:
@@ -177,13 +178,13 @@ def paired(
         "beta": number(kind, "beta", beta, 0.0, open_=True),
         "variant": variant,
         "label_smoothing": smoothing,
-        "average": variant in AVERAGED if average is None else bool(average),
+        "average": variant in AVERAGED if average is None else flag(kind, "average", average),
         "reference": reference,
         "margin": margin,
         "tau": tau,
     }
     fields = ("segments", "pairs") + (("ref_logprobs",) if reference else ())
-    return make(kind, _paired, options, fields=fields, scope="segment", unit="pair", **summand)
+    return make(kind, _paired, summand, options, fields=fields, scope="segment", unit="pair")
 
 
 def _paired(

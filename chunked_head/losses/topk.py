@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..loss_stats import Stats
-from .base import Losses, choice, make, number
+from .base import Losses, choice, flag, make, number
 from .temperatures import positive, squared
 
 DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
@@ -63,12 +63,12 @@ def topk_kl(
     return make(
         "topk_kl",
         _topk_kl,
+        summand,
         options,
         needs=frozenset({"topk_logprobs"}),
         fields=("teacher_ids", "teacher_logprobs"),
         optional_fields=("teacher_mask",),
         reads_target=False,
-        **summand,
     )
 
 
@@ -86,7 +86,9 @@ def topk_options(
     beta = number(kind, "beta", beta, 0.0, 1.0)
     if divergence == "jsd" and beta in (0.0, 1.0):
         divergence = "reverse" if beta else "forward"
-    renormalize = normalize == "topk" if teacher_renormalize is None else bool(teacher_renormalize)
+    renormalize = normalize == "topk"
+    if teacher_renormalize is not None:
+        renormalize = flag(kind, "teacher_renormalize", teacher_renormalize)
     temperature = 1.0
     if teacher_temperature is not None:
         temperature = positive(kind, "teacher_temperature", teacher_temperature)

@@ -117,7 +117,7 @@ class VocabParallel(OfGroup):
         object.__setattr__(self, "group", process_group(self.group, "VocabParallel"))
         if self.rows is None:
             return
-        rows = tuple(self.rows)
+        rows = tuple(self.rows) if isinstance(self.rows, Sequence) else ()
         if len(rows) != self.ranks or not all(type(n) is int and n > 0 for n in rows):
             raise ValueError(
                 f"rows of VocabParallel must be {self.ranks} positive ints, one for each rank, got {self.rows!r}"
