@@ -238,7 +238,7 @@ class ChunkedHead(nn.Module):
         unknown = options.keys() - names
         if unknown:
             first = sorted(unknown)[0]
-            raise TypeError(f"unknown option {first!r}{nearest(first, names)}; options are {', '.join(sorted(names))}")
+            raise TypeError(f"unknown option {first!r}; options are {', '.join(sorted(names))}{nearest(first, names)}")
         check_options(options)
         self.weight, self.bias = linear.weight, linear.bias
         self.options = options

@@ -108,7 +108,7 @@ def as_metrics(metrics: Any) -> tuple[Metric, ...]:
         raise TypeError(
             f"metrics must be a list of chunked_head.metrics, got one, {metrics.label!r}; put it into a list"
         )
-    if not isinstance(metrics, Iterable) or isinstance(metrics, str | Mapping):
+    if not isinstance(metrics, Iterable) or isinstance(metrics, str | Mapping | Tensor):
         raise TypeError(f"metrics must be a list of chunked_head.metrics, got {metrics!r}; leave it out for none")
     measured = tuple(metrics)
     for metric in measured:

@@ -1,5 +1,7 @@
 """Bad input: a clear error that names the argument, before any work."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -8,7 +10,27 @@ import torch
 from cases import PLACES, Place
 
 import chunked_head.autograd
-from chunked_head import ChunkedHead, linear_cross_entropy, plan
+from chunked_head import (
+    ChunkedHead,
+    CrossEntropyLoss,
+    frequency_order,
+    gathered_topk_kl,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_logprobs,
+    linear_loss,
+    logits_logprobs,
+    logits_loss,
+    losses,
+    metrics,
+    plan,
+    similarity_order,
+    weights,
+)
+from chunked_head.integrations.liger import LigerFusedLinearCrossEntropyLoss
+from chunked_head.integrations.trl import patch_trl
+from chunked_head.losses.policy_shared import PolicyOptions
+from chunked_head.metric_values import MetricOptions
 
 
 def call(**changes: Any) -> torch.Tensor:
@@ -30,7 +52,7 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("weight-empty", ValueError, "gather it first", {"weight": torch.randn(0, 8)}),
     ("weight-dtype", TypeError, "weight must have the dtype of hidden, float32, got float16", {"weight": torch.randn(11, 8, dtype=HALF)}),
     ("target-shape", ValueError, r"target must have shape \(4, 6\), the leading shape", {"target": torch.randint(0, 11, (24,))}),
-    ("target-float", TypeError, "class probabilities are not supported", {"target": torch.rand(4, 6)}),
+    ("target-float", TypeError, r'class probabilities are not supported.*forward_kl\("cross_entropy"\).*p\.log\(\)', {"target": torch.rand(4, 6)}),
     ("target-int32", TypeError, "use target.long", {"target": torch.zeros(4, 6, dtype=torch.int32)}),
     ("bias-shape", ValueError, r"bias must have shape \(11,\)", {"bias": torch.randn(8)}),
     ("bias-dtype", TypeError, "bias must have the dtype of hidden", {"bias": torch.randn(11, dtype=HALF)}),
@@ -57,6 +79,8 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("shift-negative", ValueError, "shift must be at least 0", {"shift": -1}),
     ("shift-bool", TypeError, "shift must be an int", {"shift": True}),
     ("shift-0d", ValueError, "needs a target with a dimension", {"shift": 1, "hidden": torch.randn(8), "target": torch.tensor(1)}),
+    ("shift-beyond", ValueError, "shift must be below 6, the length of the target's last dimension.* got 7: no token", {"shift": 7}),
+    ("shift-length", ValueError, "shift must be below 6", {"shift": 6}),
     ("budget-row", ValueError, "too small: one row of logits and what goes with it needs", {"memory_budget": 10}),
     ("budget-text", ValueError, "memory_budget must be bytes or a size such as", {"memory_budget": "lots"}),
     ("budget-negative", ValueError, "memory_budget must be positive", {"memory_budget": -5}),
@@ -64,6 +88,7 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("chunk-zero", ValueError, "chunk_tokens must be a positive int, got 0", {"chunk_tokens": 0}),
     ("chunk-against-budget", ValueError, "lower chunk_tokens", {"chunk_tokens": 24, "memory_budget": 1000}),
     ("accumulate", ValueError, "accumulate_dtype must be None or float32", {"accumulate_dtype": HALF}),
+    ("accumulate-text", TypeError, "accumulate_dtype must be None or a torch.dtype such as torch.float32, got 'float32'", {"accumulate_dtype": "float32"}),
     ("upstream-none", ValueError, 'upstream goes with reduction="mean" or "sum"', {"upstream": 2.0, "reduction": "none"}),
     ("upstream-zero", ValueError, "upstream must not be 0", {"upstream": 0}),
     ("backend", ValueError, "backend must be None or one of 'triton', 'torch', got 'cuda'", {"backend": "cuda"}),
@@ -114,6 +139,14 @@ def test_plan_arguments() -> None:
         ({"tokens": -1}, "tokens must be an int of at least 0"),
         ({"vocab": 0}, "vocab must be an int of at least 1"),
         ({"dtype": torch.int8}, "dtype must be one of"),
+        ({"dtype": "float32"}, "dtype must be a torch.dtype, such as torch.float32, got 'float32'"),
+        ({"teacher_hidden": 0}, "teacher_hidden must be an int of at least 1, got 0"),
+        (
+            {"loss": losses.cross_entropy},
+            r"loss is what makes a loss, cross_entropy, .* call it: losses\.cross_entropy\(\)",
+        ),
+        ({"metrics": metrics.entropy()}, "metrics must be a list of chunked_head.metrics, got one, 'entropy'"),
+        ({"device": "nowhere"}, "device must be a torch.device or its name"),
         ({"reduction": "all"}, "reduction must be one of"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
@@ -121,7 +154,252 @@ def test_plan_arguments() -> None:
 
 
 def test_module_arguments() -> None:
-    with pytest.raises(TypeError, match="unknown option 'smoothing'; options are "):
+    with pytest.raises(TypeError, match=r"unknown option 'smoothing'; options are .*did you mean 'label_smoothing'"):
         ChunkedHead(8, 11, smoothing=0.1)
     with pytest.raises(TypeError, match=r"from_linear takes an nn.Linear, got Embedding"):
         ChunkedHead.from_linear(torch.nn.Embedding(11, 8))  # type: ignore[arg-type]
+
+
+# ---- every argument of every public function
+
+HIDDEN, WEIGHT, TARGET = torch.randn(4, 6, 8), torch.randn(11, 8), torch.randint(0, 11, (4, 6))
+HEAD = {"hidden": HIDDEN, "weight": WEIGHT, "target": TARGET}
+LOGITS = {"logits": torch.randn(4, 6, 11), "target": TARGET}
+GATHERED = {"student_logits": torch.randn(4, 3), "teacher_logprobs": -torch.rand(4, 3), "lse": torch.rand(4)}
+SIZES = {"tokens": 10, "hidden": 8, "vocab": 11, "dtype": torch.float32, "device": "cpu"}
+MASK = {"mask": torch.ones(2, 3, dtype=torch.bool)}
+SEGMENTS = MASK | {"segments": torch.zeros(2, 3, dtype=torch.int64), "num_segments": 2}
+PUBLIC: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (linear_cross_entropy, HEAD), (linear_loss, HEAD | {"loss": losses.cross_entropy()}), (linear_logprobs, HEAD),
+    (linear_divergence, HEAD | {"teacher_logits": torch.randn(4, 6, 11)}),
+    (logits_loss, LOGITS | {"loss": losses.cross_entropy()}), (logits_logprobs, LOGITS), (gathered_topk_kl, GATHERED),
+    (plan, SIZES), (CrossEntropyLoss, {}), (ChunkedHead, {"hidden_size": 8, "vocab_size": 11}),
+    (LigerFusedLinearCrossEntropyLoss, {}),
+    (weights.token_mean, {"total": 3}), (weights.sequence_mean, MASK), (weights.sequence_mean, SEGMENTS),
+    (weights.sequence_sum, {"num_sequences": 3}), (weights.dr_grpo, {"num_sequences": 3, "max_completion_length": 4}),
+    (frequency_order, {"counts": torch.ones(3)}), (similarity_order, {"weight": torch.ones(3, 4)}),
+]  # fmt: skip
+LOSSES = [name for name in losses.__all__ if name.islower() and name != "custom"]
+METRICS = [
+    name for name in metrics.__all__
+    if inspect.isfunction(getattr(metrics, name)) and name not in ("all_reduce", "combine", "merge", "unit_weights")
+]  # fmt: skip
+PUBLIC += [(getattr(losses, name), {}) for name in LOSSES] + [(getattr(metrics, name), {}) for name in METRICS]
+NONSENSE: list[Any] = [
+    None, "x", [1], {"x": 1}, 1.5, True, float("nan"), float("inf"), -1, object, torch.ones(2),
+    torch.ones(4, 6, dtype=torch.complex64), torch.ones((), requires_grad=True),
+]  # fmt: skip
+OF_TORCH = ("device", "dtype")  # of ChunkedHead: what nn.Linear says of them
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """By name, those behind ``**`` too."""
+    named = inspect.signature(function).parameters.values()
+    behind: dict[str, list[str]] = {
+        "summand": list(losses.base.SUMMAND), "policy": list(PolicyOptions.__annotations__),
+        "common": list(MetricOptions.__annotations__),
+        "options": [p.name for p in inspect.signature(linear_cross_entropy).parameters.values()
+                    if p.kind is p.KEYWORD_ONLY and p.name != "bias"],
+    }  # fmt: skip
+    return [name for p in named for name in (behind[p.name] if p.kind is p.VAR_KEYWORD else [p.name])]
+
+
+@pytest.mark.parametrize(("function", "right"), PUBLIC, ids=lambda given: getattr(given, "__name__", ""))
+def test_an_error_names_the_argument(function: Callable[..., Any], right: dict[str, Any]) -> None:
+    """Whatever stands in the place of an argument: it is taken, or an error of ours says which it is and what came."""
+    complaints = []
+    for name in parameters(function):
+        for value in NONSENSE:
+            if function is ChunkedHead and name in OF_TORCH:
+                continue
+            try:
+                function(**(right | {name: value}))
+            except (TypeError, ValueError) as error:
+                said = str(error)
+                others = function is gathered_topk_kl and name == "student_logits"  # whose shape others must have
+                if name not in said and not others:
+                    complaints.append(f"{name}={value!r}: {error!r}")
+            except Exception as error:
+                complaints.append(f"{name}={value!r}: {error!r}")
+    assert not complaints, "\n".join(complaints)
+
+
+# ---- options of losses and metrics
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: losses.grpo(clip=0.2), TypeError, r"losses\.grpo has no option 'clip'; did you mean 'clip_low'\?; its options "
+         "are clip_low, clip_high, delta, dual_clip, ratio_clamp, temperature, .*, rollout_min"),
+        (lambda: losses.cross_entropy(smoothing=0.1), TypeError, "did you mean 'label_smoothing'"),
+        (lambda: losses.cross_entropy(unit="segment"), TypeError, r"losses\.cross_entropy has no option 'unit'"),
+        (lambda: losses.gspo(scope="token"), TypeError, r"losses\.gspo has no option 'scope'"),
+        (lambda: losses.custom(lambda s, b: s.lse, scope="token", need=()), TypeError, "did you mean 'needs'"),
+        (lambda: metrics.entropy(weight=2), TypeError, r"metrics\.entropy has no option 'weight'; did you mean 'weighting'"),
+        (lambda: losses.grpo(clip_low=2), ValueError, r"clip_low of losses\.grpo must be a number in \[0, 1\], got 2"),
+        (lambda: losses.gspo(clip_low=1.1), ValueError, r"clip_low of losses\.gspo must be a number in \[0, 1\]"),
+        (lambda: losses.rloo(clip_low=1.1), ValueError, r"clip_low of losses\.rloo must be a number in \[0, 1\]"),
+        (lambda: metrics.clip_fraction(clip_low=2), ValueError, r"clip_low of metrics\.clip_fraction must be a number in \[0, 1\]"),
+        (lambda: losses.dpo(beta=float("inf")), ValueError, r"beta of losses\.dpo must be a number in \(0, inf\), got inf"),
+        (lambda: losses.simpo(gamma=float("inf")), ValueError, r"gamma of losses\.simpo must be a number in \(-inf, inf\)"),
+        (lambda: losses.focal(alpha=float("inf")), ValueError, r"alpha of losses\.focal must be a number in \[0, inf\)"),
+        (lambda: losses.dpo(average="yes"), TypeError, r"average of losses\.dpo must be True or False, got 'yes'"),
+        (lambda: losses.dpo(reference_free=1), TypeError, r"reference_free of losses\.dpo must be True or False"),
+        (lambda: losses.forward_kl(t_squared=1), TypeError, r"t_squared of losses\.forward_kl must be True or False"),
+        (lambda: losses.z_loss(normalizer=-1), ValueError, r"normalizer of losses\.z_loss must be a number in \[0, inf\), got -1"),
+        (lambda: losses.z_loss(normalizer=torch.ones(2)), ValueError, r"normalizer of losses\.z_loss .* got shape \(2,\)"),
+        (lambda: losses.z_loss(token_weights=torch.ones(2, dtype=torch.int64)), ValueError, "token_weights of .* floating-point"),
+        (lambda: losses.z_loss() * float("nan"), ValueError, "coefficient of a loss must be finite, got nan"),
+        (lambda: losses.z_loss() + losses.entropy, TypeError, r"a summand is what makes a loss, entropy, .* losses\.entropy\(\)"),
+    ],
+)  # fmt: skip
+def test_options_of_losses_and_metrics(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_bounds_that_bound_nothing() -> None:
+    losses.grpo(clip_low=1.0, clip_high=float("inf"), ratio_clamp=float("inf"))
+    losses.cispo(clip_high=float("inf"))
+
+
+# ---- what a call is given
+
+
+@pytest.mark.parametrize("given", ["hidden", "logits"])
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"loss": losses.cross_entropy}, TypeError, r"loss is what makes a loss, cross_entropy, .* losses\.cross_entropy\(\)"),
+        ({"loss": losses.custom(scope="token")}, TypeError, r"call it: losses\.custom\(function, scope=...\)"),
+        ({"loss": metrics.entropy()}, TypeError, "loss must be made of chunked_head.losses, or a function"),
+        ({"loss": torch.nn.CrossEntropyLoss}, TypeError, "loss must be made of chunked_head.losses, or a function"),
+        ({"loss": lambda stats, batch: stats.logprob.sum()}, ValueError, r"one value per token.*leave out \.sum\(\)"),
+        ({"metrics": metrics.entropy()}, TypeError, "metrics must be a list of chunked_head.metrics, got one, 'entropy'; put it"),
+        ({"metrics": [metrics.entropy]}, TypeError, "metrics must hold chunked_head.metrics, got function; call its factory"),
+        ({"batch": [1]}, TypeError, "batch must be a mapping of names to tensors, such as .* got list"),
+        ({"batch": {"advantage": torch.ones(4, 6)}}, ValueError, "field 'advantage' .*did you mean 'advantages'"),
+        ({"batch": {3: torch.ones(4, 6)}}, ValueError, "batch has a field 3 "),
+        ({"shift": 6}, ValueError, "shift must be below 6"),
+        ({"temperature": float("nan")}, ValueError, "temperature must be finite"),
+    ],
+)  # fmt: skip
+def test_what_a_call_is_given(given: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    function, right = (linear_loss, HEAD) if given == "hidden" else (logits_loss, LOGITS)
+    with pytest.raises(error, match=message):
+        function(**(right | {"loss": losses.cross_entropy()} | changes))
+
+
+POLICY = losses.grpo() + losses.kl_to_reference() + losses.reinforce(rollout="truncate")
+
+
+@pytest.mark.parametrize("field", ["old_logprobs", "ref_logprobs", "rollout_logprobs"])
+def test_positive_log_probabilities(field: str) -> None:
+    """An error on the CPU, where to look costs nothing; not of what is masked, nor of what rounding may have made."""
+    batch = {name: -torch.rand(4, 6) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
+    batch |= {"advantages": torch.randn(4, 6), "mask": torch.ones(4, 6, dtype=torch.bool)}
+    batch[field][0, 1:3] = torch.tensor([0.01, 2.5])
+    call = {**HEAD, "loss": POLICY, "batch": batch}
+    with pytest.raises(ValueError, match=rf"batch\['{field}'\] must hold log-probabilities, .* got 2.5; negate them"):
+        linear_loss(**call)
+    batch["mask"][0, 2] = False
+    assert linear_loss(**call).loss.isfinite()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("field", ["old_logprobs", "ref_logprobs", "rollout_logprobs"])
+def test_positive_log_probabilities_on_a_gpu(field: str) -> None:
+    """nan there, since to raise would be to wait for the device."""
+    batch = {name: -torch.rand(4, 6) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
+    batch |= {"advantages": torch.ones(4, 6)}
+    batch[field][0, 2] = 2.5
+    on_gpu = {name: value.cuda() for name, value in HEAD.items()}
+    found = linear_loss(**on_gpu, loss=POLICY, batch={name: value.cuda() for name, value in batch.items()})
+    assert found.loss.isnan()
+
+
+def test_sequences_of_nothing_and_of_one_token() -> None:
+    """Nothing is predicted, and the loss is 0."""
+    for length in (0, 1):
+        hidden = torch.randn(3, length, 8, requires_grad=True)
+        loss = linear_cross_entropy(hidden, WEIGHT, torch.zeros(3, length, dtype=torch.int64), shift=1)
+        loss.backward()
+        assert loss == 0 and hidden.grad is not None and not hidden.grad.any()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_baselines_of_kto(shape: tuple[int, ...]) -> None:
+    batch = {
+        "segments": torch.arange(4)[:, None].expand(4, 6) % 3, "segment_labels": torch.tensor([True, False, True]),
+        "ref_logprobs": -torch.rand(4, 6),
+    }  # fmt: skip
+    call = {**HEAD, "loss": losses.kto(), "num_segments": 3}
+    found = linear_loss(**call, batch=batch | {"kl_baseline": torch.full(shape, 0.3)})
+    assert torch.equal(found.loss, linear_loss(**call, batch=batch | {"kl_baseline": torch.tensor(0.3)}).loss)
+    with pytest.raises(
+        ValueError, match=r"'kl_baseline'\] must be a 0-d tensor, one of shape \(1,\) or one number per seg.*\(2,\)"
+    ):
+        linear_loss(**call, batch=batch | {"kl_baseline": torch.ones(2)})
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_transforms(transform: str) -> None:
+    def of_head(hidden: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(hidden, WEIGHT, TARGET[0])
+
+    def of_logits(logits: torch.Tensor) -> torch.Tensor:
+        return logits_loss(logits, TARGET[0], losses.cross_entropy()).loss
+
+    def of_module(logits: torch.Tensor) -> torch.Tensor:
+        return CrossEntropyLoss()(logits, TARGET[0])
+
+    run: Callable[..., Any] = {
+        "grad": lambda function, given: torch.func.grad(function)(given[0]),
+        "vmap": lambda function, given: torch.vmap(function)(given),
+        "jvp": lambda function, given: torch.func.jvp(function, (given[0],), (given[0],)),
+    }[transform]
+    for function, given in ((of_head, HIDDEN), (of_logits, LOGITS["logits"]), (of_module, LOGITS["logits"])):
+        with pytest.raises(RuntimeError, match=r"torch\.func transforms .* use loss\.backward\(\) or torch\.autograd"):
+            run(function, given)
+
+
+# ---- options, when they are given
+
+
+@pytest.mark.parametrize("make", [
+    lambda **options: ChunkedHead(8, 11, **options),
+    lambda **options: ChunkedHead.from_linear(torch.nn.Linear(8, 11), **options),
+    patch_trl,
+])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"memory_budget": "lots"}, ValueError, "memory_budget must be bytes or a size"),
+        ({"chunk_tokens": 0}, ValueError, "chunk_tokens must be a positive int"),
+        ({"accumulate_dtype": "float32"}, TypeError, "accumulate_dtype must be None or a torch.dtype"),
+        ({"deterministic": "yes"}, TypeError, "deterministic must be True or False"),
+        ({"backend": "cuda"}, ValueError, "backend must be None or one of"),
+    ],
+    ids=str,
+)
+def test_options_when_given(
+    make: Callable[..., Any], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+def test_options_of_modules_when_given() -> None:
+    for options, message in (
+        ({"reduction": "avg"}, "reduction must be one of"),
+        ({"label_smoothing": 2.0}, "label_smoothing must be finite"),
+        ({"ignore_index": "x"}, "ignore_index must be an int"),
+        ({"softcap": -1.0}, "softcap must be finite"),
+    ):
+        for make in (lambda **given: ChunkedHead(8, 11, **given), CrossEntropyLoss, LigerFusedLinearCrossEntropyLoss):
+            with pytest.raises((TypeError, ValueError), match=message):
+                make(**options)
+    ChunkedHead(8, 11, backend="triton", accumulate_into="main_grad", skip_tolerance=4e-3)  # what there may be later
+    with torch.device("meta"):
+        ChunkedHead(8, 11, memory_budget="1GiB")

@@ -69,7 +69,7 @@ def test_segments_are_rows_unrolled(data, empty: str) -> None:
     assert torch.equal(packed["token_weights"], by_rows["token_weights"].flatten()[order])
     assert float(packed["normalizer"]) == (7 if empty == "counted" else 4)
     assert float(by_rows["normalizer"]) == (5 if empty == "counted" else 4)
-    assert packed["token_weights"].dtype == torch.float32
+    assert packed["token_weights"].dtype == torch.float64  # which loses nothing in a call of any dtype
 
 
 def test_tokens_of_no_segment_weigh_nothing() -> None:
