@@ -1,5 +1,7 @@
 """A loss of the user's own: what it reads is found out, what it claims is checked, what is equal is one."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from chunked_head import linear_loss, logits_loss, losses, metrics, plan
 from chunked_head.losses import closures
 from chunked_head.losses.base import Field, Losses, Summand, Teacher
 from chunked_head.losses.custom import custom
@@ -434,3 +437,90 @@ def test_it_compiles() -> None:
     got = compiled(Stats(synthetic.stats), batch)
     expected = -0.5 * synthetic.stats["logprob"] * synthetic.fields["advantages"]
     torch.testing.assert_close(got, expected)
+
+
+# ---- a plain function in the place of a loss
+
+HEAD = {"hidden": torch.randn(6, 8), "weight": torch.randn(11, 8), "target": torch.arange(6)}
+LOGITS = HEAD["hidden"] @ HEAD["weight"].t()
+
+
+def squared(stats: Any, batch: Any) -> Tensor:
+    return stats.logprob.square()
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.by = torch.tensor(2.0)
+
+    def method(self, stats: Any, batch: Any) -> Tensor:
+        COUNTER.append(1)
+        return self.by * stats.logprob.square()
+
+
+def test_a_plain_function_is_a_loss_of_tokens() -> None:
+    right = linear_loss(**HEAD, loss=custom(squared, scope="token") + 0.1 * losses.z_loss())
+    for loss in (
+        squared + 0.1 * losses.z_loss(),
+        0.1 * losses.z_loss() + squared,
+        1.0 * (0.1 * losses.z_loss() + squared),
+    ):
+        found = linear_loss(**HEAD, loss=loss)
+        torch.testing.assert_close(found.loss, right.loss)
+        assert set(found.parts) == {"squared", "z_loss"}
+    assert torch.equal(linear_loss(**HEAD, loss=squared).loss, right.parts["squared"])
+    on_logits = logits_loss(LOGITS, HEAD["target"], squared, metrics=[metrics.entropy()])
+    torch.testing.assert_close(on_logits.loss, right.parts["squared"])
+    assert plan(6, 8, 11, torch.float32, loss=squared, device="cpu").chunks == 1
+    difference = linear_loss(**HEAD, loss=squared - losses.z_loss()).loss
+    torch.testing.assert_close(linear_loss(**HEAD, loss=losses.z_loss() - squared).loss, -difference)
+    with pytest.raises(ValueError, match=SCOPE):
+        linear_loss(**HEAD, loss=lambda s, b: -s.logprob / len(s.logprob))
+
+
+def test_a_plain_function_is_checked_once() -> None:
+    owner, by = Owner(), torch.tensor(3.0)
+
+    def over_a_tensor(stats: Any, batch: Any) -> Tensor:
+        COUNTER.append(1)
+        return by * stats.logprob
+
+    def plain(stats: Any, batch: Any) -> Tensor:
+        COUNTER.append(1)
+        return 3.0 * stats.logprob
+
+    makers: list[Callable[[], Callable]] = [
+        lambda: plain, lambda: over_a_tensor, lambda: owner.method,
+        lambda: lambda s, b: (COUNTER.append(1), -s.logprob)[1],  # another object each time, of the same code
+    ]  # fmt: skip
+    for made in makers:
+        COUNTER.clear()
+        linear_loss(**HEAD, loss=made())
+        first = len(COUNTER)
+        COUNTER.clear()
+        linear_loss(**HEAD, loss=made())
+        assert len(COUNTER) < first and len(COUNTER) <= 1
+
+
+def test_a_plain_function_is_let_go_of() -> None:
+    """With what it closes over, made anew at every call."""
+
+    def weak_ref() -> Any:
+        by = torch.tensor(3.0)
+        linear_loss(**HEAD, loss=lambda stats, batch: by * stats.logprob)
+        return weakref.ref(by)
+
+    found = [weak_ref() for _ in range(3)]
+    gc.collect()
+    assert [reference() for reference in found] == [None, None, None]
+
+
+@pytest.mark.compiled
+def test_a_plain_function_breaks_the_graph() -> None:
+    def step(hidden: Tensor) -> Tensor:
+        return linear_loss(torch.tanh(hidden), HEAD["weight"], HEAD["target"], squared).loss * 2
+
+    compiled = torch.compile(step, backend="aot_eager")
+    torch.testing.assert_close(compiled(HEAD["hidden"]), step(HEAD["hidden"]))
+    with pytest.raises(Exception, match=r"losses\.custom, before the compiled"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(HEAD["hidden"])

@@ -179,3 +179,35 @@ def test_wrong_arguments(options: dict[str, Any], says: str) -> None:
     (hidden, weight, _), teacher = operands(torch.float32, "cpu")
     with pytest.raises((ValueError, TypeError), match=says):
         linear_divergence(hidden, weight, **{**teacher, **options})
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "wide", [("teacher_weight", "teacher_bias"), ("teacher_hidden", "teacher_weight", "teacher_bias")], ids=len
+)
+def test_a_teacher_under_autocast(place: Place, wide: tuple[str, ...]) -> None:
+    """Its operands are cast as the student's are, whatever their dtypes; the cast head is the plan's to name."""
+    student, teacher = operands(torch.bfloat16, place.device)  # numbers that a cast leaves as they are
+    hidden, weight, _ = (t.float().requires_grad_() for t in student)
+    given = {name: t.float() if name in wide else t for name, t in teacher.items()}
+    target = torch.zeros(TOKENS, dtype=torch.int64, device=place.device)
+
+    def run(batch: dict[str, Tensor], chunk: int) -> list[Any]:
+        hidden.grad = weight.grad = None
+        with torch.autocast(place.device, torch.bfloat16):
+            out = linear_loss(
+                hidden, weight, target, losses.forward_kl(), batch=batch, backend=place.backend, chunk_tokens=chunk
+            )
+            value = linear_divergence(hidden, weight, backend=place.backend, **batch)
+        for retain in (True, False):  # the second computes logits again
+            out.loss.backward(retain_graph=retain)
+        value.sum().backward()
+        return [out.loss, value, hidden.grad, weight.grad, out.plan]
+
+    (*mine, plan), (*right, narrow) = run(given, 24), run(teacher, 24)
+    for a, b in zip(mine, right, strict=True):
+        assert torch.equal(a, b)
+    cast = [next(term.sweep for term in each.terms if term.kind == "cast") for each in (plan, narrow)]
+    assert cast[0] - cast[1] == teacher["teacher_weight"].numel() * 2
+    with pytest.raises(TypeError, match=r"'\] must have the dtype of teacher_hidden, .* run under torch\.autocast"):
+        linear_divergence(hidden, weight, **{**teacher, "teacher_bias": teacher["teacher_bias"].double()})

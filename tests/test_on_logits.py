@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from tracking import Tracker
 
-from chunked_head import linear_loss, losses, metrics
+from chunked_head import linear_logprobs, linear_loss, logits_logprobs, losses, metrics
 from chunked_head.backends import torch_backend
 from chunked_head.backends.torch_tiles import TILE_ELEMENTS
 from chunked_head.cross_entropy_loss import CrossEntropyLoss
@@ -668,6 +668,43 @@ def test_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         cast = loss_and_grad(lambda x: CrossEntropyLoss()(x, target), logits)
     assert plain[1].any() and all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+# ---- per token
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logprobs_of_logits(place: Place, dtype: torch.dtype) -> None:
+    """As of hidden states whose product they are: values, masks, shift, gradients."""
+    logits = made_logits(4, 21, 33, dtype=dtype, device=place.device)
+    target = made_target(33, 4, 21, device=place.device)
+    options: dict[str, Any] = {
+        "temperature": 0.7, "softcap": 6.0, "logit_scale": 1.3, "shift": 2,
+        "mask": (torch.rand(4, 21) < 0.7).to(place.device), "entropy": True, "lse": True, "argmax": True,
+        "mean_logit": True, "log_sum_sq_probs": True,
+    }  # fmt: skip
+    leaf, hidden = logits.detach().requires_grad_(), logits.detach().float().requires_grad_()
+    found = logits_logprobs(leaf, target, backend=place.backend, **options)
+    right = linear_logprobs(hidden, torch.eye(33, device=place.device), target, backend="torch", **options)
+    for name, value in found._asdict().items():
+        torch.testing.assert_close(value, getattr(right, name), rtol=1e-4, atol=1e-5)
+    for each in (found, right):
+        sum(value.sum() * (i + 1) for i, value in enumerate(each) if value.is_floating_point()).backward()
+    rtol = 1e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(leaf.grad, hidden.grad.to(dtype), rtol=rtol, atol=1e-4)
+
+
+def test_class_probabilities_by_a_teacher() -> None:
+    """The remedy that the error for floating-point targets names is what PyTorch computes of them, zeros included."""
+    logits = made_logits(20, 33).requires_grad_()
+    probabilities = torch.rand(20, 33).where(torch.rand(20, 33) < 0.8, 0.0)
+    probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    batch = {"teacher_logits": probabilities.log()}
+    mine = logits_loss(logits, None, losses.forward_kl("cross_entropy"), batch=batch).loss
+    expected = F.cross_entropy(logits, probabilities)
+    torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (mine, expected)))
 
 
 # ---- wrong calls

@@ -8,7 +8,7 @@ from full_stats import only
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunked_head import weights
+from chunked_head import linear_loss, losses, weights
 from chunked_head.losses import policy
 
 F64 = torch.float64
@@ -70,6 +70,18 @@ def test_segments_are_rows_unrolled(data, empty: str) -> None:
     assert float(packed["normalizer"]) == (7 if empty == "counted" else 4)
     assert float(by_rows["normalizer"]) == (5 if empty == "counted" else 4)
     assert packed["token_weights"].dtype == torch.float64  # which loses nothing in a call of any dtype
+
+
+def test_a_call_in_float64(data) -> None:
+    """Weights are as exact as the call is."""
+    mask, _ = data
+    target, hidden = torch.zeros(5, 6, dtype=torch.int64), torch.randn(5, 6, 8, dtype=F64)
+    weight = torch.randn(3, 8, dtype=F64)
+    loss = losses.cross_entropy(**weights.sequence_mean(mask))
+    found = linear_loss(hidden, weight, target, loss, batch={"mask": mask}).loss
+    logprobs = (hidden @ weight.t()).log_softmax(-1)[..., 0]
+    means = [row[kept].mean() for row, kept in zip(logprobs, mask, strict=True) if kept.any()]
+    torch.testing.assert_close(found, -torch.stack(means).sum() / 5, rtol=1e-14, atol=0)
 
 
 def test_tokens_of_no_segment_weigh_nothing() -> None:

@@ -173,7 +173,8 @@ def as_losses(loss: Any, argument: str = "loss") -> Losses:
         raise TypeError(f"{argument} is what makes a loss, {name}, and no loss yet; call it: {made}")
     if not callable(loss) or isinstance(loss, type):
         raise TypeError(
-            f"{argument} must be made of chunked_head.losses, or a function (stats, batch) -> values, got {loss!r}"
+            f"{argument} must be made of chunked_head.losses, got {type(loss).__name__}; a function (stats, batch) -> "
+            "values is taken as well"
         )
     return taken(loss)
 
