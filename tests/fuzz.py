@@ -125,6 +125,10 @@ class Call:
     def some(self, *shape: int, share: float) -> Tensor:
         return torch.rand(*shape, generator=self.made) < share
 
+    def disturbed(self, logprobs: Tensor) -> Tensor:
+        """Log-probabilities of a model close by."""
+        return (logprobs + 0.3 * self.real(*self.leading)).clamp(max=0.0)
+
     # ---- what stands where
 
     @functools.cached_property
@@ -190,8 +194,8 @@ class Call:
         taught = max(1, vocab + self.pick([0, -2, 3]))
         top = torch.rand(*lead, vocab, generator=self.made).topk(k).indices
         return {
-            "old_logprobs": own + 0.3 * self.real(*lead), "ref_logprobs": own + 0.3 * self.real(*lead),
-            "rollout_logprobs": own + 0.3 * self.real(*lead), "advantages": self.real(*lead),
+            "old_logprobs": self.disturbed(own), "ref_logprobs": self.disturbed(own),
+            "rollout_logprobs": self.disturbed(own), "advantages": self.real(*lead),
             "segments": torch.randint(-1, self.num_segments - 1, lead, generator=self.made),  # the last one is empty
             "pairs": torch.randint(0, self.num_segments, (3, 2), generator=self.made),
             "segment_labels": self.some(self.num_segments, share=0.5), "kl_baseline": torch.tensor(0.2),

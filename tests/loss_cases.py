@@ -115,9 +115,9 @@ def inputs_of(
     fields = {
         "mask": ~masked,
         "token_weights": torch.rand(tokens, generator=made) * 2.0,
-        "old_logprobs": own + 0.3 * normal(tokens),
-        "ref_logprobs": own + 0.3 * normal(tokens),
-        "rollout_logprobs": own + 0.3 * normal(tokens),
+        "old_logprobs": (own + 0.3 * normal(tokens)).clamp(max=0.0),
+        "ref_logprobs": (own + 0.3 * normal(tokens)).clamp(max=0.0),
+        "rollout_logprobs": (own + 0.3 * normal(tokens)).clamp(max=0.0),
         "advantages": normal(tokens),
         "segments": segments,
         "documents": segments.flip(0),
