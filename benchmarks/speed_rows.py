@@ -22,7 +22,7 @@ SHAPES = (
 )
 SMALL_TOKENS = (1, 64, 256, 1024)
 SMALL_ROWS = ("default", "logprobs")
-LARGE_VOCAB, LARGE_BUDGET = 200_000, "1100MiB"
+LARGE_VOCAB = 200_000  # where the default budget is more than 640 MiB
 PEERS = ("compile", "liger", "liger-fp32")
 
 ONE, THREE, SUMMED = "1 product", "3 products", "3 products, add_"
@@ -69,9 +69,9 @@ def must_of(name: str, shape: Shape) -> float | None:
     return dict(zip(SHAPES, ROWS[name].must, strict=False)).get(shape)
 
 
-def options_of(name: str, shape: Shape) -> dict[str, Any]:
-    """A row's options; a large vocabulary has a larger budget where the row names none."""
-    return {**({"memory_budget": LARGE_BUDGET} if shape.vocab >= LARGE_VOCAB else {}), **ROWS[name].options}
+def options_of(name: str) -> dict[str, Any]:
+    """A copy of a row's options."""
+    return dict(ROWS[name].options)
 
 
 def gradient_bytes(name: str, shape: Shape, dtype: torch.dtype) -> int:
@@ -85,7 +85,7 @@ def gradient_bytes(name: str, shape: Shape, dtype: torch.dtype) -> int:
 def predict(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
     """What `chunked_head.plan` says of such a call."""
     row = ROWS[name]
-    options = {**options_of(name, shape), "hidden_grad": row.backward, "weight_grad": row.backward}
+    options = {**options_of(name), "hidden_grad": row.backward, "weight_grad": row.backward}
     ours = providers.Provider(name, "ours", linear_cross_entropy, options | {"accumulate_into": row.into})
     return providers.predict(ours, shape, dtype, device)
 
@@ -112,8 +112,7 @@ class Bench:
 
     def step(self, name: str, upstream: float = 1.0) -> measure.Step:
         """A row's step."""
-        row, hidden, weight = ROWS[name], self.operands.hidden, self.operands.weight
-        options = options_of(name, Shape(hidden.shape[0], hidden.shape[1], weight.shape[0]))
+        row, options = ROWS[name], options_of(name)
         if row.into:
             options |= {"accumulate_into": self.main_grad, "upstream": upstream}
         call: providers.Loss = functools.partial(linear_logprobs if row.logprobs else linear_cross_entropy, **options)

@@ -31,7 +31,7 @@ class Request:
     memory_budget: int | str | None = None
     chunk_tokens: int | None = None
     accumulate_dtype: torch.dtype | None = None
-    default: int = DEFAULT_BUDGET  # bytes where memory_budget is None; ``make_plan`` tries the ranks' own too
+    default: int = DEFAULT_BUDGET  # bytes where memory_budget is None: ``make_plan`` says how many
 
     def __post_init__(self) -> None:
         chunk = self.chunk_tokens
@@ -63,11 +63,11 @@ FEW_CHUNKS = 4
 def make_plan(sizes: Sizes, request: Request) -> Plan:
     """The plan for a call of these sizes; ValueError or TypeError where the request cannot be met."""
     check_request(sizes, request)
-    plan = fastest(sizes, request)
+    plan = fastest(sizes, replace(request, default=default_budget(sizes, 1)))
     if sizes.ranks == 1 or request.explicit:
         return plan
     try:
-        less = fastest(sizes, replace(request, default=default_budget(sizes.ranks)))
+        less = fastest(sizes, replace(request, default=default_budget(sizes, sizes.ranks)))
     except ValueError:
         return plan
     # a rank's share of the default where chunks stay large enough: what no rank divides may fill it

@@ -3,16 +3,16 @@
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from .kernels.tiles import exp_tile
-from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, peak_of
+from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, forward_terms, peak_of
 from .sizes import ROUNDING_ERROR, Sizes
 
-DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares
+DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares, and that has no more rows than this is for
 # fewer rows than this leave the matmuls starved and make every pass over the gradient of the weight count
 GOOD_CHUNK = 2048
 # so many rows dweight's product takes at a time
@@ -22,12 +22,20 @@ MAX_HALF_CHUNKS = 8
 Schedule = Literal["loss only", "forward", "recompute"]
 
 
-def default_budget(ranks: int) -> int:
-    """Bytes that each of the ranks that share a vocabulary is to do with: less as they grow in number, chunks larger.
+def default_budget(sizes: Sizes, ranks: int) -> int:
+    """Bytes that a call may take where its caller says nothing: what a chunk of 2048 tokens does where its logits
+    alone, in the operands' dtype, are more than 640 MiB.
 
-    A token's hidden states are as long on any number of ranks, so from 16 on it stays.
+    Of ranks that share a vocabulary each is to do with less as they grow in number, and chunks become larger. A token's
+    hidden states are as long on any number of ranks, so from 16 on it stays.
     """
-    return math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
+    share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
+    logits = GOOD_CHUNK * sizes.vocab * sizes.element
+    if logits <= share:
+        return share
+    # a copy of all hidden states is no part of a chunk
+    terms = forward_terms(replace(sizes, copied=False), GOOD_CHUNK, sizes.hidden_dtype, sizes.weight_dtype)
+    return logits + extra_of(terms) - GOOD_CHUNK * sizes.kept_bytes
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,9 @@ def test_rows_of_a_shape():
     assert speed_rows.chosen(None, LARGE, small=True) == ["default", "logprobs"]
     assert speed_rows.chosen(["loss", "half-skipped"], SHAPE, small=False) == ["default", "half-skipped", "loss"]
     assert speed_rows.chosen(["640MiB"], SHAPE, small=True) == ["640MiB"]
-    assert speed_rows.options_of("default", SHAPE) == {}
-    assert speed_rows.options_of("half-skipped", LARGE) == {"memory_budget": "1100MiB", "skip_ignored": True}
-    assert speed_rows.options_of("640MiB", LARGE) == {"memory_budget": "640MiB"}
+    assert speed_rows.options_of("default") == {}
+    assert speed_rows.options_of("half-skipped") == {"skip_ignored": True}
+    assert speed_rows.options_of("640MiB") == {"memory_budget": "640MiB"}
 
 
 def test_what_is_accepted_stands_at_its_shape():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from chunked_head import Plan, losses, plan
 from chunked_head.memory import MiB
 from chunked_head.planner import Request, make_plan
-from chunked_head.plans import DEFAULT_BUDGET, parse_bytes
+from chunked_head.plans import DEFAULT_BUDGET, default_budget, parse_bytes
 from chunked_head.sizes import Sizes
 
 LLAMA: dict[str, Any] = {"hidden": 4096, "vocab": 128256, "dtype": torch.bfloat16, "device": "cuda"}
@@ -40,7 +40,7 @@ def test_budget_holds(tokens, hidden, vocab, dtype, budget, reduction, hidden_gr
         assert "too small" in str(error)
         return
     grown = 4 * hidden * vocab if budget is None else 0
-    assert made.extra_bytes <= (budget or DEFAULT_BUDGET) + grown
+    assert made.extra_bytes <= (budget or default_budget(made.sizes, 1)) + grown
     assert made.extra_bytes <= made.budget
     covered = [t for rows in made.token_chunks() for t in (rows.start, rows.stop)]
     assert covered == sorted(covered)
@@ -61,6 +61,22 @@ def test_default_for_a_large_head() -> None:
     assert (made.schedule, made.chunks, made.chunk_tokens) == ("forward", 4, 2048)
     assert made.accumulate_dtype == torch.bfloat16
     assert made.extra_bytes <= 640 * MiB
+
+
+@pytest.mark.parametrize(("hidden", "vocab", "beside"), [(2304, 256000, 1042), (2880, 201088, 825)])
+def test_default_for_many_rows_is_a_chunk_of_2048_tokens(hidden: int, vocab: int, beside: int) -> None:
+    """Where the logits alone of so many tokens are more than 640 MiB, in the dtype of the operands."""
+    made = plan(8192, hidden, vocab, torch.bfloat16, device="cuda", backend="triton")
+    assert (made.schedule, made.chunks, made.chunk_tokens) == ("forward", 4, 2048)
+    assert made.extra_bytes <= made.budget <= 1.03 * made.extra_bytes
+    assert INTERPRETED or round(made.extra_bytes / MiB) == beside
+    assert 2 * 2048 * vocab < made.budget < 2.2 * 2048 * vocab
+    assert plan(8192, hidden, vocab, torch.bfloat16, device="cuda", memory_budget="640MiB").budget == 640 * MiB
+    assert plan(8192, hidden, 163840, torch.bfloat16, device="cuda").budget == 640 * MiB
+    wide = plan(8192, hidden, vocab, torch.float32, device="cpu")
+    assert wide.chunks == 4 and 4 * 2048 * vocab < wide.budget < 4.2 * 2048 * vocab
+    shared = plan(8192, hidden, 2 * vocab, torch.bfloat16, device="cuda", backend="triton", ranks=2)
+    assert shared.sizes.vocab == vocab and shared.chunks == 4 and shared.budget < 2.2 * 2048 * vocab
 
 
 def test_default_falls_with_the_ranks() -> None:
