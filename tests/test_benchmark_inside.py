@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("rich")
+
 from benchmarks import inside, measure
 
 CHUNK = ["copy_rows", "exp_logits_kernel", "merge_strips", "dhidden_kernel", "nvjet_hsh_256x128"]

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
 import chunked_head.integrations.fused_loss
 from benchmarks import model_curves, models
 

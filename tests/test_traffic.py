@@ -16,6 +16,7 @@ import pytest
 import ranks
 import torch
 
+pytest.importorskip("rich")
 pytest.importorskip("psutil")
 
 from benchmarks import traffic

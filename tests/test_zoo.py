@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("rich")
 pytest.importorskip("transformers")
 
 from benchmarks import zoo, zoo_pool, zoo_report
