@@ -1,11 +1,14 @@
 """Liger's and Apple's heads by their names: values and gradients against Liger and plain PyTorch, and refusals."""
 
+import dataclasses
 import enum
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -277,3 +280,85 @@ def test_cut_cross_entropy_refuses(options: dict[str, Any], error: type, says: s
     leaves, target = operands()
     with pytest.raises(error, match=says):
         cce.linear_cross_entropy(*leaves[:2], target, **options)
+
+
+def test_cut_cross_entropy_module_has_attributes() -> None:
+    """Apple's, in Apple's order; a changed one counts."""
+    names = [
+        "ignore_index", "softcap", "reduction", "shift", "filter_eps", "accum_e_fp32", "accum_c_fp32", "filter_e_grad",
+        "filter_c_grad", "impl", "return_lse",
+    ]  # fmt: skip
+    taken = inspect.signature(cce.LinearCrossEntropy.__init__).parameters.values()
+    assert [p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD][1:] == names
+    module = cce.LinearCrossEntropy(-100, 3.0, "sum", 1, None, True)
+    assert [getattr(module, name) for name in names] == [
+        -100,
+        3.0,
+        "sum",
+        1,
+        None,
+        True,
+        False,
+        True,
+        True,
+        "cce",
+        False,
+    ]
+    leaves, target = operands()
+    module.reduction, module.return_lse, module.shift = "none", True, 0
+    assert [value.shape for value in module(*leaves[:2], target)] == [target.shape] * 2
+    module.reduction = "max"
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        module(*leaves[:2], target)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"return_lse": "yes"}, "return_lse must be True or False"), ({"shift": -1}, "shift must be at least 0"),
+        ({"ignore_index": None}, "ignore_index must be an int"), ({"softcap": "x"}, "softcap must be a number"),
+        ({"accum_c_fp32": 1}, "accum_c_fp32 must be True or False"), ({"memory_budget": "x"}, "memory_budget must be"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_cut_cross_entropy_module_refuses(options: dict[str, Any], says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        cce.LinearCrossEntropy(**options)
+
+
+@dataclasses.dataclass
+class VocabParallelOptions:
+    """As Apple's."""
+
+    start: int
+    stop: int
+    group: Any = None
+    reduce_e_grad: bool = True
+
+
+def of_a_rank(rank: int, device: str) -> dict[str, Any]:
+    leaves, target = operands()
+    (e, c, bias), cut = leaves, 4  # uneven, as Apple's ranges are
+    rows = slice(0, cut) if rank == 0 else slice(cut, len(c))
+    options = VocabParallelOptions(rows.start, rows.stop)
+    c, bias = c.detach()[rows].requires_grad_(), bias.detach()[rows].requires_grad_()
+    loss, lse = cce.linear_cross_entropy(e, c, target, bias, return_lse=True, vocab_parallel_options=options)
+    (loss + lse.square().mean()).backward()
+    plain = cce.linear_cross_entropy(e, c, target, bias, vocab_parallel_options=options)
+    options = VocabParallelOptions(rows.start + rank, rows.stop)
+    said = ranks.said(lambda: cce.linear_cross_entropy(e, c, target, bias, vocab_parallel_options=options))
+    return {"values": [loss, lse, plain], "grads": [e.grad, c.grad, bias.grad], "said": said}
+
+
+def test_cut_cross_entropy_over_ranks(tmp_path: Path) -> None:
+    found = ranks.run(of_a_rank, 2, tmp_path)
+    leaves, target = operands()
+    loss, lse = cce.linear_cross_entropy(*leaves[:2], target, leaves[2], return_lse=True)
+    (loss + lse.square().mean()).backward()
+    for rank in found:
+        for value, right in zip(rank["values"], (loss, lse, loss), strict=True):
+            close(value.detach(), right.detach())
+        close(rank["grads"][0], leaves[0].grad)
+        assert "ValueError: vocab_parallel_options of rank 1 say rows 5 to" in rank["said"]
+    for at in (1, 2):
+        close(torch.cat([rank["grads"][at] for rank in found]), leaves[at].grad)
