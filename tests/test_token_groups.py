@@ -192,6 +192,10 @@ def refused(rank: int) -> dict[str, str]:
         "out of range": lambda: linear_loss(
             *plain[:2], plain[2] + 1000 * rank, losses.cross_entropy(), parallel=tokens
         ),
+        "not log-probabilities": lambda: linear_loss(
+            *plain, losses.gspo(), parallel=tokens, num_segments=inputs.num_segments,
+            batch=inputs.batch | {"old_logprobs": inputs.batch["old_logprobs"] + 1000 * rank},
+        ),
         "merged": lambda: metrics.combine(
             linear_loss(*plain, losses.cross_entropy(), metrics=[metrics.entropy()], **options).metrics
             for options in ({}, {"parallel": tokens})
@@ -276,13 +280,15 @@ def test_errors(of_two: list[dict[str, Any]]) -> None:
         "logprobs": "TokenParallel has no effect", "averaged none": 'reduction="none" has no loss',
         "irreducible": "loss cumulative has other values where a segment's tokens lie on two ranks",
         "out of range": "out of range on another rank", "other losses": "is about to make another call",
-        "merged": "cannot be merged",
+        "merged": "cannot be merged", "not log-probabilities": "is wrong on another rank",
     }  # fmt: skip
     for rank in of_two:
         assert not isinstance(rank["refused"], str), rank["refused"]
         for name, text in expected.items():
             if name == "out of range" and rank is of_two[1]:
                 text = "target must be in [0, 331)"
+            if name == "not log-probabilities" and rank is of_two[1]:
+                text = "must hold log-probabilities"
             assert text in rank["refused"][name], name
 
 

@@ -14,18 +14,21 @@ from .collectives import all_gather
 
 @contextlib.contextmanager
 def ids_in_range_everywhere(group: Any) -> Iterator[None]:
-    """An IndexError of one rank on all: on the CPU, where ids are looked at before they are used."""
-    own = None
+    """An IndexError or ValueError of one rank on all: on the CPU, where fields are looked at before they are used."""
+    own: IndexError | ValueError | None = None
     try:
         yield
-    except IndexError as error:
+    except (IndexError, ValueError) as error:
         own = error
-    failed = torch.tensor([float(own is not None)])
+    failed = torch.tensor([isinstance(own, IndexError), isinstance(own, ValueError)], dtype=torch.float32)
     distributed.all_reduce(failed, group=group)
     if own is not None:
         raise own
-    if failed.item():
+    of_ids, of_fields = failed.tolist()
+    if of_ids:
         raise IndexError("an id is out of range on another rank of TokenParallel, where the error says which")
+    if of_fields:
+        raise ValueError("a field is wrong on another rank of TokenParallel, where the error says which")
 
 
 # Kinds of calls that all ranks of a group are known to make alike. By the group itself: its name comes back, for other
