@@ -409,17 +409,23 @@ class Call:
     def linear_logprobs(self) -> tuple[Callable[[], Drawn], Callable[[torch.dtype], Drawn]]:
         asked = {name: self.pick([True, False]) for name in ("entropy", "lse", "mean_logit", "log_sum_sq_probs")}
         argmax, top_k = self.pick([False, True]), self.pick([None, None, 1, min(3, self.vocab)])
-        if top_k and self.schedule["skip_ignored"] is True:
+        on_logits = self.function == "logits_logprobs"
+        if on_logits or self.schedule["skip_ignored"] is True:
             top_k = None
+        asked_too = {"argmax": argmax, "temperature": self.temperature}
 
         def ours() -> Drawn:
-            leaves = self.leaves(self.dtype, ours=True)
-            hidden, weight, bias = leaves
-            found = chunked_head.linear_logprobs(
-                hidden, weight, self.targets(ours=True), **asked, argmax=argmax, top_k=top_k,
-                temperature=self.temperature, bias=bias, **self.head, **self.options(), **self.into(weight),
-                mask=None if self.mask is None else self.mask.to(self.device),
-            )  # fmt: skip
+            target, mask = self.targets(ours=True), None if self.mask is None else self.mask.to(self.device)
+            common = asked | asked_too | self.head | self.options() | {"mask": mask}
+            if on_logits:
+                leaves: list[Tensor | None] = [self.logits(self.dtype).requires_grad_()]
+                given = torch.where(self.predicts.to(self.device)[..., None], leaves[0], torch.nan)
+                found = chunked_head.logits_logprobs(self.laid(given), target, **common)
+            else:
+                leaves = self.leaves(self.dtype, ours=True)
+                hidden, weight, bias = leaves
+                common |= self.into(weight) | {"top_k": top_k}
+                found = chunked_head.linear_logprobs(hidden, weight, target, bias=bias, **common)
             found = {"logprobs": found} if isinstance(found, Tensor) else found._asdict()
             for name in ("argmax", "top_k_ids"):
                 if name in found:
@@ -446,6 +452,9 @@ class Call:
     def rows(self, dtype: torch.dtype) -> tuple[list[Tensor | None], Tensor, Tensor]:
         """Leaves; final logits and targets of the rows that count."""
         leaves, weight, bias = self.reference_operands(dtype)
+        if self.function.startswith("logits_"):
+            leaves, bias = [self.logits(self.dtype).to(dtype).requires_grad_()], None
+            weight = torch.eye(self.vocab + self.padding, dtype=dtype, device=self.device)[: self.vocab]
         hidden: Any = leaves[0]
         counted = hidden[self.predicts.to(self.device)]
         x = reference.logits(counted, weight, bias, self.head["logit_scale"], self.head["softcap"])
@@ -573,6 +582,10 @@ class Call:
     def logits_loss(self) -> Any:
         return self.linear_loss
 
+    @property
+    def logits_logprobs(self) -> Any:
+        return self.linear_logprobs
+
     # ---- the comparison
 
     def check(self) -> bool:
@@ -616,8 +629,10 @@ def compare(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torch.dtype, size
     assert worst <= allowed, f"{what}: error {worst:.3e} of {truth.abs().max():.3e}, allowed {allowed:.3e}"
 
 
-FUNCTIONS = ("linear_cross_entropy", "linear_loss", "linear_logprobs", "logits_loss", "linear_divergence",
-             "linear_loss", "ChunkedHead", "CrossEntropyLoss", "linear_loss", "gathered_topk_kl")  # fmt: skip
+FUNCTIONS = (
+    "linear_cross_entropy", "linear_loss", "linear_logprobs", "logits_loss", "linear_divergence", "linear_loss",
+    "ChunkedHead", "CrossEntropyLoss", "linear_loss", "gathered_topk_kl", "logits_logprobs",
+)  # fmt: skip
 
 
 def sweep(seeds: range, **place: Any) -> Mapping[str, int]:

@@ -31,6 +31,7 @@ from chunked_head import (
     linear_divergence,
     linear_logprobs,
     linear_loss,
+    logits_logprobs,
     logits_loss,
     losses,
     metrics,
@@ -88,6 +89,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "linear_cross_entropy": (linear_cross_entropy, plain),
     "linear_loss": (lambda h, w, y, backend: linear_loss(h, w, y, losses.cross_entropy(), backend=backend).loss, plain),
     "linear_logprobs": (ours_logprobs, plain_logprobs),
+    "logits_logprobs": (
+        lambda h, w, y, backend: sum(logits_logprobs(h @ w.T, y, entropy=True, backend=backend)).sum(), plain_logprobs
+    ),
     "linear_divergence": (
         lambda h, w, y, backend: linear_divergence(h, w, teacher_logits=TEACHER, backend=backend).sum(),
         plain_divergence,
