@@ -1,4 +1,5 @@
-# `make demo` trains with both heads and compares them, `make test` checks everything; each makes its environment first.
+# `make demo` trains with both heads and compares them, `make test` checks everything, `make smoke` whether what
+# `pip install .` makes works, `make floor` whether it does with the oldest versions; each makes its environment first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,9 +8,12 @@ TORCH ?= torch==2.15.0
 SYSTEM ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
+CONSTRAINTS ?= .ci/constraints.txt
+PIP := -m pip install --quiet --disable-pip-version-check --constraint $(abspath $(CONSTRAINTS))
+INSTALL := $(BIN)/python $(PIP)
+SMOKE := $(VENV)-smoke
 
-.PHONY: demo test lint environment
+.PHONY: demo test lint environment smoke floor
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
@@ -23,6 +27,19 @@ lint: $(READY)
 	$(BIN)/mypy
 
 environment: $(READY)
+
+# from a copy, since setuptools leaves a build folder beside its sources; pytest by its own name does not see the checkout
+smoke:
+	$(PYTHON) -m venv $(SYSTEM) $(SMOKE)
+	$(if $(TORCH),$(SMOKE)/bin/python $(PIP) $(TORCH))
+	rm -rf $(SMOKE)/source && mkdir $(SMOKE)/source
+	cp -r chunked_head kernels pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md $(SMOKE)/source
+	cd $(SMOKE)/source && ../bin/python $(PIP) '.[smoke]'
+	cd $(SMOKE) && bin/python -VV && bin/python -c "import chunked_head as c; print(c.__version__, c.__file__)"
+	$(SMOKE)/bin/pytest -q -o pythonpath=tests -p no:cacheprovider tests/test_smoke.py
+
+floor:
+	$(MAKE) smoke TORCH=torch==2.9.0 CONSTRAINTS=.ci/floor.txt VENV=$(VENV)-floor
 
 # torch first and by itself, so that nothing else decides which build of it comes
 $(READY): pyproject.toml .ci/constraints.txt
