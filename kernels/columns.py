@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .row_grad import teacher_terms
+from .stored import load_row
 from .targets import ELSEWHERE
 from .transform import softmax_term, transform_derivative, transform_logits
 
@@ -94,17 +96,35 @@ def column_grad_kernel(
     rest2_ptr,
     alpha2_ptr,
     eta2_ptr,  # or None
+    teacher_ptr,  # [rows, teacher_columns], or None; with all that follow as `row_grad_kernel` has them
+    teacher_offset_ptr,
+    teacher_bias_ptr,
+    teacher_start_ptr,
+    teacher_rest_ptr,
+    gamma_ptr,
+    rho_ptr,
+    tau_ptr,
+    theta_ptr,
     # sizes
+    rows,
     columns,
     first_column,
     columns2,
+    teacher_columns,
     count,
     stride,
+    teacher_stride,
     # scalars
     logit_scale,
     softcap,
     ratio2,
-    ADD: tl.constexpr,  # dlogits holds terms that cannot be made again here
+    teacher_scale,
+    teacher_softcap,
+    SECOND: tl.constexpr,
+    LOG_BETA: tl.constexpr,
+    LOG_REST: tl.constexpr,
+    FLOOR: tl.constexpr,
+    STRIP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Overwrites the gradient of some columns with what exact logits give: ``p - t`` out of a rounded ``p`` would lose
@@ -125,36 +145,54 @@ def column_grad_kernel(
     here = first & (column >= 0) & (offs >= 0) & (offs < columns)
     at = dlogits_ptr + row * stride + offs
     grad = sparse
-    slope = transform_derivative(x, logit_scale, softcap)
-    if ADD:
-        grad = grad * slope + tl.load(at, mask=here, other=0.0).to(tl.float32)
-    else:
-        if alpha_ptr is not None:
-            alpha = tl.load(alpha_ptr + row)
-            log_p = (x - tl.load(start_ptr + row)) + tl.load(rest_ptr + row)
-            if eta_ptr is not None:
-                grad += softmax_term(log_p, alpha, tl.load(eta_ptr + row))
+    log_p = (x - tl.load(start_ptr + row)) + tl.load(rest_ptr + row)
+    if alpha_ptr is not None:
+        alpha = tl.load(alpha_ptr + row)
+        if eta_ptr is not None:
+            grad += softmax_term(log_p, alpha, tl.load(eta_ptr + row))
+        else:
+            grad += softmax_term(log_p, alpha, None)
+    if start2_ptr is not None:
+        x2 = x
+        if ratio2 is not None:
+            x2 = x * ratio2
+        log_p2 = (x2 - tl.load(start2_ptr + row)) + tl.load(rest2_ptr + row)
+        log_p2 = tl.where(offs < columns2, log_p2, float("-inf"))
+        if alpha2_ptr is not None:
+            alpha2 = tl.load(alpha2_ptr + row)
+            if eta2_ptr is not None:
+                grad += softmax_term(log_p2, alpha2, tl.load(eta2_ptr + row))
             else:
-                grad += softmax_term(log_p, alpha, None)
-        if start2_ptr is not None:
-            x2 = x
-            if ratio2 is not None:
-                x2 = x * ratio2
-            log_p2 = (x2 - tl.load(start2_ptr + row)) + tl.load(rest2_ptr + row)
-            log_p2 = tl.where(offs < columns2, log_p2, float("-inf"))
-            if alpha2_ptr is not None:
-                alpha2 = tl.load(alpha2_ptr + row)
-                if eta2_ptr is not None:
-                    grad += softmax_term(log_p2, alpha2, tl.load(eta2_ptr + row))
-                else:
-                    grad += softmax_term(log_p2, alpha2, None)
-        if beta_ptr is not None:
-            grad = tl.where(column == target, grad - tl.load(beta_ptr + row), grad)
-        if kappa_ptr is not None:
-            kappa = tl.load(kappa_ptr + row)
-            if class_weights_ptr is not None:
-                grad -= kappa * tl.load(class_weights_ptr + offs, mask=here, other=0.0).to(tl.float32)
-            else:
-                grad -= kappa
-        grad = grad * slope
+                grad += softmax_term(log_p2, alpha2, None)
+    if beta_ptr is not None:
+        grad = tl.where(column == target, grad - tl.load(beta_ptr + row), grad)
+    if kappa_ptr is not None:
+        kappa = tl.load(kappa_ptr + row)
+        if class_weights_ptr is not None:
+            grad -= kappa * tl.load(class_weights_ptr + offs, mask=here, other=0.0).to(tl.float32)
+        else:
+            grad -= kappa
+    if teacher_ptr is not None:
+        in_teacher = here & (offs < teacher_columns)
+        y = load_row(
+            teacher_ptr + row * teacher_stride, teacher_offset_ptr, teacher_bias_ptr, row, rows, offs, in_teacher,
+            teacher_scale, teacher_softcap, STRIP,
+        )  # fmt: skip
+        log_q = (y - tl.load(teacher_start_ptr + row)) + tl.load(teacher_rest_ptr + row)
+        log_q = tl.where(in_teacher, log_q, float("-inf"))
+        gamma = None
+        rho = None
+        tau = None
+        theta = None
+        if gamma_ptr is not None:
+            gamma = tl.load(gamma_ptr + row)
+        if rho_ptr is not None:
+            rho = tl.load(rho_ptr + row)
+        if tau_ptr is not None:
+            tau = tl.load(tau_ptr + row)
+        if theta_ptr is not None:
+            theta = tl.load(theta_ptr + row)
+        lp = log_p2 if SECOND else log_p
+        grad += teacher_terms(lp, log_q, gamma, rho, tau, theta, LOG_BETA, LOG_REST, FLOOR)
+    grad = grad * transform_derivative(x, logit_scale, softcap)
     tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=here)

@@ -123,6 +123,16 @@ class Beside(NamedTuple):
     floor: float
 
 
+def beside_arguments(beside: Beside | None) -> tuple[tuple, tuple[int, int], tuple, dict]:
+    """A teacher as the kernels take it: tensors, columns and stride, scale and cap, constants; None for none."""
+    if beside is None:
+        return (None,) * 9, (0, 0), (None, None), {"SECOND": False, **mixture(None), "FLOOR": 0.0}
+    side = beside.stored
+    tensors = (side.logits, side.offset, side.bias, *beside[1:3], *beside[5:9])
+    constants = {"SECOND": beside.second, **mixture(beside.beta), "FLOOR": beside.floor}
+    return tensors, (beside.columns, side.logits.stride(0)), (side.logit_scale, side.softcap), constants
+
+
 def row_grad(
     dlogits: torch.Tensor,  # [rows, columns], may share the bytes of the stored logits
     stored: Stored,
@@ -150,25 +160,16 @@ def row_grad(
         block_rows, column_programs = 1, 1
         block, warps = row_block(columns)
         block = min(block, 4096) if beside else block
-    teacher: tuple = (None,) * 9
-    sizes, scalars = (columns, 0), (None, None)
-    if beside is not None:
-        side = beside.stored
-        teacher = (
-            side.logits, side.offset, side.bias, beside.start, beside.rest,
-            beside.gamma, beside.rho, beside.tau, beside.theta,
-        )  # fmt: skip
-        sizes, scalars = (beside.columns, side.logits.stride(0)), (side.logit_scale, side.softcap)
+    teacher, sizes, scalars, constants = beside_arguments(beside)
     row_grad_kernel[(column_programs * cdiv(rows, block_rows),)](
         dlogits, stored.logits, stored.offset, stored.bias, class_weights, target, target_logit, beta, kappa,
         *first[:4], *second[:4], *teacher,
         rows, columns, first_column, second.columns, sizes[0],
         stored.logits.stride(0), dlogits.stride(0), sizes[1],
         logit_scale, softcap, second.ratio, *scalars,
-        SECOND=beside is not None and beside.second, **mixture(beside.beta if beside else None),
-        FLOOR=beside.floor if beside else 0.0,
-        COLUMN_PROGRAMS=column_programs, STRIP=RELATIVE_STRIP, BLOCK_ROWS=block_rows, BLOCK=block,
-        num_warps=warps, **FUSED,
+        **constants,
+        COLUMN_PROGRAMS=column_programs, STRIP=RELATIVE_STRIP, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
+        **FUSED,
     )  # fmt: skip
 
 
@@ -210,17 +211,20 @@ def column_grad(
     second: Softmax,
     beta: torch.Tensor | None,
     kappa: torch.Tensor | None,
+    beside: Beside | None,
     first_column: int,
     logit_scale: float | None,
     softcap: float | None,
-    add: bool,
 ) -> None:
     rows, count = ids.shape
     columns = dlogits.shape[1]
+    teacher, sizes, scalars, constants = beside_arguments(beside)
     column_grad_kernel[(rows,)](
         dlogits, logit, ids, sparse, class_weights, target, target_logit, beta, kappa,
-        *first[:4], *second[:4], columns, first_column, second.columns, count, dlogits.stride(0),
-        logit_scale, softcap, second.ratio, ADD=add, BLOCK=power_of_2(count), num_warps=1, **FUSED,
+        *first[:4], *second[:4], *teacher,
+        rows, columns, first_column, second.columns, sizes[0], count, dlogits.stride(0), sizes[1],
+        logit_scale, softcap, second.ratio, *scalars, **constants,
+        STRIP=RELATIVE_STRIP, BLOCK=power_of_2(count), num_warps=1, **FUSED,
     )  # fmt: skip
 
 

@@ -14,6 +14,32 @@ from .transform import log2_e, log_mixture, softmax_term, transform_derivative
 
 
 @triton.jit
+def teacher_terms(
+    log_p,
+    log_q,
+    gamma,  # or None, like all that follow
+    rho,
+    tau,
+    theta,
+    LOG_BETA: tl.constexpr,
+    LOG_REST: tl.constexpr,
+    FLOOR: tl.constexpr,
+):
+    """The second line of the identity."""
+    p, q = tl.exp2(log_p * log2_e), tl.exp2(log_q * log2_e)
+    grad = tl.zeros(p.shape, dtype=tl.float32)
+    if gamma is not None:
+        grad -= gamma * q
+    if rho is not None:
+        grad -= tl.where(p > 0.0, rho * p * tl.maximum(log_q, FLOOR), 0.0)
+    if tau is not None:
+        grad += tl.where(p > 0.0, tau * p * (log_p - log_mixture(log_q, log_p, LOG_BETA, LOG_REST)), 0.0)
+    if theta is not None:
+        grad += theta * tl.where(p > q, p, tl.where(p < q, -p, 0.0))
+    return grad
+
+
+@triton.jit
 def row_grad_kernel(
     # outputs
     dlogits_ptr,  # [rows, columns], may share the bytes of logits, in a type no wider
@@ -96,6 +122,10 @@ def row_grad_kernel(
     if teacher_ptr is not None:
         teacher_start = tl.load(teacher_start_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
         teacher_rest = tl.load(teacher_rest_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        gamma = None
+        rho = None
+        tau = None
+        theta = None
         if gamma_ptr is not None:
             gamma = tl.load(gamma_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
         if rho_ptr is not None:
@@ -149,18 +179,8 @@ def row_grad_kernel(
             )  # fmt: skip
             log_q = (y - teacher_start) + teacher_rest
             log_q = tl.where(in_teacher, log_q, float("-inf"))
-            q = tl.exp2(log_q * log2_e)
             lp = log_p2 if SECOND else log_p
-            student = tl.exp2(lp * log2_e)
-            if gamma_ptr is not None:
-                grad -= gamma * q
-            if rho_ptr is not None:
-                grad -= tl.where(student > 0.0, rho * student * tl.maximum(log_q, FLOOR), 0.0)
-            if tau_ptr is not None:
-                log_m = log_mixture(log_q, lp, LOG_BETA, LOG_REST)
-                grad += tl.where(student > 0.0, tau * student * (lp - log_m), 0.0)
-            if theta_ptr is not None:
-                grad += theta * tl.where(student > q, student, tl.where(student < q, -student, 0.0))
+            grad += teacher_terms(lp, log_q, gamma, rho, tau, theta, LOG_BETA, LOG_REST, FLOOR)
         # selection: where a row does not count a teacher's logits, or a bias, may be nan
         grad = tl.where(counts, grad * transform_derivative(x, logit_scale, softcap), 0.0)
         # a narrower dlogits[j] lands on the bytes of logits[j / 2]: all of the block must have been read

@@ -544,6 +544,8 @@ class Call:
             given["normalizer"] = pick([None, 5.0, 0.0])
         weighted, self.head["shift"], self.padding = pick([False, True]), 0, 0
         own["teacher_renormalize"] = pick([None, True])
+        if own["normalize"] == "tail" and own["divergence"] == "reverse":
+            own["teacher_renormalize"] = None  # a teacher without a rest is infinitely far from a student with one
         if self.vocab == 1:  # the student leaves nothing to the ids that the teacher does not name
             own["normalize"] = "topk"
         if own["normalize"] == "vocab" and not own["teacher_renormalize"]:

@@ -329,6 +329,18 @@ def test_topk_tail_without_rest() -> None:
     assert reverse.isfinite().all() and (reverse > 1).all()  # its tail counts as one epsilon
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_topk_renormalised_leaves_no_rest(dtype: torch.dtype) -> None:
+    """The teacher's rest is 0 then, its logarithm that of one epsilon, and not what a sum is rounded by."""
+    data = Known(k=8)
+    data.teacher_logprobs, x = data.teacher_logprobs.to(dtype), data.x.to(dtype)
+    values = data.ours(x, divergence="reverse", teacher_renormalize=True).double()
+    t, s = data.teacher_logprobs.double().log_softmax(-1), x.double().log_softmax(-1).gather(-1, data.teacher_ids)
+    left = 1.0 - s.exp().sum(-1)
+    expected = (s.exp() * (s - t)).sum(-1) + left * (left.log() - math.log(torch.finfo(dtype).eps))
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_topk_student_excludes() -> None:
     """Student logits of -inf among the ids: forward infinite, the others finite with finite gradients."""
     student = torch.log_softmax(torch.randn(3, 5).double(), -1) - 0.3

@@ -799,3 +799,18 @@ def test_target_out_of_range_on_a_gpu(backend: str, reduction: str) -> None:
     counts = (target != -100) & (target != 9)
     assert torch.isnan(loss if reduction == "mean" else loss[counts]).all()
     assert torch.isnan(grad[counts]).all()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dense", ["forward_kl", "reverse_kl", "jsd", "tvd"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_known_columns_beside_a_dense_teacher(place: Place, dense: str, temperature: float) -> None:
+    """A student that is both teachers has nothing to learn: what the two give a column is rounded as one."""
+    made = torch.Generator().manual_seed(4)
+    logits = (2 * torch.randn(9, 67, generator=made)).to(place.device, torch.bfloat16).requires_grad_()
+    known = logits.detach().float().log_softmax(-1).sort(-1)
+    batch = {"teacher_logits": logits.detach().clone(), "teacher_ids": known.indices, "teacher_logprobs": known.values}
+    loss = getattr(losses, dense)(temperature=temperature) + losses.topk_kl(normalize="vocab", temperature=1.0)
+    out = logits_loss(logits, None, loss, batch=batch, reduction="sum", backend=place.backend)
+    out.loss.backward()
+    assert logits.grad.abs().max() < 1e-6

@@ -26,7 +26,7 @@ class GradSession(OwnProducts):
             dlogits, rows.hidden, head.weight, head.bias, head.class_weights, rows.target, *common,
             tile.start, *transform(head), counted=counted_of(rows),
         )  # fmt: skip
-        self.replace_columns_(dlogits, head, tile.start, rows, stats, coefficients, common, add=False)
+        self.replace_columns_(dlogits, head, tile.start, rows, stats, coefficients, common)
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 
     def tile_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:

@@ -110,7 +110,7 @@ class KernelSession(AddsDlogits):
         launch_rows.row_grad(
             dlogits, stored, head.class_weights, rows.target, *common, beside, first, *transform(head)
         )  # fmt: skip
-        self.replace_columns_(dlogits, head, first, rows, stats, c, common, add=beside is not None)
+        self.replace_columns_(dlogits, head, first, rows, stats, c, common, beside)
         return dlogits
 
     def terms(self, stats: RowStats, coefficients: Coefficients, first: int, columns: int) -> Terms:
@@ -128,7 +128,7 @@ class KernelSession(AddsDlogits):
         stats: RowStats,
         coefficients: Coefficients,
         common: Terms,
-        add: bool,
+        beside: Beside | None = None,
     ) -> None:
         """The rows' own columns, from exact logits."""
         if coefficients.columns is None:
@@ -136,7 +136,7 @@ class KernelSession(AddsDlogits):
         assert stats.column_logits is not None and rows.columns is not None
         launch_rows.column_grad(
             dlogits, stats.column_logits, rows.columns, coefficients.columns, head.class_weights, rows.target, *common,
-            first, *transform(head), add=add,
+            beside, first, *transform(head),
         )  # fmt: skip
 
 

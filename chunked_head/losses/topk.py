@@ -149,7 +149,9 @@ def topk_divergence(
         s, bounded = s - total, bounded - total
     value = divergence_of(t.exp(), t, s, bounded, divergence, beta, counts)
     if normalize == "tail":
-        (q_rest, log_q_rest), (p_rest, log_p_rest) = rest(t), rest(bounded)
+        p_rest, log_p_rest = rest(bounded)
+        # renormalised, they leave nothing: 1 less their sum is what that is rounded by
+        q_rest, log_q_rest = rest(torch.zeros_like(t[..., :1]) if teacher_renormalize else t)
         value = value + divergence_of(q_rest, log_q_rest, log_p_rest, log_p_rest, divergence, beta, None, p_rest)
     elif normalize == "vocab" and divergence == "tvd":
         value = value + 0.5 * rest(bounded)[0]
