@@ -1,5 +1,6 @@
 """Log-probabilities for a loss of the caller's own: values, gradients, and that they are the same in every call."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -168,6 +169,36 @@ def test_fed_back_they_give_a_ratio_of_one(place: Place, dtype: torch.dtype, spr
             )
             assert abs(out.metrics["most"].value - 1.0) <= bound and abs(out.metrics["least"].value - 1.0) <= bound
             assert out.metrics["clip_fraction"].value == 0.0
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("vocab", [1, 2, 3, 7, 17, 65])
+def test_tiny_vocabularies_fed_back(place: Place, dtype: torch.dtype, vocab: int) -> None:
+    """No path, temperature or number of tokens rounds a logit by more than fp32 does: against float64, and given back
+    a ratio of 1. Logits beyond 60 nats may differ by some ulp of theirs."""
+    made = torch.Generator().manual_seed(7)
+    every = itertools.product((0.5, 1.0, 1.7), (2.0, 1000.0), (1, 3, 70))
+    for temperature, spread, tokens in every if place.device == "cuda" else [(0.5, 1000.0, 3), (1.7, 2.0, 5)]:
+        hidden = torch.randn(tokens, HIDDEN, generator=made).to(place.device, dtype)
+        weight = (torch.randn(vocab, HIDDEN, generator=made) * spread / HIDDEN**0.5).to(place.device, dtype)
+        target = torch.randint(0, vocab, (tokens,), generator=made).to(place.device)
+        x = hidden.double() @ weight.double().t() / temperature
+        exact = x.log_softmax(-1).gather(1, target[:, None])[:, 0]
+        largest = float(x.abs().max())
+        ulps = 4 * torch.finfo(torch.float32).eps * largest * (largest > 60.0)
+        common: dict[str, Any] = {"temperature": temperature, "backend": place.backend}
+        batch = {"advantages": torch.ones(tokens, device=place.device)}
+        for asked in ({}, {"entropy": True, "argmax": True}, {"top_k": 1}, {"log_sum_sq_probs": True, "chunk_tokens": 1}):
+            with torch.no_grad():
+                old = linear_logprobs(hidden, weight, target, **asked, **common)
+            batch["old_logprobs"] = old[0] if asked else old
+            assert (batch["old_logprobs"] - exact).abs().max() <= 1e-5 + 2 * ulps
+            for loss in (losses.grpo(), losses.grpo() + 0.1 * losses.entropy() + 1e-3 * losses.z_loss()):
+                given = [t.detach().requires_grad_() for t in (hidden, weight)]
+                measured = [metrics.clip_fraction(clip_low=1e-5 + ulps, clip_high=1e-5 + ulps)]
+                out = linear_loss(*given, target, loss, batch=batch, metrics=measured, **common)
+                assert out.metrics["clip_fraction"].value == 0.0
 
 
 def test_without_gradients_nothing_is_kept() -> None:
