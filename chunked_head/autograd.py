@@ -59,7 +59,7 @@ class HeadLoss(torch.autograd.Function):
                     # it was promised, and only as promised can what has been added stay
                     one_or_nan = one_or_nan * call.objective.kept(upstream)
                     if ctx.witness is not None:
-                        one_or_nan = one_or_nan * ctx.witness.one_or_nan()
+                        one_or_nan, ctx.witness = one_or_nan * ctx.witness.one_or_nan(), None
                     factor = factor * one_or_nan
                 finished = grads.finish(call.backend, factor, one_or_nan, call.plan)
             else:

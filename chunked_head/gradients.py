@@ -34,6 +34,8 @@ class Gradients:
         cls, plan: Plan, hidden: torch.dtype, weight: torch.dtype, device: torch.device, into: Into | None
     ) -> "Gradients":
         sizes = plan.sizes
+        if into is not None:
+            into.before_adding()
 
         def buffer(wanted: bool, dtype: torch.dtype, *shape: int) -> Tensor | None:
             # without tokens no product fills them

@@ -1,6 +1,7 @@
 """A buffer of the caller's that the weight's gradient is added to, instead of one made for it: ``accumulate_into=``."""
 
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from .plans import name as name_of
 from .private import private
 
 WITNESSES = 32  # rows that tell whether somebody has zeroed the buffer
+Place = tuple[str, int, int]  # device, address and elements of a buffer
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,26 +49,65 @@ class Into:
             else zeros[0](weight.shape, dtype=weight.dtype, device=weight.device)
         )
 
+    @property
+    def place(self) -> Place:
+        return str(self.buffer.device), self.buffer.data_ptr(), self.buffer.numel()
+
+    def before_adding(self) -> None:
+        """Looks whether the buffer has been zeroed under calls that wait for their backward: once this one has added to
+        it, nothing would show that."""
+        ledger = LEDGERS.get(self.place)
+        if ledger is not None:
+            ledger.look()
+
     def witness(self, target: Tensor) -> "Witness | None":
         """Notes some of what a forward pass has added, for ``target`` [tokens], -1 where one does not count."""
         if not len(target):
             return None
-        rows = target[:: -(-len(target) // WITNESSES)].clamp(min=0)
-        return Witness(self.buffer, rows, (self.buffer.index_select(0, rows) != 0).any())
+        ledger = LEDGERS.get(self.place)
+        if ledger is None:
+            LEDGERS[self.place] = ledger = Ledger(self.buffer)
+        ledger.note(target)
+        return Witness(ledger, ledger.cleared)
+
+
+class Ledger:
+    """How often somebody has zeroed a buffer while calls that have added to it wait for their backward: all on the
+    device, from rows that held something when the last forward pass was over."""
+
+    def __init__(self, buffer: Tensor):
+        self.buffer = buffer
+        self.rows = torch.zeros(WITNESSES, dtype=torch.int64, device=buffer.device)
+        self.held = torch.zeros((), dtype=torch.bool, device=buffer.device)  # whether these rows did
+        self.cleared = torch.zeros((), dtype=torch.int64, device=buffer.device)
+
+    def look(self) -> None:
+        """Counts once more where the rows that held something hold nothing now."""
+        zeroed = self.held & (self.buffer.index_select(0, self.rows) == 0).all()
+        self.cleared, self.held = self.cleared + zeroed, self.held & ~zeroed
+
+    def note(self, target: Tensor) -> None:
+        """Rows of ``target`` are those to look at, where they hold something."""
+        rows = target[torch.arange(WITNESSES, device=target.device) * len(target) // WITNESSES].clamp(min=0)
+        holds = (self.buffer.index_select(0, rows) != 0).any()
+        self.rows, self.held = torch.where(holds, rows, self.rows), self.held | holds
+
+
+# Of buffers with calls that wait for their backward, which keep them: by memory, of which there may be several views.
+LEDGERS: WeakValueDictionary[Place, Ledger] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
 class Witness:
-    """Rows of the buffer that held something when the forward pass was over."""
+    """How often the buffer had been zeroed when a forward pass was over."""
 
-    buffer: Tensor
-    rows: Tensor  # [n] int64
-    held: Tensor  # [] bool
+    ledger: Ledger
+    cleared: Tensor  # []
 
     def one_or_nan(self) -> Tensor:
-        """[] nan where they hold nothing any more: zeroed in place, and the gradient with them."""
-        empty = (self.buffer.index_select(0, self.rows) == 0).all()
-        return torch.where(self.held & empty, torch.nan, 1.0)
+        """[] nan where it has been since, and the gradient with it."""
+        self.ledger.look()
+        return torch.where(self.ledger.cleared == self.cleared, 1.0, torch.nan)
 
 
 def resolve(accumulate_into: Tensor | str | None, weight: Tensor, others: dict[str, Tensor | None]) -> Into | None:

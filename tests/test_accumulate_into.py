@@ -195,6 +195,60 @@ def test_zeroed_in_between(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("second", ["scalar", "masked", "late"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("flat", [False, True])
+def test_zeroed_and_written_again(place: Place, second: str, order: tuple[int, int], flat: bool) -> None:
+    """Another call's addition does not hide that somebody has emptied the buffer: in its forward pass or its backward,
+    of no token that counts, through another view of the same memory."""
+    inputs = SMALL.inputs(torch.float32, place.device)
+    hidden, weight, _ = leaves(inputs)
+    memory = torch.zeros(2, 131 * 64, device=place.device)
+    target = torch.full_like(inputs.target, -100) if second == "masked" else inputs.target
+    for zeroed in (False, True):
+        memory.zero_()
+
+        def call(target: Tensor, **more: Any) -> Tensor:
+            buffer = memory[1].view(131, 64)  # a view of its own for every call
+            return linear_cross_entropy(
+                hidden, weight, target, accumulate_into=buffer, backend=place.backend, **more
+            ).sum()
+
+        calls = [call(inputs.target)]
+        if zeroed:
+            memory.zero_() if flat else memory[1].view(-1).zero_()
+        calls.append(call(target, **({"reduction": "none"} if second == "late" else {})))
+        for i in order:
+            calls[i].backward()
+        assert memory[1].isnan().all() == zeroed and memory[1].isfinite().all() != zeroed
+        assert memory[1].any()
+    # with nothing left that waits for its backward all begins anew
+    del calls
+    memory.zero_()
+    call(inputs.target).backward()
+    assert memory[1].isfinite().all() and memory[1].any() and not memory[0].any()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_several_calls_wait(place: Place) -> None:
+    """Micro-batches and heads that share a buffer may wait in any number, and others add to it meanwhile."""
+    inputs = SMALL.inputs(torch.float32, place.device)
+    hidden, weight, buffer = leaves(inputs)
+    other = inputs.weight.clone().requires_grad_()
+    options: dict[str, Any] = {"accumulate_into": buffer, "backend": place.backend}
+    linear_cross_entropy(hidden, weight, inputs.target, **options).backward()
+    once = buffer.clone()
+    for _ in range(2):
+        buffer.zero_()
+        waiting = [linear_cross_entropy(hidden, head, inputs.target, **options) for head in (weight, other, weight)]
+        buffer.add_(once)
+        waiting.append(linear_cross_entropy(hidden, weight, inputs.target, **options))
+        for i in (2, 0, 3, 1):
+            waiting[i].backward()
+        torch.testing.assert_close(buffer, 5.0 * once)
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_backward_passes(place: Place) -> None:
     """The gradient of hidden states alone, of the weight, and once more over a retained graph with any upstream."""
     inputs = SMALL.inputs(torch.float32, place.device)
