@@ -187,6 +187,7 @@ def prepare_fields(
         target = torch.zeros(frame.leading, dtype=torch.int64, device=frame.device)
     mask = batch["mask"] if "mask" in wanted else None
     target, counted, one_or_nan = read_targets(backend, target, mask, frame, ignore_index, vocab)
+    counts = target >= 0
     wrongs: list[Tensor] = []
     fields: dict[str, Tensor] = {}
     for field in wanted:
@@ -194,7 +195,7 @@ def prepare_fields(
             continue
         value, kind = batch[field], known[field]
         if kind.kind in ("token", "row"):
-            value, wrong = beside_rows(field, value, kind, target, frame)
+            value, wrong = beside_rows(field, value, kind, counts, frame)
             wrongs += [] if wrong is None else [wrong]
         elif field == "pairs":
             value, wrong = in_range(field, value.to(torch.int64), frame.num_segments or 0, None)
@@ -213,8 +214,8 @@ def prepare_fields(
     return Prepared(target, counted, one_or_nan, fields, frame.num_segments)
 
 
-def beside_rows(field: str, value: Tensor, kind: Field, target: Tensor, frame: Frame) -> tuple[Tensor, Tensor | None]:
-    """A field of tokens [tokens, ...], in the order of the hidden states' rows, whose targets are there."""
+def beside_rows(field: str, value: Tensor, kind: Field, counts: Tensor, frame: Frame) -> tuple[Tensor, Tensor | None]:
+    """A field of tokens [tokens, ...], in the order of the hidden states' rows, of which ``counts`` says what counts."""
     dims = len(frame.leading)
     if kind.kind == "token":
         fill = -1 if kind.type == "int" else 0
@@ -224,7 +225,7 @@ def beside_rows(field: str, value: Tensor, kind: Field, target: Tensor, frame: F
         if value.stride(1) != 1 and value.shape[1] != 1:
             raise ValueError(f"batch[{field!r}] must be contiguous along its last dimension; pass .contiguous()")
         return value, None
-    here = (target >= 0).reshape(-1, *[1] * (value.dim() - 1))
+    here = counts.reshape(-1, *[1] * (value.dim() - 1))
     if kind.type == "bool":
         return value & here, None
     if kind.type == "int":

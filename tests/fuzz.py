@@ -227,7 +227,8 @@ class Call:
         given = self.schedule | {"backend": self.backend}
         if self.padding:
             given["vocab_size"] = self.vocab
-        known = inspect.signature(getattr(chunked_head, self.function)).parameters
+        name = "linear_cross_entropy" if self.function == "ChunkedHead" else self.function
+        known = inspect.signature(getattr(chunked_head, name)).parameters
         return {name: value for name, value in given.items() if name in known and name not in names}
 
     def into(self, weight: Tensor | None) -> dict[str, Any]:
@@ -510,14 +511,14 @@ class Call:
                 "logit_scale": self.head["logit_scale"]}  # fmt: skip
         class_weights = torch.rand(self.vocab, generator=self.made) if self.pick([True, False]) else None
         self.mask, self.head["shift"], inplace = None, 0, self.pick([False, True]) and self.way != "again"
-        class_weights = None if class_weights is None else class_weights.to(self.device)
 
         def ours() -> Drawn:
             logits = self.logits(self.dtype).requires_grad_()
             given_logits = torch.where(self.counts.to(self.device)[..., None], logits, torch.nan)
             extra = {"vocab_size": self.vocab} if self.padding else {}
+            weights = None if class_weights is None else class_weights.to(self.device)
             module = chunked_head.CrossEntropyLoss(
-                class_weights, **given, **more, inplace=inplace, backend=self.backend, **extra
+                weights, **given, **more, inplace=inplace, backend=self.backend, **extra
             )
             flat, target = self.laid(given_logits).flatten(0, -2), self.targets(ours=True).flatten()
             loss = module(flat, target)
@@ -601,6 +602,7 @@ class Call:
             if any(reason in str(error) for reason in REFUSALS):
                 return False
             raise
+        self.device = "cpu"  # the oracle takes its time there
         truth = theirs(torch.float64)
         eager = truth if self.dtype == torch.float64 else theirs(self.dtype)
         what = f"seed {self.seed}, {self.function}, {self.dtype}, {self.backend}"
@@ -620,7 +622,7 @@ def entropy_of(logs: Tensor) -> Tensor:
 def compare(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torch.dtype, size: float, what: str) -> None:
     """The error budget, by the largest element; ``size``: of the numbers that a value was added up from."""
     assert ours.shape == truth.shape, f"{what}: shape {tuple(ours.shape)}, should be {tuple(truth.shape)}"
-    ours, eager, truth = ours.double(), eager.double(), truth.double()
+    ours, eager, truth = (tensor.double().cpu() for tensor in (ours, eager, truth))
     assert torch.isfinite(truth).all(), f"{what}: the oracle is not finite"
     assert torch.isfinite(ours).all(), f"{what}: {int((~torch.isfinite(ours)).sum())} elements are not finite"
     if not truth.numel():

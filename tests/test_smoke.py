@@ -70,17 +70,19 @@ def ours_logprobs(hidden: Tensor, weight: Tensor, target: Tensor, backend: str) 
 
 
 def plain_divergence(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return F.kl_div((hidden @ weight.T).log_softmax(-1), TEACHER.log_softmax(-1), reduction="sum", log_target=True)
+    return F.kl_div(
+        (hidden @ weight.T).log_softmax(-1), TEACHER.to(hidden.device).log_softmax(-1), reduction="sum", log_target=True
+    )
 
 
 def plain_topk(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    top = TEACHER.log_softmax(-1).topk(3)
+    top = TEACHER.to(hidden.device).log_softmax(-1).topk(3)
     batch = {"teacher_ids": top.indices, "teacher_logprobs": top.values}
     return linear_loss(hidden, weight, None, losses.topk_kl(normalize="topk"), batch=batch).loss
 
 
 def ours_topk(hidden: Tensor, weight: Tensor, target: Tensor, backend: str) -> Tensor:
-    top = TEACHER.log_softmax(-1).topk(3)
+    top = TEACHER.to(hidden.device).log_softmax(-1).topk(3)
     return gathered_topk_kl((hidden @ weight.T).gather(-1, top.indices), top.values, normalize="topk")
 
 
@@ -93,7 +95,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda h, w, y, backend: sum(logits_logprobs(h @ w.T, y, entropy=True, backend=backend)).sum(), plain_logprobs
     ),
     "linear_divergence": (
-        lambda h, w, y, backend: linear_divergence(h, w, teacher_logits=TEACHER, backend=backend).sum(),
+        lambda h, w, y, backend: linear_divergence(h, w, teacher_logits=TEACHER.to(h.device), backend=backend).sum(),
         plain_divergence,
     ),
     "logits_loss": (
