@@ -187,12 +187,11 @@ def prepare_fields(
         target = torch.zeros(frame.leading, dtype=torch.int64, device=frame.device)
     mask = batch["mask"] if "mask" in wanted else None
     target, counted, one_or_nan = read_targets(backend, target, mask, frame, ignore_index, vocab)
-    counts = target >= 0
     wrongs: list[Tensor] = []
     fields: dict[str, Tensor] = {}
-    for field in wanted:
-        if field == "mask":
-            continue
+    read = [field for field in wanted if field != "mask"]
+    counts = target >= 0 if read else target
+    for field in read:
         value, kind = batch[field], known[field]
         if kind.kind in ("token", "row"):
             value, wrong = beside_rows(field, value, kind, counts, frame)
@@ -215,7 +214,7 @@ def prepare_fields(
 
 
 def beside_rows(field: str, value: Tensor, kind: Field, counts: Tensor, frame: Frame) -> tuple[Tensor, Tensor | None]:
-    """A field of tokens [tokens, ...], in the order of the hidden states' rows, of which ``counts`` says what counts."""
+    """A field of tokens [tokens, ...], in the order of the hidden states' rows, of which ``counts`` do."""
     dims = len(frame.leading)
     if kind.kind == "token":
         fill = -1 if kind.type == "int" else 0
