@@ -85,7 +85,8 @@ def linear_cross_entropy(
         softcap: cap of the logits, as in Gemma 2; positive or None.
         logit_scale: factor of the logits before the cap.
         shift: pairs the hidden state at position t with the target (and token weight) at t + shift along the last
-            leading dimension, without a copy of the hidden states. Per-token values stand at their target's place.
+            leading dimension, without a copy of the hidden states; below that dimension's length, but 1 of a single
+            token predicts nothing. Per-token values stand at their target's place.
         memory_budget: bytes, or a string such as "512MiB", that everything beside the gradients (and under autocast the
             cast weight) may take. None: 640 MiB, or what a chunk of 2048 tokens takes where its logits alone, in the
             operands' dtype, are more; and where that would mean more than 8 chunks of a 16-bit weight's gradient, an

@@ -113,8 +113,8 @@ def as_metrics(metrics: Any) -> tuple[Metric, ...]:
     measured = tuple(metrics)
     for metric in measured:
         if not isinstance(metric, Metric):
-            remedy = "; call its factory" if callable(metric) else ""
-            raise TypeError(f"metrics must hold chunked_head.metrics, got {type(metric).__name__}{remedy}")
+            got = type(metric).__name__
+            raise TypeError(f"metrics must hold chunked_head.metrics, got {got}; call its factory, metrics.entropy()")
     return measured
 
 

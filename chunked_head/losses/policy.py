@@ -65,7 +65,7 @@ def grpo(
     ``delta = c`` where c >= 1 + clip_high; one of the two can be given.
     ``ratio_clamp`` c: the log-ratio is clamped to [-c, c] before exp, without gradient outside (verl: 20; TRL, Liger
     and Fast-LLM have none: None). GRPO, Dr. GRPO, DAPO and BNPO differ in normalisers only: ``chunked_head.weights``.
-    0.2 is everyone's default. ``policy``: ``PolicyOptions``.
+    0.2 is everyone's default; ``clip_low`` is at most 1, which clips nothing. ``policy``: ``PolicyOptions``.
     """
     low, high = ratio_bounds("grpo", clip_low, clip_high)
     ceiling = None

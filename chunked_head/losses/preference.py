@@ -121,8 +121,8 @@ def kto(
     """KTO (arXiv 2402.01306): ``w * s(beta * (kl - u))`` of desirable segments, ``w * s(beta * (u - kl))`` of others.
 
     ``u`` is the segment's score (a mean with ``average``), ``w`` the weight of its kind, ``kl`` the constant field
-    ``kl_baseline`` (0-d, or one per segment), taken without gradient and at least 0; absent, it is 0, which is TRL's
-    ``apo_zero_unpaired``. It is the caller's: TRL takes the mean of ``logprob - ref`` over completions of other
+    ``kl_baseline`` (0-d, [1], or one per segment), taken without gradient and at least 0; absent, it is 0, which is
+    TRL's ``apo_zero_unpaired``. It is the caller's: TRL takes the mean of ``logprob - ref`` over completions of other
     prompts, over all ranks.
 
     Fields: ``segments``, ``segment_labels`` [num_segments] (true: desirable), ``ref_logprobs`` unless
