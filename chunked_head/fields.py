@@ -18,7 +18,7 @@ from .prepare import shift_left
 from .teachers import TEACHER, check_teacher
 
 LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
-LARGEST_LOGPROB = 0.5  # what 16-bit logits less their own logsumexp may round to
+LARGEST_LOGPROB = 1.0  # 16-bit logits of a hundred, less their own logsumexp, may be rounded so far
 TYPES = {"float": "floating-point", "int": "int64 or int32", "bool": "bool"}
 
 

@@ -671,8 +671,12 @@ def test_log_probabilities_and_their_gradients(top_k: int, scale: float) -> None
 def test_ratios_stay_finite(kind: str, far: float) -> None:
     """Far from the old policy, with advantages of either sign and of 0."""
     hidden, weight, target = operands()
-    hidden, weight = hidden.detach().float().requires_grad_(), weight.detach().float()
-    old = own_logprobs(hidden, weight, target) - far
+    # far below an old policy that was certain
+    hidden = hidden.detach().float().mul(max(1.0, -far)).requires_grad_()
+    weight = weight.detach().float()
+    own = own_logprobs(hidden, weight, target)
+    old = torch.zeros_like(own) if far < 0 else own - far
+    assert far > 0 or (own < far).any()
     advantages = torch.tensor([-1.0, 0.0, 1.0, 2.0]).expand(LEADING)
     batch = {"old_logprobs": old, "ref_logprobs": old, "advantages": advantages, "segments": some_ids}
     names = ("ref_logprobs",) if kind == "kl_to_reference" else ("old_logprobs", "advantages", "segments")
@@ -789,6 +793,8 @@ def test_fp16_gradients_of_large_coefficients(name: str) -> None:
     hidden = torch.randn(12, 64, generator=made).half().requires_grad_()
     weight = (torch.randn(200, 64, generator=made) * 0.3).half()
     target = torch.randint(0, 200, (12,), generator=made)
+    if name == "kl":  # so unlikely that a reference can be far above
+        target = (hidden.detach().double() @ weight.double().t()).argmin(1)
     own = own_logprobs(hidden.double(), weight.double(), target)
     out = linear_loss(hidden, weight, target, loss, batch=fields(own.float()), backend="triton")
     (grad,) = torch.autograd.grad(out.loss, hidden)

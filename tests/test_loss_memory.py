@@ -77,7 +77,10 @@ def test_prediction(place: Place, name: str, dtype: torch.dtype, budget: str | N
     target = torch.randint(0, vocab, (tokens,), generator=made).to(place.device)
     fields: dict[str, torch.Tensor] = {}
     if name == "gspo":
-        fields = {"old_logprobs": normal(tokens, kind=torch.float32), "advantages": normal(tokens, kind=torch.float32)}
+        fields = {
+            "old_logprobs": -normal(tokens, kind=torch.float32).abs(),
+            "advantages": normal(tokens, kind=torch.float32),
+        }
         fields["segments"] = (torch.arange(tokens) // 100).to(place.device)
     if "teacher_k" in teacher:
         fields["teacher_ids"] = torch.randint(0, vocab, (tokens, 32), generator=made).to(place.device)
