@@ -38,22 +38,17 @@ DISPATCH = ("_C.DispatchKey", "_C.DispatchKeySet", "_C._dispatch_tls_local_inclu
 
 
 def plainly(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """``function`` of hidden states and more, as if called from outside of any graph. A compiled one runs its operators
-    with the dispatch of autograd and of ``torch.func`` switched off, and losses are differentiated to their statistics
-    by those."""
+    """``function`` as if called from outside of any graph. A compiled one runs its operators with the dispatch of
+    autograd and of ``torch.func`` switched off, and losses are differentiated to their statistics by those."""
 
     @functools.wraps(function)
-    def run(hidden: Tensor, *others: Any) -> list[Tensor]:
-        def plain() -> list[Tensor]:
-            with torch.no_grad(), as_called(hidden.device):
-                return function(hidden, *others)
-
+    def run(*args: Any) -> list[Tensor]:
         dispatch = private(*DISPATCH)
         if dispatch is None:
-            return in_own_thread(plain)
+            return in_own_thread(functools.partial(function, *args))
         _, _, include, guard = dispatch
         with guard(include(), switched_off()):
-            return plain()
+            return function(*args)
 
     return run
 
@@ -90,25 +85,26 @@ def forward(
     bias_grad: bool,
 ) -> list[Tensor]:
     wants = Wants(hidden_grad, weight_grad, bias_grad)
-    task = recipe_of(key).task(hidden, weight, bias, others)
-    asked, objective, rows, call = begun(task, wants)
-    head = call.head(weight, bias)
-    stats, grads = sweep(call, rows, head)
-    outputs = objective.outputs(stats)
-    if task.per_token:
-        if asked.packing is not None:
-            outputs = tuple(map(asked.packing.unpack, outputs))
-        return [*outputs, *(stats.named().values() if any(wants) else ())]
-    assert isinstance(objective, ScalarObjective)
-    made = [*outputs, packed(task, call, objective, stats), left_over(objective, grads is not None)]
-    if any(wants):
-        wait = waiting(task, wants)
-        if grads is None:
-            ready = gradients_now(call, rows, head, stats, wait)
-        else:
-            ready = grads.hidden, grads.whole("weight"), grads.whole("bias")
-        made += [grad.to(dtype) for grad, dtype in zip(ready, wait, strict=True) if grad is not None]
-    return made
+    with torch.no_grad(), as_called(hidden.device):
+        task = recipe_of(key).task(hidden, weight, bias, others)
+        asked, objective, rows, call = begun(task, wants)
+        head = call.head(weight, bias)
+        stats, grads = sweep(call, rows, head)
+        outputs = objective.outputs(stats)
+        if task.per_token:
+            if asked.packing is not None:
+                outputs = tuple(map(asked.packing.unpack, outputs))
+            return [*outputs, *(stats.named().values() if any(wants) else ())]
+        assert isinstance(objective, ScalarObjective)
+        made = [*outputs, packed(task, call, objective, stats), left_over(objective, grads is not None)]
+        if any(wants):
+            wait = waiting(task, wants)
+            if grads is None:
+                ready = gradients_now(call, rows, head, stats, wait)
+            else:
+                ready = grads.hidden, grads.whole("weight"), grads.whole("bias")
+            made += [grad.to(dtype) for grad, dtype in zip(ready, wait, strict=True) if grad is not None]
+        return made
 
 
 def packed(task: Task, call: Call, objective: ScalarObjective, stats: RowStats) -> Tensor:
@@ -200,15 +196,16 @@ def backward(
     bias_grad: bool,
 ) -> list[Tensor]:
     wants = Wants(hidden_grad, weight_grad, bias_grad)
-    task = recipe_of(key).task(hidden, weight, bias, others)
-    asked, objective, rows, call = begun(task, wants)
-    names = RowStats.empty(0, task.demand, objective.dtype, hidden.device).named()
-    kept = RowStats(**dict(zip(names, stats, strict=True)))
-    if asked.packing is not None:
-        upstream = [asked.packing.pack(each) for each in upstream]
-    coefficients, gain = objective.late(kept, tuple(upstream))
-    found = recompute(call, rows, call.head(weight, bias), kept, coefficients, gain)
-    return [grad for grad in found if grad is not None]
+    with torch.no_grad(), as_called(hidden.device):
+        task = recipe_of(key).task(hidden, weight, bias, others)
+        asked, objective, rows, call = begun(task, wants)
+        names = RowStats.empty(0, task.demand, objective.dtype, hidden.device).named()
+        kept = RowStats(**dict(zip(names, stats, strict=True)))
+        if asked.packing is not None:
+            upstream = [asked.packing.pack(each) for each in upstream]
+        coefficients, gain = objective.late(kept, tuple(upstream))
+        found = recompute(call, rows, call.head(weight, bias), kept, coefficients, gain)
+        return [grad for grad in found if grad is not None]
 
 
 @backward.register_fake
