@@ -189,12 +189,7 @@ def test_tiny_vocabularies_fed_back(place: Place, dtype: torch.dtype, vocab: int
         ulps = 4 * torch.finfo(torch.float32).eps * largest * (largest > 60.0)
         common: dict[str, Any] = {"temperature": temperature, "backend": place.backend}
         batch = {"advantages": torch.ones(tokens, device=place.device)}
-        for asked in (
-            {},
-            {"entropy": True, "argmax": True},
-            {"top_k": 1},
-            {"log_sum_sq_probs": True, "chunk_tokens": 1},
-        ):
+        for asked in ({}, {"entropy": True}, {"top_k": 1}, {"log_sum_sq_probs": True, "chunk_tokens": 1}):
             with torch.no_grad():
                 old = linear_logprobs(hidden, weight, target, **asked, **common)
             batch["old_logprobs"] = old[0] if asked else old
