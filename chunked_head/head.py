@@ -102,7 +102,8 @@ def linear_cross_entropy(
             with any other, and where the buffer was zeroed in between, ``hidden``'s gradient and the buffer become
             nan. Where gradients are made in backward (``reduction="none"``, a second backward, an activation
             checkpoint's) they are added there, whatever the upstream gradient is. Without gradients, or with a frozen
-            weight, nothing is written.
+            weight, nothing is written. One that does not begin on 16 bytes takes all tokens' product, also under
+            ``skip_ignored``.
         upstream: the gradient that ``backward`` will bring for the loss, where it is known (a loss scale): folded in
             before gradients are rounded. Any other upstream gradient stays right. A number but 0, or a 0-d tensor.
         skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
