@@ -187,8 +187,8 @@ class HeadOptions(OfRanks):
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the matmuls."""
         dtype = checks.check_operands(self.hidden, self.weight, self.target, self.bias)
-        self.check_each()
         check_tolerance(self.skip_tolerance, self.deterministic, self.parallel is not None)
+        self.check_each()
         self.into  # noqa: B018  (raises what is wrong with it)
         if self.shard is not None and self.shard.parallel.sequence_sharded:
             self.check_sequence_sharded()
