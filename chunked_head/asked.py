@@ -1,6 +1,5 @@
 """From a public function's arguments to what it asks: all checked, fields beside rows, the statistics it needs."""
 
-import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from .losses.spread_check import check_over_ranks
 from .metrics import Metric
 from .of_ranks import of_all_ranks, whole_teacher
 from .packing import Packing
-from .parallel.agree import ids_in_range_everywhere
 from .parallel.tokens import Spread
 from .stats import Teacher
 from .teachers import check_dense_teacher, make_teacher
@@ -156,9 +154,7 @@ def ask(checked: Checked) -> Asked:
     target = head.target
     if isinstance(head, HeadOptions) and head.shard is not None and head.shard.parallel.sequence_sharded:
         target, batch, frame = of_all_ranks(head.shard, head, batch, wanted, known, frame)
-    tokens = head.tokens if frame.device.type == "cpu" else None
-    with contextlib.nullcontext() if tokens is None else ids_in_range_everywhere(tokens.group):
-        prepared = prepare_fields(backend, target, batch, wanted, known, frame, head.ignore_index, head.vocab)
+    prepared = prepare_fields(backend, target, batch, wanted, known, frame, head.ignore_index, head.vocab)
     own_rows = Field("row")  # of what the preparation has made
     token_fields = frozenset(name for name in prepared.fields if known.get(name, own_rows).kind in ("token", "row"))
     teacher = None

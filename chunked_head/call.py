@@ -17,6 +17,7 @@ from .loop import Call
 from .losses.base import Losses
 from .metrics import Metric
 from .objective import Objective, ScalarObjective
+from .packing import Packing
 from .planner import Request, make_plan
 from .plans import Plan
 from .prepare import in_backward
@@ -24,7 +25,7 @@ from .sizes import Sizes
 from .skipping import Skipped, check_road
 from .stats import Demand, RowStats
 from .token_objectives import StatsObjective, TokenObjective
-from .whole_batch import of_whole_batch, spelt
+from .whole_batch import agreed_batch, kind_of, of_whole_batch, told
 
 Result = TypeVar("Result")
 
@@ -36,7 +37,8 @@ def scalar_objective(
     upstream: float | Tensor | None,
     share_denominator: bool = False,
 ) -> ScalarObjective:
-    asked, losses = of_whole_batch(asked), asked.losses
+    how = {"reduction": reduction, "normalizer": kind_of(normalizer), "upstream": kind_of(upstream)}
+    asked, losses = of_whole_batch(asked, how), asked.losses
     spread = asked.spread
     coefficients = [kept(coefficient, asked.one_or_nan) for coefficient, _ in losses.terms]
     if spread is not None and spread.parallel.average:
@@ -60,13 +62,8 @@ def scalar_objective(
         declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=asked.answer.segment_metrics,
         fused=asked.head.device.type == "cuda" and not segmented, spread=spread,
         together=spread is not None and segmented,
-        reduced=repr((reduction, kind_of(normalizer), kind_of(upstream))),
+        reduced=how,
     )  # fmt: skip
-
-
-def kind_of(number: float | Tensor | None) -> str:
-    """What was given; not which number, since another at every step would be a new kind of call each time."""
-    return type(number).__name__ if number is None or isinstance(number, Tensor) else "number"
 
 
 def coupling(losses: Losses, dtype: torch.dtype) -> tuple[bool, bool]:
@@ -78,6 +75,7 @@ def coupling(losses: Losses, dtype: torch.dtype) -> tuple[bool, bool]:
 
 
 def token_objective(asked: Asked) -> TokenObjective:
+    agreed_batch(asked, {"reduction": "none"})
     coefficients = [kept(coefficient, asked.one_or_nan) for coefficient, _ in asked.losses.terms]
     # values alone are asked for until the upstream gradients come, and they are the factors
     return TokenObjective(
@@ -173,13 +171,14 @@ class Outcome(NamedTuple):
 def execute(task: Task[Result]) -> Result:
     """Plans and runs, differentiable."""
     asked = ask(task.checked)
-    objective = task.objective(asked)
     head = asked.head
     assert isinstance(head, HeadOptions)
-    wants = Wants.of(head.hidden, head.weight, head.bias)
-    rows, call = planned(asked, objective, task.request, bool(task.per_token), wants, again=in_backward())
+    made = planned(asked, task, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
+    # the first that ranks with other tokens send each other: what one of them refuses is known by now
+    objective = task.objective(asked)
+    call = made.call(asked, objective)
     found: list[RowStats] = []
-    outputs = HeadLoss.apply(rows, head.weight, head.bias, call, found)
+    outputs = HeadLoss.apply(made.rows, head.weight, head.bias, call, found)
     if asked.packing is not None and task.per_token:
         outputs = tuple(map(asked.packing.unpack, outputs))
     if head.shard is not None and task.per_token:
@@ -188,37 +187,48 @@ def execute(task: Task[Result]) -> Result:
     return task.result(Outcome(asked, objective, outputs, found[0], call.plan, skipped))
 
 
-def planned(
-    asked: Asked, objective: Objective, request: Request, late: bool, wants: Wants, again: bool = False
-) -> tuple[Tensor, Call]:
-    """Hidden states as rows, and how the call runs; ``again``: inside of a backward."""
+class Planned(NamedTuple):
+    """How a call runs, before its ranks have exchanged anything."""
+
+    rows: Tensor  # hidden states
+    packing: Packing | None
+    request: Request
+    plan: Plan
+
+    def call(self, asked: Asked, objective: Objective) -> Call:
+        """With what the ranks know of each other."""
+        head, shard = asked.head, asked.head.shard
+        assert isinstance(head, HeadOptions)
+        if shard is not None:
+            shard = shard.agreed(self.plan, options_told(asked, objective), self.rows.device)
+        options = asked.logit_scale, asked.softcap, self.request, head.into, self.packing, shard
+        return Call(self.plan, asked.backend, objective, *options)
+
+
+def planned(asked: Asked, task: Task, wants: Wants, again: bool = False) -> Planned:
+    """``again``: inside of a backward."""
     head = asked.head
     assert isinstance(head, HeadOptions)
     rows, packing = head.hidden.reshape(-1, head.hidden.shape[-1]), asked.packing
     if packing is not None and packing.waited:
         rows, packing = packing.pack(rows), None
-    coupled = isinstance(objective, ScalarObjective) and objective.coupled
-    sizes = sizes_of(asked, objective, rows, late or again, coupled, wants)
+    late = bool(task.per_token)
+    sizes = sizes_of(
+        asked, task.demand, rows, late or again, not late and coupling(asked.losses, asked.dtype)[1], wants
+    )
     check_own_matmuls(asked, sizes)
     # computed again in backward, a call recomputes whatever its request was made for
-    wish = Request(memory_budget=request.memory_budget) if again else request
+    wish = Request(memory_budget=task.request.memory_budget) if again else task.request
     plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
     check_road(head.skip_tolerance, plan, again, None if head.into is None else head.into.buffer)
-    shard = None if head.shard is None else head.shard.agreed(plan, options_key(asked, objective), rows.device)
-    options = asked.logit_scale, asked.softcap, request, head.into, packing, shard
-    return rows, Call(plan, asked.backend, objective, *options)
+    return Planned(rows, packing, task.request, plan)
 
 
-def options_key(asked: Asked, objective: Objective) -> str:
-    """Of a call's options those that change what ranks exchange or compute, equal in every process."""
-    terms = [
-        (c if isinstance(c, float | int) else "tensor", s.label, s.reduction, spelt(s.options))
-        for c, s in asked.losses.terms
-    ]
-    measured = [(metric.label, spelt(metric.options)) for metric in asked.metrics]
+def options_told(asked: Asked, objective: Objective) -> dict[str, str]:
+    """Of a call's options those that change what ranks that share its tokens exchange or compute."""
     head = asked.head
-    logits = head.temperature, asked.logit_scale, asked.softcap
-    return repr((terms, measured, head.leading, head.shift, head.ignore_index, logits, objective.how))
+    shape = {"the shape of the tokens": str(list(head.leading)), "shift": str(head.shift)}
+    return {**shape, "ignore_index": str(head.ignore_index), **told(asked, objective.how)}
 
 
 def check_own_matmuls(asked: Asked, sizes: Sizes) -> None:
@@ -251,7 +261,7 @@ def check_own_matmuls(asked: Asked, sizes: Sizes) -> None:
         )
 
 
-def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupled: bool, wants: Wants) -> Sizes:
+def sizes_of(asked: Asked, demand: Demand, rows: Tensor, late: bool, coupled: bool, wants: Wants) -> Sizes:
     """What the plan is made from."""
     assert isinstance(asked.head, HeadOptions)
     hidden, weight, bias = asked.head.hidden, asked.head.weight, asked.head.bias
@@ -261,10 +271,10 @@ def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupl
         hidden.device, asked.dtype, weight.shape[1],
         plain_weight=weight.is_contiguous() and weight.data_ptr() % 16 == 0,
         plain_rows=rows.stride(1) == 1 or rows.shape[1] == 1,
-        capped=asked.softcap is not None, bias_grad=wants.bias, demand=objective.demand,
+        capped=asked.softcap is not None, bias_grad=wants.bias, demand=demand,
     )  # fmt: skip
     store = asked.backend.store(layout)
-    teacher, pairing = asked.teacher, objective.demand.pairing
+    teacher, pairing = asked.teacher, demand.pairing
     return Sizes(
         len(asked.prepared.target), rows.shape[1], asked.head.columns, asked.dtype,
         spread=1 if asked.head.shard is None else asked.head.shard.spread,
@@ -273,7 +283,7 @@ def sizes_of(asked: Asked, objective: Objective, rows: Tensor, late: bool, coupl
         hidden_dtype=hidden.dtype, weight_dtype=weight.dtype,
         hidden_grad=wants.hidden, weight_grad=wants.weight,
         bias_grad=wants.bias, bias_dtype=None if bias is None else bias.dtype,
-        late_upstream=late, coupled=coupled, demand=objective.demand,
+        late_upstream=late, coupled=coupled, demand=demand,
         teacher_columns=0 if pairing is None else pairing.columns,
         teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         teacher_cast=teacher is not None and teacher.casts,

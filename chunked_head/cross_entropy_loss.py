@@ -10,6 +10,7 @@ from .call import scalar_objective, token_objective
 from .graph.breaks import breaks_graph
 from .head_options import LogitsOptions, check_options
 from .logits_call import apply, check_inplace
+from .parallel.agree import raising_together
 from .parallel.dtensor import is_dtensor, local_logits, whole
 from .parallel.groups import TokenParallel, VocabParallel, chunked
 
@@ -72,6 +73,17 @@ class CrossEntropyLoss(nn.Module):
         self.inplace, self.vocab_size, self.parallel, self.backend = inplace, vocab_size, parallel, backend
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        if self.parallel is None and not is_dtensor(input):
+            return self.loss(input, target)
+        return self.shared(input, target)
+
+    @breaks_graph
+    def shared(self, input: Tensor, target: Tensor) -> Tensor:
+        """Among ranks."""
+        with raising_together(self.parallel, (input, target)):
+            return self.loss(input, target)
+
+    def loss(self, input: Tensor, target: Tensor) -> Tensor:
         logits = classes_last(input, target, self.widths())
         logits, target, vocab_size, parallel = local_logits(
             logits, target, self.vocab_size, self.parallel, self.inplace

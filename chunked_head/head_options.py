@@ -15,6 +15,7 @@ from .backends import check_name
 from .into import Into, check_kind
 from .into import resolve as resolve_into
 from .options import flag
+from .parallel.agree import shared_by
 from .parallel.groups import TokenParallel, VocabParallel
 from .parallel.shard import Shard, Tell
 from .planner import Request
@@ -93,6 +94,10 @@ class OfRanks(ABC):
     vocab_size: int | None
     parallel: VocabParallel | TokenParallel | None
     holds = ""  # how an error says it
+
+    def __post_init__(self) -> None:
+        if not torch.compiler.is_compiling():
+            shared_by(self.parallel)
 
     @property
     @abstractmethod

@@ -11,12 +11,12 @@ from torch import Tensor
 from .asked import Asked
 from .autograd import OnlyOnce, as_called
 from .backends import Backend
-from .call import options_key
+from .call import options_told
 from .head_options import LogitsOptions
 from .objective import Objective
 from .options import flag
 from .own_part import OwnPart
-from .parallel.shard import Shard, common_demand, local_demand
+from .parallel.shard import Shard, demand_told, local_demand
 from .stats import Demand, Head, Rows, RowStats
 
 MOST_VIEWS = 64  # of rows that no one stride reaches; with more of them a copy is cheaper than so many launches
@@ -97,9 +97,9 @@ def apply(asked: Asked, objective: Objective, inplace: bool) -> tuple[tuple[Tens
     if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or count_views(logits) > MOST_VIEWS:
         logits = logits.contiguous()
     if shard is not None:
-        sizes = str(logits.dtype), len(objective.target), common_demand(objective.demand), shard.split.vocab
-        kind = repr(("logits", sizes, shard.split.rows, options_key(asked, objective)))
-        shard = shard.agreed_on(kind, logits.device)
+        words = {"the function": "logits_loss", "the dtype of logits": str(logits.dtype)}
+        words |= {**options_told(asked, objective), **demand_told(objective.demand)}
+        shard = shard.agreed_on(words, logits.device)
     options = asked.logit_scale, asked.softcap, inplace, asked.head.columns, shard
     found: list[RowStats] = []
     return LogitsLoss.apply(logits, Call(asked.backend, objective, *options), found), found[0]

@@ -3,7 +3,7 @@
 Three kinds: a scalar loss with parts and metrics, a value per token, or the statistics themselves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -38,9 +38,9 @@ class Objective:
     fp16: bool
 
     @property
-    def how(self) -> str:
-        """What makes a number of values, equal in every process that does the same."""
-        return type(self).__name__
+    def how(self) -> Mapping[str, str]:
+        """What makes a number of values, by argument, equal in every process that does the same."""
+        return {"reduction": "none", "the function": type(self).__name__}
 
     @property
     def differentiable(self) -> int:
@@ -109,7 +109,7 @@ class ScalarObjective(Objective):
     counts: list[Tensor]  # of the metrics
     segment_metrics: tuple[tuple[Metric, int], ...]
     fused: bool
-    reduced: str  # by which reduction and what kinds of denominator and upstream gradient
+    reduced: Mapping[str, str]  # by which reduction and what kinds of denominator and upstream gradient
     spread: Spread | None = None  # where ranks hold different tokens of the batch
     together: bool = False  # whether they must exchange sums of segments for the values
     evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
@@ -122,7 +122,7 @@ class ScalarObjective(Objective):
         return self.spread is not None
 
     @property
-    def how(self) -> str:
+    def how(self) -> Mapping[str, str]:
         return self.reduced
 
     def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:

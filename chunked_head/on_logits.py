@@ -13,6 +13,7 @@ from .logits_call import apply, check_inplace
 from .losses.base import Losses
 from .losses.closures import Function
 from .metrics import Metric
+from .parallel.agree import raising_together
 from .parallel.dtensor import local_logits
 from .parallel.groups import TokenParallel, VocabParallel
 
@@ -82,20 +83,21 @@ def logits_loss(
         IndexError: on the CPU, for a target, segment or teacher id out of range; elsewhere loss, metrics and the
             gradient of every token that counts become nan.
     """
-    logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace)
-    options = LogitsOptions(
-        logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
-    )
-    dtype = options.check()
-    loss, measured = check_loss(options, loss, metrics, reduction, normalizer, None)
-    check_inplace(logits, inplace)
-    if isinstance(batch, Mapping) and "teacher_hidden" in batch:
-        raise ValueError(
-            "logits_loss takes a dense teacher as batch['teacher_logits'], got teacher_hidden: pass "
-            "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to linear_loss, "
-            "which holds the logits of neither"
+    with raising_together(parallel, (logits, target)):
+        logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace)
+        options = LogitsOptions(
+            logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
         )
-    asked = ask(check(options, dtype, loss, measured, batch, num_segments))
-    objective = scalar_objective(asked, reduction, normalizer, None)
-    (value,), stats = apply(asked, objective, inplace)
-    return loss_output(asked, objective, value, stats, measured, None)
+        dtype = options.check()
+        loss, measured = check_loss(options, loss, metrics, reduction, normalizer, None)
+        check_inplace(logits, inplace)
+        if isinstance(batch, Mapping) and "teacher_hidden" in batch:
+            raise ValueError(
+                "logits_loss takes a dense teacher as batch['teacher_logits'], got teacher_hidden: pass "
+                "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to "
+                "linear_loss, which holds the logits of neither"
+            )
+        asked = ask(check(options, dtype, loss, measured, batch, num_segments))
+        objective = scalar_objective(asked, reduction, normalizer, None)
+        (value,), stats = apply(asked, objective, inplace)
+        return loss_output(asked, objective, value, stats, measured, None)

@@ -16,12 +16,20 @@ from .parallel.tokens import Spread, add_up
 IDS = ("segments", "documents")
 
 
-def of_whole_batch(asked: Asked) -> Asked:
+def agreed_batch(asked: Asked, how: Mapping[str, str]) -> None:
+    """Raises on every rank where ranks that hold different tokens are about to make different calls of them."""
+    tokens = asked.head.tokens
+    if tokens is not None:
+        words = {**told(asked, how), "the size of the vocabulary": str(asked.head.vocab)}
+        agree(words, tokens.group, asked.head.device, "TokenParallel")
+
+
+def of_whole_batch(asked: Asked, how: Mapping[str, str]) -> Asked:
     """The same call with the counts of all ranks' tokens, and nan on every rank where an id is out of range on one."""
     tokens = asked.head.tokens
     if tokens is None:
         return asked
-    agree(told(asked), tokens.group, asked.head.device, "TokenParallel")
+    agreed_batch(asked, how)
     batch, prepared = asked.batch, asked.prepared
     ids, fields = [name for name in IDS if name in batch], summed_fields(asked)
     counted = [summand for _, summand in asked.losses.terms if summand.unit == "token" and summand.counted is not None]
@@ -53,18 +61,29 @@ def summed_fields(asked: Asked) -> list[str]:
     return sorted(name for name in read & asked.token_fields if is_value(asked.batch[name]))
 
 
-def spelt(options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Plain values; of others their type, since in another process they may show otherwise."""
-    plain = (bool, int, float, str, tuple, type(None))
-    return sorted((k, repr(v) if isinstance(v, plain) else type(v).__name__) for k, v in options.items())
+def spelt(value: Any) -> str:
+    """A plain value; of another its type, since in another process it may show otherwise."""
+    return repr(value) if isinstance(value, bool | int | float | str | tuple | type(None)) else type(value).__name__
 
 
-def told(asked: Asked) -> str:
-    """What ranks must have in common, for their messages to be of the same lengths in the same order."""
-    terms = [
-        (c if isinstance(c, float | int) else "tensor", s.label, s.unit, s.scope, spelt(s.options))
-        for c, s in asked.losses.terms
-    ]
-    measured = [(metric.label, metric.reduce, spelt(metric.options)) for metric in asked.metrics]
-    pairs = asked.batch["pairs"].shape if "pairs" in asked.batch else None
-    return repr((terms, measured, asked.prepared.num_segments, pairs, sorted(asked.batch), asked.dtype))
+def kind_of(number: float | Tensor | None) -> str:
+    """What was given; not which number, since another at every step would be a new kind of call each time."""
+    return type(number).__name__ if number is None or isinstance(number, Tensor) else "number"
+
+
+def told(asked: Asked, how: Mapping[str, str]) -> dict[str, str]:
+    """What ranks must have in common of a call, by argument; ``how``: by which reduction."""
+    terms, head = asked.losses.terms, asked.head
+    found = {"loss": " + ".join(f"{c if isinstance(c, float | int) else 'tensor'} * {s.label}" for c, s in terms)}
+    for _, s in terms:
+        own = {"reduction": s.reduction, "unit": s.unit, "scope": s.scope, **s.options}
+        found |= {f"{name} of losses.{s.label}": spelt(value) for name, value in own.items()}
+    found["metrics"] = str([metric.label for metric in asked.metrics])
+    for metric in asked.metrics:
+        own = {"reduce": metric.reduce, **metric.options}
+        found |= {f"{name} of metrics.{metric.label}": spelt(value) for name, value in own.items()}
+    for name in ("temperature", "logit_scale", "softcap"):
+        found[name] = spelt(getattr(head, name))
+    pairs = list(asked.batch["pairs"].shape) if "pairs" in asked.batch else None
+    found |= {"num_segments": str(asked.prepared.num_segments), "the shape of batch['pairs']": str(pairs)}
+    return {**found, "the fields of batch": str(sorted(asked.batch)), "dtype": str(asked.dtype), **how}

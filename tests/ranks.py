@@ -1,12 +1,14 @@
 """Several processes with a process group each, for tests of what ranks do together."""
 
 import os
+import re
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -65,3 +67,14 @@ def said(function: Callable[[], Any]) -> str:
         return str(function())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def of_rank(text: str, rank: int) -> str:
+    """Of ``{this|that}`` what is said of the rank, 0 or 1."""
+    return re.sub(r"\{([^|{}]*)\|([^|{}]*)\}", lambda found: found[1 + rank], text)
+
+
+def as_on_a_gpu(function: Callable[[], Any]) -> Any:
+    """Where the host would have to wait for what others have sent, and so looks at it once for each kind of call."""
+    with mock.patch("chunked_head.parallel.agree.talks_always", lambda device: False):
+        return function()

@@ -85,8 +85,11 @@ def messages(name: str, chunks: int) -> list[traffic.Message]:
         )  # fmt: skip
         out.loss.backward()
 
-    step()  # a new kind of call is agreed on once
-    return traffic.count(step)
+    def counted() -> list[traffic.Message]:
+        step()  # a new kind of call is agreed on once
+        return traffic.count(step)
+
+    return ranks.as_on_a_gpu(counted)
 
 
 def kinds(one: list[traffic.Message], several: list[traffic.Message]) -> Kinds:
@@ -134,7 +137,7 @@ def section(counted: dict[str, Kinds]) -> str:
         "",
         "The call's message is the sum of targets' logits; sequence-sharded, where each chunk has that, it is the",
         "targets' all-gather, and hidden states are gathered, their gradient is scattered, which together send what",
-        "the all-reduce sends. A new kind of call gathers 8 bytes more, once.",
+        "the all-reduce sends. A new kind of call gathers 8 bytes more, once (on the CPU every call does).",
         "",
         f"On paper, {PAPER.tokens} x {PAPER.hidden} x {PAPER.vocab} in bf16, not measured. A message of M bytes over n",
         "ranks takes `l + M f / B` with f = 2 (n - 1) / n for an all-reduce, (n - 1) / n for an all-gather (M: all",

@@ -373,15 +373,19 @@ def failures(rank: int) -> dict[str, str]:
         options = {"parallel": VocabParallel(rows=COLUMNS)} | options
         return logits_loss(given, target, losses.cross_entropy() if loss is None else loss, **options).loss
 
+    def known_kinds() -> str:
+        smoothed = [losses.cross_entropy(label_smoothing=s) for s in (0.2, 0.4, 0.2 + 0.2 * rank)]
+        return str([ranks.said(lambda loss=loss: call(loss=loss).item()) for loss in smoothed])
+
     return {
         "smoothing": ranks.said(lambda: call(loss=losses.cross_entropy(label_smoothing=0.1 * rank))),
         "dtype": ranks.said(lambda: call(own(logits.to(torch.float16 if rank else torch.bfloat16), rank))),
         "targets": ranks.said(lambda: call(target=target.roll(rank)).item()),
-        "known kinds": str(
-            [
-                ranks.said(lambda s=s: call(loss=losses.cross_entropy(label_smoothing=s)).item())
-                for s in (0.2, 0.4, 0.2 + 0.2 * rank)
-            ]
+        "known kinds": known_kinds(),
+        "known kinds on a GPU": ranks.as_on_a_gpu(known_kinds),
+        "a field": ranks.said(lambda: call(batch={"mask": torch.ones(8 + rank, dtype=torch.bool)})),
+        "a module's target": ranks.said(
+            lambda: CrossEntropyLoss(parallel=VocabParallel(rows=COLUMNS))(own(logits, rank), target + 33 * rank)
         ),
         "sequence": ranks.said(lambda: call(parallel=VocabParallel(rows=COLUMNS, sequence_sharded=True))),
         "reduce": ranks.said(lambda: call(parallel=VocabParallel(rows=COLUMNS, reduce_dhidden=False))),
@@ -417,10 +421,13 @@ def failures(rank: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("smoothing", "about to make another call than rank"),
-        ("dtype", "about to make another call than rank"),
+        ("smoothing", "than rank {1|0}: label_smoothing of losses.cross_entropy is {0.0|0.1} here and {0.1|0.0} there"),
+        ("dtype", "the dtype of logits is torch.{bfloat16|float16} here and torch.{float16|bfloat16} there"),
+        ("a field", "ValueError: {rank 1 of VocabParallel has refused this call: |}batch['mask'] must have shape"),
+        ("a module's target", "IndexError: {rank 1 of VocabParallel has refused this call: |}target must be in"),
         ("targets", "nan"),
-        ("known kinds", "'nan']"),
+        ("known kinds", "label_smoothing of losses.cross_entropy is {0.2|0.4} here and {0.4|0.2} there"),
+        ("known kinds on a GPU", "'nan']"),
         ("sequence", "ValueError: sequence_sharded=True is of hidden states"),
         ("reduce", "ValueError: reduce_dhidden=False is of hidden states"),
         ("rows", "rows of VocabParallel says"),
@@ -443,8 +450,9 @@ def failures(rank: int) -> dict[str, str]:
     ],
 )
 def test_failures(of_two: list[dict[str, Any]], what: str, says: str) -> None:
-    for rank in of_two:
-        assert says in rank["failures"][what]
+    """``{this|that}``: what ranks 0 and 1 say."""
+    for number, rank in enumerate(of_two):
+        assert ranks.of_rank(says, number) in rank["failures"][what]
         assert 0.0 < float(rank["failures"]["afterwards"]) < 100.0
 
 

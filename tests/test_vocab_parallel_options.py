@@ -17,6 +17,7 @@ from chunked_head import (
     linear_logprobs,
     linear_loss,
     losses,
+    metrics,
 )  # fmt: skip
 
 TOKENS, HIDDEN, VOCAB, WIDTH = 30, 24, 61, 20
@@ -208,12 +209,53 @@ def failures(rank: int) -> dict[str, str]:
     def call(**options: Any) -> Tensor:
         return linear_cross_entropy(s.hidden, s.weight, s.target, bias=s.bias, **{**s.options, **options})
 
+    def any_loss(loss: losses.Losses | None = None, **options: Any) -> Any:
+        return linear_loss(s.hidden, s.weight, s.target, loss or losses.cross_entropy(), **options, **s.options)
+
+    def halves(tokens: slice = slice(None), **options: Any) -> Tensor:
+        half = Setting(parallel=True, sequence=True)
+        return linear_cross_entropy(
+            half.hidden[tokens], half.weight, half.target[tokens], **{**half.options, **options}
+        )
+
+    def known_kinds() -> str:
+        return str([ranks.said(lambda s=s: call(label_smoothing=s).item()) for s in (0.1, 0.2, 0.1 + 0.1 * rank)])
+
     everyone = VocabParallel()
     other = s.target.roll(rank)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1))
     return {
         "chunks": ranks.said(lambda: call(chunk_tokens=5 + rank)),
         "smoothing": ranks.said(lambda: call(label_smoothing=0.1 * rank)),
+        "metrics": ranks.said(lambda: any_loss(metrics=[metrics.entropy(), metrics.lse()][: 1 + rank])),
+        "a metric's option": ranks.said(lambda: any_loss(metrics=[metrics.lse(reduce=("max", "min")[rank], name="m")])),
+        "loss": ranks.said(lambda: any_loss(losses.cross_entropy() + (0.5 + rank) * losses.z_loss())),
+        "temperature": ranks.said(lambda: any_loss(temperature=1.0 + rank)),
+        "reduction": ranks.said(lambda: call(reduction=("mean", "sum")[rank])),
+        "values": ranks.said(lambda: call(reduction=("mean", "none")[rank])),
+        "shard": ranks.said(
+            lambda: linear_cross_entropy(
+                s.hidden,
+                operands()["weight"][: 40 - 10 * rank],
+                s.target.clamp(max=29),
+                parallel=everyone,
+                vocab_size=60 - 20 * rank,
+            )
+        ),
+        "hidden's gradient": ranks.said(
+            lambda: linear_cross_entropy(s.hidden.detach().requires_grad_(rank == 0), s.weight, s.target, **s.options)
+        ),
+        # one rank alone finds something wrong
+        "a budget": ranks.said(lambda: call(memory_budget=10_000_000 if rank else 10)),
+        "a field": ranks.said(lambda: call(token_weights=torch.ones(TOKENS + rank))),
+        "a shard": ranks.said(lambda: call(parallel=VocabParallel(rows=[31, 30 + rank]))),
+        "a type": ranks.said(lambda: call(label_smoothing="much" if rank else 0.0)),
+        "a target": ranks.said(
+            lambda: linear_cross_entropy(s.hidden, s.weight, s.target + 60 * rank, bias=s.bias, **s.options)
+        ),
+        "a field of sequences": ranks.said(lambda: halves(token_weights=torch.ones(TOKENS // 2 + rank))),
+        "a budget of sequences": ranks.said(lambda: halves(memory_budget=10_000_000 if rank else 10)),
+        "tokens of sequences": ranks.said(lambda: halves(slice(rank, None))),
         "statistics": ranks.said(lambda: linear_logprobs(s.hidden, s.weight, s.target, entropy=rank == 1, **s.options)),
         "tokens": ranks.said(lambda: linear_cross_entropy(s.hidden[rank:], s.weight, s.target[rank:], **s.options)),
         "targets": ranks.said(lambda: linear_cross_entropy(s.hidden, s.weight, other, **s.options).item()),
@@ -234,10 +276,11 @@ def failures(rank: int) -> dict[str, str]:
         "shift": ranks.said(lambda: call(shift=1, parallel=VocabParallel(sequence_sharded=True))),
         "skip": ranks.said(lambda: call(skip_ignored="wait", parallel=VocabParallel(sequence_sharded=True))),
         "average": ranks.said(lambda: TokenParallel(average=1)),  # type: ignore[arg-type]
-        # each of the two kinds has been agreed on, and nothing is compared again but what goes with the statistics
-        "known kinds": str(
-            [ranks.said(lambda s=s: call(label_smoothing=s).item()) for s in (0.1, 0.2, 0.1 + 0.1 * rank)]
-        ),
+        # each of the two kinds has been agreed on, and on a GPU nothing is compared again but what goes with the
+        # statistics
+        "known kinds": known_kinds(),
+        "known kinds on a GPU": ranks.as_on_a_gpu(known_kinds),
+        "known chunks": str([ranks.said(lambda c=c: call(chunk_tokens=c).item()) for c in (5, 6, 5 + rank)]),
         "afterwards": ranks.said(lambda: call().item()),
     }
 
@@ -260,6 +303,7 @@ def begun_again(rank: int, device: str) -> dict[str, Any]:
 def test_agreements_end_with_the_group(tmp_path: Path) -> None:
     for rank in ranks.run(begun_again, 2, tmp_path):
         assert "about to make another call than rank" in rank["mismatch"]
+        assert "chunk_tokens is" in rank["mismatch"]
         assert 0.0 < float(rank["same"]) < 100.0
 
 
@@ -341,13 +385,31 @@ def test_shares_of_the_gradient(found: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("chunks", "about to make another call than rank"),
-        ("smoothing", "about to make another call than rank"),
-        ("statistics", "about to make another call than rank"),
-        ("tokens", "about to make another call than rank"),
+        ("chunks", "chunk_tokens is {5|6} here and {6|5} there"),
+        ("smoothing", "label_smoothing of losses.cross_entropy is {0.0|0.1} here and {0.1|0.0} there"),
+        ("metrics", "metrics is {['entropy']|['entropy', 'lse']} here and {['entropy', 'lse']|['entropy']} there"),
+        ("a metric's option", "reduce of metrics.m is {'max'|'min'} here and {'min'|'max'} there"),
+        ("loss", "loss is 1.0 * cross_entropy + {0.5|1.5} * z_loss here and 1.0 * cross_entropy + {1.5|0.5} * z_loss"),
+        ("temperature", "temperature is {1.0|2.0} here and {2.0|1.0} there"),
+        ("reduction", "reduction is {mean|sum} here and {sum|mean} there"),
+        ("values", "reduction is {mean|none} here and {none|mean} there"),
+        ("shard", "where parts are uneven) is {[40, 20]|[30, 10]} here and {[30, 10]|[40, 20]} there"),
+        ("hidden's gradient", "hidden's requires_grad is {True|False} here and {False|True} there"),
+        ("statistics", "what is asked for (entropy) is {(False,)|(True,)} here and {(True,)|(False,)} there"),
+        ("tokens", "the shape of the tokens is {[30]|[29]} here and {[29]|[30]} there"),
+        ("tokens of sequences", "the number of tokens is {15|14} here and {14|15} there"),
         ("targets", "nan"),
         ("hidden states", "nan"),
-        ("known kinds", "'nan']"),
+        ("known kinds", "label_smoothing of losses.cross_entropy is {0.1|0.2} here and {0.2|0.1} there"),
+        ("known kinds on a GPU", "'nan']"),
+        ("known chunks", "chunk_tokens is {5|6} here and {6|5} there"),
+        ("a budget", "ValueError: {|rank 0 of VocabParallel has refused this call: }memory_budget of 10 bytes"),
+        ("a field", "ValueError: {rank 1 of VocabParallel has refused this call: |}token_weights must have"),
+        ("a shard", "ValueError: {rank 1 of VocabParallel has refused this call: |}rank 1 holds 30 ids"),
+        ("a type", "TypeError: {rank 1 of VocabParallel has refused this call: |}label_smoothing must be a"),
+        ("a target", "IndexError: {rank 1 of VocabParallel has refused this call: |}target must be in [0, 61)"),
+        ("a field of sequences", "Error: {rank 1 of VocabParallel has refused this call: |}token_weights must have"),
+        ("a budget of sequences", "Error: {|rank 0 of VocabParallel has refused this call: }memory_budget of 10 bytes"),
         ("out of range", "IndexError: target must be in [0, 61)"),
         ("vocab_size", "ValueError: vocab_size is 63, and the 2 ranks hold"),
         ("empty", "ValueError: rank 1 of VocabParallel holds no row"),
@@ -365,8 +427,13 @@ def test_shares_of_the_gradient(found: list[dict[str, Any]]) -> None:
     ],
 )
 def test_failures(found: list[dict[str, Any]], what: str, says: str) -> None:
-    for rank in found:
-        assert says in rank["failures"][what]
+    """``{this|that}``: what ranks 0 and 1 say."""
+    for number, rank in enumerate(found):
+        expected = ranks.of_rank(says, number)
+        assert expected in rank["failures"][what]
+        if " here and " in expected:  # one sentence, however much there is to a call
+            other = f"rank {number} of VocabParallel is about to make another call than rank {1 - number}: "
+            assert other in rank["failures"][what] and len(rank["failures"][what]) < 500
         assert 0.0 < float(rank["failures"]["afterwards"]) < 100.0
 
 

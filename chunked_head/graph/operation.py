@@ -11,6 +11,7 @@ from torch import Tensor
 from ..call import Task, execute
 from ..losses.base import Losses
 from ..options import INFINITY, NUMBERS
+from ..parallel.agree import raising_together
 from ..parallel.dtensor import is_dtensor
 from .breaks import breaks_graph
 from .operators import forward
@@ -34,7 +35,8 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
     @breaks_graph
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
         """Of a compiled function between two graphs: what ranks exchange is no operator of either."""
-        return execute(function(*args, **kwargs))
+        with raising_together(kwargs.get("parallel"), (*args, *kwargs.values())):
+            return execute(function(*args, **kwargs))
 
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:

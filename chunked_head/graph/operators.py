@@ -68,8 +68,8 @@ def switched_off() -> Any:
 def begun(task: Task, wants: Wants) -> tuple[Asked, Objective, Tensor, Call]:
     """What both operators begin with: fields beside rows, the objective, the plan. Only per-token calls come back."""
     asked = ask(task.checked)
-    objective = task.objective(asked)
-    return asked, objective, *planned(asked, objective, task.request, bool(task.per_token), wants)
+    made, objective = planned(asked, task, wants), task.objective(asked)
+    return asked, objective, made.rows, made.call(asked, objective)
 
 
 @torch.library.custom_op("chunked_head::forward", mutates_args=(), schema=FORWARD)

@@ -1,6 +1,6 @@
 """One call's part of the vocabulary, and every message that its ranks exchange for it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,7 +11,7 @@ from ..planner import Request, make_plan, terms_of
 from ..plans import MAX_HALF_CHUNKS, Plan
 from ..sizes import Sizes
 from ..stats import Demand, Rows, RowStats
-from .agree import agree
+from .agree import Words, agree
 from .collectives import all_gather
 from .groups import MOST_IDS, Split, VocabParallel
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
 SAME_HIDDEN = 1e-3
+# what a rank takes the parts of the vocabulary to be
+SPLIT = "the split of the vocabulary (VocabParallel's rows, where parts are uneven)"
+# sizes of a call, as its caller knows them
+NAMES = {
+    "hidden": "the size of hidden states", "dtype": "the dtype of matmuls", "hidden_dtype": "the dtype of hidden",
+    "weight_dtype": "the dtype of weight", "bias_dtype": "the dtype of bias", "hidden_grad": "hidden's requires_grad",
+    "weight_grad": "weight's requires_grad", "bias_grad": "bias's requires_grad", "into": "accumulate_into",
+    "skips": "skip_ignored", "skip": "skip_tolerance",
+}  # fmt: skip
 # by what ranks know that they mean the same tokens: targets, where a call has any
 Tell = Literal["targets", "hidden", "nothing"]
 
@@ -58,6 +67,10 @@ def common_demand(demand: Demand) -> Demand:
     """What ranks of other columns have in common: it decides what is sent, beside losses and metrics or without any."""
     pairing = None if demand.pairing is None else demand.pairing._replace(columns=0)
     return demand._replace(views=tuple(view._replace(columns=None) for view in demand.views), pairing=pairing)
+
+
+def demand_told(demand: Demand) -> dict[str, str]:
+    return {f"what is asked for ({name})": str(value) for name, value in common_demand(demand)._asdict().items()}
 
 
 def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
@@ -108,17 +121,20 @@ class Shard:
         """The plan of this rank's part."""
         return plan_part(sizes, request, max(self.split.rows), self.columns)
 
-    def agreed(self, plan: Plan, options: str, device: torch.device) -> "Shard":
+    def agreed(self, plan: Plan, options: Words, device: torch.device) -> "Shard":
         """This part in a call that all ranks make alike; raises on every rank where they are about to do different
-        things: one message for each new kind of call."""
-        chunks = plan.schedule, plan.chunk_tokens, plan.block_tokens, plan.hidden_accumulate, plan.weight_accumulate
-        common = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=common_demand(plan.sizes.demand))
-        return self.agreed_on(
-            repr((chunks, common, self.split.vocab, self.split.rows, self.parallel.sequence_sharded, options)), device
-        )
+        things."""
+        common = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=Demand())
+        sizes = {NAMES.get(each.name, each.name): str(getattr(common, each.name)) for each in fields(common)}
+        sizes |= {each: str(getattr(plan, each)) for each in ("schedule", "chunk_tokens", "block_tokens")}
+        sizes |= {"hidden's accumulate_dtype": str(plan.hidden_accumulate)}
+        sizes |= {"accumulate_dtype": str(plan.weight_accumulate)}
+        return self.agreed_on({**options, **demand_told(plan.sizes.demand), **sizes}, device)
 
-    def agreed_on(self, told: str, device: torch.device) -> "Shard":
-        return replace(self, kind=agree(told, self.group, device, "VocabParallel"))
+    def agreed_on(self, told: Words, device: torch.device) -> "Shard":
+        split = {SPLIT: str(list(self.split.rows)), "vocab_size": str(self.split.vocab)}
+        split["sequence_sharded"] = str(self.parallel.sequence_sharded)
+        return replace(self, kind=agree({**split, **told}, self.group, device, "VocabParallel"))
 
     def told(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens] what all ranks must tell alike, for ids ``target`` [tokens] of the vocabulary: the ids, moved by the
