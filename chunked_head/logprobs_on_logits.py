@@ -12,6 +12,7 @@ from .logits_call import apply
 from .logprobs import laid_out, wanted
 from .losses.base import Losses
 from .parallel import TokenParallel, VocabParallel
+from .parallel.agree import raising_together
 from .parallel.dtensor import local_logits
 
 
@@ -42,13 +43,14 @@ def logits_logprobs(
     Args, Returns, Raises: as ``linear_logprobs``, without ``top_k``, which is ``logits.topk``; logits, vocab_size,
     parallel and backend as ``logits_loss``.
     """
-    logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace=False)
-    options = LogitsOptions(
-        logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
-    )
-    dtype = options.check()
-    options.refuse_tokens("logits_logprobs")
-    demand, names, differentiable = wanted(options, entropy, lse, mean_logit, log_sum_sq_probs, argmax, None)
-    asked = ask(check(options, dtype, Losses(()), batch={} if mask is None else {"mask": mask}))
-    outputs, _ = apply(asked, stats_objective(asked, demand, names, differentiable), inplace=False)
-    return laid_out(outputs, names, target, shift)
+    with raising_together(parallel, (logits, target)):
+        logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace=False)
+        options = LogitsOptions(
+            logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
+        )
+        dtype = options.check()
+        options.refuse_tokens("logits_logprobs")
+        demand, names, differentiable = wanted(options, entropy, lse, mean_logit, log_sum_sq_probs, argmax, None)
+        asked = ask(check(options, dtype, Losses(()), batch={} if mask is None else {"mask": mask}))
+        outputs, _ = apply(asked, stats_objective(asked, demand, names, differentiable), inplace=False)
+        return laid_out(outputs, names, target, shift)

@@ -59,9 +59,10 @@ class TokenParallel(OfGroup):
     Messages: an ``all_reduce`` of all counts before the sweep; where a loss sums statistics over segments, one of each
     such sum after it and one of its gradient; an ``all_gather`` of all metrics. Their number depends on losses and
     metrics alone, not on the tokens of a rank, their number or its plan, and all come in the forward pass; nothing
-    waits for the device. A call of a new kind (other losses, options, metrics or ``num_segments``) begins with one
-    more, by which a mismatch raises on every rank, and which waits. An id out of range on one rank makes loss, metrics
-    and gradients nan on all; on the CPU it raises on all.
+    waits for the device. A call of a new kind (other losses, options, metrics or ``num_segments``), on the CPU every
+    call, begins with one more, by which a mismatch raises on every rank, and which waits. An id out of range on one
+    rank makes loss, metrics and gradients nan on all. On the CPU it raises on all, as does whatever else one rank
+    refuses.
 
     Args:
         group: a process group, a one-dimensional DeviceMesh, or None for all processes. Every rank makes the same
