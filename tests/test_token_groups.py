@@ -354,7 +354,7 @@ def test_errors(of_two: list[dict[str, Any]]) -> None:
         "values and a sum": "reduction is {none|sum} here and {sum|none} there",
         "the vocabulary": "the size of the vocabulary is {331|330} here and {330|331} there",
         "known kinds": "num_segments is {9|10} here and {10|9} there", "merged": "cannot be merged",
-        "not log-probabilities": "{rank 1 of TokenParallel has refused this call: |}batch['old_logprobs'] must hold log-p",
+        "not log-probabilities": "{rank 1 of TokenParallel has refused this call: |}batch['old_logprobs'] must",
     }  # fmt: skip
     for number, rank in enumerate(of_two):
         assert not isinstance(rank["refused"], str), rank["refused"]

@@ -418,7 +418,7 @@ def test_shares_of_the_gradient(found: list[dict[str, Any]]) -> None:
         ("group", "TypeError: VocabParallel takes a process group, a DeviceMesh or None, got str"),
         ("mesh", "takes a DeviceMesh of one dimension, got 2"),
         ("parallel", "TypeError: parallel must be a VocabParallel, a TokenParallel or None, got str"),
-        ("top_k", "ValueError: top_k must be in [1, 30] (the rows of weight, on every rank)"),
+        ("top_k", "ValueError: top_k must be in [1, 30] (the vocabulary, on every rank)"),
         ("tokens=", "TypeError: tokens of VocabParallel must be a TokenParallel"),
         ("sharded and unreduced", "leave reduce_dhidden=True"),
         ("shift", "chunked_head.parallel.shift_targets"),
