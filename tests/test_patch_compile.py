@@ -1,23 +1,30 @@
 """torch.compile of patched models: one graph where the plain model makes one, and the same numbers."""
 
 import copy
-from collections.abc import Callable
+import gc
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
-from tiny_models import step, tokens
+from tiny_models import step, tokens, transformers
+from torch import nn
 
-from chunked_head import losses, metrics, patch_model
+from chunked_head import losses, metrics, patch_model, unpatch_model
 
 pytestmark = pytest.mark.compiled
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
+def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="chunked_head")
+        yield
 
 
 def graphs() -> tuple[int, int]:
@@ -55,7 +62,144 @@ def test_one_graph(make: Callable[[], Any], options: str) -> None:
     assert graphs() == (1, 0)
     if options == "plain":
         torch.testing.assert_close(output.logits.materialise(), theirs.output.logits, rtol=1e-5, atol=1e-5)
-        assert output.logits.softmax(-1).shape == (2, 11, 97)
+        with pytest.warns(UserWarning, match="are computed after all, for softmax"):
+            assert output.logits.softmax(-1).shape == (2, 11, 97)
+
+
+FAMILIES = [tiny_models.llama, tiny_models.gpt2, tiny_models.bert, tiny_models.roberta, tiny_models.t5]
+
+
+@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+def test_fullgraph_where_the_plain_model_has_it(make: Callable[[], Any]) -> None:
+    found = []
+    whole = make is not tiny_models.t5 or transformers.__version__ >= "5"  # before, it copies its config in its forward
+    for patched in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = patch_model(make(), strict=True) if patched else make()
+        found.append((step(torch.compile(model, fullgraph=whole, backend="aot_eager")), graphs()))
+    (theirs, plain_graphs), (ours, our_graphs) = found
+    assert our_graphs[0] == plain_graphs[0]
+    assert not whole or our_graphs == plain_graphs == (1, 0)
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=2e-5, atol=0)
+    for name, grad in theirs.grads.items():  # a bias of keys has none but by rounding
+        assert (ours.grads[name] - grad).norm() <= 2e-4 * grad.norm() + 1e-9, name
+    assert "scale 1, no softcap; 0 losses fused, logits computed 0 times; in graphs of" in str(model.chunked_head)
+    assert str(model.chunked_head).endswith("whose runs do not count: losses fused")
+
+
+def test_a_model_that_breaks_the_graph_has_no_breaks_of_ours() -> None:
+    """And is not said to have computed no cross-entropy."""
+    counts = []
+    for patched in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = tiny_models.gpt2()
+        before = model.transformer.forward
+
+        def broken(*args: Any, forward: Any = before, **kwargs: Any) -> Any:
+            torch._dynamo.graph_break()
+            return forward(*args, **kwargs)
+
+        model.transformer.forward = broken
+        compiled = torch.compile(patch_model(model) if patched else model, backend="aot_eager")
+        for _ in range(2):
+            compiled(**tokens()).loss.backward()
+        found, breaks = graphs()
+        assert breaks and "get_ident" not in str(torch._dynamo.utils.counters["graph_break"])
+        explained = torch._dynamo.explain(compiled)(**tokens())
+        counts.append((found, explained.graph_count, explained.graph_break_count))
+    assert counts[1] == counts[0]
+    assert "scale 1, no softcap" in str(model.chunked_head) and "losses fused" in str(model.chunked_head)
+
+
+def test_metrics_where_the_graph_breaks() -> None:
+    model = patch_model(tiny_models.llama(), metrics=[metrics.entropy()])
+    before = model.model.forward
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.graph_break()
+        return before(*args, **kwargs)
+
+    model.model.forward = broken
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        compiled(**tokens()).loss.backward()
+    assert model.chunked_head.take_metrics()["entropy"].count == 2 * 17
+
+
+class Spelt(transformers.LlamaForCausalLM):
+    """As users spell it."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def test_a_loss_made_in_forward_of_any_spelling() -> None:
+    torch.manual_seed(3)
+    plain = Spelt(transformers.LlamaConfig(**tiny_models.SIZES))
+    model = patch_model(copy.deepcopy(plain), strict=True)
+    theirs = step(plain)
+    torch.compile(model, fullgraph=True, backend="aot_eager")(**tokens())[0].backward()
+    assert "losses fused" in str(model.chunked_head)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - theirs.grads[name]).norm() <= 2e-4 * theirs.grads[name].norm()
+
+
+def test_modules_of_models_are_what_they_were() -> None:
+    def spelt() -> Any:
+        return Spelt(transformers.LlamaConfig(**tiny_models.SIZES))
+
+    torchs = torch.nn.CrossEntropyLoss
+    for make in (tiny_models.bert, tiny_models.t5, spelt):
+        first, second = patch_model(make()), patch_model(make())
+        modeling = vars(sys.modules[type(first).__module__])
+
+        def found(modeling: dict[str, Any] = modeling) -> Any:
+            return modeling["CrossEntropyLoss"] if "CrossEntropyLoss" in modeling else modeling["nn"].CrossEntropyLoss
+
+        assert found() is not torchs and isinstance(found()(), torchs) and isinstance(torchs(), found())
+        assert not isinstance(torch.nn.MSELoss(), found())
+        copied = copy.deepcopy(first)
+        for one in (first, second, copied):
+            assert found() is not torchs
+            unpatch_model(one)
+        assert found() is torchs
+        gone = patch_model(make())
+        assert found() is not torchs
+        del gone
+        gc.collect()
+        assert found() is torchs
+    assert nn is torch.nn
+
+
+def test_metrics_of_a_loss_made_in_forward() -> None:
+    model = patch_model(tiny_models.bert(), losses.cross_entropy(), metrics=[metrics.entropy()])
+    torch.compile(model, backend="aot_eager", fullgraph=True)(**tokens())
+    found = model.chunked_head.take_metrics(training=False)["entropy"]
+    model(**tokens())
+    expected = model.chunked_head.take_metrics(training=False)["entropy"]
+    torch.testing.assert_close(found.value, expected.value)
+    assert found.count == expected.count == 18
+
+
+@pytest.mark.parametrize("given", [{"loss": losses.focal()}, {"metrics": [metrics.entropy()]}], ids=str)
+def test_what_has_no_part_in_a_loss_outside_is_refused_in_a_graph(given: dict[str, Any]) -> None:
+    compiled = torch.compile(patch_model(tiny_models.llama(), **given), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="has no part in a loss made outside of LlamaForCausalLM"):
+        compiled(input_ids=tokens()["input_ids"])
+
+
+def test_strict_in_a_graph() -> None:
+    model = patch_model(tiny_models.llama(), strict=True)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def top(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(**inputs).logits.softmax(-1)
+
+    with pytest.raises(Exception, match="would be computed for softmax at a place in a graph"):
+        top(tokens())
 
 
 def test_as_many_graphs_as_the_plain_model() -> None:
@@ -118,5 +262,6 @@ def test_logits_used_in_a_graph_are_computed() -> None:
         return output.loss, output.logits.softmax(-1).amax(-1)
 
     loss, top = both(tokens())
+    assert "losses fused, logits computed for softmax" in str(model.chunked_head)
     torch.testing.assert_close(loss, plain(**tokens()).loss, rtol=1e-5, atol=0)
     torch.testing.assert_close(top, plain(**tokens()).logits.softmax(-1).amax(-1))

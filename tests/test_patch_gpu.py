@@ -52,10 +52,10 @@ def test_nothing_waits_for_the_device() -> None:
     labels = given["labels"].flatten()
 
     def run() -> None:
-        patched.chunked_head.lazy = True
-        logits = patched.lm_head(hidden)
-        patched.chunked_head.lazy = False
-        torch.nn.functional.cross_entropy(logits.float().view(-1, 97), labels, reduction="sum").backward()
+        with patched.chunked_head.being_lazy([patched.lm_head], True):
+            logits = patched.lm_head(hidden).float().view(-1, 97)
+            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        loss.backward()
 
     run()
     torch.cuda.synchronize()
@@ -64,4 +64,4 @@ def test_nothing_waits_for_the_device() -> None:
         run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert hidden.grad.abs().sum() > 0
+    assert hidden.grad.abs().sum() > 0 and patched.chunked_head.fused == 2

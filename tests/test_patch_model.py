@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -185,6 +186,88 @@ def test_another_loss_with_metrics() -> None:
     assert not model.chunked_head.take_metrics()
 
 
+@pytest.mark.parametrize("when", ["labels", "training"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_users_own_cross_entropy_is_plain(reduction: str, when: str) -> None:
+    """Beside the model's own loss, which alone is another and is measured."""
+    plain = tiny_models.llama()
+    loss = losses.cross_entropy() + losses.z_loss()
+    model = patch_model(copy.deepcopy(plain), loss, metrics=[metrics.entropy()], when=when, strict=True)
+    inputs, found = tokens(), []
+    for one in (plain, model):
+        output = one(**inputs)
+        logits, labels = output.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        values = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction=reduction)
+        own = output.loss
+        if one is plain:
+            own = own + (logits.logsumexp(-1) ** 2)[labels != -100].mean()
+        (own + values.sum()).backward()
+        found.append([own.detach(), values.detach(), one.lm_head.weight.grad])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert model.chunked_head.take_metrics()["entropy"].count == 17
+    assert model.chunked_head.fused == 2
+
+
+ASKED: dict[str, dict[str, Any]] = {"loss=": {"loss": losses.focal()}, "metrics=": {"metrics": [metrics.entropy()]}}
+
+
+def own_loss(model: Any, **given: Any) -> torch.Tensor:
+    """Made by the user, of logits."""
+    inputs = tokens()
+    logits = model(input_ids=inputs["input_ids"], **given).logits[:, :-1].float()
+    return F.cross_entropy(logits.reshape(-1, 97), inputs["labels"][:, 1:].reshape(-1))
+
+
+@pytest.mark.parametrize("given", [{}, {"labels": tokens()["labels"]}], ids=["no labels", "labels"])
+@pytest.mark.parametrize("when", ["labels", "training"])
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_has_no_part_in_the_loss_is_refused(asked: str, when: str, given: dict[str, Any]) -> None:
+    """By the first backward, and by every other: nothing is trained on another loss than was asked for."""
+    model = patch_model(tiny_models.llama(), when=when, **ASKED[asked])
+    message = rf"{asked} of patch_model has no part.*test_patch_model\.py:\d+.*patch_trl.*when="
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            own_loss(model, **given).backward()
+    step(model)  # its own loss
+    own_loss(model, **given).backward()  # and a loss beside it
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("labelled_first", [True, False])
+def test_a_loss_beside_the_models_own(asked: str, labelled_first: bool) -> None:
+    model = patch_model(tiny_models.llama(), **ASKED[asked])
+    parts = [lambda: model(**tokens()).loss, lambda: own_loss(model)]
+    torch.stack([part() for part in (parts if labelled_first else parts[::-1])]).sum().backward()
+    model(input_ids=tokens()["input_ids"])  # nothing comes back from it
+
+
+def test_a_step_that_fuses_nothing_is_said_once() -> None:
+    model = patch_model(tiny_models.llama())
+    message = (
+        r"step of LlamaForCausalLM had its loss from elsewhere \(outside of the forward that test_patch_model\.py:"
+    )
+    with pytest.warns(UserWarning, match=message):
+        own_loss(model).backward()
+    own_loss(model).backward()
+    step(model)
+    fusing = patch_model(tiny_models.llama())
+    step(fusing)
+    own_loss(fusing).backward()
+    copy.deepcopy(fusing)
+    outside = patch_model(tiny_models.llama(), when="training")
+    own_loss(outside).backward()
+    assert outside.chunked_head.fused == 1
+
+
+def test_a_model_that_waits_for_its_backward_is_copied() -> None:
+    model = patch_model(tiny_models.llama())
+    loss = own_loss(model)
+    pickle.loads(pickle.dumps(copy.deepcopy(model).lm_head))
+    with pytest.warns(UserWarning, match="had its loss from elsewhere"):
+        loss.backward()
+
+
 def test_losses_outside_of_the_forward() -> None:
     plain = tiny_models.llama()
     model = patch_model(copy.deepcopy(plain), when="training")
@@ -299,6 +382,9 @@ def test_what_is_not_understood_stays_as_it_is() -> None:
     unpatch_model(model)
     with pytest.warns(UserWarning, match="Linear has no get_output_embeddings"):
         patch_model(torch.nn.Linear(3, 4))
+    for asked, given in ASKED.items():
+        with pytest.raises(ValueError, match=f"{asked} of patch_model has no effect on this Linear: Linear has no get"):
+            patch_model(torch.nn.Linear(3, 4), **given)
 
 
 def test_a_loss_that_bypasses_the_head_is_said() -> None:
@@ -311,6 +397,21 @@ def test_a_loss_that_bypasses_the_head_is_said() -> None:
     with pytest.warns(UserWarning, match="given labels and computed no cross-entropy of lm_head"):
         model(**tokens())
     model(**tokens())  # once
+    for asked, given in ASKED.items():
+        with pytest.raises(RuntimeError, match=f"{asked} of patch_model had no effect: Bypassing was given labels"):
+            patch_model(model, **given)(**tokens())
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_logits_computed_after_all_would_leave_out_is_refused(asked: str) -> None:
+    """Here for a hook of the head's that has to see them."""
+    model = patch_model(tiny_models.llama(), **ASKED[asked])
+    model.lm_head.register_forward_hook(lambda head, inputs, logits: logits * 2)
+    with (
+        pytest.warns(UserWarning, match="are computed after all, for a forward hook"),
+        pytest.raises(RuntimeError, match=rf"{asked} of patch_model had no effect.*computed for a forward hook"),
+    ):
+        model(**tokens())
 
 
 @pytest.mark.parametrize(
@@ -323,6 +424,22 @@ def test_a_loss_that_bypasses_the_head_is_said() -> None:
         ({"metrics": ["entropy"]}, TypeError, "call its factory"),
         ({"when": "always"}, ValueError, "'labels', 'training'"),
         ({"logits": "real"}, ValueError, "'lazy'"),
+        ({"loss": losses.cross_entropy}, TypeError, "made of chunked_head.losses, got function; pass such as"),
+        ({"loss": losses.cross_entropy() + losses.cross_entropy()}, ValueError, "two of the losses are called"),
+        ({"metrics": metrics.entropy()}, TypeError, r"must be a list of .*got Metric; pass \[entropy\]"),
+        ({"metrics": "entropy"}, TypeError, "must be a list of chunked_head.metrics, got str"),
+        ({"metrics": None}, TypeError, "must be a list of chunked_head.metrics, got NoneType"),
+        ({"metrics": [metrics.entropy()] * 2}, ValueError, "two of the metrics are called 'entropy'"),
+        ({"strict": "yes"}, TypeError, "strict of patch_model must be True or False, got 'yes'"),
+        ({"reduction": "none"}, TypeError, "unknown option 'reduction'.*the model's own"),
+        ({"memory_budget": "1 potato"}, ValueError, "memory_budget"),
+        ({"chunk_tokens": 0}, ValueError, "chunk_tokens must be a positive int, got 0"),
+        ({"accumulate_dtype": "float32"}, TypeError, "accumulate_dtype must be None or one of .*got 'float32'"),
+        ({"accumulate_into": 3}, TypeError, "accumulate_into must be a tensor.*got 3"),
+        ({"upstream": 0}, ValueError, "upstream must not be 0"),
+        ({"skip_ignored": "yes"}, ValueError, "skip_ignored must be True"),
+        ({"deterministic": 1}, TypeError, "deterministic must be True or False"),
+        ({"backend": "cuda"}, ValueError, "backend must be None or one of"),
     ],
 )
 def test_wrong_options(given: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -332,3 +449,50 @@ def test_wrong_options(given: dict[str, Any], error: type[Exception], message: s
     assert type(model) is transformers.LlamaForCausalLM
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got str"):
         patch_model("llama")
+
+
+class OptimizedModule(torch.nn.Module):
+    """By the name of what torch.compile makes, without its work."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self._orig_mod = model
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (lambda model: None, r"must be a torch\.nn\.Module, got NoneType"),
+        (lambda model: "model", r"must be a torch\.nn\.Module, got str"),
+        (
+            torch.compile,
+            r"must be the model itself, got the OptimizedModule that torch\.compile made.*model\._orig_mod",
+        ),
+        (OptimizedModule, r"must be the model itself, got the OptimizedModule that torch\.compile made"),
+        (torch.nn.DataParallel, r"got the DataParallel that torch\.nn\.DataParallel made.*or pass model\.module"),
+    ],
+)
+@pytest.mark.parametrize("function", [patch_model, unpatch_model], ids=lambda function: function.__name__)
+def test_what_is_no_model(function: Any, wrap: Any, message: str) -> None:
+    model = tiny_models.llama()
+    with pytest.raises(TypeError, match=f"model of {function.__name__} .*{message}"):
+        function(wrap(model))
+    assert type(model) is transformers.LlamaForCausalLM
+
+
+def test_a_model_whose_forward_is_hung_on_it_names_who_did() -> None:
+    model = tiny_models.llama()
+    before = model.forward
+
+    def hung(*args: Any, **kwargs: Any) -> Any:
+        return before(*args, **kwargs)
+
+    model.forward = hung
+    with pytest.warns(
+        UserWarning, match=r"its forward is hung on the instance by hung at test_patch_model\.py:\d+ and"
+    ):
+        patch_model(model)
+    with pytest.raises(
+        ValueError, match=r"metrics= of patch_model has no effect on this LlamaForCausalLM: .* by hung at"
+    ):
+        patch_model(model, metrics=[metrics.entropy()])

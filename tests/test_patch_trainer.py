@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from tiny_models import transformers
 
-from chunked_head import metrics, patch_model
+from chunked_head import losses, metrics, patch_model
 from chunked_head.integrations.trainer import log_metrics
 
 accelerate = pytest.importorskip("accelerate")
@@ -74,7 +74,7 @@ def trained(model: Any, tmp_path: Path, arguments: dict[str, Any], own: dict[str
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore:chunked_head.*for __iter__|.*computed after all:UserWarning")
+@pytest.mark.filterwarnings("ignore:chunked_head.*for __iter__|.*computed after all|.*loss from elsewhere:UserWarning")
 def test_trainer(case: str, tmp_path: Path) -> None:
     arguments, own, fused = CASES[case]
     plain = tiny_models.llama()
@@ -121,6 +121,34 @@ def test_metrics_in_the_logs(tmp_path: Path) -> None:
             assert "entropy" not in logs and "eval_entropy" in logs
     # a mean over tokens, which the Trainer's eval_loss is not: batches have different numbers of them
     assert any("eval_perplexity" in logs for logs in history)
+
+
+OUTSIDE = [case for case in CASES if case in ("label smoothing", "a loss outside")]
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_metrics_of_a_loss_outside_are_refused(case: str, tmp_path: Path) -> None:
+    """Where the trainer is given to log_metrics, else at the first step, before a weight has changed."""
+    arguments, own, _ = CASES[case]
+    model = patch_model(tiny_models.llama(), metrics=[metrics.entropy()])
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"log_metrics needs a trainer whose loss the model's forward makes.*labels"):
+        trained(model, tmp_path, arguments, own)
+    model = patch_model(tiny_models.llama(), losses.focal())
+    with pytest.raises(
+        RuntimeError, match=r"loss= of patch_model has no part in.*that trainer\.py:\d+ called.*training"
+    ):
+        trained(model, tmp_path, arguments, own)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_a_loss_outside_is_said_once(case: str, tmp_path: Path) -> None:
+    arguments, own, _ = CASES[case]
+    with pytest.warns(UserWarning, match=r"had its loss from elsewhere .*trainer\.py") as said:
+        trained(patch_model(tiny_models.llama()), tmp_path, arguments, own)
+    assert len([one for one in said if "chunked_head" in str(one.message)]) == 1
 
 
 def test_log_metrics_needs_metrics() -> None:

@@ -1,5 +1,6 @@
 """TRL's trainers with this library's head: the examples' losses and metrics, with it and without, and adapters."""
 
+import copy
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 from trl.trainer import distillation_trainer, utils
 
+from chunked_head import losses, metrics, patch_model
+from chunked_head.integrations.trainer import log_metrics
 from chunked_head.integrations.trl import patched_trl
 from chunked_head.integrations.trl_functions import DivergenceSeam, LogProbSeam
 
@@ -76,14 +79,20 @@ def test_examples(name: str, options: list[str], logged: set[str], seam: type, c
     assert_alike(ours, theirs)
 
 
-def trained(tmp_path: Path, adapter: LoraConfig | None, **options: Any) -> tuple[Any, list[dict[str, float]]]:
+def made(tmp_path: Path, adapter: LoraConfig | None, patch: dict[str, Any] | None = None, **options: Any) -> SFTTrainer:
     tokenizer = tiny.tokenizer()
     rows = Dataset.from_list([{"text": f"{what}: {text}"} for what, text in tiny.FACTS])
     args = tiny.arguments("", ["--cpu", "--steps", "2"])
-    trainer = SFTTrainer(
-        tiny.model(len(tokenizer)), SFTConfig(**tiny.settings(args, str(tmp_path)), max_length=64, **options),
+    model = tiny.model(len(tokenizer))
+    return SFTTrainer(
+        model if patch is None else patch_model(model, **patch),
+        SFTConfig(**tiny.settings(args, str(tmp_path)), max_length=64, **options),
         train_dataset=rows, processing_class=tokenizer, peft_config=adapter,
     )  # fmt: skip
+
+
+def trained(tmp_path: Path, adapter: LoraConfig | None, **options: Any) -> tuple[Any, list[dict[str, float]]]:
+    trainer = made(tmp_path, adapter, **options)
     trainer.train()
     return trainer.model, tiny.printed(trainer.state.log_history, ("loss", "mean_token_accuracy", "entropy"))
 
@@ -106,6 +115,30 @@ def test_adapters(adapter: LoraConfig, tmp_path: Path, calls: list[type]) -> Non
     for (name, mine), true in zip(ours.named_parameters(), model.parameters(), strict=True):
         assert mine.requires_grad == true.requires_grad
         torch.testing.assert_close(mine, true, rtol=1e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_patched_model_says_that_it_is_passed_by(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Where something was asked of it, before a weight has changed."""
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    for adapter, asked in ((None, {"metrics": [metrics.entropy()]}), (lora, {"loss": losses.focal()})):
+        trainer = made(tmp_path, adapter, asked)
+        before = copy.deepcopy(trainer.model.state_dict())
+        message = rf"{next(iter(asked))}= of patch_model has no part in.*_fused_forward at utils\.py:\d+.*patch_trl\(\)"
+        with pytest.raises(RuntimeError, match=message):
+            trainer.train()
+        for name, tensor in trainer.model.state_dict().items():
+            assert torch.equal(tensor, before[name])
+        if "metrics" in asked:
+            with pytest.raises(ValueError, match=r"an SFTTrainer|a SFTTrainer that computes it from the head's weight"):
+                log_metrics(trainer)
+    recwarn.clear()
+    made(tmp_path, None, {}).train()
+    said = [str(one.message) for one in recwarn if "chunked_head" in str(one.message)]
+    assert len(said) == 1 and "had its loss from elsewhere (by _fused_forward at utils.py:" in said[0]
+    recwarn.clear()
+    with patched_trl():
+        made(tmp_path, None, {}).train()
+    assert not [one for one in recwarn if "chunked_head" in str(one.message)]
 
 
 def test_dft_and_accumulation(tmp_path: Path, calls: list[type]) -> None:

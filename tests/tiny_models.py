@@ -33,6 +33,36 @@ def granite() -> Any:
     return transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, logits_scaling=3.0)).train()
 
 
+ENCODER = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+           "num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+
+
+def gpt2() -> Any:
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
+    model.loss_type = "ForCausalLM"  # it warns where none is named, which breaks graphs
+    return model
+
+
+def bert() -> Any:
+    """Makes a CrossEntropyLoss in its forward, as the next two."""
+    torch.manual_seed(3)
+    return transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)).eval()
+
+
+def roberta() -> Any:
+    torch.manual_seed(3)
+    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**ENCODER, pad_token_id=0)).eval()
+
+
+def t5() -> Any:
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
 def tokens(batch: int = 2, length: int = 11) -> dict[str, Tensor]:
     """Token ids with labels, some of which do not count."""
     ids = torch.randint(1, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(4))

@@ -6,7 +6,8 @@ from typing import Any
 from torch import nn
 
 from .hung_forward import loosen
-from .lazy_head import PATCH, LazyHead, inner, lazy_class, sizes_of
+from .lazy_head import LazyHead, inner, lazy_class, sizes_of
+from .running import PATCH
 
 
 class NotUnderstood(Exception):

@@ -13,6 +13,7 @@ from ..head import linear_cross_entropy
 from ..linear_loss import linear_loss
 from ..on_logits import logits_loss
 from .by_chunks import in_chunks, rows_at_once
+from .running import running
 from .source import Source, is_shard
 from .tail import Tail, tail_of
 from .virtual import Virtual, replay
@@ -20,7 +21,8 @@ from .virtual import Virtual, replay
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What the model asked of its loss, and whose logits of."""
+    """What a loss is asked for, and whose logits of. ``own``: by the model, inside of its forward; any other stays the
+    cross-entropy that it says."""
 
     source: Source
     tail: Tail
@@ -30,6 +32,11 @@ class Asked:
     ignore_index: int
     reduction: str
     label_smoothing: float
+    own: bool
+
+    @property
+    def plain(self) -> bool:
+        return not self.own or not self.source.patch.asks
 
     def inside(self, head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss; called inside of the head's call, where its hooks have made its parameters ready."""
@@ -42,7 +49,7 @@ class Asked:
         patch = self.source.patch
         head = head_of(self.source, self.tail, weight, bias)
         head |= {"ignore_index": self.ignore_index, "reduction": self.reduction}
-        if patch.loss is None and not patch.measured:
+        if self.plain:
             return linear_cross_entropy(
                 hidden, target=self.target.to(hidden.device), class_weights=self.class_weights,
                 label_smoothing=self.label_smoothing, **head,
@@ -67,7 +74,7 @@ class Asked:
     def part(self, head: Callable[[Tensor], Tensor], rows: Tensor, ids: Tensor, before: list[bool]) -> Tensor:
         """The sum over some rows; ``before`` remembers that it was computed, for the second time in backward."""
         patch, real = self.source.patch, replay(head(rows), self.steps)
-        if patch.loss is None and not patch.measured:
+        if self.plain:
             values = F.cross_entropy(
                 real, ids, self.class_weights, ignore_index=self.ignore_index, reduction="none",
                 label_smoothing=self.label_smoothing,
@@ -108,7 +115,8 @@ def cross_entropy(
         return NotImplemented
     rounded = not torch.is_autocast_enabled(source.device_type)  # autocast computes a cross-entropy in fp32
     target = target.to(logits.hidden.device, torch.int64)
-    asked = Asked(source, tail, logits.steps, target, weight, ignore_index, reduction, float(label_smoothing))
+    own = running(source.head) is source.patch
+    asked = Asked(source, tail, logits.steps, target, weight, ignore_index, reduction, float(label_smoothing), own)
     with source.state(), torch.set_grad_enabled(source.grad and torch.is_grad_enabled()):
         # a filled logit has no gradient, which a target among the filled ids would have of a very low bias
         if source.head.reads_weight and not tail.filled:
@@ -116,8 +124,9 @@ def cross_entropy(
         else:
             loss = asked.by_chunks(logits.hidden, source.head.real)
             rounded = False  # a forward of its own may give other dtypes than it takes
-    source.patch.fuses(tail)
-    return loss.to(logits.dtype if rounded else wide(logits.dtype))
+    loss = loss.to(logits.dtype if rounded else wide(logits.dtype))
+    source.patch.fuses(tail, loss if own else None)
+    return loss
 
 
 def head_of(source: Source, tail: Tail, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:

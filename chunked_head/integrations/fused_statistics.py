@@ -43,14 +43,14 @@ def log_softmax(v: Virtual, dim: Any = None, _stacklevel: int = 3, dtype: torch.
         return NotImplemented
     if dtype is None and torch.is_autocast_enabled(v.source.device_type):
         dtype = torch.empty(1, dtype=v.dtype, device=v.hidden.device).log_softmax(-1).dtype  # fp32 on a GPU
-    return v.then(LOG_SOFTMAX, dtype)._replace(dtype=dtype or v.dtype)
+    return v.then(LOG_SOFTMAX, dtype).but(dtype=dtype or v.dtype)
 
 
 def nll_loss(v: Virtual, *args: Any, **kwargs: Any) -> Any:
     """Of log-probabilities: the cross-entropy of what they are of, as ProphetNet writes it."""
     if not v.steps or v.steps[-1][0] != LOG_SOFTMAX:
         return NotImplemented
-    logits = v._replace(steps=v.steps[:-1])
+    logits = v.but(steps=v.steps[:-1])
     return cross_entropy(logits.then("cast", v.dtype), *args, **kwargs)
 
 
@@ -66,7 +66,7 @@ def reading(v: Virtual) -> Read | None:
                 return None
             if name != "cast":
                 factor = factor * argument if name == "mul" else factor / argument
-    logits = v if at is None else v._replace(steps=v.steps[:at])
+    logits = v if at is None else v.but(steps=v.steps[:at])
     tail = tail_of(logits)
     # the mean of cropped logits is that of what is left; a filled one's would drown it
     if tail is None or tail.filled or not v.source.fuses or not v.source.head.reads_weight:

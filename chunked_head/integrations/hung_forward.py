@@ -1,6 +1,7 @@
 """Forwards that frameworks hang on a module itself, which hide its class's."""
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -38,3 +39,14 @@ def hides(module: Any) -> bool:
 
 def is_own(hung: Any, module: Any) -> bool:
     return getattr(hung, "__func__", None) is type(module).forward and hung.__self__ is module
+
+
+def hung_by(module: Any) -> str:
+    """Who hung what hides a module's forward, and where in the code."""
+    hung = module.__dict__.get("forward")
+    while (inner := getattr(hung, "__func__", getattr(hung, "func", None))) is not None:
+        hung = inner
+    code = getattr(hung, "__code__", None)
+    if code is None:
+        return f"{type(hung).__module__}.{type(hung).__qualname__}"
+    return f"{code.co_name} at {Path(code.co_filename).name}:{code.co_firstlineno}"

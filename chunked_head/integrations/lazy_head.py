@@ -3,21 +3,19 @@
 The module stays what and where it is, parameters, hooks and names: only its class changes, to one made of its own.
 """
 
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .hung_forward import hides
 from .lazy_logits import LazyLogits
+from .running import running
 from .source import Source, is_shard
 from .traced_logits import TracedLogits
 from .virtual import Virtual
 from .watched import watcher
 
-PATCH = "_chunked_head_patch"  # in the module's __dict__
 HOLLOW = "hidden states without numbers"
 FSDP1 = "FullyShardedDataParallel"
 
@@ -42,35 +40,12 @@ def sizes_of(head: Any) -> tuple[int, int] | None:
 
 def is_hollow(hidden: Any) -> bool:
     """Of a shape alone, such as tools have that run a model to see how large things are."""
-    return hidden.is_meta or (not torch.compiler.is_compiling() and isinstance(hidden, FakeTensor))
+    return hidden.is_meta or (not torch.compiler.is_compiling() and is_fake(hidden))
 
 
-# by thread and head: what was agreed on for the forward that runs there. Models may share a head, and threads a model
-FORWARDS: dict[tuple[int, int], Any] = {}
-
-
-def running(head: Any) -> Any:
-    """What was agreed on for the forward that calls a head; None outside of one."""
-    patch = head.__dict__.get(PATCH)
-    if torch.compiler.is_compiling():  # a graph knows no threads
-        return patch if patch is not None and patch.lazy else None
-    found = FORWARDS.get((threading.get_ident(), id(head)))
-    return patch if found is None and patch is not None and patch.traced else found
-
-
-def enter(head: Any, patch: Any) -> Any:
-    """Returns what ran there before, for ``leave``."""
-    key = (threading.get_ident(), id(head))
-    before = FORWARDS.get(key)
-    FORWARDS[key] = patch
-    return before
-
-
-def leave(head: Any, before: Any) -> None:
-    key = (threading.get_ident(), id(head))
-    del FORWARDS[key]
-    if before is not None:
-        FORWARDS[key] = before
+def is_fake(tensor: Tensor) -> bool:
+    """Whether it is of torch's mode of tensors without numbers."""
+    return any(base.__name__ == "FakeTensor" for base in type(tensor).__mro__)
 
 
 class LazyHead:
@@ -89,8 +64,7 @@ class LazyHead:
         hidden = args[0]
         reason = HOLLOW if is_hollow(hidden) else watcher(self)
         if reason is not None:
-            if not torch.compiler.is_compiling():
-                patch.materialises(reason)
+            patch.materialises(reason)
             return self.real(hidden)
         source = Source.here(self, patch, hidden)
         dtype = hidden.dtype if source.autocast is None or hidden.dtype == torch.float64 else source.autocast

@@ -6,18 +6,19 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ..losses.base import Losses
 from ..losses.closures import Function
-from ..metric_values import as_metrics
 from ..metrics import Metric
 from .agreement import Agreement
 from .find_head import NotUnderstood, base_model, find_heads
-from .hung_forward import hides, loosen
-from .lazy_head import running
+from .hung_forward import hides, hung_by, loosen
 from .lazy_logits import LazyLogits
 from .lazy_stack import LazyStack
+from .running import running
+from .traceable import make_traceable
 from .traced_logits import TracedLogits
 
 REPORT = "chunked_head"  # the attribute of a patched model
@@ -74,16 +75,15 @@ def patch_model(
     Raises:
         TypeError, ValueError: for options that are none; ``loss`` or ``metrics`` that need more than labels.
     """
-    inner = base_model(model)
-    if not isinstance(inner, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    agreed = Agreement(loss, as_metrics(metrics), when, logits, strict, head_options, type(inner).__name__)
+    inner = the_model(model, "patch_model")
+    agreed = Agreement(loss, metrics, when, logits, strict, head_options, type(inner).__name__)
     unpatch_model(model)
     try:
         loosen(inner)
         if hides(inner):
             raise NotUnderstood(
-                "its forward is hung on the instance, as accelerator.prepare does for mixed precision; patch it before"
+                f"its forward is hung on the instance by {hung_by(inner)} and runs instead of its class's; patch_model "
+                "comes before that"
             )
         agreed.settle(inner, find_heads(inner))
     except NotUnderstood as reason:
@@ -96,8 +96,12 @@ def patch_model(
 
 
 def unpatch_model(model: Model) -> Model:
-    """Takes ``patch_model`` back; returns ``model``. Nothing happens to a model that is not patched."""
-    inner = base_model(model)
+    """Takes ``patch_model`` back; returns ``model``. Nothing happens to a model that is not patched.
+
+    Raises:
+        TypeError: ``model`` is no model, or a wrapper around one.
+    """
+    inner = the_model(model, "unpatch_model")
     agreed = inner.__dict__.pop(REPORT, None)
     if isinstance(agreed, Agreement):
         agreed.release()
@@ -105,6 +109,29 @@ def unpatch_model(model: Model) -> Model:
         loosen(inner)
         inner.__class__ = inner.base
     return model
+
+
+# around a model, and nothing of it but a call: who makes them, and where they have the model
+WRAPPERS = {
+    "OptimizedModule": ("torch.compile", "_orig_mod"),
+    "DataParallel": ("torch.nn.DataParallel", "module"),
+    "DistributedDataParallel": ("torch.nn.parallel.DistributedDataParallel", "module"),
+    "DeepSpeedEngine": ("deepspeed.initialize", "module"),
+}
+
+
+def the_model(model: Any, function: str) -> nn.Module:
+    """The model that an argument names, inside of PEFT's."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model of {function} must be a torch.nn.Module, got {type(model).__name__}")
+    for kind in type(model).__mro__:
+        if kind.__name__ in WRAPPERS:
+            by, where = WRAPPERS[kind.__name__]
+            raise TypeError(
+                f"model of {function} must be the model itself, got the {kind.__name__} that {by} made of one; "
+                f"{function} the model first and give {by} the result, or pass model.{where}"
+            )
+    return base_model(model)
 
 
 class Patched:
@@ -116,6 +143,22 @@ class Patched:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return made_again, (self.base,), self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        if isinstance(agreed := self.__dict__.get(REPORT), Agreement):
+            make_traceable(self, agreed)  # type: ignore[arg-type]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        agreed: Any = self.__dict__.get(REPORT)
+        hung = agreed is not None and "forward" in self.__dict__ and not torch.compiler.is_compiling()
+        if not hung or not agreed.unsettled(self):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        before, agreed.graph_ran = agreed.forwards, False
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if agreed.forwards == before and not agreed.graph_ran:
+            agreed.passed_by(self, output)
+        return output
 
     def given_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         for name, at in self.labels_at:
@@ -143,16 +186,18 @@ def patched_class(base: type) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Patched):  # no more, and somebody kept this method
             return type(self).forward(self, *args, **kwargs)
-        agreed = self.__dict__.get(REPORT)
+        agreed: Any = self.__dict__.get(REPORT)
         labelled = agreed is not None and self.given_labels(args, kwargs)
-        if agreed is None or not agreed.applies(self, labelled):
-            return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        heads = agreed.find_again(self)
+        heads = agreed.find_again(self) if agreed is not None and agreed.applies(self, labelled) else []
         if not heads or running(heads[0]) is agreed:
-            return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        agreed.training = self.training
-        with agreed.being_lazy(heads, labelled):
             output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            if agreed is not None and not heads:
+                agreed.seen(self, output)
+            return output
+        agreed.training = self.training
+        with agreed.being_lazy(heads, labelled) as own:
+            output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        agreed.seen(self, output, own)
         return without_logits(output) if agreed.logits is None and labelled else output
 
     members = {

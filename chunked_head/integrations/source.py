@@ -72,7 +72,7 @@ class Source:
         """Of the real logits, some rows at a time."""
         rows = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         with torch.no_grad():
-            quiet = logits._replace(source=self.without_grad())
+            quiet = logits.but(source=self.without_grad())
             found = [self.without_grad().real(quiet.rows(part)).argmax(-1) for part in rows.split(ROWS_AT_ONCE)]
         ids = torch.cat(found).reshape(logits.shape[:-1])
         return ids.unsqueeze(-1) if keepdim else ids

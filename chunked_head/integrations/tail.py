@@ -30,11 +30,21 @@ class Tail:
             total = part if total is None else total + part
         return total
 
+    @property
+    def numbers(self) -> tuple[float, float | None, int | None, int, bool]:
+        """What is told of it, without tensors."""
+        return self.logit_scale, self.softcap, self.vocab, len(self.biases), self.filled
+
     def __str__(self) -> str:
-        parts = [f"scale {self.logit_scale:g}", f"softcap {self.softcap:g}" if self.softcap else "no softcap"]
-        parts += [f"{len(self.biases)} added vector(s)"] if self.biases else []
-        parts += [f"vocabulary cropped to {self.vocab}"] if self.vocab is not None else []
-        return ", ".join(parts + (["filled ids"] if self.filled else []))
+        return told(*self.numbers)
+
+
+def told(logit_scale: float, softcap: float | None, vocab: int | None, biases: int, filled: bool) -> str:
+    """A tail's numbers in words."""
+    parts = [f"scale {logit_scale:g}", f"softcap {softcap:g}" if softcap else "no softcap"]
+    parts += [f"{biases} added vector(s)"] if biases else []
+    parts += [f"vocabulary cropped to {vocab}"] if vocab is not None else []
+    return ", ".join(parts + (["filled ids"] if filled else []))
 
 
 def tail_of(logits: Virtual) -> Tail | None:

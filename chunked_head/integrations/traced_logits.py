@@ -67,7 +67,7 @@ class TracedLogits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_virtual", "_viewed"):
             raise AttributeError(name)
-        return getattr(self.materialise(), name)
+        return getattr(real(self, name), name)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,7 +81,8 @@ class TracedLogits:
             elif function is torch.tanh:
                 return first.tanh()
             args = (first, *args[1:])
-        return function(*[real(value) for value in args], **{key: real(value) for key, value in kwargs.items()})
+        name = function.__name__
+        return function(*[real(one, name) for one in args], **{key: real(one, name) for key, one in kwargs.items()})
 
 
 def done(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,7 +95,7 @@ def done(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[st
         logits._virtual = found
         return logits
     if found is NotImplemented:
-        return getattr(logits.materialise(), name)(*args, **kwargs)
+        return getattr(real(logits, name), name)(*args, **kwargs)
     if found is logits._virtual and name != "clone":
         return logits  # as a tensor's cast to its own dtype is the tensor
     made = TracedLogits(found) if isinstance(found, Virtual) else tuple([TracedLogits(part) for part in found])
@@ -105,10 +106,14 @@ def done(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[st
     return made
 
 
-def real(value: Any) -> Any:
+def real(value: Any, what: str) -> Any:
+    """With logits computed for lazy ones, in containers too; ``what`` asks for them."""
     if isinstance(value, (tuple, list)):
-        return type(value)([real(part) for part in value])
-    return value.materialise() if isinstance(value, TracedLogits) else value
+        return type(value)([real(part, what) for part in value])
+    if not isinstance(value, TracedLogits):
+        return value
+    value._virtual.source.patch.materialises(what)
+    return value.materialise()
 
 
 def method(name: str) -> Callable[..., Any]:

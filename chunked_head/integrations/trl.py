@@ -98,6 +98,11 @@ def unpatch_trl() -> None:
         del _originals[place], _ours[place]
 
 
+def serves() -> bool:
+    """Whether TRL has this library's functions now."""
+    return bool(_ours)
+
+
 @contextlib.contextmanager
 def patched_trl(**options: Any) -> Iterator[None]:
     """``patch_trl(**options)`` for the length of a ``with`` block; what stood there before stands there after it."""

@@ -5,7 +5,8 @@ hidden states at once, those on each logit are written down. ``NotImplemented`` 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ MASKS = (torch.bool, torch.uint8)
 LOWEST_FILL = -6e4  # a logit filled with less has no probability beside any other, in float16 already
 
 
-class Virtual(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Virtual:
     """``hidden`` [..., hidden]; ``steps`` done to the head's output, in order; ``vocab`` columns that are left.
 
     A step is a name with its argument: ``("cast", dtype)``, ``("mul", s)``, ``("div", s)``, ``("tanh", None)``,
@@ -34,11 +36,19 @@ class Virtual(NamedTuple):
         return (*self.hidden.shape[:-1], self.vocab)
 
     def then(self, name: str, argument: Any = None) -> "Virtual":
-        return self._replace(steps=(*self.steps, (name, argument)))
+        return self.but(steps=(*self.steps, (name, argument)))
 
     def rows(self, hidden: Tensor) -> "Virtual":
         """The same logits of other rows."""
-        return self._replace(hidden=hidden)
+        return self.but(hidden=hidden)
+
+    def but(self, **changed: Any) -> "Virtual":
+        """The same with other fields, in words that torch.compile of torch 2.9 follows."""
+        fields = {
+            "hidden": self.hidden, "steps": self.steps, "vocab": self.vocab, "dtype": self.dtype,
+            "source": self.source,
+        }  # fmt: skip
+        return Virtual(**(fields | changed))
 
 
 def replay(logits: Tensor, steps: Sequence[tuple[str, Any]]) -> Tensor:
@@ -70,14 +80,14 @@ def cast(v: Virtual, dtype: torch.dtype) -> Any:
         return v
     if not dtype.is_floating_point:
         return NotImplemented
-    return v.then("cast", dtype)._replace(dtype=dtype)
+    return v.then("cast", dtype).but(dtype=dtype)
 
 
 def to(v: Virtual, *args: Any, **kwargs: Any) -> Any:
     """Casts only: logits of another device are computed first."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     if kwargs.get("copy") or [flag for flag in args if isinstance(flag, bool)][1:] == [True]:
-        v = v._replace()  # another: what is written to it reaches nothing
+        v = v.but()  # another: what is written to it reaches nothing
     for argument in args:
         if isinstance(argument, torch.dtype):
             dtype = argument
@@ -166,7 +176,7 @@ def crop(v: Virtual, last: Any) -> Any:
     start, stop, step = last.indices(v.vocab)
     if start != 0 or step != 1 or stop <= 0:
         return NotImplemented
-    return v if stop == v.vocab else v.then("crop", stop)._replace(vocab=stop)
+    return v if stop == v.vocab else v.then("crop", stop).but(vocab=stop)
 
 
 def fill(v: Virtual, index: Any, value: Any) -> Any:
@@ -277,7 +287,7 @@ def same(v: Virtual, *args: Any, **kwargs: Any) -> Virtual:
 
 
 def detach(v: Virtual) -> Virtual:
-    return v._replace(hidden=v.hidden.detach(), source=v.source.without_grad())
+    return v.but(hidden=v.hidden.detach(), source=v.source.without_grad())
 
 
 def casting(dtype: torch.dtype) -> Callable[..., Any]:
