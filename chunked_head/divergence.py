@@ -172,9 +172,8 @@ def divergence_of(
 ) -> Losses:
     """The loss whose statistic is asked for, its options checked."""
     choice("linear_divergence", "divergence", divergence, tuple(KINDS))
-    number("linear_divergence", "beta", beta, 0.0, 1.0)
     known: dict[str, Any] = {"beta": beta} if divergence == "jsd" else {}
-    if divergence != "jsd" and beta != 0.5:
+    if divergence != "jsd" and number("linear_divergence", "beta", beta) != 0.5:
         raise ValueError(f'beta goes with divergence="jsd" only, got {beta!r} with {divergence!r}; leave it at 0.5')
     return KINDS[divergence](
         teacher_temperature=temperature, teacher_logit_scale=logit_scale, teacher_softcap=softcap, **known

@@ -233,20 +233,18 @@ def beside_rows(field: str, value: Tensor, kind: Field, counts: Tensor, frame: F
             in_range(field, value, frame.num_segments or 0, -1) if field in ("segments", "documents") else (value, None)
         )
     value = torch.where(here, value.to(frame.dtype), 0.0)
-    return (likely(field, value) if field in LOGPROBS else value), None
+    if field in LOGPROBS and value.device.type == "cpu" and value.numel():
+        check_logprobs(field, float(value.max()))
+    return value, None
 
 
-def likely(field: str, values: Tensor) -> Tensor:
-    """Log-probabilities; a ValueError on the CPU where one is positive by more than rounding, elsewhere nan for it."""
-    wrong = values > LARGEST_LOGPROB
-    if values.device.type != "cpu":
-        return values.masked_fill_(wrong, torch.nan)
-    if wrong.any():
+def check_logprobs(field: str, largest: float) -> None:
+    """Raises where log-probabilities are none. Elsewhere than on the CPU nobody looks, which would be to wait."""
+    if largest > LARGEST_LOGPROB:
         raise ValueError(
-            f"batch[{field!r}] must hold log-probabilities, which are at most 0, got {float(values[wrong][0]):g}; "
-            "negate them if they are losses (-log p), take .log() if they are probabilities"
+            f"batch[{field!r}] must hold log-probabilities, which are at most 0, got {largest:g}; negate them if they "
+            "are losses (-log p), take .log() if they are probabilities"
         )
-    return values
 
 
 def in_range(field: str, ids: Tensor, number: int, none: int | None) -> tuple[Tensor, Tensor]:

@@ -101,7 +101,7 @@ def linear_loss(
             ``token_weights`` [...]. Fields of the predicted token (mask, weights, log-probabilities, advantages,
             segments) are indexed like the target and move with it under ``shift``; ``teacher_*`` like the hidden
             states. Nothing is broadcast, and no field takes a gradient. ``losses.FIELDS`` lists all. A log-probability
-            above 0 by more than rounding raises a ValueError on the CPU, elsewhere it is taken as nan.
+            above 0 by more than rounding raises a ValueError on the CPU; elsewhere nobody looks.
         num_segments: how many segments ``batch["segments"]`` numbers, an int; ids in [0, num_segments), -1 for none.
         metrics: ``chunked_head.metrics``, of names that differ.
         reduction: of summands that name none: ``"mean"`` or ``"sum"``.
