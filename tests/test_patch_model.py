@@ -424,7 +424,7 @@ def test_what_logits_computed_after_all_would_leave_out_is_refused(asked: str) -
         ({"metrics": ["entropy"]}, TypeError, "call its factory"),
         ({"when": "always"}, ValueError, "'labels', 'training'"),
         ({"logits": "real"}, ValueError, "'lazy'"),
-        ({"loss": losses.cross_entropy}, TypeError, "made of chunked_head.losses, got function; pass such as"),
+        ({"loss": losses.cross_entropy}, TypeError, "no loss yet; call it"),
         ({"loss": losses.cross_entropy() + losses.cross_entropy()}, ValueError, "two of the losses are called"),
         ({"metrics": metrics.entropy()}, TypeError, r"must be a list of .*got Metric; pass \[entropy\]"),
         ({"metrics": "entropy"}, TypeError, "must be a list of chunked_head.metrics, got str"),

@@ -18,14 +18,14 @@ from ..losses.closures import Function
 from ..losses.custom import as_losses
 from ..metric_values import as_metrics
 from ..metrics import Metric, MetricValue, combine
+from ..prepare import in_backward
 from .find_head import NotUnderstood, find_heads, make_lazy, make_plain, name_of
-from .first_backward import await_backward, forget
+from .first_backward import await_backward
 from .given import check_choices, check_loss, check_options
 from .hung_forward import hung_by
 from .lazy_head import FSDP1, sizes_of
 from .running import FORWARDS, OWN, PATCH, exporting, running
 from .tail import Tail, told
-from .traceable import make_plain_again, make_traceable
 
 OWN_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
 WRAPPING = ("/accelerate/", "/peft/", "/deepspeed/")  # frames between a model and whoever calls it
@@ -100,15 +100,12 @@ class Agreement:
             self.tied = any(weight is parameter for parameter in heads[0].parameters())
         for head in heads:
             make_lazy(head, self)
-        make_traceable(model, self)
 
     def release(self) -> None:
         """The heads are what they were."""
         for head in self.heads:
             make_plain(head, self)
         self.heads = []
-        make_plain_again(self)
-        forget(self)
 
     def refuse(self, reason: str) -> None:
         if self.asks:
@@ -187,7 +184,7 @@ class Agreement:
                 FORWARDS[thread, id(head)] = self
             OWN[thread, id(self)] = own
             before = self.fused + self.materialised
-            self.covered = False
+            self.covered, self.made_at = False, ""
         self.lazy, self.traced = True, compiling
         self.graph_fused = self.graph_computed = False
         try:
@@ -239,9 +236,11 @@ class Agreement:
             self.graph_ran = True
             return
         self.forwards += 1
+        if in_backward():
+            return  # a checkpoint's
         # where another patched model has the head it is that one's affair
         others = self.covered or (self.head is not None and running(self.head) is not None)
-        if not self.unsettled(model) or (others and not self.asks):
+        if not self.unsettled or (others and not self.asks):
             return
         if own is not None and not own and self.graph_fused:
             self.settled = True  # by graphs inside of this forward, whose losses are theirs
@@ -250,13 +249,14 @@ class Agreement:
             self.made_at = f"outside of the forward that {place(WRAPPING)} called"
         await_backward(self, own or (), output)
 
-    def unsettled(self, model: nn.Module) -> bool:
-        return not self.settled and model.training and torch.is_grad_enabled()
+    @property
+    def unsettled(self) -> bool:
+        return not self.settled and torch.is_grad_enabled()
 
     def passed_by(self, model: nn.Module, output: Any) -> None:
         """Of a call of the model in which its class's forward did not run."""
         hung = f"by {hung_by(model)}, which runs instead of the model's forward"
-        if self.asks:
+        if self.asks and model.training:
             raise RuntimeError(f"{self.asks} of patch_model has no part in a loss made {hung}; {REMEDY}")
         served = sys.modules.get(f"{__package__}.trl")
         if not (served and served.serves()):

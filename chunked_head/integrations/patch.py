@@ -14,11 +14,12 @@ from ..losses.closures import Function
 from ..metrics import Metric
 from .agreement import Agreement
 from .find_head import NotUnderstood, base_model, find_heads
+from .first_backward import forget
 from .hung_forward import hides, hung_by, loosen
 from .lazy_logits import LazyLogits
 from .lazy_stack import LazyStack
 from .running import running
-from .traceable import make_traceable
+from .traceable import make_plain_again, make_traceable
 from .traced_logits import TracedLogits
 
 REPORT = "chunked_head"  # the attribute of a patched model
@@ -86,6 +87,7 @@ def patch_model(
                 "comes before that"
             )
         agreed.settle(inner, find_heads(inner))
+        make_traceable(inner, agreed)
     except NotUnderstood as reason:
         agreed.refuse(str(reason))
         setattr(inner, REPORT, agreed)
@@ -105,6 +107,8 @@ def unpatch_model(model: Model) -> Model:
     agreed = inner.__dict__.pop(REPORT, None)
     if isinstance(agreed, Agreement):
         agreed.release()
+        make_plain_again(agreed)
+        forget(agreed)
     if isinstance(inner, Patched) and type(inner) is patched_class(inner.base):
         loosen(inner)
         inner.__class__ = inner.base
@@ -152,7 +156,7 @@ class Patched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         agreed: Any = self.__dict__.get(REPORT)
         hung = agreed is not None and "forward" in self.__dict__ and not torch.compiler.is_compiling()
-        if not hung or not agreed.unsettled(self):
+        if not hung or not agreed.unsettled:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         before, agreed.graph_ran = agreed.forwards, False
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]

@@ -36,8 +36,8 @@ def traceable_nn() -> types.ModuleType:
     return made
 
 
-# who needs a name to stand for ours, by the id of a module's globals and the name; and what stood there
-NEEDED: dict[tuple[int, str], tuple[dict[str, Any], Any, "weakref.WeakSet[Any]"]] = {}
+# by the id of a module's globals and a name in them: the globals, what stood there and stands there now, who needs it
+NEEDED: dict[tuple[int, str], tuple[dict[str, Any], Any, Any, "weakref.WeakSet[Any]"]] = {}
 
 
 def make_traceable(model: nn.Module, owner: Any) -> None:
@@ -45,9 +45,9 @@ def make_traceable(model: nn.Module, owner: Any) -> None:
     for where, name, ours in places(model):
         key = id(where), name
         if key not in NEEDED:
-            NEEDED[key] = where, where[name], weakref.WeakSet()
+            NEEDED[key] = where, where[name], ours, weakref.WeakSet()
             where[name] = ours
-        NEEDED[key][2].add(owner)
+        NEEDED[key][3].add(owner)
 
 
 def make_plain_again(owner: Any) -> None:
@@ -58,10 +58,11 @@ def make_plain_again(owner: Any) -> None:
 
 def put_back() -> None:
     """What nobody needs any more."""
-    for key, (where, before, owners) in list(NEEDED.items()):
+    for key, (where, before, ours, owners) in list(NEEDED.items()):
         if not owners:
             del NEEDED[key]
-            where[key[1]] = before
+            if where.get(key[1]) is ours:  # and nobody's who came later
+                where[key[1]] = before
 
 
 def places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -72,7 +73,7 @@ def places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
             if isinstance(function, types.FunctionType) and NAME in function.__code__.co_names:
                 for name in function.__code__.co_names:
                     found = function.__globals__.get(name)
-                    if found in (nn.CrossEntropyLoss, CrossEntropyLoss):
+                    if found is nn.CrossEntropyLoss or found is CrossEntropyLoss:
                         yield function.__globals__, name, CrossEntropyLoss
-                    elif found in (nn, traceable_nn()):
+                    elif found is nn or found is traceable_nn():
                         yield function.__globals__, name, traceable_nn()
