@@ -184,7 +184,7 @@ def test_metrics_of_a_loss_made_in_forward() -> None:
     assert found.count == expected.count == 18
 
 
-@pytest.mark.parametrize("given", [{"loss": losses.focal()}, {"metrics": [metrics.entropy()]}], ids=str)
+@pytest.mark.parametrize("given", [{"loss": losses.focal()}, {"metrics": [metrics.entropy()]}], ids=["loss", "metrics"])
 def test_what_has_no_part_in_a_loss_outside_is_refused_in_a_graph(given: dict[str, Any]) -> None:
     compiled = torch.compile(patch_model(tiny_models.llama(), **given), backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="has no part in a loss made outside of LlamaForCausalLM"):
