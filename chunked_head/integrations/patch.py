@@ -54,11 +54,15 @@ def patch_model(
     Args:
         model: a transformers model, or PEFT's around one; before or after PEFT, DDP's and FSDP2's wrapping of it.
         loss: what to compute instead of the cross-entropy: a sum of ``chunked_head.losses`` that need labels alone,
-            such as ``losses.cross_entropy() + 1e-4 * losses.z_loss()``, reduced as the model reduces its own.
+            such as ``losses.cross_entropy() + 1e-4 * losses.z_loss()``, reduced as the model reduces its own, or a
+            function as in ``linear_loss``. It stands for what the model computes inside of its forward;
+            ``F.cross_entropy(output.logits, ...)`` stays plain.
         metrics: of ``chunked_head.metrics`` that need labels alone, from the same softmax pass: summed on the device
             over forwards until ``model.chunked_head.take_metrics()``; ``integrations.trainer.log_metrics`` logs them.
+            Of the model's own loss too: where the first backward shows that a step's loss was made elsewhere, ``loss``
+            and ``metrics`` raise.
         when: ``"labels"``: while ``forward`` is given labels. ``"training"``: also while ``model.training`` with
-            gradients enabled, for losses outside of it (``compute_loss_func``); not under FSDP.
+            gradients enabled, for losses outside of it (``compute_loss_func``), as they are; not under FSDP.
         logits: ``"lazy"``: ``output.logits`` are computed when read, which has to be before the optimizer's step (an
             error after it) and have no gradient of the loss. None: the output has none where labels were given.
         strict: raises where lazy logits would be computed, instead of a warning.
@@ -68,13 +72,15 @@ def patch_model(
     Returns:
         ``model`` itself. ``model.chunked_head`` (on the model inside of PEFT's) reports. To patch again changes the
         options; ``unpatch_model`` takes everything back. A model whose head is not understood stays as it is, with a
-        warning that says why.
+        warning that says why (an error where it was given a loss or metrics).
 
     Where every label is -100 the loss is 0 with zero gradients rather than nan. Where somebody's forward or backward
     hook on the head is to see logits they are computed, and said to be. Traced or exported, the model is the plain one.
 
     Raises:
-        TypeError, ValueError: for options that are none; ``loss`` or ``metrics`` that need more than labels.
+        TypeError, ValueError: for options that are none or wrong; ``loss`` or ``metrics`` that need more than labels; a
+            wrapper that torch.compile or DataParallel made. RuntimeError: while training, where ``loss`` or ``metrics``
+            would have no effect.
     """
     inner = the_model(model, "patch_model")
     agreed = Agreement(loss, metrics, when, logits, strict, head_options, type(inner).__name__)
