@@ -198,10 +198,12 @@ def test_infinite_losses_by_a_normalizer_of_zero(place: Place, dtype: torch.dtyp
     """0 and zero gradients, whatever the loss and its slope would be, and no part in those of a loss beside it."""
     inputs = Case("", (12,), 16, 37).inputs(dtype, place.device)
     far = torch.full((12,), 300.0, device=place.device)
-    batch = {"ref_logprobs": far, "old_logprobs": -far, "advantages": -torch.ones_like(far)}
+    batch = {"ref_logprobs": -far, "old_logprobs": -far, "advantages": -torch.ones_like(far)}
     none = torch.zeros((), device=place.device)
     own = {} if given == "call's" else {"normalizer": 0.0}
-    infinite = losses.kl_to_reference(log_ratio_clamp=None, **own) + losses.grpo(ratio_clamp=None, **own)
+    # bias_correction multiplies by the ratio to the old policy, which overflows
+    corrected = losses.kl_to_reference(log_ratio_clamp=None, bias_correction=True, **own)
+    infinite = corrected + losses.grpo(ratio_clamp=None, **own)
     bias = torch.zeros(37, device=place.device, dtype=dtype)
     bias[inputs.target[inputs.target >= 0][0]] = -torch.inf
     loss = infinite if given == "call's" else infinite + losses.cross_entropy()
