@@ -10,7 +10,7 @@ from . import recipes
 registered = torch.compiler.assume_constant_result(recipes.registered)
 
 
-REASON = "no graph holds this call; where it is losses.custom, make the loss before the compiled function"
+REASON = "no graph holds this call; make a loss of a function by losses.custom, before the compiled function"
 
 
 @torch.compiler.disable(reason=REASON)
