@@ -6,7 +6,6 @@ from types import MethodType
 from typing import Any, Unpack, overload
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from ..graph.breaks import breaks_graph
@@ -179,9 +178,7 @@ def as_losses(loss: Any, argument: str = "loss") -> Losses:
     return taken(loss)
 
 
-@torch.compiler.disable(
-    reason="a function is run to find out what it reads: make a loss of it, by losses.custom, before the compiled one"
-)
+@breaks_graph
 def taken(given: Function) -> Losses:
     """The loss of a plain function, checked once."""
     function, identity = frozen(given)
