@@ -12,6 +12,8 @@ from hypothesis import settings
 
 HAS_GPU = torch.cuda.is_available()
 torch.set_num_threads(1)  # the tests' sizes are small, and several workers may share the cores
+with torch.device("meta"):
+    torch.empty(0)  # a device's context lists torch's constructors when it is first met: not those of uninitialised.py
 if not HAS_GPU:
     # before anything imports triton: kernels are interpreted or compiled as the variable says at import
     os.environ["TRITON_INTERPRET"] = "1"

@@ -52,7 +52,8 @@ def test_all_rows_end_to_end(tmp_path, capfd, monkeypatch):
         summed = "reduce-scatter" if name == "sequence-sharded" else "all-reduce"
         assert row["traffic"][summed][-1] == 64 * 32 * 4, "hidden's gradient is not the last sum"
     told = {name: rows[name]["messages"] for name in ("cross-entropy", "logits", "megatron", "loss-parallel")}
-    assert told == {"cross-entropy": 2, "logits": 2, "megatron": 4, "loss-parallel": 4}
+    # ours, on a CPU, with the ranks' agreement on the call
+    assert told == {"cross-entropy": 3, "logits": 3, "megatron": 4, "loss-parallel": 4}
     assert rows["grpo"]["beside_ce"] == pytest.approx(rows["grpo"]["ms"] / rows["cross-entropy"]["ms"])
     assert rows["grpo"]["loss"] != rows["cross-entropy"]["loss"]
     assert printed.count(f"{SHAPE} float32 on 2") == 1, "more than one process has printed"

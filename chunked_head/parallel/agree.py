@@ -61,7 +61,8 @@ def raising_together(parallel: Any, operands: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if all(talks_always(operand.device) for operand in operands if isinstance(operand, Tensor)):
+        ranks_wait = distributed.is_available() and distributed.is_initialized()
+        if ranks_wait and all(talks_always(operand.device) for operand in operands if isinstance(operand, Tensor)):
             for group in talk.ahead():
                 if group not in talk.failed:
                     compare(REFUSED, Refusal(type(error).__name__, str(error)), group, torch.device("cpu"))
