@@ -156,6 +156,10 @@ class Task(Generic[Result]):
     result: "Callable[[Outcome], Result]"
     per_token: tuple[str, ...] = ()
 
+    def execute(self) -> Result:
+        """Plans and runs, differentiable."""
+        return execute(self)
+
 
 class Outcome(NamedTuple):
     """What ran, and what came of it."""
@@ -169,7 +173,6 @@ class Outcome(NamedTuple):
 
 
 def execute(task: Task[Result]) -> Result:
-    """Plans and runs, differentiable."""
     asked = ask(task.checked)
     head = asked.head
     assert isinstance(head, HeadOptions)

@@ -1,15 +1,18 @@
 """``torch.nn.CrossEntropyLoss`` on logits that exist already."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from . import checks, losses
-from .asked import ask, check
+from .asked import Asked, check
 from .call import scalar_objective, token_objective
 from .graph.breaks import breaks_graph
+from .graph.operation import in_graph, operation
 from .head_options import LogitsOptions, check_options
-from .logits_call import apply, check_inplace
+from .logits_call import LogitsOutcome, LogitsTask, check_inplace
+from .objective import Objective
 from .parallel.agree import raising_together
 from .parallel.dtensor import is_dtensor, local_logits, whole
 from .parallel.groups import TokenParallel, VocabParallel, chunked
@@ -73,28 +76,24 @@ class CrossEntropyLoss(nn.Module):
         self.inplace, self.vocab_size, self.parallel, self.backend = inplace, vocab_size, parallel, backend
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if self.parallel is None and not is_dtensor(input):
-            return self.loss(input, target)
-        return self.shared(input, target)
+        if self.parallel is not None or is_dtensor(input) or is_dtensor(self.weight):
+            return self.shared(input, target)
+        return self.loss(classes_last(input, target), target, self.weight)
 
     @breaks_graph
     def shared(self, input: Tensor, target: Tensor) -> Tensor:
         """Among ranks."""
         with raising_together(self.parallel, (input, target)):
-            return self.loss(input, target)
+            logits = classes_last(input, target, self.widths())
+        return self.loss(logits, target, self.weight)
 
-    def loss(self, input: Tensor, target: Tensor) -> Tensor:
-        logits = classes_last(input, target, self.widths())
-        logits, target, vocab_size, parallel = local_logits(
-            logits, target, self.vocab_size, self.parallel, self.inplace
-        )
-        options = LogitsOptions(
-            logits, target, self.ignore_index, self.softcap, self.logit_scale, 1.0, 0, self.backend, vocab_size,
-            parallel,
+    def loss(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        return logits_cross_entropy(
+            logits, target, class_weights=weight, ignore_index=self.ignore_index, reduction=self.reduction,
+            label_smoothing=self.label_smoothing, z_loss=self.z_loss, softcap=self.softcap,
+            logit_scale=self.logit_scale, inplace=self.inplace, vocab_size=self.vocab_size, parallel=self.parallel,
+            backend=self.backend,
         )  # fmt: skip
-        return functional(
-            options, whole("weight", self.weight), self.reduction, self.label_smoothing, self.z_loss, self.inplace
-        )
 
     def widths(self) -> Sequence[int]:
         """How many columns the logits have on each rank, as far as that was said: all of them read a shape alike."""
@@ -114,27 +113,54 @@ class CrossEntropyLoss(nn.Module):
         )
 
 
-@breaks_graph
-def functional(
-    options: LogitsOptions,
+@operation
+def logits_cross_entropy(
+    logits: Tensor,  # [..., C]
+    target: Tensor,  # [...] int64
+    *,
     class_weights: Tensor | None,
+    ignore_index: int,
     reduction: str,
     label_smoothing: float,
     z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
     inplace: bool,
-) -> Tensor:
+    vocab_size: int | None,
+    parallel: VocabParallel | TokenParallel | None,
+    backend: str | None,
+) -> LogitsTask[Tensor]:
+    """What the module computes."""
+    logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace)
+    class_weights = whole("weight", class_weights)
+    options = LogitsOptions(
+        logits, target, ignore_index, softcap, logit_scale, 1.0, 0, backend, vocab_size, parallel
+    )  # fmt: skip
     dtype = options.check()
-    check_inplace(options.logits, inplace)
+    check_inplace(logits, inplace)
     if reduction == "none":
         options.refuse_average()
     checks.check_class_weights(class_weights, options.vocab, options.device, "weight")
     loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
     if z_loss:
         loss = loss + z_loss * losses.z_loss()
-    asked = ask(check(options, dtype, loss))
-    if reduction == "none":
-        return apply(asked, token_objective(asked), inplace)[0][0].reshape(options.leading)
-    return apply(asked, scalar_objective(asked, reduction, None, None, share_denominator=True), inplace)[0][0]
+    checked = check(options, dtype, loss)
+
+    def objective(asked: Asked) -> Objective:
+        if reduction == "none":
+            return token_objective(asked)
+        return scalar_objective(asked, reduction, None, None, share_denominator=True)
+
+    def result(ran: LogitsOutcome) -> Tensor:
+        return ran.outputs[0].reshape(options.leading) if reduction == "none" else ran.outputs[0]
+
+    per_token = ("loss",) if reduction == "none" else ()
+    return LogitsTask(checked, checked.answer.demand, objective, result, per_token, inplace)
+
+
+@in_graph(logits_cross_entropy)
+def in_graph_cross_entropy(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
+    return outputs[0].reshape(given["target"].shape) if given["reduction"] == "none" else outputs[0]
 
 
 def classes_last(logits: Tensor, target: Tensor, widths: Sequence[int] = ()) -> Tensor:

@@ -2,13 +2,14 @@
 
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .asked import Asked
+from .asked import Asked, Checked, ask
 from .autograd import OnlyOnce, as_called
 from .backends import Backend
 from .call import options_told
@@ -19,6 +20,7 @@ from .own_part import OwnPart
 from .parallel.shard import Shard, demand_told, local_demand
 from .stats import Demand, Head, Rows, RowStats
 
+Result = TypeVar("Result")
 MOST_VIEWS = 64  # of rows that no one stride reaches; with more of them a copy is cheaper than so many launches
 
 
@@ -90,8 +92,59 @@ class Call(OwnPart):
             shard.add_pairs(stats)
         return stats
 
+    def gradient(self, logits: Tensor, stats: RowStats, upstream: Sequence[Tensor | None]) -> Tensor:
+        """Of the logits, over them where they are to be overwritten."""
+        # where an id is out of range the whole gradient is nan
+        known = tuple(None if given is None else given * self.objective.one_or_nan for given in upstream)
+        coefficients, _ = self.objective.late(stats, known)
+        grad = logits.detach() if self.inplace else logits.new_empty(logits.shape)
+        flat = None if self.inplace else grad.view(-1, grad.shape[-1])[:, : self.width]
+        if self.width < grad.shape[-1]:
+            grad[..., self.width :] = 0.0
+        head = self.head(logits)
+        for at, rows in self.rows(logits):
+            if len(rows.target):
+                out = rows.hidden if flat is None else flat[at]
+                self.backend.logits_grad(out, rows, head, self.demand, stats.at(at), coefficients.at(at))
+        return grad
 
-def apply(asked: Asked, objective: Objective, inplace: bool) -> tuple[tuple[Tensor, ...], RowStats]:
+
+class LogitsOutcome(NamedTuple):
+    """What ran, and what came of it."""
+
+    asked: Asked
+    objective: Any  # the task's
+    outputs: tuple[Tensor, ...]
+    stats: RowStats
+
+
+@dataclass(frozen=True, eq=False)
+class LogitsTask(Generic[Result]):
+    """What a public function has made of its arguments, all checked and nothing computed: run at once, or in a graph.
+
+    ``result``: from what ran to what the function returns. ``per_token``: names of what the objective returns for each
+    token; none for a scalar loss.
+    """
+
+    checked: Checked
+    demand: Demand
+    objective: Callable[[Asked], Objective]
+    result: Callable[[LogitsOutcome], Result]
+    per_token: tuple[str, ...] = ()
+    inplace: bool = False
+
+    def execute(self) -> Result:
+        """Runs, differentiable."""
+        asked = ask(self.checked)
+        objective = self.objective(asked)
+        logits, call = call_of(asked, objective, self.inplace)
+        found: list[RowStats] = []
+        outputs = LogitsLoss.apply(logits, call, found)
+        return self.result(LogitsOutcome(asked, objective, outputs, found[0]))
+
+
+def call_of(asked: Asked, objective: Objective, inplace: bool) -> tuple[Tensor, Call]:
+    """The logits as kernels read them, and what is to be done with them."""
     assert isinstance(asked.head, LogitsOptions)
     logits, shard = asked.head.logits, asked.head.shard
     if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or count_views(logits) > MOST_VIEWS:
@@ -101,8 +154,7 @@ def apply(asked: Asked, objective: Objective, inplace: bool) -> tuple[tuple[Tens
         words |= {**options_told(asked, objective), **demand_told(objective.demand)}
         shard = shard.agreed_on(words, logits.device)
     options = asked.logit_scale, asked.softcap, inplace, asked.head.columns, shard
-    found: list[RowStats] = []
-    return LogitsLoss.apply(logits, Call(asked.backend, objective, *options), found), found[0]
+    return logits, Call(asked.backend, objective, *options)
 
 
 def row_views(logits: Tensor) -> list[Tensor]:
@@ -157,19 +209,8 @@ class LogitsLoss(torch.autograd.Function):
         objective = ctx.call.objective.with_teacher(vectors[len(ctx.names) :])
         call: Call = replace(ctx.call, objective=objective)
         with torch.no_grad(), as_called(logits.device):
-            # where an id is out of range the whole gradient is nan
-            known = tuple(None if given is None else given * objective.one_or_nan for given in upstream)
-            coefficients, _ = objective.late(stats, known)
             ctx.overwritten = call.inplace
-            grad = logits.detach() if call.inplace else logits.new_empty(logits.shape)
-            flat = None if call.inplace else grad.view(-1, grad.shape[-1])[:, : call.width]
-            if call.width < grad.shape[-1]:
-                grad[..., call.width :] = 0.0
-            head = call.head(logits)
-            for at, rows in call.rows(logits):
-                if len(rows.target):
-                    out = rows.hidden if flat is None else flat[at]
-                    call.backend.logits_grad(out, rows, head, call.demand, stats.at(at), coefficients.at(at))
+            grad = call.gradient(logits, stats, upstream)
             if call.inplace:
                 # kernels write unseen: whoever saved the logits too must not take these for them
                 torch.autograd.graph.increment_version(logits)

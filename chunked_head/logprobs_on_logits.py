@@ -4,19 +4,19 @@ from typing import Any
 
 from torch import Tensor
 
-from .asked import ask, check
+from .asked import Asked, check
 from .call import stats_objective
-from .graph.breaks import breaks_graph
+from .graph.operation import in_graph, operation
 from .head_options import LogitsOptions
-from .logits_call import apply
-from .logprobs import laid_out, wanted
+from .logits_call import LogitsTask
+from .logprobs import in_graph_logprobs, laid_out, wanted
 from .losses.base import Losses
 from .parallel import TokenParallel, VocabParallel
-from .parallel.agree import raising_together
 from .parallel.dtensor import local_logits
+from .token_objectives import StatsObjective
 
 
-@breaks_graph
+@operation
 def logits_logprobs(
     logits: Tensor,  # [..., vocab]
     target: Tensor,  # [...] int64
@@ -35,7 +35,7 @@ def logits_logprobs(
     vocab_size: int | None = None,
     parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
-) -> Any:
+) -> LogitsTask[Any]:
     """What ``linear_logprobs`` returns, of logits that exist already: for a loss of one's own, or per-token values of
     any other. One pass over the logits and one more in ``backward``; no other tensor of their size is made than the
     gradient.
@@ -43,14 +43,19 @@ def logits_logprobs(
     Args, Returns, Raises: as ``linear_logprobs``, without ``top_k``, which is ``logits.topk``; logits, vocab_size,
     parallel and backend as ``logits_loss``.
     """
-    with raising_together(parallel, (logits, target)):
-        logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace=False)
-        options = LogitsOptions(
-            logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
-        )
-        dtype = options.check()
-        options.refuse_tokens("logits_logprobs")
-        demand, names, differentiable = wanted(options, entropy, lse, mean_logit, log_sum_sq_probs, argmax, None)
-        asked = ask(check(options, dtype, Losses(()), batch={} if mask is None else {"mask": mask}))
-        outputs, _ = apply(asked, stats_objective(asked, demand, names, differentiable), inplace=False)
-        return laid_out(outputs, names, target, shift)
+    logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace=False)
+    options = LogitsOptions(
+        logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
+    )
+    dtype = options.check()
+    options.refuse_tokens("logits_logprobs")
+    demand, names, differentiable = wanted(options, entropy, lse, mean_logit, log_sum_sq_probs, argmax, None)
+    checked = check(options, dtype, Losses(()), batch={} if mask is None else {"mask": mask})
+
+    def objective(asked: Asked) -> StatsObjective:
+        return stats_objective(asked, demand, names, differentiable)
+
+    return LogitsTask(checked, demand, objective, lambda ran: laid_out(ran.outputs, names, target, shift), names)
+
+
+in_graph(logits_logprobs)(in_graph_logprobs)

@@ -4,21 +4,21 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from .asked import ask, check
+from .asked import Asked, check
 from .call import scalar_objective
-from .graph.breaks import breaks_graph
+from .graph.operation import in_graph, operation
 from .head_options import LogitsOptions
-from .linear_loss import LossOutput, check_loss, loss_output
-from .logits_call import apply, check_inplace
+from .linear_loss import LossOutput, check_loss, in_graph_loss, loss_output
+from .logits_call import LogitsOutcome, LogitsTask, check_inplace
 from .losses.base import Losses
 from .losses.closures import Function
 from .metrics import Metric
-from .parallel.agree import raising_together
+from .objective import ScalarObjective
 from .parallel.dtensor import local_logits
 from .parallel.groups import TokenParallel, VocabParallel
 
 
-@breaks_graph
+@operation
 def logits_loss(
     logits: Tensor,  # [..., vocab]
     target: Tensor | None,  # [...] int64
@@ -38,7 +38,7 @@ def logits_loss(
     vocab_size: int | None = None,
     parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
-) -> LossOutput:
+) -> LogitsTask[LossOutput]:
     """``linear_loss`` on logits that exist already: any sum of losses, with metrics, from one pass over the logits, and
     their gradient from one more in ``backward``. Same values and gradients as there, with
 
@@ -76,28 +76,36 @@ def logits_loss(
     Returns:
         ``LossOutput``: ``.loss`` 0-d, fp32 (fp64 for fp64), and as in ``linear_loss``; ``.plan`` is None.
 
-    Double backward and ``torch.func`` transforms raise.
+    Inside of ``torch.compile`` the call is an operator, as ``linear_loss`` is; with ``inplace`` or ``parallel`` it
+    breaks the graph. Double backward and ``torch.func`` transforms raise.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument; a missing field names the loss that needs it.
         IndexError: on the CPU, for a target, segment or teacher id out of range; elsewhere loss, metrics and the
             gradient of every token that counts become nan.
     """
-    with raising_together(parallel, (logits, target)):
-        logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace)
-        options = LogitsOptions(
-            logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
+    logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace)
+    options = LogitsOptions(
+        logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
+    )
+    dtype = options.check()
+    loss, measured = check_loss(options, loss, metrics, reduction, normalizer, None)
+    check_inplace(logits, inplace)
+    if isinstance(batch, Mapping) and "teacher_hidden" in batch:
+        raise ValueError(
+            "logits_loss takes a dense teacher as batch['teacher_logits'], got teacher_hidden: pass "
+            "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to "
+            "linear_loss, which holds the logits of neither"
         )
-        dtype = options.check()
-        loss, measured = check_loss(options, loss, metrics, reduction, normalizer, None)
-        check_inplace(logits, inplace)
-        if isinstance(batch, Mapping) and "teacher_hidden" in batch:
-            raise ValueError(
-                "logits_loss takes a dense teacher as batch['teacher_logits'], got teacher_hidden: pass "
-                "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to "
-                "linear_loss, which holds the logits of neither"
-            )
-        asked = ask(check(options, dtype, loss, measured, batch, num_segments))
-        objective = scalar_objective(asked, reduction, normalizer, None)
-        (value,), stats = apply(asked, objective, inplace)
-        return loss_output(asked, objective, value, stats, measured, None)
+    checked = check(options, dtype, loss, measured, batch, num_segments)
+
+    def objective(asked: Asked) -> ScalarObjective:
+        return scalar_objective(asked, reduction, normalizer, None)
+
+    def result(ran: LogitsOutcome) -> LossOutput:
+        return loss_output(ran.asked, ran.objective, ran.outputs[0], ran.stats, measured, None)
+
+    return LogitsTask(checked, checked.answer.demand, objective, result, inplace=inplace)
+
+
+in_graph(logits_loss)(in_graph_loss)

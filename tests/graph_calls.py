@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from chunked_head import (
+    CrossEntropyLoss,
     LossOutput,
     linear_cross_entropy,
     linear_divergence,
     linear_logprobs,
     linear_loss,
+    logits_logprobs,
+    logits_loss,
     losses,
     metrics,
 )
@@ -131,8 +134,45 @@ def divergence(d: Data) -> Any:
     )
 
 
+def logits_of(d: Data) -> Tensor:
+    return torch.nn.functional.linear(d.hidden, d.weight, d.bias)
+
+
+def on_logits(d: Data) -> LossOutput:
+    loss = losses.grpo() + losses.z_loss().times(d.scalar)
+    batch = chosen(d, "old_logprobs", "advantages", "mask")
+    measured = [metrics.clip_fraction(), metrics.logprob(reduce="min")]
+    return logits_loss(logits_of(d), d.target, loss, batch=batch, metrics=measured, normalizer=17.0, shift=1)
+
+
+def segments_on_logits(d: Data) -> LossOutput:
+    batch = chosen(d, "old_logprobs", "advantages", "segments")
+    logits = logits_of(d)[:, :-1]
+    batch = {name: field[:, :-1] for name, field in batch.items()}
+    return logits_loss(
+        logits, d.target[:, :-1], OUTSIDE, batch=batch, num_segments=SEGMENTS, metrics=MEASURED, vocab_size=VOCAB - 3
+    )
+
+
+def logprobs_of_logits(d: Data) -> Any:
+    return logits_logprobs(
+        logits_of(d), d.target, entropy=True, lse=True, argmax=True, mean_logit=True, log_sum_sq_probs=True,
+        mask=d.fields["mask"], shift=1,
+    )  # fmt: skip
+
+
+def module(d: Data) -> Tensor:
+    criterion = CrossEntropyLoss(d.class_weights, label_smoothing=0.1, z_loss=1e-3)
+    return criterion(logits_of(d).flatten(0, -2), d.target.flatten())
+
+
+def unreduced_module(d: Data) -> Tensor:
+    return CrossEntropyLoss(reduction="none", softcap=9.0)(logits_of(d).movedim(-1, 1), d.target)
+
+
 CALLS: list[Callable[[Data], Any]] = [
-    plain, weighted, unreduced, grpo, gspo, distilled, custom, logprobs, logprobs_alone, divergence,
+    plain, weighted, unreduced, grpo, gspo, distilled, custom, logprobs, logprobs_alone, divergence, on_logits,
+    segments_on_logits, logprobs_of_logits, module, unreduced_module,
 ]  # fmt: skip
 
 

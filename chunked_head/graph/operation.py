@@ -1,4 +1,4 @@
-"""What makes a public function of hidden states one that runs at once, or as an operator of a graph being traced."""
+"""What makes a public function one that runs at once, or as an operator of a graph being traced."""
 
 import functools
 import inspect
@@ -8,22 +8,23 @@ from typing import Any, ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ..call import Task, execute
+from ..call import Task
+from ..logits_call import LogitsTask
 from ..losses.base import Losses
 from ..options import INFINITY, NUMBERS
 from ..parallel.agree import raising_together
 from ..parallel.dtensor import is_dtensor
+from . import logits_operators, operators
 from .breaks import breaks_graph
-from .operators import forward
 from .recipes import TASKS, described
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
-OPERANDS = ("hidden", "weight", "bias")
+OPERANDS = ("hidden", "weight", "bias", "logits")
 results: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}  # from an operator's outputs, by function
 
 
-def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
+def operation(function: Callable[P, Task[Result]] | Callable[P, LogitsTask[Result]]) -> Callable[P, Result]:
     """A public function of one that checks its arguments and says what to do.
 
     Under ``torch.compile`` the checks run on tensors without data while the graph is made, and raise there.
@@ -36,13 +37,13 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
         """Of a compiled function between two graphs: what ranks exchange is no operator of either."""
         with raising_together(kwargs.get("parallel"), (*args, *kwargs.values())):
-            return execute(function(*args, **kwargs))
+            return function(*args, **kwargs).execute()
 
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
             given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
-            whole = given.get("parallel") is None and not (is_dtensor(given["hidden"]) or is_dtensor(given["weight"]))
+            whole = given.get("parallel") is None and not given.get("inplace") and not any_dtensor(given)
             if whole and ("loss" not in given or isinstance(given["loss"], Losses)):
                 return as_operator(name, given)
         return run(*args, **kwargs)
@@ -63,6 +64,10 @@ def in_graph(function: Callable) -> Callable:
     return register
 
 
+def any_dtensor(given: dict[str, Any]) -> bool:
+    return any(is_dtensor(given[name]) for name in OPERANDS if name in given)
+
+
 def is_denominator(normalizer: Any) -> bool:
     """Whether it is a number, and as it should be; any other raises when the call is checked."""
     number = isinstance(normalizer, NUMBERS) and not isinstance(normalizer, bool)
@@ -73,7 +78,7 @@ def as_operator(name: str, given: dict[str, Any]) -> Any:
     """Traced: nothing here but tuples, attributes and one call of an operator."""
     from .tracing import registered
 
-    hidden, weight, bias = given["hidden"], given["weight"], given.get("bias")
+    hidden = given["hidden"] if "hidden" in given else given["logits"]
     device = hidden.device.type
     if is_denominator(given.get("normalizer")):
         # it may be another at every step: as a tensor it is none of the numbers that a graph is made for
@@ -83,7 +88,10 @@ def as_operator(name: str, given: dict[str, Any]) -> Any:
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     key = registered(name, arguments, autocast)
     grad = torch.is_grad_enabled()
-    outputs = forward(
+    if "logits" in given:
+        return results[name](logits_operators.forward(hidden, tensors, key, grad and hidden.requires_grad), given)
+    weight, bias = given["weight"], given.get("bias")
+    outputs = operators.forward(
         hidden, weight, bias, tensors, key, grad and hidden.requires_grad, grad and weight.requires_grad,
         grad and bias is not None and bias.requires_grad,
     )  # fmt: skip

@@ -7,17 +7,18 @@ and where a gradient is wanted the statistics, of which ``backward`` makes gradi
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..asked import Asked, ask
+from ..asked import Asked, Checked, ask
 from ..autograd import as_called
 from ..call import Task, Wants, planned
 from ..head_options import HeadOptions
+from ..logits_call import LogitsTask
 from ..loop import Call, recompute, sweep
 from ..objective import Objective, ScalarObjective
 from ..planner import DEFAULT_REQUEST, Request, make_plan
@@ -86,7 +87,7 @@ def forward(
 ) -> list[Tensor]:
     wants = Wants(hidden_grad, weight_grad, bias_grad)
     with torch.no_grad(), as_called(hidden.device):
-        task = recipe_of(key).task(hidden, weight, bias, others)
+        task = recipe_of(key).task(others, hidden, weight, bias=bias)
         asked, objective, rows, call = begun(task, wants)
         head = call.head(weight, bias)
         stats, grads = sweep(call, rows, head)
@@ -96,7 +97,11 @@ def forward(
                 outputs = tuple(map(asked.packing.unpack, outputs))
             return [*outputs, *(stats.named().values() if any(wants) else ())]
         assert isinstance(objective, ScalarObjective)
-        made = [*outputs, packed(task, call, objective, stats), left_over(objective, grads is not None)]
+        made = [
+            *outputs,
+            packed(task.checked, objective, stats, skipped_of(task, call)),
+            left_over(objective, grads is not None),
+        ]
         if any(wants):
             wait = waiting(task, wants)
             if grads is None:
@@ -107,17 +112,28 @@ def forward(
         return made
 
 
-def packed(task: Task, call: Call, objective: ScalarObjective, stats: RowStats) -> Tensor:
+def packed(checked: Checked, objective: ScalarObjective, stats: RowStats, more: Sequence[Tensor] = ()) -> Tensor:
     """Parts, then of each metric the sums and the count, or the extremum, in the order in which they were asked for;
-    then what was skipped, where a tolerance was given."""
+    then whatever more there is."""
     found = objective.part_values()
     values = objective.metric_values(stats)
-    for metric in task.checked.metrics:
+    for metric in checked.metrics:
         value = values[metric.label]
         found += [each for each in (value.sum, value.count, value.extremum) if each is not None]
-    if tolerated(task):
-        found += (call.skipped[0] if call.skipped else Skipped.nothing(objective.target.device)).numbers
-    return torch.cat([each.detach().reshape(-1).to(objective.dtype) for each in found])
+    return torch.cat([each.detach().reshape(-1).to(objective.dtype) for each in (*found, *more)])
+
+
+def count_packed(checked: Checked) -> int:
+    """How many numbers those are, without any more."""
+    of_metrics = sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in checked.metrics)
+    return len(checked.losses.terms) + of_metrics
+
+
+def skipped_of(task: Task, call: Call) -> Sequence[Tensor]:
+    """What was skipped, where a tolerance was given."""
+    if not tolerated(task):
+        return ()
+    return (call.skipped[0] if call.skipped else Skipped.nothing(task.checked.head.device)).numbers
 
 
 def tolerated(task: Task) -> bool:
@@ -156,19 +172,12 @@ def forward_outputs(
 ) -> list[Tensor]:
     """Their shapes; raises what is wrong with the arguments."""
     wants = Wants(*wanted)
-    task = recipe_of(key).task(hidden, weight, bias, others)
+    task = recipe_of(key).task(others, hidden, weight, bias=bias)
     tokens, dtype = math.prod(hidden.shape[:-1]), torch.promote_types(task.checked.dtype, torch.float32)
     if task.per_token:
-        made = []
-        for name in task.per_token:
-            shape = (tokens, task.demand.top_k) if name.startswith("top_k") else (tokens,)
-            made.append(hidden.new_empty(shape, dtype=torch.int64 if name in INTEGERS else dtype))
         named = RowStats.empty(tokens, task.demand, dtype, hidden.device).named()
-        return [*made, *(named.values() if any(wants) else ())]
-    numbers = len(task.checked.losses.terms)
-    for metric in task.checked.metrics:
-        numbers += metric.components + 1 if metric.reduce == "mean" else 1
-    numbers += 4 * tolerated(task)
+        return [*empty_values(task, tokens, dtype, hidden), *(named.values() if any(wants) else ())]
+    numbers = count_packed(task.checked) + 4 * tolerated(task)
     made = [hidden.new_empty(shape, dtype=dtype) for shape in ((), (numbers,), (2,))]
     if any(wants):
         wait = waiting(task, wants)
@@ -178,6 +187,15 @@ def forward_outputs(
             for shape, each, wanted in zip(shapes, wait, wants, strict=True)
             if wanted
         ]
+    return made
+
+
+def empty_values(task: Task | LogitsTask, tokens: int, dtype: torch.dtype, like: Tensor) -> list[Tensor]:
+    """Of what is returned per token."""
+    made = []
+    for name in task.per_token:
+        shape = (tokens, task.demand.top_k) if name.startswith("top_k") else (tokens,)
+        made.append(like.new_empty(shape, dtype=torch.int64 if name in INTEGERS else dtype))
     return made
 
 
@@ -197,7 +215,7 @@ def backward(
 ) -> list[Tensor]:
     wants = Wants(hidden_grad, weight_grad, bias_grad)
     with torch.no_grad(), as_called(hidden.device):
-        task = recipe_of(key).task(hidden, weight, bias, others)
+        task = recipe_of(key).task(others, hidden, weight, bias=bias)
         asked, objective, rows, call = begun(task, wants)
         names = RowStats.empty(0, task.demand, objective.dtype, hidden.device).named()
         kept = RowStats(**dict(zip(names, stats, strict=True)))
@@ -227,7 +245,7 @@ def backward_outputs(
 def keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     """For the gradient: no more than it needs."""
     hidden, weight, bias, others, key, *wants = inputs
-    task = recipe_of(key).task(hidden, weight, bias, others)
+    task = recipe_of(key).task(others, hidden, weight, bias=bias)
     ctx.key, ctx.wants, ctx.others, ctx.values = key, wants, len(others), len(task.per_token)
     ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
     if task.per_token:

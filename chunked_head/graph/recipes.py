@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Task
 from ..losses.base import Losses, Summand
 from ..metric_values import Metric
 from ..options import NUMBERS
@@ -23,7 +22,7 @@ from ..options import NUMBERS
 SUMMAND, METRIC = tuple(Summand.__dataclass_fields__), tuple(Metric.__dataclass_fields__)
 PACKAGE = __name__.partition(".")[0] + "."
 
-TASKS: dict[str, Callable[..., Task]] = {}  # public functions, by name
+TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
 RECIPES: dict[str, "Recipe"] = {}
 _tokens: dict[Any, str] = {}  # of functions that are not the library's own
 
@@ -36,15 +35,13 @@ class Recipe:
     arguments: tuple  # described
     autocast: torch.dtype | None
 
-    def task(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, others: list[Tensor]) -> Task:
+    def task(self, others: list[Tensor], *operands: Tensor, **options: Tensor | None) -> Any:
         """The arguments checked, as the public function does."""
         arguments = {name: restored(value, others) for name, value in self.arguments}
-        if bias is not None:
-            arguments["bias"] = bias
-        device = hidden.device.type
+        arguments |= {name: tensor for name, tensor in options.items() if tensor is not None}
         check_in_graph(arguments)
-        with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None):
-            task = TASKS[self.function](hidden, weight, **arguments)
+        with torch.autocast(operands[0].device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            task = TASKS[self.function](*operands, **arguments)
         if arguments.get("skip_ignored") and not task.checked.backend.bounds_rows("fast"):
             raise ValueError(
                 "skip_ignored=True inside a compiled graph needs backend='triton': torch's own products take the rows "
