@@ -12,7 +12,7 @@ from . import checks
 from .backends import Backend, resolve
 from .batch import Batch
 from .demand import Answer, Question, answer
-from .fields import Frame, Prepared, check_fields, prepare_fields, wanted_fields
+from .fields import Frame, check_fields, wanted_fields
 from .head_options import HeadOptions, LogitsOptions
 from .losses.base import Field, Losses, Summand
 from .losses.spread_check import check_over_ranks
@@ -20,6 +20,7 @@ from .metrics import Metric
 from .of_ranks import of_all_ranks, whole_teacher
 from .packing import Packing
 from .parallel.tokens import Spread
+from .rows import Prepared, prepare_fields
 from .stats import Teacher
 from .teachers import check_dense_teacher, make_teacher
 

@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .parallel.dtensor import is_dtensor
 from .plans import name
 
 REDUCTIONS = ("mean", "sum", "none")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def is_dtensor(tensor: Any) -> bool:
+    return type(tensor).__name__ == "DTensor" and isinstance(tensor, torch.Tensor)
 
 
 class Plain(torch.autograd.Function):

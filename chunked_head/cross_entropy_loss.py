@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from . import checks, losses
 from .asked import Asked, check
 from .call import scalar_objective, token_objective
+from .checks import is_dtensor
 from .graph.breaks import breaks_graph
 from .graph.operation import in_graph, operation
 from .head_options import LogitsOptions, check_options
 from .logits_call import LogitsOutcome, LogitsTask, check_inplace
 from .objective import Objective
 from .parallel.agree import raising_together
-from .parallel.dtensor import is_dtensor, local_logits, whole
+from .parallel.dtensor import local_logits, whole
 from .parallel.groups import TokenParallel, VocabParallel, chunked
 
 

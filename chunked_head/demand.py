@@ -1,13 +1,14 @@
 """From losses and metrics to the statistics and softmaxes that a call needs: the ``Structure`` and its ``Demand``."""
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from .evaluate import SUFFIX, Structure
 from .losses.base import Losses, Summand, Teacher
 from .metrics import Metric
 from .stats import Demand, Pairing, View
@@ -15,6 +16,36 @@ from .stats import Demand, Pairing, View
 # what a loss asks for -> the statistic that it is made of
 LEAF = {"mean_logit": "weighted_sum", "weighted_sum": "weighted_sum", "topk_logprobs": "column_logits"}
 DENSE_LEAVES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+
+
+SUFFIX = ("", "2")  # of the names of statistics, by view
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """What is compiled."""
+
+    summands: tuple[tuple[Summand, int], ...]  # with the view that each sees
+    metrics: tuple[tuple[Metric, int], ...]
+    views: tuple[View, ...]
+    pairing: Pairing | None
+    leaves: frozenset[str]  # that a gradient is wanted to
+    vocab: int
+
+    @functools.cached_property
+    def key(self) -> tuple:
+        summands = tuple((summand.key, view) for summand, view in self.summands)
+        metrics = tuple((metric.key, view) for metric, view in self.metrics)
+        return summands, metrics, self.views, self.pairing, self.leaves, self.vocab
+
+    @functools.cached_property
+    def values_only(self) -> "Structure":
+        """The same without a gradient."""
+        return replace(self, leaves=frozenset())
+
+    @property
+    def compiled(self) -> bool:
+        return all(summand.compiled for summand, _ in self.summands)
 
 
 class Question(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 from . import losses
 from .asked import Asked, check
 from .call import Task, stats_objective
-from .evaluate import SUFFIX
+from .demand import SUFFIX
 from .graph.operation import in_graph, operation
 from .head_options import HeadOptions, PerTokenOptions
 from .losses.base import Losses

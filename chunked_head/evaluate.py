@@ -8,7 +8,7 @@ softmax. Coefficients, denominators, weights and fields are inputs.
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -16,46 +16,13 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
+from .demand import SUFFIX, Structure
 from .loss_stats import Stats
-from .losses.base import DENSE, Summand
-from .metric_values import Metric, selected
+from .losses.base import DENSE
+from .metric_values import selected
 from .parallel.tokens import Spread
 from .private import in_own_thread, private, under_hooks
-from .stats import Coefficients, Pairing, View
-
-# leaves of the graph that autograd walks; what else there is of statistics takes no gradient
-LEAVES = (
-    "logprob", "lse", "entropy", "weighted_sum", "column_logits", "forward_kl", "reverse_kl", "jsd", "tvd",
-    "logprob2", "lse2", "entropy2",
-)  # fmt: skip
-SUFFIX = ("", "2")
-
-
-@dataclass(frozen=True, eq=False)
-class Structure:
-    """What is compiled."""
-
-    summands: tuple[tuple[Summand, int], ...]  # with the view that each sees
-    metrics: tuple[tuple[Metric, int], ...]
-    views: tuple[View, ...]
-    pairing: Pairing | None
-    leaves: frozenset[str]  # that a gradient is wanted to
-    vocab: int
-
-    @functools.cached_property
-    def key(self) -> tuple:
-        summands = tuple((summand.key, view) for summand, view in self.summands)
-        metrics = tuple((metric.key, view) for metric, view in self.metrics)
-        return summands, metrics, self.views, self.pairing, self.leaves, self.vocab
-
-    @functools.cached_property
-    def values_only(self) -> "Structure":
-        """The same without a gradient."""
-        return replace(self, leaves=frozenset())
-
-    @property
-    def compiled(self) -> bool:
-        return all(summand.compiled for summand, _ in self.summands)
+from .stats import Coefficients
 
 
 class Inputs(NamedTuple):

@@ -140,7 +140,7 @@ def whole_stats(call: Call, session: Session, rows: Rows, out: RowStats) -> None
     paired = call.objective.demand.pairing is not None
     if call.shard is not None:
         told = call.told[rows.first : rows.first + len(rows.target)]
-        call.shard.merge(call.backend, rows, told, out, call.objective.demand, session.known_targets)
+        call.shard.merge(call.backend.merge_ranks, rows, told, out, call.objective.demand, session.known_targets)
     if paired:
         session.pair_stats(rows, out)
     if paired and call.shard is not None:

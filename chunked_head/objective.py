@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from .demand import Structure
 from .denominators import Inverse, gain_of, stacked, times
 from .evaluate import (
     Evaluation,
     Inputs,
-    Structure,
     as_coefficients,
     run,
     totals,

@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 
 from .kernels.tiles import WHOLE, Split, dhidden_split, strips_of
-from .parallel.merge import numbers_sent
-from .stats import Demand
+from .stats import Demand, numbers_sent
 
 ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
 # what the losses' arithmetic holds at a time for each token that it is done for, and for each of its columns

@@ -58,6 +58,27 @@ class Demand(NamedTuple):
         return count + (9 if pairing is not None else 0)
 
 
+def sent(demand: Demand) -> tuple[str, ...]:
+    """Names of the statistics that a piece tells of, in order."""
+    two = len(demand.views) > 1
+    names = ["start", "rest", "target_logit"]
+    names += ["start2", "rest2"] if two else []
+    names += ["teacher_start", "teacher_rest"] if demand.pairing is not None else []
+    names += ["entropy"] if demand.entropy[0] else []
+    names += ["entropy2"] if two and demand.entropy[1] else []
+    names += ["weighted_sum"] if demand.weighted_sum else []
+    names += ["top", "argmax"] if demand.top else []
+    names += ["column_logits"] if demand.columns else []
+    names += ["top_k_logits", "top_k_ids"] if demand.top_k else []
+    return tuple(names)
+
+
+def numbers_sent(demand: Demand) -> int:
+    """How many numbers a piece tells of each row."""
+    widths = {"column_logits": demand.columns, "top_k_logits": demand.top_k, "top_k_ids": demand.top_k}
+    return sum(widths.get(name, 1) for name in sent(demand))
+
+
 @dataclass(frozen=True, eq=False)
 class RowStats:
     """Statistics of rows of logits ``x`` (after scale, cap and the call's temperature), fp32 (fp64 for fp64), [tokens].

@@ -16,7 +16,7 @@ def breaks_graph(function: Callable[P, Result]) -> Callable[P, Result]:
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
-            from .tracing import outside
+            from .outside import outside
 
             return outside(function, *args, **kwargs)
         return function(*args, **kwargs)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..call import Task
+from ..checks import is_dtensor
 from ..logits_call import LogitsTask
 from ..losses.base import Losses
 from ..options import INFINITY, NUMBERS
 from ..parallel.agree import raising_together
-from ..parallel.dtensor import is_dtensor
 from . import logits_operators, operators
 from .breaks import breaks_graph
 from .recipes import TASKS, described

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel.dtensor import is_dtensor
+from ..checks import is_dtensor
 from .unchanged import Remembered, remembered
 from .virtual import Virtual, replay
 

@@ -5,6 +5,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..checks import is_dtensor
 from .groups import TokenParallel, VocabParallel, chunked
 
 Parallel = VocabParallel | TokenParallel | None
@@ -22,10 +23,6 @@ class Local(NamedTuple, Generic[Target]):
     bias: Tensor | None
     vocab_size: int | None
     parallel: Parallel
-
-
-def is_dtensor(tensor: Any) -> bool:
-    return type(tensor).__name__ == "DTensor" and isinstance(tensor, torch.Tensor)
 
 
 def local(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..stats import Demand, RowStats
+from ..stats import RowStats
 
 # of each softmax over logits, student's and teacher's: where its logarithms are
 SOFTMAXES = (("start", "rest"), ("start2", "rest2"), ("teacher_start", "teacher_rest"))
@@ -27,27 +27,6 @@ class Told(NamedTuple):
     ratio2: float  # of the second softmax
     known_targets: bool  # every piece has told the target's logit, not its own part of it alone
     zero_or_nan: Tensor | None  # [] whether the tokens are the same; None where what tells them has to be equal
-
-
-def sent(demand: Demand) -> tuple[str, ...]:
-    """Names of the statistics that a piece tells of, in order."""
-    two = len(demand.views) > 1
-    names = ["start", "rest", "target_logit"]
-    names += ["start2", "rest2"] if two else []
-    names += ["teacher_start", "teacher_rest"] if demand.pairing is not None else []
-    names += ["entropy"] if demand.entropy[0] else []
-    names += ["entropy2"] if two and demand.entropy[1] else []
-    names += ["weighted_sum"] if demand.weighted_sum else []
-    names += ["top", "argmax"] if demand.top else []
-    names += ["column_logits"] if demand.columns else []
-    names += ["top_k_logits", "top_k_ids"] if demand.top_k else []
-    return tuple(names)
-
-
-def numbers_sent(demand: Demand) -> int:
-    """How many numbers a piece tells of each row."""
-    widths = {"column_logits": demand.columns, "top_k_logits": demand.top_k, "top_k_ids": demand.top_k}
-    return sum(widths.get(name, 1) for name in sent(demand))
 
 
 def widths(stats: RowStats, names: Sequence[str]) -> list[int]:

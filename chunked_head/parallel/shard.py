@@ -1,7 +1,8 @@
 """One call's part of the vocabulary, and every message that its ranks exchange for it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed
@@ -10,15 +11,12 @@ from ..kernels.elsewhere import ELSEWHERE
 from ..planner import Request, make_plan, terms_of
 from ..plans import MAX_HALF_CHUNKS, Plan
 from ..sizes import Sizes
-from ..stats import Demand, Rows, RowStats
+from ..stats import Demand, Rows, RowStats, sent
 from .agree import Words, agree
 from .collectives import all_gather
 from .groups import MOST_IDS, Split, VocabParallel
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
-from .merge import PAIR_SUMS, Told, pack, sent
-
-if TYPE_CHECKING:
-    from ..backends import Backend
+from .merge import PAIR_SUMS, Told, pack
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
 SAME_HIDDEN = 1e-3
@@ -147,9 +145,16 @@ class Shard:
         distributed.all_reduce(target_logit, group=self.group)
 
     def merge(
-        self, backend: "Backend", rows: Rows, told: Tensor, stats: RowStats, demand: Demand, known_targets: bool
+        self,
+        merge_ranks: Callable[[Told, RowStats], None],
+        rows: Rows,
+        told: Tensor,
+        stats: RowStats,
+        demand: Demand,
+        known_targets: bool,
     ) -> None:
-        """The statistics of this rank's columns become those of the vocabulary: one message for the chunk.
+        """The statistics of this rank's columns become those of the vocabulary, as a backend's ``merge_ranks`` makes
+        them: one message for the chunk.
 
         ``told`` [rows] goes along, or where there are no targets what tells hidden states apart (logits have nothing of
         the kind): ranks that were given different ones, such as those of a data-parallel group, would make something
@@ -174,7 +179,7 @@ class Shard:
             size = torch.linalg.vector_norm(rows.hidden, 1, dim=1, dtype=dtype)
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
             zero_or_nan = torch.where(same.all(), 0.0, torch.nan)
-        backend.merge_ranks(Told(gathered, names, rows.target, ratio2, known_targets, zero_or_nan), stats)
+        merge_ranks(Told(gathered, names, rows.target, ratio2, known_targets, zero_or_nan), stats)
 
     def add_pairs(self, stats: RowStats) -> None:
         """Sums over columns of a teacher's terms beside the student's: one message for the chunk."""
