@@ -12,14 +12,9 @@ BYTES_AT_ONCE = 256 << 20  # of logits where a head's own forward computes them
 COPIES_OF_LOGITS = 4  # of a chunk in fp32: its cast, log-probabilities, gradient
 
 
-def row_bytes(columns: int) -> int:
-    """What a row takes while its logits are there."""
-    return columns * torch.float32.itemsize * COPIES_OF_LOGITS
-
-
 def rows_at_once(columns: int) -> int:
-    """Rows of a chunk where nobody named a budget."""
-    return max(1, BYTES_AT_ONCE // row_bytes(columns))
+    """Rows of a chunk."""
+    return max(1, BYTES_AT_ONCE // (columns * torch.float32.itemsize * COPIES_OF_LOGITS))
 
 
 def in_chunks(function: Callable[..., Any], rows: int, *tensors: Tensor) -> list[Any]:

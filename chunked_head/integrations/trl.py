@@ -12,13 +12,10 @@ Values are TRL's, but for logits that ours does not round to 16 bits: statistics
 before the seam stays its own: which scale and cap a model's config names (``check_fused_head`` tells whether it found
 all of them), that a sharded head is gathered.
 
-TRL refuses a PEFT adapter on the head itself, ``LoraConfig(target_modules=[..., "lm_head"])``, which its product with
-the head's weight would pass by. With ``patch_trl`` before the trainer is made, LoRA and DoRA (PEFT's ``lora.Linear`` on
-an ``nn.Linear``) train there, in SFT, DPO, KTO, GRPO and RLOO: chunks go through the adapter's own forward, and again
-in backward, so that dropout, scaling, several and disabled adapters are PEFT's, and the weight is neither merged nor
-copied (but for DoRA's norm, as in PEFT). Logits are then rounded as the adapter's forward rounds them. Refused, by an
-error that says so: other kinds of adapters, distillation (by TRL), ``cast_lm_head_to_fp32``, heads that FSDP or ZeRO-3
-takes apart, ``accumulate_dtype`` and ``deterministic``.
+An adapter on the head itself, ``LoraConfig(target_modules=[..., "lm_head"])``, would be ignored by the product with the
+head's weight. TRL refuses to make a trainer for a ``PeftModel`` that has one. With ``patch_trl`` before the trainer is
+made, SFT, DPO, KTO, GRPO and RLOO also refuse a model that has it by transformers' ``model.add_adapter``, and a
+reference model with one.
 """
 
 import contextlib
@@ -30,9 +27,8 @@ import torch
 from torch import Tensor
 
 from ..head_options import check_options
-from .trl_adapters import FusesAdapted, PassesServed
-from .trl_functions import DivergenceSeam, LogProbSeam, Options
-from .trl_seams import CHECK, FUSE, Place, checked_module, places
+from .trl_functions import DivergenceSeam, LogProbSeam, Options, refusing_adapters
+from .trl_seams import PLACES, Place, checked_module
 
 _originals: dict[Place, Any] = {}
 _ours: dict[Place, Any] = {}
@@ -53,8 +49,7 @@ def patch_trl(
             ``linear_logprobs``. A second ``patch_trl`` puts its own in their place.
 
     A weight that has another dtype than the hidden states (fp32 masters beside 16-bit activations without autocast, or
-    ``cast_lm_head_to_fp32``) is cast as a whole, beside the budget. Of a head with an adapter ``memory_budget`` holds
-    the logits of a chunk, four times in fp32; 256 MiB where it is None.
+    ``cast_lm_head_to_fp32``) is cast as a whole, beside the budget.
 
     Raises:
         TypeError, ValueError: for an option that is wrong by itself.
@@ -64,20 +59,12 @@ def patch_trl(
     """
     options = Options(memory_budget, chunk_tokens, accumulate_dtype, deterministic, backend)
     check_options(asdict(options))
-    modules = {place: checked_module(place, _originals.get(place)) for place in places()}
+    modules = {place: checked_module(place, _originals.get(place)) for place in PLACES}
+    seams = {"_ChunkedLogProbFunction": LogProbSeam(options), "ChunkedDivergenceFunction": DivergenceSeam(options)}
     for place, module in modules.items():
         original = _originals.setdefault(place, getattr(module, place.name))
-        _ours[place] = in_place_of(place, original, options)
+        _ours[place] = seams.get(place.name) or refusing_adapters(original)
         setattr(module, place.name, _ours[place])
-
-
-def in_place_of(place: Place, original: Any, options: Options) -> Any:
-    """What we put there."""
-    if place.name == CHECK:
-        return PassesServed(original)
-    if place.name == FUSE:
-        return FusesAdapted(original)
-    return (LogProbSeam if place.name == "_ChunkedLogProbFunction" else DivergenceSeam)(options)
 
 
 def unpatch_trl() -> None:

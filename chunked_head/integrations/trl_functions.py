@@ -1,6 +1,8 @@
 """What stands behind TRL's seams: its two autograd functions' arguments and results, from this library's functions."""
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,8 +12,6 @@ from torch import Tensor
 
 from ..divergence import linear_divergence
 from ..logprobs import linear_logprobs
-from ..planner import Request
-from .trl_adapters import adapted_head, adapted_logprobs
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 Outputs = tuple[Tensor | None, ...]
@@ -52,34 +52,23 @@ class LogProbSeam:
         if unknown:
             raise ValueError(f"outputs must be among {', '.join(map(repr, OUTPUTS))}, got {unknown[0]!r}")
 
-        wanted: dict[str, Any] = {
-            "entropy": "entropy" in outputs, "log_sum_sq_probs": "log_sum_sq_probs" in outputs,
-            "mean_logit": "mean_logits" in outputs, "argmax": "is_top1" in outputs, "temperature": temperature,
-            "softcap": final_logit_softcapping, "logit_scale": logit_scale,
-        }  # fmt: skip
-        head = adapted_head(weight)
-        if head is not None:
-            return self.by_adapter(head, hidden, targets, wanted)
-
         def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Outputs:
             weight, bias = operands(hidden, weight, bias)
-            return named(linear_logprobs(hidden, weight, targets, bias=bias, **wanted, **asdict(self.options)), targets)
+            found = linear_logprobs(
+                hidden, weight, targets, bias=bias,
+                entropy="entropy" in outputs, log_sum_sq_probs="log_sum_sq_probs" in outputs,
+                mean_logit="mean_logits" in outputs, argmax="is_top1" in outputs, temperature=temperature,
+                softcap=final_logit_softcapping, logit_scale=logit_scale, **asdict(self.options),
+            )  # fmt: skip
+            if isinstance(found, Tensor):
+                return found, None, None, None, None
+            squares, mean = (getattr(found, name, None) for name in ("log_sum_sq_probs", "mean_logit"))
+            return (
+                found.logprobs, getattr(found, "entropy", None), None if squares is None else squares.detach(),
+                None if mean is None else mean.detach(), found.argmax == targets if "is_top1" in outputs else None,
+            )  # fmt: skip
 
         return where_gathered(run, hidden, weight, bias)
-
-    def by_adapter(self, head: Any, hidden: Tensor, targets: Tensor, wanted: dict[str, Any]) -> Outputs:
-        """The same through a head that PEFT has put an adapter on."""
-        options = self.options
-        if options.deterministic:
-            raise ValueError(
-                "patch_trl(deterministic=True) does not go with an adapter on the head, which computes its own logits; "
-                "leave it False"
-            )
-        request = Request(options.memory_budget, options.chunk_tokens, options.accumulate_dtype)
-        found = adapted_logprobs(head, request, hidden, targets, backend=options.backend, **wanted)
-        if isinstance(found[0], Tensor):
-            return named(torch.cat(found), targets)
-        return named(type(found[0])._make(map(torch.cat, zip(*found, strict=True))), targets)
 
 
 @dataclass(frozen=True)
@@ -126,15 +115,23 @@ class DivergenceSeam:
             return where_gathered(run, student_hidden, student_weight, student_bias)
 
 
-def named(found: Any, targets: Tensor) -> Outputs:
-    """What ``linear_logprobs`` returns, as TRL's function does."""
-    if isinstance(found, Tensor):
-        return found, None, None, None, None
-    squares, mean = (getattr(found, name, None) for name in ("log_sum_sq_probs", "mean_logit"))
-    return (
-        found.logprobs, getattr(found, "entropy", None), None if squares is None else squares.detach(),
-        None if mean is None else mean.detach(), found.argmax == targets if hasattr(found, "argmax") else None,
-    )  # fmt: skip
+def refusing_adapters(add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
+    """In the place of TRL's ``add_fused_lm_head``, which trainers call with their models and references: an error for
+    an adapter on the head. TRL's own check looks at the trained model alone, and only where it is a ``PeftModel``."""
+
+    @functools.wraps(add_fused_lm_head)
+    def checked(model: Any, *args: Any, **kwargs: Any) -> None:
+        head, peft = model.get_output_embeddings(), sys.modules.get("peft.tuners.tuners_utils")
+        if peft is not None and isinstance(head, peft.BaseTunerLayer):
+            raise ValueError(
+                f"{type(model).__name__} has an adapter on its head (PEFT's {', '.join(head.active_adapters)}), which "
+                "TRL's losses, with patch_trl and without, would ignore and never train: they multiply by the head's "
+                "weight; leave 'lm_head' out of target_modules (modules_to_save=['lm_head'] trains the head whole), or "
+                "train with patch_model(model) and transformers' Trainer, which compute the adapter"
+            )
+        add_fused_lm_head(model, *args, **kwargs)
+
+    return checked
 
 
 def operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
