@@ -16,17 +16,15 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import measure, providers, shapes
+from benchmarks import formulas, measure, providers, shapes
 from benchmarks.accuracy import relative_error
 from benchmarks.head import Watch, brief, make_console, mebibytes, number, report_failures
 from benchmarks.shapes import Operands, Shape
 from chunked_head import Plan, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan
 from chunked_head.metrics import Metric
-from chunked_head.oracle import distillation, label, policy, preference
 
 SHAPES = (Shape(8192, 4096, 128256), Shape(8192, 2048, 128256), Shape(8192, 1024, 151936))
 CHECK_TOKENS, CHECK_CHUNK = 48, 16
-_ORACLE = (label, policy, preference, distillation)
 
 
 class Workload(NamedTuple):
@@ -124,22 +122,18 @@ class Request(measure.MemoryRequest):
 
 
 def reference(call: Call, operands: Operands) -> tuple[float, Tensor, Tensor]:
-    """Loss and gradients from whole logits in float32 (float64 for float64), by the oracle's formulas."""
+    """Loss and gradients from whole logits in float32 (float64 for float64), by plain formulas."""
     wide = torch.promote_types(operands.hidden.dtype, torch.float32)
     hidden, weight = operands.hidden.detach().to(wide), operands.weight.detach().to(wide)
-    # The oracle goes token by token, on the CPU; the products stay where the operands are.
-    x = (hidden @ weight.T).cpu().requires_grad_()
-    fields: dict[str, Any] = {name: tensor.cpu() for name, tensor in call.batch.items() if name not in _DENSE}
+    x = (hidden @ weight.T).requires_grad_()
+    fields = dict(call.batch)
     if "teacher_hidden" in call.batch:
         teacher_hidden, teacher_weight = (call.batch[name].to(wide) for name in _DENSE)
-        fields["teacher_x"] = (teacher_hidden @ teacher_weight.T).cpu()
-    fields["num_segments"] = call.num_segments
+        fields["teacher_x"] = teacher_hidden @ teacher_weight.T
     total = x.new_zeros(())
     for coefficient, summand in call.loss.terms:
-        module = next(module for module in _ORACLE if hasattr(module, summand.kind))
-        total = total + coefficient * getattr(module, summand.kind)(x, operands.target.cpu(), fields).mean()
+        total = total + coefficient * formulas.values(summand.kind, x, operands.target, fields).mean()
     (dlogits,) = torch.autograd.grad(total, x)
-    dlogits = dlogits.to(hidden.device)
     return total.item(), dlogits @ weight, dlogits.T @ hidden
 
 

@@ -13,14 +13,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from oracle import reference
+from oracle.reference import Term
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import chunked_head
-from chunked_head import losses, metrics, reference
+from chunked_head import losses, metrics
 from chunked_head.losses import Losses
 from chunked_head.metrics import Metric
-from chunked_head.reference import Term
 
 IGNORED = -100
 CLASS_WEIGHTS = "class weights of the vocabulary"

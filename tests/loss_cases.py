@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from budget import assert_within_budget
+from oracle import reference
+from oracle.reference import Term
 from torch import Tensor
 
-from chunked_head import LossOutput, linear_loss, losses, reference
+from chunked_head import LossOutput, linear_loss, losses
 from chunked_head.losses import Losses
 from chunked_head.metrics import Metric
-from chunked_head.reference import Term
 
 TOKENS, HIDDEN, VOCAB, SEGMENTS, K = 97, 64, 331, 9, 5
 

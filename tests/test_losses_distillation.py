@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from full_stats import full_stats
+from oracle import distillation as oracle
 from torch import Tensor
 
 from chunked_head.batch import Batch
@@ -15,7 +16,6 @@ from chunked_head.loss_stats import Stats
 from chunked_head.losses import distillation
 from chunked_head.losses.base import Losses, Summand, Teacher
 from chunked_head.losses.topk import entries
-from chunked_head.oracle import distillation as oracle
 
 TOKENS, VOCAB = 12, 17
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from full_stats import check, full_stats, make_batch, only
+from oracle import label as oracle
 from torch import Tensor
 
 from chunked_head.loss_stats import Stats
 from chunked_head.losses import label
-from chunked_head.oracle import label as oracle
 
 N, V = 9, 23
 F64 = torch.float64

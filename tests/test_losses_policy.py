@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from full_stats import check, full_stats, make_batch, only
+from oracle import policy as oracle
 from torch import Tensor
 
 from chunked_head.batch import Batch
 from chunked_head.loss_stats import Stats
 from chunked_head.losses import policy
 from chunked_head.losses.base import Losses
-from chunked_head.oracle import policy as oracle
 
 V, S = 17, 7
 F64 = torch.float64

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from full_stats import full_stats
+from oracle import preference as oracle
 from torch import Tensor
 
 from chunked_head.batch import Batch
@@ -14,7 +15,6 @@ from chunked_head.loss_stats import Stats
 from chunked_head.losses import preference
 from chunked_head.losses.base import Losses, Summand
 from chunked_head.losses.preference import log_odds
-from chunked_head.oracle import preference as oracle
 
 VOCAB, SEGMENTS = 13, 9
 EMPTY = 4  # the segment without a token

@@ -6,10 +6,10 @@ import pytest
 import torch
 from cases import GPU, TRITON, Place
 from chunked_head.kernels.tiles import RELATIVE_STRIP, SHORT_HIDDEN, SKIP_STEP, SKIP_TILE
+from oracle.skipping import skipped_dlogits
 from torch import Tensor
 
 from chunked_head import LossOutput, linear_cross_entropy, linear_loss, losses
-from chunked_head.oracle.skipping import skipped_dlogits
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 ROWS, STRIP, HIDDEN = SKIP_TILE.block_m, RELATIVE_STRIP, 64

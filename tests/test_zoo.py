@@ -1,4 +1,4 @@
-"""A sample of ``benchmarks.zoo``: a model of every kind of tail between head and loss, and tails that are wrong."""
+"""A sample of the zoo: a model of every kind of tail between head and loss, and tails that are wrong."""
 
 import dataclasses
 import json
@@ -12,9 +12,11 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("transformers")
 
-from benchmarks import zoo, zoo_pool, zoo_report
-from benchmarks.zoo_check import Outcome, check, verdict
-from benchmarks.zoo_classes import KINDS, Entry, find
+from zoo import __main__ as sweep
+from zoo import pool, report
+from zoo.check import Outcome, check, verdict
+from zoo.classes import KINDS, Entry, find
+
 from chunked_head.integrations import fused_loss
 
 CLASSES = {entry.name: entry for entry in find()}
@@ -110,11 +112,11 @@ def test_a_class_that_cannot_be_built_is_an_outcome() -> None:
 def test_the_sweep_writes_its_table_and_its_outcomes(tmp_path: Any) -> None:
     table, outcomes = tmp_path / "zoo.md", tmp_path / "zoo.json"
     names = ["--only", "LlamaForCausalLM", "FSMTForConditionalGeneration", "--output", str(table)]
-    assert zoo.main([*names, "--json", str(outcomes)]) == 0
-    read = zoo_report.Sweep.of(json.loads(outcomes.read_text()))
+    assert sweep.main([*names, "--json", str(outcomes)]) == 0
+    read = report.Sweep.of(json.loads(outcomes.read_text()))
     assert [one.verdict for one in read.outcomes] == ["refused", "fused"]
     assert "| `LlamaForCausalLM` | `lm_head` |" in table.read_text() and "FSMT" in table.read_text()
-    assert zoo.main(["--only", "NoSuchClass"]) == 2
+    assert sweep.main(["--only", "NoSuchClass"]) == 2
 
 
 def test_a_class_that_takes_too_long_or_dies_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,17 +127,17 @@ def test_a_class_that_takes_too_long_or_dies_is_an_outcome(monkeypatch: pytest.M
             time.sleep(60)
         return Outcome(entry.name, entry.kind, "fused")
 
-    monkeypatch.setattr(zoo_pool, "check", behave)
+    monkeypatch.setattr(pool, "check", behave)
     entries = [Entry(name, "", "causal") for name in ("dies", "hangs", "works")]
-    found = {one.name: one.reason for one in zoo_pool.outcomes(entries, workers=3, limit_seconds=1)}
+    found = {one.name: one.reason for one in pool.outcomes(entries, workers=3, limit_seconds=1)}
     assert found == {"dies": "its process ended with 3", "hangs": "longer than the limit of time", "works": ""}
 
 
 def test_what_is_newly_wrong_or_not_built_is_complained_of() -> None:
-    version, known = next((v, k) for v, k in json.loads(zoo_report.NOT_BUILT.read_text()).items() if k)
+    version, known = next((v, k) for v, k in json.loads(report.NOT_BUILT.read_text()).items() if k)
     name = next(iter(known))
     outcomes = [Outcome("A", "causal", "WRONG", "off"), Outcome("B", "causal", "not built", "why"),
                 Outcome(name, "causal", "fused"), Outcome("C", "causal", "fused")]  # fmt: skip
-    said = zoo_report.complaints(zoo_report.Sweep(f"{version}.0", outcomes))
+    said = report.complaints(report.Sweep(f"{version}.0", outcomes))
     assert len(said) == 3 and "WRONG: A" in said[0] and "B: why" in said[1] and f"take {name} out" in said[2]
-    assert "no list" in zoo_report.complaints(zoo_report.Sweep("1.2.3", []))[0]
+    assert "no list" in report.complaints(report.Sweep("1.2.3", []))[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 
-from benchmarks import zoo_exceptions as exceptions
+from . import exceptions
 
 Configuration = transformers.PretrainedConfig
 

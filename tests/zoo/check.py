@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import zoo_exceptions, zoo_models
-from benchmarks.zoo_classes import Entry, parameters_of
 from chunked_head import patch_model, unpatch_model
+
+from . import exceptions, models
+from .classes import Entry, parameters_of
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOGITS_TOLERANCE = 2e-5, 2e-4, 2e-5
 # Gradients whose exact value is 0, as of a bias that a softmax takes away, are noise: nothing is compared below this
@@ -162,12 +163,12 @@ def check(entry: Entry) -> Outcome:
     warnings.simplefilter("ignore")
     try:
         model_class = entry.load()
-        if entry.name in zoo_exceptions.NO_TOKENS:
-            raise NoLoss(zoo_exceptions.NO_TOKENS[entry.name])
+        if entry.name in exceptions.NO_TOKENS:
+            raise NoLoss(exceptions.NO_TOKENS[entry.name])
         if "labels" not in parameters_of(model_class.forward):
             raise NoLoss("its forward takes no labels")
-        model = zoo_models.build(model_class)
-        given = zoo_models.inputs(model)
+        model = models.build(model_class)
+        given = models.inputs(model)
         counted = takes_count(model, given)
         true = measure(copy.deepcopy(model), given, counted)
         check_reference(true)

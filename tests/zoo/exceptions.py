@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks import zoo_inputs as given
+from . import inputs as given
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 Inputs = dict[str, Tensor]
 IMAGE_TOKEN, IMAGE_TOKENS = 99, 2
-BATCH, LENGTH = 2, 8  # as in zoo_models
+BATCH, LENGTH = 2, 8  # as in models.py
 
 
 def image_size(config: Any) -> int:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .oracle import distillation, label, policy, preference
+from . import distillation, label, policy, preference
 
 
 def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float | None) -> Tensor:
@@ -95,7 +95,7 @@ def linear_loss(
     temperature: float = 1.0,
     shift: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and parts of ``chunked_head.linear_loss`` on full logits, by the formulas of ``chunked_head.oracle``."""
+    """Loss and parts of ``chunked_head.linear_loss`` on full logits, by the formulas beside this file."""
     batch = dict(batch or {})
     if target is None:
         target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)

@@ -4,7 +4,7 @@ from typing import Any
 
 import transformers
 
-from benchmarks.zoo_shrink import VOCAB, Shrinking
+from .shrink import VOCAB, Shrinking
 
 
 def small(name: str, **attributes: Any) -> dict[str, Any]:

@@ -8,10 +8,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from benchmarks import zoo_exceptions as exceptions
-from benchmarks.zoo_classes import parameters_of
-from benchmarks.zoo_makers import MAKERS
-from benchmarks.zoo_shrink import FIRST_WORD, LAST_WORD, VOCAB, Shrinking
+from . import exceptions
+from .classes import parameters_of
+from .makers import MAKERS
+from .shrink import FIRST_WORD, LAST_WORD, VOCAB, Shrinking
 
 BATCH, LENGTH = 2, 8
 LARGEST = 6_000_000  # parameters: more means that a rule is missing

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.zoo_check import Outcome, check
-from benchmarks.zoo_classes import Entry
+from .check import Outcome, check
+from .classes import Entry
 
 
 def work(entry: Entry, answer: Connection) -> None:

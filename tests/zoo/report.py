@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.zoo_check import GRADIENT_TOLERANCE, LOSS_TOLERANCE, VERDICTS, Outcome
-from benchmarks.zoo_classes import KINDS
+from .check import GRADIENT_TOLERANCE, LOSS_TOLERANCE, VERDICTS, Outcome
+from .classes import KINDS
 
 # By minor version of transformers: the classes that the zoo cannot build, and why. It must only shrink.
-NOT_BUILT = Path(__file__).with_name("zoo_not_built.json")
+NOT_BUILT = Path(__file__).with_name("not_built.json")
 
 
 @dataclass
@@ -120,7 +120,7 @@ INTRODUCTION = """
 What `patch_model` does with every class of transformers {versions} that has a head over a
 vocabulary: each is built small from its configuration alone, with scales, caps, biases and router losses that are not
 neutral, and run with labels, with `num_items_in_batch` too, and in evaluation: as it is, patched, and unpatched again.
-`python -m benchmarks.zoo --output docs/zoo.md` writes this file.
+`PYTHONPATH=tests python -m zoo --output docs/zoo.md` writes this file.
 
 - fused: the loss is computed without logits; relative errors against the unpatched model below {loss:g} (loss) and
   {gradient:g} (every parameter's gradient), the same parameters with gradients, the same logits in evaluation;

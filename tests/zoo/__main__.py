@@ -1,12 +1,12 @@
 """``patch_model`` on every class of the installed transformers that has a head over a vocabulary.
 
-    python -m benchmarks.zoo --output docs/zoo.md                      # a few minutes on two cores, nothing downloaded
-    python -m benchmarks.zoo --kind causal --only LlamaForCausalLM Gemma2ForCausalLM
+    PYTHONPATH=tests python -m zoo --output docs/zoo.md                # a few minutes on two cores, nothing downloaded
+    PYTHONPATH=tests python -m zoo --kind causal --only LlamaForCausalLM Gemma2ForCausalLM
 
-Each class is built small from its configuration alone (``zoo_models``), with a scale, cap, bias and router loss that
+Each class is built small from its configuration alone (``models.py``), with a scale, cap, bias and router loss that
 are not neutral, and run with labels, with ``num_items_in_batch`` too, and in evaluation: as it is, patched, and
-unpatched again (``zoo_check``). The status is 1 where one is WRONG, or is not built that ``zoo_not_built.json``
-does not name.
+unpatched again (``check.py``). The status is 1 where one is WRONG, or is not built that ``not_built.json`` does
+not name.
 """
 
 import argparse
@@ -20,14 +20,14 @@ import transformers
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import zoo_report
-from benchmarks.zoo_check import Outcome
-from benchmarks.zoo_classes import KINDS, find
-from benchmarks.zoo_pool import outcomes
+from . import report
+from .check import Outcome
+from .classes import KINDS, find
+from .pool import outcomes
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m zoo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kind", choices=(*KINDS, "all"), default="all")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="classes by name")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as Markdown, such as docs/zoo.md")
@@ -57,14 +57,14 @@ def main(given: Sequence[str] | None = None) -> int:
             progress.update(task, advance=1, description=f"transformers {transformers.__version__}: {outcome.name}")
             if outcome.verdict == "WRONG":
                 progress.console.print(f"[red]WRONG[/red] {outcome.name}: {outcome.reason}")
-    sweep = zoo_report.Sweep(transformers.__version__, sorted(found, key=lambda one: one.name))
-    console.print(zoo_report.table(sweep, everything=bool(asked.only)))
+    sweep = report.Sweep(transformers.__version__, sorted(found, key=lambda one: one.name))
+    console.print(report.table(sweep, everything=bool(asked.only)))
     if asked.json:
         asked.json.write_text(json.dumps(sweep.as_dict(), indent=1) + "\n", encoding="utf-8")
     if asked.output:
-        others = [zoo_report.Sweep.of(json.loads(path.read_text(encoding="utf-8"))) for path in asked.beside]
-        asked.output.write_text(zoo_report.markdown(sweep, others), encoding="utf-8")
-    complaints = zoo_report.complaints(sweep)
+        others = [report.Sweep.of(json.loads(path.read_text(encoding="utf-8"))) for path in asked.beside]
+        asked.output.write_text(report.markdown(sweep, others), encoding="utf-8")
+    complaints = report.complaints(sweep)
     for complaint in complaints:
         console.print(complaint)
     return 1 if complaints else 0

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..skipping import ERROR_PER_MISSED, LEAST_WORTH
+from chunked_head.skipping import ERROR_PER_MISSED, LEAST_WORTH
 
 
 def skipped_dlogits(
