@@ -24,11 +24,9 @@ from .on_logits import logits_loss
 from .parallel import TokenParallel, VocabParallel
 from .plan_of import plan
 from .plans import Plan
-from .vocabulary import frequency_order, similarity_order
 
 __all__ = [
-    "ChunkedHead", "CrossEntropyLoss", "LossOutput", "Plan", "TokenParallel", "VocabParallel", "frequency_order",
-    "gathered_topk_kl", "linear_cross_entropy", "linear_divergence", "linear_logprobs", "linear_loss",
-    "logits_logprobs", "logits_loss", "losses", "metrics", "patch_model", "plan", "similarity_order", "unpatch_model",
-    "weights",
+    "ChunkedHead", "CrossEntropyLoss", "LossOutput", "Plan", "TokenParallel", "VocabParallel", "gathered_topk_kl",
+    "linear_cross_entropy", "linear_divergence", "linear_logprobs", "linear_loss", "logits_logprobs", "logits_loss",
+    "losses", "metrics", "patch_model", "plan", "unpatch_model", "weights",
 ]  # fmt: skip

@@ -22,7 +22,6 @@ from .planner import Request, make_plan
 from .plans import Plan
 from .prepare import in_backward
 from .sizes import Sizes
-from .skipping import Skipped, check_road
 from .stats import Demand, RowStats
 from .token_objectives import StatsObjective, TokenObjective
 from .whole_batch import agreed_batch, kind_of, of_whole_batch, told
@@ -169,7 +168,6 @@ class Outcome(NamedTuple):
     outputs: tuple[Tensor, ...]
     stats: RowStats
     plan: Plan
-    skipped: Skipped | None  # where tiles were
 
 
 def execute(task: Task[Result]) -> Result:
@@ -186,8 +184,7 @@ def execute(task: Task[Result]) -> Result:
         outputs = tuple(map(asked.packing.unpack, outputs))
     if head.shard is not None and task.per_token:
         outputs = tuple(map(head.shard.own_tokens, outputs))
-    skipped = call.skipped[0] if call.skipped else None
-    return task.result(Outcome(asked, objective, outputs, found[0], call.plan, skipped))
+    return task.result(Outcome(asked, objective, outputs, found[0], call.plan))
 
 
 class Planned(NamedTuple):
@@ -223,7 +220,6 @@ def planned(asked: Asked, task: Task, wants: Wants, again: bool = False) -> Plan
     # computed again in backward, a call recomputes whatever its request was made for
     wish = Request(memory_budget=task.request.memory_budget) if again else task.request
     plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
-    check_road(head.skip_tolerance, plan, again, None if head.into is None else head.into.buffer)
     return Planned(rows, packing, task.request, plan)
 
 
@@ -294,6 +290,5 @@ def sizes_of(asked: Asked, demand: Demand, rows: Tensor, late: bool, coupled: bo
         store=store, copied=copied, deterministic=asked.head.deterministic,
         skips=asked.packing is not None and not asked.packing.waited,
         into=None if asked.head.into is None else asked.head.into.buffer.dtype,
-        skip=asked.head.skip_tolerance if store == "fast" and any(wants) else None,
         **asked.backend.traits(hidden.device),
     )  # fmt: skip

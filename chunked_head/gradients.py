@@ -10,7 +10,6 @@ from .into import Into
 from .matmul import add_dbias, add_dhidden, add_dweight, put
 from .parallel.hidden_rows import ScatteredRows, SummedRows
 from .plans import Plan
-from .skipping import Skipped
 from .stats import Coefficients, Head, Rows, RowStats
 
 if TYPE_CHECKING:
@@ -180,9 +179,6 @@ class AddsDlogits:
 
     def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         """Nothing is left over."""
-
-    def skipped(self) -> Skipped:
-        raise AssertionError("only sessions that skip tiles know")
 
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         raise AssertionError("tiles of gradients with known statistics have sessions of their own")

@@ -48,7 +48,6 @@ def linear_cross_entropy(
     deterministic: bool = False,
     vocab_size: int | None = None,
     parallel: VocabParallel | TokenParallel | None = None,
-    skip_tolerance: float | None = None,
     backend: str | None = None,
 ) -> Task[Tensor]:
     """Cross-entropy of a linear head, without its logits. Same value and gradients as
@@ -121,15 +120,6 @@ def linear_cross_entropy(
             weight's gradients) gives the whole batch's; with ``average=True`` the mean does. With ``reduction="none"``
             nothing is other ranks' affair, and ``average=True`` is refused. ``VocabParallel``: they hold different
             rows of the head, and ``tokens=`` of it says both.
-        skip_tolerance: None computes everything. A number in (0, 1) is the relative error that the gradients may have
-            from leaving out tiles of 128 tokens by 128 vocabulary rows in which the softmax hardly has anything, by an
-            estimate that was calibrated on a trained head (benchmarks/NOTES.md), no bound: what a token has there moves
-            to the mean of these rows, so no probability is lost and every row gets its gradient. The loss is exact.
-            Rounded bf16 logits err by 4e-3 to 6e-3 on a trained head; on one that has learned nothing there is nothing
-            to skip. Which and how many tiles is decided on the device. ``frequency_order`` and ``similarity_order`` say
-            how a head is best stored. For bf16 on Hopper and gradients made along with the loss, not with
-            ``deterministic`` or ``parallel``; ValueError elsewhere. A call that computes logits again (a second
-            backward, an activation checkpoint's) skips nothing. ``linear_loss`` reports what was skipped.
         backend: ``"triton"`` or ``"torch"``; None: the device's own.
 
     Returns:
@@ -148,7 +138,6 @@ def linear_cross_entropy(
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, 1.0, shift, memory_budget, chunk_tokens,
         accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
-        skip_tolerance,
     )  # fmt: skip
     dtype = head.check()
     checks.check_reduction(reduction)

@@ -19,7 +19,6 @@ from .parallel.agree import shared_by
 from .parallel.groups import TokenParallel, VocabParallel
 from .parallel.shard import Shard, Tell
 from .planner import Request
-from .skipping import check_tolerance
 
 # what can be said of an option before there is a call
 CHECKS: dict[str, Callable[[Any], Any]] = {
@@ -37,7 +36,6 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
     "deterministic": functools.partial(flag, "deterministic"),
     "vocab_size": checks.check_vocab_size,
     "parallel": lambda value: check_parallel(value),
-    "skip_tolerance": lambda value: check_tolerance(value, False, False),
     "inplace": functools.partial(flag, "inplace"),
     "reduction": checks.check_reduction,
     "normalizer": functools.partial(checks.check_factor, "normalizer"),
@@ -186,13 +184,11 @@ class HeadOptions(OfRanks):
     deterministic: bool = False
     vocab_size: int | None = None
     parallel: VocabParallel | TokenParallel | None = None
-    skip_tolerance: float | None = None
     holds = "weight has {} rows"
 
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the matmuls."""
         dtype = checks.check_operands(self.hidden, self.weight, self.target, self.bias)
-        check_tolerance(self.skip_tolerance, self.deterministic, self.parallel is not None)
         self.check_each()
         self.into  # noqa: B018  (raises what is wrong with it)
         if self.shard is not None and self.shard.parallel.sequence_sharded:

@@ -23,7 +23,6 @@ from .parallel import TokenParallel, VocabParallel
 from .parallel.dtensor import local
 from .planner import Request
 from .plans import Plan
-from .skipping import Skipped, check_names
 from .stats import RowStats
 
 
@@ -71,7 +70,6 @@ def linear_loss(
     deterministic: bool = False,
     vocab_size: int | None = None,
     parallel: VocabParallel | TokenParallel | None = None,
-    skip_tolerance: float | None = None,
     backend: str | None = None,
 ) -> Task[LossOutput]:
     """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
@@ -91,8 +89,6 @@ def linear_loss(
     Args:
         hidden, weight, bias, ignore_index, softcap, logit_scale, shift, memory_budget, chunk_tokens, accumulate_dtype,
             accumulate_into, upstream, skip_ignored, deterministic, vocab_size, backend: as in ``linear_cross_entropy``.
-        skip_tolerance: as there; ``metrics["dropped_mass"]`` is then the probability per token that mean rows stood in
-            for, and ``metrics["kept_tiles"]`` the share of tiles that were computed.
         target: token ids [...] int64; None where no loss or metric reads it.
         loss: ``chunked_head.losses``, added and multiplied by numbers or 0-d tensors. A function ``(stats, batch) ->
             values`` of your own, alone or as a summand, is taken as ``losses.custom(function, scope="token")``, checked
@@ -131,22 +127,16 @@ def linear_loss(
     head = HeadOptions(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
         chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
-        skip_tolerance,
     )  # fmt: skip
     dtype = head.check()
     loss, measured = check_loss(head, loss, metrics, reduction, normalizer, upstream)
-    if skip_tolerance is not None:
-        check_names(metric.label for metric in measured)
     checked = check(head, dtype, loss, measured, batch, num_segments)
 
     def objective(asked: Asked) -> ScalarObjective:
         return scalar_objective(asked, reduction, normalizer, upstream)
 
     def result(ran: Outcome) -> LossOutput:
-        out = loss_output(ran.asked, ran.objective, ran.outputs[0], ran.stats, measured, ran.plan)
-        if skip_tolerance is not None:
-            out.metrics.update((ran.skipped or Skipped.nothing(head.device)).metrics())
-        return out
+        return loss_output(ran.asked, ran.objective, ran.outputs[0], ran.stats, measured, ran.plan)
 
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
     return Task(checked, checked.answer.demand, request, objective, result)
@@ -168,8 +158,6 @@ def in_graph_loss(outputs: list[Tensor], given: dict[str, Any]) -> LossOutput:
             at += 1
         else:
             measured[metric.label] = MetricValue(metric.reduce, extremum=found)
-    if given.get("skip_tolerance") is not None:
-        measured.update(Skipped(packed[at], packed[at + 1], packed[at + 2], packed[at + 3]).metrics())
     return LossOutput(value, parts, measured, None)
 
 

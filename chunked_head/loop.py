@@ -1,7 +1,7 @@
 """The loop over token chunks, and its counterpart over blocks and tiles where gradients come after all statistics."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from .packing import Packing
 from .parallel.shard import Shard
 from .planner import DEFAULT_REQUEST, Request, make_plan
 from .plans import Plan
-from .skipping import Skipped
 from .stats import Coefficients, Head, Rows, RowStats
 
 
@@ -32,7 +31,6 @@ class Call(OwnPart):
     into: Into | None = None  # where the weight's gradient goes, instead of back
     packing: Packing | None = None  # of tokens that only the device can tell from those that do not count
     shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
-    skipped: list[Skipped] = field(default_factory=list)  # filled in where tiles are skipped
 
     def without_teacher(self) -> "Call":
         """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
@@ -129,8 +127,6 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
             everything, order = slice(0, len(call.target)), None if call.packing is None else call.packing.order
             session.finish(everything, hidden, call.own_target, grads, order)
         grads.wait()
-        if plan.sizes.skip is not None:
-            call.skipped.append(session.skipped())
     return stats, grads
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from .kernels.tiles import LEAST_SECTION, TILE_ELEMENTS, piece_bytes, skip_bytes, skip_parts
+from .kernels.tiles import LEAST_SECTION, TILE_ELEMENTS, piece_bytes
 from .sizes import BYTES_PER_COLUMN, BYTES_PER_EVALUATED, Sizes
 
 MiB = 1 << 20
@@ -76,7 +76,6 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
         Term("gradient of hidden, of all ranks", rows * sizes.scattered_bytes(hidden_acc)),
         Term("target's terms of dweight", target_rows(sizes, rows) if sizes.store == "fast" else 0),
         Term("gradient of hidden, parts", part_sums(sizes, rows)),
-        Term("tiles to skip", 0 if sizes.skip is None else skip_bytes(rows, sizes.vocab, sizes.hidden)),
         Term("work space of tiles", work_space(sizes, sizes.vocab, rows) + scaled_tile(sizes)),
         *common_terms(sizes),
     )
@@ -129,11 +128,7 @@ def target_rows(sizes: Sizes, rows: int) -> int:
 
 def part_sums(sizes: Sizes, rows: int) -> int:
     """Sums of dhidden's parts, where it is made in several."""
-    if not sizes.hidden_grad:
-        return 0
-    if sizes.skip is not None:
-        return skip_parts(rows, sizes.hidden, sizes.multiprocessors) * rows * sizes.hidden * 4
-    return sizes.dhidden_split(rows).units * TILE_ELEMENTS * 4
+    return sizes.dhidden_split(rows).units * TILE_ELEMENTS * 4 if sizes.hidden_grad else 0
 
 
 def work_space(sizes: Sizes, columns: int, rows: int) -> int:

@@ -21,7 +21,6 @@ from .parallel.shard import plan_part
 from .planner import Request, make_plan
 from .plans import Plan
 from .sizes import Sizes
-from .skipping import check_road, check_tolerance
 from .stats import Teacher
 
 
@@ -52,7 +51,6 @@ def plan(
     teacher_dtype: torch.dtype | None = None,
     skip_ignored: bool = False,
     deterministic: bool = False,
-    skip_tolerance: float | None = None,
     ranks: int = 1,
     sequence_sharded: bool = False,
     device: torch.device | str | None = None,
@@ -67,9 +65,9 @@ def plan(
     them differ. ``teacher_k`` is the K of ``teacher_ids``; a dense teacher has ``teacher_vocab`` rows (None: the
     student's) and, where it gives hidden states, ``teacher_hidden`` columns of ``teacher_dtype``. ``device`` defaults
     to the GPU where there is one. ``accumulate_into``, True or a dtype: the weight's gradient is added to a buffer of
-    the caller's. ``skip_tolerance`` as in the call. With ``ranks`` the plan is that of the first of so many that share
-    the vocabulary in ``torch.chunk``'s pieces (``VocabParallel``), all the call's tokens and all of the vocabulary
-    named here; ``sequence_sharded`` as there. ValueError where the request cannot be met.
+    the caller's. With ``ranks`` the plan is that of the first of so many that share the vocabulary in
+    ``torch.chunk``'s pieces (``VocabParallel``), all the call's tokens and all of the vocabulary named here;
+    ``sequence_sharded`` as there. ValueError where the request cannot be met.
     """
     least = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0}
     for argument, size in zip(least, (tokens, hidden, vocab, ranks, teacher_k), strict=True):
@@ -109,7 +107,6 @@ def plan(
         if applies:
             got = f"tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"
             raise ValueError(f"{reason}; got {got}")
-    check_tolerance(skip_tolerance, deterministic, parallel=ranks > 1)
     into = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
     place = place_of(device)
     chosen = resolve(backend, place)
@@ -141,13 +138,10 @@ def plan(
         teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
         teacher_cast=teacher is not None and teacher.casts,
         store=store, into=into, skips=skip_ignored, deterministic=deterministic,
-        skip=skip_tolerance if store == "fast" else None, ranks=ranks, spread=ranks if sequence_sharded else 1,
-        **chosen.traits(place),
+        ranks=ranks, spread=ranks if sequence_sharded else 1, **chosen.traits(place),
     )  # fmt: skip
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
-    made = make_plan(sizes, request) if ranks == 1 else plan_part(sizes, request, parts[0], parts[0])
-    check_road(skip_tolerance, made, again=False)
-    return made
+    return make_plan(sizes, request) if ranks == 1 else plan_part(sizes, request, parts[0], parts[0])
 
 
 def place_of(device: torch.device | str | None) -> torch.device:

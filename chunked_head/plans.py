@@ -191,8 +191,6 @@ def table(plan: Plan) -> str:
     if s.into is not None and s.weight_grad:
         phase = "forward pass" if plan.schedule == "forward" else "backward pass"
         rows.append(("gradient of weight", f"added to the caller's {name(s.into)} buffer in the {phase}"))
-    if s.skip is not None and plan.schedule == "forward":
-        rows.append(("tiles skipped", f"for an error of the gradients of about {s.skip:g}"))
     if plan.arithmetic:
         rows.append(("losses", plan.arithmetic))
     if plan.weight_error is not None:
@@ -217,7 +215,7 @@ def matmuls(plan: Plan) -> str:
         parts = s.dhidden_split(plan.chunk_tokens).parts
         found.append("dhidden ours" + (f" ({parts} parts)" if parts > 1 else ""))
     if plan.schedule != "loss only" and s.weight_grad:
-        own = (plan.schedule == "forward" or s.grads_in_matmul) and (s.skip is not None or s.own_dweight)
+        own = (plan.schedule == "forward" or s.grads_in_matmul) and s.own_dweight
         found.append("dweight " + ("ours" if own else "cuBLAS's"))
     return ", ".join(found)
 

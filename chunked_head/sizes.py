@@ -49,7 +49,6 @@ class Sizes:
     deterministic: bool = False  # a token's numbers do not depend on the others, nor on how many there are
     skips: bool = False  # products stop at a number of rows that only the device knows
     into: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
-    skip: float | None = None  # relative error of gradients that may come of tiles left out, on the fast road
 
     @property
     def half(self) -> bool:
@@ -128,8 +127,7 @@ class Sizes:
         rows = self.operand_bytes + self.teacher_width * self.element + evaluated
         if self.store == "logits":
             return rows
-        narrow = kept and (self.store == "relative" or self.skip is not None)
-        return rows + strips_of(self.vocab, self.hidden, narrow) * (
+        return rows + strips_of(self.vocab, self.hidden, kept and self.store == "relative") * (
             8
             + 4 * demand.entropy[0]
             + 4 * demand.weighted_sum

@@ -12,7 +12,6 @@ from .targets import ELSEWHERE
 
 @triton.jit
 def store_dhidden(
-    partial_ptr,
     dhidden_ptr,
     acc,
     weight_ptr,
@@ -20,11 +19,9 @@ def store_dhidden(
     target_ptr,
     softmax_factor_ptr,
     target_factor_ptr,
-    part,
     row_start,
     column_start,
     counted,
-    rows,
     hidden,
     ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -34,29 +31,25 @@ def store_dhidden(
     offs_col = column_start + tl.arange(0, COLUMNS)
     in_rows = offs_row < counted
     mask = in_rows[:, None] & (offs_col < hidden)[None, :]
-    if partial_ptr is not None:
-        at = (part * rows + offs_row).to(tl.int64)[:, None] * hidden + offs_col[None, :]
-        tl.store(partial_ptr + at, acc, mask=mask)
-    else:
-        grad = acc
-        if softmax_factor_ptr is not None:
-            target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
-            counts = target >= 0
-            here = counts & (target < ELSEWHERE)
-            w = tl.load(
-                weight_ptr + target[:, None] * hidden + offs_col[None, :], mask=mask & here[:, None], other=0.0
-            ).to(tl.float32)
-            softmax_factor = tl.load(softmax_factor_ptr + offs_row, mask=in_rows, other=0.0)
-            target_factor = tl.load(target_factor_ptr + offs_row, mask=in_rows, other=0.0)
-            grad = softmax_factor[:, None] * grad + target_factor[:, None] * w
-            grad = tl.where(counts[:, None], grad, 0.0)
-        out_row = offs_row.to(tl.int64)
-        if order_ptr is not None:
-            out_row = tl.load(order_ptr + offs_row, mask=in_rows, other=0)
-        at = out_row[:, None] * hidden + offs_col[None, :]
-        if ADD:
-            grad += tl.load(dhidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dhidden_ptr + at, grad.to(dhidden_ptr.dtype.element_ty), mask=mask)
+    grad = acc
+    if softmax_factor_ptr is not None:
+        target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
+        counts = target >= 0
+        here = counts & (target < ELSEWHERE)
+        w = tl.load(weight_ptr + target[:, None] * hidden + offs_col[None, :], mask=mask & here[:, None], other=0.0).to(
+            tl.float32
+        )
+        softmax_factor = tl.load(softmax_factor_ptr + offs_row, mask=in_rows, other=0.0)
+        target_factor = tl.load(target_factor_ptr + offs_row, mask=in_rows, other=0.0)
+        grad = softmax_factor[:, None] * grad + target_factor[:, None] * w
+        grad = tl.where(counts[:, None], grad, 0.0)
+    out_row = offs_row.to(tl.int64)
+    if order_ptr is not None:
+        out_row = tl.load(order_ptr + offs_row, mask=in_rows, other=0)
+    at = out_row[:, None] * hidden + offs_col[None, :]
+    if ADD:
+        grad += tl.load(dhidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dhidden_ptr + at, grad.to(dhidden_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -72,19 +65,18 @@ def store_halves(
     row_start,
     column_start,
     counted,
-    rows,
     hidden,
     ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     store_dhidden(
-        None, dhidden_ptr, left_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
-        0, row_start, column_start, counted, rows, hidden, ADD, BLOCK_M, BLOCK_N // 2,
+        dhidden_ptr, left_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
+        row_start, column_start, counted, hidden, ADD, BLOCK_M, BLOCK_N // 2,
     )  # fmt: skip
     store_dhidden(
-        None, dhidden_ptr, right_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
-        0, row_start, column_start + BLOCK_N // 2, counted, rows, hidden, ADD, BLOCK_M, BLOCK_N // 2,
+        dhidden_ptr, right_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
+        row_start, column_start + BLOCK_N // 2, counted, hidden, ADD, BLOCK_M, BLOCK_N // 2,
     )  # fmt: skip
 
 
@@ -163,7 +155,7 @@ def dhidden_kernel(
         if part_ptr is None:
             store_halves(
                 dhidden_ptr, left_half, right_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr,
-                target_factor_ptr, row_start, column_start, counted, rows, hidden, ADD, BLOCK_M, BLOCK_N,
+                target_factor_ptr, row_start, column_start, counted, hidden, ADD, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         else:
             if unit >= whole:
@@ -174,7 +166,7 @@ def dhidden_kernel(
             else:
                 store_halves(
                     dhidden_ptr, left_half, right_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr,
-                    target_factor_ptr, row_start, column_start, counted, rows, hidden, ADD, BLOCK_M, BLOCK_N,
+                    target_factor_ptr, row_start, column_start, counted, hidden, ADD, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
 
 
@@ -218,8 +210,8 @@ def join_parts_kernel(
         for part in range(0, parts):
             total += tl.load(part_ptr + (part * (tiles - whole) + at) * (BLOCK_M * BLOCK_N) + offs)
         store_dhidden(
-            None, dhidden_ptr, total, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
-            0, tile_m * BLOCK_M + first, tile_n * BLOCK_N, counted, rows, hidden, ADD, ROWS, BLOCK_N,
+            dhidden_ptr, total, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
+            tile_m * BLOCK_M + first, tile_n * BLOCK_N, counted, hidden, ADD, ROWS, BLOCK_N,
         )  # fmt: skip
 
 

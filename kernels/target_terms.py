@@ -1,48 +1,7 @@
-"""The target's terms of the gradients, apart from the products of exponentials and exact in fp32."""
+"""The target's terms of the weight's gradient, apart from the product of exponentials and exact in fp32."""
 
 import triton
 import triton.language as tl
-
-from .blocks import counted_rows
-from .targets import ELSEWHERE
-
-
-@triton.jit
-def finish_dhidden_kernel(
-    # outputs
-    dhidden_ptr,  # [rows, hidden], or all of the call's where there is an order
-    # inputs
-    partial_ptr,  # [parts, rows, hidden] fp32, of exponentials @ weight
-    weight_ptr,  # [vocab, hidden]
-    count_ptr,  # [] int64: how many rows of the call count, or None for all
-    order_ptr,  # [rows] int64, or None
-    target_ptr,  # [rows] int64, -1 where the row does not count; None without factors
-    softmax_factor_ptr,  # [rows] fp32, or None for 1 and no target's term
-    target_factor_ptr,  # [rows] fp32
-    # sizes
-    first_row,
-    rows,
-    hidden,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """``dhidden = softmax_factor * sum(partial) + target_factor * weight[target]``"""
-    row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < tl.where(row < counted_rows(count_ptr, first_row, rows), hidden, 0)
-    grad = tl.zeros((BLOCK,), dtype=tl.float32)
-    for part in tl.static_range(PARTS):
-        grad += tl.load(partial_ptr + (part * rows + row) * hidden + offs, mask=mask, other=0.0)
-    if softmax_factor_ptr is not None:
-        target = tl.load(target_ptr + row)
-        kept = tl.where((target >= 0) & (target < ELSEWHERE), hidden, 0)
-        w = tl.load(weight_ptr + target * hidden + offs, mask=mask & (offs < kept), other=0.0).to(tl.float32)
-        grad = tl.load(softmax_factor_ptr + row) * grad + tl.load(target_factor_ptr + row) * w
-        grad = tl.where(target >= 0, grad, 0.0)
-    out_row = row
-    if order_ptr is not None:
-        out_row = tl.load(order_ptr + row)
-    tl.store(dhidden_ptr + out_row * hidden + offs, grad.to(dhidden_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

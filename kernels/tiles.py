@@ -58,13 +58,6 @@ if INTERPRETED:
 TILE_ELEMENTS = PRODUCT_TILE.block_m * PRODUCT_TILE.block_n
 MOST_PARTS = 16
 LEAST_STEPS = 4  # over the vocabulary in a part
-# of the same where tiles are skipped: its rows by a strip of columns are what is skipped or kept
-SKIP_TILE = Tile()
-SKIP_PARTS = 4
-SKIP_STEP = 16  # one row in so many says how a strip's mass lies in it
-if INTERPRETED:
-    SKIP_TILE = Tile(block_m=32, block_n=32, block_k=16)
-    SKIP_STEP = 4
 
 
 def exp_tile(hidden: int) -> Tile:
@@ -116,16 +109,3 @@ def dhidden_split(rows: int, hidden: int, vocab: int, multiprocessors: int, most
         if turns < fewest:
             best, fewest = Split(parts, left * parts if parts > 1 else 0), turns
     return best
-
-
-def skip_parts(rows: int, hidden: int, multiprocessors: int) -> int:
-    """Parts of dhidden's product where tiles are skipped: enough that long and short lists even out over the
-    multiprocessors, and one for what mean rows give."""
-    tiles = cdiv(rows, SKIP_TILE.block_m) * cdiv(hidden, SKIP_TILE.block_n)
-    return min(SKIP_PARTS, max(1, cdiv(3 * multiprocessors, tiles))) + 1
-
-
-def skip_bytes(rows: int, vocab: int, hidden: int) -> int:
-    """What choosing tiles takes beside parts of dhidden: masses that moved, lists, mean rows, moved hidden states."""
-    strips, row_blocks = strips_of(vocab, hidden, True), cdiv(rows, SKIP_TILE.block_m)
-    return strips * (2 * rows + 16 * row_blocks + 6 * hidden) + 4 * vocab

@@ -13,7 +13,6 @@ import chunked_head.autograd
 from chunked_head import (
     ChunkedHead,
     CrossEntropyLoss,
-    frequency_order,
     gathered_topk_kl,
     linear_cross_entropy,
     linear_divergence,
@@ -24,7 +23,6 @@ from chunked_head import (
     losses,
     metrics,
     plan,
-    similarity_order,
     weights,
 )
 from chunked_head.integrations.liger import LigerFusedLinearCrossEntropyLoss
@@ -177,7 +175,6 @@ PUBLIC: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (LigerFusedLinearCrossEntropyLoss, {}),
     (weights.token_mean, {"total": 3}), (weights.sequence_mean, MASK), (weights.sequence_mean, SEGMENTS),
     (weights.sequence_sum, {"num_sequences": 3}), (weights.dr_grpo, {"num_sequences": 3, "max_completion_length": 4}),
-    (frequency_order, {"counts": torch.ones(3)}), (similarity_order, {"weight": torch.ones(3, 4)}),
 ]  # fmt: skip
 LOSSES = [name for name in losses.__all__ if name.islower() and name != "custom"]
 METRICS = [
@@ -388,6 +385,6 @@ def test_options_of_modules_when_given() -> None:
         for make in (lambda **given: ChunkedHead(8, 11, **given), CrossEntropyLoss, LigerFusedLinearCrossEntropyLoss):
             with pytest.raises((TypeError, ValueError), match=message):
                 make(**options)
-    ChunkedHead(8, 11, backend="triton", accumulate_into="main_grad", skip_tolerance=4e-3)  # what there may be later
+    ChunkedHead(8, 11, backend="triton", accumulate_into="main_grad")  # what there may be later
     with torch.device("meta"):
         ChunkedHead(8, 11, memory_budget="1GiB")

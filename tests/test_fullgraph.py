@@ -340,7 +340,7 @@ ERRORS: dict[str, tuple[Callable[[Data], Any], str]] = {
     ),
     "function": (
         lambda d: linear_loss(d.hidden, d.weight, d.target, losses.custom(lambda s, b: s.lse, scope="token")),
-        "make the loss before the compiled function",
+        "losses.custom, before the compiled function",
     ),
 }
 

@@ -16,7 +16,6 @@ from chunked_head import losses, metrics
 NOT_DRAWN = {
     "parallel": "test_vocab_parallel*.py, test_token_*.py: a call of several processes",
     "deterministic": "test_deterministic.py: two calls of Hopper's, compared with each other",
-    "skip_tolerance": "test_skip_tolerance.py: gradients that are meant to differ",
 }
 
 

@@ -25,7 +25,6 @@ from chunked_head import (
     CrossEntropyLoss,
     TokenParallel,
     VocabParallel,
-    frequency_order,
     gathered_topk_kl,
     linear_cross_entropy,
     linear_divergence,
@@ -36,7 +35,6 @@ from chunked_head import (
     losses,
     metrics,
     plan,
-    similarity_order,
     unpatch_model,
     weights,
 )
@@ -129,17 +127,14 @@ def test_public_functions(name: str, place: Place) -> None:
 
 def test_all_that_is_public_is_here() -> None:
     elsewhere = {
-        "LossOutput", "Plan", "TokenParallel", "VocabParallel", "frequency_order", "losses", "metrics", "patch_model",
-        "plan", "similarity_order", "unpatch_model", "weights",
+        "LossOutput", "Plan", "TokenParallel", "VocabParallel", "losses", "metrics", "patch_model", "plan",
+        "unpatch_model", "weights",
     }  # fmt: skip
     assert set(FUNCTIONS) | elsewhere == set(chunked_head.__all__)
 
 
 def test_what_makes_no_gradient() -> None:
     assert plan(tokens=8192, hidden=64, vocab=5000, dtype=torch.bfloat16, device="cpu").schedule
-    weight = given()[1].detach()
-    for order in (frequency_order(torch.arange(50)), similarity_order(weight)):
-        assert torch.equal(order.sort().values, torch.arange(50))
     hidden, weight, target = given()
     options = weights.sequence_mean(target.view(3, 11) >= 0)
     out = linear_loss(

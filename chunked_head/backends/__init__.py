@@ -14,7 +14,6 @@ from ..gradients import Gradients
 from ..parallel.merge import Told
 from ..plans import Plan
 from ..sizes import Store
-from ..skipping import Skipped
 from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 
 BACKENDS = ("triton", "torch")
@@ -51,9 +50,6 @@ class Session(Protocol):
         ``hidden`` [rows, hidden] as given, ``order`` where in it each row stands, ``target`` -1 where its column is
         none of these.
         """
-
-    def skipped(self) -> Skipped:
-        """What was left out of the call's gradients, where the plan has tiles skipped."""
 
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         """The gradient of the raw logits in a slice of the vocabulary, whose statistics are known [rows, tile]."""

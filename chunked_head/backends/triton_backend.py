@@ -28,7 +28,6 @@ from .triton_grads import GradSession
 from .triton_logits import GivenLogits, LogitsSession
 from .triton_relative import FastSession, RelativeSession
 from .triton_session import TMA_BYTES
-from .triton_skip import SkipSession
 
 
 def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
@@ -107,14 +106,7 @@ def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | GradSession |
         return GradSession(head, plan)
     if tiled or plan.sizes.store == "logits":
         return LogitsSession(head, plan, tiled)
-    if plan.sizes.store == "relative":
-        return RelativeSession(head, plan)
-    # without gradients in the forward pass there is nothing to skip
-    return (
-        SkipSession(head, plan)
-        if plan.sizes.skip is not None and plan.schedule == "forward"
-        else FastSession(head, plan)
-    )
+    return FastSession(head, plan) if plan.sizes.store == "fast" else RelativeSession(head, plan)
 
 
 def merge_ranks(told: Told, out: RowStats) -> None:

@@ -23,11 +23,10 @@ class RelativeSession(OwnProducts):
         # a sweep that makes no gradient and is not passed over again keeps nothing
         keep = plan.schedule == "forward" or not demand.one_sweep
         self.buffer = padded(rows, sizes.vocab, device) if keep else None
-        self.narrow = sizes.store == "relative" or sizes.skip is not None  # strips of 128 columns, whatever the tile
         if sizes.hidden_grad and plan.schedule == "forward":
             self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
         two = len(demand.views) > 1
-        self.strip_count = strips_of(sizes.vocab, sizes.hidden, keep and self.narrow)
+        self.strip_count = strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative")
         self.strips = launch.Strips.empty(
             rows, self.strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
             two and demand.entropy[1],
@@ -161,28 +160,21 @@ class FastSession(RelativeSession):
     def add_gradients(
         self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
     ) -> None:
-        sizes, exp, count = self.sizes, self.stored.logits, len(rows.target)
+        exp, count = self.stored.logits, len(rows.target)
         assert coefficients.alpha is not None and coefficients.beta is not None
         softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
         launch.level_rows(
-            exp, softmax_factor, target_factor, self.stored_strips, strip_width(sizes.hidden, self.narrow),
+            exp, softmax_factor, target_factor, self.stored_strips, strip_width(self.sizes.hidden, relative=False),
             self.level, stats.target_logit, stats.start, stats.rest, stats.logprob, coefficients.alpha,
             coefficients.beta, transform(self.head)[0], counted_of(rows),
         )  # fmt: skip
-        self.put_gradients(
-            at, rows, stats, exp, launch.Factors(rows.target, softmax_factor, target_factor), grads
-        )  # fmt: skip
-
-    def put_gradients(
-        self, at: slice, rows: Rows, stats: RowStats, exp: Tensor, factors: launch.Factors, grads: Gradients
-    ) -> None:
-        """The products with a chunk's exponentials, and dhidden's terms of the targets."""
         if grads.hidden is not None:
+            factors = launch.Factors(rows.target, softmax_factor, target_factor)
             self.put_dhidden(exp, rows, grads.hidden_rows(at, rows.order), factors)
             grads.hidden_done(at, rows.order)
         if grads.weight is not None:
             # in place: nobody reads the chunk's hidden states after this
-            launch.copy_rows(rows.hidden, rows.hidden, rows.target, factors.softmax)
+            launch.copy_rows(rows.hidden, rows.hidden, rows.target, softmax_factor)
             self.add_dweight(exp, rows, rows.hidden, grads.weight, grads.stores(at.start == 0))
 
     def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:

@@ -7,7 +7,7 @@ and where a gradient is wanted the statistics, of which ``backward`` makes gradi
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,11 @@ from torch import Tensor
 from ..asked import Asked, Checked, ask
 from ..autograd import as_called
 from ..call import Task, Wants, planned
-from ..head_options import HeadOptions
 from ..logits_call import LogitsTask
 from ..loop import Call, recompute, sweep
 from ..objective import Objective, ScalarObjective
 from ..planner import DEFAULT_REQUEST, Request, make_plan
 from ..private import in_own_thread, private
-from ..skipping import Skipped
 from ..stats import Head, RowStats
 from .recipes import recipe_of
 from .waiting import Waiting, waiting
@@ -97,11 +95,7 @@ def forward(
                 outputs = tuple(map(asked.packing.unpack, outputs))
             return [*outputs, *(stats.named().values() if any(wants) else ())]
         assert isinstance(objective, ScalarObjective)
-        made = [
-            *outputs,
-            packed(task.checked, objective, stats, skipped_of(task, call)),
-            left_over(objective, grads is not None),
-        ]
+        made = [*outputs, packed(task.checked, objective, stats), left_over(objective, grads is not None)]
         if any(wants):
             wait = waiting(task, wants)
             if grads is None:
@@ -112,33 +106,20 @@ def forward(
         return made
 
 
-def packed(checked: Checked, objective: ScalarObjective, stats: RowStats, more: Sequence[Tensor] = ()) -> Tensor:
-    """Parts, then of each metric the sums and the count, or the extremum, in the order in which they were asked for;
-    then whatever more there is."""
+def packed(checked: Checked, objective: ScalarObjective, stats: RowStats) -> Tensor:
+    """Parts, then of each metric the sums and the count, or the extremum, in the order in which they were asked for."""
     found = objective.part_values()
     values = objective.metric_values(stats)
     for metric in checked.metrics:
         value = values[metric.label]
         found += [each for each in (value.sum, value.count, value.extremum) if each is not None]
-    return torch.cat([each.detach().reshape(-1).to(objective.dtype) for each in (*found, *more)])
+    return torch.cat([each.detach().reshape(-1).to(objective.dtype) for each in found])
 
 
 def count_packed(checked: Checked) -> int:
-    """How many numbers those are, without any more."""
+    """How many numbers those are."""
     of_metrics = sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in checked.metrics)
     return len(checked.losses.terms) + of_metrics
-
-
-def skipped_of(task: Task, call: Call) -> Sequence[Tensor]:
-    """What was skipped, where a tolerance was given."""
-    if not tolerated(task):
-        return ()
-    return (call.skipped[0] if call.skipped else Skipped.nothing(task.checked.head.device)).numbers
-
-
-def tolerated(task: Task) -> bool:
-    """Whether tiles may be skipped, and it is to be told which share was."""
-    return isinstance(task.checked.head, HeadOptions) and task.checked.head.skip_tolerance is not None
 
 
 def left_over(objective: ScalarObjective, in_forward: bool) -> Tensor:
@@ -177,8 +158,7 @@ def forward_outputs(
     if task.per_token:
         named = RowStats.empty(tokens, task.demand, dtype, hidden.device).named()
         return [*empty_values(task, tokens, dtype, hidden), *(named.values() if any(wants) else ())]
-    numbers = count_packed(task.checked) + 4 * tolerated(task)
-    made = [hidden.new_empty(shape, dtype=dtype) for shape in ((), (numbers,), (2,))]
+    made = [hidden.new_empty(shape, dtype=dtype) for shape in ((), (count_packed(task.checked),), (2,))]
     if any(wants):
         wait = waiting(task, wants)
         shapes = (tokens, weight.shape[1]), tuple(weight.shape), (weight.shape[0],)
