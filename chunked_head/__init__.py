@@ -11,19 +11,20 @@ if not (Path(__file__).resolve().parent / "kernels").is_dir() and (_beside / "ke
     __path__.append(str(_beside))
 
 # ruff: noqa: E402  (after the path is set)
-from . import losses, metrics, weights
-from .cross_entropy_loss import CrossEntropyLoss
-from .divergence import linear_divergence
-from .gathered import gathered_topk_kl
-from .head import ChunkedHead, linear_cross_entropy
-from .integrations.patch import patch_model, unpatch_model
-from .linear_loss import LossOutput, linear_loss
-from .logprobs import linear_logprobs
-from .logprobs_on_logits import logits_logprobs
-from .on_logits import logits_loss
+from . import losses, metrics
+from .api.cross_entropy import ChunkedHead, linear_cross_entropy
+from .api.cross_entropy_module import CrossEntropyLoss
+from .api.divergence import linear_divergence
+from .api.gathered_topk import gathered_topk_kl
+from .api.logits_logprobs import logits_logprobs
+from .api.logits_loss import logits_loss
+from .api.logprobs import linear_logprobs
+from .api.loss import LossOutput, linear_loss
+from .api.plan import plan
+from .integrations.huggingface.patch import patch_model, unpatch_model
+from .losses import weights
 from .parallel import TokenParallel, VocabParallel
-from .plan_of import plan
-from .plans import Plan
+from .program.plans import Plan
 
 __all__ = [
     "ChunkedHead", "CrossEntropyLoss", "LossOutput", "Plan", "TokenParallel", "VocabParallel", "gathered_topk_kl",

@@ -48,7 +48,7 @@ def uncompiled(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_refused_before() -> None:
     """What one test's function taught about compiling it says nothing of the next one's."""
-    from chunked_head.evaluate import SLOW  # not at the top: it imports triton
+    from chunked_head.engine.arithmetic.evaluate import SLOW  # not at the top: it imports triton
 
     SLOW.clear()
 
@@ -65,7 +65,7 @@ class PublicTorch:
 @pytest.fixture(params=["private", "documented"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The test runs with torch's private names, where the library asks for them, and without."""
-    from chunked_head import private
+    from chunked_head.core import private
 
     if request.param == "documented":
         monkeypatch.setattr(private, "torch", PublicTorch())

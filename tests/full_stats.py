@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunked_head.batch import Batch
-from chunked_head.loss_stats import Stats
+from chunked_head.core.batch import Batch
+from chunked_head.core.loss_stats import Stats
 from chunked_head.losses.base import FIELDS, Losses, Summand
 
 

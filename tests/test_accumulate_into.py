@@ -9,7 +9,8 @@ from cases import PLACES, Case, Inputs, Place, bias, per_class, per_token, run_r
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from chunked_head import ChunkedHead, linear_cross_entropy, linear_logprobs, linear_loss, losses, matmul, metrics
+from chunked_head import ChunkedHead, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+from chunked_head.backends import matmul
 
 SMALL = Case("", (60,), 64, 131, schedule={"chunk_tokens": 32})
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

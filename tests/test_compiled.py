@@ -9,8 +9,8 @@ from cases import Place
 from loss_cases import LOSS_CASES, LossCase, inputs_of
 from torch import Tensor
 
-import chunked_head.evaluate
 from chunked_head import LossOutput, linear_loss, losses, metrics
+from chunked_head.engine.arithmetic import evaluate, objective
 from chunked_head.losses import Losses
 
 pytestmark = pytest.mark.compiled
@@ -35,11 +35,11 @@ def assert_alike(case: LossCase, device: str, dtype: torch.dtype, measured: tupl
     inputs = inputs_of(case, dtype, device)
     with torch.compiler.set_stance("force_eager"):
         plain, grads = outcome(case, inputs, measured)
-    before = len(chunked_head.evaluate.SLOW)
+    before = len(evaluate.SLOW)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*do not compile")
         fused, ours = outcome(case, inputs, measured)
-    assert len(chunked_head.evaluate.SLOW) == before
+    assert len(evaluate.SLOW) == before
     torch.testing.assert_close(fused.loss, plain.loss, rtol=1e-5, atol=1e-6)
     for name, value in plain.metrics.items():
         torch.testing.assert_close(fused.metrics[name].value, value.value, rtol=1e-5, atol=1e-6)
@@ -59,12 +59,12 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU nothing is compiled by itself; here by a compiler backend that needs no C++."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, backend="aot_eager", **how))
-    run = chunked_head.evaluate.run
-    chunked_head.evaluate.COMPILED.clear()
-    monkeypatch.setattr("chunked_head.objective.run", lambda s, leaves, i, fused: run(s, leaves, i, True))
+    run = evaluate.run
+    evaluate.COMPILED.clear()
+    monkeypatch.setattr(objective, "run", lambda s, leaves, i, fused: run(s, leaves, i, True))
     assert_alike(CASES["grpo-sum"], "cpu", torch.float32, SIX)
     assert_alike(CASES["topk-vocab"], "cpu", torch.float32, (metrics.accuracy(), metrics.perplexity()))
-    assert len(chunked_head.evaluate.COMPILED) == 2
+    assert len(evaluate.COMPILED) == 2
     # many structures, one after the other: none shares its compiled code with another
     for beta in range(12):
         case = CASES["focal"]
@@ -72,15 +72,15 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         inputs = inputs_of(case, torch.float32, "cpu")
         hidden = inputs.hidden.requires_grad_()
         linear_loss(hidden, inputs.weight, inputs.target, one).loss.backward()
-    assert len(chunked_head.evaluate.COMPILED) == 14 and not chunked_head.evaluate.SLOW
+    assert len(evaluate.COMPILED) == 14 and not evaluate.SLOW
 
 
 @pytest.mark.usefixtures("both_ways")
 def test_what_does_not_compile_runs_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, backend="aot_eager", **how))
-    run = chunked_head.evaluate.run
-    monkeypatch.setattr("chunked_head.objective.run", lambda s, leaves, i, fused: run(s, leaves, i, True))
+    run = evaluate.run
+    monkeypatch.setattr(objective, "run", lambda s, leaves, i, fused: run(s, leaves, i, True))
 
     def unruly(stats: Any, batch: Any) -> Tensor:
         torch._dynamo.graph_break()

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from chunked_head import linear_loss, logits_loss, losses, metrics, plan
-from chunked_head.losses import closures
 from chunked_head.losses.base import Field, Losses, Summand, Teacher
-from chunked_head.losses.custom import custom
-from chunked_head.losses.synthetic import MASKED, PIECES, SEGMENT_IDS, SEGMENTS, TOKENS, VOCAB, Reads, Synthetic
+from chunked_head.losses.user import closures
+from chunked_head.losses.user.custom import custom
+from chunked_head.losses.user.synthetic import MASKED, PIECES, SEGMENT_IDS, SEGMENTS, TOKENS, VOCAB, Reads, Synthetic
 
 
 def summand(losses: Losses) -> Summand:
@@ -430,8 +430,8 @@ def test_it_compiles() -> None:
     function = summand(loss(0.5)).function
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     synthetic = Synthetic(Summand("custom", nll), {})
-    from chunked_head.batch import Batch
-    from chunked_head.loss_stats import Stats
+    from chunked_head.core.batch import Batch
+    from chunked_head.core.loss_stats import Stats
 
     batch = Batch(synthetic.fields, synthetic.target, SEGMENTS, VOCAB)
     got = compiled(Stats(synthetic.stats), batch)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import PLACES, Place
 
-import chunked_head.autograd
+import chunked_head.engine.autograd
 from chunked_head import (
     ChunkedHead,
     CrossEntropyLoss,
@@ -28,7 +28,7 @@ from chunked_head import (
 from chunked_head.integrations.liger import LigerFusedLinearCrossEntropyLoss
 from chunked_head.integrations.trl import patch_trl
 from chunked_head.losses.policy_shared import PolicyOptions
-from chunked_head.metric_values import MetricOptions
+from chunked_head.metrics.values import MetricOptions
 
 
 def call(**changes: Any) -> torch.Tensor:
@@ -97,7 +97,7 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("error", "message", "changes"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
 def test_wrong_argument(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
-    untouched = mock.patch.object(chunked_head.autograd, "sweep", side_effect=AssertionError("work was begun"))
+    untouched = mock.patch.object(chunked_head.engine.autograd, "sweep", side_effect=AssertionError("work was begun"))
     with untouched, pytest.raises(error, match=message):
         call(**changes)
 

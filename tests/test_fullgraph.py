@@ -28,8 +28,7 @@ from graph_calls import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import chunked_head.evaluate
-import chunked_head.graph.operators
+import chunked_head.engine.graph.operators
 from chunked_head import (
     ChunkedHead,
     gathered_topk_kl,
@@ -40,9 +39,10 @@ from chunked_head import (
     metrics,
     plan,
 )
-from chunked_head.graph.recipes import described, spelt
-from chunked_head.graph.waiting import ranges
-from chunked_head.planner import Request
+from chunked_head.engine.arithmetic import evaluate, objective
+from chunked_head.engine.graph.recipes import described, spelt
+from chunked_head.engine.graph.waiting import ranges
+from chunked_head.program.planner import Request
 
 pytestmark = pytest.mark.compiled
 
@@ -62,14 +62,14 @@ def test_inductor(call: Callable[[Data], Any], dtype: torch.dtype) -> None:
 
 def test_compiled_arithmetic_in_a_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the operator compiles the losses' arithmetic when it first runs, inside of the outer graph."""
-    real, run = torch.compile, chunked_head.evaluate.run
+    real, run = torch.compile, evaluate.run
     monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, **({"backend": "aot_eager"} | how)))
-    monkeypatch.setattr("chunked_head.objective.run", lambda s, leaves, i, fused: run(s, leaves, i, True))
-    chunked_head.evaluate.COMPILED.clear()
+    monkeypatch.setattr(objective, "run", lambda s, leaves, i, fused: run(s, leaves, i, True))
+    evaluate.COMPILED.clear()
     data = make_data()
     for call in (grpo, plain):
         found, ours = outcome(torch.compile(call, fullgraph=True), data, 0.37)
-        assert chunked_head.evaluate.COMPILED and not chunked_head.evaluate.SLOW
+        assert evaluate.COMPILED and not evaluate.SLOW
         with torch.compiler.set_stance("force_eager"):
             expected, grads = outcome(call, data, 0.37)
         for name, value in named(expected).items():
@@ -254,13 +254,13 @@ def test_a_model_under_autocast(where: str) -> None:
 @pytest.mark.parametrize("saved", [False, True])
 def test_activation_checkpointing(saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler runs the operator again, unless it is told that its outputs are to be kept."""
-    sweeps, sweep = [], chunked_head.graph.operators.sweep
+    sweeps, sweep = [], chunked_head.engine.graph.operators.sweep
 
     def watched(*args: Any) -> Any:
         sweeps.append(args)
         return sweep(*args)
 
-    monkeypatch.setattr(chunked_head.graph.operators, "sweep", watched)
+    monkeypatch.setattr(chunked_head.engine.graph.operators, "sweep", watched)
     kept = [torch.ops.chunked_head.forward.default]
     how = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)} if saved else {}
 
@@ -312,14 +312,14 @@ def test_gathered_logits() -> None:
 @pytest.mark.parametrize("upstream", [1.0, 0.37])
 def test_handed_over_without_a_copy(dtype: torch.dtype, upstream: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled backward scales gradients where they are: what arrives lies in the memory that forward filled."""
-    filled, sweep = [], chunked_head.graph.operators.sweep
+    filled, sweep = [], chunked_head.engine.graph.operators.sweep
 
     def watched(*args: Any) -> Any:
         stats, grads = sweep(*args)
         filled.append((grads.hidden.data_ptr(), grads.weight.data_ptr()))
         return stats, grads
 
-    monkeypatch.setattr(chunked_head.graph.operators, "sweep", watched)
+    monkeypatch.setattr(chunked_head.engine.graph.operators, "sweep", watched)
     torch._dynamo.reset()
     hidden, weight = (torch.randn(n, 64, dtype=dtype, requires_grad=True) for n in (48, VOCAB))
     target = torch.randint(0, VOCAB, (48,))
@@ -380,7 +380,7 @@ def test_keys_tell_arguments_apart() -> None:
 
 
 SPELL = (
-    "from chunked_head import losses, metrics; from chunked_head.graph.recipes import described, spelt; "
+    "from chunked_head import losses, metrics; from chunked_head.engine.graph.recipes import described, spelt; "
     "loss = losses.grpo() + losses.topk_kl(); print(spelt(described([loss, metrics.accuracy()], [])))"
 )
 

@@ -10,7 +10,8 @@ from budget import assert_within_budget
 from cases import GPU, TRITON, Place
 from loss_cases import LOSS_CASES, TOKENS, VOCAB, LossCase, inputs_of, run_reference
 
-from chunked_head import linear_cross_entropy, linear_loss, planner
+from chunked_head import linear_cross_entropy, linear_loss
+from chunked_head.program import planner
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 COEFFICIENTS = ("alpha", "eta", "alpha2", "eta2", "beta", "kappa")

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, objective
-from chunked_head.demand import ANSWERS, MOST_ANSWERS, Question, answer
+from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+from chunked_head.engine.arithmetic import objective
+from chunked_head.program.demand import ANSWERS, MOST_ANSWERS, Question, answer
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 # these launch nothing
@@ -79,8 +80,8 @@ def test_launches(place: Place, call: Call, monkeypatch: pytest.MonkeyPatch) -> 
     # on a GPU the losses' arithmetic is compiled into a kernel or two
     monkeypatch.setattr(objective, "run", uncounted(objective.run))
     monkeypatch.setattr(GridExecutor, "__call__", uncounted(GridExecutor.__call__))  # the interpreter's own
-    monkeypatch.setattr("chunked_head.matmul.multiply", lambda a, b, out, first: None)
-    monkeypatch.setattr("chunked_head.matmul.summed_by_blas", lambda a, b, out: True)  # as on a GPU
+    monkeypatch.setattr("chunked_head.backends.matmul.multiply", lambda a, b, out, first: None)
+    monkeypatch.setattr("chunked_head.backends.matmul.summed_by_blas", lambda a, b, out: True)  # as on a GPU
     hidden = torch.randn(64, 32, dtype=torch.bfloat16, device=place.device, requires_grad=True)
     weight = torch.randn(96, 32, dtype=torch.bfloat16, device=place.device, requires_grad=True)
     target = torch.randint(0, 96, (64,), device=place.device)

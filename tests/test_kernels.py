@@ -8,8 +8,8 @@ import pytest
 import torch
 from cases import GPU, TRITON, Place
 
+from chunked_head.core.stats import Demand, RowStats, sent
 from chunked_head.parallel.merge import Told, merge_ranks, pack
-from chunked_head.stats import Demand, RowStats, sent
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 

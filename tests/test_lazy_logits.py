@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chunked_head import patch_model
-from chunked_head.integrations.lazy_logits import LazyLogits
+from chunked_head.integrations.huggingface.lazy.lazy_logits import LazyLogits
 
 VOCAB = 97
 BIAS = torch.linspace(-1, 1, VOCAB)

@@ -12,9 +12,9 @@ from tiny_models import assert_same, tokens, transformers
 from torch import nn
 
 from chunked_head import patch_model, unpatch_model
-from chunked_head.integrations.lazy_head import LazyHead
-from chunked_head.integrations.lazy_logits import LazyLogits
-from chunked_head.integrations.lazy_stack import LazyStack
+from chunked_head.integrations.huggingface.lazy.lazy_head import LazyHead
+from chunked_head.integrations.huggingface.lazy.lazy_logits import LazyLogits
+from chunked_head.integrations.huggingface.lazy.lazy_stack import LazyStack
 
 HEADS = 3
 

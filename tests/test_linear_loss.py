@@ -12,9 +12,9 @@ from loss_cases import LOSS_CASES, LossCase, LossInputs, assert_scalar, inputs_o
 from torch import Tensor
 
 from chunked_head import LossOutput, linear_loss, logits_loss, metrics
-from chunked_head.evaluate import unit_mask
-from chunked_head.metric_values import selected
+from chunked_head.engine.arithmetic.evaluate import unit_mask
 from chunked_head.metrics import Metric, unit_weights
+from chunked_head.metrics.values import selected
 
 # interpreted, each step is slow: a road per loss, in turn, and all of them on a GPU
 SCHEDULES: list[dict[str, Any]] = [{"chunk_tokens": 32}, {}, {"chunk_tokens": 64}]

@@ -11,7 +11,7 @@ from tracking import Tracker, no_host_synchronisation
 from chunked_head import LossOutput, linear_loss, losses, metrics, plan
 from chunked_head.backends import torch_tiles
 from chunked_head.losses import Losses
-from chunked_head.memory import MiB
+from chunked_head.program.memory import MiB
 
 CHUNK = 32
 

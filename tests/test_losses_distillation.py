@@ -10,9 +10,9 @@ from full_stats import full_stats
 from oracle import distillation as oracle
 from torch import Tensor
 
-from chunked_head.batch import Batch
-from chunked_head.gathered import gathered_topk_kl
-from chunked_head.loss_stats import Stats
+from chunked_head.api.gathered_topk import gathered_topk_kl
+from chunked_head.core.batch import Batch
+from chunked_head.core.loss_stats import Stats
 from chunked_head.losses import distillation
 from chunked_head.losses.base import Losses, Summand, Teacher
 from chunked_head.losses.topk import entries

@@ -6,7 +6,7 @@ from full_stats import check, full_stats, make_batch, only
 from oracle import label as oracle
 from torch import Tensor
 
-from chunked_head.loss_stats import Stats
+from chunked_head.core.loss_stats import Stats
 from chunked_head.losses import label
 
 N, V = 9, 23

@@ -10,8 +10,8 @@ from full_stats import check, full_stats, make_batch, only
 from oracle import policy as oracle
 from torch import Tensor
 
-from chunked_head.batch import Batch
-from chunked_head.loss_stats import Stats
+from chunked_head.core.batch import Batch
+from chunked_head.core.loss_stats import Stats
 from chunked_head.losses import policy
 from chunked_head.losses.base import Losses
 

@@ -10,8 +10,8 @@ from full_stats import full_stats
 from oracle import preference as oracle
 from torch import Tensor
 
-from chunked_head.batch import Batch
-from chunked_head.loss_stats import Stats
+from chunked_head.core.batch import Batch
+from chunked_head.core.loss_stats import Stats
 from chunked_head.losses import preference
 from chunked_head.losses.base import Losses, Summand
 from chunked_head.losses.preference import log_odds

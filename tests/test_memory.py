@@ -8,7 +8,7 @@ from cases import PLACES, Case, Place, bias, per_class, per_token
 from tracking import Tracker, no_host_synchronisation
 
 from chunked_head import Plan, linear_cross_entropy, plan
-from chunked_head.memory import MiB
+from chunked_head.program.memory import MiB
 
 TOKENS, HIDDEN, VOCAB = 512, 24, 6007
 

@@ -14,12 +14,12 @@ from full_stats import full_stats
 from torch import Tensor
 
 from chunked_head import linear_loss, losses, metrics
-from chunked_head.batch import Batch
-from chunked_head.loss_stats import Stats
+from chunked_head.core.batch import Batch
+from chunked_head.core.loss_stats import Stats
 from chunked_head.losses import distillation, label, policy, policy_segments, preference, topk
 from chunked_head.losses.base import Losses
-from chunked_head.metric_values import selected
 from chunked_head.metrics import Metric, MetricValue, all_reduce, combine, merge, unit_weights
+from chunked_head.metrics.values import selected
 
 TOKENS, VOCAB, SEGMENTS = 29, 11, 6
 # segments 0 and 3 lie interleaved, segment 4 has no token, segment 5 none that counts, two tokens are of none

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from tracking import Tracker
 
 from chunked_head import linear_logprobs, linear_loss, logits_logprobs, losses, metrics
+from chunked_head.api.cross_entropy_module import CrossEntropyLoss
+from chunked_head.api.logits_loss import logits_loss
 from chunked_head.backends import torch_backend
-from chunked_head.backends.torch_tiles import TILE_ELEMENTS
-from chunked_head.cross_entropy_loss import CrossEntropyLoss
-from chunked_head.logits_call import count_views, row_views
-from chunked_head.on_logits import logits_loss
+from chunked_head.backends.torch.tiles import TILE_ELEMENTS
+from chunked_head.engine.logits_call import count_views, row_views
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TRITON_PLACES = [place for place in PLACES if place.values[0].backend == "triton"]

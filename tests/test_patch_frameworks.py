@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tiny_models import assert_same, pair, step, tokens, transformers
 
 from chunked_head import patch_model, unpatch_model
-from chunked_head.integrations.lazy_logits import LazyLogits
+from chunked_head.integrations.huggingface.lazy.lazy_logits import LazyLogits
 
 accelerate = pytest.importorskip("accelerate")
 IDS = tokens()["input_ids"]

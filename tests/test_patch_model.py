@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tiny_models import assert_same, step, tokens, transformers
 
 from chunked_head import losses, metrics, patch_model, unpatch_model
-from chunked_head.integrations.lazy_logits import LazyLogits
+from chunked_head.integrations.huggingface.lazy.lazy_logits import LazyLogits
 
 MODELS = [tiny_models.llama, tiny_models.gemma2, tiny_models.granite]
 

@@ -10,7 +10,9 @@ import torch
 from tiny_models import assert_same, step, tokens, transformers
 
 from chunked_head import losses, metrics, patch_model, unpatch_model
-from chunked_head.integrations.lazy_head import LazyHead
+from chunked_head.engine.call import Wants
+from chunked_head.integrations.huggingface.lazy import by_chunks
+from chunked_head.integrations.huggingface.lazy.lazy_head import LazyHead
 
 peft = pytest.importorskip("peft")
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -53,11 +55,10 @@ def test_adapters(make: Callable[[], Any], adapter: str, first: str) -> None:
 
 
 def test_a_frozen_head_has_no_gradient_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import chunked_head.call
 
     asked = []
-    of = chunked_head.call.Wants.of
-    monkeypatch.setattr(chunked_head.call.Wants, "of", lambda *operands: asked.append(of(*operands)) or asked[-1])
+    of = Wants.of
+    monkeypatch.setattr(Wants, "of", lambda *operands: asked.append(of(*operands)) or asked[-1])
     step(patch_model(adapted(tiny_models.llama(), "elsewhere")))
     assert asked == [(True, False, False)]
 
@@ -112,7 +113,7 @@ def test_a_quantised_head() -> None:
 
 
 def test_adapted_heads_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chunked_head.integrations.by_chunks.BYTES_AT_ONCE", 97 * 4 * 4 * 3)  # of three rows
+    monkeypatch.setattr(by_chunks, "BYTES_AT_ONCE", 97 * 4 * 4 * 3)  # of three rows
     for reduced in ({}, {"num_items_in_batch": torch.tensor(9)}):
         plain, patched = (adapted(tiny_models.llama(), "on the head") for _ in range(2))
         patch_model(patched)

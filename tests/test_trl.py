@@ -18,9 +18,9 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer import distillation_trainer, sft_trainer, utils
 
 from chunked_head import losses, metrics, patch_model
-from chunked_head.integrations.trainer import log_metrics
+from chunked_head.integrations.huggingface.trainer import log_metrics
 from chunked_head.integrations.trl import patched_trl
-from chunked_head.integrations.trl_functions import DivergenceSeam, LogProbSeam
+from chunked_head.integrations.trl.functions import DivergenceSeam, LogProbSeam
 
 # what must have been logged, and where the statistic comes from
 EXAMPLES: list[tuple[str, list[str], set[str], type]] = [

@@ -16,7 +16,7 @@ from trl.trainer import distillation_trainer, utils
 
 from chunked_head.integrations import trl_functions, trl_seams
 from chunked_head.integrations.trl import check_fused_head, patch_trl, patched_trl, unpatch_trl
-from chunked_head.integrations.trl_functions import OUTPUTS, DivergenceSeam, LogProbSeam, Options
+from chunked_head.integrations.trl.functions import OUTPUTS, DivergenceSeam, LogProbSeam, Options
 
 TOKENS, HIDDEN, VOCAB = 29, 16, 61
 THEIRS = utils._ChunkedLogProbFunction, distillation_trainer.ChunkedDivergenceFunction
@@ -289,7 +289,7 @@ def test_fused_head_that_is_wrong() -> None:
 
 
 def test_nothing_is_imported_with_the_library() -> None:
-    assert trl_functions.__name__ == "chunked_head.integrations.trl_functions"
+    assert trl_functions.__name__ == "chunked_head.integrations.trl.functions"
     import subprocess
     import sys
 

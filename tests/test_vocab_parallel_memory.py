@@ -7,12 +7,13 @@ import ranks
 import torch
 from tracking import Tracker
 
-from chunked_head import Plan, VocabParallel, call, linear_logprobs, linear_loss, losses, plan
-from chunked_head.memory import MiB
-from chunked_head.parallel.groups import Split
+from chunked_head import Plan, VocabParallel, linear_logprobs, linear_loss, losses, plan
+from chunked_head.core.groups import Split
+from chunked_head.engine import call
 from chunked_head.parallel.shard import Shard
-from chunked_head.planner import Request
-from chunked_head.sizes import Sizes
+from chunked_head.program.memory import MiB
+from chunked_head.program.planner import Request
+from chunked_head.program.sizes import Sizes
 
 K, WIDTH = 64, 1024
 # gloo sums a copy of what it scatters, NCCL needs none

@@ -17,7 +17,7 @@ from zoo import pool, report
 from zoo.check import Outcome, check, verdict
 from zoo.classes import KINDS, Entry, find
 
-from chunked_head.integrations import fused_loss
+from chunked_head.integrations.huggingface.lazy import fused_loss
 
 CLASSES = {entry.name: entry for entry in find()}
 

@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..gradients import Gradients
+from ..core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 from ..parallel.merge import Told
-from ..plans import Plan
-from ..sizes import Store
-from ..stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
+from ..program.plans import Plan
+from ..program.sizes import Store
+from .gradients import Gradients
 
 BACKENDS = ("triton", "torch")
 
@@ -152,7 +152,7 @@ def resolve(name: str | None, device: torch.device) -> Backend:
         name = "triton" if device.type == "cuda" and torch.version.hip is None and has_triton() else "torch"
     if name == "triton" and not has_triton():
         raise ValueError("backend='triton' needs the package triton (pip install triton); use backend='torch'")
-    return importlib.import_module(f".{name}_backend", __name__)
+    return importlib.import_module(f".{name}.backend", __name__)
 
 
 def has_triton() -> bool:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from .. import head
-from ..head_options import check_options
-from ..logprobs import linear_logprobs
-from ..options import flag
+from ..api import cross_entropy as head
+from ..api.logprobs import linear_logprobs
+from ..core.groups import process_group
+from ..core.options import flag
+from ..engine.head_options import check_options
 from ..parallel import VocabParallel
 from ..parallel.collectives import all_gather
-from ..parallel.groups import process_group
 
 IMPLEMENTATIONS = (
     "cce", "torch_compile", "cce_exact", "cce_kahan", "cce_kahan_full", "cce_kahan_full_c", "cce_kahan_full_e",

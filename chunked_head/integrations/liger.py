@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import checks, losses, metrics
-from ..head import linear_cross_entropy
-from ..head_options import check_options
-from ..linear_loss import linear_loss
-from ..logprobs import linear_logprobs
+from .. import losses, metrics
+from ..api.cross_entropy import linear_cross_entropy
+from ..api.logprobs import linear_logprobs
+from ..api.loss import linear_loss
+from ..engine.head_options import check_options
+from ..program import checks
 
 
 @dataclass

@@ -1,13 +1,13 @@
 """The losses: functions that return sums of losses, to be added, subtracted and multiplied by numbers."""
 
 from .base import FIELDS, Field, Losses, Summand, Teacher
-from .custom import custom
 from .distillation import forward_kl, jsd, reverse_kl, tvd
 from .label import cross_entropy, entropy, focal, unlikelihood, z_loss
 from .policy import cispo, grpo, kl_to_reference, reinforce, sapo
 from .policy_segments import gmpo, gspo, rloo
 from .preference import cpo, dpo, kto, orpo, simpo
 from .topk import topk_kl
+from .user.custom import custom
 
 __all__ = [
     "FIELDS", "Field", "Losses", "Summand", "Teacher", "cispo", "cpo", "cross_entropy", "custom", "dpo", "entropy",

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from torch import Tensor
 
-from .. import options as shared
+from ..core import options as shared
 
 Kind = Literal["token", "row", "segment", "pair", "constant"]
 Unit = Literal["token", "segment", "pair"]
@@ -190,7 +190,7 @@ class Losses:
 
 def as_losses(summand: Any) -> Losses:
     """A summand as it is, or made of a plain function."""
-    from .custom import as_losses  # which imports this module
+    from .user.custom import as_losses  # which imports this module
 
     return as_losses(summand, "a summand")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..batch import Batch
-from ..loss_stats import Stats
+from ..core.batch import Batch
+from ..core.loss_stats import Stats
 from .base import Losses, Teacher, choice, make, number
 from .temperatures import positive, squared
 from .topk import topk_kl

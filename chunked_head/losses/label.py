@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch import Batch
-from ..loss_stats import Stats
+from ..core.batch import Batch
+from ..core.loss_stats import Stats
 from .base import Losses, flag, make, number
 
 

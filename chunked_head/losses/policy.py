@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch import Batch
-from ..estimates import clamped, kl_estimate
-from ..loss_stats import Stats
+from ..core.batch import Batch
+from ..core.estimates import clamped, kl_estimate
+from ..core.loss_stats import Stats
 from .base import Losses, bound, choice, flag, make, number
 from .policy_segments import gmpo, gspo, rloo
 from .policy_shared import (

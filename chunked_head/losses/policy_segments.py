@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch import Batch
-from ..estimates import clamped
-from ..loss_stats import Stats
+from ..core.batch import Batch
+from ..core.estimates import clamped
+from ..core.loss_stats import Stats
 from .base import Losses, bound, choice
 from .policy_shared import (
     Rollout,

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..batch import Batch
-from ..loss_stats import Stats
-from ..options import refuse_unknown
+from ..core.batch import Batch
+from ..core.loss_stats import Stats
+from ..core.options import refuse_unknown
 from .base import Losses, SummandOptions, bound, choice, make, number
 
 

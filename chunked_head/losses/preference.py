@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..batch import Batch
-from ..loss_stats import Stats
+from ..core.batch import Batch
+from ..core.loss_stats import Stats
 from .base import Losses, choice, flag, make, number
 
 DPO_VARIANTS = (

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed
 
+from ..core.groups import TokenParallel, VocabParallel
 from .collectives import all_gather
-from .groups import TokenParallel, VocabParallel
 
 Words = Mapping[str, str]  # what a call's ranks must have in common, by argument, spelt alike in every process
 REFUSED = -1  # in the place of a call's hash, from a rank that has raised

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from ..options import choice
+from ..core.groups import process_group
+from ..core.options import choice
 from .collectives import all_gather
-from .groups import process_group
 
 LAYOUTS = ("contiguous", "zigzag")
 

@@ -5,8 +5,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import is_dtensor
-from .groups import TokenParallel, VocabParallel, chunked
+from ..core.groups import TokenParallel, VocabParallel, chunked
+from ..program.checks import is_dtensor
 
 Parallel = VocabParallel | TokenParallel | None
 

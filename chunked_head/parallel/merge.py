@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..stats import RowStats
+from ..core.stats import RowStats
 
 # of each softmax over logits, student's and teacher's: where its logarithms are
 SOFTMAXES = (("start", "rest"), ("start2", "rest2"), ("teacher_start", "teacher_rest"))

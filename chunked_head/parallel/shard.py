@@ -7,14 +7,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed
 
+from ..core.groups import MOST_IDS, Split, VocabParallel
+from ..core.stats import Demand, Rows, RowStats, sent
 from ..kernels.elsewhere import ELSEWHERE
-from ..planner import Request, make_plan, terms_of
-from ..plans import MAX_HALF_CHUNKS, Plan
-from ..sizes import Sizes
-from ..stats import Demand, Rows, RowStats, sent
+from ..program.planner import Request, make_plan, terms_of
+from ..program.plans import MAX_HALF_CHUNKS, Plan
+from ..program.sizes import Sizes
 from .agree import Words, agree
 from .collectives import all_gather
-from .groups import MOST_IDS, Split, VocabParallel
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
 from .merge import PAIR_SUMS, Told, pack
 

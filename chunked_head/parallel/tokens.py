@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from ..core.groups import TokenParallel
 from ..losses.base import Summand
-from ..metric_values import MetricValue
+from ..metrics.values import MetricValue
 from .collectives import all_gather
-from .groups import TokenParallel
 
 
 def add_up(values: Sequence[Tensor], group: Any) -> list[Tensor]:

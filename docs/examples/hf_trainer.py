@@ -11,7 +11,7 @@ import torch
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from chunked_head import metrics, patch_model
-from chunked_head.integrations.trainer import log_metrics
+from chunked_head.integrations.huggingface import log_metrics
 
 
 def texts(tokenizer: tiny.PreTrainedTokenizerFast) -> list[dict[str, list[int]]]:

@@ -1,0 +1,1 @@
+"""The public functions: signature, documentation and result of each."""

@@ -1,0 +1,260 @@
+"""Cross-entropy of a linear head, and its module."""
+
+import functools
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import losses
+from ..core.options import flag, nearest
+from ..core.shift import shift_right
+from ..engine.arithmetic.objective import ScalarObjective
+from ..engine.asked import Asked, check
+from ..engine.call import Task, scalar_objective, token_objective
+from ..engine.graph.operation import in_graph, operation
+from ..engine.head_options import HeadOptions, check_options
+from ..losses.base import Losses
+from ..parallel import TokenParallel, VocabParallel
+from ..parallel.dtensor import local
+from ..program import checks
+from ..program.planner import Request
+
+
+@operation
+def linear_cross_entropy(
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [vocab, hidden]
+    target: Tensor,  # [...] int64
+    *,
+    bias: Tensor | None = None,  # [vocab]
+    class_weights: Tensor | None = None,  # [vocab]
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    token_weights: Tensor | None = None,  # [...], target's shape
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    shift: int = 0,
+    memory_budget: int | str | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    accumulate_into: Tensor | str | None = None,
+    upstream: float | Tensor | None = None,
+    skip_ignored: bool | str = False,
+    deterministic: bool = False,
+    vocab_size: int | None = None,
+    parallel: VocabParallel | TokenParallel | None = None,
+    backend: str | None = None,
+) -> Task[Tensor]:
+    """Cross-entropy of a linear head, without its logits. Same value and gradients as
+
+        logits = F.linear(hidden, weight, bias).float()
+        loss = F.cross_entropy(logits.flatten(0, -2), target.flatten(), class_weights, ignore_index=ignore_index,
+                               reduction=reduction, label_smoothing=label_smoothing)
+
+    in memory that does not grow with ``tokens x vocab``. With the further options, per token
+
+        x = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)        # each part only where asked
+        l = cross_entropy(x, target, class_weights, label_smoothing) + z_loss * x.logsumexp(-1) ** 2
+        loss = sum(token_weights * l over tokens that count) / D
+
+    A token counts where its target is not ``ignore_index``; whatever stands in the others (nan too) changes nothing.
+
+    Args:
+        hidden: hidden states [..., hidden], any leading dimensions; float32, bfloat16, float16, on the CPU float64.
+        weight: [vocab, hidden], the dtype of ``hidden``. Under ``torch.autocast`` both may be of any dtype: matmuls
+            run in autocast's, each gradient comes in its input's.
+        target: token ids [...] int64, the leading shape of ``hidden``. An id outside ``[0, vocab)`` that is not
+            ``ignore_index`` raises on the CPU; elsewhere the whole call's loss and gradients become nan, since to
+            raise would be to wait for the device. Nothing is read or written out of bounds.
+        bias: [vocab], the dtype of ``weight``.
+        class_weights: [vocab], as in ``F.cross_entropy``; they weigh the cross-entropy, not the z-loss.
+        ignore_index: target of tokens that do not count.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"`` (fp32 values of target's shape, 0 where a token does not count).
+        normalizer: D for ``reduction="mean"``: a number or a 0-d tensor on the device, such as the token count of all
+            micro-batches and ranks. None: the number of tokens that count (with class weights, the sum of their
+            targets' weights). 0 gives loss 0 and zero gradients.
+        token_weights: [...] of target's shape; factors of the tokens' losses, no part of D.
+        label_smoothing: in [0, 1], uniform over the vocabulary as in ``F.cross_entropy``.
+        z_loss: coefficient of ``lse ** 2`` (PaLM, Chowdhery et al. 2022), at least 0.
+        softcap: cap of the logits, as in Gemma 2; positive or None.
+        logit_scale: factor of the logits before the cap.
+        shift: pairs the hidden state at position t with the target (and token weight) at t + shift along the last
+            leading dimension, without a copy of the hidden states; below that dimension's length, but 1 of a single
+            token predicts nothing. Per-token values stand at their target's place.
+        memory_budget: bytes, or a string such as "512MiB", that everything beside the gradients (and under autocast the
+            cast weight) may take. None: 640 MiB, or what a chunk of 2048 tokens takes where its logits alone, in the
+            operands' dtype, are more; and where that would mean more than 8 chunks of a 16-bit weight's gradient, an
+            fp32 accumulator of it on top. On each of several ranks that share the vocabulary 640 MiB over the square
+            root of their number, or of 16, where that leaves chunks of 2048 tokens. See ``chunked_head.plan``.
+        chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives.
+        accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
+            weight's own over few chunks), ``torch.float32`` or the weight's dtype.
+        accumulate_into: a contiguous [vocab, hidden] tensor that the weight's gradient is added to, or the name of the
+            weight's attribute that is one (``"grad"``, ``"main_grad"``), looked up at each call. float32, or float64
+            for a float64 weight. The gradient is then held nowhere else, and backward gives ``weight`` none. It is
+            added in the forward pass, and you promise one backward whose upstream gradient is ``upstream``, or 1:
+            with any other, and where the buffer was zeroed in between, ``hidden``'s gradient and the buffer become
+            nan. Where gradients are made in backward (``reduction="none"``, a second backward, an activation
+            checkpoint's) they are added there, whatever the upstream gradient is. Without gradients, or with a frozen
+            weight, nothing is written. One that does not begin on 16 bytes takes all tokens' product, also under
+            ``skip_ignored``.
+        upstream: the gradient that ``backward`` will bring for the loss, where it is known (a loss scale): folded in
+            before gradients are rounded. Any other upstream gradient stays right. A number but 0, or a 0-d tensor.
+        skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
+            operands on Hopper, and anything on a CPU; ValueError elsewhere). Where every token counts it costs next to
+            nothing, but up to 5 % where cuBLAS's product for the weight's gradient is better than ours (see ``plan``:
+            fp32 sums, other versions of Triton than 3.6). ``"wait"`` does it for any operands and waits for their
+            number, which a CUDA graph cannot. Losses see the tokens that count first, in their order.
+        deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
+            gradient depends on the other tokens or their number: one tile for every size, no product in parts. For
+            bfloat16 on Hopper, ValueError elsewhere (BLAS chooses by the number of rows) and for losses that sum over
+            segments on a GPU.
+        vocab_size: the number of ids, where the last rows of ``weight`` are padding. None: all its rows.
+        parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. The
+            loss is this rank's share: D is of all ranks' tokens, an ``all_reduce(SUM)`` of the losses (and of the
+            weight's gradients) gives the whole batch's; with ``average=True`` the mean does. With ``reduction="none"``
+            nothing is other ranks' affair, and ``average=True`` is refused. ``VocabParallel``: they hold different
+            rows of the head, and ``tokens=`` of it says both.
+        backend: ``"triton"`` or ``"torch"``; None: the device's own.
+
+    Returns:
+        The loss: fp32 (fp64 for fp64), 0-d, or target's shape for ``reduction="none"``.
+
+    Differences from PyTorch: no tokens, or none that count, give loss 0 with zero gradients rather than nan.
+    Gradients of a scalar loss are computed in the forward pass; ``reduction="none"`` recomputes logits in backward, as
+    does every backward after the first over a retained graph. Double backward and ``torch.func`` transforms raise.
+    Inside of ``torch.compile`` the call is an operator of the graph, with ``fullgraph=True`` too; with ``parallel`` it
+    breaks the graph.
+
+    Raises:
+        TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
+    """
+    hidden, weight, target, bias, vocab_size, parallel = local(hidden, weight, target, bias, vocab_size, parallel)
+    head = HeadOptions(
+        hidden, weight, target, bias, ignore_index, softcap, logit_scale, 1.0, shift, memory_budget, chunk_tokens,
+        accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
+    )  # fmt: skip
+    dtype = head.check()
+    checks.check_reduction(reduction)
+    checks.check_number("label_smoothing", label_smoothing, 0.0, 1.0)
+    checks.check_number("z_loss", z_loss, 0.0, math.inf)
+    checks.check_scalar("normalizer", normalizer, hidden.device, reduction == "mean", 'reduction="mean"')
+    checks.check_scalar("upstream", upstream, hidden.device, reduction != "none", 'reduction="mean" or "sum"')
+    checks.check_class_weights(class_weights, head.vocab, hidden.device)
+    checks.check_token_weights(token_weights, head.leading, hidden.device)
+    numbers = float(label_smoothing), float(z_loss)
+    loss = remembered_loss(*numbers) if class_weights is None else make_loss(*numbers, class_weights)
+    checked = check(head, dtype, loss, batch={} if token_weights is None else {"token_weights": token_weights})
+    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
+    if reduction == "none":
+        head.refuse_average()
+        return Task(
+            checked, checked.answer.demand, request, token_objective,
+            lambda ran: laid_out(ran.outputs[0], target, shift), per_token=("values",),
+        )  # fmt: skip
+
+    def objective(asked: Asked) -> ScalarObjective:
+        # the z-loss shares the denominator of the cross-entropy, class weights and all
+        return scalar_objective(asked, reduction, normalizer, upstream, share_denominator=True)
+
+    return Task(checked, checked.answer.demand, request, objective, lambda ran: ran.outputs[0])
+
+
+def make_loss(label_smoothing: float, z_loss: float, class_weights: Tensor | None = None) -> Losses:
+    loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
+    return loss + z_loss * losses.z_loss() if z_loss else loss
+
+
+# with it lives what has been found out about it
+remembered_loss = functools.lru_cache(maxsize=64)(make_loss)
+
+
+def laid_out(values: Tensor, target: Tensor, shift: int) -> Tensor:
+    """Values of rows of hidden states at the places of the targets that those predict."""
+    return shift_right(values.reshape(target.shape), shift)
+
+
+@in_graph(linear_cross_entropy)
+def in_graph_cross_entropy(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
+    if given.get("reduction") == "none":
+        return laid_out(outputs[0], given["target"], given.get("shift", 0))
+    return outputs[0]
+
+
+class ChunkedHead(nn.Module):
+    """A language model's head: ``forward`` gives the loss, ``logits`` what ``nn.Linear`` would.
+
+    Parameters and ``state_dict`` are those of ``nn.Linear(hidden_size, vocab_size, bias)``. Options are
+    ``linear_cross_entropy``'s.
+
+        head = ChunkedHead(4096, 128256)
+        loss = head(hidden, target)            # F.cross_entropy(head.logits(hidden).flatten(0, -2), target.flatten())
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        bias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        super().__init__()
+        for argument, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+            checks.check_size(argument, size, 1)
+        flag("bias", bias)
+        linear = nn.Linear(hidden_size, vocab_size, bias=bias, device=device, dtype=dtype)
+        self.adopt(linear, options)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> "ChunkedHead":
+        """A head that shares the parameters of ``linear`` (and so whatever they are tied to)."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"from_linear takes an nn.Linear, got {type(linear).__name__}")
+        head = cls.__new__(cls)
+        nn.Module.__init__(head)
+        head.adopt(linear, options)
+        return head
+
+    def adopt(self, linear: nn.Linear, options: dict[str, Any]) -> None:
+        known = inspect.signature(linear_cross_entropy).parameters.values()
+        names = {p.name for p in known if p.kind is p.KEYWORD_ONLY} - {"bias"}
+        unknown = options.keys() - names
+        if unknown:
+            first = sorted(unknown)[0]
+            raise TypeError(f"unknown option {first!r}; options are {', '.join(sorted(names))}{nearest(first, names)}")
+        check_options(options)
+        self.weight, self.bias = linear.weight, linear.bias
+        self.options = options
+
+    @property
+    def hidden_size(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    def forward(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
+        """The loss of ``hidden`` [..., hidden] against ``target`` [...]; ``options`` override the module's."""
+        return linear_cross_entropy(hidden, self.weight, target, bias=self.bias, **{**self.options, **options})
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., vocab] for inference, in the dtype of ``hidden``: with the options' scale and cap."""
+        x = nn.functional.linear(hidden, self.weight, self.bias)
+        scale, softcap = self.options.get("logit_scale", 1.0), self.options.get("softcap")
+        if scale != 1.0:
+            x = x * scale
+        return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+    def extra_repr(self) -> str:
+        shape = f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}"
+        return ", ".join([shape, *(f"{key}={value!r}" for key, value in self.options.items())])

@@ -1,0 +1,196 @@
+"""Per-token divergences from a dense teacher, differentiable, for a loss of the caller's own."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from .. import losses
+from ..core.options import choice, flag, number
+from ..core.shift import shift_right
+from ..engine.arithmetic.token_objectives import StatsObjective
+from ..engine.asked import Asked, check
+from ..engine.call import Task, stats_objective
+from ..engine.graph.operation import in_graph, operation
+from ..engine.head_options import HeadOptions, PerTokenOptions
+from ..losses.base import Losses
+from ..parallel import TokenParallel, VocabParallel
+from ..parallel.dtensor import local
+from ..program.demand import SUFFIX
+from ..program.planner import Request
+
+KINDS: dict[str, Callable[..., Losses]] = {
+    "forward_kl": losses.forward_kl, "reverse_kl": losses.reverse_kl, "jsd": losses.jsd, "tvd": losses.tvd
+}  # fmt: skip
+
+
+class Divergence(NamedTuple):
+    divergence: Tensor
+    entropy: Tensor
+
+
+class DivergenceOptions(PerTokenOptions, total=False):
+    """Keywords of ``linear_divergence``, for its types alone."""
+
+    divergence: str
+    beta: float
+    teacher_logits: Tensor | None
+    teacher_hidden: Tensor | None
+    teacher_weight: Tensor | None
+    teacher_bias: Tensor | None
+    teacher_logit_scale: float
+    teacher_softcap: float | None
+    teacher_temperature: float | None
+
+
+@overload
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    entropy: Literal[False] = False,
+    **options: Unpack[DivergenceOptions],
+) -> Tensor: ...
+@overload
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    entropy: Literal[True],
+    **options: Unpack[DivergenceOptions],
+) -> Divergence: ...
+@overload
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    entropy: bool,
+    **options: Unpack[DivergenceOptions],
+) -> Tensor | Divergence: ...
+@operation
+def linear_divergence(
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [vocab, hidden]
+    target: Tensor | None = None,  # [...] int64
+    *,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    teacher_logits: Tensor | None = None,  # [..., teacher's vocab]
+    teacher_hidden: Tensor | None = None,  # [..., teacher's hidden]
+    teacher_weight: Tensor | None = None,  # [teacher's vocab, teacher's hidden]
+    teacher_bias: Tensor | None = None,  # [teacher's vocab]
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    teacher_temperature: float | None = None,
+    entropy: bool = False,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,  # [...] bool
+    bias: Tensor | None = None,  # [vocab]
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    shift: int = 0,
+    memory_budget: int | str | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    accumulate_into: Tensor | str | None = None,
+    skip_ignored: bool | str = False,
+    deterministic: bool = False,
+    vocab_size: int | None = None,
+    parallel: VocabParallel | TokenParallel | None = None,
+    backend: str | None = None,
+) -> Task[Tensor | Divergence]:
+    """The divergence of each token's distribution p from a teacher's q, and the entropy of p. Same values and
+    gradients as, for ``divergence="forward_kl"``,
+
+        x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
+        y = the same of the teacher's
+        q = y.softmax(-1)
+        divergence = (q * (y.log_softmax(-1) - x.log_softmax(-1))).sum(-1)
+        entropy = -(x.softmax(-1) * x.log_softmax(-1)).sum(-1)
+
+    without the logits of either, for a loss of one's own. ``linear_loss`` with ``losses.forward_kl`` and the others is
+    for a loss that is their mean or sum: three matmuls and the teacher's where this takes the student's and the
+    teacher's twice, since the gradient of each token comes late.
+
+    Args:
+        target: token ids whose ``ignore_index`` says what does not count; None where every token does, or ``mask``
+            says it.
+        divergence: ``"forward_kl"`` KL(q || p), ``"reverse_kl"`` KL(p || q), ``"jsd"`` or ``"tvd"``, as
+            ``chunked_head.losses`` defines them.
+        beta: of the JSD, the weight of q in the mixture; 0 is the forward, 1 the reverse divergence.
+        teacher_logits, or teacher_hidden with teacher_weight and perhaps teacher_bias: indexed like the hidden states;
+            they take no gradient. Of vocabularies that differ the first ids, which both have, are compared.
+        teacher_logit_scale, teacher_softcap: of the teacher's logits.
+        teacher_temperature: of the teacher alone; None: ``temperature``, which is the student's.
+        entropy: whether to return the student's entropy too, in nats.
+        mask: [...] bool, tokens that count, beside ``ignore_index``. The others have 0 and no gradient.
+        The rest: as in ``linear_logprobs``.
+
+    Returns:
+        ``divergence`` [...], or a named tuple ``(divergence, entropy)``; fp32 (fp64 for fp64), differentiable.
+
+    Raises:
+        TypeError, ValueError, IndexError: as ``linear_loss``.
+    """
+    hidden, weight, target, bias, vocab_size, parallel = local(hidden, weight, target, bias, vocab_size, parallel)
+    head = HeadOptions(
+        hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
+        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
+    )  # fmt: skip
+    dtype = head.check()
+    head.refuse_tokens("linear_divergence")
+    flag("entropy", entropy)
+    loss = divergence_of(divergence, beta, teacher_temperature, teacher_logit_scale, teacher_softcap)
+    given = {
+        "teacher_logits": teacher_logits, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight,
+        "teacher_bias": teacher_bias, "mask": mask,
+    }  # fmt: skip
+    checked = check(head, dtype, loss, batch={name: value for name, value in given.items() if value is not None})
+    demand, names = checked.answer.demand, output_names(entropy)
+    assert demand.pairing is not None
+    view = demand.pairing.view
+    demand = demand._replace(entropy=tuple(entropy and i == view for i in range(len(demand.views))), rank_one=False)
+    ((_, summand),) = loss.terms
+    (statistic,) = summand.needs
+    found_in = {"divergence": statistic, "entropy": "entropy" + SUFFIX[view]}
+
+    def objective(asked: Asked) -> StatsObjective:
+        return stats_objective(asked, demand, tuple(found_in[name] for name in names), len(names))
+
+    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
+    leading = tuple(hidden.shape[:-1])
+    return Task(checked, demand, request, objective, lambda ran: laid_out(ran.outputs, leading, shift), per_token=names)
+
+
+def divergence_of(
+    divergence: str, beta: float, temperature: float | None, logit_scale: float, softcap: float | None
+) -> Losses:
+    """The loss whose statistic is asked for, its options checked."""
+    choice("linear_divergence", "divergence", divergence, tuple(KINDS))
+    known: dict[str, Any] = {"beta": beta} if divergence == "jsd" else {}
+    if divergence != "jsd" and number("linear_divergence", "beta", beta) != 0.5:
+        raise ValueError(f'beta goes with divergence="jsd" only, got {beta!r} with {divergence!r}; leave it at 0.5')
+    return KINDS[divergence](
+        teacher_temperature=temperature, teacher_logit_scale=logit_scale, teacher_softcap=softcap, **known
+    )
+
+
+def output_names(entropy: bool) -> tuple[str, ...]:
+    return ("divergence", "entropy") if entropy else ("divergence",)
+
+
+def laid_out(values: Any, leading: tuple[int, ...], shift: int) -> Any:
+    """Values of rows of hidden states at the places of the targets that those predict."""
+    laid = [shift_right(value.reshape(leading), shift, len(leading) - 1) for value in values]
+    return laid[0] if len(laid) == 1 else Divergence(*laid)
+
+
+@in_graph(linear_divergence)
+def in_graph_divergence(outputs: list[Tensor], given: dict[str, Any]) -> Any:
+    names = output_names(given.get("entropy", False))
+    return laid_out(outputs[: len(names)], tuple(given["hidden"].shape[:-1]), given.get("shift", 0))

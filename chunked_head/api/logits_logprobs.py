@@ -1,0 +1,61 @@
+"""The same statistics of logits that exist already."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..engine.arithmetic.token_objectives import StatsObjective
+from ..engine.asked import Asked, check
+from ..engine.call import stats_objective
+from ..engine.graph.operation import in_graph, operation
+from ..engine.head_options import LogitsOptions
+from ..engine.logits_call import LogitsTask
+from ..losses.base import Losses
+from ..parallel import TokenParallel, VocabParallel
+from ..parallel.dtensor import local_logits
+from .logprobs import in_graph_logprobs, laid_out, wanted
+
+
+@operation
+def logits_logprobs(
+    logits: Tensor,  # [..., vocab]
+    target: Tensor,  # [...] int64
+    *,
+    entropy: bool = False,
+    lse: bool = False,
+    argmax: bool = False,
+    mean_logit: bool = False,
+    log_sum_sq_probs: bool = False,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,  # [...] bool
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    shift: int = 0,
+    vocab_size: int | None = None,
+    parallel: VocabParallel | TokenParallel | None = None,
+    backend: str | None = None,
+) -> LogitsTask[Any]:
+    """What ``linear_logprobs`` returns, of logits that exist already: for a loss of one's own, or per-token values of
+    any other. One pass over the logits and one more in ``backward``; no other tensor of their size is made than the
+    gradient.
+
+    Args, Returns, Raises: as ``linear_logprobs``, without ``top_k``, which is ``logits.topk``; logits, vocab_size,
+    parallel and backend as ``logits_loss``.
+    """
+    logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace=False)
+    options = LogitsOptions(
+        logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
+    )
+    dtype = options.check()
+    options.refuse_tokens("logits_logprobs")
+    demand, names, differentiable = wanted(options, entropy, lse, mean_logit, log_sum_sq_probs, argmax, None)
+    checked = check(options, dtype, Losses(()), batch={} if mask is None else {"mask": mask})
+
+    def objective(asked: Asked) -> StatsObjective:
+        return stats_objective(asked, demand, names, differentiable)
+
+    return LogitsTask(checked, demand, objective, lambda ran: laid_out(ran.outputs, names, target, shift), names)
+
+
+in_graph(logits_logprobs)(in_graph_logprobs)

@@ -1,0 +1,208 @@
+"""Per-token statistics of a linear head, differentiable, for a loss of the caller's own."""
+
+import itertools
+from collections import namedtuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from ..core.options import flag
+from ..core.shift import shift_right
+from ..core.stats import Demand, View
+from ..engine.arithmetic.token_objectives import StatsObjective
+from ..engine.asked import Asked, check
+from ..engine.call import Task, stats_objective
+from ..engine.graph.operation import in_graph, operation
+from ..engine.head_options import HeadOptions, OfRanks, PerTokenOptions
+from ..losses.base import Losses
+from ..parallel import TokenParallel, VocabParallel
+from ..parallel.dtensor import local
+from ..program import checks
+from ..program.planner import Request
+
+if TYPE_CHECKING:
+
+    class LogProbs(tuple[Tensor, ...]):
+        """The named tuple of what was asked for; the rest is not there."""
+
+        logprobs: Tensor
+        entropy: Tensor
+        lse: Tensor
+        mean_logit: Tensor
+        log_sum_sq_probs: Tensor
+        argmax: Tensor
+        top_k_logprobs: Tensor
+        top_k_ids: Tensor
+
+
+@overload
+def linear_logprobs(hidden: Tensor, weight: Tensor, target: Tensor, **options: Unpack[PerTokenOptions]) -> Tensor: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    entropy: bool = False,
+    lse: bool = False,
+    argmax: bool = False,
+    top_k: int | None = None,
+    mean_logit: bool = False,
+    log_sum_sq_probs: bool = False,
+    **options: Unpack[PerTokenOptions],
+) -> "LogProbs": ...
+@operation
+def linear_logprobs(
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [vocab, hidden]
+    target: Tensor,  # [...] int64
+    *,
+    entropy: bool = False,
+    lse: bool = False,
+    argmax: bool = False,
+    top_k: int | None = None,
+    mean_logit: bool = False,
+    log_sum_sq_probs: bool = False,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,  # [...] bool
+    bias: Tensor | None = None,  # [vocab]
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    shift: int = 0,
+    memory_budget: int | str | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    accumulate_into: Tensor | str | None = None,
+    skip_ignored: bool | str = False,
+    deterministic: bool = False,
+    vocab_size: int | None = None,
+    parallel: VocabParallel | TokenParallel | None = None,
+    backend: str | None = None,
+) -> Task[Tensor | tuple[Tensor, ...]]:
+    """Log-probabilities of targets, and what else is asked for. Same values and gradients as
+
+        x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
+        logprobs = x.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+        entropy = -(x.softmax(-1) * x.log_softmax(-1)).sum(-1)
+        lse, argmax, top_k = x.logsumexp(-1), x.argmax(-1), x.log_softmax(-1).topk(k)
+        mean_logit, log_sum_sq_probs = x.mean(-1), (2 * x.log_softmax(-1)).logsumexp(-1)
+
+    without the logits, for a loss of one's own:
+
+        logprobs, entropy = linear_logprobs(hidden, weight, target, entropy=True)
+        (-(advantages * logprobs) - 0.01 * entropy).mean().backward()
+
+    Any gradient flows back but those of argmax and top-K, which have none. Under
+    ``torch.no_grad()``, or where neither hidden states nor head need a gradient, a call is one matmul and keeps no
+    logits beyond a chunk. With gradients, logits are computed again in ``backward``, since the gradient of each token
+    comes late: four matmuls. A loss from ``chunked_head.losses`` in ``linear_loss`` needs three.
+
+    A token's log-probability is the same in every call and under every loss: given back as ``old_logprobs``, it makes
+    a ratio of 1.
+
+    Args:
+        entropy, lse, argmax: whether to return these too, [...] fp32 in nats, int64 for argmax.
+        mean_logit: mean of the logits over the vocabulary, [...] fp32 (TRL's ``logits/chosen`` averages it).
+        log_sum_sq_probs: ``log(sum_v p_v ** 2)`` in nats, [...] fp32: WPO's weight, less a sign Rényi's entropy of
+            order 2. It takes a softmax at half the temperature beside the first.
+        top_k: K largest log-probabilities and their ids: ``top_k_logprobs`` [..., K] fp32, ``top_k_ids`` [..., K].
+        temperature: divides the logits.
+        mask: [...] bool, tokens that count, beside ``ignore_index``. The others have 0 everywhere (ids too), and no
+            gradient.
+        The rest: as in ``linear_cross_entropy``, ``accumulate_into`` added to in backward; values stand at their
+            target's place under ``shift``.
+
+    Returns:
+        ``logprobs`` [...] alone, or a named tuple ``(logprobs, entropy, lse, mean_logit, log_sum_sq_probs, argmax,
+        top_k_logprobs, top_k_ids)`` of those that were asked for, in this order; fp32 (fp64 for fp64).
+
+    Raises:
+        TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
+    """
+    hidden, weight, target, bias, vocab_size, parallel = local(hidden, weight, target, bias, vocab_size, parallel)
+    head = HeadOptions(
+        hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
+        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
+    )  # fmt: skip
+    dtype = head.check()
+    head.refuse_tokens("linear_logprobs")
+    demand, names, differentiable = wanted(head, entropy, lse, mean_logit, log_sum_sq_probs, argmax, top_k)
+    checked = check(head, dtype, Losses(()), batch={} if mask is None else {"mask": mask})
+
+    def objective(asked: Asked) -> StatsObjective:
+        return stats_objective(asked, demand, names, differentiable)
+
+    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
+    return Task(
+        checked, demand, request, objective, lambda ran: laid_out(ran.outputs, names, target, shift), per_token=names
+    )
+
+
+def wanted(
+    head: OfRanks, entropy: bool, lse: bool, mean_logit: bool, log_sum_sq_probs: bool, argmax: bool, top_k: int | None
+) -> tuple[Demand, tuple[str, ...], int]:
+    """The statistics behind what a call returns, the names of that, and how many of these take a gradient; raises what
+    is wrong with the choice."""
+    flags = {
+        "entropy": entropy, "lse": lse, "mean_logit": mean_logit, "log_sum_sq_probs": log_sum_sq_probs,
+        "argmax": argmax,
+    }  # fmt: skip
+    for argument, value in flags.items():
+        flag(argument, value)
+    if head.target is None:
+        raise ValueError("target is None, and log-probabilities are those of targets; pass token ids")
+    if top_k is not None:
+        checks.check_int("top_k", top_k)
+        most = head.vocab if head.shard is None else min(head.shard.split.rows)
+        if not 1 <= top_k <= most:
+            raise ValueError(f"top_k must be in [1, {most}] (the vocabulary, on every rank) or None, got {top_k}")
+    # the square of a probability is one at half the temperature
+    views = (View(), View(2.0)) if log_sum_sq_probs else (View(),)
+    demand = Demand(
+        views, (entropy, *(False for _ in views[1:])), weighted_sum=mean_logit, top=argmax, top_k=top_k or 0,
+        rank_one=not (entropy or mean_logit or log_sum_sq_probs),
+    )  # fmt: skip
+    names = output_names(entropy, lse, mean_logit, log_sum_sq_probs, argmax, top_k)
+    return demand, names, sum(name in DIFFERENTIABLE for name in names)
+
+
+DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", "log_sum_sq_probs")
+
+
+def output_names(
+    entropy: bool, lse: bool, mean_logit: bool, log_sum_sq_probs: bool, argmax: bool, top_k: int | None
+) -> tuple[str, ...]:
+    """What a call returns, in order; those that take a gradient come first."""
+    wanted = (
+        ("logprobs", True), ("entropy", entropy), ("lse", lse), ("mean_logit", mean_logit),
+        ("log_sum_sq_probs", log_sum_sq_probs), ("argmax", argmax), ("top_k_logprobs", bool(top_k)),
+        ("top_k_ids", bool(top_k)),
+    )  # fmt: skip
+    return tuple(name for name, asked_for in wanted if asked_for)
+
+
+# made here, all of them: a compiler cannot take the making of a type
+RESULT_TYPES = {
+    names: namedtuple("LogProbs", names)
+    for names in itertools.starmap(output_names, itertools.product((False, True), repeat=6))
+}
+
+
+def laid_out(values: Sequence[Tensor], names: tuple[str, ...], target: Tensor, shift: int) -> Any:
+    """Values of rows of hidden states at the places of the targets that those predict."""
+    leading = tuple(target.shape)
+    laid = [
+        shift_right(value.reshape((*leading, *value.shape[1:])), shift, len(leading) - 1)
+        for value in values[: len(names)]
+    ]
+    return laid[0] if len(laid) == 1 else RESULT_TYPES[names](*laid)
+
+
+@in_graph(linear_logprobs)
+def in_graph_logprobs(outputs: list[Tensor], given: dict[str, Any]) -> Any:
+    flags = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")
+    names = output_names(**{name: given.get(name, False) for name in flags}, top_k=given.get("top_k"))
+    return laid_out(outputs, names, given["target"], given.get("shift", 0))

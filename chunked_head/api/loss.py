@@ -1,0 +1,203 @@
+"""Any loss of a linear head, with metrics; and what a call of given sizes needs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.stats import RowStats
+from ..engine.arithmetic.evaluate import SLOW
+from ..engine.arithmetic.objective import ScalarObjective
+from ..engine.asked import Asked, check
+from ..engine.call import Outcome, Task, ordered_metrics, scalar_objective
+from ..engine.graph.operation import in_graph, operation
+from ..engine.head_options import HeadOptions, LogitsOptions
+from ..losses.base import Losses
+from ..losses.user.closures import Function
+from ..losses.user.custom import as_losses
+from ..metrics import Metric, MetricValue
+from ..metrics.values import as_metrics
+from ..parallel import TokenParallel, VocabParallel
+from ..parallel.dtensor import local
+from ..program import checks
+from ..program.planner import Request
+from ..program.plans import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class LossOutput:
+    """What ``linear_loss`` and ``logits_loss`` return.
+
+    ``loss``: 0-d, differentiable. ``parts``: each summand's own reduced value, 0-d and detached; ``loss`` is their sum
+    with the coefficients. ``metrics``: by name, each with ``.sum`` and ``.count`` or ``.extremum``, and ``.value``; on
+    the device. With ``TokenParallel`` loss and parts are this rank's shares, metrics the whole batch's. ``plan``: how
+    the call ran; None for ``logits_loss``, which has nothing to plan, and inside of ``torch.compile``, where a graph
+    may run at other lengths.
+    """
+
+    loss: Tensor
+    parts: dict[str, Tensor]
+    metrics: dict[str, MetricValue]
+    plan: Plan | None
+
+
+@operation
+def linear_loss(
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [vocab, hidden]
+    target: Tensor | None,  # [...] int64
+    loss: Losses | Function,
+    *,
+    batch: Mapping[str, Tensor] | None = None,
+    num_segments: int | None = None,
+    metrics: Sequence[Metric] = (),
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    bias: Tensor | None = None,  # [vocab]
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    shift: int = 0,
+    memory_budget: int | str | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    accumulate_into: Tensor | str | None = None,
+    upstream: float | Tensor | None = None,
+    skip_ignored: bool | str = False,
+    deterministic: bool = False,
+    vocab_size: int | None = None,
+    parallel: VocabParallel | TokenParallel | None = None,
+    backend: str | None = None,
+) -> Task[LossOutput]:
+    """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
+
+        x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
+        logprob = x.log_softmax(-1).gather(-1, target[..., None])[..., 0]     # and lse, entropy, ... of x
+        part = [(m * w * l(stats, batch)).sum() / D for l in losses]          # the values of each loss, unreduced
+        loss = sum(c * p for c, p in zip(coefficients, part))
+
+    without the logits. A token counts (m = 1) where its target is not ``ignore_index`` and ``batch["mask"]``, if given,
+    is True; what stands elsewhere, in any tensor, changes nothing. w are token weights, D is below.
+
+        out = linear_loss(hidden, weight, target, losses.grpo() + 1e-4 * losses.z_loss() - 0.01 * losses.entropy(),
+                          batch={"old_logprobs": old, "advantages": advantages}, metrics=[metrics.clip_fraction()])
+        out.loss.backward()
+
+    Args:
+        hidden, weight, bias, ignore_index, softcap, logit_scale, shift, memory_budget, chunk_tokens, accumulate_dtype,
+            accumulate_into, upstream, skip_ignored, deterministic, vocab_size, backend: as in ``linear_cross_entropy``.
+        target: token ids [...] int64; None where no loss or metric reads it.
+        loss: ``chunked_head.losses``, added and multiplied by numbers or 0-d tensors. A function ``(stats, batch) ->
+            values`` of your own, alone or as a summand, is taken as ``losses.custom(function, scope="token")``, checked
+            once; ``losses.custom`` is for all else.
+        batch: tensors that go with the tokens, by name: what the losses and metrics ask for, ``mask`` [...] bool and
+            ``token_weights`` [...]. Fields of the predicted token (mask, weights, log-probabilities, advantages,
+            segments) are indexed like the target and move with it under ``shift``; ``teacher_*`` like the hidden
+            states. Nothing is broadcast, and no field takes a gradient. ``losses.FIELDS`` lists all. A log-probability
+            above 0 by more than rounding raises a ValueError on the CPU; elsewhere nobody looks.
+        num_segments: how many segments ``batch["segments"]`` numbers, an int; ids in [0, num_segments), -1 for none.
+        metrics: ``chunked_head.metrics``, of names that differ.
+        reduction: of summands that name none: ``"mean"`` or ``"sum"``.
+        normalizer: D of summands that name none and are means: a number or a 0-d tensor on the device. None: of each
+            summand the tokens (segments, pairs) that count, 1 where there are none. 0 gives 0.
+        temperature: divides the logits for every loss and metric that names no temperature of its own. A call may mix
+            two temperatures.
+        parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. Loss
+            and parts are this rank's shares, of which an ``all_reduce(SUM)`` gives the whole batch's; D, sums over
+            segments and metrics are of all ranks' tokens. ``num_segments``, ids of segments and the fields per segment
+            and per pair are the whole batch's. ``VocabParallel``: they hold different rows of the head.
+
+    Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
+    gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
+    and ``accumulate_into`` is added to there.
+
+    Inside of ``torch.compile`` the call is an operator; losses and metrics may be made in the compiled function or
+    before it, those of ``losses.custom`` before it alone, and a plain function as ``loss`` breaks the graph. There a
+    tensor multiplies a loss by ``Losses.times``. With ``parallel`` the call breaks the graph.
+
+    Raises:
+        TypeError, ValueError: before any work, naming the argument; a missing field names the loss that needs it.
+        IndexError: on the CPU, for a target, segment or teacher id out of range; elsewhere loss, metrics and gradients
+            become nan.
+    """
+    hidden, weight, target, bias, vocab_size, parallel = local(hidden, weight, target, bias, vocab_size, parallel)
+    head = HeadOptions(
+        hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
+        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
+    )  # fmt: skip
+    dtype = head.check()
+    loss, measured = check_loss(head, loss, metrics, reduction, normalizer, upstream)
+    checked = check(head, dtype, loss, measured, batch, num_segments)
+
+    def objective(asked: Asked) -> ScalarObjective:
+        return scalar_objective(asked, reduction, normalizer, upstream)
+
+    def result(ran: Outcome) -> LossOutput:
+        return loss_output(ran.asked, ran.objective, ran.outputs[0], ran.stats, measured, ran.plan)
+
+    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
+    return Task(checked, checked.answer.demand, request, objective, result)
+
+
+@in_graph(linear_loss)
+def in_graph_loss(outputs: list[Tensor], given: dict[str, Any]) -> LossOutput:
+    value, packed = outputs[0], outputs[1]
+    parts, measured, at = {}, {}, 0
+    for _, summand in given["loss"].terms:
+        parts[summand.label] = packed[at]
+        at += 1
+    for metric in given.get("metrics", ()):
+        count = metric.components
+        found = packed[at] if count == 1 else packed[at : at + count]
+        at += count
+        if metric.reduce == "mean":
+            measured[metric.label] = MetricValue("mean", found, packed[at], finish=metric.finish)
+            at += 1
+        else:
+            measured[metric.label] = MetricValue(metric.reduce, extremum=found)
+    return LossOutput(value, parts, measured, None)
+
+
+def check_loss(
+    head: HeadOptions | LogitsOptions,
+    loss: Losses | Function,
+    metrics: Sequence[Metric],
+    reduction: str,
+    normalizer: float | Tensor | None,
+    upstream: float | Tensor | None,
+) -> tuple[Losses, tuple[Metric, ...]]:
+    """Raises what is wrong with the arguments but the head's and ``batch``; the loss and the metrics."""
+    loss, measured = as_losses(loss), as_metrics(metrics)
+    checks.check_reduction(reduction, ("mean", "sum"), "; per-token values come from linear_logprobs")
+    checks.check_scalar("normalizer", normalizer, head.device, reduction == "mean", 'reduction="mean"')
+    checks.check_scalar("upstream", upstream, head.device, True, "")
+    for _, summand in loss.terms:
+        name, mean = f"normalizer of {summand.label}", (summand.reduction or reduction) == "mean"
+        if not isinstance(summand.normalizer, str):
+            checks.check_scalar(name, summand.normalizer, head.device, mean, 'reduction="mean"')
+        elif not mean:
+            raise ValueError(f'{name} goes with reduction="mean" only; multiply the result instead')
+    return loss, measured
+
+
+def loss_output(
+    asked: Asked,
+    objective: ScalarObjective,
+    value: Tensor,
+    stats: RowStats,
+    metrics: tuple[Metric, ...],
+    plan: Plan | None,
+) -> LossOutput:
+    """What a call returns whose loss is known."""
+    with torch.no_grad():
+        parts = dict(zip([s.label for _, s in asked.losses.terms], objective.part_values(), strict=True))
+        values = objective.metric_values(stats)
+    reason = SLOW.get(objective.structure.key)
+    if plan is not None and reason is not None:
+        plan = replace(plan, arithmetic=f"plain autograd: {reason}")
+    names = [metric.label for metric in metrics]
+    assert len(ordered_metrics(asked)) == len(names)
+    return LossOutput(value, parts, {name: values[name] for name in names}, plan)

@@ -1,0 +1,164 @@
+"""The plan of a call that has not been made."""
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import losses
+from ..backends import Layout, resolve
+from ..core.groups import chunked
+from ..core.options import flag
+from ..core.stats import Teacher
+from ..engine.call import coupling
+from ..engine.head_options import check_options
+from ..losses.base import Losses
+from ..losses.user.closures import Function
+from ..losses.user.custom import as_losses
+from ..metrics import Metric
+from ..metrics.values import as_metrics
+from ..parallel.shard import plan_part
+from ..program import checks
+from ..program.demand import Question, answer
+from ..program.into import sum_dtype
+from ..program.planner import Request, make_plan
+from ..program.plans import Plan
+from ..program.sizes import Sizes
+
+
+def plan(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype,
+    *,
+    loss: Losses | Function | None = None,
+    metrics: Sequence[Metric] = (),
+    memory_budget: int | str | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    accumulate_into: bool | torch.dtype = False,
+    hidden_grad: bool = True,
+    weight_grad: bool = True,
+    bias: bool = False,
+    hidden_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    teacher_k: int = 0,
+    teacher_vocab: int | None = None,
+    teacher_hidden: int | None = None,
+    teacher_dtype: torch.dtype | None = None,
+    skip_ignored: bool = False,
+    deterministic: bool = False,
+    ranks: int = 1,
+    sequence_sharded: bool = False,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """The plan that ``linear_cross_entropy`` or, given a ``loss``, ``linear_loss`` follows for a call of these sizes;
+    nothing is allocated.
+
+        print(plan(tokens=16384, hidden=4096, vocab=128256, dtype=torch.bfloat16, memory_budget="1GiB"))
+
+    ``dtype`` is that of the matmuls, ``hidden_dtype`` and ``weight_dtype`` those of the tensors where autocast makes
+    them differ. ``teacher_k`` is the K of ``teacher_ids``; a dense teacher has ``teacher_vocab`` rows (None: the
+    student's) and, where it gives hidden states, ``teacher_hidden`` columns of ``teacher_dtype``. ``device`` defaults
+    to the GPU where there is one. ``accumulate_into``, True or a dtype: the weight's gradient is added to a buffer of
+    the caller's. With ``ranks`` the plan is that of the first of so many that share the vocabulary in
+    ``torch.chunk``'s pieces (``VocabParallel``), all the call's tokens and all of the vocabulary named here;
+    ``sequence_sharded`` as there. ValueError where the request cannot be met.
+    """
+    least = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0}
+    for argument, size in zip(least, (tokens, hidden, vocab, ranks, teacher_k), strict=True):
+        checks.check_size(argument, size, least[argument])
+    for argument, given in (("teacher_vocab", teacher_vocab), ("teacher_hidden", teacher_hidden)):
+        if given is not None:
+            checks.check_size(argument, given, 1)
+    checks.check_dtype("dtype", dtype)
+    dtypes = ("hidden_dtype", hidden_dtype), ("weight_dtype", weight_dtype), ("teacher_dtype", teacher_dtype)
+    for argument, other in dtypes:
+        if other is not None:
+            checks.check_dtype(argument, other)
+    flags = {
+        "hidden_grad": hidden_grad, "weight_grad": weight_grad, "bias": bias, "skip_ignored": skip_ignored,
+        "sequence_sharded": sequence_sharded,
+    }  # fmt: skip
+    for argument, value in flags.items():
+        flag(argument, value)
+    options = {
+        "reduction": reduction, "label_smoothing": label_smoothing, "softcap": softcap, "temperature": temperature,
+        "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
+    check_options(options)
+    measured = as_metrics(metrics)
+    parts = chunked(vocab, ranks)
+    if 0 in parts:
+        raise ValueError(f"ranks is {ranks}: torch.chunk makes {vocab} rows into {ranks - parts.count(0)} parts")
+    refused = {
+        "sequence_sharded=True needs as many tokens on every rank": sequence_sharded and tokens % ranks,
+        "sequence_sharded=True does not go with skip_ignored": sequence_sharded and skip_ignored,
+        "a teacher of ranks has the student's vocabulary": ranks > 1 and teacher_vocab not in (None, vocab),
+        "deterministic=True goes with 2 ranks where hidden takes a gradient": deterministic
+        and hidden_grad
+        and ranks > 2,
+    }
+    for reason, applies in refused.items():
+        if applies:
+            got = f"tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"
+            raise ValueError(f"{reason}; got {got}")
+    into = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
+    place = place_of(device)
+    chosen = resolve(backend, place)
+    chosen.check(place, dtype, "dtype")
+    if loss is None:
+        loss = losses.cross_entropy(label_smoothing=label_smoothing)
+    elif label_smoothing:
+        raise ValueError("label_smoothing goes with loss=None; give it to losses.cross_entropy")
+    loss = as_losses(loss)
+    demand = answer(Question(loss, measured, temperature, vocab, teacher_k, teacher_vocab)).demand
+    pairing, bias_grad = demand.pairing, bias and weight_grad
+    store = chosen.store(Layout(place, dtype, hidden, True, True, softcap is not None, bias_grad, demand))
+    teacher, teacher_store, width = None, None, 0
+    if pairing is not None:
+        rows = None
+        if teacher_hidden is not None:
+            width = teacher_hidden
+            rows = torch.empty(pairing.columns, width, dtype=teacher_dtype or dtype, device="meta")
+        logits = torch.empty(0, device="meta") if rows is None else None
+        autocast = {hidden_dtype, weight_dtype} - {None, dtype}
+        teacher = Teacher(logits, rows, rows, None, dtype=dtype if autocast else None)
+        teacher_store = chosen.teacher_store(teacher, store)
+    sizes = Sizes(
+        tokens, hidden, vocab, dtype,
+        hidden_dtype=hidden_dtype or dtype, weight_dtype=weight_dtype or dtype,
+        hidden_grad=hidden_grad, weight_grad=weight_grad, bias_grad=bias_grad,
+        late_upstream=reduction == "none",
+        coupled=coupling(loss, dtype)[1], demand=demand,
+        teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
+        teacher_cast=teacher is not None and teacher.casts,
+        store=store, into=into, skips=skip_ignored, deterministic=deterministic,
+        ranks=ranks, spread=ranks if sequence_sharded else 1, **chosen.traits(place),
+    )  # fmt: skip
+    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
+    return make_plan(sizes, request) if ranks == 1 else plan_part(sizes, request, parts[0], parts[0])
+
+
+def place_of(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a torch.device or its name, such as 'cuda:0', got {device!r}") from error
+
+
+def buffer_dtype(accumulate_into: bool | torch.dtype, weight_dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of the caller's buffer, None without one."""
+    allowed = sum_dtype(weight_dtype)
+    if not isinstance(accumulate_into, bool | torch.dtype) or accumulate_into not in (False, True, allowed):
+        raise ValueError(
+            f"accumulate_into must be False, True or {allowed} for a weight of {weight_dtype}, got {accumulate_into!r}"
+        )
+    return allowed if accumulate_into is not False else None

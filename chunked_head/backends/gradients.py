@@ -1,0 +1,184 @@
+"""Buffers of gradients, and how gradients of logits are added to them."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..core.stats import Coefficients, Head, Rows, RowStats
+from ..parallel.hidden_rows import ScatteredRows, SummedRows
+from ..program.into import Into
+from ..program.plans import Plan
+from .matmul import add_dbias, add_dhidden, add_dweight, put
+
+if TYPE_CHECKING:
+    from . import Backend, Session
+
+
+@dataclass
+class Gradients:
+    """Gradients, or what waits to become them once the upstream gradient is known; None where nobody asks."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    into: Into | None = None  # ``weight`` is a buffer of the caller's, to be added to
+    gain: Tensor | None = None  # [] taken out of the coefficients, for what nobody scales afterwards
+    padded: dict[str, Tensor] = field(default_factory=dict)  # ``weight`` and ``bias`` with rows beyond the vocabulary
+    over_ranks: SummedRows | ScatteredRows | None = None  # what becomes of ``hidden`` where ranks share the vocabulary
+
+    @classmethod
+    def empty(
+        cls, plan: Plan, hidden: torch.dtype, weight: torch.dtype, device: torch.device, into: Into | None
+    ) -> "Gradients":
+        sizes = plan.sizes
+        if into is not None:
+            into.before_adding()
+
+        def buffer(wanted: bool, dtype: torch.dtype, *shape: int) -> Tensor | None:
+            # without tokens no product fills them
+            make = torch.empty if sizes.tokens else torch.zeros
+            return make(shape, dtype=dtype, device=device) if wanted else None
+
+        rows, wide = sizes.vocab + sizes.padding, torch.promote_types(sizes.dtype, torch.float32)
+        grads = cls(
+            buffer(sizes.hidden_grad, hidden, sizes.own_tokens, sizes.hidden),
+            into.buffer if into else buffer(sizes.weight_grad, weight, rows, sizes.hidden),
+            buffer(sizes.bias_grad, wide, rows),
+            into,
+        )
+        if sizes.padding:
+            grads.set_aside(sizes.vocab)
+        return grads
+
+    def set_aside(self, vocab: int) -> None:
+        """The rows that stand for no id, whose gradient is 0."""
+        if self.weight is not None:
+            self.padded["weight"], self.weight = self.weight, self.weight[:vocab]
+        if self.bias is not None:
+            self.padded["bias"], self.bias = self.bias, self.bias[:vocab]
+        for name, whole in self.padded.items():
+            if not (name == "weight" and self.into is not None):
+                whole[vocab:].zero_()
+
+    def whole(self, name: str) -> Tensor | None:
+        """A gradient with the rows that stand for no id."""
+        return self.padded.get(name, getattr(self, name))
+
+    def hidden_rows(self, at: slice, order: Tensor | None = None) -> Tensor:
+        """Where rows ``at`` of the call have their gradient made: theirs, or all, in which ``order`` says where."""
+        assert self.hidden is not None
+        if order is not None:
+            return self.hidden
+        return self.hidden[at] if self.over_ranks is None else self.over_ranks.rows(self.hidden, at)
+
+    def hidden_done(self, at: slice, order: Tensor | None) -> None:
+        """Rows ``at``, or those that ``order`` says, are complete but for what other ranks add to them."""
+        if self.over_ranks is not None and self.hidden is not None:
+            self.over_ranks.done(self.hidden, at, order)
+
+    def wait(self) -> None:
+        """Until what other ranks add is there."""
+        if self.over_ranks is not None and self.hidden is not None:
+            self.over_ranks.wait(self.hidden)
+
+    def stores(self, first: bool) -> bool:
+        """Whether a product is stored in the weight's gradient rather than added."""
+        return first and self.into is None
+
+    def finish(
+        self, backend: "Backend", factor: Tensor, one_or_nan: Tensor, plan: Plan
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Times the last factor, in the dtypes of the inputs; each buffer is let go before the next is handed over.
+
+        The caller's buffer holds more than this call's gradient, and takes no factor but ``one_or_nan``.
+        """
+        dtypes = plan.sizes.hidden_dtype, plan.sizes.weight_dtype, plan.sizes.bias_dtype or plan.sizes.weight_dtype
+        finished: list[Tensor | None] = []
+        for name, dtype in zip(("hidden", "weight", "bias"), dtypes, strict=True):
+            buffer = getattr(self, name)
+            setattr(self, name, None)
+            if name == "weight" and self.into is not None:
+                backend.scale(buffer, one_or_nan, buffer.dtype)
+                finished.append(self.into.handed_over())
+                continue
+            buffer = self.padded.pop(name, buffer)
+            finished.append(None if buffer is None else backend.scale(buffer, factor, dtype))
+        return finished[0], finished[1], finished[2]
+
+
+def add_tile(
+    session: "Session",
+    dlogits: Tensor,  # [rows, columns]
+    rows: Rows,
+    weight: Tensor,  # [columns, hidden]
+    d_rows: Tensor | None,  # [rows, hidden]
+    grads: Gradients,
+    tile: slice,
+    first_block: bool,
+    gain: Tensor | None,
+    plan: Plan,
+) -> None:
+    """A tile's share of every gradient."""
+    if d_rows is not None:
+        session.tile_dhidden(dlogits, rows, weight, d_rows, first=tile.start == 0)
+    if grads.bias is not None:
+        add_dbias(dlogits, grads.bias[tile], first_block, gain)
+    if grads.weight is None:
+        return
+    if not plan.sizes.through_fp32(plan.weight_accumulate):
+        session.add_dweight(dlogits, rows, rows.hidden, grads.weight[tile], grads.stores(first_block))
+        return
+    product = torch.empty_like(grads.weight[tile], dtype=torch.float32)
+    session.add_dweight(dlogits, rows, rows.hidden, product, first=True)
+    if gain is not None:
+        product.mul_(gain)
+    put(grads.weight[tile], product, grads.stores(first_block))
+
+
+class AddsDlogits:
+    """A session whose buffer becomes the gradient of logits: three plain products with it."""
+
+    head: Head
+    known_targets = False
+
+    def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        """The chunk seen last, turned in place into the gradient of its raw logits [rows, vocab]."""
+        raise NotImplementedError
+
+    def tell_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
+        """Targets' logits come with the statistics."""
+
+    def add_gradients(
+        self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
+    ) -> None:
+        dlogits = self.grad_(rows, stats, coefficients)
+        first = at.start == 0
+        if grads.hidden is not None:
+            self.put_dhidden(dlogits, rows, grads.hidden_rows(at, rows.order))
+            grads.hidden_done(at, rows.order)
+        if grads.weight is not None:
+            self.add_dweight(dlogits, rows, rows.hidden, grads.weight, grads.stores(first), grads.gain)
+        if grads.bias is not None:
+            add_dbias(dlogits, grads.bias, first)
+
+    def put_dhidden(self, dlogits: Tensor, rows: Rows, out: Tensor) -> None:
+        """The product with the weight into ``out`` [rows, hidden], or where ``rows.order`` says of [tokens, hidden]."""
+        add_dhidden(dlogits, self.head.weight, out, first=True)
+
+    def tile_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
+        """The product of a tile's gradients with its rows of the weight, into ``out`` [rows, hidden]."""
+        add_dhidden(dlogits, weight, out, first)
+
+    def add_dweight(
+        self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
+    ) -> None:
+        """The product with hidden states, or those times what ``dlogits`` lacks."""
+        add_dweight(dlogits, operand, out, first, gain)
+
+    def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
+        """Nothing is left over."""
+
+    def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        raise AssertionError("tiles of gradients with known statistics have sessions of their own")

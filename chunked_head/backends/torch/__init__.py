@@ -1,0 +1,1 @@
+"""The head in torch operations, for every device."""

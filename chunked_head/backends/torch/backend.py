@@ -1,0 +1,117 @@
+"""The head in torch operations, for the CPU and any device that has no Triton.
+
+Logits are kept in fp32 (fp64 for fp64 operands). Elementwise work goes tile by tile, about a mebibyte each: a tile
+stays in the processor's cache through all operations on it, and temporaries are no larger.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...core.shift import shift_left
+from ...core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
+from ...parallel.merge import merge_ranks as merge_ranks
+from ...program.plans import Plan, slices
+from ...program.sizes import Store
+from .. import Layout, Targets
+from . import tiles as tiles
+from .session import TorchSession
+
+
+def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
+    """It computes with everything, everywhere."""
+
+
+def store(layout: Layout) -> Store:
+    return "logits"
+
+
+def teacher_store(teacher: Teacher, store: Store) -> Literal["relative", "logits"] | None:
+    return "logits"
+
+
+def traits(device: torch.device) -> dict[str, Any]:
+    return {"half_products": False, "scratch": 4 * tiles.TILE_ELEMENTS}
+
+
+def read_targets(
+    target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int, dtype: torch.dtype
+) -> Targets:
+    paired = shift_left(target, shift, ignore_index).reshape(-1)
+    counts = paired != ignore_index
+    if mask is not None:
+        counts &= shift_left(mask, shift, 0).reshape(-1)
+    inside = (paired >= 0) & (paired < vocab)
+    one_or_nan = torch.ones((), dtype=dtype, device=target.device)
+    one_or_nan.masked_fill_((counts & ~inside).any(), torch.nan)
+    counts &= inside
+    return Targets(torch.where(counts, paired, -1), counts.sum().to(dtype), one_or_nan)
+
+
+def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
+    out.copy_(source if order is None else source[order]).masked_fill_((target < 0).unsqueeze(1), 0.0)
+
+
+def bounds_rows(store: Store) -> bool:
+    return False
+
+
+def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    if source.dtype == dtype:
+        if source.device.type == "cpu" and factor == 1:  # elsewhere to look would be to wait for the device
+            return source
+        return source.mul_(factor)
+    out = torch.empty_like(source, dtype=dtype)
+    for part in slices(source.numel(), tiles.TILE_ELEMENTS):
+        out.view(-1)[part] = source.view(-1)[part] * factor
+    return out
+
+
+def session(head: Head, plan: Plan, tiled: bool) -> "TorchSession":
+    return TorchSession(head, plan, tiled)
+
+
+class GivenLogits(TorchSession):
+    """Logits that exist already, in the place of hidden states and of what a matmul makes of them."""
+
+    def __init__(self, head: Head, demand: Demand, logits: Tensor):
+        self.head, self.demand = head, demand
+        self.dtype = torch.promote_types(logits.dtype, torch.float32)
+        rows, columns = logits.shape
+        block = min(rows, tiles.block_rows(columns))
+        self.buffer = logits.new_empty(block * columns, dtype=self.dtype)
+        self.scratch = logits.new_empty(block * min(columns, tiles.TILE_COLUMNS), dtype=self.dtype)
+        if demand.pairing is not None:
+            self.teacher_buffer = logits.new_empty(block * demand.pairing.columns, dtype=self.dtype)
+
+    def compute_logits(self, hidden: Tensor, head: Head) -> Tensor:
+        logits = self.buffer[: hidden.numel()].view(hidden.shape)
+        logits.copy_(hidden)
+        tiles.transform_(logits, None, head)
+        return logits
+
+
+def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, pairs: bool) -> None:
+    session = GivenLogits(head, demand, rows.hidden)
+    for block in tiles.row_blocks(rows.hidden):
+        session.stats(rows.at(block), out.at(block))
+        if pairs:
+            session.pair_stats(rows.at(block), out.at(block))
+
+
+def logits_pair_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+    session = GivenLogits(head, demand, rows.hidden)
+    for block in tiles.row_blocks(rows.hidden):
+        session.read_both(rows.at(block))
+        session.pair_stats(rows.at(block), out.at(block))
+
+
+def logits_grad(
+    out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
+) -> None:
+    session, everything = GivenLogits(head, demand, rows.hidden), slice(0, rows.hidden.shape[1])
+    for block in tiles.row_blocks(rows.hidden):
+        grad = session.tile_grad(rows.at(block), everything, stats.at(block), coefficients.at(block))
+        # selection: where a row does not count its logits may be nan
+        out[block] = grad.masked_fill_((rows.target[block] < 0)[:, None], 0.0)

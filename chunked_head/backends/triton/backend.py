@@ -1,0 +1,159 @@
+"""The head in Triton kernels: NVIDIA GPUs, and any machine under Triton's interpreter (``TRITON_INTERPRET=1``).
+
+Three stores of the reused buffer, all with statistics from fp32 accumulators:
+
+- ``fast``: our own matmul leaves bf16 exponentials relative to the target's logit; the gradients are plain products
+  with them, a factor per row and the target's terms apart (Hopper; gradients of rank one beside the softmax, no cap).
+- ``relative``: it leaves fp16 logits relative to each strip's maximum, one pass turns them into any gradient (Hopper,
+  16-bit operands).
+- ``logits``: cuBLAS leaves fp32 logits, and the gradient of 16-bit operands is written, 16-bit wide, over their bytes.
+
+Where statistics are known before any gradient (the plan recomputes) the first two store no logits at all: the matmul
+leaves the gradient. A dense teacher's terms need a row of each beside the other, and so the third.
+"""
+
+import itertools
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
+from ...kernels import launch, launch_rows, launch_targets
+from ...parallel.merge import Told, merge_lists, unpack, widths
+from ...program.plans import Plan
+from ...program.sizes import Store
+from .. import Layout, Targets
+from .grads import GradSession
+from .logits import GivenLogits, LogitsSession
+from .relative import FastSession, RelativeSession
+from .session import TMA_BYTES
+
+
+def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
+    if device.type != "cuda" and not launch.INTERPRETED:
+        raise ValueError(
+            "backend='triton' needs a CUDA device, or TRITON_INTERPRET=1 in the environment; the tensors are on "
+            f"{device}: use backend='torch'"
+        )
+    if dtype == torch.float64:
+        raise ValueError(f"backend='triton' computes in fp32 at most, {what} is float64: use backend='torch'")
+
+
+def store(layout: Layout) -> Store:
+    aligned = layout.plain_weight and layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0
+    if layout.dtype == torch.float32 or not aligned or layout.demand.top_k or not runs_exp_logits(layout.device):
+        return "logits"
+    # a factor per row would take fp16 out of its range; caps and trained biases need a pass over the buffer
+    one_factor = layout.dtype == torch.bfloat16 and layout.demand.rank_one and layout.demand.one_sweep
+    return "fast" if one_factor and not (layout.capped or layout.bias_grad) and layout.plain_rows else "relative"
+
+
+def teacher_store(teacher: Teacher, store: Store) -> Literal["relative", "logits"] | None:
+    if teacher.logits is not None:
+        return None
+    assert teacher.weight is not None
+    weight = teacher.weight
+    aligned = weight.is_contiguous() and weight.data_ptr() % TMA_BYTES == 0 and weight.stride(0) * 2 % TMA_BYTES == 0
+    return "relative" if store == "relative" and (teacher.dtype or weight.dtype).itemsize == 2 and aligned else "logits"
+
+
+def runs_exp_logits(device: torch.device) -> bool:
+    """Whether the device runs the matmul with the exponentials: its tile is sized for Hopper's shared memory.
+
+    Where there is no GPU to ask, a plan for one is a plan for Hopper.
+    """
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_capability(device)[0] == 9
+    return True
+
+
+def traits(device: torch.device) -> dict[str, Any]:
+    own_products = runs_exp_logits(device)
+    return {
+        "half_products": device.type == "cuda", "scratch": 0,
+        "multiprocessors": launch.multiprocessors(device) if own_products else 0,
+    }  # fmt: skip
+
+
+def read_targets(
+    target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int, dtype: torch.dtype
+) -> Targets:
+    paired = torch.empty(target.numel(), dtype=torch.int64, device=target.device)
+    counted, one_or_nan = torch.empty(2, dtype=dtype, device=target.device).unbind()
+    length = target.shape[-1] if target.dim() else 1
+    launch_targets.read_targets(paired, counted, one_or_nan, target, mask, length, shift, ignore_index, vocab)
+    return Targets(paired, counted, one_or_nan)
+
+
+def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
+    launch.copy_rows(out, source, target, None, order)
+
+
+def bounds_rows(store: Store) -> bool:
+    return store != "logits"
+
+
+def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    out = source if source.dtype == dtype else torch.empty_like(source, dtype=dtype)
+    if source.numel():
+        launch.scale(out, source, factor)
+    return out
+
+
+def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | GradSession | LogitsSession | RelativeSession":
+    if tiled and plan.sizes.grads_in_matmul:
+        return GradSession(head, plan)
+    if tiled or plan.sizes.store == "logits":
+        return LogitsSession(head, plan, tiled)
+    return FastSession(head, plan) if plan.sizes.store == "fast" else RelativeSession(head, plan)
+
+
+def merge_ranks(told: Told, out: RowStats) -> None:
+    at = dict(zip(told.names, itertools.accumulate(widths(out, told.names), initial=0), strict=False))
+
+    def places(start: str, rest: str, entropy: str) -> dict[str, int]:
+        numbers = {
+            "START": start, "REST": rest, "TARGET": "target_logit", "ENTROPY": entropy, "WEIGHTED": "weighted_sum",
+            "TOP": "top", "ARGMAX": "argmax",
+        }  # fmt: skip
+        return {place: at.get(name, -1) for place, name in numbers.items()}
+
+    known_targets = told.known_targets
+    of_all = told.gathered, told.zero_or_nan, told.target
+    launch_rows.merge_ranks(
+        out.start, out.rest, out.lse, out.logprob, out.target_logit, out.entropy, out.weighted_sum, out.top,
+        out.argmax, *of_all, 1.0, places("start", "rest", "entropy"), known_targets,
+    )  # fmt: skip
+    if out.start2 is not None and out.rest2 is not None:
+        launch_rows.merge_ranks(
+            out.start2, out.rest2, out.lse2, out.logprob2, None, out.entropy2, None, None, None, *of_all, told.ratio2,
+            places("start2", "rest2", "entropy2"), known_targets,
+        )  # fmt: skip
+    if out.teacher_start is not None and out.teacher_rest is not None:
+        launch_rows.merge_ranks(
+            out.teacher_start, out.teacher_rest, None, None, None, None, None, None, None, *of_all, 1.0,
+            places("teacher_start", "teacher_rest", ""), known_targets,
+        )  # fmt: skip
+    if out.column_logits is not None or out.top_k_logits is not None:
+        merge_lists(unpack(told.gathered.double(), out, told.names), out)
+
+
+def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, pairs: bool) -> None:
+    session = GivenLogits(head, demand, rows.hidden, None)
+    session.stats(rows, out)
+    if pairs:
+        session.pair_stats(rows, out)
+
+
+def logits_pair_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+    session = GivenLogits(head, demand, rows.hidden, None)
+    session.read_both(rows)
+    session.pair_stats(rows, out)
+
+
+def logits_grad(
+    out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
+) -> None:
+    everything = slice(0, rows.hidden.shape[1])
+    GivenLogits(head, demand, rows.hidden, out).tile_grad(rows, everything, stats, coefficients)

@@ -1,0 +1,183 @@
+"""Sessions over what our own logits matmul leaves: fp16 relative logits, or bf16 exponentials."""
+
+import torch
+from torch import Tensor
+
+from ...core.stats import Coefficients, Head, Rows, RowStats
+from ...kernels import launch, launch_rows, launch_targets
+from ...kernels.launch_rows import Stored
+from ...kernels.tiles import TILE_ELEMENTS, strip_width, strips_of
+from ...program.memory import part_sums
+from ...program.plans import Plan
+from ...program.sizes import padded_columns
+from ..gradients import Gradients
+from ..matmul import project
+from .session import OwnProducts, counted_of, normalize_rows, ratio_of, transform
+
+
+class RelativeSession(OwnProducts):
+    def __init__(self, head: Head, plan: Plan):
+        super().__init__(head, plan)
+        sizes, demand = self.sizes, self.demand
+        rows, device = plan.chunk_tokens, head.weight.device
+        # a sweep that makes no gradient and is not passed over again keeps nothing
+        keep = plan.schedule == "forward" or not demand.one_sweep
+        self.buffer = padded(rows, sizes.vocab, device) if keep else None
+        if sizes.hidden_grad and plan.schedule == "forward":
+            self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
+        two = len(demand.views) > 1
+        self.strip_count = strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative")
+        self.strips = launch.Strips.empty(
+            rows, self.strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
+            two and demand.entropy[1],
+        )  # fmt: skip
+        self.told_targets = False  # the target's logits of all tokens are there
+        if sizes.teacher_store == "relative":
+            self.teacher_buffer = padded(rows, sizes.teacher_columns, device)
+            self.teacher_strip_count = strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
+            self.teacher_strips = launch.Strips.empty(rows, self.teacher_strip_count, device)
+        elif sizes.teacher_store == "logits":
+            self.teacher_buffer = torch.empty(rows, sizes.teacher_columns, dtype=torch.float32, device=device)
+
+    def dot_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
+        """The target's logits, whole where ``known_targets``."""
+        head, ids = self.head, target.unsqueeze(1)
+        launch_rows.dot_columns(
+            out.target_logit.unsqueeze(1), hidden, head.weight, ids, head.bias, *transform(head)
+        )  # fmt: skip
+        if self.known_targets and head.add_targets is not None:
+            head.add_targets(out.target_logit)
+
+    def stats(self, rows: Rows, out: RowStats) -> None:
+        self.first_stats(rows, out, self.buffer, None, None)
+        self.teacher_stats(rows, out)
+
+    def first_stats(
+        self, rows: Rows, out: RowStats, buffer: Tensor | None, row_offset: Tensor | None, level: Tensor | None
+    ) -> None:
+        head, count, vocab = self.head, rows.hidden.shape[0], self.sizes.vocab
+        scale_cap = transform(head)
+        strips = self.strips.of_rows(count, self.strip_count)
+        if not self.told_targets:
+            self.dot_targets(rows.hidden, rows.target, out)
+        if out.column_logits is not None:
+            assert rows.columns is not None
+            launch_rows.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, *scale_cap)
+        stored = None if buffer is None else buffer[:count, :vocab]
+        ratio2, columns2 = None, vocab
+        if len(self.demand.views) > 1:
+            view = self.demand.views[1]
+            ratio2, columns2 = ratio_of(view.ratio), view.columns or vocab
+        launch.exp_logits(
+            stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target,
+            *scale_cap, ratio2, columns2, counted_of(rows),
+        )  # fmt: skip
+        launch.merge_strips(
+            out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
+            strips, out.target_logit, rows.target, vocab,
+        )  # fmt: skip
+        if out.start2 is not None and out.rest2 is not None:
+            second = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2, weighted_sum=None)
+            launch.merge_strips(
+                out.lse2, out.start2, out.rest2, out.logprob2, out.entropy2, None, None, None, None,
+                second, out.target_logit, rows.target, columns2, ratio2, second=True,
+            )  # fmt: skip
+        if stored is not None:
+            self.stored, self.stored_strips = Stored(stored, strips.offset), strips
+
+    def put_dhidden(
+        self, dlogits: Tensor, rows: Rows, out: Tensor, factors: launch.Factors = launch.NO_FACTORS
+    ) -> None:
+        split = self.sizes.dhidden_split(len(rows.target), self.part_sums.numel() // TILE_ELEMENTS)
+        launch.dhidden(
+            out, self.part_sums, dlogits, self.head.weight, factors, rows.order, counted_of(rows), split=split
+        )  # fmt: skip
+
+    def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
+        teacher, count, columns = rows.teacher, len(rows.target), self.sizes.teacher_columns
+        assert teacher is not None
+        if teacher.logits is not None:
+            return self.given_teacher(teacher, slice(columns), (start, rest))
+        assert teacher.hidden is not None and teacher.weight is not None
+        buffer = self.teacher_buffer[:count, :columns]
+        if self.sizes.teacher_store == "logits":
+            project(teacher.hidden, teacher.weight, buffer)
+            stored = Stored(buffer, None, teacher.bias, *transform(teacher))
+            normalize_rows((start, rest), stored, columns)
+            return stored
+        strips = self.teacher_strips.of_rows(count, self.teacher_strip_count)
+        launch.exp_logits(
+            buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, *transform(teacher),
+            counted=counted_of(rows),
+        )  # fmt: skip
+        launch.merge_strips(None, start, rest, None, None, None, None, None, None, strips, None, None, columns)
+        return Stored(buffer, strips.offset)
+
+    def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        dlogits = self.stored.logits.view(self.sizes.dtype)
+        teacher = None if self.demand.pairing is None else self.teacher_stored
+        return self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher)
+
+
+def padded(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Relative logits: a row starts on 16 bytes."""
+    return torch.empty(rows, padded_columns(columns), dtype=torch.float16, device=device)
+
+
+class FastSession(RelativeSession):
+    """With exponentials E relative to one level per row, and the target's column left out of them,
+
+        dlogits = softmax_factor * E + target_factor * onehot(target)
+        softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta
+
+    so dhidden is ``E @ weight`` times a factor plus a row of the weight, dweight is ``E.T @ (factor * hidden)`` plus
+    rows of hidden states at their targets. The last are added at the end, when all tokens can be sorted by target.
+    """
+
+    def __init__(self, head: Head, plan: Plan):
+        super().__init__(head, plan)
+        sizes, device = plan.sizes, head.weight.device
+        # exponentials of the gradient are relative to them on every rank
+        self.known_targets = self.buffer is not None
+        if plan.schedule != "forward":
+            return
+        self.softmax_factor = torch.empty(plan.chunk_tokens, dtype=torch.float32, device=device)
+        self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
+
+    def tell_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
+        # nothing that ranks may differ in: whether there is such a message they all have to say alike
+        if self.known_targets and self.sizes.hidden_dtype == self.sizes.dtype:
+            self.dot_targets(hidden, target, out)
+            self.told_targets = True
+
+    def stats(self, rows: Rows, out: RowStats) -> None:
+        if self.buffer is None:
+            return super().stats(rows, out)
+        self.level = torch.empty_like(out.lse)
+        exponentials = self.buffer.view(self.sizes.dtype)
+        self.first_stats(rows, out, exponentials, row_offset=out.target_logit, level=self.level)
+
+    def add_gradients(
+        self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
+    ) -> None:
+        exp, count = self.stored.logits, len(rows.target)
+        assert coefficients.alpha is not None and coefficients.beta is not None
+        softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
+        launch.level_rows(
+            exp, softmax_factor, target_factor, self.stored_strips, strip_width(self.sizes.hidden, relative=False),
+            self.level, stats.target_logit, stats.start, stats.rest, stats.logprob, coefficients.alpha,
+            coefficients.beta, transform(self.head)[0], counted_of(rows),
+        )  # fmt: skip
+        if grads.hidden is not None:
+            factors = launch.Factors(rows.target, softmax_factor, target_factor)
+            self.put_dhidden(exp, rows, grads.hidden_rows(at, rows.order), factors)
+            grads.hidden_done(at, rows.order)
+        if grads.weight is not None:
+            # in place: nobody reads the chunk's hidden states after this
+            launch.copy_rows(rows.hidden, rows.hidden, rows.target, softmax_factor)
+            self.add_dweight(exp, rows, rows.hidden, grads.weight, grads.stores(at.start == 0))
+
+    def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
+        if grads.weight is not None:
+            # the products with a chunk's exponentials are done
+            launch_targets.add_target_rows(grads.weight, hidden, target, self.target_factor[at], order, self.buffer)

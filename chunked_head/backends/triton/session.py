@@ -1,0 +1,154 @@
+"""What the Triton backend's sessions share: teachers beside the student, second softmaxes, any gradient in one pass."""
+
+from torch import Tensor
+
+from ...core.stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher
+from ...kernels import launch, launch_rows
+from ...kernels.launch_rows import NO_SOFTMAX, Beside, Softmax, Stored
+from ...program.plans import Plan
+from ..gradients import AddsDlogits
+
+
+def transform(head: Head | Teacher) -> tuple[float | None, float | None]:
+    """Scale and cap as the kernels take them: None for what there is none of, and then no code."""
+    return (None if head.logit_scale == 1.0 else float(head.logit_scale)), head.softcap
+
+
+TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
+Normalizer = tuple[Tensor, Tensor]  # start and rest: log p = (x - start) + rest
+# the target's logit, the two softmaxes, beta and kappa, as the kernels take them
+Terms = tuple[Tensor, Softmax, Softmax, Tensor | None, Tensor | None]
+
+
+def normalize_rows(normalize: Normalizer, stored: Stored, columns: int) -> None:
+    launch_rows.row_stats(None, *normalize, None, None, None, None, None, None, stored, columns, None, None, None)
+
+
+def ratio_of(ratio: float) -> float | None:
+    return None if ratio == 1.0 else float(ratio)
+
+
+def counted_of(rows: Rows) -> launch.Counted:
+    return launch.Counted(rows.counted, rows.first)
+
+
+def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
+    """For sums over all rows: behind those that count, where products of our own stop, nobody has written."""
+    return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
+
+
+class KernelSession(AddsDlogits):
+    """What sessions with a pass over stored logits share: second views, teachers, columns, gradients."""
+
+    stored: Stored
+    teacher_stored: Stored
+
+    def __init__(self, head: Head, plan: Plan):
+        self.head, self.sizes, self.demand = head, plan.sizes, plan.sizes.demand
+        self.vocab = self.sizes.vocab
+
+    def teacher_stats(self, rows: Rows, out: RowStats) -> None:
+        """A teacher's own."""
+        if self.demand.pairing is not None:
+            assert rows.teacher is not None and out.teacher_start is not None and out.teacher_rest is not None
+            self.teacher_stored = self.store_teacher(rows, out.teacher_start, out.teacher_rest)
+
+    def pair_stats(self, rows: Rows, out: RowStats) -> None:
+        demand = self.demand
+        pairing = demand.pairing
+        assert pairing is not None and out.teacher_start is not None and out.teacher_rest is not None
+        start, rest = (out.start2, out.rest2) if pairing.view else (out.start, out.rest)
+        assert start is not None and rest is not None
+        launch_rows.pair_stats(
+            out.forward_kl, out.reverse_kl, out.teacher_entropy, out.kl_mixture, out.jsd, out.tvd, out.sign,
+            self.stored, start, rest, ratio_of(demand.views[pairing.view].ratio),
+            self.teacher_stored, out.teacher_start, out.teacher_rest,
+            pairing.columns, pairing.beta, LOG_FLOOR,
+        )  # fmt: skip
+
+    def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
+        """The teacher's logits of a chunk, and what makes log-probabilities of them."""
+        raise NotImplementedError
+
+    def given_teacher(self, teacher: Teacher, columns: slice, normalize: Normalizer | None) -> Stored:
+        """Logits that the caller holds."""
+        assert teacher.logits is not None
+        stored = Stored(teacher.logits[:, columns], None, None, *transform(teacher))
+        if normalize is not None:
+            normalize_rows(normalize, stored, stored.logits.shape[1])
+        return stored
+
+    def second(self, stats: RowStats, coefficients: Coefficients, first: int, columns: int) -> Softmax:
+        if stats.start2 is None:
+            return NO_SOFTMAX
+        view = self.demand.views[1]
+        here = min(max((view.columns or self.vocab) - first, 0), columns)
+        c = coefficients
+        return Softmax(stats.start2, stats.rest2, c.alpha2, c.eta2, ratio_of(view.ratio), here)
+
+    def differentiate_(
+        self,
+        dlogits: Tensor,
+        stored: Stored,
+        head: Head,
+        first: int,
+        rows: Rows,
+        stats: RowStats,
+        coefficients: Coefficients,
+        teacher: Stored | None,
+    ) -> Tensor:
+        c, pairing, columns = coefficients, self.demand.pairing, dlogits.shape[1]
+        beside = None
+        if teacher is not None and pairing is not None:
+            assert stats.teacher_start is not None and stats.teacher_rest is not None
+            beside = Beside(
+                teacher, stats.teacher_start, stats.teacher_rest,
+                min(max(pairing.columns - first, 0), columns), pairing.view == 1,
+                c.gamma, c.rho, c.tau, c.theta, pairing.beta, LOG_FLOOR,
+            )  # fmt: skip
+        common = self.terms(stats, c, first, columns)
+        launch_rows.row_grad(
+            dlogits, stored, head.class_weights, rows.target, *common, beside, first, *transform(head)
+        )  # fmt: skip
+        self.replace_columns_(dlogits, head, first, rows, stats, c, common, beside)
+        return dlogits
+
+    def terms(self, stats: RowStats, coefficients: Coefficients, first: int, columns: int) -> Terms:
+        """What the gradient of a tile's columns is made of, a dense teacher apart."""
+        c = coefficients
+        softmax = Softmax(stats.start, stats.rest, c.alpha, c.eta)
+        return stats.target_logit, softmax, self.second(stats, c, first, columns), c.beta, c.kappa
+
+    def replace_columns_(
+        self,
+        dlogits: Tensor,
+        head: Head,
+        first: int,
+        rows: Rows,
+        stats: RowStats,
+        coefficients: Coefficients,
+        common: Terms,
+        beside: Beside | None = None,
+    ) -> None:
+        """The rows' own columns, from exact logits."""
+        if coefficients.columns is None:
+            return
+        assert stats.column_logits is not None and rows.columns is not None
+        launch_rows.column_grad(
+            dlogits, stats.column_logits, rows.columns, coefficients.columns, head.class_weights, rows.target, *common,
+            beside, first, *transform(head),
+        )  # fmt: skip
+
+
+class OwnProducts(KernelSession):
+    """A session whose 16-bit rows start on 16 bytes, as the tensor copy engine of our own products asks."""
+
+    def add_dweight(
+        self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
+    ) -> None:
+        # a buffer of the caller's may start anywhere
+        described = out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
+        if gain is None and described and self.sizes.own_dweight:
+            launch.dweight(out, dlogits, operand, first, counted_of(rows))
+        else:
+            super().add_dweight(zero_uncounted_(dlogits, rows), rows, operand, out, first, gain)

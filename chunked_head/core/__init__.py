@@ -1,0 +1,1 @@
+"""Records and helpers that every layer reads; nothing here imports another layer."""

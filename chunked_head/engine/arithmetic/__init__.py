@@ -1,0 +1,1 @@
+"""From statistics to losses, metrics and coefficients, on vectors of tokens."""

@@ -1,0 +1,132 @@
+"""Denominators, counts and the gain of fp16, settled before any logit: the only place that divides by anything."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.batch import Batch
+from ...losses.base import Losses, Summand
+from ...metrics.values import Metric, weights_in
+from ..asked import Asked
+from .evaluate import masked, unit_mask
+
+FP16_LARGEST = 64.0
+
+
+def gain_of(largest: Tensor) -> Tensor:
+    """What to divide by so that the largest gradient of a logit is about 64: it keeps the probabilities of a 128K
+    vocabulary among fp16's normal numbers, and leaves a factor of 1000 to what was not foreseen. Always a number with
+    an inverse: a gradient that is nan or infinite stays one token's."""
+    gain = (largest / FP16_LARGEST).clamp(min=torch.finfo(largest.dtype).tiny)
+    return torch.where((largest > 0) & torch.isfinite(largest), gain, 1.0)
+
+
+class Inverse(NamedTuple):
+    """1 / D of a summand."""
+
+    value: Tensor  # [] of the statistics' dtype: 0 for a normalizer of 0, nan where an id is out of range
+    given: bool  # by a normalizer, and so perhaps 0
+
+    def of(self, total: Tensor) -> Tensor:
+        """``total / D``. By selection: a normalizer of 0 gives 0 whatever the total is."""
+        share = total * self.value
+        return torch.where(self.value == 0, self.value, share) if self.given else share
+
+
+def kept(value: float | Tensor, like: Tensor) -> float | Tensor:
+    """A number as it is, of a tensor a copy: the caller may change his before backward comes."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device=like.device, dtype=like.dtype, copy=True)
+    return float(value)
+
+
+def times(value: Tensor, *factors: float | Tensor) -> Tensor:
+    """The product, without a launch for a factor that is the number 1."""
+    for factor in factors:
+        if isinstance(factor, Tensor) or factor != 1.0:
+            value = value * factor
+    return value
+
+
+def stacked(factors: list[Tensor]) -> Tensor:
+    """A row for each summand."""
+    return torch.stack(factors) if len(factors) > 1 else factors[0].unsqueeze(0)
+
+
+def inverses(
+    asked: Asked, summands: Sequence[Summand], reduction: str, normalizer: float | Tensor | None
+) -> list[Inverse]:
+    """1 / D of each summand, on the device; nothing here waits for it."""
+    one_or_nan, found, of_units = asked.one_or_nan, list[Inverse](), dict[str, Tensor]()
+    for summand in summands:
+        given = summand.normalizer if summand.normalizer is not None else normalizer
+        if (summand.reduction or reduction) != "mean":
+            found.append(Inverse(one_or_nan, False))
+        elif given is None:
+            found.append(Inverse(default_inverse(summand, asked, of_units), False))
+        elif isinstance(given, (str, Tensor)):
+            total = (asked.batch[given] if isinstance(given, str) else given.detach()).to(one_or_nan.dtype)
+            found.append(Inverse(torch.where(total == 0, total, 1.0 / total) * one_or_nan, True))
+        else:
+            found.append(Inverse(one_or_nan * (1.0 / given if given else 0.0), True))
+    return found
+
+
+def default_inverse(summand: Summand, asked: Asked, of_units: dict[str, Tensor]) -> Tensor:
+    """Of the sum of what each token adds, or of how many units count; 1 where that is 0. ``of_units`` remembers."""
+    if summand.unit == "token" and summand.counted is not None:
+        total = local_total(summand, asked) if asked.spread is None else asked.spread.totals[summand]
+        return asked.one_or_nan / torch.where(total == 0, 1.0, total)
+    if summand.unit not in of_units:
+        of_units[summand.unit] = asked.one_or_nan / count_units(summand.unit, asked).clamp(min=1.0)
+    return of_units[summand.unit]
+
+
+def local_total(summand: Summand, asked: Asked) -> Tensor:
+    """Of what each of this rank's tokens adds to the default denominator."""
+    assert summand.counted is not None
+    batch = asked.batch
+    return masked(summand.counted(batch, **summand.tensors).to(asked.statistics_dtype), batch.mask).sum()
+
+
+def count_units(unit: str, asked: Asked) -> Tensor:
+    """How many units count, in the statistics' dtype."""
+    if unit not in asked.unit_counts:
+        asked.unit_counts[unit] = unit_mask(unit, asked.batch).sum().to(asked.statistics_dtype)
+    return asked.unit_counts[unit]
+
+
+def foreseen_gain(
+    losses: Losses, factors: Tensor, weights: list[Tensor | None], batch: Batch, logit_scale: float
+) -> Tensor:
+    """The gain of fp16 gradients that are made before all coefficients are known, from what is: weights and sizes."""
+    largest = torch.zeros_like(factors[0])
+    for (_, summand), factor, weight in zip(losses.terms, factors, weights, strict=True):
+        size = torch.ones_like(batch.target, dtype=factor.dtype)
+        if summand.size is not None:
+            size = summand.size(batch, **summand.tensors).abs().to(factor.dtype)
+        if weight is not None:
+            size = size * weight.abs()
+        size = torch.where(batch.mask, size, 0.0)
+        largest = largest + factor.abs() * abs(logit_scale) * (size.amax() if len(size) else 0.0)
+    return gain_of(largest)
+
+
+def metric_counts(metrics: tuple[Metric, ...], asked: Asked) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Weights of tokens for each weighting, and what each metric's sum is divided by."""
+    weights: dict[str, Tensor] = {}
+    groups: dict[str, Tensor] = {}  # by weighting: segments or documents with a token
+    counts = []
+    for metric in metrics:
+        if metric.unit == "segment" or metric.weighting == "token":
+            counts.append(count_units(metric.unit, asked))
+            continue
+        if metric.weighting not in weights:
+            batch = asked.batch
+            of_ids = batch.segment_count(metric.ids).to(asked.statistics_dtype)
+            weights[metric.weighting] = weights_in(of_ids, batch[metric.ids], batch.mask)
+            groups[metric.weighting] = (of_ids > 0).sum().to(asked.statistics_dtype)
+        counts.append(groups[metric.weighting])
+    return weights, counts

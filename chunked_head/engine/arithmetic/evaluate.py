@@ -1,0 +1,330 @@
+"""From statistics to values and coefficients: the losses' and metrics' own arithmetic, on vectors of tokens.
+
+``evaluate`` is plain PyTorch and differentiated by ``torch.func``; on a GPU it is compiled, once for each structure,
+into a kernel or two. A structure is what cannot change without other code: which functions with which options, at which
+softmax. Coefficients, denominators, weights and fields are inputs.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.batch import Batch
+from ...core.loss_stats import Stats
+from ...core.private import in_own_thread, private, under_hooks
+from ...core.stats import Coefficients
+from ...losses.base import DENSE
+from ...metrics.values import selected
+from ...parallel.tokens import Spread
+from ...program.demand import SUFFIX, Structure
+
+
+class Inputs(NamedTuple):
+    """What ``evaluate`` reads beside the statistics, for some tokens."""
+
+    target: Tensor  # [n] int64, -1 where a token does not count
+    fields: dict[str, Tensor]
+    num_segments: int | None
+    factors: Tensor  # [summands] or [summands, n]: coefficient / D of each
+    weights: list[Tensor | None]  # of each summand [n]
+    tensors: list[dict[str, Tensor]]  # of each summand
+    metric_weights: dict[str, Tensor]  # of tokens, for each weighting but "token"
+    token_fields: frozenset[str] = frozenset()  # those of ``fields`` that are sliced with the tokens
+    spread: Spread | None = None  # where segments are to be summed over ranks: then nothing is compiled
+
+
+class Evaluation(NamedTuple):
+    coefficients: dict[str, Tensor]
+    table: Tensor  # [rows, n]: weighted values of each summand per token, then of each metric, for sums over all chunks
+    widths: list[int]  # rows of each of them, 0 for those with other units than tokens
+    apart: list[Tensor]  # values of these
+
+
+def stats_at(structure: Structure, view: int, leaves: Mapping[str, Tensor]) -> Stats:
+    """The statistics as a loss sees them, at one softmax."""
+    suffix, ratio = SUFFIX[view], structure.views[view].ratio
+    lse = leaves["lse" + suffix]
+    values = {"logprob": leaves["logprob" + suffix], "lse": lse}
+    if "entropy" + suffix in leaves:
+        values["entropy"] = leaves["entropy" + suffix]
+    if "weighted_sum" in leaves:
+        values["weighted_sum"] = leaves["weighted_sum"] * ratio
+        values["mean_logit"] = leaves["weighted_sum"] * (ratio / structure.vocab)
+    if "argmax" in leaves:
+        values["argmax"] = leaves["argmax"].to(torch.int64)
+        values["top_logprob"] = logprob_of(leaves["top"] * ratio, leaves, suffix).detach()
+    if "column_logits" in leaves:
+        own = logprob_of((leaves["column_logits"] * ratio).t(), leaves, suffix)
+        values["topk_logprobs"] = (
+            own + (lse.detach() - lse)
+        ).t()  # the value without the rounding of lse, its gradient
+    if structure.pairing is not None and structure.pairing.view == view:
+        values.update({name: leaves[name] for name in DENSE if name in leaves})
+    return Stats(values)
+
+
+def logprob_of(x: Tensor, leaves: Mapping[str, Tensor], suffix: str) -> Tensor:
+    """Log-probabilities of some logits [..., n] of each token, without the rounding of lse."""
+    return (x - leaves["start" + suffix]) + leaves["rest" + suffix]
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """0 where a token does not count: by selection, so that what stands there has no part in anything."""
+    return torch.where(mask if values.dim() == 1 else mask[:, None], values, torch.zeros_like(values))
+
+
+def without_slope(leaves: Mapping[str, Tensor], off: Tensor) -> dict[str, Tensor]:
+    """The same values with no gradient where ``off`` ([] or [n]): a factor of 0 takes an infinite slope out by
+    selection."""
+    return {
+        name: torch.where(off if off.dim() == 0 else off.view(-1, *[1] * (leaf.dim() - 1)), leaf.detach(), leaf)
+        for name, leaf in leaves.items()
+    }
+
+
+def unit_mask(unit: str, batch: Batch) -> Tensor:
+    """Which values count: tokens that do, segments with such a token, pairs of two such segments."""
+    if unit == "token":
+        return batch.mask
+    counted = batch.segment_count() > 0
+    if unit == "segment":
+        return counted
+    pairs = batch["pairs"]
+    inside = (pairs >= 0).all(1)
+    return inside & counted[pairs.clamp(min=0)].all(1)
+
+
+def share_mask(unit: str, batch: Batch) -> Tensor:
+    """Which of those are in this rank's share: of a segment that lies on several ranks one adds the value."""
+    counted = unit_mask(unit, batch)
+    if unit == "token" or batch.spread is None:
+        return counted
+    return counted & batch.spread.mine(len(counted), counted.device)
+
+
+def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Evaluation:
+    """Coefficients of the gradient of ``sum of factor * weight * value``, and the sums of parts and metrics."""
+    batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.spread)
+    leaves = {name: masked(value, batch.mask) for name, value in leaves.items()}
+    wanted = {name: leaves[name] for name in leaves if name in structure.leaves}
+    rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
+
+    def values_of(i: int, wanted: dict[str, Tensor]) -> Tensor:
+        return weighted_values(structure, i, structure.summands[i][1], {**wanted, **rest}, batch, inputs)
+
+    def total(wanted: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        values, whole = [], inputs.target.new_zeros((), dtype=inputs.factors.dtype)
+        for i in range(len(structure.summands)):
+            values.append(values_of(i, without_slope(wanted, inputs.factors[i] == 0)))
+            whole = whole + (values[i] * inputs.factors[i]).sum()
+        return whole, values
+
+    if wanted and structure.summands:
+        grads, (_, values) = torch.func.grad_and_value(total, has_aux=True)(wanted)
+        # again by selection: a loss may have had an infinite slope where a token does not count
+        grads = {name: masked(grad, batch.mask) for name, grad in grads.items()}
+        coefficients = coefficients_of(structure, grads, leaves)
+    else:
+        coefficients, values = {}, [values_of(i, wanted) for i in range(len(structure.summands))]
+    values = values + metric_values(structure, leaves, batch, inputs)
+    units = [*(summand.unit for summand, _ in structure.summands), *(metric.unit for metric, _ in structure.metrics)]
+    rows: list[Tensor] = []
+    widths: list[int] = []
+    apart: list[Tensor] = []
+    for unit, value in zip(units, values, strict=True):
+        parts = [] if unit != "token" else [value] if value.dim() == 1 else list(value.unbind(1))
+        rows += parts
+        widths.append(len(parts))
+        if unit != "token":
+            apart.append(value)
+    dtype = leaves["lse"].dtype
+    table = torch.stack([row.to(dtype) for row in rows]) if rows else leaves["lse"].new_empty(0, len(inputs.target))
+    return Evaluation(coefficients, table, widths, apart)
+
+
+def weighted_values(
+    structure: Structure, i: int, view: int, leaves: Mapping[str, Tensor], batch: Batch, inputs: Inputs
+) -> Tensor:
+    """``m * w * l`` of a summand, one per unit."""
+    summand = structure.summands[i][0]
+    values = summand.values(stats_at(structure, view, leaves), batch, inputs.tensors[i])
+    weight = inputs.weights[i]
+    if weight is not None:
+        values = values * weight
+    return masked(values, share_mask(summand.unit, batch))
+
+
+def metric_values(structure: Structure, leaves: Mapping[str, Tensor], batch: Batch, inputs: Inputs) -> list[Tensor]:
+    """What sums (or extrema) are taken of: 0 (or an infinity) where a unit does not count; [n] or [n, c]."""
+    found = []
+    for metric, view in structure.metrics:
+        values = metric.values(stats_at(structure, view, leaves), batch)
+        weights = inputs.metric_weights.get(metric.weighting) if metric.unit == "token" else None
+        found.append(selected(metric, values, share_mask(metric.unit, batch), weights))
+    return found
+
+
+def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tensor) -> list[Tensor]:
+    """Of all chunks: sums of each summand's values and each metric's, or extrema; 0-d, [c] of several components.
+
+    Tokens are summed in one go, so that a sum does not depend on the chunks that they came in. Where an id was out of
+    range metrics' sums are nan; what summands' are divided by is.
+    """
+    table = evaluations[0].table if len(evaluations) == 1 else torch.cat([e.table for e in evaluations], 1)
+    sums = table.sum(1)
+    if structure.metrics:
+        sums = sums * one_or_nan
+    apart, row, found = iter(evaluations[0].apart), 0, []
+    parts = [part for part, _ in (*structure.summands, *structure.metrics)]
+    for part, width in zip(parts, evaluations[0].widths, strict=True):
+        reduce = getattr(part, "reduce", "mean")
+        values = next(apart).t() if width == 0 else table[row : row + width]
+        if reduce != "mean":
+            total = extremum(values, reduce)
+        else:
+            total = values.sum(-1) * one_or_nan if width == 0 else sums[row : row + width]
+        found.append(total.squeeze(0) if width == 1 else total)
+        row += width
+    return found
+
+
+def extremum(values: Tensor, reduce: str) -> Tensor:
+    """Of [..., n] along n, infinite where there is nothing."""
+    if values.shape[-1] == 0:
+        return values.new_full(values.shape[:-1], -torch.inf if reduce == "max" else torch.inf)
+    return values.amax(-1) if reduce == "max" else values.amin(-1)
+
+
+def coefficients_of(
+    structure: Structure, grads: Mapping[str, Tensor], leaves: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Derivatives with respect to statistics -> factors of the gradient identity's terms, by the chain rule:
+
+        d logprob = 1[target] - p,   d lse = p,   d entropy = -p (log p + H),   d weighted_sum = omega,
+        d KL(q || p) = p - q,   d KL(p || q) = p (log p - log q - KL),   d JSD = (1 - b) p (log p - log m - KL(p || m)),
+        d TVD = p (sign(p - q) - sum p sign) / 2,   d x_k = 1[k]
+
+    each times the ratio of the softmax's temperature to that of the logits (inverse).
+    """
+    total: dict[str, Tensor] = {}
+
+    def add(name: str, value: Tensor) -> None:
+        total[name] = total[name] + value if name in total else value
+
+    for suffix, view in zip(SUFFIX[: len(structure.views)], structure.views, strict=True):
+        r = view.ratio
+        if "lse" + suffix in grads:
+            add("alpha" + suffix, r * grads["lse" + suffix])
+        if "logprob" + suffix in grads:
+            g = r * grads["logprob" + suffix]
+            add("alpha" + suffix, -g)
+            add("beta", -g)
+        if "entropy" + suffix in grads:
+            g = r * grads["entropy" + suffix]
+            add("alpha" + suffix, -g * leaves["entropy" + suffix])
+            add("eta" + suffix, -g)
+    if "weighted_sum" in grads:
+        add("kappa", -grads["weighted_sum"])
+    if "column_logits" in grads:
+        add("columns", grads["column_logits"])
+    if structure.pairing is not None:
+        suffix, r = SUFFIX[structure.pairing.view], structure.views[structure.pairing.view].ratio
+        if "forward_kl" in grads:
+            g = r * grads["forward_kl"]
+            add("alpha" + suffix, g)
+            add("gamma", g)
+        if "reverse_kl" in grads:
+            g = r * grads["reverse_kl"]
+            add("alpha" + suffix, -g * leaves["reverse_kl"])
+            add("eta" + suffix, g)
+            add("rho", g)
+        if "jsd" in grads:
+            assert structure.pairing.beta is not None
+            g = (1.0 - structure.pairing.beta) * r * grads["jsd"]
+            add("alpha" + suffix, -g * leaves["kl_mixture"])
+            add("tau", g)
+        if "tvd" in grads:
+            g = 0.5 * r * grads["tvd"]
+            add("alpha" + suffix, -g * leaves["sign"])
+            add("theta", g)
+    return total
+
+
+COMPILED: dict[tuple, Callable[..., Any]] = {}
+SLOW: dict[tuple, str] = {}  # structures that do not compile, and why
+MOST_COMPILED = 256
+
+
+HOOKS = [f"_C._autograd._{verb}_saved_tensors_default_hooks" for verb in ("top", "pop", "push")]
+
+
+def run(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs, fused: bool) -> Evaluation:
+    """``evaluate``, compiled where ``fused``; a user's function that does not compile runs as it is, with a warning.
+
+    It runs without the hooks of an activation checkpoint around the call: the vectors' graph lives and dies in here,
+    and ``torch.func`` refuses to run under hooks.
+    """
+    stack = private(*HOOKS)
+    if stack is None:
+        unhooked = functools.partial(run_unhooked, structure, leaves, inputs, fused)
+        return in_own_thread(unhooked) if under_hooks() else unhooked()
+    top, pop, push = stack
+    hooks = []
+    try:
+        while (pair := top(True)) is not None:
+            hooks.append(pair)
+            pop()
+        return run_unhooked(structure, leaves, inputs, fused)
+    finally:
+        for pack, unpack in reversed(hooks):
+            push(pack, unpack)
+
+
+def run_unhooked(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs, fused: bool) -> Evaluation:
+    key = structure.key
+    if not fused or not structure.compiled or key in SLOW:
+        return evaluate(structure, leaves, inputs)
+    if key not in COMPILED:
+        if len(COMPILED) >= MOST_COMPILED:
+            COMPILED.clear()
+        COMPILED[key] = torch.compile(closed(structure), dynamic=True, fullgraph=True)
+    try:
+        return Evaluation(*COMPILED[key](leaves, inputs))
+    except compiler_errors() as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        names = ", ".join(summand.label for summand, _ in structure.summands)
+        warnings.warn(f"losses {names} do not compile ({reason}); they run as plain autograd", stacklevel=2)
+        SLOW[key] = reason
+        del COMPILED[key]
+        return evaluate(structure, leaves, inputs)
+
+
+def compiler_errors() -> type[Exception]:
+    """What ``torch.compile`` raises for what it cannot take: a kind of RuntimeError."""
+    kind = private("_dynamo.exc.TorchDynamoException")
+    return RuntimeError if kind is None else kind[0]
+
+
+def closed(structure: Structure) -> Callable[..., tuple]:
+    """``evaluate`` of one structure, as a function with code of its own: the compiler keeps what it has compiled by
+    code, and gives up on code that it has seen with a handful of structures."""
+
+    # it outlives the call, and so must not hold its tensors
+    bare = tuple((replace(summand, tensors={}, normalizer=None), view) for summand, view in structure.summands)
+    structure = replace(structure, summands=bare)
+
+    def compiled(leaves: dict[str, Tensor], inputs: Inputs) -> tuple:
+        return tuple(evaluate(structure, leaves, inputs))
+
+    code = compiled.__code__.replace(co_name=f"evaluate_{len(COMPILED)}")
+    return FunctionType(code, compiled.__globals__, code.co_name, closure=compiled.__closure__)
+
+
+def as_coefficients(values: Mapping[str, Tensor]) -> Coefficients:
+    return Coefficients(**values)

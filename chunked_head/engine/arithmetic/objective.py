@@ -1,0 +1,238 @@
+"""What a call returns and differentiates: from statistics to values, and from upstream gradients to coefficients.
+
+Three kinds: a scalar loss with parts and metrics, a value per token, or the statistics themselves.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ...core.stats import Coefficients, Demand, RowStats, Teacher
+from ...metrics import Metric, MetricValue
+from ...parallel.tokens import Spread, whole_metrics
+from ...program.demand import Structure
+from .denominators import Inverse, gain_of, stacked, times
+from .evaluate import Evaluation, Inputs, as_coefficients, run, totals
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """What all kinds share; ``vocab``-sized and per-token tensors that losses and kernels read."""
+
+    demand: Demand
+    structure: Structure
+    target: Tensor  # [tokens] int64, -1 where a token does not count
+    columns: Tensor | None  # [tokens, K] int64, -1 for none
+    teacher: Teacher | None
+    class_weights: Tensor | None
+    one_or_nan: Tensor  # [] nan where an id is out of range: then everything is, rather than something wrong
+    dtype: torch.dtype  # of statistics and values
+    fp16: bool
+
+    @property
+    def how(self) -> Mapping[str, str]:
+        """What makes a number of values, by argument, equal in every process that does the same."""
+        return {"reduction": "none", "the function": type(self).__name__}
+
+    @property
+    def differentiable(self) -> int:
+        """How many of the outputs, the first ones, take a gradient."""
+        return 1
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the call sends messages to ranks that hold other tokens, and whose plans may be others."""
+        return False
+
+    def without_teacher(self) -> "Objective":
+        """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
+        return self if self.teacher is None else replace(self, teacher=self.teacher.without_tensors())
+
+    def with_teacher(self, tensors: Sequence[Tensor]) -> "Objective":
+        return self if self.teacher is None else replace(self, teacher=self.teacher.with_tensors(tensors))
+
+    @property
+    def teacher_tensors(self) -> list[Tensor]:
+        return [] if self.teacher is None else self.teacher.tensors
+
+    def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
+        """A chunk's statistics have been made; its coefficients, where gradients are made along with them."""
+
+    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
+        """What the call returns, once all chunks have been visited."""
+        raise NotImplementedError
+
+    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
+        """Coefficients of all tokens with the upstream gradients known, and a factor taken out of them."""
+        raise NotImplementedError
+
+    def rest(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        """What is left to multiply gradients by that were made before the upstream gradient had come."""
+        raise NotImplementedError
+
+    def kept(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        """[] 1 where the upstream gradient is the one that was foretold, else nan."""
+        raise NotImplementedError
+
+    @property
+    def gain_so_far(self) -> Tensor | None:
+        """What was taken out of the coefficients of gradients made before the upstream gradient had come."""
+        return None
+
+    def fitted(self, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
+        """Coefficients that keep fp16 gradients of logits within range, and the factor taken out, to come in fp32."""
+        if not self.fp16:
+            return coefficients, None
+        sizes = [value.abs().amax() for value in coefficients.named().values() if value.numel()]
+        gain = gain_of(torch.stack(sizes).amax()) if sizes else self.one_or_nan
+        return coefficients.times(1.0 / gain), gain
+
+
+@dataclass(frozen=True, eq=False)
+class ScalarObjective(Objective):
+    """A sum of losses, each reduced by itself."""
+
+    inputs: Inputs  # of all tokens; factors at the upstream gradient that was foretold, less ``gain``
+    coefficients: list[float | Tensor]  # of the summands, tensors 0-d
+    inverse: list[Inverse]  # 1 / D of each
+    declared: Tensor | float  # the upstream gradient that was foretold
+    gain: Tensor | None
+    coupled: bool
+    counts: list[Tensor]  # of the metrics
+    segment_metrics: tuple[tuple[Metric, int], ...]
+    fused: bool
+    reduced: Mapping[str, str]  # by which reduction and what kinds of denominator and upstream gradient
+    spread: Spread | None = None  # where ranks hold different tokens of the batch
+    together: bool = False  # whether they must exchange sums of segments for the values
+    evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
+    found: list[Tensor] = field(default_factory=list)  # totals of the summands, then of the metrics
+    taken_out: list[Tensor] = field(default_factory=list)  # by ``fitted`` in the forward pass
+    exchanged: list[Coefficients] = field(default_factory=list)  # of all tokens, at the foretold upstream gradient
+
+    @property
+    def exchanges(self) -> bool:
+        return self.spread is not None
+
+    @property
+    def how(self) -> Mapping[str, str]:
+        return self.reduced
+
+    def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
+        if self.coupled and not (rows.start == 0 and rows.stop == len(self.target)):
+            return None
+        if self.together:
+            evaluation = self.exchange(stats)
+        else:
+            evaluation = self.evaluate(stats, rows, self.inputs.factors, gradient)
+        self.evaluations.append(evaluation)
+        if not gradient:
+            return None
+        coefficients = as_coefficients(evaluation.coefficients)
+        if self.coupled:
+            coefficients, gain = self.fitted(coefficients)
+            self.taken_out[:] = [] if gain is None else [gain]
+        return coefficients
+
+    def exchange(self, stats: RowStats) -> Evaluation:
+        """Values and gradients of losses that sum segments over ranks, with all their messages: once for a call, in
+        the forward pass, and always both. Ranks' plans differ, as their tokens do; what they send must not."""
+        inputs = self.inputs._replace(spread=self.spread)
+        evaluation = run(self.structure, stats.named(), inputs, False)
+        self.exchanged[:] = [as_coefficients(evaluation.coefficients)]
+        return evaluation
+
+    def evaluate(self, stats: RowStats, rows: slice, factors: Tensor, gradient: bool) -> Evaluation:
+        structure = self.structure if gradient else self.structure.values_only
+        inputs = rows_of(self.inputs, rows)._replace(factors=factors)
+        return run(structure, stats.named(), inputs, self.fused)
+
+    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
+        everything = slice(0, len(self.target))
+        if not self.evaluations and self.together:
+            self.evaluations.append(self.exchange(stats))
+        if not self.evaluations and len(self.target):
+            self.evaluations.append(self.evaluate(stats, everything, self.inputs.factors, gradient=False))
+        if self.evaluations:
+            self.found[:] = totals(self.structure, self.evaluations, self.one_or_nan)
+            self.evaluations.clear()
+        first, *others = map(times, self.part_values(), self.coefficients)
+        return (sum(others, first),)
+
+    def part_values(self) -> list[Tensor]:
+        """Each summand's own value."""
+        if not self.found:
+            return [inverse.value * 0.0 for inverse in self.inverse]
+        return [inverse.of(total) for total, inverse in zip(self.found, self.inverse, strict=False)]
+
+    def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
+        """Metrics of all chunks; those that must see all tokens at once are made here."""
+        # without tokens there is nothing, but what is exchanged with ranks that have some
+        nothing: list[Tensor | None] = [None] * len(self.structure.metrics)
+        found = [*self.found[len(self.inverse) :]] if self.found else nothing
+        if self.segment_metrics and not len(self.target) and self.spread is None:
+            found += [None] * len(self.segment_metrics)
+        elif self.segment_metrics:
+            structure = replace(self.structure, summands=(), metrics=self.segment_metrics, leaves=frozenset())
+            inputs = self.inputs._replace(spread=self.spread)
+            apart = totals(structure, [run(structure, stats.named(), inputs, False)], self.one_or_nan)
+            found += apart
+        measured = [metric for metric, _ in (*self.structure.metrics, *self.segment_metrics)]
+        values = {
+            metric.label: self.metric_value(metric, found[i], self.counts[i]) for i, metric in enumerate(measured)
+        }
+        return values if self.spread is None else whole_metrics(values, self.spread.parallel)
+
+    def metric_value(self, metric: Metric, found: Tensor | None, count: Tensor) -> MetricValue:
+        if metric.reduce == "mean":
+            if found is None:
+                shape = () if metric.components == 1 else (metric.components,)
+                found = torch.zeros(shape, dtype=self.dtype, device=self.target.device)
+            return MetricValue("mean", found, count, finish=metric.finish)
+        if found is None:
+            lowest = -torch.inf if metric.reduce == "max" else torch.inf
+            found = torch.full((), lowest, dtype=self.dtype, device=self.target.device)
+        return MetricValue(metric.reduce, extremum=found)
+
+    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
+        (given,) = upstream
+        assert given is not None
+        if self.together:
+            ratio = torch.where(given == self.declared, 1.0, given.to(self.dtype) / self.declared)
+            return self.fitted(self.exchanged[0].times(ratio))
+        factors = stacked([times(i.value, c, given) for c, i in zip(self.coefficients, self.inverse, strict=True)])
+        evaluation = self.evaluate(stats, slice(0, len(self.target)), factors, gradient=True)
+        return self.fitted(as_coefficients(evaluation.coefficients))
+
+    def rest(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        (given,) = upstream
+        assert given is not None
+        ratio = given.to(self.dtype) * self.one_or_nan
+        if isinstance(self.declared, Tensor) or self.declared != 1.0:
+            ratio = torch.where(given == self.declared, self.one_or_nan, ratio / self.declared)
+        gain = self.gain_so_far
+        return ratio if gain is None else ratio * gain
+
+    def kept(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        (given,) = upstream
+        assert given is not None
+        return torch.where(given == self.declared, 1.0, torch.nan).to(self.dtype)
+
+    @property
+    def gain_so_far(self) -> Tensor | None:
+        # one or the other: coupled losses find theirs once all tokens have been seen
+        return self.taken_out[0] if self.taken_out else self.gain
+
+
+def rows_of(inputs: Inputs, rows: slice) -> Inputs:
+    """The inputs of a slice of tokens, sharing memory."""
+    count = len(inputs.target)
+    if rows.start == 0 and rows.stop == count:
+        return inputs
+    return inputs._replace(
+        target=inputs.target[rows],
+        fields={name: value[rows] if name in inputs.token_fields else value for name, value in inputs.fields.items()},
+        weights=[None if weight is None else weight[rows] for weight in inputs.weights],
+        metric_weights={name: value[rows] for name, value in inputs.metric_weights.items()},
+    )

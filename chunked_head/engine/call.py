@@ -1,0 +1,294 @@
+"""From what a call asks to what runs: its objective, its plan, its sizes; the same way for every public function."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..backends import Layout
+from ..core.shift import in_backward
+from ..core.stats import Demand, RowStats
+from ..losses.base import Losses
+from ..metrics import Metric
+from ..program.planner import Request, make_plan
+from ..program.plans import Plan
+from ..program.sizes import Sizes
+from .arithmetic.denominators import foreseen_gain, inverses, kept, metric_counts, stacked, times
+from .arithmetic.evaluate import Inputs
+from .arithmetic.objective import Objective, ScalarObjective
+from .arithmetic.token_objectives import StatsObjective, TokenObjective
+from .asked import Asked, Checked, ask
+from .autograd import HeadLoss
+from .head_options import HeadOptions
+from .loop import Call
+from .packing import Packing
+from .whole_batch import agreed_batch, kind_of, of_whole_batch, told
+
+Result = TypeVar("Result")
+
+
+def scalar_objective(
+    asked: Asked,
+    reduction: str,
+    normalizer: float | Tensor | None,
+    upstream: float | Tensor | None,
+    share_denominator: bool = False,
+) -> ScalarObjective:
+    how = {"reduction": reduction, "normalizer": kind_of(normalizer), "upstream": kind_of(upstream)}
+    asked, losses = of_whole_batch(asked, how), asked.losses
+    spread = asked.spread
+    coefficients = [kept(coefficient, asked.one_or_nan) for coefficient, _ in losses.terms]
+    if spread is not None and spread.parallel.average:
+        coefficients = [coefficient * spread.parallel.ranks for coefficient in coefficients]
+    summands = [summand for _, summand in losses.terms]
+    if share_denominator:
+        inverse = inverses(asked, summands[:1], reduction, normalizer) * len(summands)
+    else:
+        inverse = inverses(asked, summands, reduction, normalizer)
+    declared = 1.0 if upstream is None else kept(upstream, asked.one_or_nan)
+    factors = stacked([times(i.value, c, declared) for c, i in zip(coefficients, inverse, strict=True)])
+    inputs = make_inputs(asked, factors)
+    segmented, coupled = coupling(losses, asked.dtype)
+    gain = None
+    if asked.dtype == torch.float16 and not coupled:
+        gain = foreseen_gain(losses, factors, inputs.weights, asked.batch, asked.logit_scale)
+        inputs = inputs._replace(factors=factors / gain)
+    weights, counts = metric_counts(ordered_metrics(asked), asked)
+    return ScalarObjective(
+        **common(asked), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
+        declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=asked.answer.segment_metrics,
+        fused=asked.head.device.type == "cuda" and not segmented, spread=spread,
+        together=spread is not None and segmented,
+        reduced=how,
+    )  # fmt: skip
+
+
+def coupling(losses: Losses, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether a loss needs all tokens' statistics for its values; and whether gradients wait for them, which those of
+    fp16 do as well where only the statistics tell how large they are."""
+    segmented = any(summand.scope == "segment" for _, summand in losses.terms)
+    unforeseen = dtype == torch.float16 and not all(summand.bounded for _, summand in losses.terms)
+    return segmented, segmented or unforeseen
+
+
+def token_objective(asked: Asked) -> TokenObjective:
+    agreed_batch(asked, {"reduction": "none"})
+    coefficients = [kept(coefficient, asked.one_or_nan) for coefficient, _ in asked.losses.terms]
+    # values alone are asked for until the upstream gradients come, and they are the factors
+    return TokenObjective(
+        **common(asked), inputs=make_inputs(asked, stacked([asked.one_or_nan])), coefficients=coefficients,
+        fused=asked.head.device.type == "cuda",
+    )  # fmt: skip
+
+
+def stats_objective(asked: Asked, demand: Demand, names: tuple[str, ...], with_gradient: int) -> StatsObjective:
+    own = {"demand": demand, "structure": replace(asked.answer.structure, views=demand.views)}
+    return StatsObjective(**(common(asked) | own), names=names, with_gradient=with_gradient)
+
+
+def common(asked: Asked) -> dict[str, Any]:
+    columns = asked.prepared.fields.get("teacher_ids") if asked.answer.demand.columns else None
+    class_weights = asked.answer.class_weights
+    if class_weights is not None:
+        # a copy: backward may read it, and would not notice that the caller had changed it
+        class_weights = class_weights.detach().to(asked.statistics_dtype, copy=True).contiguous()
+    return {
+        "demand": asked.answer.demand, "structure": asked.answer.structure, "target": asked.prepared.target,
+        "columns": columns, "teacher": asked.teacher, "class_weights": class_weights,
+        "one_or_nan": asked.one_or_nan, "dtype": asked.statistics_dtype, "fp16": asked.dtype == torch.float16,
+    }  # fmt: skip
+
+
+def ordered_metrics(asked: Asked) -> tuple[Metric, ...]:
+    """Metrics in the order in which an objective holds their sums."""
+    local = tuple(metric for metric, _ in asked.answer.structure.metrics)
+    return local + tuple(metric for metric, _ in asked.answer.segment_metrics)
+
+
+def make_inputs(asked: Asked, factors: Tensor) -> Inputs:
+    fields, dtype = asked.prepared.fields, asked.statistics_dtype
+    weights: list[Tensor | None] = []
+    for _, summand in asked.losses.terms:
+        name = summand.token_weights
+        assert name is None or isinstance(name, str)
+        weight = fields.get("token_weights") if name is None else fields[name]
+        weights.append(None if weight is None or summand.unit != "token" else weight.to(dtype))
+    # copies: backward may read them, and would not notice that the caller had changed his
+    tensors = [{k: v.to(dtype, copy=True) for k, v in summand.tensors.items()} for _, summand in asked.losses.terms]
+    return Inputs(
+        asked.prepared.target, fields, asked.prepared.num_segments, factors, weights, tensors, {}, asked.token_fields
+    )  # fmt: skip
+
+
+class Wants(NamedTuple):
+    """Which operands' gradients a call makes."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> "Wants":
+        """What autograd asks for here and now."""
+        grad = torch.is_grad_enabled()
+        return cls(
+            grad and hidden.requires_grad,
+            grad and weight.requires_grad,
+            grad and bias is not None and bias.requires_grad,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Task(Generic[Result]):
+    """What a public function has made of its arguments, all checked and nothing computed: run at once, or in a graph.
+
+    ``result``: from what ran to what the function returns. ``per_token``: names of what the objective returns for each
+    token, whose upstream gradients come late; none for a scalar loss.
+    """
+
+    checked: Checked
+    demand: Demand
+    request: Request
+    objective: Callable[[Asked], Objective]
+    result: "Callable[[Outcome], Result]"
+    per_token: tuple[str, ...] = ()
+
+    def execute(self) -> Result:
+        """Plans and runs, differentiable."""
+        return execute(self)
+
+
+class Outcome(NamedTuple):
+    """What ran, and what came of it."""
+
+    asked: Asked
+    objective: Any  # the task's
+    outputs: tuple[Tensor, ...]
+    stats: RowStats
+    plan: Plan
+
+
+def execute(task: Task[Result]) -> Result:
+    asked = ask(task.checked)
+    head = asked.head
+    assert isinstance(head, HeadOptions)
+    made = planned(asked, task, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
+    # the first that ranks with other tokens send each other: what one of them refuses is known by now
+    objective = task.objective(asked)
+    call = made.call(asked, objective)
+    found: list[RowStats] = []
+    outputs = HeadLoss.apply(made.rows, head.weight, head.bias, call, found)
+    if asked.packing is not None and task.per_token:
+        outputs = tuple(map(asked.packing.unpack, outputs))
+    if head.shard is not None and task.per_token:
+        outputs = tuple(map(head.shard.own_tokens, outputs))
+    return task.result(Outcome(asked, objective, outputs, found[0], call.plan))
+
+
+class Planned(NamedTuple):
+    """How a call runs, before its ranks have exchanged anything."""
+
+    rows: Tensor  # hidden states
+    packing: Packing | None
+    request: Request
+    plan: Plan
+
+    def call(self, asked: Asked, objective: Objective) -> Call:
+        """With what the ranks know of each other."""
+        head, shard = asked.head, asked.head.shard
+        assert isinstance(head, HeadOptions)
+        if shard is not None:
+            shard = shard.agreed(self.plan, options_told(asked, objective), self.rows.device)
+        options = asked.logit_scale, asked.softcap, self.request, head.into, self.packing, shard
+        return Call(self.plan, asked.backend, objective, *options)
+
+
+def planned(asked: Asked, task: Task, wants: Wants, again: bool = False) -> Planned:
+    """``again``: inside of a backward."""
+    head = asked.head
+    assert isinstance(head, HeadOptions)
+    rows, packing = head.hidden.reshape(-1, head.hidden.shape[-1]), asked.packing
+    if packing is not None and packing.waited:
+        rows, packing = packing.pack(rows), None
+    late = bool(task.per_token)
+    sizes = sizes_of(
+        asked, task.demand, rows, late or again, not late and coupling(asked.losses, asked.dtype)[1], wants
+    )
+    check_own_matmuls(asked, sizes)
+    # computed again in backward, a call recomputes whatever its request was made for
+    wish = Request(memory_budget=task.request.memory_budget) if again else task.request
+    plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
+    return Planned(rows, packing, task.request, plan)
+
+
+def options_told(asked: Asked, objective: Objective) -> dict[str, str]:
+    """Of a call's options those that change what ranks that share its tokens exchange or compute."""
+    head = asked.head
+    shape = {"the shape of the tokens": str(list(head.leading)), "shift": str(head.shift)}
+    return {**shape, "ignore_index": str(head.ignore_index), **told(asked, objective.how)}
+
+
+def check_own_matmuls(asked: Asked, sizes: Sizes) -> None:
+    """Raises where an option needs our own matmuls and these operands run in others."""
+    if not (sizes.skips or sizes.deterministic):
+        return
+    own, device = asked.backend.bounds_rows(sizes.store), asked.head.device
+    what = f"{sizes.dtype} on {device}; 16-bit on Hopper, rows on 16 bytes, no top_k"
+    if sizes.skips and not own:
+        raise ValueError(
+            f"skip_ignored=True needs matmuls that stop at a number of rows on the device, which these operands do not "
+            f"run in ({what}); use skip_ignored='wait' or False"
+        )
+    if not sizes.deterministic:
+        return
+    if sizes.dtype == torch.float16:
+        raise ValueError(
+            "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of the call"
+        )
+    summed = [summand.label for _, summand in asked.losses.terms if summand.scope == "segment"]
+    summed += [metric.label for metric, _ in asked.answer.segment_metrics]
+    if summed and device.type == "cuda":
+        raise ValueError(
+            f"deterministic=True does not go with {summed[0]} on a GPU, which adds up a segment's tokens in any order"
+        )
+    if not own:
+        raise ValueError(
+            f"deterministic=True needs our own matmuls, which do not run these operands ({what}): BLAS's depend on the "
+            "number of rows"
+        )
+
+
+def sizes_of(asked: Asked, demand: Demand, rows: Tensor, late: bool, coupled: bool, wants: Wants) -> Sizes:
+    """What the plan is made from."""
+    assert isinstance(asked.head, HeadOptions)
+    hidden, weight, bias = asked.head.hidden, asked.head.weight, asked.head.bias
+    # a view shares memory with what it views, a copy does not
+    copied = rows.numel() > 0 and rows.data_ptr() != hidden.data_ptr()
+    layout = Layout(
+        hidden.device, asked.dtype, weight.shape[1],
+        plain_weight=weight.is_contiguous() and weight.data_ptr() % 16 == 0,
+        plain_rows=rows.stride(1) == 1 or rows.shape[1] == 1,
+        capped=asked.softcap is not None, bias_grad=wants.bias, demand=demand,
+    )  # fmt: skip
+    store = asked.backend.store(layout)
+    teacher, pairing = asked.teacher, demand.pairing
+    return Sizes(
+        len(asked.prepared.target), rows.shape[1], asked.head.columns, asked.dtype,
+        spread=1 if asked.head.shard is None else asked.head.shard.spread,
+        ranks=1 if asked.head.shard is None else asked.head.shard.parallel.ranks,
+        padding=weight.shape[0] - asked.head.columns,
+        hidden_dtype=hidden.dtype, weight_dtype=weight.dtype,
+        hidden_grad=wants.hidden, weight_grad=wants.weight,
+        bias_grad=wants.bias, bias_dtype=None if bias is None else bias.dtype,
+        late_upstream=late, coupled=coupled, demand=demand,
+        teacher_columns=0 if pairing is None else pairing.columns,
+        teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
+        teacher_cast=teacher is not None and teacher.casts,
+        teacher_store=None if teacher is None else asked.backend.teacher_store(teacher, store),
+        store=store, copied=copied, deterministic=asked.head.deterministic,
+        skips=asked.packing is not None and not asked.packing.waited,
+        into=None if asked.head.into is None else asked.head.into.buffer.dtype,
+        **asked.backend.traits(hidden.device),
+    )  # fmt: skip

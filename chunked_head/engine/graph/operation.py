@@ -1,0 +1,98 @@
+"""What makes a public function one that runs at once, or as an operator of a graph being traced."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from ...core.breaks import breaks_graph
+from ...core.options import INFINITY, NUMBERS
+from ...losses.base import Losses
+from ...parallel.agree import raising_together
+from ...program.checks import is_dtensor
+from ..call import Task
+from ..logits_call import LogitsTask
+from . import logits_operators, operators
+from .recipes import TASKS, described
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+OPERANDS = ("hidden", "weight", "bias", "logits")
+results: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}  # from an operator's outputs, by function
+
+
+def operation(function: Callable[P, Task[Result]] | Callable[P, LogitsTask[Result]]) -> Callable[P, Result]:
+    """A public function of one that checks its arguments and says what to do.
+
+    Under ``torch.compile`` the checks run on tensors without data while the graph is made, and raise there.
+    """
+    name, signature = function.__name__, inspect.signature(function)
+    names = tuple(signature.parameters)
+    TASKS[name] = function
+
+    @breaks_graph
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        """Of a compiled function between two graphs: what ranks exchange is no operator of either."""
+        with raising_together(kwargs.get("parallel"), (*args, *kwargs.values())):
+            return function(*args, **kwargs).execute()
+
+    @functools.wraps(function)
+    def public(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
+            whole = given.get("parallel") is None and not given.get("inplace") and not any_dtensor(given)
+            if whole and ("loss" not in given or isinstance(given["loss"], Losses)):
+                return as_operator(name, given)
+        return run(*args, **kwargs)
+
+    (result,) = get_args(signature.return_annotation)
+    public.__annotations__ = function.__annotations__ | {"return": result}
+    public.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
+    return public
+
+
+def in_graph(function: Callable) -> Callable:
+    """What makes the public function's result of its operator's outputs and of its arguments as given."""
+
+    def register(result: Callable[[list[Tensor], dict[str, Any]], Any]) -> Callable:
+        results[function.__name__] = result
+        return result
+
+    return register
+
+
+def any_dtensor(given: dict[str, Any]) -> bool:
+    return any(is_dtensor(given[name]) for name in OPERANDS if name in given)
+
+
+def is_denominator(normalizer: Any) -> bool:
+    """Whether it is a number, and as it should be; any other raises when the call is checked."""
+    number = isinstance(normalizer, NUMBERS) and not isinstance(normalizer, bool)
+    return number and normalizer >= 0 and normalizer < INFINITY
+
+
+def as_operator(name: str, given: dict[str, Any]) -> Any:
+    """Traced: nothing here but tuples, attributes and one call of an operator."""
+    from .tracing import registered
+
+    hidden = given["hidden"] if "hidden" in given else given["logits"]
+    device = hidden.device.type
+    if is_denominator(given.get("normalizer")):
+        # it may be another at every step: as a tensor it is none of the numbers that a graph is made for
+        given = given | {"normalizer": torch.ones((), dtype=torch.float64, device=hidden.device) * given["normalizer"]}
+    tensors: list[Tensor] = []
+    arguments = tuple([(key, described(value, tensors)) for key, value in given.items() if key not in OPERANDS])
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    key = registered(name, arguments, autocast)
+    grad = torch.is_grad_enabled()
+    if "logits" in given:
+        return results[name](logits_operators.forward(hidden, tensors, key, grad and hidden.requires_grad), given)
+    weight, bias = given["weight"], given.get("bias")
+    outputs = operators.forward(
+        hidden, weight, bias, tensors, key, grad and hidden.requires_grad, grad and weight.requires_grad,
+        grad and bias is not None and bias.requires_grad,
+    )  # fmt: skip
+    return results[name](outputs, given)

@@ -1,0 +1,144 @@
+"""A call's arguments as plain values and tensors, told apart: a graph holds the tensors and a key to the values.
+
+``described`` runs in code that a compiler traces, and so reads every attribute by itself: whatever it reads is guarded,
+and a call with other options is compiled anew. ``restored`` is its inverse, at run time.
+"""
+
+import functools
+import hashlib
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.options import NUMBERS
+from ...losses.base import Losses, Summand
+from ...metrics.values import Metric
+
+SUMMAND, METRIC = tuple(Summand.__dataclass_fields__), tuple(Metric.__dataclass_fields__)
+PACKAGE = __name__.partition(".")[0] + "."
+
+TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
+RECIPES: dict[str, "Recipe"] = {}
+_tokens: dict[Any, str] = {}  # of functions that are not the library's own
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything of a call but its tensors."""
+
+    function: str
+    arguments: tuple  # described
+    autocast: torch.dtype | None
+
+    def task(self, others: list[Tensor], *operands: Tensor, **options: Tensor | None) -> Any:
+        """The arguments checked, as the public function does."""
+        arguments = {name: restored(value, others) for name, value in self.arguments}
+        arguments |= {name: tensor for name, tensor in options.items() if tensor is not None}
+        check_in_graph(arguments)
+        with torch.autocast(operands[0].device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            task = TASKS[self.function](*operands, **arguments)
+        if arguments.get("skip_ignored") and not task.checked.backend.bounds_rows("fast"):
+            raise ValueError(
+                "skip_ignored=True inside a compiled graph needs backend='triton': torch's own products take the rows "
+                "that count out, and a graph's tensors do not change their sizes by what is in them"
+            )
+        return task
+
+
+def check_in_graph(arguments: Mapping[str, Any]) -> None:
+    """Raises for options that an operator of a graph cannot keep."""
+    if arguments.get("accumulate_into") is not None:
+        raise ValueError(
+            "accumulate_into does not go with torch.compile, whose graphs hold operators that change none of their "
+            "arguments; leave it None there, or call from outside of the compiled function"
+        )
+    if arguments.get("skip_ignored") == "wait":
+        raise ValueError('skip_ignored="wait" does not go with torch.compile: a graph waits for nothing; use True')
+
+
+def described(value: Any, tensors: list[Tensor]) -> tuple:
+    """``value`` as nested tuples of plain values; its tensors are appended to ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return "tensor", len(tensors) - 1
+    if isinstance(value, Losses):
+        terms = [(described(factor, tensors), of_fields(summand, SUMMAND, tensors)) for factor, summand in value.terms]
+        return "losses", tuple(terms)
+    if isinstance(value, Metric):
+        return "metric", of_fields(value, METRIC, tensors)
+    if isinstance(value, Mapping):
+        return "mapping", tuple([(name, described(item, tensors)) for name, item in value.items()])
+    if type(value) in (list, tuple):
+        return "tuple", tuple([described(item, tensors) for item in value])
+    if isinstance(value, NUMBERS):
+        # through a set: a number that a graph would hold open becomes what it is now
+        return "plain", next(iter({value}))
+    return "plain", value
+
+
+def of_fields(value: Any, names: tuple[str, ...], tensors: list[Tensor]) -> tuple:
+    return tuple([described(getattr(value, name), tensors) for name in names])
+
+
+def restored(description: tuple, tensors: list[Tensor]) -> Any:
+    kind, content = description
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "losses":
+        terms = []
+        for factor, fields in content:
+            values = [restored(field, tensors) for field in fields]
+            terms.append((restored(factor, tensors), Summand(**dict(zip(SUMMAND, values, strict=True)))))
+        return Losses(tuple(terms))
+    if kind == "metric":
+        return Metric(**dict(zip(METRIC, [restored(field, tensors) for field in content], strict=True)))
+    if kind == "mapping":
+        return {name: restored(item, tensors) for name, item in content}
+    if kind == "tuple":
+        return tuple(restored(item, tensors) for item in content)
+    return content
+
+
+def registered(function: str, arguments: tuple, autocast: torch.dtype | None) -> str:
+    """The key of a recipe: equal for equal ones, in every process, since compiled graphs are kept on disk."""
+    digest = hashlib.sha256(spelt((arguments, autocast)).encode()).hexdigest()[:24]
+    key = f"{function}-{digest}"
+    RECIPES.setdefault(key, Recipe(function, arguments, autocast))
+    return key
+
+
+def spelt(value: Any) -> str:
+    """Text that is equal for equal plain values alone."""
+    if isinstance(value, frozenset):
+        return f"frozenset({sorted(map(spelt, value))})"
+    if isinstance(value, tuple):
+        return f"{type(value).__name__}({', '.join(map(spelt, value))})"
+    if isinstance(value, Mapping):
+        return f"mapping({', '.join(f'{spelt(k)}: {spelt(v)}' for k, v in value.items())})"
+    if isinstance(value, functools.partial):
+        return f"partial({spelt(value.func)}, {spelt(value.args)}, {spelt(value.keywords)})"
+    if callable(value) and not isinstance(value, type):
+        own = type(value) is FunctionType and value.__module__.startswith(PACKAGE) and "<" not in value.__qualname__
+        return f"{value.__module__}.{value.__qualname__}" if own else token_of(value)
+    return f"{type(value).__name__} {value!r}"
+
+
+def token_of(function: Any) -> str:
+    """A name that no other function has or has had, here or in another process."""
+    if function not in _tokens:
+        _tokens[function] = f"user function {uuid.uuid4().hex}"
+    return _tokens[function]
+
+
+def recipe_of(key: str) -> Recipe:
+    if key not in RECIPES:
+        raise RuntimeError(
+            f"the graph asks for a call {key!r} that this process has not traced; a graph goes with the process that "
+            "compiled it: compile the function here"
+        )
+    return RECIPES[key]

@@ -1,0 +1,297 @@
+"""What every public function takes of the head and of how to run it, or of logits that exist already: checked."""
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from ..backends import check_name
+from ..core.groups import TokenParallel, VocabParallel
+from ..core.options import flag
+from ..parallel.agree import shared_by
+from ..parallel.shard import Shard, Tell
+from ..program import checks
+from ..program.into import Into, check_kind
+from ..program.into import resolve as resolve_into
+from ..program.planner import Request
+
+# what can be said of an option before there is a call
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    "ignore_index": checks.check_ignore_index,
+    "softcap": checks.check_softcap,
+    "logit_scale": lambda value: checks.check_number("logit_scale", value, -math.inf, math.inf),
+    "temperature": checks.check_temperature,
+    "shift": checks.check_shift,
+    "memory_budget": lambda value: Request(memory_budget=value),
+    "chunk_tokens": lambda value: Request(chunk_tokens=value),
+    "accumulate_dtype": lambda value: Request(accumulate_dtype=value),
+    "backend": check_name,
+    "accumulate_into": check_kind,
+    "skip_ignored": lambda value: check_skip_ignored(value),
+    "deterministic": functools.partial(flag, "deterministic"),
+    "vocab_size": checks.check_vocab_size,
+    "parallel": lambda value: check_parallel(value),
+    "inplace": functools.partial(flag, "inplace"),
+    "reduction": checks.check_reduction,
+    "normalizer": functools.partial(checks.check_factor, "normalizer"),
+    "upstream": functools.partial(checks.check_factor, "upstream"),
+    "label_smoothing": lambda value: checks.check_number("label_smoothing", value, 0.0, 1.0),
+    "z_loss": lambda value: checks.check_number("z_loss", value, 0.0, math.inf),
+    "class_weights": lambda value: checks.check_tensor("class_weights", value, optional=True),
+    "token_weights": lambda value: checks.check_tensor("token_weights", value, optional=True),
+}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises what is wrong with options of a head by themselves, whatever tensors they will come with."""
+    for name, value in options.items():
+        CHECKS[name](value)
+
+
+def check_skip_ignored(skip_ignored: bool | str) -> None:
+    if not (isinstance(skip_ignored, bool) or (isinstance(skip_ignored, str) and skip_ignored == "wait")):
+        raise ValueError(f'skip_ignored must be True, False or "wait", got {skip_ignored!r}')
+
+
+def check_parallel(parallel: VocabParallel | TokenParallel | None) -> None:
+    if parallel is not None and not isinstance(parallel, VocabParallel | TokenParallel):
+        raise TypeError(f"parallel must be a VocabParallel, a TokenParallel or None, got {type(parallel).__name__}")
+
+
+class PerTokenOptions(TypedDict, total=False):
+    """Keywords that functions of values per token share."""
+
+    temperature: float
+    mask: Tensor | None
+    bias: Tensor | None
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    shift: int
+    memory_budget: int | str | None
+    chunk_tokens: int | None
+    accumulate_dtype: torch.dtype | None
+    accumulate_into: Tensor | str | None
+    skip_ignored: bool | str
+    deterministic: bool
+    vocab_size: int | None
+    parallel: VocabParallel | TokenParallel | None
+    backend: str | None
+
+
+class OfRanks(ABC):
+    """What options of a head and of logits have in common: the ranks that may share the call."""
+
+    target: Tensor | None
+    shift: int
+    vocab_size: int | None
+    parallel: VocabParallel | TokenParallel | None
+    holds = ""  # how an error says it
+
+    def __post_init__(self) -> None:
+        if not torch.compiler.is_compiling():
+            shared_by(self.parallel)
+
+    @property
+    @abstractmethod
+    def leading(self) -> tuple[int, ...]:
+        """Shape of the target."""
+
+    @property
+    @abstractmethod
+    def held(self) -> int:
+        """How many rows of the vocabulary are here, padding among them."""
+
+    @property
+    @abstractmethod
+    def unnamed(self) -> Tell:
+        """What tells ranks' tokens apart where a call has no targets."""
+
+    def check_each(self) -> None:
+        """Raises what is wrong with options by themselves, and with ``shift`` along the target."""
+        checks.refuse_transforms()
+        check_options({name: value for name, value in vars(self).items() if name in CHECKS})
+        checks.check_shift_along(self.shift, self.leading)
+        if self.shard is None and self.vocab > self.held:
+            raise ValueError(f"vocab_size is {self.vocab}, and {self.holds.format(self.held)}")
+
+    @functools.cached_property
+    def shard(self) -> Shard | None:
+        """This rank's part of the vocabulary, where ranks share it."""
+        if not isinstance(self.parallel, VocabParallel):
+            return None
+        split = self.parallel.split(self.held, self.vocab_size)
+        return Shard(self.parallel, split, self.unnamed if self.target is None else "targets")
+
+    @property
+    def tokens(self) -> TokenParallel | None:
+        """How ranks share the batch, where they do."""
+        return self.parallel.tokens if isinstance(self.parallel, VocabParallel) else self.parallel
+
+    def refuse_tokens(self, where: str) -> None:
+        """Raises where a call has nothing that ranks with other tokens would add to."""
+        if self.tokens is not None:
+            raise ValueError(
+                f"{where} has values per token, which need nothing of other ranks' tokens: TokenParallel has no effect "
+                "on them; leave it out of parallel (tokens=None in VocabParallel)"
+            )
+
+    def refuse_average(self) -> None:
+        """Raises where values per token would have to be multiplied as a loss is."""
+        if self.tokens is not None and self.tokens.average:
+            raise ValueError(
+                'average=True of TokenParallel multiplies the loss, and reduction="none" has no loss but values per '
+                "token: multiply yours by the number of ranks, and leave average=False"
+            )
+
+    @property
+    def vocab(self) -> int:
+        """Of the softmax, wherever its rows are."""
+        if self.shard is not None:
+            return self.shard.split.vocab
+        return self.held if self.vocab_size is None else self.vocab_size
+
+    @property
+    def columns(self) -> int:
+        """Rows that are here and stand for an id."""
+        return self.vocab if self.shard is None else self.shard.columns
+
+
+@dataclass(frozen=True, eq=False)
+class HeadOptions(OfRanks):
+    """What every public function takes of the head and of how to run it."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor | None
+    bias: Tensor | None
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    shift: int
+    memory_budget: int | str | None
+    chunk_tokens: int | None
+    accumulate_dtype: torch.dtype | None
+    backend: str | None
+    accumulate_into: Tensor | str | None
+    skip_ignored: bool | str = False
+    deterministic: bool = False
+    vocab_size: int | None = None
+    parallel: VocabParallel | TokenParallel | None = None
+    holds = "weight has {} rows"
+
+    def check(self) -> torch.dtype:
+        """Raises what is wrong with these arguments; the dtype of the matmuls."""
+        dtype = checks.check_operands(self.hidden, self.weight, self.target, self.bias)
+        self.check_each()
+        self.into  # noqa: B018  (raises what is wrong with it)
+        if self.shard is not None and self.shard.parallel.sequence_sharded:
+            self.check_sequence_sharded()
+        if self.shard is not None and self.deterministic:
+            self.check_order_of_sums(self.shard.parallel)
+        return dtype
+
+    def check_order_of_sums(self, parallel: VocabParallel) -> None:
+        """Of two shares there is one sum; the order of more is the library's, by a row's place in the message."""
+        summed = parallel.reduce_dhidden and torch.is_grad_enabled() and self.hidden.requires_grad
+        if summed and parallel.ranks > 2:
+            raise ValueError(
+                "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient: in which "
+                f"order torch.distributed adds up {parallel.ranks} shares of it depends on where a row stands in the "
+                "message; use fewer ranks, reduce_dhidden=False and a sum of your own, or deterministic=False"
+            )
+
+    def check_sequence_sharded(self) -> None:
+        if self.shift:
+            raise ValueError(
+                "shift does not reach over ranks that each hold their own tokens (sequence_sharded=True); give labels "
+                "that are shifted already, see chunked_head.parallel.shift_targets"
+            )
+        if self.skip_ignored:
+            raise ValueError(
+                "skip_ignored does not go with sequence_sharded=True: tokens that do not count would be some of one "
+                "rank's and more of another's; leave it False"
+            )
+        if not self.leading:
+            raise ValueError("sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions")
+
+    @functools.cached_property
+    def into(self) -> Into | None:
+        """Where the weight's gradient goes instead of back, None where it goes back or is not made."""
+        others = {"hidden": self.hidden, "target": self.target, "bias": self.bias}
+        return resolve_into(self.accumulate_into, self.weight, others)
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        return tuple(self.hidden.shape[:-1])
+
+    @property
+    def held(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def unnamed(self) -> Tell:
+        return "hidden"
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+
+@dataclass(frozen=True, eq=False)
+class LogitsOptions(OfRanks):
+    """The same for logits that exist already."""
+
+    logits: Tensor
+    target: Tensor | None
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    shift: int
+    backend: str | None
+    vocab_size: int | None = None
+    parallel: VocabParallel | TokenParallel | None = None
+
+    holds = "logits have {} columns"
+
+    def check(self) -> torch.dtype:
+        """Raises what is wrong with these arguments; the dtype of the arithmetic."""
+        dtype = checks.check_logits(self.logits, self.target)
+        self.check_each()
+        if self.shard is not None:
+            self.check_split(self.shard.parallel)
+        return torch.promote_types(dtype, torch.float32)
+
+    def check_split(self, parallel: VocabParallel) -> None:
+        if parallel.sequence_sharded:
+            raise ValueError(
+                "sequence_sharded=True is of hidden states: logits of this rank's tokens and ids lack those of other "
+                "ranks' tokens; give logits of all tokens, or hidden and weight to linear_loss"
+            )
+        if not parallel.reduce_dhidden:
+            raise ValueError(
+                "reduce_dhidden=False is of hidden states, and logits' gradient needs no sum over ranks; leave it True"
+            )
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        return tuple(self.logits.shape[:-1])
+
+    @property
+    def held(self) -> int:
+        return self.logits.shape[-1]
+
+    @property
+    def unnamed(self) -> Tell:
+        return "nothing"
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device

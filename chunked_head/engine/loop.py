@@ -1,0 +1,185 @@
+"""The loop over token chunks, and its counterpart over blocks and tiles where gradients come after all statistics."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..backends import Backend, Session
+from ..backends.gradients import Gradients, add_tile
+from ..core.stats import Coefficients, Head, Rows, RowStats
+from ..parallel.shard import Shard
+from ..program.into import Into
+from ..program.planner import DEFAULT_REQUEST, Request, make_plan
+from ..program.plans import Plan
+from .arithmetic.objective import Objective
+from .own_part import OwnPart
+from .packing import Packing
+
+
+@dataclass(frozen=True, eq=False)
+class Call(OwnPart):
+    """Everything of a call that takes no gradient."""
+
+    plan: Plan
+    backend: Backend
+    objective: Objective
+    logit_scale: float
+    softcap: float | None
+    request: Request = DEFAULT_REQUEST
+    into: Into | None = None  # where the weight's gradient goes, instead of back
+    packing: Packing | None = None  # of tokens that only the device can tell from those that do not count
+    shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
+
+    def without_teacher(self) -> "Call":
+        """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
+        return self if self.objective.teacher is None else replace(self, objective=self.objective.without_teacher())
+
+    def with_teacher(self, tensors: Sequence[Tensor]) -> "Call":
+        return self if self.objective.teacher is None else replace(self, objective=self.objective.with_teacher(tensors))
+
+    def head(self, weight: Tensor, bias: Tensor | None) -> Head:
+        """The head in the dtype of the matmuls: under autocast the weight is cast here, once."""
+        sizes = self.plan.sizes
+        bias = None if bias is None else bias[: sizes.vocab].to(sizes.dtype).contiguous()
+        weight = weight.to(sizes.dtype)
+        if sizes.padding:
+            weight = weight[: sizes.vocab]
+        if len(weight) == 1:
+            weight = weight.view(-1).view(weight.shape)  # kernels are told its stride, which may be any
+        add_targets = None if self.shard is None else self.shard.add_targets
+        return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets)
+
+    def replanned(self, request: Request) -> "Call":
+        """The same with the gradients left to backward."""
+        sizes = replace(self.plan.sizes, late_upstream=True)
+        plan = make_plan(sizes, request) if self.shard is None else self.shard.plan(sizes, request)
+        return replace(self, plan=plan)
+
+
+class Operands:
+    """Rows as the matmuls take them, in reused buffers."""
+
+    def __init__(self, call: Call, hidden: Tensor, rows: int):
+        self.call, self.hidden = call, hidden
+        self.gathered = None if call.shard is None else call.shard.gathered(hidden, rows)
+        self.buffer = torch.empty(rows, hidden.shape[1], dtype=call.plan.sizes.dtype, device=hidden.device)
+        teacher = call.objective.teacher
+        self.teacher = None if teacher is None else teacher.cast()  # once, as the weight
+        if self.teacher is not None and self.teacher.hidden is not None and self.teacher.weight is not None:
+            self.teacher_buffer = self.teacher.weight.new_empty(rows, self.teacher.hidden.shape[1])
+
+    def rows(self, rows: slice) -> Rows:
+        packing = self.call.packing
+        target = self.call.target[rows]
+        order = None if packing is None else packing.order[rows]
+        if self.gathered is not None:
+            # rows that are clean stand in the call's order
+            self.raw, self.raw_order = self.gathered.chunk(rows)
+            out = self.clean(self.buffer, self.raw, rows, target, self.raw_order)
+        else:
+            out = self.clean(self.buffer, self.hidden, rows, target, order)
+        teacher = self.teacher
+        if teacher is not None and teacher.hidden is not None:
+            teacher = teacher.with_hidden(self.clean(self.teacher_buffer, teacher.hidden, rows, target, order))
+        elif teacher is not None:
+            teacher = teacher.rows(rows)
+        columns = None if self.call.columns is None else self.call.columns[rows]
+        return Rows(out, target, columns, teacher, order, None if packing is None else packing.count, rows.start)
+
+    def clean(self, buffer: Tensor, source: Tensor, rows: slice, target: Tensor, order: Tensor | None) -> Tensor:
+        out = buffer[: len(target)]
+        self.call.backend.clean_rows(out, source if order is not None else source[rows], target, order)
+        return out
+
+
+def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
+    """One pass over token chunks: statistics, and in the ``forward`` schedule what becomes the gradients."""
+    plan, objective = call.plan, call.objective
+    stats = RowStats.empty(plan.sizes.tokens, objective.demand, objective.dtype, hidden.device)
+    grads = None
+    if plan.schedule == "forward":
+        grads = Gradients.empty(plan, plan.hidden_accumulate, plan.weight_accumulate, hidden.device, call.into)
+        grads.over_ranks = None if call.shard is None else call.shard.hidden_gradient()
+        if call.packing is not None and grads.hidden is not None:
+            grads.hidden.zero_()  # where a token does not count nothing is computed
+    if plan.sizes.tokens == 0:
+        return stats, grads
+    operands = Operands(call, hidden, plan.chunk_tokens)
+    session = call.backend.session(head, plan, tiled=False)
+    if call.shard is not None and operands.gathered is None and call.packing is None:
+        session.tell_targets(hidden, call.target, stats)
+    for at in plan.token_chunks():
+        rows, chunk_stats = operands.rows(at), stats.at(at)
+        whole_stats(call, session, rows, chunk_stats)
+        coefficients = objective.visit(chunk_stats, at, gradient=grads is not None)
+        if grads is not None:
+            assert coefficients is not None
+            # a buffer of the caller's cannot be scaled once all is added
+            grads.gain = None if grads.into is None else objective.gain_so_far
+            session.add_gradients(at, rows, chunk_stats, coefficients, grads)
+            if operands.gathered is not None:
+                # nobody has the call's hidden states all at once
+                session.finish(at, operands.raw, call.own_target[at], grads, operands.raw_order)
+    if grads is not None:
+        if operands.gathered is None:
+            everything, order = slice(0, len(call.target)), None if call.packing is None else call.packing.order
+            session.finish(everything, hidden, call.own_target, grads, order)
+        grads.wait()
+    return stats, grads
+
+
+def whole_stats(call: Call, session: Session, rows: Rows, out: RowStats) -> None:
+    """Statistics of a chunk of rows over all of the vocabulary, wherever it is."""
+    session.stats(rows, out)
+    paired = call.objective.demand.pairing is not None
+    if call.shard is not None:
+        told = call.told[rows.first : rows.first + len(rows.target)]
+        call.shard.merge(call.backend.merge_ranks, rows, told, out, call.objective.demand, session.known_targets)
+    if paired:
+        session.pair_stats(rows, out)
+    if paired and call.shard is not None:
+        call.shard.add_pairs(out)
+
+
+def recompute(
+    call: Call,
+    hidden: Tensor,
+    head: Head,
+    stats: RowStats,
+    coefficients: Coefficients,
+    gain: Tensor | None,  # [] what was taken out of the coefficients
+) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden, weight and bias from coefficients of all tokens.
+
+    Blocks of tokens outside, tiles of the vocabulary inside: a tile of the weight's gradient is one product per block.
+    """
+    plan = call.plan
+    grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device, call.into)
+    grads.over_ranks = None if call.shard is None else call.shard.hidden_gradient()
+    if plan.sizes.tokens:
+        operands = Operands(call, hidden, plan.block_tokens)
+        session = call.backend.session(head, plan, tiled=True)
+        for block in plan.token_blocks():
+            rows = operands.rows(block)
+            d_rows = None
+            if grads.hidden is not None:
+                d_rows = grads.hidden_rows(block)
+                if rows.order is not None:
+                    d_rows = torch.zeros_like(d_rows, dtype=plan.hidden_accumulate)
+                elif plan.hidden_accumulate != d_rows.dtype:
+                    d_rows = torch.empty_like(d_rows, dtype=plan.hidden_accumulate)
+            for tile in plan.column_tiles():
+                dlogits = session.tile_grad(rows, tile, stats.at(block), coefficients.at(block))
+                add_tile(session, dlogits, rows, head.weight[tile], d_rows, grads, tile, block.start == 0, gain, plan)
+            if d_rows is not None and grads.hidden is not None:
+                if gain is not None:
+                    d_rows.mul_(gain)
+                if rows.order is not None:
+                    grads.hidden.index_copy_(0, rows.order, d_rows.to(grads.hidden.dtype))
+                elif d_rows.dtype != grads.hidden.dtype:
+                    grads.hidden_rows(block).copy_(d_rows)
+                grads.hidden_done(block, rows.order)
+        grads.wait()
+    return grads.finish(call.backend, call.objective.one_or_nan, call.objective.one_or_nan, plan)

@@ -1,0 +1,350 @@
+"""What was agreed on for a model, and what came of it: ``model.chunked_head``."""
+
+import contextlib
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import losses
+from ...api.loss import LossOutput
+from ...core.shift import in_backward
+from ...losses.base import Losses
+from ...losses.user.closures import Function
+from ...losses.user.custom import as_losses
+from ...metrics import Metric, MetricValue, combine
+from ...metrics.values import as_metrics
+from .find_head import NotUnderstood, find_heads, make_lazy, make_plain, name_of
+from .first_backward import await_backward
+from .given import check_choices, check_loss, check_options
+from .hung_forward import hung_by
+from .lazy.lazy_head import FSDP1, sizes_of
+from .lazy.tail import Tail, told
+from .running import FORWARDS, OWN, PATCH, exporting, running
+
+OWN_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
+WRAPPING = ("/accelerate/", "/peft/", "/deepspeed/")  # frames between a model and whoever calls it
+REMEDY = (
+    "train on the loss that the forward returns for its labels (label smoothing is an option of "
+    'losses.cross_entropy), call patch_trl() for TRL\'s trainers, or patch_model without them: when="training" then '
+    "fuses a loss outside of the forward as it is"
+)
+
+
+class Agreement:
+    """``print(model.chunked_head)`` tells what is below.
+
+    ``mechanism``: ``"lazy logits"``, or ``"none: "`` and why. ``name``: of the head in the model. ``tied``: whether it
+    shares its weight with the input embeddings. ``tail``: scale, softcap and what else the model's last loss had.
+    ``fused``: how many losses went through this library, ``materialised``: how often logits were computed instead, and
+    ``reasons``: by what; all three outside of ``torch.compile``, whose graphs do not count. ``graph_tail`` and
+    ``graph_reason`` are what the graph that ran last has of a loss and of logits computed.
+    """
+
+    def __init__(
+        self,
+        loss: Losses | Function | None,
+        measured: Sequence[Metric],
+        when: str,
+        logits: str | None,
+        strict: bool,
+        options: dict[str, Any],
+        model: str,
+    ):
+        check_options(options)
+        loss = None if loss is None else as_losses(loss)
+        measured = as_metrics(measured)
+        check_loss(loss, measured)
+        check_choices(when, logits, strict)
+        self.loss, self.measured, self.when, self.logits, self.strict = loss, measured, when, logits, strict
+        self.options, self.model = options, model
+        self.heads: list[Any] = []
+        self.mechanism, self.name, self.tied = "none", "", False
+        self.tail: Tail | None = None
+        self.fused, self.materialised, self.reasons = 0, 0, list[str]()
+        # graphs write these and read none that they did not write: nothing that changes may be what one is made for
+        self.graph_tail: tuple[float, float | None, int | None, int, bool] | None = None
+        self.graph_reason: str | None = None
+        self.graph_ran = self.graph_fused = self.graph_computed = False  # in the forward that runs
+        self.forwards = 0  # of the model, by its class's own forward, outside of graphs
+        self.made_at = ""  # where a loss was made outside of a forward
+        self.settled = False  # whether a backward has come to a loss of the model's own, or it has been said
+        self.lazy = False  # whether the head's call is lazy now, for graphs
+        self.traced = False  # whether a graph says so
+        self.covered = False  # whether a model inside of this one took over
+        self.training = True  # whether the model is, in the forward that runs
+        self.metrics: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # of training, and else
+        self.warned: set[str] = set()
+
+    @property
+    def head(self) -> Any:
+        """The head, the first of several; None without one."""
+        return self.heads[0] if self.heads else None
+
+    @property
+    def asks(self) -> str:
+        """For what beside the model's own loss: what errors call it; empty where it is nothing."""
+        return "loss=" if self.loss is not None else "metrics=" if self.measured else ""
+
+    def settle(self, model: nn.Module, heads: list[Any]) -> None:
+        """On a model's heads."""
+        self.heads, self.mechanism, self.name = heads, "lazy logits", name_of(heads[0], model)
+        get = getattr(model, "get_input_embeddings", None)
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            weight = getattr(get(), "weight", None) if callable(get) else None
+            self.tied = any(weight is parameter for parameter in heads[0].parameters())
+        for head in heads:
+            make_lazy(head, self)
+
+    def release(self) -> None:
+        """The heads are what they were."""
+        for head in self.heads:
+            make_plain(head, self)
+        self.heads = []
+
+    def refuse(self, reason: str) -> None:
+        if self.asks:
+            raise ValueError(f"{self.asks} of patch_model has no effect on this {self.model}: {reason}")
+        self.mechanism = f"none: {reason}"
+        self.warn(f"chunked_head leaves {self.model} as it is: {reason}")
+
+    def __str__(self) -> str:
+        if self.head is None:
+            return f"{self.model}: {self.mechanism}"
+        others = f" and {len(self.heads) - 1} more" if self.heads[1:] else ""
+        head = f"{self.name} {list(sizes_of(self.head) or ())}{others}" + (", tied" if self.tied else "")
+        counts = f"{self.fused} losses fused, logits computed {self.materialised} times"
+        reasons = f" ({'; '.join(self.reasons)})" if self.reasons else ""
+        last = self.tail.numbers if self.tail else self.graph_tail
+        tail = told(*last) if last else "no loss so far"
+        graphs = ["losses fused"] if self.graph_tail else []
+        graphs += [f"logits computed for {self.graph_reason}"] if self.graph_reason else []
+        compiled = f"; in graphs of torch.compile, whose runs do not count: {', '.join(graphs)}" if graphs else ""
+        return f"{self.model}: {head}; {self.mechanism}; {tail}; {counts}{reasons}{compiled}"
+
+    __repr__ = __str__
+
+    def applies(self, model: nn.Module, labelled: bool) -> bool:
+        """Whether a forward's logits are lazy."""
+        if torch.jit.is_tracing() or exporting():
+            return False  # what comes of it may hold tensors alone
+        if self.head is None or labelled:
+            return labelled and self.head is not None
+        training = model.training and torch.is_grad_enabled()
+        if training and self.asks and torch.compiler.is_compiling():  # whose backward tells nothing
+            raise RuntimeError(
+                f"{self.asks} of patch_model has no part in a loss made outside of {self.model}'s forward, which was "
+                f"given no labels; {REMEDY}"
+            )
+        outside = self.when == "training" and training
+        if outside and (is_fully_sharded(model) or is_fully_sharded(self.head)):
+            self.warn(
+                f"chunked_head: {self.model} is sharded by FSDP, which takes its weights away when the forward ends: "
+                "only losses inside of it are fused; give the forward labels"
+            )
+            return False
+        return outside
+
+    def find_again(self, model: nn.Module) -> list[Any]:
+        """The heads, which may be others by now: resized, set, adapted. None where there is none any more."""
+        try:
+            heads = find_heads(model)
+        except NotUnderstood as reason:
+            self.release()
+            self.refuse(str(reason))
+            return []
+        if getattr(model, "_is_replica", False):
+            return heads  # nn.DataParallel's, for this forward
+        if list(map(id, heads)) != list(map(id, self.heads)):
+            self.release()
+            self.settle(model, heads)
+        for head in heads:
+            if head.__dict__.get(PATCH) is not self:
+                make_lazy(head, self)
+        return heads
+
+    @contextlib.contextmanager
+    def being_lazy(self, heads: list[Any], labelled: bool) -> Iterator[list[Tensor]]:
+        """The innermost of the models that share a head and were given labels has it. Gives the list of the model's
+        own losses, as they are made."""
+        compiling = torch.compiler.is_compiling()
+        # here and in no function: a generator's frame is none that a compiler takes by itself
+        thread = 0 if compiling else threading.get_ident()
+        outer: list[Any] = []
+        own: list[Tensor] = []
+        before = 0
+        if not compiling:  # counts are nothing that a graph may depend on
+            for head in heads:
+                outer.append(FORWARDS.get((thread, id(head))))
+                FORWARDS[thread, id(head)] = self
+            OWN[thread, id(self)] = own
+            before = self.fused + self.materialised
+            self.covered, self.made_at = False, ""
+        self.lazy, self.traced = True, compiling
+        self.graph_fused = self.graph_computed = False
+        try:
+            yield own
+        finally:
+            self.lazy = self.traced = False
+            if not compiling:
+                del OWN[thread, id(self)]
+                for head, other in zip(heads, outer, strict=True):
+                    del FORWARDS[thread, id(head)]
+                    if other is not None:
+                        FORWARDS[thread, id(head)] = other
+                        other.covered = True
+        if not labelled or own or self.graph_fused:
+            return
+        if self.asks:
+            raise RuntimeError(
+                f"{self.asks} of patch_model had no effect: {self.model} was given labels and made no loss of "
+                f"{self.name}'s logits that it could stand for{self.because()}; leave {self.asks} out"
+            )
+        if compiling or self.covered or self.graph_computed or self.fused + self.materialised > before:
+            return
+        self.warn(f"chunked_head: {self.model} was given labels and computed no cross-entropy of {self.name}")
+
+    def because(self) -> str:
+        """What is known of where the last loss was made otherwise."""
+        return f" ({self.made_at})" if self.made_at else ""
+
+    def fuses(self, tail: Tail, own: Tensor | None = None) -> None:
+        """Counts a loss; ``own``: the model's own, made inside of its forward."""
+        if torch.compiler.is_compiling():
+            self.graph_tail = tail.numbers
+            self.graph_fused = self.graph_fused or own is not None
+            return
+        self.fused += 1
+        self.tail = tail
+        made = OWN.get((threading.get_ident(), id(self)))
+        if own is None:
+            self.made_at = f"at {place()}"
+        elif made is not None:
+            made.append(own)
+        else:
+            self.graph_fused = True  # between two graphs
+
+    def seen(self, model: nn.Module, output: Any, own: Sequence[Tensor] | None = None) -> None:
+        """Notes what a forward returned, until a backward has told where gradients come from. ``own``: losses of the
+        model's own, None where its logits were not lazy."""
+        if torch.compiler.is_compiling():
+            self.graph_ran = True
+            return
+        self.forwards += 1
+        if in_backward():
+            return  # a checkpoint's
+        # where another patched model has the head it is that one's affair
+        others = self.covered or (self.head is not None and running(self.head) is not None)
+        if not self.unsettled or (others and not self.asks):
+            return
+        if own is not None and not own and self.graph_fused:
+            self.settled = True  # by graphs inside of this forward, whose losses are theirs
+            return
+        if not own:
+            self.made_at = f"outside of the forward that {place(WRAPPING)} called"
+        await_backward(self, own or (), output)
+
+    @property
+    def unsettled(self) -> bool:
+        return not self.settled and torch.is_grad_enabled()
+
+    def passed_by(self, model: nn.Module, output: Any) -> None:
+        """Of a call of the model in which its class's forward did not run."""
+        hung = f"by {hung_by(model)}, which runs instead of the model's forward"
+        if self.asks and model.training:
+            raise RuntimeError(f"{self.asks} of patch_model has no part in a loss made {hung}; {REMEDY}")
+        served = sys.modules.get("chunked_head.integrations.trl.patch")
+        if not (served and served.serves()):
+            self.made_at = hung
+            await_backward(self, (), output)
+
+    def had_backward(self, own: bool) -> None:
+        """The first backward has come to what a forward returned; to the model's own loss?"""
+        if not own and self.asks:
+            raise RuntimeError(
+                f"{self.asks} of patch_model has no part in {self.model}'s loss, which was made outside of its forward"
+                f"{self.because()}; {REMEDY}"
+            )
+        self.settled = True
+        if not own and not self.fused and not self.warned:
+            self.warn(
+                f"chunked_head: a step of {self.model} had its loss from elsewhere{self.because()} and fused nothing; "
+                'give the forward labels and train on its loss, patch_model(model, when="training") for losses outside '
+                "of it, or patch_trl() for TRL's trainers"
+            )
+
+    def materialises(self, what: str) -> None:
+        """Counts logits about to be computed for ``what``, and says so."""
+        compiling = torch.compiler.is_compiling()
+        where = "a place in a graph" if compiling else place()
+        if self.strict:
+            raise RuntimeError(
+                f"{self.model}'s logits would be computed for {what} at {where}, which strict=True forbids; use "
+                "logits.materialise() where you want them"
+            )
+        if compiling:
+            self.graph_reason, self.graph_computed = what, True
+            return
+        self.materialised += 1
+        self.made_at = f"the logits were computed for {what} at {where}"
+        reason = f"{what} at {where}"
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        self.warn(f"chunked_head: {self.model}'s logits are computed after all, for {reason}", once=what)
+
+    def warn(self, message: str, once: str | None = None) -> None:
+        if (once or message) not in self.warned:
+            self.warned.add(once or message)
+            warnings.warn(message, stacklevel=2)
+
+    def loss_of(self, class_weights: Tensor | None, label_smoothing: float, reduction: str) -> Losses:
+        """The sum to compute, for what the model asks of its cross-entropy."""
+        if reduction == "none":
+            raise ValueError("loss= and metrics= of patch_model go with a mean or a sum; this model reduces by itself")
+        if self.loss is None:
+            return losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
+        if class_weights is not None or label_smoothing:
+            raise ValueError(
+                f"{self.model}'s own cross-entropy has class weights or label smoothing, which loss= would drop; give "
+                "them to losses.cross_entropy in loss="
+            )
+        return self.loss
+
+    def check_by_chunks(self) -> None:
+        """Of a head whose chunks go through its own forward."""
+        terms = () if self.loss is None else self.loss.terms
+        if any(summand.normalizer is not None or summand.reduction is not None for _, summand in terms):
+            raise ValueError(
+                f"loss= with a normalizer or reduction of its own does not go with {self.name}, a "
+                f"{type(self.head).__name__}"
+            )
+
+    def takes(self, output: LossOutput) -> None:
+        """Keeps a call's metrics."""
+        if output.metrics:
+            self.metrics[self.training] = combine([self.metrics[self.training], output.metrics])
+
+    def take_metrics(self, training: bool = True) -> Mapping[str, MetricValue]:
+        """What was measured since the last time while the model was training, or was not, by name: each with ``.sum``,
+        ``.count`` and ``.value``, on the device and of this rank (``chunked_head.metrics.all_reduce``)."""
+        taken, self.metrics[training] = self.metrics[training], {}
+        return taken
+
+
+def is_fully_sharded(module: Any) -> bool:
+    """By FSDP2, or as part of what FSDP1 wraps."""
+    names = {base.__name__ for base in type(module).__mro__}
+    return bool(names & {"FSDPModule", FSDP1}) or hasattr(module, "_is_fsdp_managed_module")
+
+
+def place(further: tuple[str, ...] = ()) -> str:
+    """Where in the caller's code, past our frames, torch's and those of ``further`` paths."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and any(own in frame.f_code.co_filename for own in (*OWN_FRAMES, *further)):
+        frame = frame.f_back
+    return "an unknown place" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

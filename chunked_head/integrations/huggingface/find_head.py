@@ -1,0 +1,107 @@
+"""Which module of a model is its head, and whether its logits may be lazy."""
+
+import contextlib
+from typing import Any
+
+from torch import nn
+
+from .hung_forward import loosen
+from .lazy.lazy_head import LazyHead, inner, lazy_class, sizes_of
+from .running import PATCH
+
+
+class NotUnderstood(Exception):
+    """Why a model stays as it is."""
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model inside of PEFT's."""
+    get = getattr(model, "get_base_model", None)
+    return get() if callable(get) else model
+
+
+def find_heads(model: nn.Module) -> list[nn.Module]:
+    """The modules that compute logits, mostly one, found anew at every forward: others put new ones in their place."""
+    get = getattr(model, "get_output_embeddings", None)
+    if not callable(get):
+        raise NotUnderstood(f"{type(model).__name__} has no get_output_embeddings()")
+    try:
+        head = get()
+    except (AttributeError, NotImplementedError) as error:
+        raise NotUnderstood(f"get_output_embeddings() of {type(model).__name__} raises {error!r}") from error
+    if head is None:
+        head = unnamed(model)
+    if not isinstance(head, nn.ModuleList):
+        return [active(head, model)]
+    heads = [active(one, model) for one in head]  # of several codebooks
+    if not heads or any(sizes_of(one) != sizes_of(heads[0]) for one in heads):
+        raise NotUnderstood(f"its heads are {len(heads)} of different sizes")
+    return heads
+
+
+def unnamed(model: nn.Module) -> nn.Module | None:
+    """The head of a model that names none: its one matrix onto the vocabulary (ClvpForCausalLM), else that of the one
+    model inside of it that names one (BlipForConditionalGeneration). Whatever else is there stays as it is."""
+    vocab = getattr(getattr(model, "config", None), "vocab_size", None)
+    own = [module for module in model.children() if isinstance(module, nn.Linear) and module.out_features == vocab]
+    if own:
+        return own[0] if len(own) == 1 else None
+    found = set()
+    for module in model.modules():
+        get = getattr(module, "get_output_embeddings", None)
+        if module is not model and callable(get):
+            with contextlib.suppress(AttributeError, NotImplementedError):
+                found.add(get())
+    found.discard(None)
+    return found.pop() if len(found) == 1 else None
+
+
+def active(head: Any, model: nn.Module) -> nn.Module:
+    """Inside of PEFT's wrapper of a head that is trained whole, the copy that runs."""
+    saved = getattr(head, "modules_to_save", None)
+    if isinstance(saved, nn.ModuleDict):
+        names = [name for name in head.active_adapters if name in saved]
+        if len(names) > 1:
+            raise NotUnderstood(f"its head has {len(names)} active copies of PEFT's modules_to_save")
+        return head.original_module if head.disable_adapters or not names else saved[names[0]]
+    if head is None:
+        raise NotUnderstood("its get_output_embeddings() is None, and no one matrix inside of it is its head")
+    if not isinstance(head, nn.Module):
+        raise NotUnderstood(f"its output embeddings are {type(head).__name__}, not a module")
+    if isinstance(head, nn.Embedding) or any(head is module for module in embeddings(model)):
+        raise NotUnderstood("its output embeddings are its input embeddings' module, which also embeds")
+    if sizes_of(head) is None:
+        raise NotUnderstood(f"its head, {type(head).__name__}, has no in_features and out_features as a matrix has")
+    return head
+
+
+def embeddings(model: nn.Module) -> list[Any]:
+    get = getattr(model, "get_input_embeddings", None)
+    try:
+        return [get()] if callable(get) else []
+    except (AttributeError, NotImplementedError):
+        return []
+
+
+def name_of(head: nn.Module, model: nn.Module) -> str:
+    return next((name for name, module in model.named_modules() if module is head), type(head).__name__)
+
+
+def make_lazy(head: nn.Module, patch: Any) -> None:
+    for module in {inner(head), head}:
+        if not isinstance(module, LazyHead):
+            loosen(module)
+            module.__class__ = lazy_class(type(module))
+    head.__dict__[PATCH] = patch
+
+
+def make_plain(head: nn.Module, patch: Any) -> None:
+    """Back to the class before; where another framework has built on ours, ours stays and does nothing. A head that
+    another model shares by now is left to that."""
+    if head.__dict__.get(PATCH) is not patch:
+        return
+    del head.__dict__[PATCH]
+    for module in {inner(head), head}:
+        if isinstance(module, LazyHead) and type(module) is lazy_class(module.base):
+            loosen(module)
+            module.__class__ = module.base

@@ -1,0 +1,51 @@
+"""What ``patch_model`` is given, checked before anything is changed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ... import losses
+from ...core.options import choice, flag
+from ...engine import head_options
+from ...losses.base import Losses, Summand
+from ...metrics import Metric
+from ...program.demand import Question, answer
+
+# options that say how to compute; what to compute is the model's
+OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into", "upstream", "skip_ignored",
+           "deterministic", "backend")  # fmt: skip
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises what no head and no batch could make right."""
+    unknown = options.keys() - set(OPTIONS)
+    if unknown:
+        raise TypeError(
+            f"patch_model got an unknown option {sorted(unknown)[0]!r}; options of the head are {', '.join(OPTIONS)}; "
+            "scale, softcap, bias and reduction are the model's own"
+        )
+    head_options.check_options(options)
+
+
+def check_choices(when: Any, logits: Any, strict: Any) -> None:
+    choice("patch_model", "when", when, ("labels", "training"))
+    if logits is not None:
+        choice("patch_model", "logits", logits, ("lazy",))
+    flag("strict", strict)
+
+
+def check_loss(loss: Losses | None, measured: Sequence[Metric]) -> None:
+    """Raises what cannot be computed from labels alone."""
+    summands = [] if loss is None else [summand for _, summand in loss.terms]
+    for summand in summands:
+        if summand.token_weights is not None or summand.teacher is not None:
+            raise ValueError(f"{summand.label} has token weights or a teacher, and a model's forward has labels alone")
+    needing: list[Summand | Metric] = [*summands, *measured]
+    for one in needing:
+        if one.fields or one.scope != "token":
+            needs = ", ".join(one.fields) or "segments"
+            raise ValueError(
+                f"{one.label} needs {needs}, and a model's forward has labels alone; call linear_loss on the model's "
+                "hidden states"
+            )
+    # two of a name, or at too many temperatures
+    answer(Question(losses.cross_entropy() if loss is None else loss, tuple(measured), 1.0, 2, 0, None))

@@ -1,0 +1,1 @@
+"""Logits that are computed only where somebody reads them."""

@@ -1,0 +1,154 @@
+"""The cross-entropy of lazy logits: the library's, inside of the head's own call, so that every hook of it runs."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....api.cross_entropy import linear_cross_entropy
+from ....api.logits_loss import logits_loss
+from ....api.loss import linear_loss
+from ..running import running
+from .by_chunks import in_chunks, rows_at_once
+from .source import Source, is_shard
+from .tail import Tail, tail_of
+from .virtual import Virtual, replay
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What a loss is asked for, and whose logits of. ``own``: by the model, inside of its forward; any other stays the
+    cross-entropy that it says."""
+
+    source: Source
+    tail: Tail
+    steps: tuple[tuple[str, Any], ...]
+    target: Tensor
+    class_weights: Tensor | None
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    own: bool
+
+    @property
+    def plain(self) -> bool:
+        return not self.own or not self.source.patch.asks
+
+    def inside(self, head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss; called inside of the head's call, where its hooks have made its parameters ready."""
+        weight = head.weight  # once: a parametrised one is computed each time
+        if is_shard(weight):  # still
+            return self.by_chunks(hidden, forward)
+        return self.run(hidden, weight, head.bias)
+
+    def run(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        patch = self.source.patch
+        head = head_of(self.source, self.tail, weight, bias)
+        head |= {"ignore_index": self.ignore_index, "reduction": self.reduction}
+        if self.plain:
+            return linear_cross_entropy(
+                hidden, target=self.target.to(hidden.device), class_weights=self.class_weights,
+                label_smoothing=self.label_smoothing, **head,
+            )  # fmt: skip
+        loss = patch.loss_of(self.class_weights, self.label_smoothing, self.reduction)
+        found = linear_loss(hidden, target=self.target.to(hidden.device), loss=loss, metrics=patch.measured, **head)
+        patch.takes(found)
+        return found.loss
+
+    def by_chunks(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss through the head's own forward, some rows at a time, computed again in backward: for heads that
+        are more than a matrix (adapters, quantised weights, shards)."""
+        self.source.patch.check_by_chunks()
+        rows, target = hidden.reshape(-1, hidden.shape[-1]), self.target.reshape(-1)
+        chunk = rows_at_once(self.source.head.columns)
+        pieces = in_chunks(functools.partial(self.part, head), chunk, rows, target)
+        if self.reduction == "none":
+            return torch.cat(pieces).reshape(self.target.shape)
+        total = torch.stack(pieces).sum()
+        return total if self.reduction == "sum" else total / counted(self)
+
+    def part(self, head: Callable[[Tensor], Tensor], rows: Tensor, ids: Tensor, before: list[bool]) -> Tensor:
+        """The sum over some rows; ``before`` remembers that it was computed, for the second time in backward."""
+        patch, real = self.source.patch, replay(head(rows), self.steps)
+        if self.plain:
+            values = F.cross_entropy(
+                real, ids, self.class_weights, ignore_index=self.ignore_index, reduction="none",
+                label_smoothing=self.label_smoothing,
+            )  # fmt: skip
+            # float16 does not hold the sum of many tokens
+            return values if self.reduction == "none" else values.sum(dtype=wide(values.dtype))
+        reduction = "none" if self.reduction == "none" else "sum"
+        loss = patch.loss_of(self.class_weights, self.label_smoothing, reduction)
+        found = logits_loss(
+            real, ids, loss, metrics=patch.measured, reduction=reduction, ignore_index=self.ignore_index
+        )
+        if not before:
+            patch.takes(found)
+        before.append(True)
+        return found.loss
+
+
+def cross_entropy(
+    logits: Virtual,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """``F.cross_entropy`` of class ids; NotImplemented where it is another one."""
+    tail, source = tail_of(logits), logits.source
+    rows = tuple(logits.shape[:-1])
+    plain = size_average is None and reduce is None and isinstance(target, Tensor)
+    # PyTorch's classes are the second dimension: the last of one or two
+    if not plain or len(rows) > 1 or tuple(target.shape) != rows or target.is_floating_point():
+        return NotImplemented
+    if tail is None or not source.fuses:
+        return NotImplemented
+    if source.autocast is None and any(vector.dtype != logits.hidden.dtype for vector, _ in tail.biases):
+        return NotImplemented
+    rounded = not torch.is_autocast_enabled(source.device_type)  # autocast computes a cross-entropy in fp32
+    target = target.to(logits.hidden.device, torch.int64)
+    own = running(source.head) is source.patch
+    asked = Asked(source, tail, logits.steps, target, weight, ignore_index, reduction, float(label_smoothing), own)
+    with source.state(), torch.set_grad_enabled(source.grad and torch.is_grad_enabled()):
+        # a filled logit has no gradient, which a target among the filled ids would have of a very low bias
+        if source.head.reads_weight and not tail.filled:
+            loss = source.head.real(logits.hidden, chunked_head_loss=asked.inside)
+        else:
+            loss = asked.by_chunks(logits.hidden, source.head.real)
+            rounded = False  # a forward of its own may give other dtypes than it takes
+    loss = loss.to(logits.dtype if rounded else wide(logits.dtype))
+    source.patch.fuses(tail, loss if own else None)
+    return loss
+
+
+def head_of(source: Source, tail: Tail, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    """The head with what the model does behind it, as options of this library's functions."""
+    if weight.shape[0] != source.head.columns:
+        raise RuntimeError(
+            f"the head's weight has {weight.shape[0]} rows where {source.head.columns} were expected; if a sharding "
+            "framework holds a part of it, its hooks have to run around the head's call"
+        )
+    cropped = weight if tail.vocab is None else weight[: tail.vocab]
+    given = {"weight": cropped, "bias": tail.bias(bias, weight), "softcap": tail.softcap}
+    return given | {"logit_scale": tail.logit_scale, **source.patch.options}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def counted(asked: Asked) -> Tensor:
+    """The denominator of a mean, 1 where nothing counts."""
+    counts = asked.target != asked.ignore_index
+    if asked.class_weights is None:
+        return counts.sum().clamp(min=1)
+    weights = asked.class_weights[asked.target.where(counts, 0)].where(counts, 0).sum()
+    return weights.where(weights != 0, 1)

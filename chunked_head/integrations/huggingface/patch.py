@@ -1,0 +1,233 @@
+"""Any HuggingFace model with one line: its forward computes its loss through this library."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ...losses.base import Losses
+from ...losses.user.closures import Function
+from ...metrics import Metric
+from .agreement import Agreement
+from .find_head import NotUnderstood, base_model, find_heads
+from .first_backward import forget
+from .hung_forward import hides, hung_by, loosen
+from .lazy.lazy_logits import LazyLogits
+from .lazy.lazy_stack import LazyStack
+from .lazy.traced_logits import TracedLogits
+from .running import running
+from .traceable import make_plain_again, make_traceable
+
+REPORT = "chunked_head"  # the attribute of a patched model
+LABELS = ("labels", "shift_labels")
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def patch_model(
+    model: Model,
+    loss: Losses | Function | None = None,
+    *,
+    metrics: Sequence[Metric] = (),
+    when: str = "labels",
+    logits: str | None = "lazy",
+    strict: bool = False,
+    **head_options: Any,
+) -> Model:
+    """Makes the forward of a HuggingFace model compute its loss through this library. Same loss and gradients as
+
+        output = model(input_ids, labels=labels)      # ForCausalLMLoss of lm_head(hidden), scaled, capped, ...
+
+    without the logits, for any model with ``get_output_embeddings()``: while labels are given, its head returns lazy
+    logits that remember what the model does to them (casts, scales, caps, slices, reshapes), and the model's own call
+    of ``F.cross_entropy`` becomes ``linear_cross_entropy``. Whatever else is done with them computes them, as before,
+    and says where, once. No copy of any model's code is involved, ``num_items_in_batch``, ``logits_to_keep``, auxiliary
+    losses and generation are the model's own.
+
+        model = patch_model(AutoModelForCausalLM.from_pretrained(name))
+        Trainer(model, ...).train()
+        print(model.chunked_head)                     # which head, which scale and cap, how many losses went through
+
+    Args:
+        model: a transformers model, or PEFT's around one; before or after PEFT, DDP's and FSDP2's wrapping of it.
+        loss: what to compute instead of the cross-entropy: a sum of ``chunked_head.losses`` that need labels alone,
+            such as ``losses.cross_entropy() + 1e-4 * losses.z_loss()``, reduced as the model reduces its own, or a
+            function as in ``linear_loss``. It stands for what the model computes inside of its forward;
+            ``F.cross_entropy(output.logits, ...)`` stays plain.
+        metrics: of ``chunked_head.metrics`` that need labels alone, from the same softmax pass: summed on the device
+            over forwards until ``model.chunked_head.take_metrics()``; ``integrations.trainer.log_metrics`` logs them.
+            Of the model's own loss too: where the first backward shows that a step's loss was made elsewhere, ``loss``
+            and ``metrics`` raise.
+        when: ``"labels"``: while ``forward`` is given labels. ``"training"``: also while ``model.training`` with
+            gradients enabled, for losses outside of it (``compute_loss_func``), as they are; not under FSDP.
+        logits: ``"lazy"``: ``output.logits`` are computed when read, which has to be before the optimizer's step (an
+            error after it) and have no gradient of the loss. None: the output has none where labels were given.
+        strict: raises where lazy logits would be computed, instead of a warning.
+        head_options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``accumulate_into``, ``upstream``,
+            ``skip_ignored``, ``deterministic``, ``backend`` of ``linear_cross_entropy``.
+
+    Returns:
+        ``model`` itself. ``model.chunked_head`` (on the model inside of PEFT's) reports. To patch again changes the
+        options; ``unpatch_model`` takes everything back. A model whose head is not understood stays as it is, with a
+        warning that says why (an error where it was given a loss or metrics).
+
+    Where every label is -100 the loss is 0 with zero gradients rather than nan. Where somebody's forward or backward
+    hook on the head is to see logits they are computed, and said to be. Traced or exported, the model is the plain one.
+
+    Raises:
+        TypeError, ValueError: for options that are none or wrong; ``loss`` or ``metrics`` that need more than labels; a
+            wrapper that torch.compile or DataParallel made. RuntimeError: while training, where ``loss`` or ``metrics``
+            would have no effect.
+    """
+    inner = the_model(model, "patch_model")
+    agreed = Agreement(loss, metrics, when, logits, strict, head_options, type(inner).__name__)
+    unpatch_model(model)
+    try:
+        loosen(inner)
+        if hides(inner):
+            raise NotUnderstood(
+                f"its forward is hung on the instance by {hung_by(inner)} and runs instead of its class's; patch_model "
+                "comes before that"
+            )
+        agreed.settle(inner, find_heads(inner))
+        make_traceable(inner, agreed)
+    except NotUnderstood as reason:
+        agreed.refuse(str(reason))
+        setattr(inner, REPORT, agreed)
+        return model
+    inner.__class__ = patched_class(type(inner))
+    setattr(inner, REPORT, agreed)
+    return model
+
+
+def unpatch_model(model: Model) -> Model:
+    """Takes ``patch_model`` back; returns ``model``. Nothing happens to a model that is not patched.
+
+    Raises:
+        TypeError: ``model`` is no model, or a wrapper around one.
+    """
+    inner = the_model(model, "unpatch_model")
+    agreed = inner.__dict__.pop(REPORT, None)
+    if isinstance(agreed, Agreement):
+        agreed.release()
+        make_plain_again(agreed)
+        forget(agreed)
+    if isinstance(inner, Patched) and type(inner) is patched_class(inner.base):
+        loosen(inner)
+        inner.__class__ = inner.base
+    return model
+
+
+# around a model, and nothing of it but a call: who makes them, and where they have the model
+WRAPPERS = {
+    "OptimizedModule": ("torch.compile", "_orig_mod"),
+    "DataParallel": ("torch.nn.DataParallel", "module"),
+    "DistributedDataParallel": ("torch.nn.parallel.DistributedDataParallel", "module"),
+    "DeepSpeedEngine": ("deepspeed.initialize", "module"),
+}
+
+
+def the_model(model: Any, function: str) -> nn.Module:
+    """The model that an argument names, inside of PEFT's."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model of {function} must be a torch.nn.Module, got {type(model).__name__}")
+    for kind in type(model).__mro__:
+        if kind.__name__ in WRAPPERS:
+            by, where = WRAPPERS[kind.__name__]
+            raise TypeError(
+                f"model of {function} must be the model itself, got the {kind.__name__} that {by} made of one; "
+                f"{function} the model first and give {by} the result, or pass model.{where}"
+            )
+    return base_model(model)
+
+
+class Patched:
+    """Put before a model's class."""
+
+    base: type
+    training: bool
+    labels_at: tuple[tuple[str, int], ...]  # names of forward's labels, and their places among its arguments
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return made_again, (self.base,), self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        if isinstance(agreed := self.__dict__.get(REPORT), Agreement):
+            make_traceable(self, agreed)  # type: ignore[arg-type]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        agreed: Any = self.__dict__.get(REPORT)
+        hung = agreed is not None and "forward" in self.__dict__ and not torch.compiler.is_compiling()
+        if not hung or not agreed.unsettled:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        before, agreed.graph_ran = agreed.forwards, False
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if agreed.forwards == before and not agreed.graph_ran:
+            agreed.passed_by(self, output)
+        return output
+
+    def given_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        for name, at in self.labels_at:
+            if kwargs.get(name) is not None or (0 <= at < len(args) and args[at] is not None):
+                return True
+        return False
+
+
+def made_again(base: type) -> Any:
+    return object.__new__(patched_class(base))
+
+
+classes: dict[type, type] = {}
+
+
+def patched_class(base: type) -> type:
+    """The class of patched models of class ``base``, which goes by its name."""
+    if base in classes:
+        return classes[base]
+    before = base.forward  # type: ignore[attr-defined]
+    names = [name for name in inspect.signature(before).parameters if name != "self"]
+    labels_at = tuple((name, names.index(name) if name in names else -1) for name in LABELS)
+
+    @functools.wraps(before)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, Patched):  # no more, and somebody kept this method
+            return type(self).forward(self, *args, **kwargs)
+        agreed: Any = self.__dict__.get(REPORT)
+        labelled = agreed is not None and self.given_labels(args, kwargs)
+        heads = agreed.find_again(self) if agreed is not None and agreed.applies(self, labelled) else []
+        if not heads or running(heads[0]) is agreed:
+            output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            if agreed is not None and not heads:
+                agreed.seen(self, output)
+            return output
+        agreed.training = self.training
+        with agreed.being_lazy(heads, labelled) as own:
+            output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        agreed.seen(self, output, own)
+        return without_logits(output) if agreed.logits is None and labelled else output
+
+    members = {
+        "forward": forward, "base": base, "labels_at": labels_at, "__module__": base.__module__,
+        "__qualname__": base.__qualname__, "__doc__": base.__doc__,
+    }  # fmt: skip
+    classes[base] = type(base.__name__, (Patched, base), members)
+    return classes[base]
+
+
+def without_logits(output: Any) -> Any:
+    """A model's output without what nobody computed."""
+    lazy = (LazyLogits, LazyStack, TracedLogits)
+    if isinstance(output, dict):  # transformers' ModelOutput is one
+        return type(output)(**{key: None if isinstance(value, lazy) else value for key, value in output.items()})
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)._make(None if isinstance(part, lazy) else part for part in output)  # type: ignore[attr-defined]
+    if isinstance(output, (tuple, list)):
+        return type(output)(part for part in output if not isinstance(part, lazy))
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        names = [name for name, value in vars(output).items() if isinstance(value, lazy)]
+        return dataclasses.replace(output, **dict.fromkeys(names))
+    return output

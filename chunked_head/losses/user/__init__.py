@@ -1,0 +1,1 @@
+"""Losses that users write: made, and checked before they are trusted."""

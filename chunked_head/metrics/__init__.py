@@ -1,0 +1,36 @@
+"""Metrics from the statistics that losses are made of: no softmax pass of their own, nothing read from the device."""
+
+from .functions import (
+    AGAINST,
+    accuracy,
+    advantage,
+    clip_fraction,
+    effective_sample_size,
+    entropy,
+    kl_old,
+    kl_reference,
+    logprob,
+    lse,
+    mean_logit,
+    perplexity,
+    ratio,
+    top_probability,
+)
+from .values import (
+    Finish,
+    Metric,
+    MetricOptions,
+    MetricValue,
+    Reduce,
+    Weighting,
+    all_reduce,
+    combine,
+    merge,
+    unit_weights,
+)
+
+__all__ = [
+    "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "accuracy", "advantage",
+    "all_reduce", "clip_fraction", "combine", "effective_sample_size", "entropy", "kl_old", "kl_reference", "logprob",
+    "lse", "mean_logit", "merge", "perplexity", "ratio", "top_probability", "unit_weights",
+]  # fmt: skip

@@ -1,0 +1,270 @@
+"""What a metric is, and its values: sums and counts, or extrema, that add up over micro-batches and ranks.
+
+A ``Metric`` is a function of ``(stats, batch)`` that gives one value per token or per segment, and how those become one
+number: a sum and a count, or an extremum. Both reduce correctly over micro-batches (``combine``) and ranks
+(``all_reduce``); only ``MetricValue.value`` divides.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+from ..core.options import INFINITY, check_temperature, choice, refuse_unknown
+from ..losses.base import Field, Scope
+
+Reduce = Literal["mean", "max", "min"]
+Weighting = Literal["token", "segment", "document"]
+Finish = Literal["mean", "perplexity", "effective_sample_size", "effective_sample_fraction"]
+
+
+class MetricOptions(TypedDict, total=False):
+    """What every metric takes beside its own options.
+
+    ``weighting``, of a mean: ``"token"`` over all tokens; ``"segment"``, ``"document"`` over segments (documents) with
+    a token, of the mean over each one's tokens, by the token fields ``segments`` and ``documents``, in which -1 means
+    none. ``temperature`` divides the logits that the metric sees (None: the call's). ``name`` is the key in
+    ``out.metrics``.
+    """
+
+    weighting: Weighting
+    temperature: float | None
+    name: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """``function(stats, batch, **options)`` gives values per unit, [n] or, with several components, [n, c]."""
+
+    kind: str  # the name of its factory
+    function: Callable[..., Tensor]
+    options: Mapping[str, Any] = field(default_factory=dict)  # hashable: part of what is compiled
+    needs: frozenset[str] = frozenset()
+    fields: tuple[str, ...] = ()
+    optional_fields: tuple[str, ...] = ()
+    extra_fields: Mapping[str, Field] = field(default_factory=dict)  # what FIELDS does not know
+    scope: Scope = "token"
+    unit: Literal["token", "segment"] = "token"
+    reads_target: bool = True
+    reduce: Reduce = "mean"
+    weighting: Weighting = "token"  # of unit token; the mean of segments is over those with a token
+    finish: Finish = "mean"  # from sums and count to .value
+    temperature: float | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        where = f"metrics.{self.kind}"
+        choice(where, "reduce", self.reduce, ("mean", "max", "min"))
+        choice(where, "weighting", self.weighting, ("token", "segment", "document"))
+        choice(where, "unit", self.unit, ("token", "segment"))
+        choice(where, "scope", self.scope, ("token", "segment"))
+        choice(where, "finish", self.finish, tuple(FINISH))
+        if self.unit == "segment" and self.scope != "segment":
+            raise ValueError(f'{where} has values per segment, which need all tokens: scope="segment"')
+        if self.weighting != "token" and (self.unit != "token" or self.reduce != "mean"):
+            raise ValueError(f"weighting of {where} is that of a mean over tokens; here it has no meaning")
+        check_temperature(where, self.temperature)
+        if self.weighting != "token" and self.ids not in self.fields:
+            object.__setattr__(self, "fields", (*self.fields, self.ids))
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind
+
+    @property
+    def key(self) -> tuple:
+        """Equal for metrics that compile to the same code."""
+        options = tuple(sorted(self.options.items()))
+        return self.function, options, self.unit, self.temperature, self.reduce, self.weighting
+
+    @property
+    def components(self) -> int:
+        """Numbers per unit."""
+        return 2 if self.finish in ("effective_sample_size", "effective_sample_fraction") else 1
+
+    @property
+    def ids(self) -> str:
+        """The field that the weighting goes by."""
+        return "documents" if self.weighting == "document" else "segments"
+
+    def values(self, stats: Any, batch: Any) -> Tensor:
+        return self.function(stats, batch, **self.options)
+
+
+def make(kind: str, function: Callable[..., Tensor], common: Mapping[str, Any], **known: Any) -> Metric:
+    """A metric of ``kind``; ``common`` are MetricOptions, ``known`` fields of Metric, ``name`` the default name."""
+    refuse_unknown("metrics", kind, common, MetricOptions.__annotations__)
+    if common.get("weighting") is not None and known.get("unit") == "segment":
+        raise ValueError(f"weighting of metrics.{kind} has no meaning here: its values are per segment")
+    given = {name: value for name, value in common.items() if value is not None}
+    return Metric(kind, function, **(known | given))
+
+
+def as_metrics(metrics: Any) -> tuple[Metric, ...]:
+    """Those of a call, or an error that says what was given instead."""
+    if isinstance(metrics, Metric):
+        raise TypeError(
+            f"metrics must be a list of chunked_head.metrics, got one, {metrics.label!r}; put it into a list"
+        )
+    if not isinstance(metrics, Iterable) or isinstance(metrics, str | Mapping | Tensor):
+        raise TypeError(f"metrics must be a list of chunked_head.metrics, got {metrics!r}; leave it out for none")
+    measured = tuple(metrics)
+    for metric in measured:
+        if not isinstance(metric, Metric):
+            got = type(metric).__name__
+            raise TypeError(f"metrics must hold chunked_head.metrics, got {got}; call its factory, metrics.entropy()")
+    return measured
+
+
+@dataclass(frozen=True, eq=False)
+class MetricValue:
+    """A metric of some tokens: ``sum`` and ``count``, or ``extremum``; 0-d, or [c] with c components, on the device."""
+
+    reduce: Reduce = "mean"
+    sum: Tensor | None = None
+    count: Tensor | None = None  # 0-d: tokens, or segments or documents with a token
+    extremum: Tensor | None = None  # the maximum of nothing is -inf, its minimum inf
+    finish: Finish = "mean"
+    whole_of: str | None = None  # name of the process group whose ranks' tokens it is of, and not one rank's alone
+
+    @property
+    def value(self) -> Tensor:
+        """What to log, on the device and never nan for want of tokens: the mean of nothing is 0, its perplexity 1."""
+        if self.reduce != "mean":
+            assert self.extremum is not None
+            return self.extremum
+        assert self.sum is not None and self.count is not None
+        return FINISH[self.finish](self.sum, self.count)
+
+
+def _mean(total: Tensor, count: Tensor) -> Tensor:
+    return total / torch.where(count > 0, count, 1.0)
+
+
+def _effective_sample_size(total: Tensor, count: Tensor) -> Tensor:
+    weights, squares = total.unbind(-1)
+    return torch.where(squares > 0, weights.square() / torch.where(squares > 0, squares, 1.0), 0.0)
+
+
+FINISH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": _mean,
+    "perplexity": lambda total, count: _mean(total, count).exp(),
+    "effective_sample_size": _effective_sample_size,
+    "effective_sample_fraction": lambda total, count: _mean(_effective_sample_size(total, count), count),
+}
+
+
+# ---- from values to sums, and from sums to sums
+
+
+def unit_weights(ids: Tensor, mask: Tensor, number: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Weights [n] that make a sum over tokens one of the segments' means, and how many segments have a token (0-d).
+
+    1 / (tokens that count in the token's segment), 0 where a token does not count or is of no segment. ``ids`` [n] in
+    [-1, number), ``mask`` [n] of all the call's tokens: a chunk takes its slice.
+    """
+    kept = mask & (ids >= 0)
+    index = torch.where(kept, ids, number)
+    counts = torch.zeros(number + 1, dtype=dtype, device=ids.device).index_add(0, index, kept.to(dtype))[:-1]
+    return weights_in(counts, ids, mask), (counts > 0).sum().to(dtype)
+
+
+def weights_in(counts: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    """The weights of ``unit_weights`` where it is known how many tokens of each segment count, ``counts`` [number]."""
+    kept = mask & (ids >= 0)
+    return torch.where(kept, 1.0 / counts.clamp(min=1.0)[ids.clamp(min=0)], 0.0)
+
+
+def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
+    """What ``values`` [n] or [n, c] of some units add to a sum where ``mask`` [n], 0 elsewhere; or what an extremum is
+    taken of, with infinities elsewhere. fp32 at least, without gradient.
+
+    ``weights`` [n] are those of ``unit_weights`` where the metric's weighting asks for them.
+    """
+    values = values.detach()
+    if values.dtype != torch.float64:
+        values = values.float()
+    wide = (-1,) + (1,) * (values.dim() - 1)
+    if metric.reduce != "mean":
+        return torch.where(mask.view(wide), values, -INFINITY if metric.reduce == "max" else INFINITY)
+    if weights is not None:
+        mask = mask & (weights > 0)
+        values = values * weights.view(wide)
+    return torch.where(mask.view(wide), values, 0.0)
+
+
+def merge(a: MetricValue, b: MetricValue) -> MetricValue:
+    """The metric of the tokens of both, for example of two micro-batches."""
+    if a.whole_of != b.whole_of:
+        raise ValueError(
+            "metrics of one rank's tokens and of all ranks' cannot be merged: give both calls the same parallel="
+        )
+    if (a.reduce, a.finish) != (b.reduce, b.finish):
+        raise ValueError(f"metrics that differ cannot be merged: {a.reduce}, {a.finish} and {b.reduce}, {b.finish}")
+    if a.reduce != "mean":
+        assert a.extremum is not None and b.extremum is not None
+        larger = torch.maximum if a.reduce == "max" else torch.minimum
+        return replace(a, extremum=larger(a.extremum, b.extremum))
+    assert a.sum is not None and b.sum is not None and a.count is not None and b.count is not None
+    return replace(a, sum=a.sum + b.sum, count=a.count + b.count)
+
+
+def combine(several: Iterable[Mapping[str, MetricValue]]) -> dict[str, MetricValue]:
+    """``out.metrics`` of micro-batches as that of all their tokens; a name that some lack counts where it is.
+
+    A segment or document that lies in two micro-batches counts in each.
+    """
+    combined: dict[str, MetricValue] = {}
+    for metrics in several:
+        for name, value in metrics.items():
+            combined[name] = merge(combined[name], value) if name in combined else value
+    return combined
+
+
+def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[str, MetricValue]:
+    """``metrics`` over the ranks of ``group``: one SUM of all sums and counts, one MAX of all extrema.
+
+    Every rank must hold metrics of the same names and kinds (in any order), those without tokens included. On
+    vocabulary-parallel ranks metrics are equal already: reduce over groups that hold different tokens. Those of a call
+    with ``TokenParallel`` over this group are whole already, and stay as they are. Without an initialised process
+    group there is nothing to do. fp32, fp64 where a metric is.
+    """
+    from torch import distributed
+
+    if not metrics or not (distributed.is_available() and distributed.is_initialized()):
+        return dict(metrics)
+    whole: Any = distributed.group.WORLD
+    here = whole.group_name if group is None else group.group_name
+    names = sorted(name for name in metrics if metrics[name].whole_of != here)  # the same order on every rank
+    means = [name for name in names if metrics[name].reduce == "mean"]
+    extrema = [name for name in names if metrics[name].reduce != "mean"]
+    reduced = {name: value for name, value in metrics.items() if value.whole_of == here}
+    if means:
+        parts = [part for name in means for part in (metrics[name].sum, metrics[name].count) if part is not None]
+        sums = iter(_reduced(parts, distributed.ReduceOp.SUM, group))
+        reduced |= {name: replace(metrics[name], sum=next(sums), count=next(sums)) for name in means}
+    if extrema:
+        # minima travel as maxima of what they are the negative of
+        signs = [1.0 if metrics[name].reduce == "max" else -1.0 for name in extrema]
+        parts = [sign * _extremum(metrics[name]) for name, sign in zip(extrema, signs, strict=True)]
+        largest = _reduced(parts, distributed.ReduceOp.MAX, group)
+        for name, sign, part in zip(extrema, signs, largest, strict=True):
+            reduced[name] = replace(metrics[name], extremum=sign * part)
+    return {name: reduced[name] for name in metrics}
+
+
+def _extremum(value: MetricValue) -> Tensor:
+    assert value.extremum is not None
+    return value.extremum
+
+
+def _reduced(parts: list[Tensor], operation: Any, group: Any) -> list[Tensor]:
+    from torch import distributed
+
+    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    packed = torch.cat([part.reshape(-1).to(dtype) for part in parts])
+    distributed.all_reduce(packed, op=operation, group=group)
+    pieces = packed.split([part.numel() for part in parts])
+    return [piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts, strict=True)]

@@ -1,0 +1,1 @@
+"""From arguments to a plan: checks, statistics needed, sizes, memory, and the planner."""

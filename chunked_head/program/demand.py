@@ -1,0 +1,197 @@
+"""From losses and metrics to the statistics and softmaxes that a call needs: the ``Structure`` and its ``Demand``."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..core.stats import Demand, Pairing, View
+from ..losses.base import Losses, Summand, Teacher
+from ..metrics import Metric
+
+# what a loss asks for -> the statistic that it is made of
+LEAF = {"mean_logit": "weighted_sum", "weighted_sum": "weighted_sum", "topk_logprobs": "column_logits"}
+DENSE_LEAVES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+
+
+SUFFIX = ("", "2")  # of the names of statistics, by view
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """What is compiled."""
+
+    summands: tuple[tuple[Summand, int], ...]  # with the view that each sees
+    metrics: tuple[tuple[Metric, int], ...]
+    views: tuple[View, ...]
+    pairing: Pairing | None
+    leaves: frozenset[str]  # that a gradient is wanted to
+    vocab: int
+
+    @functools.cached_property
+    def key(self) -> tuple:
+        summands = tuple((summand.key, view) for summand, view in self.summands)
+        metrics = tuple((metric.key, view) for metric, view in self.metrics)
+        return summands, metrics, self.views, self.pairing, self.leaves, self.vocab
+
+    @functools.cached_property
+    def values_only(self) -> "Structure":
+        """The same without a gradient."""
+        return replace(self, leaves=frozenset())
+
+    @property
+    def compiled(self) -> bool:
+        return all(summand.compiled for summand, _ in self.summands)
+
+
+class Question(NamedTuple):
+    """What a call asks, with sizes."""
+
+    losses: Losses
+    metrics: tuple[Metric, ...]
+    temperature: float  # the call's
+    vocab: int
+    columns: int = 0  # K of teacher_ids
+    teacher_vocab: int | None = None  # of a dense teacher
+
+
+class Answer(NamedTuple):
+    structure: Structure
+    demand: Demand
+    temperature: float  # that of the first view, which goes into the head's scale and cap
+    teacher: Teacher | None  # its temperature resolved
+    class_weights: Tensor | None  # of weighted_sum
+    segment_metrics: tuple[tuple[Metric, int], ...]  # those that must see all tokens
+
+
+# by losses, as long as they live
+ANSWERS: "WeakKeyDictionary[Losses, dict[tuple, Answer]]" = WeakKeyDictionary()
+MOST_ANSWERS = 16  # of one sum of losses, with metrics or sizes that change
+
+
+def answer(question: Question) -> Answer:
+    """The softmaxes, statistics and derivatives of a call; ValueError where one cannot have them all."""
+    if any(isinstance(size, torch.SymInt) for size in question):
+        return find_answer(question)  # while a graph is made: of no size that will come again
+    known = ANSWERS.setdefault(question.losses, {})
+    key = question[1:]
+    if key not in known:
+        if len(known) >= MOST_ANSWERS:
+            known.clear()
+        known[key] = find_answer(question)
+    return known[key]
+
+
+def find_answer(question: Question) -> Answer:
+    summands = [summand for _, summand in question.losses.terms]
+    check_names(summands, question.metrics)
+    shared = question.teacher_vocab is not None and question.teacher_vocab < question.vocab
+    limit = question.teacher_vocab if shared else None
+
+    def wanted(one: Summand | Metric) -> tuple[float, int | None]:
+        dense = isinstance(one, Summand) and one.teacher is not None
+        temperature = question.temperature if one.temperature is None else float(one.temperature)
+        return temperature, limit if dense else None
+
+    everything: list[Summand | Metric] = [*summands, *question.metrics]
+    asked = list(dict.fromkeys(wanted(one) for one in everything)) or [(question.temperature, None)]
+    whole = [pair for pair in asked if pair[1] is None]
+    # the first view is over the whole vocabulary: what becomes the head's scale, and is there in any case
+    first = whole[0] if whole else (asked[0][0], None)
+    ordered = [first, *(pair for pair in asked if pair != first)]
+    if len(ordered) > 2:
+        raise ValueError(
+            "a call has at most two softmaxes, over different temperatures or vocabularies; these losses and metrics "
+            f"ask for temperatures {', '.join(f'{t:g}' for t in dict.fromkeys(t for t, _ in ordered))}"
+            + (" and for the vocabulary shared with the teacher besides" if shared else "")
+            + "; split them over two calls"
+        )
+    views = tuple(View(first[0] / temperature, columns) for temperature, columns in ordered)
+    index = {pair: i for i, pair in enumerate(ordered)}
+    seen = [(summand, index[wanted(summand)]) for summand in summands]
+    measured = [(metric, index[wanted(metric)]) for metric in question.metrics]
+
+    leaves = {f"{name}{SUFFIX[view]}" for _, view in seen for name in ("logprob", "lse")}
+    for summand, view in seen:
+        leaves |= {found for name in summand.needs if (found := leaf(name, view)) is not None}
+    statistics = {(name, index[wanted(one)]) for one in everything for name in one.needs}
+    names = {name for name, _ in statistics}
+    teacher, pairing = pair_up(seen, names, question, ordered)
+    differentiable = frozenset(leaves)
+    used = {view for _, view in seen}
+    demand = Demand(
+        views=views,
+        entropy=tuple(("entropy", i) in statistics for i in range(len(views))),
+        weighted_sum=bool(names & {"mean_logit", "weighted_sum"}),
+        top=bool(names & {"argmax", "top_logprob"}),
+        columns=question.columns if "topk_logprobs" in names else 0,
+        pairing=pairing,
+        rank_one=used <= {0} and differentiable <= {"logprob", "lse"},
+    )
+    local = tuple(pair for pair in measured if pair[0].scope == "token")
+    structure = Structure(tuple(seen), local, views, pairing, differentiable, question.vocab)
+    apart = tuple(pair for pair in measured if pair[0].scope != "token")
+    return Answer(structure, demand, first[0], teacher, smoothing_weights(summands, names), apart)
+
+
+def leaf(name: str, view: int) -> str | None:
+    """The statistic that a gradient goes to, None for one that takes none."""
+    if name in ("entropy", "logprob", "lse"):
+        return name + SUFFIX[view]
+    if name in DENSE_LEAVES:
+        return name
+    return LEAF.get(name)
+
+
+def check_names(summands: Sequence[Summand], metrics: Sequence[Metric]) -> None:
+    for what, labels in (("the losses", [s.label for s in summands]), ("the metrics", [m.label for m in metrics])):
+        twice = {label for label in labels if labels.count(label) > 1}
+        if twice:
+            raise ValueError(f"two of {what} are called {sorted(twice)[0]!r}; give one of them another name=")
+
+
+def pair_up(
+    seen: list[tuple[Summand, int]], names: set[str], question: Question, ordered: list[tuple[float, int | None]]
+) -> tuple[Teacher | None, Pairing | None]:
+    """The one dense teacher of a call and what is wanted of it."""
+    dense = [(summand, view) for summand, view in seen if summand.teacher is not None]
+    if not dense:
+        return None, None
+
+    def resolved(summand: Summand, view: int) -> Teacher:
+        assert summand.teacher is not None
+        own = summand.teacher.temperature
+        return summand.teacher._replace(temperature=ordered[view][0] if own is None else own, beta=None)
+
+    kinds = {(resolved(summand, view), view) for summand, view in dense}
+    betas = {s.teacher.beta for s, _ in dense if s.teacher is not None and s.teacher.beta is not None}
+    if len(kinds) > 1 or len(betas) > 1:
+        raise ValueError(
+            f"losses {', '.join(summand.label for summand, _ in dense)} see the dense teacher at different "
+            "temperatures, scales or beta; give them the same, or make two calls"
+        )
+    ((teacher, view),) = kinds
+    columns = question.vocab if question.teacher_vocab is None else min(question.vocab, question.teacher_vocab)
+    pairing = Pairing(
+        view, "forward_kl" in names, "reverse_kl" in names, "teacher_entropy" in names, "tvd" in names,
+        next(iter(betas), None), columns,
+    )  # fmt: skip
+    return teacher, pairing
+
+
+def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> Tensor | None:
+    """The class weights of ``weighted_sum``: there is one such statistic."""
+    weighted = [summand for summand in summands if "weighted_sum" in summand.needs]
+    if not weighted:
+        return None
+    first = weighted[0].tensors["class_weights"]
+    if "mean_logit" in names or any(s.tensors["class_weights"] is not first for s in weighted):
+        raise ValueError(
+            f"{weighted[0].label} smooths over class weights, and a call sums its logits with one set of weights: "
+            "losses and metrics that smooth with others, or need the mean logit, go into another call"
+        )
+    return first

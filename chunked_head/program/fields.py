@@ -1,0 +1,154 @@
+"""The tensors that travel with tokens, checked."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.options import nearest
+from ..losses.base import FIELDS, Field, Losses, Summand
+from ..metrics import Metric
+from .checks import is_dtensor
+from .plans import name
+from .teachers import check_teacher
+
+TYPES = {"float": "floating-point", "int": "int64 or int32", "bool": "bool"}
+
+
+class Frame(NamedTuple):
+    """What fields are held against."""
+
+    leading: tuple[int, ...]  # shape of the target
+    device: torch.device
+    dtype: torch.dtype  # of the statistics
+    shift: int
+    num_segments: int | None
+
+
+def kinds_of(parts: Iterable[Summand | Metric]) -> dict[str, Field]:
+    known = dict(FIELDS)
+    for part in parts:
+        for field, kind in part.extra_fields.items():
+            if known.get(field, kind) != kind:
+                raise ValueError(f"batch[{field!r}] is declared as {kind} by {part.label}, elsewhere as {known[field]}")
+            known[field] = kind
+        if isinstance(part, Summand):
+            # named by a loss, and so declared by it
+            for option, kind in ((part.token_weights, Field("token")), (part.normalizer, Field("constant"))):
+                if isinstance(option, str):
+                    known.setdefault(option, kind)
+    return known
+
+
+def wanted_fields(
+    losses: Losses, metrics: Iterable[Metric], batch: Mapping[str, Tensor], own: Mapping[str, Field]
+) -> tuple[list[str], dict[str, Field]]:
+    """The fields that the losses and metrics of a call read, all there; and what is known of every field, among them
+    ``own``, which losses brought along."""
+    summands = [summand for _, summand in losses.terms]
+    parts = [("loss", s) for s in summands] + [("metric", m) for m in metrics]
+    known = kinds_of(part for _, part in parts) | dict(own)
+    unknown = sorted(set(batch) - set(known), key=str)
+    if unknown:
+        raise ValueError(
+            f"batch has a field {unknown[0]!r} that neither the library nor a loss declares"
+            f"{nearest(unknown[0], known)}; known are {', '.join(sorted(known))}; drop it, or declare it by "
+            "losses.custom(fields=...)"
+        )
+    wanted = [field for field in ("mask", "token_weights") if field in batch]
+    for what, part in parts:
+        for field in part.fields:
+            if field not in batch:
+                raise ValueError(f"{what} {part.label} needs batch[{field!r}], which is missing")
+        wanted += [*part.fields, *(field for field in part.optional_fields if field in batch)]
+        for option in (getattr(part, "token_weights", None), getattr(part, "normalizer", None)):
+            if isinstance(option, str):
+                if option not in batch:
+                    raise ValueError(f"{what} {part.label} needs batch[{option!r}], which is missing")
+                wanted.append(option)
+        for field in {"token": (), "segment": ("segments",), "pair": ("segments", "pairs")}[part.unit]:
+            if field not in batch:
+                raise ValueError(f"{what} {part.label} has values per {part.unit} and needs batch[{field!r}]")
+            wanted.append(field)
+        normalizer = getattr(part, "normalizer", None)
+        if isinstance(normalizer, str) and (known[normalizer].kind != "constant" or known[normalizer].trailing):
+            raise ValueError(
+                f"normalizer={normalizer!r} of {part.label} must name a constant, a 0-d tensor in batch; that field is "
+                f"of kind {known[normalizer].kind!r}"
+            )
+        if isinstance(part, Summand) and part.teacher is not None:
+            check_teacher(part, batch)
+    return list(dict.fromkeys(wanted)), known
+
+
+def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
+    where = f"batch[{field!r}]"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{where} must be a torch.Tensor, got {type(value).__name__}")
+    if is_dtensor(value):
+        raise TypeError(
+            f"{where} is a DTensor; pass .to_local(): of this rank's tokens, of a teacher's vocabulary its part as the "
+            "student's is split"
+        )
+    if value.device != frame.device:
+        raise ValueError(f"{where} is on {value.device}, the target's rows on {frame.device}; move one of them")
+    if value.requires_grad:
+        raise ValueError(f"{where} takes no gradient here; pass it .detach()ed")
+    right = {
+        "float": value.is_floating_point(),
+        "int": value.dtype in (torch.int64, torch.int32),
+        "bool": value.dtype == torch.bool,
+    }[kind.type]
+    if not right:
+        raise TypeError(f"{where} must be {TYPES[kind.type]}, got {name(value.dtype)}; cast it")
+    dims = len(frame.leading)
+    if field == "kl_baseline":
+        if tuple(value.shape) not in ((), (1,), (frame.num_segments,)):
+            raise ValueError(
+                f"{where} must be a 0-d tensor, one of shape (1,) or one number per segment, ({frame.num_segments},), "
+                f"got shape {tuple(value.shape)}"
+            )
+        return
+    if kind.kind in ("token", "row"):
+        if value.dim() != dims + kind.trailing or tuple(value.shape[:dims]) != frame.leading:
+            shape = ", ".join([*map(str, frame.leading), *["..."] * bool(kind.trailing)])
+            raise ValueError(
+                f"{where} must have shape ({shape}), that of the target"
+                + (f" and {kind.trailing} more dimensions" if kind.trailing else "")
+                + f", got {tuple(value.shape)}; nothing is broadcast: expand it to that shape"
+            )
+        if 0 in value.shape[dims:]:
+            raise ValueError(f"{where} must not be empty along its last dimension, got {tuple(value.shape)}")
+    elif kind.kind == "segment":
+        need_segments(where, frame)
+        if value.dim() != 1 + kind.trailing or value.shape[0] != frame.num_segments:
+            shape = ", ".join([str(frame.num_segments), *["..."] * kind.trailing])
+            raise ValueError(f"{where} must have shape ({shape}), one per segment, got {tuple(value.shape)}")
+    elif kind.kind == "pair":
+        if field == "pairs" and (value.dim() != 2 or value.shape[1] != 2):
+            raise ValueError(
+                f"{where} must be [pairs, 2], segment ids of chosen and rejected, got {tuple(value.shape)}"
+            )
+    elif value.dim() != kind.trailing:
+        raise ValueError(f"{where} must have {kind.trailing} dimensions, got shape {tuple(value.shape)}; reshape it")
+
+
+def need_segments(where: str, frame: Frame) -> None:
+    if frame.num_segments is None:
+        raise ValueError(f"{where} needs num_segments, the number of segments of the call, an int")
+
+
+def check_fields(batch: Mapping[str, Tensor], wanted: list[str], known: Mapping[str, Field], frame: Frame) -> None:
+    """Every field by itself, then those that must agree."""
+    for field in wanted:
+        check_field(field, batch[field], known[field], frame)
+        if field in ("segments", "documents"):
+            need_segments(f"batch[{field!r}]", frame)
+    of_ids = [field for field in ("teacher_logprobs", "teacher_mask") if field in wanted and "teacher_ids" in wanted]
+    for field in of_ids:
+        if batch[field].shape != batch["teacher_ids"].shape:
+            raise ValueError(
+                f"batch[{field!r}] must have the shape of teacher_ids, {tuple(batch['teacher_ids'].shape)}, got "
+                f"{tuple(batch[field].shape)}"
+            )

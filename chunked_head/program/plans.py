@@ -1,0 +1,224 @@
+"""The plan of a call: chunk size, schedule and accumulation dtype, and a prediction of its memory."""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from ..kernels.tiles import exp_tile
+from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, forward_terms, peak_of
+from .sizes import ROUNDING_ERROR, Sizes
+
+DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares, and that has no more rows than this is for
+# fewer rows than this leave the matmuls starved and make every pass over the gradient of the weight count
+GOOD_CHUNK = 2048
+# so many rows dweight's product takes at a time
+HALF_TILE = 64
+# sums of 16-bit roundings: the error of a 16-bit accumulator grows as sqrt((chunks + 1) / 2)
+MAX_HALF_CHUNKS = 8
+Schedule = Literal["loss only", "forward", "recompute"]
+
+
+def default_budget(sizes: Sizes, ranks: int) -> int:
+    """Bytes that a call may take where its caller says nothing: what a chunk of 2048 tokens does where its logits
+    alone, in the operands' dtype, are more than 640 MiB.
+
+    Of ranks that share a vocabulary each is to do with less as they grow in number, and chunks become larger. A token's
+    hidden states are as long on any number of ranks, so from 16 on it stays.
+    """
+    share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
+    logits = GOOD_CHUNK * sizes.vocab * sizes.element
+    if logits <= share:
+        return share
+    # a copy of all hidden states is no part of a chunk
+    terms = forward_terms(replace(sizes, copied=False), GOOD_CHUNK, sizes.hidden_dtype, sizes.weight_dtype)
+    return logits + extra_of(terms) - GOOD_CHUNK * sizes.kept_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call runs and what it will need; ``print`` shows it as a table. Holds no tensor.
+
+    ``chunk_tokens`` rows of logits at a time in sweeps over the whole vocabulary; in the ``recompute`` schedule the
+    gradients are made from ``block_tokens`` rows by ``tile_columns`` columns at a time.
+    """
+
+    sizes: Sizes
+    budget: int
+    schedule: Schedule
+    chunk_tokens: int
+    block_tokens: int
+    tile_columns: int
+    hidden_accumulate: torch.dtype
+    weight_accumulate: torch.dtype
+    terms: tuple[Term, ...]
+    note: str = ""
+    arithmetic: str = ""  # how the losses' own is done, where it is not compiled as it could be
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype:
+        return self.weight_accumulate
+
+    @property
+    def chunks(self) -> int:
+        return math.ceil(self.sizes.tokens / self.chunk_tokens)
+
+    @property
+    def blocks(self) -> int:
+        return math.ceil(self.sizes.tokens / self.block_tokens)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that the call hands over."""
+        return sum(term.finish for term in self.terms if term.kind == "gradient")
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak over the inputs, gradients and (under autocast) the cast weight included."""
+        return peak_of(self.terms)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Predicted peak beside the gradients and the cast weight: what ``memory_budget`` limits."""
+        return extra_of(self.terms)
+
+    @property
+    def weight_error(self) -> float | None:
+        """Expected relative rounding error of the weight's gradient, where a 16-bit type rounds it."""
+        if not self.sizes.own_weight_grad or self.sizes.weight_dtype not in ROUNDING_ERROR:
+            return None
+        roundings = 1
+        if self.weight_accumulate == self.sizes.weight_dtype:
+            roundings = self.blocks if self.schedule == "recompute" else self.chunks
+        return ROUNDING_ERROR[self.sizes.weight_dtype] * math.sqrt((roundings + 1) / 2)
+
+    def buffer_elements(self, tiled: bool) -> int:
+        """Logits that a call holds at a time: a chunk's, or a block's tile in the recompute schedule's backward."""
+        return self.block_tokens * self.tile_columns if tiled else self.chunk_tokens * self.sizes.vocab
+
+    def teacher_elements(self, tiled: bool) -> int:
+        """The same of a dense teacher."""
+        columns = self.sizes.teacher_columns
+        return self.block_tokens * min(self.tile_columns, columns) if tiled else self.chunk_tokens * columns
+
+    def token_chunks(self) -> Iterator[slice]:
+        return slices(self.sizes.tokens, self.chunk_tokens)
+
+    def token_blocks(self) -> Iterator[slice]:
+        return slices(self.sizes.tokens, self.block_tokens)
+
+    def column_tiles(self) -> Iterator[slice]:
+        return slices(self.sizes.vocab, self.tile_columns)
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def slices(total: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, total)) for start in range(0, total, step))
+
+
+def parse_bytes(value: int | str, argument: str) -> int:
+    """Bytes from an int or from a string such as ``"640MiB"``, ``"1.5 GB"``."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f'{argument} must be an int (bytes) or a string such as "640MiB", got {value!r}')
+    size = value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)
+        if match is None:
+            raise ValueError(f'{argument} must be bytes or a size such as "640MiB" or "1.5GB", got {value!r}')
+        number, prefix, binary = match.groups()
+        base = 1024 if binary else 1000
+        size = int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+    if int(size) <= 0:
+        raise ValueError(f"{argument} must be positive, got {value!r}")
+    return int(size)
+
+
+def balanced(tokens: int, most: int) -> int:
+    """Rows of equal chunks of at most ``most``, a multiple of 128, 64 or 16, where ``most`` leaves room for that."""
+    if tokens <= most:
+        return max(tokens, 1)
+    rows = math.ceil(tokens / math.ceil(tokens / most))
+    rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, HALF_TILE, 16))
+    return next((choice for choice in rounded if choice <= most), rows)
+
+
+def rows_of(tokens: int, chunks: int) -> int:
+    """Rows of equal chunks, no more of them than ``chunks``, a multiple of 128 where there are several."""
+    rows = -(-max(tokens, 1) // chunks)
+    return min(max(tokens, 1), -(-rows // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
+
+
+def largest(fits: Callable[[int], bool], most: int, multiple: int = CHUNK_MULTIPLE) -> int:
+    """The largest n up to ``most`` that fits, a multiple of ``multiple`` unless it is ``most`` or no such fits."""
+    if fits(most):
+        return most
+    for step, top in ((multiple, most // multiple), (1, multiple - 1)):
+        low, high = 0, top  # fits is monotone: bisect
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
+        if low:
+            return low * step
+    return 0
+
+
+def table(plan: Plan) -> str:
+    s = plan.sizes
+    rows = [
+        ("tokens x hidden x vocab", f"{s.tokens} x {s.hidden} x {s.vocab}, {name(s.dtype)}"),
+        ("schedule", plan.schedule + (f" ({plan.note})" if plan.note else "")),
+        ("chunks", f"{plan.chunks} of {plan.chunk_tokens} tokens"),
+        (
+            "logits buffer",
+            {
+                "logits": f"{s.logit_bytes * 8}-bit logits",
+                "relative": "16-bit logits relative to strips of columns",
+                "fast": "16-bit exponentials relative to the target",
+            }[s.store],
+        ),
+    ]
+    if s.multiprocessors:
+        rows.append(("matmuls", matmuls(plan)))
+    if plan.schedule == "recompute":
+        rows.append(("gradients", f"{plan.blocks} x {plan.block_tokens} tokens, tiles of {plan.tile_columns} columns"))
+    if s.any_grad:
+        rows.append(("accumulation", f"weight {name(plan.weight_accumulate)}, hidden {name(plan.hidden_accumulate)}"))
+    if s.into is not None and s.weight_grad:
+        phase = "forward pass" if plan.schedule == "forward" else "backward pass"
+        rows.append(("gradient of weight", f"added to the caller's {name(s.into)} buffer in the {phase}"))
+    if plan.arithmetic:
+        rows.append(("losses", plan.arithmetic))
+    if plan.weight_error is not None:
+        rows.append(("expected error of dweight", f"{plan.weight_error:.1e} relative"))
+    lines = [f"{key:<32}{value}" for key, value in rows]
+    columns = [(t.name, t.sweep, t.loop, t.finish) for t in plan.terms if t.sweep or t.loop or t.finish]
+    lines.append(f"{'MiB':<32}{'sweep':>10}{'loop':>10}{'finish':>10}")
+    lines += [f"  {label:<30}" + "".join(f"{b / MiB:>10.1f}" for b in bytes_) for label, *bytes_ in columns]
+    lines.append(f"{'peak over the inputs':<32}{plan.peak_bytes / MiB:>10.1f} MiB")
+    lines.append(f"{'beside the gradients':<32}{plan.extra_bytes / MiB:>10.1f} MiB of {plan.budget / MiB:.0f}")
+    return "\n".join(lines)
+
+
+def matmuls(plan: Plan) -> str:
+    """Whose products run, and how."""
+    s = plan.sizes
+    if s.store == "logits":
+        return "cuBLAS's (ours: 16-bit rows on 16 bytes, no top_k)"
+    tile = exp_tile(s.hidden)
+    found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
+    if plan.schedule == "forward" and s.hidden_grad:
+        parts = s.dhidden_split(plan.chunk_tokens).parts
+        found.append("dhidden ours" + (f" ({parts} parts)" if parts > 1 else ""))
+    if plan.schedule != "loss only" and s.weight_grad:
+        own = (plan.schedule == "forward" or s.grads_in_matmul) and s.own_dweight
+        found.append("dweight " + ("ours" if own else "cuBLAS's"))
+    return ", ".join(found)
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,186 @@
+"""The sizes of a call that decide its plan, and what follows from them by arithmetic: bytes of a row, what runs."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..core.stats import Demand, numbers_sent
+from ..kernels.tiles import WHOLE, Split, dhidden_split, strips_of
+
+ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
+# what the losses' arithmetic holds at a time for each token that it is done for, and for each of its columns
+BYTES_PER_EVALUATED = 160
+BYTES_PER_COLUMN = 96
+PLAIN = Demand()
+Store = Literal["fast", "relative", "logits"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a plan is made from."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: torch.dtype  # of the matmuls' operands
+    hidden_dtype: torch.dtype  # of the hidden states and so of their gradient
+    weight_dtype: torch.dtype  # of the weight and so of its gradient
+    hidden_grad: bool = True
+    weight_grad: bool = True
+    bias_grad: bool = False
+    bias_dtype: torch.dtype | None = None  # where it is not the weight's
+    late_upstream: bool = False  # the upstream gradient is not a scalar: gradients wait for it
+    coupled: bool = False  # a token's gradient depends on other tokens' statistics: all of them come first
+    demand: Demand = PLAIN  # the statistics
+    teacher_columns: int = 0  # of a dense teacher's vocabulary that the student has too
+    teacher_width: int = 0  # of its hidden states, 0 where it gives logits
+    teacher_cast: bool = False  # whether its head is cast for autocast
+    teacher_store: Literal["relative", "logits"] | None = None  # of its logits; None where the caller's are read
+    store: Store = "logits"  # what the reused buffer holds between the matmul and the gradient
+    padding: int = 0  # rows of the weight that stand for no id: its gradient has them too
+    spread: int = 1  # ranks that each hold an equal part of the hidden states
+    ranks: int = 1  # that share the vocabulary, and whose statistics come together
+    copied: bool = False  # hidden states that no view flattens
+    scratch: int = 0  # bytes of the backend's elementwise tiles
+    half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
+    multiprocessors: int = 0  # of a device that runs our own matmuls, else 0
+    deterministic: bool = False  # a token's numbers do not depend on the others, nor on how many there are
+    skips: bool = False  # products stop at a number of rows that only the device knows
+    into: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
+
+    @property
+    def half(self) -> bool:
+        return self.dtype in ROUNDING_ERROR
+
+    def sums_into(self, dtype: torch.dtype) -> bool:
+        """Whether a product of operands can be stored in ``dtype``: theirs, or a wide one."""
+        return dtype == self.dtype or dtype.itemsize >= 4
+
+    @property
+    def own_weight_grad(self) -> bool:
+        """Whether the weight's gradient is a tensor of the call's, to be handed over."""
+        return self.weight_grad and self.into is None
+
+    def through_fp32(self, weight_acc: torch.dtype) -> bool:
+        """Whether a tile of the weight's gradient is made in fp32 first: fp16 gets its scale there."""
+        return self.dtype == torch.float16 or not self.sums_into(weight_acc)
+
+    @property
+    def element(self) -> int:
+        """Bytes of an operand's element."""
+        return self.dtype.itemsize
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes the buffer needs for one logit: 16-bit exponentials or relative logits, else fp32 (fp64) logits."""
+        return max(4, self.element) if self.store == "logits" else 2
+
+    @property
+    def grads_in_matmul(self) -> bool:
+        """Whether tiles whose statistics are known leave the matmul as 16-bit gradients, without logits before them."""
+        return self.store != "logits" and self.demand.pairing is None
+
+    def tile_bytes(self, tile: int) -> int:
+        """Bytes of a row of a tile in the recompute schedule, the teacher's beside it."""
+        if self.grads_in_matmul:
+            return padded_columns(tile) * self.element
+        # plain logits to differentiate, whatever the sweep stored
+        teacher = min(tile, self.teacher_columns) if self.teacher_store else 0
+        return (tile + teacher) * max(4, self.element)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one more row in a chunk costs: its logits, its strips' statistics, its hidden states."""
+        return self.kept_bytes + self.swept_bytes(kept=True)
+
+    @property
+    def sweep_bytes(self) -> int:
+        """The same in a pass that makes no gradient."""
+        kept = self.keeps_sweep
+        return kept * self.kept_bytes + self.swept_bytes(kept)
+
+    @property
+    def keeps_sweep(self) -> bool:
+        """Whether a pass that makes no gradient stores its logits."""
+        return self.store == "logits" or not self.demand.one_sweep
+
+    @property
+    def kept_bytes(self) -> int:
+        """A row of stored logits, and its teacher's."""
+        teacher = 0
+        if self.teacher_store == "logits":
+            teacher = self.teacher_columns * max(4, self.element)
+        elif self.teacher_store == "relative":
+            strips = strips_of(self.teacher_columns, self.teacher_width, True)
+            teacher = padded_columns(self.teacher_columns) * 2 + strips * 8
+        if self.store == "logits":
+            return self.vocab * max(4, self.element) + teacher
+        return padded_columns(self.vocab) * 2 + teacher
+
+    def swept_bytes(self, kept: bool) -> int:
+        """What a row needs beside logits, whether these are kept or not."""
+        demand = self.demand
+        # all ranks' statistics are gone before the losses' arithmetic begins
+        evaluated = max(BYTES_PER_EVALUATED + BYTES_PER_COLUMN * demand.columns, self.merged_bytes)
+        rows = self.operand_bytes + self.teacher_width * self.element + evaluated
+        if self.store == "logits":
+            return rows
+        return rows + strips_of(self.vocab, self.hidden, kept and self.store == "relative") * (
+            8
+            + 4 * demand.entropy[0]
+            + 4 * demand.weighted_sum
+            + 8 * demand.top
+            + 4 * (len(demand.views) > 1)
+            + 4 * any(demand.entropy[1:])
+        )
+
+    @property
+    def merged_bytes(self) -> int:
+        """All ranks' statistics of a row: as they come, as fp64, and what their softmaxes are merged by."""
+        if self.ranks == 1:
+            return 0
+        numbers, demand = 1 + numbers_sent(self.demand), self.demand
+        largest = 8 * 2 * demand.top_k + 8 * demand.columns
+        return self.ranks * (12 * numbers + 48 + largest) + 8 * numbers
+
+    @property
+    def own_tokens(self) -> int:
+        """Rows of hidden states that are here."""
+        return self.tokens // self.spread
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes per row of the matmuls' other operand: a clean copy, and where 16-bit rows are cast, those. Gathered
+        rows lie in a buffer of their own."""
+        gathered = 0 if self.spread == 1 else self.hidden_dtype.itemsize
+        return self.hidden * (gathered + (self.element if self.half_products or not self.half else 10))
+
+    def scattered_bytes(self, accumulate: torch.dtype) -> int:
+        """Bytes of a row of hidden's gradient on its way to the rank that has the row: as it was made, and by rank."""
+        return 0 if self.spread == 1 or not self.hidden_grad else 2 * self.hidden * accumulate.itemsize
+
+    def dhidden_split(self, rows: int, most_units: int | None = None) -> Split:
+        """How a chunk's dhidden is divided, its sums of parts in no more places than there are."""
+        if not self.multiprocessors or self.store == "logits" or self.deterministic:
+            return WHOLE  # nothing is chosen by size
+        return dhidden_split(rows, self.hidden, self.vocab, self.multiprocessors, most_units)
+
+    @property
+    def own_dweight(self) -> bool:
+        """Whether dweight's products are ours: where rows are skipped, since cuBLAS cannot, and else is faster."""
+        return self.skips and self.store != "logits"
+
+    @property
+    def weight_elements(self) -> int:
+        return (self.vocab + self.padding) * self.hidden
+
+    @property
+    def any_grad(self) -> bool:
+        return self.hidden_grad or self.weight_grad or self.bias_grad
+
+
+def padded_columns(columns: int) -> int:
+    """Elements of a 16-bit row that starts, as the tensor copy engine asks, on 16 bytes."""
+    return math.ceil(columns / 8) * 8
