@@ -61,7 +61,7 @@ class HeadLoss(torch.autograd.Function):
                     if ctx.witness is not None:
                         one_or_nan, ctx.witness = one_or_nan * ctx.witness.one_or_nan(), None
                     factor = factor * one_or_nan
-                finished = grads.finish(call.backend, factor, one_or_nan, call.plan)
+                finished = grads.finish(call.backend.scale, factor, one_or_nan, call.plan)
             else:
                 hidden, weight, bias, *vectors = ctx.saved_tensors
                 stats = RowStats(**dict(zip(ctx.names, vectors, strict=False)))

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..backends import Backend, Session
-from ..backends.gradients import Gradients, add_tile
+from ..backends.dlogits import add_tile
+from ..backends.gradients import Gradients
 from ..core.stats import Coefficients, Head, Rows, RowStats
 from ..parallel.shard import Shard
 from ..program.into import Into
@@ -182,4 +183,4 @@ def recompute(
                     grads.hidden_rows(block).copy_(d_rows)
                 grads.hidden_done(block, rows.order)
         grads.wait()
-    return grads.finish(call.backend, call.objective.one_or_nan, call.objective.one_or_nan, plan)
+    return grads.finish(call.backend.scale, call.objective.one_or_nan, call.objective.one_or_nan, plan)

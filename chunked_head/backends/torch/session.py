@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...core.stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher, View
 from ...program.plans import Plan, slices
-from ..gradients import AddsDlogits
+from ..dlogits import AddsDlogits
 from ..matmul import again_rows, project_biased
 from . import tiles as tiles
 

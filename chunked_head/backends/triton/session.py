@@ -6,7 +6,7 @@ from ...core.stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher
 from ...kernels import launch, launch_rows
 from ...kernels.launch_rows import NO_SOFTMAX, Beside, Softmax, Stored
 from ...program.plans import Plan
-from ..gradients import AddsDlogits
+from ..dlogits import AddsDlogits
 
 
 def transform(head: Head | Teacher) -> tuple[float | None, float | None]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core.breaks import breaks_graph
 from ...core.options import choice
-from ..base import DENSE, FIELDS, STATISTICS, Field, Losses, Scope, Summand, SummandOptions, Teacher, Unit, make
+from ..base import DENSE, FIELDS, MAKERS, STATISTICS, Field, Losses, Scope, Summand, SummandOptions, Teacher, Unit, make
 from .closures import Function, frozen, known_result, remember
 from .scope_check import checked
 from .synthetic import Reads
@@ -176,6 +176,9 @@ def as_losses(loss: Any, argument: str = "loss") -> Losses:
             "values is taken as well"
         )
     return taken(loss)
+
+
+MAKERS.append(as_losses)
 
 
 @breaks_graph
