@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from .. import losses
 from ..core.options import flag, nearest
 from ..core.shift import shift_right
-from ..engine.arithmetic.objective import ScalarObjective
-from ..engine.asked import Asked, check
-from ..engine.call import Task, scalar_objective, token_objective
+from ..engine.arithmetic.objective import Objective
+from ..engine.asked import Asked
+from ..engine.call import Outcome, scalar_objective, token_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, check_options
+from ..engine.task import Task
 from ..losses.base import Losses
 from ..parallel import TokenParallel, VocabParallel
 from ..parallel.dtensor import local
 from ..program import checks
-from ..program.planner import Request
 
 
 @operation
@@ -140,30 +140,37 @@ def linear_cross_entropy(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, 1.0, shift, memory_budget, chunk_tokens,
         accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
     )  # fmt: skip
-    dtype = head.check()
+    checks.check_tensor("hidden", hidden, optional=False)
     checks.check_reduction(reduction)
     checks.check_number("label_smoothing", label_smoothing, 0.0, 1.0)
     checks.check_number("z_loss", z_loss, 0.0, math.inf)
     checks.check_scalar("normalizer", normalizer, hidden.device, reduction == "mean", 'reduction="mean"')
     checks.check_scalar("upstream", upstream, hidden.device, reduction != "none", 'reduction="mean" or "sum"')
-    checks.check_class_weights(class_weights, head.vocab, hidden.device)
-    checks.check_token_weights(token_weights, head.leading, hidden.device)
+    if class_weights is not None:
+        head.check()
+        checks.check_class_weights(class_weights, head.vocab, hidden.device)
     numbers = float(label_smoothing), float(z_loss)
     loss = remembered_loss(*numbers) if class_weights is None else make_loss(*numbers, class_weights)
-    checked = check(head, dtype, loss, batch={} if token_weights is None else {"token_weights": token_weights})
-    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
-    if reduction == "none":
-        head.refuse_average()
-        return Task(
-            checked, checked.answer.demand, request, token_objective,
-            lambda ran: laid_out(ran.outputs[0], target, shift), per_token=("values",),
-        )  # fmt: skip
 
-    def objective(asked: Asked) -> ScalarObjective:
+    def check() -> None:
+        checks.check_token_weights(token_weights, head.leading, hidden.device)
+        if reduction == "none":
+            head.refuse_average()
+
+    def objective(asked: Asked) -> Objective:
+        if reduction == "none":
+            return token_objective(asked)
         # the z-loss shares the denominator of the cross-entropy, class weights and all
         return scalar_objective(asked, reduction, normalizer, upstream, share_denominator=True)
 
-    return Task(checked, checked.answer.demand, request, objective, lambda ran: ran.outputs[0])
+    def result(ran: Outcome) -> Tensor:
+        return laid_out(ran.outputs[0], target, shift) if reduction == "none" else ran.outputs[0]
+
+    return Task(
+        "linear_cross_entropy", head, loss, objective, result, check=check,
+        batch=None if token_weights is None else {"token_weights": token_weights},
+        per_token=("values",) if reduction == "none" else (),
+    )  # fmt: skip
 
 
 def make_loss(label_smoothing: float, z_loss: float, class_weights: Tensor | None = None) -> Losses:

@@ -9,11 +9,12 @@ from .. import losses
 from ..core.breaks import breaks_graph
 from ..core.groups import TokenParallel, VocabParallel, chunked
 from ..engine.arithmetic.objective import Objective
-from ..engine.asked import Asked, check
-from ..engine.call import scalar_objective, token_objective
+from ..engine.asked import Asked
+from ..engine.call import Outcome, scalar_objective, token_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import LogitsOptions, check_options
-from ..engine.logits_call import LogitsOutcome, LogitsTask, check_inplace
+from ..engine.logits_call import check_inplace
+from ..engine.task import Task
 from ..parallel.agree import raising_together
 from ..parallel.dtensor import local_logits, whole
 from ..program import checks
@@ -131,33 +132,38 @@ def logits_cross_entropy(
     vocab_size: int | None,
     parallel: VocabParallel | TokenParallel | None,
     backend: str | None,
-) -> LogitsTask[Tensor]:
+) -> Task[Tensor]:
     """What the module computes."""
     logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace)
     class_weights = whole("weight", class_weights)
     options = LogitsOptions(
         logits, target, ignore_index, softcap, logit_scale, 1.0, 0, backend, vocab_size, parallel
     )  # fmt: skip
-    dtype = options.check()
+    checks.check_tensor("input", logits, optional=False)
     check_inplace(logits, inplace)
-    if reduction == "none":
-        options.refuse_average()
-    checks.check_class_weights(class_weights, options.vocab, options.device, "weight")
+    if class_weights is not None:
+        options.check()
+        checks.check_class_weights(class_weights, options.vocab, options.device, "weight")
     loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
     if z_loss:
         loss = loss + z_loss * losses.z_loss()
-    checked = check(options, dtype, loss)
+
+    def check() -> None:
+        if reduction == "none":
+            options.refuse_average()
 
     def objective(asked: Asked) -> Objective:
         if reduction == "none":
             return token_objective(asked)
         return scalar_objective(asked, reduction, None, None, share_denominator=True)
 
-    def result(ran: LogitsOutcome) -> Tensor:
+    def result(ran: Outcome) -> Tensor:
         return ran.outputs[0].reshape(options.leading) if reduction == "none" else ran.outputs[0]
 
-    per_token = ("loss",) if reduction == "none" else ()
-    return LogitsTask(checked, checked.answer.demand, objective, result, per_token, inplace)
+    return Task(
+        "CrossEntropyLoss", options, loss, objective, result, check=check,
+        per_token=("loss",) if reduction == "none" else (), inplace=inplace,
+    )  # fmt: skip
 
 
 @in_graph(logits_cross_entropy)

@@ -9,16 +9,17 @@ from torch import Tensor
 from .. import losses
 from ..core.options import choice, flag, number
 from ..core.shift import shift_right
+from ..core.stats import Demand
 from ..engine.arithmetic.token_objectives import StatsObjective
-from ..engine.asked import Asked, check
-from ..engine.call import Task, stats_objective
+from ..engine.asked import Asked
+from ..engine.call import stats_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, PerTokenOptions
+from ..engine.task import Task
 from ..losses.base import Losses
 from ..parallel import TokenParallel, VocabParallel
 from ..parallel.dtensor import local
 from ..program.demand import SUFFIX
-from ..program.planner import Request
 
 KINDS: dict[str, Callable[..., Losses]] = {
     "forward_kl": losses.forward_kl, "reverse_kl": losses.reverse_kl, "jsd": losses.jsd, "tvd": losses.tvd
@@ -142,29 +143,36 @@ def linear_divergence(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
         chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
     )  # fmt: skip
-    dtype = head.check()
-    head.refuse_tokens("linear_divergence")
-    flag("entropy", entropy)
     loss = divergence_of(divergence, beta, teacher_temperature, teacher_logit_scale, teacher_softcap)
     given = {
         "teacher_logits": teacher_logits, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight,
         "teacher_bias": teacher_bias, "mask": mask,
     }  # fmt: skip
-    checked = check(head, dtype, loss, batch={name: value for name, value in given.items() if value is not None})
-    demand, names = checked.answer.demand, output_names(entropy)
-    assert demand.pairing is not None
-    view = demand.pairing.view
-    demand = demand._replace(entropy=tuple(entropy and i == view for i in range(len(demand.views))), rank_one=False)
-    ((_, summand),) = loss.terms
-    (statistic,) = summand.needs
-    found_in = {"divergence": statistic, "entropy": "entropy" + SUFFIX[view]}
+    flag("entropy", entropy)
+    names = output_names(entropy)
+
+    def check() -> None:
+        head.refuse_tokens("linear_divergence")
+
+    def wants(demand: Demand) -> Demand:
+        assert demand.pairing is not None
+        view = demand.pairing.view
+        return demand._replace(entropy=tuple(entropy and i == view for i in range(len(demand.views))), rank_one=False)
 
     def objective(asked: Asked) -> StatsObjective:
-        return stats_objective(asked, demand, tuple(found_in[name] for name in names), len(names))
+        pairing = asked.program.demand.pairing
+        assert pairing is not None
+        ((_, summand),) = loss.terms
+        (statistic,) = summand.needs
+        found_in = {"divergence": statistic, "entropy": "entropy" + SUFFIX[pairing.view]}
+        return stats_objective(asked, tuple(found_in[name] for name in names), len(names))
 
-    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
-    leading = tuple(hidden.shape[:-1])
-    return Task(checked, demand, request, objective, lambda ran: laid_out(ran.outputs, leading, shift), per_token=names)
+    return Task(
+        "linear_divergence", head, loss, objective,
+        lambda ran: laid_out(ran.outputs, tuple(hidden.shape[:-1]), shift),
+        batch={name: value for name, value in given.items() if value is not None}, check=check, options=(entropy,),
+        wants=wants, per_token=names,
+    )  # fmt: skip
 
 
 def divergence_of(

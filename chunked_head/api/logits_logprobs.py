@@ -5,15 +5,15 @@ from typing import Any
 from torch import Tensor
 
 from ..engine.arithmetic.token_objectives import StatsObjective
-from ..engine.asked import Asked, check
+from ..engine.asked import Asked
 from ..engine.call import stats_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import LogitsOptions
-from ..engine.logits_call import LogitsTask
+from ..engine.task import Task
 from ..losses.base import Losses
 from ..parallel import TokenParallel, VocabParallel
 from ..parallel.dtensor import local_logits
-from .logprobs import in_graph_logprobs, laid_out, wanted
+from .logprobs import DIFFERENTIABLE, check_choice, check_flags, demand_of, in_graph_logprobs, laid_out, output_names
 
 
 @operation
@@ -35,7 +35,7 @@ def logits_logprobs(
     vocab_size: int | None = None,
     parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
-) -> LogitsTask[Any]:
+) -> Task[Any]:
     """What ``linear_logprobs`` returns, of logits that exist already: for a loss of one's own, or per-token values of
     any other. One pass over the logits and one more in ``backward``; no other tensor of their size is made than the
     gradient.
@@ -47,15 +47,26 @@ def logits_logprobs(
     options = LogitsOptions(
         logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
     )
-    dtype = options.check()
-    options.refuse_tokens("logits_logprobs")
-    demand, names, differentiable = wanted(options, entropy, lse, mean_logit, log_sum_sq_probs, argmax, None)
-    checked = check(options, dtype, Losses(()), batch={} if mask is None else {"mask": mask})
+
+    flags = {
+        "entropy": entropy, "lse": lse, "mean_logit": mean_logit, "log_sum_sq_probs": log_sum_sq_probs,
+        "argmax": argmax,
+    }  # fmt: skip
+    check_flags(flags, None)
+    names = output_names(**flags, top_k=None)
+
+    def check() -> None:
+        options.refuse_tokens("logits_logprobs")
+        check_choice(options, None)
 
     def objective(asked: Asked) -> StatsObjective:
-        return stats_objective(asked, demand, names, differentiable)
+        return stats_objective(asked, names, sum(name in DIFFERENTIABLE for name in names))
 
-    return LogitsTask(checked, demand, objective, lambda ran: laid_out(ran.outputs, names, target, shift), names)
+    return Task(
+        "logits_logprobs", options, Losses(()), objective, lambda ran: laid_out(ran.outputs, names, target, shift),
+        batch=None if mask is None else {"mask": mask}, check=check, options=(*flags.values(), None),
+        wants=lambda _: demand_of(names, None), per_token=names,
+    )  # fmt: skip
 
 
 in_graph(logits_logprobs)(in_graph_logprobs)

@@ -6,15 +6,17 @@ from torch import Tensor
 
 from ..core.groups import TokenParallel, VocabParallel
 from ..engine.arithmetic.objective import ScalarObjective
-from ..engine.asked import Asked, check
-from ..engine.call import scalar_objective
+from ..engine.asked import Asked
+from ..engine.call import Outcome, scalar_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import LogitsOptions
-from ..engine.logits_call import LogitsOutcome, LogitsTask, check_inplace
+from ..engine.logits_call import check_inplace
+from ..engine.task import Task
 from ..losses.base import Losses
 from ..losses.user.closures import Function
 from ..metrics import Metric
 from ..parallel.dtensor import local_logits
+from ..program import checks
 from .loss import LossOutput, check_loss, in_graph_loss, loss_output
 
 
@@ -38,7 +40,7 @@ def logits_loss(
     vocab_size: int | None = None,
     parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
-) -> LogitsTask[LossOutput]:
+) -> Task[LossOutput]:
     """``linear_loss`` on logits that exist already: any sum of losses, with metrics, from one pass over the logits, and
     their gradient from one more in ``backward``. Same values and gradients as there, with
 
@@ -88,24 +90,27 @@ def logits_loss(
     options = LogitsOptions(
         logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
     )
-    dtype = options.check()
-    loss, measured = check_loss(options, loss, metrics, reduction, normalizer, None)
+    checks.check_tensor("logits", logits, optional=False)
+    loss, measured = check_loss(logits.device, loss, metrics, reduction, normalizer, None)
     check_inplace(logits, inplace)
-    if isinstance(batch, Mapping) and "teacher_hidden" in batch:
-        raise ValueError(
-            "logits_loss takes a dense teacher as batch['teacher_logits'], got teacher_hidden: pass "
-            "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to "
-            "linear_loss, which holds the logits of neither"
-        )
-    checked = check(options, dtype, loss, measured, batch, num_segments)
+
+    def check() -> None:
+        if isinstance(batch, Mapping) and "teacher_hidden" in batch:
+            raise ValueError(
+                "logits_loss takes a dense teacher as batch['teacher_logits'], got teacher_hidden: pass "
+                "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to "
+                "linear_loss, which holds the logits of neither"
+            )
 
     def objective(asked: Asked) -> ScalarObjective:
         return scalar_objective(asked, reduction, normalizer, None)
 
-    def result(ran: LogitsOutcome) -> LossOutput:
+    def result(ran: Outcome) -> LossOutput:
         return loss_output(ran.asked, ran.objective, ran.outputs[0], ran.stats, measured, None)
 
-    return LogitsTask(checked, checked.answer.demand, objective, result, inplace=inplace)
+    return Task(
+        "logits_loss", options, loss, objective, result, measured, batch, num_segments, check, inplace=inplace
+    )  # fmt: skip
 
 
 in_graph(logits_loss)(in_graph_loss)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
@@ -12,15 +12,15 @@ from ..core.options import flag
 from ..core.shift import shift_right
 from ..core.stats import Demand, View
 from ..engine.arithmetic.token_objectives import StatsObjective
-from ..engine.asked import Asked, check
-from ..engine.call import Task, stats_objective
+from ..engine.asked import Asked
+from ..engine.call import stats_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, OfRanks, PerTokenOptions
+from ..engine.task import Task
 from ..losses.base import Losses
 from ..parallel import TokenParallel, VocabParallel
 from ..parallel.dtensor import local
 from ..program import checks
-from ..program.planner import Request
 
 if TYPE_CHECKING:
 
@@ -127,46 +127,55 @@ def linear_logprobs(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
         chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
     )  # fmt: skip
-    dtype = head.check()
-    head.refuse_tokens("linear_logprobs")
-    demand, names, differentiable = wanted(head, entropy, lse, mean_logit, log_sum_sq_probs, argmax, top_k)
-    checked = check(head, dtype, Losses(()), batch={} if mask is None else {"mask": mask})
 
-    def objective(asked: Asked) -> StatsObjective:
-        return stats_objective(asked, demand, names, differentiable)
-
-    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
-    return Task(
-        checked, demand, request, objective, lambda ran: laid_out(ran.outputs, names, target, shift), per_token=names
-    )
-
-
-def wanted(
-    head: OfRanks, entropy: bool, lse: bool, mean_logit: bool, log_sum_sq_probs: bool, argmax: bool, top_k: int | None
-) -> tuple[Demand, tuple[str, ...], int]:
-    """The statistics behind what a call returns, the names of that, and how many of these take a gradient; raises what
-    is wrong with the choice."""
     flags = {
         "entropy": entropy, "lse": lse, "mean_logit": mean_logit, "log_sum_sq_probs": log_sum_sq_probs,
         "argmax": argmax,
     }  # fmt: skip
+    check_flags(flags, top_k)
+    names = output_names(**flags, top_k=top_k)
+
+    def check() -> None:
+        head.refuse_tokens("linear_logprobs")
+        check_choice(head, top_k)
+
+    def objective(asked: Asked) -> StatsObjective:
+        return stats_objective(asked, names, sum(name in DIFFERENTIABLE for name in names))
+
+    return Task(
+        "linear_logprobs", head, Losses(()), objective, lambda ran: laid_out(ran.outputs, names, target, shift),
+        batch=None if mask is None else {"mask": mask}, check=check, options=(*flags.values(), top_k),
+        wants=lambda _: demand_of(names, top_k), per_token=names,
+    )  # fmt: skip
+
+
+def check_flags(flags: Mapping[str, bool], top_k: int | None) -> None:
+    """Raises what is wrong with the choice of what is returned, by itself."""
     for argument, value in flags.items():
         flag(argument, value)
+    if top_k is not None:
+        checks.check_int("top_k", top_k)
+
+
+def check_choice(head: OfRanks, top_k: int | None) -> None:
+    """Raises where the call cannot return that."""
     if head.target is None:
         raise ValueError("target is None, and log-probabilities are those of targets; pass token ids")
     if top_k is not None:
-        checks.check_int("top_k", top_k)
         most = head.vocab if head.shard is None else min(head.shard.split.rows)
         if not 1 <= top_k <= most:
             raise ValueError(f"top_k must be in [1, {most}] (the vocabulary, on every rank) or None, got {top_k}")
+
+
+def demand_of(names: Sequence[str], top_k: int | None) -> Demand:
+    """The statistics behind what a call returns."""
+    squares, entropy, mean = "log_sum_sq_probs" in names, "entropy" in names, "mean_logit" in names
     # the square of a probability is one at half the temperature
-    views = (View(), View(2.0)) if log_sum_sq_probs else (View(),)
-    demand = Demand(
-        views, (entropy, *(False for _ in views[1:])), weighted_sum=mean_logit, top=argmax, top_k=top_k or 0,
-        rank_one=not (entropy or mean_logit or log_sum_sq_probs),
+    views = (View(), View(2.0)) if squares else (View(),)
+    return Demand(
+        views, (entropy, *(False for _ in views[1:])), weighted_sum=mean, top="argmax" in names, top_k=top_k or 0,
+        rank_one=not (entropy or mean or squares),
     )  # fmt: skip
-    names = output_names(entropy, lse, mean_logit, log_sum_sq_probs, argmax, top_k)
-    return demand, names, sum(name in DIFFERENTIABLE for name in names)
 
 
 DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", "log_sum_sq_probs")

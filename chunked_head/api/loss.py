@@ -10,10 +10,11 @@ from torch import Tensor
 from ..core.stats import RowStats
 from ..engine.arithmetic.evaluate import SLOW
 from ..engine.arithmetic.objective import ScalarObjective
-from ..engine.asked import Asked, check
-from ..engine.call import Outcome, Task, ordered_metrics, scalar_objective
+from ..engine.asked import Asked
+from ..engine.call import Outcome, ordered_metrics, scalar_objective
 from ..engine.graph.operation import in_graph, operation
-from ..engine.head_options import HeadOptions, LogitsOptions
+from ..engine.head_options import HeadOptions
+from ..engine.task import Task
 from ..losses.base import Losses
 from ..losses.user.closures import Function
 from ..losses.user.custom import as_losses
@@ -22,7 +23,6 @@ from ..metrics.values import as_metrics
 from ..parallel import TokenParallel, VocabParallel
 from ..parallel.dtensor import local
 from ..program import checks
-from ..program.planner import Request
 from ..program.plans import Plan
 
 
@@ -128,9 +128,8 @@ def linear_loss(
         hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
         chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
     )  # fmt: skip
-    dtype = head.check()
-    loss, measured = check_loss(head, loss, metrics, reduction, normalizer, upstream)
-    checked = check(head, dtype, loss, measured, batch, num_segments)
+    checks.check_tensor("hidden", hidden, optional=False)
+    loss, measured = check_loss(hidden.device, loss, metrics, reduction, normalizer, upstream)
 
     def objective(asked: Asked) -> ScalarObjective:
         return scalar_objective(asked, reduction, normalizer, upstream)
@@ -138,8 +137,7 @@ def linear_loss(
     def result(ran: Outcome) -> LossOutput:
         return loss_output(ran.asked, ran.objective, ran.outputs[0], ran.stats, measured, ran.plan)
 
-    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
-    return Task(checked, checked.answer.demand, request, objective, result)
+    return Task("linear_loss", head, loss, objective, result, measured, batch, num_segments)
 
 
 @in_graph(linear_loss)
@@ -162,7 +160,7 @@ def in_graph_loss(outputs: list[Tensor], given: dict[str, Any]) -> LossOutput:
 
 
 def check_loss(
-    head: HeadOptions | LogitsOptions,
+    device: torch.device,
     loss: Losses | Function,
     metrics: Sequence[Metric],
     reduction: str,
@@ -172,12 +170,12 @@ def check_loss(
     """Raises what is wrong with the arguments but the head's and ``batch``; the loss and the metrics."""
     loss, measured = as_losses(loss), as_metrics(metrics)
     checks.check_reduction(reduction, ("mean", "sum"), "; per-token values come from linear_logprobs")
-    checks.check_scalar("normalizer", normalizer, head.device, reduction == "mean", 'reduction="mean"')
-    checks.check_scalar("upstream", upstream, head.device, True, "")
+    checks.check_scalar("normalizer", normalizer, device, reduction == "mean", 'reduction="mean"')
+    checks.check_scalar("upstream", upstream, device, True, "")
     for _, summand in loss.terms:
         name, mean = f"normalizer of {summand.label}", (summand.reduction or reduction) == "mean"
         if not isinstance(summand.normalizer, str):
-            checks.check_scalar(name, summand.normalizer, head.device, mean, 'reduction="mean"')
+            checks.check_scalar(name, summand.normalizer, device, mean, 'reduction="mean"')
         elif not mean:
             raise ValueError(f'{name} goes with reduction="mean" only; multiply the result instead')
     return loss, measured

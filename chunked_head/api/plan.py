@@ -9,8 +9,8 @@ from ..backends import Layout, resolve
 from ..core.groups import chunked
 from ..core.options import flag
 from ..core.stats import Teacher
-from ..engine.call import coupling
 from ..engine.head_options import check_options
+from ..engine.program import coupling
 from ..losses.base import Losses
 from ..losses.user.closures import Function
 from ..losses.user.custom import as_losses
@@ -18,7 +18,7 @@ from ..metrics import Metric
 from ..metrics.values import as_metrics
 from ..parallel.shard import plan_part
 from ..program import checks
-from ..program.demand import Question, answer
+from ..program.demand import needs_of
 from ..program.into import sum_dtype
 from ..program.planner import Request, make_plan
 from ..program.plans import Plan
@@ -117,7 +117,7 @@ def plan(
     elif label_smoothing:
         raise ValueError("label_smoothing goes with loss=None; give it to losses.cross_entropy")
     loss = as_losses(loss)
-    demand = answer(Question(loss, measured, temperature, vocab, teacher_k, teacher_vocab)).demand
+    demand = needs_of(loss, measured, temperature, vocab, teacher_k, teacher_vocab).demand
     pairing, bias_grad = demand.pairing, bias and weight_grad
     store = chosen.store(Layout(place, dtype, hidden, True, True, softcap is not None, bias_grad, demand))
     teacher, teacher_store, width = None, None, 0

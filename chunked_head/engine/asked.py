@@ -1,28 +1,28 @@
-"""From a public function's arguments to what it asks: all checked, fields beside rows, the statistics it needs."""
+"""A call with its fields beside rows: the first work on tensors."""
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backends import Backend, resolve
+from ..backends import Backend
 from ..core.batch import Batch
 from ..core.stats import Teacher
-from ..losses.base import Field, Losses, Summand
-from ..losses.user.spread_check import check_over_ranks
+from ..losses.base import Field, Losses
 from ..metrics import Metric
 from ..parallel.tokens import Spread
-from ..program import checks
-from ..program.demand import Answer, Question, answer
-from ..program.fields import Frame, check_fields, wanted_fields
-from ..program.teachers import check_dense_teacher, make_teacher
+from ..program.demand import Needs
+from ..program.teachers import make_teacher
 from .head_options import HeadOptions, LogitsOptions
-from .of_ranks import of_all_ranks, whole_teacher
 from .packing import Packing
+from .program import Program, frame_of, named_weights
+from .ranks.of_ranks import of_all_ranks
 from .rows import Prepared, prepare_fields
+from .task import Task
+
+NO_FIELDS: frozenset[str] = frozenset()
+DENSE = ("teacher_logits", "teacher_hidden", "teacher_weight")  # what a teacher holds instead
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +30,9 @@ class Asked:
     """A call whose arguments have been checked: what it wants and the fields that go with it."""
 
     head: HeadOptions | LogitsOptions
-    dtype: torch.dtype  # of the matmuls
-    backend: Backend
+    program: Program
     losses: Losses
     metrics: tuple[Metric, ...]
-    answer: Answer
     prepared: Prepared
     token_fields: frozenset[str]
     teacher: Teacher | None
@@ -45,17 +43,36 @@ class Asked:
         return replace(self, prepared=prepared, spread=spread)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the matmuls."""
+        return self.program.dtype
+
+    @property
+    def backend(self) -> Backend:
+        return self.program.backend
+
+    @property
+    def needs(self) -> Needs:
+        return self.program.needs
+
+    @property
     def statistics_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
+        return self.program.statistics_dtype
+
+    @property
+    def class_weights(self) -> Tensor | None:
+        """Of the statistic ``weighted_sum``."""
+        weighted = self.needs.weighted
+        return None if weighted is None else self.losses.terms[weighted][1].tensors["class_weights"]
 
     @property
     def logit_scale(self) -> float:
         """Of the logits at the first softmax's temperature."""
-        return float(self.head.logit_scale) / self.answer.temperature
+        return float(self.head.logit_scale) / self.needs.temperature
 
     @property
     def softcap(self) -> float | None:
-        return None if self.head.softcap is None else self.head.softcap / self.answer.temperature
+        return None if self.head.softcap is None else self.head.softcap / self.needs.temperature
 
     @property
     def waits_for_nothing(self) -> bool:
@@ -84,91 +101,25 @@ class Asked:
         return self.prepared.one_or_nan
 
 
-class Checked(NamedTuple):
-    """A call whose arguments have been checked, before any work on tensors."""
-
-    head: HeadOptions | LogitsOptions
-    dtype: torch.dtype  # of the matmuls
-    backend: Backend
-    losses: Losses
-    metrics: tuple[Metric, ...]
-    batch: dict[str, Tensor]
-    wanted: list[str]  # fields that are read
-    known: dict[str, Field]
-    frame: Frame
-    answer: Answer
-    autocast: bool  # whether it gives the dtype of the matmuls
-
-
-def check(
-    head: HeadOptions | LogitsOptions,
-    dtype: torch.dtype,  # that head.check() returned
-    losses: Losses,
-    metrics: tuple[Metric, ...] = (),
-    batch: Mapping[str, Tensor] | None = None,
-    num_segments: int | None = None,
-) -> Checked:
-    """Checks what is left to check; looks at no tensor's values."""
-    backend = resolve(head.backend, head.device)
-    backend.check(head.device, dtype, "logits" if isinstance(head, LogitsOptions) else "hidden")
-    for _, summand in losses.terms:
-        for name, tensor in summand.tensors.items():
-            checks.check_class_weights(tensor, head.vocab, head.device, f"{name} of {summand.label}")
-    if batch is not None and not isinstance(batch, Mapping):
-        raise TypeError(
-            "batch must be a mapping of names to tensors, such as {'advantages': advantages}, or None, got "
-            f"{type(batch).__name__}"
-        )
-    losses, batch, own = named_weights(losses, dict(batch or {}))
-    wanted, known = wanted_fields(losses, metrics, batch, own)
-    parts: list[Summand | Metric] = [*(summand for _, summand in losses.terms), *metrics]
-    reads = [part for part in parts if part.reads_target]
-    if head.target is None and reads:
-        raise ValueError(f"target is None, and {reads[0].label} reads it; pass token ids")
-    if num_segments is not None:
-        checks.check_int("num_segments", num_segments)
-        if num_segments < 1:
-            raise ValueError(f"num_segments must be at least 1, got {num_segments}")
-    device, statistics = head.device, torch.promote_types(dtype, torch.float32)
-    frame = Frame(head.leading, device, statistics, head.shift, num_segments)
-    for name in {s.token_weights for _, s in losses.terms if isinstance(s.token_weights, str)}:
-        if known[name].kind != "token" or known[name].trailing or name == "mask":
-            remedy = "the mask applies by itself" if name == "mask" else f"not one of kind {known[name].kind!r}"
-            raise ValueError(f"token_weights={name!r} must name a token field; {remedy}")
-    check_fields(batch, wanted, known, frame)
-    if head.tokens is not None:
-        for part in parts:
-            check_over_ranks(part, "loss" if isinstance(part, Summand) else "metric", frozenset(wanted), known)
-    # as the student's operands
-    autocast = torch.is_autocast_enabled(device.type) and dtype != torch.float64
-    teacher_vocab = check_dense_teacher(batch, wanted, dtype, autocast)
-    if teacher_vocab is not None:
-        teacher_vocab = whole_teacher(head, batch, teacher_vocab)
-    columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
-    answered = answer(Question(losses, metrics, head.temperature, head.vocab, columns, teacher_vocab))
-    return Checked(head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered, autocast)
-
-
-def ask(checked: Checked) -> Asked:
+def ask(task: Task, program: Program) -> Asked:
     """Lays fields beside rows; the first work on tensors, whose ids are checked on the way."""
-    head, dtype, backend, losses, metrics, batch, wanted, known, frame, answered, autocast = checked
-    target = head.target
+    head, dtype, backend, needs = task.head, program.dtype, program.backend, program.needs
+    losses, batch, own = named_weights(task.losses, task.batch)
+    known = {**program.known, **own}
+    target, frame = head.target, frame_of(task, dtype)
     if isinstance(head, HeadOptions) and head.shard is not None and head.shard.parallel.sequence_sharded:
-        target, batch, frame = of_all_ranks(head.shard, head, batch, wanted, known, frame)
-    prepared = prepare_fields(backend, target, batch, wanted, known, frame, head.ignore_index, head.vocab)
-    own_rows = Field("row")  # of what the preparation has made
-    token_fields = frozenset(name for name in prepared.fields if known.get(name, own_rows).kind in ("token", "row"))
-    teacher = None
-    if answered.teacher is not None and answered.demand.pairing is not None:
-        columns = answered.demand.pairing.columns if head.shard is None else head.columns
-        teacher = make_teacher(prepared.fields, answered.teacher, columns, dtype if autocast else None)
-    fields = {
-        k: v for k, v in prepared.fields.items() if k not in ("teacher_logits", "teacher_hidden", "teacher_weight")
-    }
-    prepared = prepared._replace(fields=fields)
-    asked = Asked(
-        head, dtype, backend, losses, metrics, answered, prepared, token_fields & frozenset(fields), teacher
-    )  # fmt: skip
+        target, batch, frame = of_all_ranks(head.shard, head, batch, program.wanted, known, frame)
+    prepared = prepare_fields(backend, target, batch, program.wanted, known, frame, head.ignore_index, head.vocab)
+    fields, teacher, token_fields = prepared.fields, None, NO_FIELDS
+    if fields:
+        own_rows = Field("row")  # of what the preparation has made
+        token_fields = frozenset(name for name in fields if known.get(name, own_rows).kind in ("token", "row"))
+        if needs.teacher is not None and needs.demand.pairing is not None:
+            columns = needs.demand.pairing.columns if head.shard is None else head.columns
+            teacher = make_teacher(fields, needs.teacher, columns, dtype if program.autocast else None)
+            fields = {name: value for name, value in fields.items() if name not in DENSE}
+            prepared = prepared._replace(fields=fields)
+    asked = Asked(head, program, losses, task.metrics, prepared, token_fields & frozenset(fields), teacher)
     return packed(asked, head.skip_ignored) if isinstance(head, HeadOptions) and head.skip_ignored else asked
 
 
@@ -191,16 +142,3 @@ def packed(asked: Asked, skip: bool | str) -> Asked:
         )
     prepared = prepared._replace(target=packing.pack(prepared.target), fields=fields)
     return replace(asked, prepared=prepared, teacher=teacher, packing=packing)
-
-
-def named_weights(losses: Losses, batch: dict[str, Any]) -> tuple[Losses, dict[str, Any], dict[str, Field]]:
-    """Token weights that a loss holds itself, as fields of a name of their own."""
-    own: dict[str, Field] = {}
-    terms = []
-    for coefficient, summand in losses.terms:
-        if isinstance(summand.token_weights, Tensor):
-            key = f"token_weights of {summand.label}"
-            batch[key], own[key] = summand.token_weights, Field("token")
-            summand = replace(summand, token_weights=key)
-        terms.append((coefficient, summand))
-    return Losses(tuple(terms)) if own else losses, batch, own

@@ -1,16 +1,14 @@
 """From what a call asks to what runs: its objective, its plan, its sizes; the same way for every public function."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..backends import Layout
 from ..core.shift import in_backward
-from ..core.stats import Demand, RowStats
-from ..losses.base import Losses
+from ..core.stats import RowStats, Teacher
 from ..metrics import Metric
 from ..program.planner import Request, make_plan
 from ..program.plans import Plan
@@ -19,14 +17,16 @@ from .arithmetic.denominators import foreseen_gain, inverses, kept, metric_count
 from .arithmetic.evaluate import Inputs
 from .arithmetic.objective import Objective, ScalarObjective
 from .arithmetic.token_objectives import StatsObjective, TokenObjective
-from .asked import Asked, Checked, ask
+from .asked import Asked, ask
 from .autograd import HeadLoss
-from .head_options import HeadOptions
+from .head_options import HeadOptions, LogitsOptions
+from .logits_call import LogitsLoss
+from .logits_call import call_of as logits_call_of
 from .loop import Call
 from .packing import Packing
-from .whole_batch import agreed_batch, kind_of, of_whole_batch, told
-
-Result = TypeVar("Result")
+from .program import Program, program_of
+from .ranks.whole_batch import agreed_batch, kind_of, of_whole_batch, options_told
+from .task import Result, Task
 
 
 def scalar_objective(
@@ -50,7 +50,7 @@ def scalar_objective(
     declared = 1.0 if upstream is None else kept(upstream, asked.one_or_nan)
     factors = stacked([times(i.value, c, declared) for c, i in zip(coefficients, inverse, strict=True)])
     inputs = make_inputs(asked, factors)
-    segmented, coupled = coupling(losses, asked.dtype)
+    segmented, coupled = asked.program.segmented, asked.program.coupled
     gain = None
     if asked.dtype == torch.float16 and not coupled:
         gain = foreseen_gain(losses, factors, inputs.weights, asked.batch, asked.logit_scale)
@@ -58,19 +58,11 @@ def scalar_objective(
     weights, counts = metric_counts(ordered_metrics(asked), asked)
     return ScalarObjective(
         **common(asked), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
-        declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=asked.answer.segment_metrics,
+        declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=asked.needs.segment_metrics,
         fused=asked.head.device.type == "cuda" and not segmented, spread=spread,
         together=spread is not None and segmented,
         reduced=how,
     )  # fmt: skip
-
-
-def coupling(losses: Losses, dtype: torch.dtype) -> tuple[bool, bool]:
-    """Whether a loss needs all tokens' statistics for its values; and whether gradients wait for them, which those of
-    fp16 do as well where only the statistics tell how large they are."""
-    segmented = any(summand.scope == "segment" for _, summand in losses.terms)
-    unforeseen = dtype == torch.float16 and not all(summand.bounded for _, summand in losses.terms)
-    return segmented, segmented or unforeseen
 
 
 def token_objective(asked: Asked) -> TokenObjective:
@@ -83,19 +75,21 @@ def token_objective(asked: Asked) -> TokenObjective:
     )  # fmt: skip
 
 
-def stats_objective(asked: Asked, demand: Demand, names: tuple[str, ...], with_gradient: int) -> StatsObjective:
-    own = {"demand": demand, "structure": replace(asked.answer.structure, views=demand.views)}
-    return StatsObjective(**(common(asked) | own), names=names, with_gradient=with_gradient)
+def stats_objective(asked: Asked, names: tuple[str, ...], with_gradient: int) -> StatsObjective:
+    structure = asked.needs.structure
+    if structure.views != asked.program.demand.views:
+        structure = replace(structure, views=asked.program.demand.views)
+    return StatsObjective(**(common(asked) | {"structure": structure}), names=names, with_gradient=with_gradient)
 
 
 def common(asked: Asked) -> dict[str, Any]:
-    columns = asked.prepared.fields.get("teacher_ids") if asked.answer.demand.columns else None
-    class_weights = asked.answer.class_weights
+    columns = asked.prepared.fields.get("teacher_ids") if asked.program.demand.columns else None
+    class_weights = asked.class_weights
     if class_weights is not None:
         # a copy: backward may read it, and would not notice that the caller had changed it
         class_weights = class_weights.detach().to(asked.statistics_dtype, copy=True).contiguous()
     return {
-        "demand": asked.answer.demand, "structure": asked.answer.structure, "target": asked.prepared.target,
+        "demand": asked.program.demand, "structure": asked.needs.structure, "target": asked.prepared.target,
         "columns": columns, "teacher": asked.teacher, "class_weights": class_weights,
         "one_or_nan": asked.one_or_nan, "dtype": asked.statistics_dtype, "fp16": asked.dtype == torch.float16,
     }  # fmt: skip
@@ -103,8 +97,8 @@ def common(asked: Asked) -> dict[str, Any]:
 
 def ordered_metrics(asked: Asked) -> tuple[Metric, ...]:
     """Metrics in the order in which an objective holds their sums."""
-    local = tuple(metric for metric, _ in asked.answer.structure.metrics)
-    return local + tuple(metric for metric, _ in asked.answer.segment_metrics)
+    local = tuple(metric for metric, _ in asked.needs.structure.metrics)
+    return local + tuple(metric for metric, _ in asked.needs.segment_metrics)
 
 
 def make_inputs(asked: Asked, factors: Tensor) -> Inputs:
@@ -140,26 +134,6 @@ class Wants(NamedTuple):
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Task(Generic[Result]):
-    """What a public function has made of its arguments, all checked and nothing computed: run at once, or in a graph.
-
-    ``result``: from what ran to what the function returns. ``per_token``: names of what the objective returns for each
-    token, whose upstream gradients come late; none for a scalar loss.
-    """
-
-    checked: Checked
-    demand: Demand
-    request: Request
-    objective: Callable[[Asked], Objective]
-    result: "Callable[[Outcome], Result]"
-    per_token: tuple[str, ...] = ()
-
-    def execute(self) -> Result:
-        """Plans and runs, differentiable."""
-        return execute(self)
-
-
 class Outcome(NamedTuple):
     """What ran, and what came of it."""
 
@@ -167,14 +141,21 @@ class Outcome(NamedTuple):
     objective: Any  # the task's
     outputs: tuple[Tensor, ...]
     stats: RowStats
-    plan: Plan
+    plan: Plan | None  # None for logits that exist already, which leave nothing to plan
 
 
 def execute(task: Task[Result]) -> Result:
-    asked = ask(task.checked)
+    """Runs the task at once, differentiable."""
+    program = program_of(task)
+    asked = ask(task, program)
+    if isinstance(asked.head, LogitsOptions):
+        objective = task.objective(asked)
+        logits, on_logits = logits_call_of(asked, objective, task.inplace)
+        seen: list[RowStats] = []
+        outputs = LogitsLoss.apply(logits, on_logits, seen)
+        return task.result(Outcome(asked, objective, outputs, seen[0], None))
     head = asked.head
-    assert isinstance(head, HeadOptions)
-    made = planned(asked, task, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
+    made = planned(asked, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
     # the first that ranks with other tokens send each other: what one of them refuses is known by now
     objective = task.objective(asked)
     call = made.call(asked, objective)
@@ -205,29 +186,54 @@ class Planned(NamedTuple):
         return Call(self.plan, asked.backend, objective, *options)
 
 
-def planned(asked: Asked, task: Task, wants: Wants, again: bool = False) -> Planned:
+# by program and by what else a plan depends on; of calls among ranks, or with a teacher's tensors, they are made anew
+PLANS: dict[tuple, Plan] = {}
+MOST_PLANS = 4096
+
+
+def planned(asked: Asked, wants: Wants, again: bool = False) -> Planned:
     """``again``: inside of a backward."""
-    head = asked.head
+    head, program, packing = asked.head, asked.program, asked.packing
     assert isinstance(head, HeadOptions)
-    rows, packing = head.hidden.reshape(-1, head.hidden.shape[-1]), asked.packing
+    hidden, weight = head.hidden, head.weight
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    # a view shares memory with what it views, a copy does not
+    copied = rows.numel() > 0 and rows.data_ptr() != hidden.data_ptr()
     if packing is not None and packing.waited:
         rows, packing = packing.pack(rows), None
-    late = bool(task.per_token)
-    sizes = sizes_of(
-        asked, task.demand, rows, late or again, not late and coupling(asked.losses, asked.dtype)[1], wants
-    )
-    check_own_matmuls(asked, sizes)
-    # computed again in backward, a call recomputes whatever its request was made for
-    wish = Request(memory_budget=task.request.memory_budget) if again else task.request
-    plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
-    return Planned(rows, packing, task.request, plan)
+        copied = rows.numel() > 0
+    placed = Placed(
+        len(asked.prepared.target), wants, again, packing is not None, copied,
+        weight.is_contiguous() and weight.data_ptr() % 16 == 0, rows.stride(1) == 1 or rows.shape[1] == 1,
+        None if head.into is None else head.into.buffer.dtype,
+    )  # fmt: skip
+    lasting = program.lasting and head.shard is None and asked.teacher is None
+    key = program, placed
+    plan = PLANS.get(key) if lasting else None
+    if plan is None:
+        sizes = sizes_of(head, program, placed, asked.teacher)
+        check_own_matmuls(asked, sizes)
+        # computed again in backward, a call recomputes whatever its request was made for
+        wish = Request(memory_budget=program.request.memory_budget) if again else program.request
+        plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
+        if lasting:
+            if len(PLANS) >= MOST_PLANS:
+                PLANS.clear()
+            PLANS[key] = plan
+    return Planned(rows, packing, program.request, plan)
 
 
-def options_told(asked: Asked, objective: Objective) -> dict[str, str]:
-    """Of a call's options those that change what ranks that share its tokens exchange or compute."""
-    head = asked.head
-    shape = {"the shape of the tokens": str(list(head.leading)), "shift": str(head.shift)}
-    return {**shape, "ignore_index": str(head.ignore_index), **told(asked, objective.how)}
+class Placed(NamedTuple):
+    """What a plan depends on beside the program: how many tokens there are, and where tensors lie."""
+
+    tokens: int
+    wants: Wants
+    again: bool
+    skips: bool
+    copied: bool  # hidden states that no view flattens
+    plain_weight: bool  # contiguous and aligned to 16 bytes
+    plain_rows: bool  # columns of hidden states contiguous
+    into: torch.dtype | None
 
 
 def check_own_matmuls(asked: Asked, sizes: Sizes) -> None:
@@ -248,7 +254,7 @@ def check_own_matmuls(asked: Asked, sizes: Sizes) -> None:
             "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of the call"
         )
     summed = [summand.label for _, summand in asked.losses.terms if summand.scope == "segment"]
-    summed += [metric.label for metric, _ in asked.answer.segment_metrics]
+    summed += [metric.label for metric, _ in asked.needs.segment_metrics]
     if summed and device.type == "cuda":
         raise ValueError(
             f"deterministic=True does not go with {summed[0]} on a GPU, which adds up a segment's tokens in any order"
@@ -260,35 +266,29 @@ def check_own_matmuls(asked: Asked, sizes: Sizes) -> None:
         )
 
 
-def sizes_of(asked: Asked, demand: Demand, rows: Tensor, late: bool, coupled: bool, wants: Wants) -> Sizes:
+def sizes_of(head: HeadOptions | LogitsOptions, program: Program, placed: Placed, teacher: Teacher | None) -> Sizes:
     """What the plan is made from."""
-    assert isinstance(asked.head, HeadOptions)
-    hidden, weight, bias = asked.head.hidden, asked.head.weight, asked.head.bias
-    # a view shares memory with what it views, a copy does not
-    copied = rows.numel() > 0 and rows.data_ptr() != hidden.data_ptr()
+    backend, demand, pairing = program.backend, program.demand, program.demand.pairing
+    assert isinstance(head, HeadOptions)
     layout = Layout(
-        hidden.device, asked.dtype, weight.shape[1],
-        plain_weight=weight.is_contiguous() and weight.data_ptr() % 16 == 0,
-        plain_rows=rows.stride(1) == 1 or rows.shape[1] == 1,
-        capped=asked.softcap is not None, bias_grad=wants.bias, demand=demand,
+        head.device, program.dtype, head.weight.shape[1],
+        plain_weight=placed.plain_weight, plain_rows=placed.plain_rows,
+        capped=head.softcap is not None, bias_grad=placed.wants.bias, demand=demand,
     )  # fmt: skip
-    store = asked.backend.store(layout)
-    teacher, pairing = asked.teacher, demand.pairing
+    store = backend.store(layout)
     return Sizes(
-        len(asked.prepared.target), rows.shape[1], asked.head.columns, asked.dtype,
-        spread=1 if asked.head.shard is None else asked.head.shard.spread,
-        ranks=1 if asked.head.shard is None else asked.head.shard.parallel.ranks,
-        padding=weight.shape[0] - asked.head.columns,
-        hidden_dtype=hidden.dtype, weight_dtype=weight.dtype,
-        hidden_grad=wants.hidden, weight_grad=wants.weight,
-        bias_grad=wants.bias, bias_dtype=None if bias is None else bias.dtype,
-        late_upstream=late, coupled=coupled, demand=demand,
+        placed.tokens, head.hidden.shape[-1], head.columns, program.dtype,
+        spread=1 if head.shard is None else head.shard.spread,
+        ranks=1 if head.shard is None else head.shard.parallel.ranks,
+        padding=head.weight.shape[0] - head.columns,
+        hidden_dtype=head.hidden.dtype, weight_dtype=head.weight.dtype,
+        hidden_grad=placed.wants.hidden, weight_grad=placed.wants.weight,
+        bias_grad=placed.wants.bias, bias_dtype=None if head.bias is None else head.bias.dtype,
+        late_upstream=program.late or placed.again, coupled=program.coupled, demand=demand,
         teacher_columns=0 if pairing is None else pairing.columns,
         teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         teacher_cast=teacher is not None and teacher.casts,
-        teacher_store=None if teacher is None else asked.backend.teacher_store(teacher, store),
-        store=store, copied=copied, deterministic=asked.head.deterministic,
-        skips=asked.packing is not None and not asked.packing.waited,
-        into=None if asked.head.into is None else asked.head.into.buffer.dtype,
-        **asked.backend.traits(hidden.device),
+        teacher_store=None if teacher is None else backend.teacher_store(teacher, store),
+        store=store, copied=placed.copied, deterministic=head.deterministic, skips=placed.skips, into=placed.into,
+        **backend.traits(head.device),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -18,7 +18,7 @@ from ..parallel.shard import Shard, Tell
 from ..program import checks
 from ..program.into import Into, check_kind
 from ..program.into import resolve as resolve_into
-from ..program.planner import Request
+from ..program.planner import DEFAULT_REQUEST, Request
 
 # what can be said of an option before there is a call
 CHECKS: dict[str, Callable[[Any], Any]] = {
@@ -109,12 +109,35 @@ class OfRanks(ABC):
 
     @property
     @abstractmethod
+    def rows(self) -> tuple[Tensor | None, ...]:
+        """Operands of which a row goes with a token."""
+
+    @property
+    @abstractmethod
+    def whole(self) -> tuple[Tensor | None, ...]:
+        """The other operands."""
+
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        return (*self.rows, *self.whole)
+
+    @property
+    @abstractmethod
+    def options(self) -> tuple[Hashable, ...]:
+        """Everything else that is static, as plain values."""
+
+    @property
+    def request(self) -> Request:
+        """What steers the plan."""
+        return DEFAULT_REQUEST
+
+    @property
+    @abstractmethod
     def unnamed(self) -> Tell:
         """What tells ranks' tokens apart where a call has no targets."""
 
     def check_each(self) -> None:
         """Raises what is wrong with options by themselves, and with ``shift`` along the target."""
-        checks.refuse_transforms()
         check_options({name: value for name, value in vars(self).items() if name in CHECKS})
         checks.check_shift_along(self.shift, self.leading)
         if self.shard is None and self.vocab > self.held:
@@ -221,6 +244,26 @@ class HeadOptions(OfRanks):
         if not self.leading:
             raise ValueError("sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions")
 
+    @property
+    def rows(self) -> tuple[Tensor | None, ...]:
+        return self.hidden, self.target
+
+    @property
+    def whole(self) -> tuple[Tensor | None, ...]:
+        return self.weight, self.bias
+
+    @property
+    def options(self) -> tuple[Hashable, ...]:
+        return (
+            self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.memory_budget,
+            self.chunk_tokens, self.accumulate_dtype, self.backend, self.accumulate_into is None, self.skip_ignored,
+            self.deterministic, self.vocab_size, self.parallel,
+        )  # fmt: skip
+
+    @property
+    def request(self) -> Request:
+        return Request(self.memory_budget, self.chunk_tokens, self.accumulate_dtype)
+
     @functools.cached_property
     def into(self) -> Into | None:
         """Where the weight's gradient goes instead of back, None where it goes back or is not made."""
@@ -287,6 +330,21 @@ class LogitsOptions(OfRanks):
     @property
     def held(self) -> int:
         return self.logits.shape[-1]
+
+    @property
+    def rows(self) -> tuple[Tensor | None, ...]:
+        return self.logits, self.target
+
+    @property
+    def whole(self) -> tuple[Tensor | None, ...]:
+        return ()
+
+    @property
+    def options(self) -> tuple[Hashable, ...]:
+        return (
+            self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.backend,
+            self.vocab_size, self.parallel,
+        )  # fmt: skip
 
     @property
     def unnamed(self) -> Tell:

@@ -2,9 +2,9 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,12 @@ from ..core.options import flag
 from ..core.stats import Demand, Head, Rows, RowStats
 from ..parallel.shard import Shard, demand_told, local_demand
 from .arithmetic.objective import Objective
-from .asked import Asked, Checked, ask
+from .asked import Asked
 from .autograd import OnlyOnce, as_called
-from .call import options_told
 from .head_options import LogitsOptions
-from .own_part import OwnPart
+from .ranks.own_part import OwnPart
+from .ranks.whole_batch import options_told
 
-Result = TypeVar("Result")
 MOST_VIEWS = 64  # of rows that no one stride reaches; with more of them a copy is cheaper than so many launches
 
 
@@ -107,40 +106,6 @@ class Call(OwnPart):
                 out = rows.hidden if flat is None else flat[at]
                 self.backend.logits_grad(out, rows, head, self.demand, stats.at(at), coefficients.at(at))
         return grad
-
-
-class LogitsOutcome(NamedTuple):
-    """What ran, and what came of it."""
-
-    asked: Asked
-    objective: Any  # the task's
-    outputs: tuple[Tensor, ...]
-    stats: RowStats
-
-
-@dataclass(frozen=True, eq=False)
-class LogitsTask(Generic[Result]):
-    """What a public function has made of its arguments, all checked and nothing computed: run at once, or in a graph.
-
-    ``result``: from what ran to what the function returns. ``per_token``: names of what the objective returns for each
-    token; none for a scalar loss.
-    """
-
-    checked: Checked
-    demand: Demand
-    objective: Callable[[Asked], Objective]
-    result: Callable[[LogitsOutcome], Result]
-    per_token: tuple[str, ...] = ()
-    inplace: bool = False
-
-    def execute(self) -> Result:
-        """Runs, differentiable."""
-        asked = ask(self.checked)
-        objective = self.objective(asked)
-        logits, call = call_of(asked, objective, self.inplace)
-        found: list[RowStats] = []
-        outputs = LogitsLoss.apply(logits, call, found)
-        return self.result(LogitsOutcome(asked, objective, outputs, found[0]))
 
 
 def call_of(asked: Asked, objective: Objective, inplace: bool) -> tuple[Tensor, Call]:

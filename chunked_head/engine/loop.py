@@ -15,8 +15,8 @@ from ..program.into import Into
 from ..program.planner import DEFAULT_REQUEST, Request, make_plan
 from ..program.plans import Plan
 from .arithmetic.objective import Objective
-from .own_part import OwnPart
 from .packing import Packing
+from .ranks.own_part import OwnPart
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """Targets and fields of tokens, laid beside the hidden states that they go with and cleaned of what does not count."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ def prepare_fields(
     backend: Backend,
     target: Tensor | None,
     batch: Mapping[str, Tensor],
-    wanted: list[str],
+    wanted: Sequence[str],
     known: Mapping[str, Field],
     frame: Frame,
     ignore_index: int,

@@ -108,6 +108,7 @@ class Summand:
     # whether no coefficient is larger than weight and size by more than a factor of hundreds, whatever the statistics
     bounded: bool = False
     compiled: bool = True
+    lasting: bool = True  # whether the function may be kept: it holds no tensors
     temperature: float | None = None
     token_weights: Tensor | str | None = None
     normalizer: float | Tensor | str | None = None

@@ -4,10 +4,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
-
-import torch
-from torch import Tensor
 
 from ..core.stats import Demand, Pairing, View
 from ..losses.base import Losses, Summand, Teacher
@@ -48,57 +44,37 @@ class Structure:
         return all(summand.compiled for summand, _ in self.summands)
 
 
-class Question(NamedTuple):
-    """What a call asks, with sizes."""
+class Needs(NamedTuple):
+    """The softmaxes, statistics and derivatives of a call."""
 
-    losses: Losses
-    metrics: tuple[Metric, ...]
-    temperature: float  # the call's
-    vocab: int
-    columns: int = 0  # K of teacher_ids
-    teacher_vocab: int | None = None  # of a dense teacher
-
-
-class Answer(NamedTuple):
     structure: Structure
     demand: Demand
     temperature: float  # that of the first view, which goes into the head's scale and cap
     teacher: Teacher | None  # its temperature resolved
-    class_weights: Tensor | None  # of weighted_sum
+    weighted: int | None  # which summand has the class weights of weighted_sum
     segment_metrics: tuple[tuple[Metric, int], ...]  # those that must see all tokens
 
 
-# by losses, as long as they live
-ANSWERS: "WeakKeyDictionary[Losses, dict[tuple, Answer]]" = WeakKeyDictionary()
-MOST_ANSWERS = 16  # of one sum of losses, with metrics or sizes that change
-
-
-def answer(question: Question) -> Answer:
-    """The softmaxes, statistics and derivatives of a call; ValueError where one cannot have them all."""
-    if any(isinstance(size, torch.SymInt) for size in question):
-        return find_answer(question)  # while a graph is made: of no size that will come again
-    known = ANSWERS.setdefault(question.losses, {})
-    key = question[1:]
-    if key not in known:
-        if len(known) >= MOST_ANSWERS:
-            known.clear()
-        known[key] = find_answer(question)
-    return known[key]
-
-
-def find_answer(question: Question) -> Answer:
-    summands = [summand for _, summand in question.losses.terms]
-    check_names(summands, question.metrics)
-    shared = question.teacher_vocab is not None and question.teacher_vocab < question.vocab
-    limit = question.teacher_vocab if shared else None
+def needs_of(
+    losses: Losses,
+    metrics: Sequence[Metric],
+    temperature: float,  # the call's
+    vocab: int,
+    columns: int = 0,  # K of teacher_ids
+    teacher_vocab: int | None = None,  # of a dense teacher
+) -> Needs:
+    """What a call needs; ValueError where one cannot have it all."""
+    summands = [summand for _, summand in losses.terms]
+    check_names(summands, metrics)
+    shared = teacher_vocab is not None and teacher_vocab < vocab
+    limit = teacher_vocab if shared else None
 
     def wanted(one: Summand | Metric) -> tuple[float, int | None]:
         dense = isinstance(one, Summand) and one.teacher is not None
-        temperature = question.temperature if one.temperature is None else float(one.temperature)
-        return temperature, limit if dense else None
+        return temperature if one.temperature is None else float(one.temperature), limit if dense else None
 
-    everything: list[Summand | Metric] = [*summands, *question.metrics]
-    asked = list(dict.fromkeys(wanted(one) for one in everything)) or [(question.temperature, None)]
+    everything: list[Summand | Metric] = [*summands, *metrics]
+    asked = list(dict.fromkeys(wanted(one) for one in everything)) or [(temperature, None)]
     whole = [pair for pair in asked if pair[1] is None]
     # the first view is over the whole vocabulary: what becomes the head's scale, and is there in any case
     first = whole[0] if whole else (asked[0][0], None)
@@ -110,17 +86,17 @@ def find_answer(question: Question) -> Answer:
             + (" and for the vocabulary shared with the teacher besides" if shared else "")
             + "; split them over two calls"
         )
-    views = tuple(View(first[0] / temperature, columns) for temperature, columns in ordered)
+    views = tuple(View(first[0] / own, width) for own, width in ordered)
     index = {pair: i for i, pair in enumerate(ordered)}
     seen = [(summand, index[wanted(summand)]) for summand in summands]
-    measured = [(metric, index[wanted(metric)]) for metric in question.metrics]
+    measured = [(metric, index[wanted(metric)]) for metric in metrics]
 
     leaves = {f"{name}{SUFFIX[view]}" for _, view in seen for name in ("logprob", "lse")}
     for summand, view in seen:
         leaves |= {found for name in summand.needs if (found := leaf(name, view)) is not None}
     statistics = {(name, index[wanted(one)]) for one in everything for name in one.needs}
     names = {name for name, _ in statistics}
-    teacher, pairing = pair_up(seen, names, question, ordered)
+    teacher, pairing = pair_up(seen, names, vocab if teacher_vocab is None else min(vocab, teacher_vocab), ordered)
     differentiable = frozenset(leaves)
     used = {view for _, view in seen}
     demand = Demand(
@@ -128,14 +104,14 @@ def find_answer(question: Question) -> Answer:
         entropy=tuple(("entropy", i) in statistics for i in range(len(views))),
         weighted_sum=bool(names & {"mean_logit", "weighted_sum"}),
         top=bool(names & {"argmax", "top_logprob"}),
-        columns=question.columns if "topk_logprobs" in names else 0,
+        columns=columns if "topk_logprobs" in names else 0,
         pairing=pairing,
         rank_one=used <= {0} and differentiable <= {"logprob", "lse"},
     )
     local = tuple(pair for pair in measured if pair[0].scope == "token")
-    structure = Structure(tuple(seen), local, views, pairing, differentiable, question.vocab)
+    structure = Structure(tuple(seen), local, views, pairing, differentiable, vocab)
     apart = tuple(pair for pair in measured if pair[0].scope != "token")
-    return Answer(structure, demand, first[0], teacher, smoothing_weights(summands, names), apart)
+    return Needs(structure, demand, first[0], teacher, smoothing_weights(summands, names), apart)
 
 
 def leaf(name: str, view: int) -> str | None:
@@ -155,7 +131,7 @@ def check_names(summands: Sequence[Summand], metrics: Sequence[Metric]) -> None:
 
 
 def pair_up(
-    seen: list[tuple[Summand, int]], names: set[str], question: Question, ordered: list[tuple[float, int | None]]
+    seen: list[tuple[Summand, int]], names: set[str], columns: int, ordered: list[tuple[float, int | None]]
 ) -> tuple[Teacher | None, Pairing | None]:
     """The one dense teacher of a call and what is wanted of it."""
     dense = [(summand, view) for summand, view in seen if summand.teacher is not None]
@@ -175,7 +151,6 @@ def pair_up(
             "temperatures, scales or beta; give them the same, or make two calls"
         )
     ((teacher, view),) = kinds
-    columns = question.vocab if question.teacher_vocab is None else min(question.vocab, question.teacher_vocab)
     pairing = Pairing(
         view, "forward_kl" in names, "reverse_kl" in names, "teacher_entropy" in names, "tvd" in names,
         next(iter(betas), None), columns,
@@ -183,15 +158,15 @@ def pair_up(
     return teacher, pairing
 
 
-def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> Tensor | None:
-    """The class weights of ``weighted_sum``: there is one such statistic."""
-    weighted = [summand for summand in summands if "weighted_sum" in summand.needs]
+def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> int | None:
+    """Which summand has the class weights of ``weighted_sum``: there is one such statistic."""
+    weighted = [i for i, summand in enumerate(summands) if "weighted_sum" in summand.needs]
     if not weighted:
         return None
-    first = weighted[0].tensors["class_weights"]
-    if "mean_logit" in names or any(s.tensors["class_weights"] is not first for s in weighted):
+    first = summands[weighted[0]].tensors["class_weights"]
+    if "mean_logit" in names or any(summands[i].tensors["class_weights"] is not first for i in weighted):
         raise ValueError(
-            f"{weighted[0].label} smooths over class weights, and a call sums its logits with one set of weights: "
-            "losses and metrics that smooth with others, or need the mean logit, go into another call"
+            f"{summands[weighted[0]].label} smooths over class weights, and a call sums its logits with one set of "
+            "weights: losses and metrics that smooth with others, or need the mean logit, go into another call"
         )
-    return first
+    return weighted[0]

@@ -14,13 +14,15 @@ from ...core.stats import RowStats
 from ..arithmetic.objective import ScalarObjective
 from ..asked import ask
 from ..autograd import as_called
-from ..logits_call import Call, LogitsTask, call_of
+from ..logits_call import Call, call_of
+from ..program import Program
+from ..task import Task
 from .operators import WITHOUT_GRADIENT, count_packed, empty_values, packed, plainly
 from .recipes import recipe_of
 
 
-def begun(task: LogitsTask) -> tuple[Tensor, Call]:
-    asked = ask(task.checked)
+def begun(task: Task, program: Program) -> tuple[Tensor, Call]:
+    asked = ask(task, program)
     return call_of(asked, task.objective(asked), inplace=False)
 
 
@@ -31,25 +33,25 @@ def begun(task: LogitsTask) -> tuple[Tensor, Call]:
 @plainly
 def forward(logits: Tensor, others: list[Tensor], key: str, grad: bool) -> list[Tensor]:
     with torch.no_grad(), as_called(logits.device):
-        task = recipe_of(key).task(others, logits)
-        rows, call = begun(task)
+        task, program = recipe_of(key).task(others, logits)
+        rows, call = begun(task, program)
         stats = call.stats(rows)
         outputs = call.objective.outputs(stats)
         if isinstance(call.objective, ScalarObjective):
-            outputs = *outputs, packed(task.checked, call.objective, stats)
+            outputs = *outputs, packed(task, call.objective, stats)
         return [*outputs, *(stats.named().values() if grad else ())]
 
 
 @forward.register_fake
 def forward_outputs(logits: Tensor, others: list[Tensor], key: str, grad: bool) -> list[Tensor]:
     """Their shapes; raises what is wrong with the arguments."""
-    task = recipe_of(key).task(others, logits)
-    tokens, dtype = math.prod(logits.shape[:-1]), torch.promote_types(task.checked.dtype, torch.float32)
+    task, program = recipe_of(key).task(others, logits)
+    tokens, dtype = math.prod(logits.shape[:-1]), program.statistics_dtype
     if task.per_token:
-        made = empty_values(task, tokens, dtype, logits)
+        made = empty_values(task, program.demand, tokens, dtype, logits)
     else:
-        made = [logits.new_empty(shape, dtype=dtype) for shape in ((), (count_packed(task.checked),))]
-    named = RowStats.empty(tokens, task.demand, dtype, logits.device).named()
+        made = [logits.new_empty(shape, dtype=dtype) for shape in ((), (count_packed(task),))]
+    named = RowStats.empty(tokens, program.demand, dtype, logits.device).named()
     return [*made, *(named.values() if grad else ())]
 
 
@@ -60,9 +62,9 @@ def forward_outputs(logits: Tensor, others: list[Tensor], key: str, grad: bool) 
 @plainly
 def backward(logits: Tensor, others: list[Tensor], stats: list[Tensor], upstream: list[Tensor], key: str) -> Any:
     with torch.no_grad(), as_called(logits.device):
-        task = recipe_of(key).task(others, logits)
-        rows, call = begun(task)
-        names = RowStats.empty(0, task.demand, call.objective.dtype, logits.device).named()
+        task, program = recipe_of(key).task(others, logits)
+        rows, call = begun(task, program)
+        names = RowStats.empty(0, program.demand, call.objective.dtype, logits.device).named()
         return call.gradient(rows, RowStats(**dict(zip(names, stats, strict=True))), upstream)
 
 
@@ -76,7 +78,7 @@ def backward_output(
 def keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     """For the gradient."""
     logits, others, key, _ = inputs
-    per_token = recipe_of(key).task(others, logits).per_token
+    per_token = recipe_of(key).task(others, logits)[0].per_token
     ctx.key, ctx.others, ctx.values = key, len(others), len(per_token) or 1
     gradless = [value for name, value in zip(per_token, output, strict=False) if name in WITHOUT_GRADIENT]
     first = ctx.values if per_token else 2

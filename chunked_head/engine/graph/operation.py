@@ -13,8 +13,8 @@ from ...core.options import INFINITY, NUMBERS
 from ...losses.base import Losses
 from ...parallel.agree import raising_together
 from ...program.checks import is_dtensor
-from ..call import Task
-from ..logits_call import LogitsTask
+from ..call import execute
+from ..task import Task
 from . import logits_operators, operators
 from .recipes import TASKS, described
 
@@ -24,7 +24,7 @@ OPERANDS = ("hidden", "weight", "bias", "logits")
 results: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}  # from an operator's outputs, by function
 
 
-def operation(function: Callable[P, Task[Result]] | Callable[P, LogitsTask[Result]]) -> Callable[P, Result]:
+def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
     """A public function of one that checks its arguments and says what to do.
 
     Under ``torch.compile`` the checks run on tensors without data while the graph is made, and raise there.
@@ -37,7 +37,7 @@ def operation(function: Callable[P, Task[Result]] | Callable[P, LogitsTask[Resul
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
         """Of a compiled function between two graphs: what ranks exchange is no operator of either."""
         with raising_together(kwargs.get("parallel"), (*args, *kwargs.values())):
-            return function(*args, **kwargs).execute()
+            return execute(function(*args, **kwargs))
 
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:

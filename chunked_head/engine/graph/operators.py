@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from ...core.private import in_own_thread, private
-from ...core.stats import Head, RowStats
+from ...core.stats import Demand, Head, RowStats
 from ...program.planner import DEFAULT_REQUEST, Request, make_plan
 from ..arithmetic.objective import Objective, ScalarObjective
-from ..asked import Asked, Checked, ask
+from ..asked import Asked, ask
 from ..autograd import as_called
-from ..call import Task, Wants, planned
-from ..logits_call import LogitsTask
+from ..call import Wants, planned
 from ..loop import Call, recompute, sweep
+from ..program import Program
+from ..task import Task
 from .recipes import recipe_of
 from .waiting import Waiting, waiting
 
@@ -64,10 +65,10 @@ def switched_off() -> Any:
     return found
 
 
-def begun(task: Task, wants: Wants) -> tuple[Asked, Objective, Tensor, Call]:
+def begun(task: Task, program: Program, wants: Wants) -> tuple[Asked, Objective, Tensor, Call]:
     """What both operators begin with: fields beside rows, the objective, the plan. Only per-token calls come back."""
-    asked = ask(task.checked)
-    made, objective = planned(asked, task, wants), task.objective(asked)
+    asked = ask(task, program)
+    made, objective = planned(asked, wants), task.objective(asked)
     return asked, objective, made.rows, made.call(asked, objective)
 
 
@@ -85,8 +86,8 @@ def forward(
 ) -> list[Tensor]:
     wants = Wants(hidden_grad, weight_grad, bias_grad)
     with torch.no_grad(), as_called(hidden.device):
-        task = recipe_of(key).task(others, hidden, weight, bias=bias)
-        asked, objective, rows, call = begun(task, wants)
+        task, program = recipe_of(key).task(others, hidden, weight, bias=bias)
+        asked, objective, rows, call = begun(task, program, wants)
         head = call.head(weight, bias)
         stats, grads = sweep(call, rows, head)
         outputs = objective.outputs(stats)
@@ -95,9 +96,9 @@ def forward(
                 outputs = tuple(map(asked.packing.unpack, outputs))
             return [*outputs, *(stats.named().values() if any(wants) else ())]
         assert isinstance(objective, ScalarObjective)
-        made = [*outputs, packed(task.checked, objective, stats), left_over(objective, grads is not None)]
+        made = [*outputs, packed(task, objective, stats), left_over(objective, grads is not None)]
         if any(wants):
-            wait = waiting(task, wants)
+            wait = waiting(task, program, wants)
             if grads is None:
                 ready = gradients_now(call, rows, head, stats, wait)
             else:
@@ -106,20 +107,20 @@ def forward(
         return made
 
 
-def packed(checked: Checked, objective: ScalarObjective, stats: RowStats) -> Tensor:
+def packed(task: Task, objective: ScalarObjective, stats: RowStats) -> Tensor:
     """Parts, then of each metric the sums and the count, or the extremum, in the order in which they were asked for."""
     found = objective.part_values()
     values = objective.metric_values(stats)
-    for metric in checked.metrics:
+    for metric in task.metrics:
         value = values[metric.label]
         found += [each for each in (value.sum, value.count, value.extremum) if each is not None]
     return torch.cat([each.detach().reshape(-1).to(objective.dtype) for each in found])
 
 
-def count_packed(checked: Checked) -> int:
+def count_packed(task: Task) -> int:
     """How many numbers those are."""
-    of_metrics = sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in checked.metrics)
-    return len(checked.losses.terms) + of_metrics
+    of_metrics = sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in task.metrics)
+    return len(task.losses.terms) + of_metrics
 
 
 def left_over(objective: ScalarObjective, in_forward: bool) -> Tensor:
@@ -153,14 +154,14 @@ def forward_outputs(
 ) -> list[Tensor]:
     """Their shapes; raises what is wrong with the arguments."""
     wants = Wants(*wanted)
-    task = recipe_of(key).task(others, hidden, weight, bias=bias)
-    tokens, dtype = math.prod(hidden.shape[:-1]), torch.promote_types(task.checked.dtype, torch.float32)
+    task, program = recipe_of(key).task(others, hidden, weight, bias=bias)
+    tokens, dtype = math.prod(hidden.shape[:-1]), program.statistics_dtype
     if task.per_token:
-        named = RowStats.empty(tokens, task.demand, dtype, hidden.device).named()
-        return [*empty_values(task, tokens, dtype, hidden), *(named.values() if any(wants) else ())]
-    made = [hidden.new_empty(shape, dtype=dtype) for shape in ((), (count_packed(task.checked),), (2,))]
+        named = RowStats.empty(tokens, program.demand, dtype, hidden.device).named()
+        return [*empty_values(task, program.demand, tokens, dtype, hidden), *(named.values() if any(wants) else ())]
+    made = [hidden.new_empty(shape, dtype=dtype) for shape in ((), (count_packed(task),), (2,))]
     if any(wants):
-        wait = waiting(task, wants)
+        wait = waiting(task, program, wants)
         shapes = (tokens, weight.shape[1]), tuple(weight.shape), (weight.shape[0],)
         made += [
             hidden.new_empty(shape, dtype=each)
@@ -170,11 +171,11 @@ def forward_outputs(
     return made
 
 
-def empty_values(task: Task | LogitsTask, tokens: int, dtype: torch.dtype, like: Tensor) -> list[Tensor]:
+def empty_values(task: Task, demand: Demand, tokens: int, dtype: torch.dtype, like: Tensor) -> list[Tensor]:
     """Of what is returned per token."""
     made = []
     for name in task.per_token:
-        shape = (tokens, task.demand.top_k) if name.startswith("top_k") else (tokens,)
+        shape = (tokens, demand.top_k) if name.startswith("top_k") else (tokens,)
         made.append(like.new_empty(shape, dtype=torch.int64 if name in INTEGERS else dtype))
     return made
 
@@ -195,9 +196,9 @@ def backward(
 ) -> list[Tensor]:
     wants = Wants(hidden_grad, weight_grad, bias_grad)
     with torch.no_grad(), as_called(hidden.device):
-        task = recipe_of(key).task(others, hidden, weight, bias=bias)
-        asked, objective, rows, call = begun(task, wants)
-        names = RowStats.empty(0, task.demand, objective.dtype, hidden.device).named()
+        task, program = recipe_of(key).task(others, hidden, weight, bias=bias)
+        asked, objective, rows, call = begun(task, program, wants)
+        names = RowStats.empty(0, program.demand, objective.dtype, hidden.device).named()
         kept = RowStats(**dict(zip(names, stats, strict=True)))
         if asked.packing is not None:
             upstream = [asked.packing.pack(each) for each in upstream]
@@ -225,7 +226,7 @@ def backward_outputs(
 def keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     """For the gradient: no more than it needs."""
     hidden, weight, bias, others, key, *wants = inputs
-    task = recipe_of(key).task(others, hidden, weight, bias=bias)
+    task, _ = recipe_of(key).task(others, hidden, weight, bias=bias)
     ctx.key, ctx.wants, ctx.others, ctx.values = key, wants, len(others), len(task.per_token)
     ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
     if task.per_token:

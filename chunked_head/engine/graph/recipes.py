@@ -18,11 +18,13 @@ from torch import Tensor
 from ...core.options import NUMBERS
 from ...losses.base import Losses, Summand
 from ...metrics.values import Metric
+from ..program import Program, program_of
+from ..task import Task
 
 SUMMAND, METRIC = tuple(Summand.__dataclass_fields__), tuple(Metric.__dataclass_fields__)
 PACKAGE = __name__.partition(".")[0] + "."
 
-TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
+TASKS: dict[str, Callable[..., Task]] = {}  # public functions, by name
 RECIPES: dict[str, "Recipe"] = {}
 _tokens: dict[Any, str] = {}  # of functions that are not the library's own
 
@@ -35,19 +37,20 @@ class Recipe:
     arguments: tuple  # described
     autocast: torch.dtype | None
 
-    def task(self, others: list[Tensor], *operands: Tensor, **options: Tensor | None) -> Any:
-        """The arguments checked, as the public function does."""
+    def task(self, others: list[Tensor], *operands: Tensor, **options: Tensor | None) -> tuple[Task, Program]:
+        """The call, and its program: the arguments checked, as the public function does."""
         arguments = {name: restored(value, others) for name, value in self.arguments}
         arguments |= {name: tensor for name, tensor in options.items() if tensor is not None}
         check_in_graph(arguments)
         with torch.autocast(operands[0].device.type, dtype=self.autocast, enabled=self.autocast is not None):
             task = TASKS[self.function](*operands, **arguments)
-        if arguments.get("skip_ignored") and not task.checked.backend.bounds_rows("fast"):
+            program = program_of(task)
+        if arguments.get("skip_ignored") and not program.backend.bounds_rows("fast"):
             raise ValueError(
                 "skip_ignored=True inside a compiled graph needs backend='triton': torch's own products take the rows "
                 "that count out, and a graph's tensors do not change their sizes by what is in them"
             )
-        return task
+        return task, program
 
 
 def check_in_graph(arguments: Mapping[str, Any]) -> None:

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...backends import Layout
 from ...program.planner import Request, make_plan
 from ...program.sizes import Sizes
-from ..call import Task, Wants, coupling
+from ..call import Placed, Wants, sizes_of
 from ..head_options import HeadOptions
+from ..program import Program
+from ..task import Task
 
 OCTAVES = 21  # numbers of tokens up to the last power of two; beyond it nothing changes any more
 
@@ -24,12 +25,12 @@ class Waiting(NamedTuple):
     bias: torch.dtype
 
 
-def waiting(task: Task, wants: Wants) -> Waiting:
+def waiting(task: Task, program: Program, wants: Wants) -> Waiting:
     """A function of sizes, dtypes and options: the same for tensors without data as for those that come later.
 
     Of the number of tokens a graph learns no more than the range in which the answer holds.
     """
-    head, dtype = task.checked.head, task.checked.dtype
+    head, dtype = task.head, program.dtype
     assert isinstance(head, HeadOptions)
     own = Waiting(head.hidden.dtype, head.weight.dtype, torch.promote_types(dtype, torch.float32))
     if own.hidden.itemsize > 2 and own.weight.itemsize > 2:
@@ -38,35 +39,20 @@ def waiting(task: Task, wants: Wants) -> Waiting:
         # of order 1 before denominators and upstream have come: as fp16 they might not survive those
         return Waiting(*(torch.promote_types(each, torch.float32) for each in own))
     tokens = math.prod(head.leading)
-    table = ranges(few_sizes(task, wants), task.request)
+    table = ranges(few_sizes(task, program, wants), program.request)
     for most, hidden, weight in table[:-1]:
         if tokens <= most:
             return Waiting(hidden, weight, own.bias)
     return Waiting(*table[-1][1:], own.bias)
 
 
-def few_sizes(task: Task, wants: Wants) -> Sizes:
+def few_sizes(task: Task, program: Program, wants: Wants) -> Sizes:
     """The call's sizes for no tokens, its tensors taken to be aligned."""
-    checked = task.checked
-    head = checked.head
-    assert isinstance(head, HeadOptions)
-    demand, pairing = task.demand, task.demand.pairing
-    layout = Layout(
-        head.device, checked.dtype, int(head.weight.shape[1]), plain_weight=True, plain_rows=True,
-        capped=head.softcap is not None, bias_grad=wants.bias, demand=demand,
-    )  # fmt: skip
-    from_hidden = "teacher_hidden" in checked.wanted
-    return Sizes(
-        0, int(head.weight.shape[1]), int(head.vocab), checked.dtype,
-        hidden_dtype=head.hidden.dtype, weight_dtype=head.weight.dtype,
-        hidden_grad=wants.hidden, weight_grad=wants.weight,
-        bias_grad=wants.bias, bias_dtype=None if head.bias is None else head.bias.dtype,
-        coupled=coupling(checked.losses, checked.dtype)[1], demand=demand,
-        teacher_columns=0 if pairing is None else pairing.columns,
-        teacher_width=int(checked.batch["teacher_hidden"].shape[-1]) if from_hidden else 0,
-        teacher_store="logits" if from_hidden else None,
-        store=checked.backend.store(layout), **checked.backend.traits(head.device),
-    )  # fmt: skip
+    placed = Placed(0, wants, again=False, skips=False, copied=False, plain_weight=True, plain_rows=True, into=None)
+    sizes = sizes_of(task.head, program, placed, None)
+    if "teacher_hidden" not in program.wanted or task.batch is None:
+        return sizes
+    return replace(sizes, teacher_width=int(task.batch["teacher_hidden"].shape[-1]), teacher_store="logits")
 
 
 @functools.lru_cache(maxsize=256)

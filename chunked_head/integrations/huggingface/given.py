@@ -8,7 +8,7 @@ from ...core.options import choice, flag
 from ...engine import head_options
 from ...losses.base import Losses, Summand
 from ...metrics import Metric
-from ...program.demand import Question, answer
+from ...program.demand import needs_of
 
 # options that say how to compute; what to compute is the model's
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into", "upstream", "skip_ignored",
@@ -48,4 +48,4 @@ def check_loss(loss: Losses | None, measured: Sequence[Metric]) -> None:
                 "hidden states"
             )
     # two of a name, or at too many temperatures
-    answer(Question(losses.cross_entropy() if loss is None else loss, tuple(measured), 1.0, 2, 0, None))
+    needs_of(losses.cross_entropy() if loss is None else loss, measured, 1.0, 2)

@@ -152,6 +152,7 @@ def custom(
         scope=scope,
         unit=unit,
         compiled=compiled,
+        lasting=identity is not None,
         reads_target=reads.target,
     )
 

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..losses.base import Summand
-from ..metrics import Metric
-from ..parallel.agree import agree
-from ..parallel.tokens import Spread, add_up
-from .arithmetic.denominators import local_total
-from .asked import Asked
+from ...losses.base import Summand
+from ...metrics import Metric
+from ...parallel.agree import agree
+from ...parallel.tokens import Spread, add_up
+from ..arithmetic.denominators import local_total
+from ..arithmetic.objective import Objective
+from ..asked import Asked
 
 IDS = ("segments", "documents")
 
@@ -87,3 +88,10 @@ def told(asked: Asked, how: Mapping[str, str]) -> dict[str, str]:
     pairs = list(asked.batch["pairs"].shape) if "pairs" in asked.batch else None
     found |= {"num_segments": str(asked.prepared.num_segments), "the shape of batch['pairs']": str(pairs)}
     return {**found, "the fields of batch": str(sorted(asked.batch)), "dtype": str(asked.dtype), **how}
+
+
+def options_told(asked: Asked, objective: Objective) -> dict[str, str]:
+    """Of a call's options those that change what ranks that share its tokens exchange or compute."""
+    head = asked.head
+    shape = {"the shape of the tokens": str(list(head.leading)), "shift": str(head.shift)}
+    return {**shape, "ignore_index": str(head.ignore_index), **told(asked, objective.how)}

@@ -1,14 +1,14 @@
 """A call's fields and teacher where ranks share the vocabulary or the tokens."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ..losses.base import Field
-from ..parallel.shard import Shard
-from ..program.fields import Frame
-from .head_options import HeadOptions, LogitsOptions
+from ...losses.base import Field
+from ...parallel.shard import Shard
+from ...program.fields import Frame
+from ..head_options import HeadOptions, LogitsOptions
 
 
 def whole_teacher(head: HeadOptions | LogitsOptions, batch: Mapping[str, Tensor], rows: int) -> int:
@@ -33,7 +33,7 @@ def of_all_ranks(
     shard: Shard,
     head: HeadOptions,
     batch: dict[str, Tensor],
-    wanted: list[str],
+    wanted: Sequence[str],
     known: dict[str, Field],
     frame: Frame,
 ) -> tuple[Tensor | None, dict[str, Tensor], Frame]:

@@ -4,9 +4,9 @@ import functools
 
 from torch import Tensor
 
-from ..kernels.elsewhere import ELSEWHERE
-from ..parallel.shard import Shard
-from .arithmetic.objective import Objective
+from ...kernels.elsewhere import ELSEWHERE
+from ...parallel.shard import Shard
+from ..arithmetic.objective import Objective
 
 
 class OwnPart:

@@ -1,0 +1,192 @@
+"""Host time of a call and its backward, and how small calls stand beside their matmuls: `python -m benchmarks.host`.
+
+The host's time is measured apart from the device's: the device is idle when a call begins, and nothing is waited for
+before the clock is read. Beside it stands the time of the same steps in a row, by the device's clock, and its ratio to
+the bare matmuls. The last row gives 1,000 numbers of tokens that are new to the process, one after the other, as packed
+batches do. On a CPU, where the host computes too, host time is the whole time.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks import measure, providers, shapes
+from benchmarks.head import Watch, make_console, number, report_failures
+from benchmarks.shapes import Operands, Shape
+from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+
+SMALL = Shape(512, 2048, 128256)
+SHAPES = (SMALL, Shape(8192, 768, 50304), Shape(8192, 1024, 151936))
+TINY = (Shape(24, 16, 320),)
+CALLS, NEW_LENGTHS = 60, 1000
+
+
+def plain(operands: Operands, **options: Any) -> Tensor:
+    return linear_cross_entropy(operands.hidden, operands.weight, operands.target, **options)
+
+
+def measured(operands: Operands, **options: Any) -> Tensor:
+    """GRPO with entropy and accuracy beside it."""
+    old, advantages = fields(len(operands.target), operands.target.device)
+    out: LossOutput = linear_loss(
+        operands.hidden, operands.weight, operands.target, losses.grpo(),
+        batch={"old_logprobs": old, "advantages": advantages}, metrics=[metrics.entropy(), metrics.accuracy()],
+        **options,
+    )  # fmt: skip
+    return out.loss
+
+
+@functools.lru_cache(maxsize=4)
+def fields(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(1)
+    old, advantages = -torch.rand(tokens, generator=made) - 11, torch.randn(tokens, generator=made)
+    return old.to(device), advantages.to(device)
+
+
+def logprobs(operands: Operands, tokens: int) -> Tensor:
+    with torch.no_grad():
+        return linear_logprobs(operands.hidden[:tokens], operands.weight, operands.target[:tokens])
+
+
+def host_time(step: Callable[[], Any], operands: Operands, device: torch.device, calls: int = CALLS) -> float:
+    """Milliseconds between a call and the return of its backward, the median of many."""
+    found = []
+    for _ in range(calls):
+        operands.clear()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        step()
+        found.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(found)
+
+
+def stepped(call: Callable[..., Tensor], operands: Operands, **options: Any) -> Callable[[], Any]:
+    return lambda: call(operands, **options).backward()
+
+
+def steps_of(shape: Shape, operands: Operands) -> dict[str, tuple[int, Callable[[], Any]]]:
+    """By name the bare products that a step is held against, and the step."""
+    quarter = max(1, -(-shape.tokens // 4))
+    found: dict[str, tuple[int, Callable[[], Any]]] = {
+        "plain": (3, stepped(plain, operands)),
+        "entropy, accuracy, GRPO": (3, stepped(measured, operands)),
+        "four chunks": (3, stepped(plain, operands, chunk_tokens=quarter)),
+        "four chunks, entropy, accuracy, GRPO": (3, stepped(measured, operands, chunk_tokens=quarter)),
+    }
+    return found
+
+
+def named(shape: Shape, row: str) -> dict[str, Any]:
+    return {"shape": str(shape), "row": row, "provider": "ours", "status": "ok"}
+
+
+def run_shape(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:
+    operands = shapes.make_operands(shape, args.dtype, args.device)
+    steps = steps_of(shape, operands)
+    for _, step in steps.values():
+        for _ in range(3):
+            step()
+    watch.stage(f"{shape}: host time")
+    rows = [
+        named(shape, name) | {"host_ms": host_time(step, operands, args.device, args.calls)}
+        for name, (_, step) in steps.items()
+    ]
+    watch.stage(f"{shape}: {args.rounds} rounds beside the products")
+    beside = measure.time_beside(
+        {name: products for name, (products, _) in steps.items()}, {name: step for name, (_, step) in steps.items()},
+        operands, args.device, args.rounds, watch.tick,
+    )  # fmt: skip
+    return [row | beside.get(row["row"], {}) for row in rows]
+
+
+def run_logprobs(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:
+    """Log-probabilities of a few tokens beside one product of as many."""
+    rows = []
+    for tokens in (1, 64, 256) if shape.tokens >= 256 else (1, 5):
+        watch.stage(f"{shape}: log-probabilities of {tokens} tokens")
+        operands = shapes.make_operands(Shape(tokens, shape.hidden, shape.vocab), args.dtype, args.device)
+        step = functools.partial(logprobs, operands, tokens)
+        for _ in range(3):
+            step()
+        row = named(shape, f"log-probabilities of {tokens}")
+        row["host_ms"] = host_time(step, operands, args.device, args.calls)
+        row |= measure.time_beside({"step": 1}, {"step": step}, operands, args.device, args.rounds, watch.tick)["step"]
+        rows.append(row)
+    return rows
+
+
+def run_lengths(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:
+    """Host time of numbers of tokens that have not been before, and above that of one that has."""
+    watch.stage(f"{shape}: {args.lengths} new numbers of tokens")
+    operands = shapes.make_operands(shape, args.dtype, args.device)
+    most = shape.tokens
+    lengths = torch.randperm(most, generator=torch.Generator().manual_seed(2))[: args.lengths].add(1).tolist()
+
+    def step(tokens: int) -> None:
+        linear_cross_entropy(operands.hidden[:tokens], operands.weight, operands.target[:tokens]).backward()
+
+    for _ in range(3):
+        step(lengths[0])
+    known = host_time(functools.partial(step, lengths[0]), operands, args.device, args.calls)
+    new = [host_time(functools.partial(step, tokens), operands, args.device, 1) for tokens in lengths[1:]]
+    after = new[len(new) // 10 :]
+    row = named(shape, f"{len(new)} new numbers of tokens")
+    row |= {
+        "host_ms": statistics.median(after), "known_ms": known, "above_ms": statistics.median(after) - known,
+        "longest_ms": max(after),
+    }  # fmt: skip
+    return [row]
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title=rows[0]["shape"])
+    for column in ("call and backward", "host ms", "ms in a row", "to the products", ""):
+        table.add_column(column, justify="left" if column == "call and backward" else "right", no_wrap=True)
+    for row in rows:
+        more = f"{row['above_ms']:+.3f} over a known one, longest {row['longest_ms']:.2f}" if "above_ms" in row else ""
+        cells = [number(row[key]) if key in row else "" for key in ("host_ms", "ms", "ratio")]
+        table.add_row(row["row"], *cells, more if row["status"] == "ok" else row["status"])
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit status: 1 where a shape failed."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__.splitlines()[0])
+    known, add = providers.argument, parser.add_argument
+    add("--shape", action="append", type=known(shapes.parse_shape), help="repeatable: 512x2048x128256, cpu")
+    add("--rounds", type=known(shapes.parse_count), default=5, help="rounds beside the products (5)")
+    add("--calls", type=known(shapes.parse_count), default=CALLS, help=f"timed calls a row ({CALLS})")
+    add("--lengths", type=known(shapes.parse_count), default=NEW_LENGTHS, help=f"new numbers of tokens ({NEW_LENGTHS})")
+    providers.common_arguments(parser, peers=False)
+    args = parser.parse_args(argv)
+    args.device = providers.read_device(parser, args.device)
+    args.dtype = args.dtype or (torch.bfloat16 if args.device.type == "cuda" else torch.float32)
+    sizes: Sequence[Shape] = args.shape or (SHAPES if args.device.type == "cuda" else TINY)
+    path = providers.results_path(args.output, "host", args.device)
+    console, rows = make_console(), list[dict[str, Any]]()
+    jobs = [functools.partial(run_shape, shape, args) for shape in sizes]
+    jobs += [functools.partial(run_logprobs, sizes[0], args), functools.partial(run_lengths, sizes[0], args)]
+    with Watch(len(jobs) * args.rounds) as watch:
+        for job in jobs:
+            found, failure = measure.attempt(functools.partial(job, watch))
+            measure.release()
+            if failure:
+                found = [{"shape": str(job.args[0]), "row": "all", "provider": "ours", **failure.record()}]
+            rows += found
+            console.print(_table(found))
+            providers.write_results(path, "host", argv, args.device, rows=rows)
+    return report_failures(console, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

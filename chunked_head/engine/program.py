@@ -1,0 +1,163 @@
+"""Everything about a call that no tensor's content decides, found out and checked once for all calls of a signature."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..backends import Backend, resolve
+from ..core.stats import Demand
+from ..losses.base import Field, Losses, Summand
+from ..losses.user.spread_check import check_over_ranks
+from ..metrics import Metric
+from ..program import checks
+from ..program.demand import Needs, needs_of
+from ..program.fields import Frame, check_fields, wanted_fields
+from ..program.planner import Request
+from ..program.teachers import check_dense_teacher
+from .head_options import LogitsOptions
+from .ranks.of_ranks import whole_teacher
+from .task import Signature, Task
+
+MOST_PROGRAMS = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """How calls of one signature run."""
+
+    dtype: torch.dtype  # of the matmuls
+    backend: Backend
+    needs: Needs
+    demand: Demand  # the statistics: what losses and metrics need, and what the function returns
+    wanted: tuple[str, ...]  # fields that are read
+    known: Mapping[str, Field]
+    autocast: bool  # whether it gives the dtype of the matmuls
+    request: Request
+    late: bool  # upstream gradients are of each token, and come late
+    segmented: bool  # a loss needs all tokens' statistics for its values
+    coupled: bool  # gradients wait for all tokens' statistics
+    lasting: bool  # whether it may be kept: its losses hold no tensors
+
+    @property
+    def statistics_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+PROGRAMS: dict[Signature, Program] = {}
+# those of functions that close over tensors, and that nobody is to keep: by their loss, as long as it lives
+OF_LOSSES: "WeakKeyDictionary[Losses, dict[Signature, Program]]" = WeakKeyDictionary()
+
+
+def program_of(task: Task) -> Program:
+    """The program of a call; raises what is wrong with the call before any work."""
+    checks.refuse_transforms()
+    signature = task.signature()
+    if signature is None:
+        return build(task)
+    known = PROGRAMS if lasts(task) else OF_LOSSES.setdefault(task.losses, {})
+    program = known.get(signature)
+    if program is None:
+        program = build(task)
+        if len(known) >= MOST_PROGRAMS:
+            known.clear()
+        known[signature] = program
+    return program
+
+
+def build(task: Task) -> Program:
+    """Checks everything that can be known before a tensor is looked into."""
+    head, metrics = task.head, task.metrics
+    dtype = head.check()
+    task.check()
+    backend = resolve(head.backend, head.device)
+    backend.check(head.device, dtype, "logits" if isinstance(head, LogitsOptions) else "hidden")
+    for _, summand in task.losses.terms:
+        for name, tensor in summand.tensors.items():
+            checks.check_class_weights(tensor, head.vocab, head.device, f"{name} of {summand.label}")
+    losses, batch, own = named_weights(task.losses, task.batch)
+    wanted, known = wanted_fields(losses, metrics, batch, own)
+    parts: list[Summand | Metric] = [*(summand for _, summand in losses.terms), *metrics]
+    reads = [part for part in parts if part.reads_target]
+    if head.target is None and reads:
+        raise ValueError(f"target is None, and {reads[0].label} reads it; pass token ids")
+    if task.num_segments is not None:
+        checks.check_int("num_segments", task.num_segments)
+        if task.num_segments < 1:
+            raise ValueError(f"num_segments must be at least 1, got {task.num_segments}")
+    for field in {s.token_weights for _, s in losses.terms if isinstance(s.token_weights, str)}:
+        if known[field].kind != "token" or known[field].trailing or field == "mask":
+            remedy = "the mask applies by itself" if field == "mask" else f"not one of kind {known[field].kind!r}"
+            raise ValueError(f"token_weights={field!r} must name a token field; {remedy}")
+    check_fields(batch, wanted, known, frame_of(task, dtype))
+    if head.tokens is not None:
+        for part in parts:
+            check_over_ranks(part, "loss" if isinstance(part, Summand) else "metric", frozenset(wanted), known)
+    # as the student's operands
+    autocast = torch.is_autocast_enabled(head.device.type) and dtype != torch.float64
+    teacher_vocab = check_dense_teacher(batch, wanted, dtype, autocast)
+    if teacher_vocab is not None:
+        teacher_vocab = whole_teacher(head, batch, teacher_vocab)
+    columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
+    needs = needs_of(losses, metrics, head.temperature, head.vocab, columns, teacher_vocab)
+    segmented, coupled = coupling(losses, dtype)
+    return Program(
+        dtype, backend, without_tensors(needs), task.wants(needs.demand), tuple(wanted), known, autocast,
+        head.request, bool(task.per_token), segmented, coupled and not task.per_token,
+        lasts(task),
+    )  # fmt: skip
+
+
+def lasts(task: Task) -> bool:
+    return all(summand.lasting for _, summand in task.losses.terms)
+
+
+def frame_of(task: Task, dtype: torch.dtype) -> Frame:
+    """What fields are held against."""
+    statistics = torch.promote_types(dtype, torch.float32)
+    return Frame(task.head.leading, task.head.device, statistics, task.head.shift, task.num_segments)
+
+
+def named_weights(
+    losses: Losses, batch: Mapping[str, Tensor] | None
+) -> tuple[Losses, dict[str, Any], dict[str, Field]]:
+    """Token weights that a loss holds itself, as fields of a name of their own."""
+    if batch is not None and not isinstance(batch, Mapping):
+        raise TypeError(
+            "batch must be a mapping of names to tensors, such as {'advantages': advantages}, or None, got "
+            f"{type(batch).__name__}"
+        )
+    fields = dict(batch or {})
+    own: dict[str, Field] = {}
+    terms = []
+    for coefficient, summand in losses.terms:
+        if isinstance(summand.token_weights, Tensor):
+            key = f"token_weights of {summand.label}"
+            fields[key], own[key] = summand.token_weights, Field("token")
+            summand = replace(summand, token_weights=key)
+        terms.append((coefficient, summand))
+    return Losses(tuple(terms)) if own else losses, fields, own
+
+
+def without_tensors(needs: Needs) -> Needs:
+    """What may outlive the call."""
+    nothing = torch.empty(0)
+    summands = []
+    for summand, view in needs.structure.summands:
+        weights = summand.token_weights if isinstance(summand.token_weights, str) else None
+        bare = replace(
+            summand, tensors=dict.fromkeys(summand.tensors, nothing), normalizer=None, token_weights=weights
+        )  # fmt: skip
+        summands.append((bare, view))
+    return needs._replace(structure=replace(needs.structure, summands=tuple(summands)))
+
+
+def coupling(losses: Losses, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether a loss needs all tokens' statistics for its values; and whether gradients wait for them, which those of
+    fp16 do as well where only the statistics tell how large they are."""
+    segmented = any(summand.scope == "segment" for _, summand in losses.terms)
+    unforeseen = dtype == torch.float16 and not all(summand.bounded for _, summand in losses.terms)
+    return segmented, segmented or unforeseen

@@ -1,0 +1,138 @@
+"""What a public function was asked for, and the signature of that: whatever of it no tensor's content decides."""
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..core.groups import TokenParallel, VocabParallel
+from ..core.stats import Demand
+from ..losses.base import FIELDS, Field, Losses, Summand
+from ..metrics import Metric
+from .head_options import HeadOptions, LogitsOptions
+
+if TYPE_CHECKING:
+    pass
+
+Result = TypeVar("Result")
+Signature = tuple[Hashable, ...]
+PLAIN = (Tensor, nn.Parameter)  # whose metadata say all there is to check; of a subclass's nobody knows
+
+
+OPTIONS = (type(None), bool, int, float, str, torch.dtype, VocabParallel, TokenParallel)
+
+
+def nothing() -> None:
+    """The check of a function without options of its own."""
+
+
+def as_it_is(demand: Demand) -> Demand:
+    """What losses and metrics need is all that is wanted."""
+    return demand
+
+
+@dataclass(frozen=True, eq=False)
+class Task(Generic[Result]):
+    """A call as it was made: nothing checked, nothing computed. It runs at once, or as an operator of a graph.
+
+    ``check`` raises what is wrong with options that this function alone has; ``options`` are those, as far as they are
+    plain values. ``wants``: the statistics, from those that losses and metrics need. ``result``: from what ran to what
+    the function returns. ``per_token``: names of what the objective returns for each token, whose upstream gradients
+    come late; none for a scalar loss.
+    """
+
+    function: str
+    head: HeadOptions | LogitsOptions
+    losses: Losses
+    objective: Callable[[Any], Any]
+    result: Callable[[Any], Result]
+    metrics: tuple[Metric, ...] = ()
+    batch: Mapping[str, Tensor] | None = None
+    num_segments: int | None = None
+    check: Callable[[], None] = nothing
+    options: tuple[Hashable, ...] = ()
+    wants: Callable[[Demand], Demand] = as_it_is
+    per_token: tuple[str, ...] = ()
+    inplace: bool = False
+
+    def signature(self) -> Signature | None:
+        """Equal for calls that one program runs; None where it cannot be told."""
+        head, batch, count = self.head, self.batch, self.num_segments
+        batch = {} if batch is None else batch
+        if not isinstance(batch, Mapping) or not (count is None or (type(count) is int and count > 0)):
+            return None
+        tensors = [tensor for tensor in (*head.operands, *batch.values()) if tensor is not None]
+        if head.rows[0] is None or not all(type(tensor) in PLAIN for tensor in tensors):
+            return None
+        options = (*head.options, *self.options)
+        if not all(type(option) in OPTIONS for option in options) or type(head.shift) is not int:
+            return None
+        leading, terms, device = head.leading, self.losses.terms, head.device.type
+        rows, whole = head.rows, head.whole
+        own = {name: kind for _, summand in terms for name, kind in summand.extra_fields.items()}
+        held = [tensor for _, summand in terms for tensor in summand.tensors.values()]
+        return (
+            self.function,
+            tuple([beginning(tensor, leading, "tokens") for tensor in rows]),
+            tuple([metadata(tensor) for tensor in whole]),
+            tuple([(name, field_of(name, value, own, leading, count)) for name, value in batch.items()]),
+            tuple([signature_of(coefficient, summand, leading) for coefficient, summand in terms]),
+            tuple([metadata(tensor) for tensor in held]),
+            tuple([next(i for i, other in enumerate(held) if other is tensor) for tensor in held]),
+            tuple([metric_signature(metric) for metric in self.metrics]),
+            options, tuple(map(type, options)),
+            len(leading), head.shift > 1 and bool(leading) and 0 < leading[-1] <= head.shift, count is None,
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+            torch.is_grad_enabled(),
+        )  # fmt: skip
+
+
+def metadata(tensor: Tensor | None) -> Hashable:
+    """What checks look at."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
+
+
+def beginning(tensor: Tensor | None, leading: tuple[int, ...], what: str) -> Hashable:
+    """The same without the dimensions that a shape has in common with the target's, or with the number of segments:
+    calls of other lengths have the same."""
+    if tensor is None:
+        return None
+    shape = tuple(tensor.shape)
+    if shape[: len(leading)] != leading:
+        return metadata(tensor)
+    return what, shape[len(leading) :], tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
+
+
+def field_of(
+    name: str, value: Tensor, own: Mapping[str, Field], leading: tuple[int, ...], segments: int | None
+) -> Hashable:
+    field = own.get(name) or FIELDS.get(name)
+    if field is None:
+        return metadata(value)
+    if field.kind in ("token", "row"):
+        return beginning(value, leading, "tokens")
+    if field.kind == "pair":
+        return beginning(value, tuple(value.shape[:1]), "pairs")
+    return metadata(value) if segments is None else beginning(value, (segments,), "segments")
+
+
+def metric_signature(metric: Metric) -> Hashable:
+    known = metric.label, metric.fields, metric.optional_fields, tuple(metric.extra_fields.items())
+    return metric.key, *known, metric.needs, metric.scope, metric.finish, metric.reads_target
+
+
+def signature_of(coefficient: float | Tensor, summand: Summand, leading: tuple[int, ...]) -> Hashable:
+    def kind(value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            return beginning(value, leading, "tokens")
+        return value if isinstance(value, str) or value is None else "number"
+
+    return (
+        summand.key, summand.label, summand.fields, summand.optional_fields, tuple(summand.extra_fields.items()),
+        summand.needs, summand.scope, summand.reduction, summand.reads_target, kind(summand.token_weights),
+        kind(summand.normalizer), isinstance(coefficient, Tensor),
+    )  # fmt: skip

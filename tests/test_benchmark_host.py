@@ -1,0 +1,26 @@
+"""The benchmark of host time, end to end at a tiny shape on the CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("psutil")
+
+from benchmarks import host
+
+
+def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CHUNKED_HEAD_COMMIT", "abc123")
+    output = tmp_path / "host.json"
+    argv = ["--device", "cpu", "--rounds", "2", "--calls", "3", "--lengths", "6", "--output", str(output)]
+    assert host.main(argv) == 0
+    record = json.loads(output.read_text())
+    rows = {row["row"]: row for row in record["rows"]}
+    assert record["commit"] == "abc123" and all(row["status"] == "ok" for row in rows.values())
+    assert {"plain", "four chunks", "log-probabilities of 1", "5 new numbers of tokens"} <= set(rows)
+    for name, row in rows.items():
+        assert row["host_ms"] > 0
+        assert "above_ms" in row if name.endswith("tokens") else row["ratio"] > 0
+    assert "host ms" in capfd.readouterr().out
