@@ -133,7 +133,7 @@ def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) ->
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     """Two blocks of tokens and three tiles of columns in every plan that recomputes; the shape of each launch."""
-    from chunked_head.backends import triton_grads
+    from chunked_head.backends.triton import grads as triton_grads
 
     seen: list[tuple[int, int]] = []
     launch = triton_grads.launch_grads.grad_logits

@@ -14,7 +14,7 @@ from oracle import reference
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import chunked_head.backends.gradients
+import chunked_head.backends.dlogits
 from chunked_head import (
     ChunkedHead,
     linear_cross_entropy,
@@ -78,7 +78,7 @@ def test_frozen_operands(place: Place, reduction: str, asked: str) -> None:
     products = [
         (module, name, mock.Mock(side_effect=getattr(module, name)))
         for module, names in (
-            (chunked_head.backends.gradients, ("add_dhidden", "add_dweight")),
+            (chunked_head.backends.dlogits, ("add_dhidden", "add_dweight")),
             (launch, ("dhidden", "dweight")),
         )
         for name in names
@@ -307,8 +307,8 @@ def test_activation_checkpointing(place: Place, reentrant: bool) -> None:
     def region(hidden: Tensor) -> Tensor:
         return linear_cross_entropy(hidden.sin().asin(), weight, inputs.target, backend=place.backend) * 1.0
 
-    counted = mock.Mock(side_effect=chunked_head.backends.gradients.add_dweight)
-    with mock.patch.object(chunked_head.backends.gradients, "add_dweight", counted):
+    counted = mock.Mock(side_effect=chunked_head.backends.dlogits.add_dweight)
+    with mock.patch.object(chunked_head.backends.dlogits, "add_dweight", counted):
         checkpoint(region, hidden.clamp(-1, 1), use_reentrant=reentrant).backward()
     assert counted.call_count == 1
     expected = run(

@@ -9,7 +9,7 @@ from loss_cases import LOSS_CASES, VOCAB, LossCase, LossInputs, inputs_of
 from tracking import Tracker, no_host_synchronisation
 
 from chunked_head import LossOutput, linear_loss, losses, metrics, plan
-from chunked_head.backends import torch_tiles
+from chunked_head.backends.torch import tiles as torch_tiles
 from chunked_head.losses import Losses
 from chunked_head.program.memory import MiB
 

@@ -611,7 +611,7 @@ def test_functions_compile() -> None:
 
 # ---- the documentation
 
-MODULES = (label, policy, policy_segments, preference, distillation, topk, metrics)
+MODULES = (label, policy, policy_segments, preference, distillation, topk, metrics.functions)
 INNER = ("paired", "dense")  # what several factories share
 
 

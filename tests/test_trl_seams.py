@@ -14,8 +14,9 @@ pytest.importorskip("trl", reason="the seams are TRL's, which is not installed")
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, LlamaConfig, RecurrentGemmaConfig
 from trl.trainer import distillation_trainer, utils
 
-from chunked_head.integrations import trl_functions, trl_seams
 from chunked_head.integrations.trl import check_fused_head, patch_trl, patched_trl, unpatch_trl
+from chunked_head.integrations.trl import functions as trl_functions
+from chunked_head.integrations.trl import seams as trl_seams
 from chunked_head.integrations.trl.functions import OUTPUTS, DivergenceSeam, LogProbSeam, Options
 
 TOKENS, HIDDEN, VOCAB = 29, 16, 61

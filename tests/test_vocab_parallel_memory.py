@@ -29,7 +29,7 @@ def peak(function: Any, tokens: int, hidden: int, rows: int, *args: Any, **optio
 
     def planned(*args: Any, **options: Any) -> Any:
         found = plan_of(*args, **options)
-        plans.append(found[1].plan)
+        plans.append(found.plan)
         return found
 
     call.planned = planned

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from ..core.stats import Coefficients, Head, Rows, RowStats
 from ..program.plans import Plan
-from . import Session
 from .gradients import Gradients
 from .matmul import add_dbias, add_dhidden, add_dweight, put
+from .protocol import Session
 
 
 def add_tile(

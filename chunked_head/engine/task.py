@@ -70,11 +70,13 @@ class Task(Generic[Result]):
         if not all(type(option) in OPTIONS for option in options) or type(head.shift) is not int:
             return None
         leading, terms, device = head.leading, self.losses.terms, head.device.type
+        if device == "meta":
+            return None
         rows, whole = head.rows, head.whole
         own = {name: kind for _, summand in terms for name, kind in summand.extra_fields.items()}
         held = [tensor for _, summand in terms for tensor in summand.tensors.values()]
         return (
-            self.function,
+            self.function, self.per_token,
             tuple([beginning(tensor, leading, "tokens") for tensor in rows]),
             tuple([metadata(tensor) for tensor in whole]),
             tuple([(name, field_of(name, value, own, leading, count)) for name, value in batch.items()]),

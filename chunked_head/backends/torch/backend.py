@@ -14,7 +14,7 @@ from ...core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 from ...parallel.merge import merge_ranks as merge_ranks
 from ...program.plans import Plan, slices
 from ...program.sizes import Store
-from .. import Layout, Targets
+from ..protocol import Layout, Targets
 from . import tiles as tiles
 from .session import TorchSession
 

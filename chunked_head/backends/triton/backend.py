@@ -23,7 +23,7 @@ from ...kernels import launch, launch_rows, launch_targets
 from ...parallel.merge import Told, merge_lists, unpack, widths
 from ...program.plans import Plan
 from ...program.sizes import Store
-from .. import Layout, Targets
+from ..protocol import Layout, Targets
 from .grads import GradSession
 from .logits import GivenLogits, LogitsSession
 from .relative import FastSession, RelativeSession
