@@ -3,8 +3,17 @@
 import pytest
 import torch
 from cases import PLACES, Place
-from chunked_head.kernels import launch
-from chunked_head.kernels.tiles import INTERPRETED, PRODUCT_TILE, TILE_ELEMENTS, WHOLE, Split, dhidden_split
+from chunked_head.kernels.common.grids import multiprocessors
+from chunked_head.kernels.common.operands import Counted
+from chunked_head.kernels.common.tiles import (
+    INTERPRETED,
+    PRODUCT_TILE,
+    TILE_ELEMENTS,
+    WHOLE,
+    DhiddenSplit,
+    dhidden_split,
+)  # fmt: skip
+from chunked_head.kernels.products import launch as products
 
 OURS = [place for place in PLACES if place.values[0].backend == "triton"]
 # on a GPU the last turn's tiles are few, or all there are; interpreted there are four multiprocessors
@@ -12,26 +21,26 @@ SHAPES = [(70, 72, 600), (130, 64, 511)] if INTERPRETED else [(2048, 2304, 5000)
 SPLITS = ["chosen", "whole", "many"]
 
 
-def split_of(name: str, rows: int, vocab: int, hidden: int, device: torch.device) -> Split:
+def split_of(name: str, rows: int, vocab: int, hidden: int, device: torch.device) -> DhiddenSplit:
     if name == "whole":
         return WHOLE
-    programs = launch.multiprocessors(device)
+    programs = multiprocessors(device)
     split = dhidden_split(rows, hidden, vocab, programs)
     assert split.parts > 1 and split.units <= 2 * programs
-    return split if name == "chosen" else Split(13, 13 * (split.units // split.parts))
+    return split if name == "chosen" else DhiddenSplit(13, 13 * (split.units // split.parts))
 
 
-def operands(rows: int, hidden: int, vocab: int, device: str) -> tuple[torch.Tensor, torch.Tensor, launch.Factors]:
+def operands(rows: int, hidden: int, vocab: int, device: str) -> tuple[torch.Tensor, torch.Tensor, products.Factors]:
     made = torch.Generator().manual_seed(5)
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
     grad = torch.randn(rows, vocab + 8 - vocab % 8, generator=made).to(device, dtype)[:, :vocab]
     weight = torch.randn(vocab, hidden, generator=made).to(device, dtype)
     target = torch.randint(-1, vocab, (rows,), generator=made)
     softmax, at_target = torch.rand(2, rows, generator=made).to(device)
-    return grad, weight, launch.Factors(target.to(device), softmax, at_target)
+    return grad, weight, products.Factors(target.to(device), softmax, at_target)
 
 
-def expected(grad: torch.Tensor, weight: torch.Tensor, factors: launch.Factors) -> torch.Tensor:
+def expected(grad: torch.Tensor, weight: torch.Tensor, factors: products.Factors) -> torch.Tensor:
     product = grad.double() @ weight.double()
     if factors.target is None:
         return product
@@ -41,7 +50,7 @@ def expected(grad: torch.Tensor, weight: torch.Tensor, factors: launch.Factors) 
     return torch.where((factors.target >= 0)[:, None], found, 0.0)
 
 
-def scratch_of(split: Split, device: str) -> torch.Tensor:
+def scratch_of(split: DhiddenSplit, device: str) -> torch.Tensor:
     return torch.full((split.units * TILE_ELEMENTS,), torch.nan, device=device)
 
 
@@ -52,14 +61,14 @@ def scratch_of(split: Split, device: str) -> torch.Tensor:
 @pytest.mark.parametrize("add", [False, True])
 def test_product(place: Place, rows: int, hidden: int, vocab: int, name: str, factored: bool, add: bool) -> None:
     grad, weight, factors = operands(rows, hidden, vocab, place.device)
-    factors = factors if factored else launch.NO_FACTORS
+    factors = factors if factored else products.NO_FACTORS
     split = split_of(name, rows, vocab, hidden, grad.device)
     old = torch.randn(rows, hidden, device=place.device)
     true = expected(grad, weight, factors) + (old.double() if add else 0.0)
     found = []
     for _ in range(2):
         out = old.clone() if add else torch.full_like(old, torch.nan)
-        launch.dhidden(out, scratch_of(split, place.device), grad, weight, factors, add=add, split=split)
+        products.dhidden(out, scratch_of(split, place.device), grad, weight, factors, add=add, split=split)
         found.append(out)
     size = grad.double().abs() @ weight.double().abs()
     assert ((found[0].double() - true).abs() <= 2.0**-22 * (size + true.abs() + 1.0) * vocab**0.5 / 16).all()
@@ -77,8 +86,8 @@ def test_rows_that_count(place: Place, share: float) -> None:
     made = torch.Generator().manual_seed(6)
     order = torch.randperm(rows, generator=made).to(place.device)
     out = torch.full((rows, hidden), 7.0, device=place.device)
-    counted = launch.Counted(torch.tensor(900 + count, device=place.device), 900)
-    launch.dhidden(out, scratch_of(split, place.device), grad, weight, factors, order, counted, split=split)
+    counted = Counted(torch.tensor(900 + count, device=place.device), 900)
+    products.dhidden(out, scratch_of(split, place.device), grad, weight, factors, order, counted, split=split)
     true = expected(grad, weight, factors)[:count]
     torch.testing.assert_close(out[order[:count]].double(), true, rtol=1e-4, atol=1e-3)
     assert (out[order[count:]] == 7.0).all()

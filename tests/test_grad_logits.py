@@ -69,9 +69,10 @@ def softmax_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) -> None:
-    from chunked_head.kernels import launch_grads, launch_rows
-    from chunked_head.kernels.launch_rows import Softmax, Stored
-    from chunked_head.kernels.tiles import NARROW_TILE, WIDE_TILE
+    from chunked_head.kernels.common.operands import Stored
+    from chunked_head.kernels.common.tiles import NARROW_TILE, WIDE_TILE
+    from chunked_head.kernels.gradients import launch as gradients
+    from chunked_head.kernels.gradients.launch import Softmax
 
     made = torch.Generator().manual_seed(3)
     vocab = case.first + case.columns + 9
@@ -109,7 +110,7 @@ def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) ->
     stored = Stored(
         raw[:, tile].contiguous(), None, None if bias is None else bias[tile], case.logit_scale, case.softcap
     )  # fmt: skip
-    launch_rows.row_grad(expected, stored, sliced, *common, None, *after)
+    gradients.row_grad(expected, stored, sliced, *common, None, *after)
     assert (expected[target < 0] == 0).all()
     if case.coefficients:
         assert expected.abs().max() > 0.1
@@ -121,7 +122,7 @@ def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) ->
         buffer = torch.full((case.rows, -(-case.columns // 8) * 8 + 8), 77.0, device=place.device, dtype=dtype)
         dlogits = buffer[:, : case.columns]
         given = None if bias is None else bias[tile]
-        launch_grads.grad_logits(dlogits, hidden, weight[tile], given, sliced, *common, *after, tile=shape)
+        gradients.grad_logits(dlogits, hidden, weight[tile], given, sliced, *common, *after, tile=shape)
         # the tensor copy engine stores whole 16 bytes: what fills a row up to them is nobody's
         assert (buffer[:, -(-case.columns // 8) * 8 :] == 77.0).all()
         assert (dlogits[target < 0] == 0).all()
@@ -133,10 +134,10 @@ def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) ->
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     """Two blocks of tokens and three tiles of columns in every plan that recomputes; the shape of each launch."""
-    from chunked_head.backends.triton import grads as triton_grads
+    from chunked_head.kernels.gradients import launch as gradients
 
     seen: list[tuple[int, int]] = []
-    launch = triton_grads.launch_grads.grad_logits
+    launch = gradients.grad_logits
 
     def watched(dlogits: torch.Tensor, *arguments: Any, **options: Any) -> None:
         assert dlogits.stride(0) % 8 == 0, "the tensor copy engine's rows start on 16 bytes"
@@ -144,7 +145,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
         launch(dlogits, *arguments, **options)
 
     monkeypatch.setattr(planner, "best_tile", lambda sizes, *_: (sizes.tokens - 20, 120))
-    monkeypatch.setattr(triton_grads.launch_grads, "grad_logits", watched)
+    monkeypatch.setattr(gradients, "grad_logits", watched)
     planner.make_plan.cache_clear()
     yield seen
     planner.make_plan.cache_clear()

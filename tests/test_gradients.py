@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from budget import assert_outcome, assert_within_budget
 from cases import PLACES, Case, Inputs, Place, run, run_ours, run_reference, upstream_like
-from chunked_head.kernels import launch
+from chunked_head.kernels.products import launch as products
 from oracle import reference
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -75,24 +75,24 @@ def test_frozen_operands(place: Place, reduction: str, asked: str) -> None:
     hidden, weight = inputs.hidden.clone(), inputs.weight.clone()
     hidden.requires_grad_(asked == "hidden")
     weight.requires_grad_(asked == "weight")
-    products = [
+    spied = [
         (module, name, mock.Mock(side_effect=getattr(module, name)))
         for module, names in (
             (chunked_head.backends.dlogits, ("add_dhidden", "add_dweight")),
-            (launch, ("dhidden", "dweight")),
+            (products, ("dhidden", "dweight")),
         )
         for name in names
     ]
     with contextlib.ExitStack() as spies:
-        for product in products:
-            spies.enter_context(mock.patch.object(*product))
+        for spy in spied:
+            spies.enter_context(mock.patch.object(*spy))
         loss = linear_cross_entropy(
             hidden, weight, inputs.target, backend=place.backend, reduction=reduction, chunk_tokens=32
         )
         if asked != "neither":
             loss.backward(upstream_like(loss))
     for what in ("hidden", "weight"):
-        made = any(spy.call_count for _, name, spy in products if name.endswith(f"d{what}"))
+        made = any(spy.call_count for _, name, spy in spied if name.endswith(f"d{what}"))
         assert made == (asked == what)
     assert torch.equal(loss, full.loss)
     assert loss.requires_grad == (asked != "neither")

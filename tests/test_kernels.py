@@ -31,7 +31,7 @@ TARGETS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
     """Sorted pieces add what one addition after the other would, and the same bits every time."""
-    from chunked_head.kernels import launch_targets
+    from chunked_head.kernels.products import launch as products
 
     made = torch.Generator().manual_seed(5)
     target = TARGETS[kind](made).to(place.device)
@@ -43,13 +43,13 @@ def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
 
     def run() -> torch.Tensor:
         dweight = start.clone()
-        launch_targets.add_target_rows(dweight, rows, target, factor)
+        products.add_target_rows(dweight, rows, target, factor)
         return dweight
 
     counts = target >= 0
-    products = (factor[:, None] * rows)[counts].double()
-    expected = start.double().index_add(0, target[counts], products)
-    size = start.double().abs().index_add(0, target[counts], products.abs())
+    terms = (factor[:, None] * rows)[counts].double()
+    expected = start.double().index_add(0, target[counts], terms)
+    size = start.double().abs().index_add(0, target[counts], terms.abs())
     first = run()
     rounding = 2 * torch.finfo(dtype).eps * expected.abs() + 1e-6 * size
     assert ((first.double() - expected).abs() <= rounding).all()
@@ -61,7 +61,7 @@ def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("room", [0, 1, 300, 700])
 def test_target_rows_in_sections(place: Place, kind: str, room: int) -> None:
     """In a scratch of nan that holds the sums of some tokens only: the same but for the order of a target's sums."""
-    from chunked_head.kernels import launch_targets
+    from chunked_head.kernels.products import launch as products
 
     made = torch.Generator().manual_seed(5)
     target = TARGETS[kind](made).repeat(3).to(place.device)
@@ -70,9 +70,9 @@ def test_target_rows_in_sections(place: Place, kind: str, room: int) -> None:
     expected = torch.randn(301, 40, generator=made).to(place.device)
     found = expected.clone()
     scratch = torch.full((room, 10), torch.nan, dtype=torch.bfloat16, device=place.device)  # 20 bytes a token
-    launch_targets.add_target_rows(found, rows, target, factor, order, scratch)
-    launch_targets.add_target_rows(expected, rows, target, factor, order)
-    assert scratch.nbytes < launch_targets.piece_bytes(len(target), 40) or len(target) < 700
+    products.add_target_rows(found, rows, target, factor, order, scratch)
+    products.add_target_rows(expected, rows, target, factor, order)
+    assert scratch.nbytes < products.piece_bytes(len(target), 40) or len(target) < 700
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -81,12 +81,12 @@ def test_target_rows_in_sections(place: Place, kind: str, room: int) -> None:
 @pytest.mark.parametrize("kind", TARGETS)
 def test_sort_targets(place: Place, kind: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting and sorting put equal targets in the same order: the first in place."""
-    from chunked_head.kernels import launch_targets
+    from chunked_head.kernels.products import launch as products
 
     target = TARGETS[kind](torch.Generator().manual_seed(6)).to(place.device).repeat(4)
     if not counted:
-        monkeypatch.setattr(launch_targets, "MOST_COUNTED", 0)
-    found, order = launch_targets.sort_targets(target)
+        monkeypatch.setattr(products, "MOST_COUNTED", 0)
+    found, order = products.sort_targets(target)
     expected = torch.sort(target, stable=True)
     assert found.dtype == torch.int32
     assert torch.equal(found.long(), expected.values)
@@ -96,7 +96,7 @@ def test_sort_targets(place: Place, kind: str, counted: bool, monkeypatch: pytes
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_copy_rows(place: Place, scaled: bool) -> None:
-    from chunked_head.kernels import launch
+    from chunked_head.kernels.products import launch as products
 
     source = torch.randn(9, 37, device=place.device).t()  # columns apart, rows adjacent
     target = torch.tensor([0, -1, 5] * 12 + [-1], device=place.device)
@@ -104,7 +104,7 @@ def test_copy_rows(place: Place, scaled: bool) -> None:
     factor = torch.rand(37, device=place.device)
     factor[target < 0] = torch.nan
     out = torch.empty(37, 9, device=place.device)
-    launch.copy_rows(out, source, target, factor if scaled else None)
+    products.copy_rows(out, source, target, factor if scaled else None)
     expected = source * factor[:, None] if scaled else source
     assert torch.equal(out, torch.where((target < 0)[:, None], 0.0, expected))
 
@@ -112,16 +112,16 @@ def test_copy_rows(place: Place, scaled: bool) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_scale_leaves_alone_what_needs_nothing(place: Place) -> None:
     """In place, a factor of 1 writes nothing: nan's payload and signed zeros are as they were."""
-    from chunked_head.kernels import launch
+    from chunked_head.kernels.gradients import launch as gradients
 
     values = torch.tensor([0.0, -0.0, 1.5, 3.0e38], device=place.device).repeat(700)
     before = values.clone()
-    launch.scale(values, values, torch.ones((), device=place.device))
+    gradients.scale(values, values, torch.ones((), device=place.device))
     assert torch.equal(values.view(torch.int32), before.view(torch.int32))
-    launch.scale(values, values, torch.tensor(0.5, device=place.device))
+    gradients.scale(values, values, torch.tensor(0.5, device=place.device))
     assert torch.equal(values, before * 0.5)
     half = torch.empty_like(values, dtype=torch.float16)
-    launch.scale(half, before, torch.tensor(2.0, device=place.device))
+    gradients.scale(half, before, torch.tensor(2.0, device=place.device))
     assert torch.equal(half, (before * 2.0).half())
 
 
@@ -149,7 +149,7 @@ def here(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def tile_of(wide: bool) -> Any:
-    from chunked_head.kernels.tiles import NARROW_TILE, WIDE_TILE
+    from chunked_head.kernels.common.tiles import NARROW_TILE, WIDE_TILE
 
     return WIDE_TILE if wide else NARROW_TILE
 
@@ -158,16 +158,17 @@ def run_exp_logits(
     states: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, offset: torch.Tensor | None, wide: bool, **options
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Exponentials, and strips' offsets and sums, [rows, strips]; sums alone without an offset."""
-    from chunked_head.kernels import launch
+    from chunked_head.kernels.common.operands import Strips
+    from chunked_head.kernels.statistics import launch as statistics
 
     tile = tile_of(wide)
     (rows, vocab), count = (len(states), len(weight)), -(-len(weight) // tile.block_n)
-    strips = launch.Strips.empty(rows, count, states.device).of_rows(rows, count)
+    strips = Strips.empty(rows, count, states.device).of_rows(rows, count)
     strips.offset.fill_(torch.nan)
     out = states.new_full((rows, -(-vocab // 8) * 8 + 8), torch.nan)[:, :vocab]  # rows further apart than long
     out = None if offset is None else out
     options = {"logit_scale": None, "softcap": None} | options
-    launch.exp_logits(out, strips, states, weight, None, None, offset, target, **options, tile=tile)
+    statistics.exp_logits(out, strips, states, weight, None, None, offset, target, **options, tile=tile)
     return out, strips.offset.t(), strips.sum.t()
 
 
@@ -237,13 +238,13 @@ def test_far_above_the_offset(place: Place, wide: bool) -> None:
 @pytest.mark.parametrize("wide", [True, False])
 def test_exponentials_of_counted_rows(place: Place, count: int, wide: bool) -> None:
     """Row tiles behind those that count are not computed."""
-    from chunked_head.kernels import launch
-    from chunked_head.kernels.tiles import WIDE_TILE
+    from chunked_head.kernels.common.operands import Counted
+    from chunked_head.kernels.common.tiles import WIDE_TILE
 
     rows = 300 if torch.cuda.is_available() else 70
     states, weight, target, _, offset = head_operands(place, (rows, 203, 72), torch.bfloat16)
     counts = min(count, rows)
-    counted = launch.Counted(torch.tensor(700 + count, device=place.device), 700)
+    counted = Counted(torch.tensor(700 + count, device=place.device), 700)
     out, _, sums = run_exp_logits(states, weight, target, offset, wide, counted=counted)
     whole, _, whole_sums = run_exp_logits(states, weight, target, offset, wide)
     assert torch.equal(out[:counts], whole[:counts]) and torch.equal(sums[:counts], whole_sums[:counts])
@@ -275,13 +276,13 @@ def assert_dweight(found: torch.Tensor, old: torch.Tensor | None, grad: torch.Te
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("first", [False, True])
 def test_dweight(place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, wide: bool, first: bool) -> None:
-    from chunked_head.kernels import launch
+    from chunked_head.kernels.products import launch as products
 
     grad, states, old = dweight_operands(place, sizes, dtype, torch.float32 if wide else dtype)
     results = []
     for _ in range(2):
         results.append(torch.full_like(old, torch.nan) if first else old.clone())
-        launch.dweight(results[-1], grad, states, first)
+        products.dweight(results[-1], grad, states, first)
     assert_dweight(results[0], None if first else old, grad, states)
     assert torch.equal(*results)
 
@@ -291,8 +292,9 @@ def test_dweight(place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, 
 @pytest.mark.parametrize("first", [False, True])
 def test_dweight_of_counted_rows(place: Place, count: int, first: bool) -> None:
     """What lies behind the rows that count, in steps of its own, is not read; nothing to count stores zeros."""
-    from chunked_head.kernels import launch
-    from chunked_head.kernels.tiles import PRODUCT_TILE
+    from chunked_head.kernels.common.operands import Counted
+    from chunked_head.kernels.common.tiles import PRODUCT_TILE
+    from chunked_head.kernels.products import launch as products
 
     sizes = (300, 3000, 520) if torch.cuda.is_available() else (300, 72, 40)
     grad, states, old = dweight_operands(place, sizes, torch.bfloat16, torch.bfloat16)
@@ -300,7 +302,7 @@ def test_dweight_of_counted_rows(place: Place, count: int, first: bool) -> None:
     states[counts:] = 0.0
     grad[-(-counts // PRODUCT_TILE.block_k) * PRODUCT_TILE.block_k :] = torch.nan
     out = torch.full_like(old, torch.nan) if first else old.clone()
-    launch.dweight(out, grad, states, first, launch.Counted(torch.tensor(700 + count, device=place.device), 700))
+    products.dweight(out, grad, states, first, Counted(torch.tensor(700 + count, device=place.device), 700))
     assert_dweight(out, None if first else old, grad[:counts], states[:counts])
 
 
@@ -351,16 +353,16 @@ def test_merge_ranks(place: Place, known: bool, off: int | None) -> None:
 def launches() -> list[tuple[str, ast.Call]]:
     """Every launch of a kernel that the sources hold: ``kernel[grid](...)``."""
     found = []
-    for path in sorted((Path(__file__).parent.parent / "kernels").glob("launch*.py")):
+    for path in sorted((Path(__file__).parent.parent / "kernels").glob("*/launch.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                found.append((f"{path.name}:{node.lineno}", node))
+                found.append((f"{path.parent.name}/{path.name}:{node.lineno}", node))
     return found
 
 
 def test_every_launch_says_that_operations_fuse() -> None:
     """Left to Triton it would depend on the version: 3.9 warns that 3.10 will not fuse."""
-    from chunked_head.kernels.tiles import FUSED
+    from chunked_head.kernels.common.tiles import FUSED
 
     assert FUSED == {"enable_fp_fusion": True}
     every = launches()

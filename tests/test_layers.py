@@ -50,16 +50,19 @@ def test_imports_run_one_way(module: str) -> None:
     assert not higher, f"{module} is of a layer below {higher}"
 
 
+@pytest.mark.parametrize("module", sorted(module for module in FILES if module.startswith("chunked_head.kernels")))
+def test_kernels_share_what_is_common(module: str) -> None:
+    """A folder of kernels knows itself and ``common``, which knows itself alone."""
+    own = module.rsplit(".", 1)[0]
+    others = {other.rsplit(".", 1)[0] for other in IMPORTS[module]}
+    assert others <= {own, "chunked_head.kernels.common"}
+
+
 def test_no_circle() -> None:
     tuple(TopologicalSorter(IMPORTS).static_order())  # raises CycleError, which names the circle
 
 
-@pytest.mark.parametrize(
-    "folder",
-    sorted(
-        {str(path.parent.relative_to(ROOT)) for path in FILES.values() if path.is_relative_to(ROOT / "chunked_head")}
-    ),
-)
+@pytest.mark.parametrize("folder", sorted({str(path.parent.relative_to(ROOT)) for path in FILES.values()}))
 def test_a_folder_is_seen_at_a_glance(folder: str) -> None:
     assert len(list((ROOT / folder).glob("*.py"))) <= MOST_FILES
 

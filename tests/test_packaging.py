@@ -19,7 +19,9 @@ from torch import Tensor
 import chunked_head
 
 ROOT = Path(__file__).resolve().parent.parent
-USE = "import chunked_head, chunked_head.kernels.launch as k; print(k.__file__)"
+LAUNCH = Path("kernels") / "statistics" / "launch.py"
+KERNELS = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels").rglob("*.py")}
+USE = "import chunked_head, chunked_head.kernels.statistics.launch as k; print(k.__file__)"
 
 
 def run_python(code: str, cwd: Path, path: Path | None = None, interpreter: str = sys.executable) -> str:
@@ -34,13 +36,13 @@ def run_python(code: str, cwd: Path, path: Path | None = None, interpreter: str 
 
 def test_kernels_has_no_init() -> None:
     """With one, the folder would pass for the package `kernels`, which transformers imports where it finds it."""
-    assert (ROOT / "kernels" / "exp_logits.py").is_file()
-    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert (ROOT / LAUNCH).is_file()
+    assert not list((ROOT / "kernels").rglob("__init__.py"))
 
 
 def test_bare_checkout(tmp_path: Path) -> None:
-    assert run_python(USE, ROOT) == str(ROOT / "kernels" / "launch.py")
-    assert run_python(USE, tmp_path, path=ROOT) == str(ROOT / "kernels" / "launch.py")
+    assert run_python(USE, ROOT) == str(ROOT / LAUNCH)
+    assert run_python(USE, tmp_path, path=ROOT) == str(ROOT / LAUNCH)
 
 
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "transformers", "sympy")
@@ -62,7 +64,7 @@ def test_private_names_of_torch_are_looked_up_late() -> None:
     """By ``private``, which has a documented way beside each: no attribute of torch that begins with an underscore is
     read. What stands in for logits in somebody else's model is not looked at here."""
     found = []
-    for path in sorted((ROOT / "chunked_head").rglob("*.py")) + sorted((ROOT / "kernels").glob("*.py")):
+    for path in sorted((ROOT / "chunked_head").rglob("*.py")) + sorted((ROOT / "kernels").rglob("*.py")):
         if "integrations" in path.parts:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
@@ -136,7 +138,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sdist(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"kernels/exp_logits.py", "chunked_head/py.typed", "LICENSE", "README.md", "CHANGELOG.md"} <= names
+    assert {*KERNELS, "chunked_head/py.typed", "LICENSE", "README.md", "CHANGELOG.md"} <= names
     assert not [name for name in names if name.startswith("tests")]
 
 
@@ -159,10 +161,10 @@ def test_wheel(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
-    assert "chunked_head/kernels/exp_logits.py" in names
+    assert {f"chunked_head/{kernel}" for kernel in KERNELS} <= set(names)
     assert not [name for name in names if name.startswith(("kernels", "tests")) or "oracle" in name]
     found = run_python(USE, tmp_path, path=tmp_path / "site")
-    assert found == str(tmp_path / "site" / "chunked_head" / "kernels" / "launch.py")
+    assert found == str(tmp_path / "site" / "chunked_head" / LAUNCH)
 
 
 def test_wheel_needs_torch_and_triton_alone(wheel: Path) -> None:
@@ -195,7 +197,7 @@ def test_transformers_imports_beside_our_kernels(tmp_path: Path) -> None:
     """
     pytest.importorskip("transformers", reason="the conflict is with transformers, which is not installed")
     code = (
-        "from transformers import LlamaForCausalLM; import sys; import chunked_head.kernels.launch;"
+        "from transformers import LlamaForCausalLM; import sys; import chunked_head.kernels.statistics.launch;"
         "ours = getattr(sys.modules.get('kernels'), '__file__', None) or ''; print('main' in ours and 'launch' in ours)"
     )
     assert run_python(code, ROOT) == "False"

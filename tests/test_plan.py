@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from chunked_head.kernels.tiles import INTERPRETED
+from chunked_head.kernels.common.tiles import INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -157,7 +157,7 @@ class RowStats:
 
 @dataclass(frozen=True, eq=False)
 class Coefficients:
-    """Factors of the terms of ``kernels/row_grad.py``'s identity, each [tokens]; None where nothing asks for a term.
+    """Factors of the terms of the identity in ``kernels/gradients``, each [tokens]; None where nothing asks for a term.
 
     0 where a row does not count. ``columns`` [tokens, K] is what each of a row's own columns gets beside.
     """

@@ -9,7 +9,7 @@ from torch import Tensor, distributed
 
 from ..core.groups import MOST_IDS, Split, VocabParallel
 from ..core.stats import Demand, Rows, RowStats, sent
-from ..kernels.elsewhere import ELSEWHERE
+from ..kernels.common.elsewhere import ELSEWHERE
 from ..program.planner import Request, make_plan, terms_of
 from ..program.plans import MAX_HALF_CHUNKS, Plan
 from ..program.sizes import Sizes

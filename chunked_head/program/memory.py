@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from ..kernels.tiles import LEAST_SECTION, TILE_ELEMENTS, piece_bytes
+from ..kernels.common.tiles import LEAST_SECTION, TILE_ELEMENTS, piece_bytes
 from .sizes import BYTES_PER_COLUMN, BYTES_PER_EVALUATED, Sizes
 
 MiB = 1 << 20

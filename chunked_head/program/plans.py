@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ..kernels.tiles import exp_tile
+from ..kernels.common.tiles import exp_tile
 from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, forward_terms, peak_of
 from .sizes import ROUNDING_ERROR, Sizes
 

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from ..core.stats import Demand, numbers_sent
-from ..kernels.tiles import WHOLE, Split, dhidden_split, strips_of
+from ..kernels.common.tiles import WHOLE, DhiddenSplit, dhidden_split, strips_of
 
 ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
 # what the losses' arithmetic holds at a time for each token that it is done for, and for each of its columns
@@ -161,7 +161,7 @@ class Sizes:
         """Bytes of a row of hidden's gradient on its way to the rank that has the row: as it was made, and by rank."""
         return 0 if self.spread == 1 or not self.hidden_grad else 2 * self.hidden * accumulate.itemsize
 
-    def dhidden_split(self, rows: int, most_units: int | None = None) -> Split:
+    def dhidden_split(self, rows: int, most_units: int | None = None) -> DhiddenSplit:
         """How a chunk's dhidden is divided, its sums of parts in no more places than there are."""
         if not self.multiprocessors or self.store == "logits" or self.deterministic:
             return WHOLE  # nothing is chosen by size

@@ -19,7 +19,11 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
-from ...kernels import launch, launch_rows, launch_targets
+from ...kernels.common.grids import multiprocessors
+from ...kernels.common.tiles import INTERPRETED
+from ...kernels.gradients import launch as gradients
+from ...kernels.products import launch as products
+from ...kernels.statistics import launch as statistics
 from ...parallel.merge import Told, merge_lists, unpack, widths
 from ...program.plans import Plan
 from ...program.sizes import Store
@@ -31,7 +35,7 @@ from .session import TMA_BYTES
 
 
 def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
-    if device.type != "cuda" and not launch.INTERPRETED:
+    if device.type != "cuda" and not INTERPRETED:
         raise ValueError(
             "backend='triton' needs a CUDA device, or TRITON_INTERPRET=1 in the environment; the tensors are on "
             f"{device}: use backend='torch'"
@@ -72,7 +76,7 @@ def traits(device: torch.device) -> dict[str, Any]:
     own_products = runs_exp_logits(device)
     return {
         "half_products": device.type == "cuda", "scratch": 0,
-        "multiprocessors": launch.multiprocessors(device) if own_products else 0,
+        "multiprocessors": multiprocessors(device) if own_products else 0,
     }  # fmt: skip
 
 
@@ -82,12 +86,12 @@ def read_targets(
     paired = torch.empty(target.numel(), dtype=torch.int64, device=target.device)
     counted, one_or_nan = torch.empty(2, dtype=dtype, device=target.device).unbind()
     length = target.shape[-1] if target.dim() else 1
-    launch_targets.read_targets(paired, counted, one_or_nan, target, mask, length, shift, ignore_index, vocab)
+    statistics.read_targets(paired, counted, one_or_nan, target, mask, length, shift, ignore_index, vocab)
     return Targets(paired, counted, one_or_nan)
 
 
 def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
-    launch.copy_rows(out, source, target, None, order)
+    products.copy_rows(out, source, target, None, order)
 
 
 def bounds_rows(store: Store) -> bool:
@@ -97,7 +101,7 @@ def bounds_rows(store: Store) -> bool:
 def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     out = source if source.dtype == dtype else torch.empty_like(source, dtype=dtype)
     if source.numel():
-        launch.scale(out, source, factor)
+        gradients.scale(out, source, factor)
     return out
 
 
@@ -121,17 +125,17 @@ def merge_ranks(told: Told, out: RowStats) -> None:
 
     known_targets = told.known_targets
     of_all = told.gathered, told.zero_or_nan, told.target
-    launch_rows.merge_ranks(
+    statistics.merge_ranks(
         out.start, out.rest, out.lse, out.logprob, out.target_logit, out.entropy, out.weighted_sum, out.top,
         out.argmax, *of_all, 1.0, places("start", "rest", "entropy"), known_targets,
     )  # fmt: skip
     if out.start2 is not None and out.rest2 is not None:
-        launch_rows.merge_ranks(
+        statistics.merge_ranks(
             out.start2, out.rest2, out.lse2, out.logprob2, None, out.entropy2, None, None, None, *of_all, told.ratio2,
             places("start2", "rest2", "entropy2"), known_targets,
         )  # fmt: skip
     if out.teacher_start is not None and out.teacher_rest is not None:
-        launch_rows.merge_ranks(
+        statistics.merge_ranks(
             out.teacher_start, out.teacher_rest, None, None, None, None, None, None, None, *of_all, 1.0,
             places("teacher_start", "teacher_rest", ""), known_targets,
         )  # fmt: skip

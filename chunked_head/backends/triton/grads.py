@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, Head, Rows, RowStats
-from ...kernels import launch, launch_grads
+from ...kernels.gradients import launch as gradients
+from ...kernels.products import launch as products
 from ...program.plans import Plan
 from ...program.sizes import padded_columns
 from .session import OwnProducts, counted_of, transform, zero_uncounted_
@@ -22,7 +23,7 @@ class GradSession(OwnProducts):
         stride = padded_columns(columns)
         dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]
         common = self.terms(stats, coefficients, tile.start, columns)
-        launch_grads.grad_logits(
+        gradients.grad_logits(
             dlogits, rows.hidden, head.weight, head.bias, head.class_weights, rows.target, *common,
             tile.start, *transform(head), counted=counted_of(rows),
         )  # fmt: skip
@@ -34,4 +35,4 @@ class GradSession(OwnProducts):
         if rows.counted is None and not self.sizes.deterministic:
             super().tile_dhidden(dlogits, rows, weight, out, first)
         else:
-            launch.dhidden(out, None, dlogits, weight, counted=counted_of(rows), add=not first)
+            products.dhidden(out, None, dlogits, weight, counted=counted_of(rows), add=not first)

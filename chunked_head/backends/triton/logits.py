@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
-from ...kernels import launch_rows
-from ...kernels.launch_rows import Stored
+from ...kernels.common.operands import Stored
+from ...kernels.statistics import launch as statistics
 from ...program.plans import Plan
 from ..matmul import again_rows, project_biased
 from .session import KernelSession, Normalizer, normalize_rows, ratio_of, transform
@@ -37,7 +37,7 @@ class LogitsSession(KernelSession):
         head = self.head
         self.stored = with_transform(self.compute_logits(rows.hidden, head.weight, head.bias, self.buffer), head)
         logits = self.stored.logits
-        launch_rows.row_stats(
+        statistics.row_stats(
             out.lse, out.start, out.rest, out.logprob, out.target_logit, out.entropy, out.weighted_sum, out.top,
             out.argmax,
             self.stored, logits.shape[1], rows.target, head.class_weights, None,
@@ -45,20 +45,20 @@ class LogitsSession(KernelSession):
         if len(self.demand.views) > 1:
             view = self.demand.views[1]
             assert out.lse2 is not None and out.start2 is not None and out.rest2 is not None
-            launch_rows.row_stats(
+            statistics.row_stats(
                 out.lse2, out.start2, out.rest2, out.logprob2, None, out.entropy2, None, None, None,
                 self.stored, view.columns or self.vocab, rows.target, None, ratio_of(view.ratio),
             )  # fmt: skip
         if out.column_logits is not None:
             assert rows.columns is not None
-            launch_rows.pick_columns(out.column_logits, self.stored, rows.columns)
+            statistics.pick_columns(out.column_logits, self.stored, rows.columns)
         if out.top_k_ids is not None:
             assert out.top_k_logits is not None
             raw = logits if self.stored.bias is None else logits.add_(self.stored.bias)
             k = out.top_k_ids.shape[1]
             torch.topk(raw, k, largest=head.logit_scale > 0, out=(torch.empty_like(out.top_k_logits), out.top_k_ids))
             # a bias is in the logits by now
-            launch_rows.pick_columns(out.top_k_logits, self.stored._replace(bias=None), out.top_k_ids)
+            statistics.pick_columns(out.top_k_logits, self.stored._replace(bias=None), out.top_k_ids)
         self.teacher_stats(rows, out)
 
     def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:

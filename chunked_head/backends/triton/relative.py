@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, Head, Rows, RowStats
-from ...kernels import launch, launch_rows, launch_targets
-from ...kernels.launch_rows import Stored
-from ...kernels.tiles import TILE_ELEMENTS, strip_width, strips_of
+from ...kernels.common.operands import Stored, Strips
+from ...kernels.common.tiles import TILE_ELEMENTS, strip_width, strips_of
+from ...kernels.gradients import launch as gradients
+from ...kernels.products import launch as products
+from ...kernels.statistics import launch as statistics
 from ...program.memory import part_sums
 from ...program.plans import Plan
 from ...program.sizes import padded_columns
@@ -27,7 +29,7 @@ class RelativeSession(OwnProducts):
             self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
         two = len(demand.views) > 1
         self.strip_count = strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative")
-        self.strips = launch.Strips.empty(
+        self.strips = Strips.empty(
             rows, self.strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
             two and demand.entropy[1],
         )  # fmt: skip
@@ -35,14 +37,14 @@ class RelativeSession(OwnProducts):
         if sizes.teacher_store == "relative":
             self.teacher_buffer = padded(rows, sizes.teacher_columns, device)
             self.teacher_strip_count = strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
-            self.teacher_strips = launch.Strips.empty(rows, self.teacher_strip_count, device)
+            self.teacher_strips = Strips.empty(rows, self.teacher_strip_count, device)
         elif sizes.teacher_store == "logits":
             self.teacher_buffer = torch.empty(rows, sizes.teacher_columns, dtype=torch.float32, device=device)
 
     def dot_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
         """The target's logits, whole where ``known_targets``."""
         head, ids = self.head, target.unsqueeze(1)
-        launch_rows.dot_columns(
+        statistics.dot_columns(
             out.target_logit.unsqueeze(1), hidden, head.weight, ids, head.bias, *transform(head)
         )  # fmt: skip
         if self.known_targets and head.add_targets is not None:
@@ -62,23 +64,23 @@ class RelativeSession(OwnProducts):
             self.dot_targets(rows.hidden, rows.target, out)
         if out.column_logits is not None:
             assert rows.columns is not None
-            launch_rows.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, *scale_cap)
+            statistics.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, *scale_cap)
         stored = None if buffer is None else buffer[:count, :vocab]
         ratio2, columns2 = None, vocab
         if len(self.demand.views) > 1:
             view = self.demand.views[1]
             ratio2, columns2 = ratio_of(view.ratio), view.columns or vocab
-        launch.exp_logits(
+        statistics.exp_logits(
             stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target,
             *scale_cap, ratio2, columns2, counted_of(rows),
         )  # fmt: skip
-        launch.merge_strips(
+        statistics.merge_strips(
             out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
             strips, out.target_logit, rows.target, vocab,
         )  # fmt: skip
         if out.start2 is not None and out.rest2 is not None:
             second = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2, weighted_sum=None)
-            launch.merge_strips(
+            statistics.merge_strips(
                 out.lse2, out.start2, out.rest2, out.logprob2, out.entropy2, None, None, None, None,
                 second, out.target_logit, rows.target, columns2, ratio2, second=True,
             )  # fmt: skip
@@ -86,10 +88,10 @@ class RelativeSession(OwnProducts):
             self.stored, self.stored_strips = Stored(stored, strips.offset), strips
 
     def put_dhidden(
-        self, dlogits: Tensor, rows: Rows, out: Tensor, factors: launch.Factors = launch.NO_FACTORS
+        self, dlogits: Tensor, rows: Rows, out: Tensor, factors: products.Factors = products.NO_FACTORS
     ) -> None:
         split = self.sizes.dhidden_split(len(rows.target), self.part_sums.numel() // TILE_ELEMENTS)
-        launch.dhidden(
+        products.dhidden(
             out, self.part_sums, dlogits, self.head.weight, factors, rows.order, counted_of(rows), split=split
         )  # fmt: skip
 
@@ -106,11 +108,11 @@ class RelativeSession(OwnProducts):
             normalize_rows((start, rest), stored, columns)
             return stored
         strips = self.teacher_strips.of_rows(count, self.teacher_strip_count)
-        launch.exp_logits(
+        statistics.exp_logits(
             buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, *transform(teacher),
             counted=counted_of(rows),
         )  # fmt: skip
-        launch.merge_strips(None, start, rest, None, None, None, None, None, None, strips, None, None, columns)
+        statistics.merge_strips(None, start, rest, None, None, None, None, None, None, strips, None, None, columns)
         return Stored(buffer, strips.offset)
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
@@ -163,21 +165,21 @@ class FastSession(RelativeSession):
         exp, count = self.stored.logits, len(rows.target)
         assert coefficients.alpha is not None and coefficients.beta is not None
         softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
-        launch.level_rows(
+        gradients.level_rows(
             exp, softmax_factor, target_factor, self.stored_strips, strip_width(self.sizes.hidden, relative=False),
             self.level, stats.target_logit, stats.start, stats.rest, stats.logprob, coefficients.alpha,
             coefficients.beta, transform(self.head)[0], counted_of(rows),
         )  # fmt: skip
         if grads.hidden is not None:
-            factors = launch.Factors(rows.target, softmax_factor, target_factor)
+            factors = products.Factors(rows.target, softmax_factor, target_factor)
             self.put_dhidden(exp, rows, grads.hidden_rows(at, rows.order), factors)
             grads.hidden_done(at, rows.order)
         if grads.weight is not None:
             # in place: nobody reads the chunk's hidden states after this
-            launch.copy_rows(rows.hidden, rows.hidden, rows.target, softmax_factor)
+            products.copy_rows(rows.hidden, rows.hidden, rows.target, softmax_factor)
             self.add_dweight(exp, rows, rows.hidden, grads.weight, grads.stores(at.start == 0))
 
     def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         if grads.weight is not None:
             # the products with a chunk's exponentials are done
-            launch_targets.add_target_rows(grads.weight, hidden, target, self.target_factor[at], order, self.buffer)
+            products.add_target_rows(grads.weight, hidden, target, self.target_factor[at], order, self.buffer)

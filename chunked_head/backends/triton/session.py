@@ -3,8 +3,11 @@
 from torch import Tensor
 
 from ...core.stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher
-from ...kernels import launch, launch_rows
-from ...kernels.launch_rows import NO_SOFTMAX, Beside, Softmax, Stored
+from ...kernels.common.operands import Counted, Stored
+from ...kernels.gradients import launch as gradients
+from ...kernels.gradients.launch import NO_SOFTMAX, Beside, Softmax
+from ...kernels.products import launch as products
+from ...kernels.statistics import launch as statistics
 from ...program.plans import Plan
 from ..dlogits import AddsDlogits
 
@@ -21,15 +24,15 @@ Terms = tuple[Tensor, Softmax, Softmax, Tensor | None, Tensor | None]
 
 
 def normalize_rows(normalize: Normalizer, stored: Stored, columns: int) -> None:
-    launch_rows.row_stats(None, *normalize, None, None, None, None, None, None, stored, columns, None, None, None)
+    statistics.row_stats(None, *normalize, None, None, None, None, None, None, stored, columns, None, None, None)
 
 
 def ratio_of(ratio: float) -> float | None:
     return None if ratio == 1.0 else float(ratio)
 
 
-def counted_of(rows: Rows) -> launch.Counted:
-    return launch.Counted(rows.counted, rows.first)
+def counted_of(rows: Rows) -> Counted:
+    return Counted(rows.counted, rows.first)
 
 
 def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
@@ -59,7 +62,7 @@ class KernelSession(AddsDlogits):
         assert pairing is not None and out.teacher_start is not None and out.teacher_rest is not None
         start, rest = (out.start2, out.rest2) if pairing.view else (out.start, out.rest)
         assert start is not None and rest is not None
-        launch_rows.pair_stats(
+        statistics.pair_stats(
             out.forward_kl, out.reverse_kl, out.teacher_entropy, out.kl_mixture, out.jsd, out.tvd, out.sign,
             self.stored, start, rest, ratio_of(demand.views[pairing.view].ratio),
             self.teacher_stored, out.teacher_start, out.teacher_rest,
@@ -107,7 +110,7 @@ class KernelSession(AddsDlogits):
                 c.gamma, c.rho, c.tau, c.theta, pairing.beta, LOG_FLOOR,
             )  # fmt: skip
         common = self.terms(stats, c, first, columns)
-        launch_rows.row_grad(
+        gradients.row_grad(
             dlogits, stored, head.class_weights, rows.target, *common, beside, first, *transform(head)
         )  # fmt: skip
         self.replace_columns_(dlogits, head, first, rows, stats, c, common, beside)
@@ -134,7 +137,7 @@ class KernelSession(AddsDlogits):
         if coefficients.columns is None:
             return
         assert stats.column_logits is not None and rows.columns is not None
-        launch_rows.column_grad(
+        gradients.column_grad(
             dlogits, stats.column_logits, rows.columns, coefficients.columns, head.class_weights, rows.target, *common,
             beside, first, *transform(head),
         )  # fmt: skip
@@ -149,6 +152,6 @@ class OwnProducts(KernelSession):
         # a buffer of the caller's may start anywhere
         described = out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
         if gain is None and described and self.sizes.own_dweight:
-            launch.dweight(out, dlogits, operand, first, counted_of(rows))
+            products.dweight(out, dlogits, operand, first, counted_of(rows))
         else:
             super().add_dweight(zero_uncounted_(dlogits, rows), rows, operand, out, first, gain)

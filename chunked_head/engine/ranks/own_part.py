@@ -4,7 +4,7 @@ import functools
 
 from torch import Tensor
 
-from ...kernels.elsewhere import ELSEWHERE
+from ...kernels.common.elsewhere import ELSEWHERE
 from ...parallel.shard import Shard
 from ..arithmetic.objective import Objective
 

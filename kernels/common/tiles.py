@@ -81,18 +81,20 @@ def strips_of(vocab: int, hidden: int, relative: bool) -> int:
     return cdiv(vocab, block_n) * (block_n // strip_width(hidden, relative))
 
 
-class Split(NamedTuple):
+class DhiddenSplit(NamedTuple):
     """Into how many parts over the vocabulary tiles of dhidden's last turn are cut; the places that their sums have."""
 
     parts: int = 1
     units: int = 0
 
 
-WHOLE = Split()
+WHOLE = DhiddenSplit()
 
 
 @functools.lru_cache(maxsize=1024)  # asked for each chunk of each call
-def dhidden_split(rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int | None = None) -> Split:
+def dhidden_split(
+    rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int | None = None
+) -> DhiddenSplit:
     """The split that takes the fewest turns: all multiprocessors multiply to the end, or nearly.
 
     144 tiles on 132 multiprocessors would take two turns, the second for 12 tiles; in 11 parts these take a turn's
@@ -107,5 +109,5 @@ def dhidden_split(rows: int, hidden: int, vocab: int, multiprocessors: int, most
             break
         turns = cdiv(left * parts, multiprocessors) / parts + 0.002 * parts
         if turns < fewest:
-            best, fewest = Split(parts, left * parts if parts > 1 else 0), turns
+            best, fewest = DhiddenSplit(parts, left * parts if parts > 1 else 0), turns
     return best

@@ -1,7 +1,11 @@
-"""What the persistent matmuls share."""
+"""What kernels share of tiles, rows and columns."""
 
 import triton
 import triton.language as tl
+
+from . import elsewhere
+
+ELSEWHERE = tl.constexpr(elsewhere.ELSEWHERE)
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .stored import load_row
-from .transform import ln_2, log2_e, transform_logits
+from ..common.stored import load_row
+from ..common.transform import ln_2, log2_e, transform_logits
 
 
 @triton.jit

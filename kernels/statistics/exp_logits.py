@@ -19,9 +19,9 @@ exact logit: then loss and gradient see one and the same logit.
 import triton
 import triton.language as tl
 
-from .blocks import counted_rows, tile_place
+from ..common.blocks import counted_rows, tile_place
+from ..common.transform import transform_logits
 from .exp_epilogue import finish_tile
-from .transform import transform_logits
 
 
 @triton.jit

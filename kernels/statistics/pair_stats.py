@@ -6,8 +6,8 @@ Each is summed from differences of log-probabilities, so that equal rows give ex
 import triton
 import triton.language as tl
 
-from .stored import load_row
-from .transform import log2_e, log_mixture
+from ..common.stored import load_row
+from ..common.transform import log2_e, log_mixture
 
 
 @triton.jit

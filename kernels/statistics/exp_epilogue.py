@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .blocks import column_halves
-from .transform import log2_e
+from ..common.blocks import column_halves
+from ..common.transform import log2_e
 
 
 @triton.jit

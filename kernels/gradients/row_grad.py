@@ -9,8 +9,8 @@ with q a teacher's softmax and m a mixture of p and q; then times the slope of s
 import triton
 import triton.language as tl
 
-from .stored import load_block
-from .transform import log2_e, log_mixture, softmax_term, transform_derivative
+from ..common.stored import load_block
+from ..common.transform import log2_e, log_mixture, softmax_term, transform_derivative
 
 
 @triton.jit

@@ -15,8 +15,8 @@ since a compiler that saw only values there would compute both and select.
 import triton
 import triton.language as tl
 
-from .blocks import counted_rows, tile_place
-from .transform import log2_e, softmax_term, transform_derivative, transform_logits
+from ..common.blocks import counted_rows, tile_place
+from ..common.transform import log2_e, softmax_term, transform_derivative, transform_logits
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def grad_half(
 
 
 @triton.jit
-def finish_tile(
+def grad_of_tile(
     # outputs
     dlogits_desc,
     # inputs
@@ -246,13 +246,13 @@ def grad_logits_kernel(
         if alpha2_ptr is not None:
             special = special | (column_start + BLOCK_N > columns2)
         if special:
-            right = finish_tile(
+            right = grad_of_tile(
                 dlogits_desc, acc, bias_ptr, class_weights_ptr, target, counts, target_logit_ptr, beta_ptr, kappa_ptr,
                 start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr, alpha2_ptr, eta2_ptr,
                 row_start, column_start, rows, columns, columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
         else:
-            right = finish_tile(
+            right = grad_of_tile(
                 dlogits_desc, acc, bias_ptr, class_weights_ptr, target, counts, target_logit_ptr, beta_ptr, kappa_ptr,
                 start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr, alpha2_ptr, eta2_ptr,
                 row_start, column_start, rows, columns, columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, False,

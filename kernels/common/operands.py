@@ -1,0 +1,70 @@
+"""What launches of several folders take, as tuples of torch tensors."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+
+class Counted(NamedTuple):
+    """How many rows of a call count, and where a chunk begins among them: rows behind are not computed."""
+
+    count: torch.Tensor | None = None  # [] int64; None: all
+    first_row: int = 0
+
+
+ALL_ROWS = Counted()
+
+
+class Stored(NamedTuple):
+    """Logits in a buffer: raw, or relative to the offsets of their strips."""
+
+    logits: torch.Tensor  # [rows, columns], columns contiguous
+    offset: torch.Tensor | None  # [strips, rows] fp32; then what follows is in the logits already
+    bias: torch.Tensor | None = None
+    logit_scale: float | None = None
+    softcap: float | None = None
+
+
+class Strips(NamedTuple):
+    """What the logits matmul leaves of each strip of columns, [strips, rows]; None what was not asked for."""
+
+    offset: torch.Tensor
+    sum: torch.Tensor
+    shifted_sum: torch.Tensor | None
+    weighted_sum: torch.Tensor | None
+    top: torch.Tensor | None
+    argmax: torch.Tensor | None  # int32
+    sum2: torch.Tensor | None  # of a second softmax
+    shifted_sum2: torch.Tensor | None
+
+    @classmethod
+    def empty(
+        cls,
+        rows: int,
+        strips: int,
+        device: torch.device,
+        shifted: bool = False,
+        weighted: bool = False,
+        top: bool = False,
+        second: bool = False,
+        shifted2: bool = False,
+    ) -> "Strips":
+        def make(wanted: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+            return torch.empty(strips * rows, dtype=dtype, device=device) if wanted else None
+
+        always = [torch.empty(strips * rows, dtype=torch.float32, device=device) for _ in range(2)]
+        return cls(
+            *always, make(shifted), make(weighted), make(top), make(top, torch.int32), make(second), make(shifted2)
+        )  # fmt: skip
+
+    def of_rows(self, rows: int, strips: int) -> "Strips":
+        """The first of the buffer, for a chunk of so many rows."""
+        return Strips(*(None if t is None else t[: strips * rows].view(strips, rows) for t in self))
+
+
+def mixture(beta: float | None) -> dict[str, float]:
+    """What kernels take of a mixture of two softmaxes in these shares; anything where there is none."""
+    return {"LOG_BETA": 0.0, "LOG_REST": 0.0} if beta is None else {
+        "LOG_BETA": math.log(beta), "LOG_REST": math.log1p(-beta)
+    }  # fmt: skip

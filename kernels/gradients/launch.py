@@ -1,0 +1,199 @@
+"""Launching the kernels of logits' gradients on torch tensors: grids, block sizes and warps, and nothing of losses."""
+
+from typing import NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..common.grids import multiprocessors, programs_of, row_block
+from ..common.operands import ALL_ROWS, Counted, Stored, Strips, mixture
+from ..common.tiles import FUSED, INTERPRETED, RELATIVE_STRIP, Tile, cdiv, grad_tile, power_of_2
+from .column_grad import column_grad_kernel
+from .grad_logits import grad_logits_kernel
+from .level_rows import level_rows_kernel
+from .row_grad import row_grad_kernel
+from .scale import scale_kernel
+
+
+class Softmax(NamedTuple):
+    """A softmax of a gradient: ``log p = (ratio x - start) + rest`` over so many columns, its term
+    ``p (alpha + eta log p)``; the first is over all at ratio 1."""
+
+    start: torch.Tensor | None = None
+    rest: torch.Tensor | None = None
+    alpha: torch.Tensor | None = None
+    eta: torch.Tensor | None = None
+    ratio: float | None = None
+    columns: int = 0
+
+
+NO_SOFTMAX = Softmax()
+
+
+class Beside(NamedTuple):
+    """The teacher's side of a gradient."""
+
+    stored: Stored
+    start: torch.Tensor
+    rest: torch.Tensor
+    columns: int
+    second: bool  # the student's softmax beside it is the second one
+    gamma: torch.Tensor | None
+    rho: torch.Tensor | None
+    tau: torch.Tensor | None
+    theta: torch.Tensor | None
+    beta: float | None
+    floor: float
+
+
+def beside_arguments(beside: Beside | None) -> tuple[tuple, tuple[int, int], tuple, dict]:
+    """A teacher as the kernels take it: tensors, columns and stride, scale and cap, constants; None for none."""
+    if beside is None:
+        return (None,) * 9, (0, 0), (None, None), {"SECOND": False, **mixture(None), "FLOOR": 0.0}
+    side = beside.stored
+    tensors = (side.logits, side.offset, side.bias, *beside[1:3], *beside[5:9])
+    constants = {"SECOND": beside.second, **mixture(beside.beta), "FLOOR": beside.floor}
+    return tensors, (beside.columns, side.logits.stride(0)), (side.logit_scale, side.softcap), constants
+
+
+def row_grad(
+    dlogits: torch.Tensor,  # [rows, columns], may share the bytes of the stored logits
+    stored: Stored,
+    class_weights: torch.Tensor | None,
+    target: torch.Tensor,
+    target_logit: torch.Tensor,
+    first: Softmax,
+    second: Softmax,
+    beta: torch.Tensor | None,
+    kappa: torch.Tensor | None,
+    beside: Beside | None,
+    first_column: int,
+    logit_scale: float | None,
+    softcap: float | None,
+    relative: tuple[int, int, int] = (8, 8, 4),  # rows, strips and warps of a program over relative logits
+) -> None:
+    rows, columns = dlogits.shape
+    if stored.offset is not None:
+        block_rows, strips, warps = relative
+        # several strips a program: what is per row is loaded once for them
+        block = RELATIVE_STRIP
+        column_programs = cdiv(cdiv(columns, block), strips)
+    else:
+        # one program walks a row, because a narrower gradient overwrites logits that lie before it
+        block_rows, column_programs = 1, 1
+        block, warps = row_block(columns)
+        block = min(block, 4096) if beside else block
+    teacher, sizes, scalars, constants = beside_arguments(beside)
+    row_grad_kernel[(column_programs * cdiv(rows, block_rows),)](
+        dlogits, stored.logits, stored.offset, stored.bias, class_weights, target, target_logit, beta, kappa,
+        *first[:4], *second[:4], *teacher,
+        rows, columns, first_column, second.columns, sizes[0],
+        stored.logits.stride(0), dlogits.stride(0), sizes[1],
+        logit_scale, softcap, second.ratio, *scalars,
+        **constants,
+        COLUMN_PROGRAMS=column_programs, STRIP=RELATIVE_STRIP, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
+        **FUSED,
+    )  # fmt: skip
+
+
+def column_grad(
+    dlogits: torch.Tensor,
+    logit: torch.Tensor,  # [rows, count] fp32
+    ids: torch.Tensor,  # [rows, count] int64
+    sparse: torch.Tensor,  # [rows, count] fp32
+    class_weights: torch.Tensor | None,
+    target: torch.Tensor,
+    target_logit: torch.Tensor,
+    first: Softmax,
+    second: Softmax,
+    beta: torch.Tensor | None,
+    kappa: torch.Tensor | None,
+    beside: Beside | None,
+    first_column: int,
+    logit_scale: float | None,
+    softcap: float | None,
+) -> None:
+    rows, count = ids.shape
+    columns = dlogits.shape[1]
+    teacher, sizes, scalars, constants = beside_arguments(beside)
+    column_grad_kernel[(rows,)](
+        dlogits, logit, ids, sparse, class_weights, target, target_logit, beta, kappa,
+        *first[:4], *second[:4], *teacher,
+        rows, columns, first_column, second.columns, sizes[0], count, dlogits.stride(0), sizes[1],
+        logit_scale, softcap, second.ratio, *scalars, **constants,
+        STRIP=RELATIVE_STRIP, BLOCK=power_of_2(count), num_warps=1, **FUSED,
+    )  # fmt: skip
+
+
+def grad_logits(
+    dlogits: torch.Tensor,  # [rows, columns] 16 bit, row stride a multiple of 8
+    hidden: torch.Tensor,  # [rows, hidden] contiguous
+    weight: torch.Tensor,  # [columns, hidden] contiguous
+    bias: torch.Tensor | None,  # [columns], as class_weights
+    class_weights: torch.Tensor | None,
+    target: torch.Tensor,  # [rows] int64, of the whole vocabulary
+    target_logit: torch.Tensor,  # [rows] fp32, as all that follow
+    first: Softmax,
+    second: Softmax,
+    beta: torch.Tensor | None,
+    kappa: torch.Tensor | None,
+    first_column: int,  # of these columns in the vocabulary
+    logit_scale: float | None,
+    softcap: float | None,
+    counted: Counted = ALL_ROWS,
+    tile: Tile | None = None,
+) -> None:
+    """``dlogits`` of ``hidden @ weight.T``, as ``launch_rows.row_grad`` makes them of stored logits."""
+    rows, columns, width = *dlogits.shape, hidden.shape[1]
+    tile = tile or grad_tile(width)
+    programs = programs_of(tile, rows, columns, hidden.device)
+    # a softmax that gets no gradient is not read
+    if second.alpha is None:
+        second = Softmax()
+    grad_logits_kernel[(programs,)](
+        TensorDescriptor.from_tensor(dlogits, [tile.block_m, tile.block_n // 2]),
+        TensorDescriptor.from_tensor(hidden, [tile.block_m, tile.block_k]),
+        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
+        bias, class_weights, target, target_logit, beta, kappa, *first[:4], *second[:4],
+        counted.count, counted.first_row, rows, columns, width, first_column, second.columns, logit_scale, softcap,
+        second.ratio,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, PROGRAMS=programs,
+        UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+    )  # fmt: skip
+
+
+def level_rows(
+    exp: torch.Tensor,  # [rows, vocab] 16 bit
+    softmax_factor: torch.Tensor,
+    target_factor: torch.Tensor,
+    strips: Strips,
+    strip: int,  # columns
+    level: torch.Tensor,
+    target_logit: torch.Tensor,
+    start: torch.Tensor,
+    rest: torch.Tensor,
+    logprob: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    logit_scale: float | None,
+    counted: Counted = ALL_ROWS,
+) -> None:
+    rows, vocab = exp.shape
+    block_rows, splits = 16, 8
+    count = strips.offset.shape[0]
+    level_rows_kernel[(cdiv(rows, block_rows), splits)](
+        exp, softmax_factor, target_factor,
+        strips.offset, strips.sum, level, target_logit, start, rest, logprob, alpha, beta, counted.count,
+        counted.first_row, rows, vocab, count, exp.stride(0), logit_scale,
+        BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, num_warps=4, **FUSED,
+    )  # fmt: skip
+
+
+def scale(out: torch.Tensor, source: torch.Tensor, factor: torch.Tensor) -> None:
+    """``out = source * factor`` for contiguous tensors of one shape; ``out`` may be ``source``."""
+    block = 1024 if INTERPRETED else 4096
+    programs = min(8 * multiprocessors(source.device), cdiv(source.numel(), block))
+    scale_kernel[(programs,)](
+        out, source, factor, source.numel(), cdiv(source.numel(), programs * block),
+        PROGRAMS=programs, BLOCK=block, IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8, **FUSED,
+    )  # fmt: skip

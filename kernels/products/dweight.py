@@ -1,0 +1,64 @@
+"""The product of logits' gradients, or of exponentials that stand for them, with hidden states.
+
+A persistent GEMM, as ``dhidden.py`` has one: rows behind those that count cost nothing.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.blocks import column_halves, counted_rows, tile_place
+
+
+@triton.jit
+def add_or_store(desc, row, column, value, ADD: tl.constexpr, BY_MEMORY: tl.constexpr):
+    """One addition per element and launch, so that memory's own (fp32 alone) leaves the same bits every time."""
+    if ADD and BY_MEMORY:
+        desc.atomic_add([row, column], value)
+    else:
+        if ADD:
+            value += desc.load([row, column]).to(tl.float32)
+        desc.store([row, column], value.to(desc.dtype))
+
+
+@triton.jit
+def dweight_kernel(
+    # outputs
+    dweight_desc,  # [vocab, hidden], block [BLOCK_M, BLOCK_N / 2]; added to, or stored
+    # inputs
+    grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_K, BLOCK_M]
+    hidden_desc,  # [rows, hidden], block [BLOCK_K, BLOCK_N], 0 behind the rows that count
+    count_ptr,  # [] int64: how many rows of the call count, or None for all
+    # sizes
+    first_row,  # of the chunk within the call
+    rows,
+    vocab,
+    hidden,
+    ADD: tl.constexpr,
+    BY_MEMORY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``dweight (+)= grad.T @ hidden``"""
+    counted = counted_rows(count_ptr, first_row, rows)
+    tiles_m = tl.cdiv(vocab, BLOCK_M)
+    tiles_n = tl.cdiv(hidden, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    if ADD:
+        tiles = tl.where(counted > 0, tiles, 0)  # nothing to add
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, counted, BLOCK_K):
+            g = grad_desc.load([k, row_start])
+            h = hidden_desc.load([k, column_start])
+            if UPCAST:
+                g, h = g.to(tl.float32), h.to(tl.float32)
+            acc = tl.dot(g.T, h, acc)
+        left, right = column_halves(acc, BLOCK_M, BLOCK_N)
+        add_or_store(dweight_desc, row_start, column_start, left, ADD, BY_MEMORY)
+        add_or_store(dweight_desc, row_start, column_start + BLOCK_N // 2, right, ADD, BY_MEMORY)

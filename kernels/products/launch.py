@@ -1,0 +1,163 @@
+"""Launching the products with logits' gradients, and what goes with them, on torch tensors."""
+
+from typing import NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..common.grids import multiprocessors, programs_of
+from ..common.operands import ALL_ROWS, Counted
+from ..common.tiles import (
+    FUSED,
+    INTERPRETED,
+    LEAST_SECTION,
+    PIECE,
+    PRODUCT_TILE,
+    WHOLE,
+    DhiddenSplit,
+    cdiv,
+    piece_bytes,
+    power_of_2,
+)  # fmt: skip
+from .copy_rows import copy_rows_kernel
+from .dhidden import dhidden_kernel, join_parts_kernel
+from .dweight import dweight_kernel
+from .sort_targets import sort_targets_kernel
+from .target_terms import add_target_rows_kernel, join_pieces_kernel
+
+MOST_COUNTED = 8192  # tokens that are sorted by comparing each with each: one launch instead of ten
+
+
+def copy_rows(
+    out: torch.Tensor,  # [rows, hidden] contiguous
+    source: torch.Tensor,  # [rows, hidden]
+    target: torch.Tensor,  # [rows] int64, -1 where the row does not count
+    factor: torch.Tensor | None,  # [rows] fp32
+    order: torch.Tensor | None = None,  # [rows] int64, rows of ``source``; None: its first
+) -> None:
+    """``out = factor * source[order]``, 0 where a row does not count."""
+    rows, hidden = out.shape
+    block = min(power_of_2(hidden), 2048)
+    copy_rows_kernel[(rows, cdiv(hidden, block))](
+        out, source, target, factor, order, hidden, source.stride(0), source.stride(1),
+        BLOCK=block, num_warps=4, **FUSED,
+    )  # fmt: skip
+
+
+class Factors(NamedTuple):
+    """What makes gradients of products with exponentials: a factor per row, and the target's own term."""
+
+    target: torch.Tensor | None = None  # [rows] int64, -1 where the row does not count
+    softmax: torch.Tensor | None = None  # [rows] fp32
+    at_target: torch.Tensor | None = None  # [rows] fp32
+
+
+NO_FACTORS = Factors()
+
+
+def dhidden(
+    out: torch.Tensor,  # [rows, hidden], or with an order all of the call's [tokens, hidden]
+    scratch: torch.Tensor | None,  # [split.units * TILE_ELEMENTS] fp32, or more
+    grad: torch.Tensor,  # [rows, vocab] 16 bit
+    weight: torch.Tensor,  # [vocab, hidden] contiguous
+    factors: Factors = NO_FACTORS,
+    order: torch.Tensor | None = None,  # [rows] int64, rows of ``out``
+    counted: Counted = ALL_ROWS,
+    add: bool = False,
+    split: DhiddenSplit = WHOLE,
+) -> None:
+    """``out (+)= softmax * (grad @ weight) + at_target * weight[target]``"""
+    (rows, vocab), hidden, tile = grad.shape, weight.shape[1], PRODUCT_TILE
+    cut = split.parts > 1
+    # whole turns are of all multiprocessors
+    programs = multiprocessors(grad.device) if cut else programs_of(tile, rows, hidden, grad.device)
+    divided = {"PARTS": split.parts, "UNITS": split.units, "ADD": add, "PROGRAMS": programs}
+    sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP_M": tile.group_m}
+    dhidden_kernel[(programs,)](
+        out, scratch if cut else None,
+        TensorDescriptor.from_tensor(grad, [tile.block_m, tile.block_k]),
+        TensorDescriptor.from_tensor(weight, [tile.block_k, tile.block_n]),
+        weight, counted.count, order, *factors, counted.first_row, rows, vocab, hidden,
+        **divided, **sizes, BLOCK_K=tile.block_k, UPCAST=INTERPRETED,
+        num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+    )  # fmt: skip
+    if cut:
+        tiles, joined = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n), min(16, tile.block_m)
+        # how many tiles are cut where fewer rows count, the device knows
+        left = tiles % programs if counted.count is None else min(tiles, programs - 1)
+        join_parts_kernel[(left, tile.block_m // joined)](
+            out, scratch, weight, counted.count, order, *factors, counted.first_row, rows, hidden,
+            **divided, **sizes, ROWS=joined, num_warps=4, **FUSED,
+        )  # fmt: skip
+
+
+def dweight(
+    out: torch.Tensor,  # [vocab, hidden] contiguous
+    grad: torch.Tensor,  # [rows, vocab] 16 bit
+    hidden: torch.Tensor,  # [rows, hidden] contiguous
+    first: bool,
+    counted: Counted = ALL_ROWS,
+) -> None:
+    """``out (+)= grad.T @ hidden``, stored rather than added where ``first``"""
+    (rows, vocab), width, tile = grad.shape, hidden.shape[1], PRODUCT_TILE
+    programs = programs_of(tile, vocab, width, grad.device)
+    dweight_kernel[(programs,)](
+        TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
+        TensorDescriptor.from_tensor(grad, [tile.block_k, tile.block_m]),
+        TensorDescriptor.from_tensor(hidden, [tile.block_k, tile.block_n]),
+        counted.count, counted.first_row, rows, vocab, width,
+        ADD=not first, BY_MEMORY=out.dtype == torch.float32 and not INTERPRETED,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
+        PROGRAMS=programs, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+    )  # fmt: skip
+
+
+def sort_targets(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``target`` [tokens] int64 sorted, equal ones in their order, as int32; and where each stood, int64."""
+    tokens = len(target)
+    if tokens > MOST_COUNTED:
+        # half as many passes as for int64
+        return torch.sort(target.to(torch.int32), stable=True)
+    sorted_target, order = torch.empty_like(target, dtype=torch.int32), torch.empty_like(target)
+    block = 16
+    sort_targets_kernel[(cdiv(tokens, block),)](
+        sorted_target, order, target, tokens, BLOCK=block, AT_ONCE=256, num_warps=8, **FUSED
+    )
+    return sorted_target, order
+
+
+def add_target_rows(
+    dweight: torch.Tensor,  # [vocab, hidden] contiguous
+    hidden: torch.Tensor,  # [tokens, hidden], columns contiguous
+    target: torch.Tensor,  # [tokens] int64
+    target_factor: torch.Tensor,  # [tokens] fp32
+    rows: torch.Tensor | None = None,  # [tokens] int64, rows of ``hidden``; None: in its order
+    scratch: torch.Tensor | None = None,  # contiguous, of any dtype, whose contents nobody needs
+) -> None:
+    """``dweight[target[i]] += target_factor[i] * hidden[rows[i]]``, the same bits whenever it is done.
+
+    Sorted tokens are dealt with in as few sections as the scratch has room for their sums.
+    """
+    tokens, columns = hidden.shape
+    sorted_target, order = sort_targets(target)
+    if rows is not None:
+        rows = rows[order]
+    room = tokens if scratch is None else scratch.nbytes // piece_bytes(1, columns) * PIECE
+    if scratch is None or room < min(tokens, LEAST_SECTION):
+        room = min(tokens, max(room, LEAST_SECTION))
+        piece_sum = torch.empty(piece_bytes(room, columns) // 4, dtype=torch.float32, device=hidden.device)
+    else:
+        piece_sum = scratch.view(-1).view(torch.uint8)[: piece_bytes(min(room, tokens), columns)].view(torch.float32)
+    block = 128 if columns >= 128 else max(16, power_of_2(columns))
+    wide = 4 * block  # nearly all programs of the second have nothing to add
+    for first in range(0, tokens, max(room, 1)):
+        at = slice(first, min(first + room, tokens))
+        count, targets, pieces = at.stop - first, sorted_target[at], cdiv(at.stop - first, PIECE)
+        add_target_rows_kernel[pieces, cdiv(columns, block)](
+            dweight, piece_sum, hidden, order[at], None if rows is None else rows[at], targets, target_factor,
+            count, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, num_warps=2, **FUSED,
+        )  # fmt: skip
+        join_pieces_kernel[pieces, cdiv(columns, wide)](
+            dweight, piece_sum, targets, count, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=wide,
+            num_warps=4, **FUSED,
+        )  # fmt: skip

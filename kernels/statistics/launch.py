@@ -1,0 +1,208 @@
+"""Launching the kernels of statistics on torch tensors: grids, block sizes and warps, and nothing of losses."""
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..common.grids import programs_of, row_block
+from ..common.operands import ALL_ROWS, Counted, Stored, Strips, mixture
+from ..common.tiles import FUSED, INTERPRETED, RELATIVE_STRIP, Tile, cdiv, exp_tile, power_of_2
+from .columns import dot_columns_kernel, pick_columns_kernel
+from .exp_logits import exp_logits_kernel
+from .merge_ranks import merge_ranks_kernel
+from .merge_strips import merge_strips_kernel
+from .pair_stats import pair_stats_kernel
+from .row_stats import row_stats_kernel
+from .targets import read_targets_kernel
+
+# nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
+REACH = 60.0
+
+
+def read_targets(
+    paired: torch.Tensor,  # [tokens] int64
+    counted: torch.Tensor,  # [] fp32
+    one_or_nan: torch.Tensor,  # [] fp32
+    target: torch.Tensor,  # [...] int64, tokens in all
+    mask: torch.Tensor | None,  # [...] bool
+    length: int,  # of the last dimension
+    shift: int,
+    ignore_index: int,
+    vocab: int,
+) -> None:
+    """Targets ``shift`` further along the last dimension, -1 where one does not count; how many do, and 1 or nan."""
+    read_targets_kernel[(1,)](
+        paired, counted, one_or_nan,
+        target.contiguous(), None if mask is None else mask.contiguous().view(torch.uint8),
+        len(paired), length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16, **FUSED,
+    )  # fmt: skip
+
+
+def exp_logits(
+    out: torch.Tensor | None,  # [rows, vocab] 16 bit, row stride a multiple of 8: exponentials, or fp16 relative logits
+    strips: Strips,
+    hidden: torch.Tensor,  # [rows, hidden] contiguous
+    weight: torch.Tensor,  # [vocab, hidden] contiguous
+    bias: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    row_offset: torch.Tensor | None,  # [rows] fp32: then exponentials are stored, else relative logits
+    target: torch.Tensor | None,  # [rows] int64
+    logit_scale: float | None,
+    softcap: float | None,
+    ratio2: float | None = None,
+    columns2: int = 0,
+    counted: Counted = ALL_ROWS,
+    tile: Tile | None = None,
+) -> None:
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    tile = tile or exp_tile(hidden.shape[1])
+    programs = programs_of(tile, rows, vocab, hidden.device)
+    exp_logits_kernel[(programs,)](
+        None if out is None else TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
+        *strips,
+        TensorDescriptor.from_tensor(hidden, [tile.block_m, tile.block_k]),
+        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
+        bias, class_weights, row_offset, target, counted.count,
+        counted.first_row, rows, vocab, hidden.shape[1], columns2, logit_scale, softcap, ratio2,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        STRIP=tile.block_n // (strips.offset.shape[0] // cdiv(vocab, tile.block_n)),
+        GROUP_M=tile.group_m, PROGRAMS=programs, REACH=REACH,
+        EVEN_VOCAB=vocab % tile.block_n == 0, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+    )  # fmt: skip
+
+
+def merge_strips(
+    lse: torch.Tensor | None,
+    start: torch.Tensor,
+    rest: torch.Tensor,
+    logprob: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    weighted_sum: torch.Tensor | None,
+    top: torch.Tensor | None,
+    argmax: torch.Tensor | None,
+    level: torch.Tensor | None,  # [rows] fp32
+    strips: Strips,
+    target_logit: torch.Tensor | None,
+    target: torch.Tensor | None,
+    columns: int,
+    ratio: float | None = None,
+    second: bool = False,
+) -> None:
+    """Statistics of the softmax over ``columns``; or of the second, its sums given as ``sum`` and ``shifted_sum``."""
+    count, rows = strips.offset.shape
+    block_rows, block_strips = 8, 512
+    merge_strips_kernel[(cdiv(rows, block_rows),)](
+        lse, start, rest, logprob, entropy, weighted_sum, top, argmax, level,
+        *strips[:6], target_logit, target,
+        rows, count, columns, ratio, SECOND=second, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips,
+        num_warps=8, **FUSED,
+    )  # fmt: skip
+
+
+def row_stats(
+    lse: torch.Tensor | None,  # [rows] fp32, as all outputs
+    start: torch.Tensor,
+    rest: torch.Tensor,
+    logprob: torch.Tensor | None,
+    target_logit: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    weighted_sum: torch.Tensor | None,
+    top: torch.Tensor | None,
+    argmax: torch.Tensor | None,
+    stored: Stored,  # raw
+    columns: int,
+    target: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    ratio: float | None,
+) -> None:
+    logits = stored.logits
+    assert stored.offset is None
+    block, warps = row_block(columns)
+    row_stats_kernel[(logits.shape[0],)](
+        lse, start, rest, logprob, target_logit, entropy, weighted_sum, top, argmax,
+        logits, target, stored.bias, class_weights,
+        columns, logits.stride(0), stored.logit_scale, stored.softcap, ratio, BLOCK=block, num_warps=warps, **FUSED,
+    )  # fmt: skip
+
+
+def pair_stats(
+    forward_kl: torch.Tensor | None,  # [rows] fp32, as all outputs
+    reverse_kl: torch.Tensor | None,
+    teacher_entropy: torch.Tensor | None,
+    kl_mixture: torch.Tensor | None,
+    jsd: torch.Tensor | None,
+    tvd: torch.Tensor | None,
+    sign: torch.Tensor | None,
+    student: Stored,
+    start: torch.Tensor,
+    rest: torch.Tensor,
+    ratio: float | None,
+    teacher: Stored,
+    teacher_start: torch.Tensor,
+    teacher_rest: torch.Tensor,
+    columns: int,
+    beta: float | None,
+    floor: float,
+) -> None:
+    rows = student.logits.shape[0]
+    block = min(row_block(columns)[0], 2048)
+    pair_stats_kernel[(rows,)](
+        forward_kl, reverse_kl, teacher_entropy, kl_mixture, jsd, tvd, sign,
+        student.logits, student.offset, student.bias, start, rest,
+        teacher.logits, teacher.offset, teacher.bias, teacher_start, teacher_rest,
+        rows, columns, student.logits.stride(0), teacher.logits.stride(0),
+        student.logit_scale, student.softcap, ratio, teacher.logit_scale, teacher.softcap,
+        BETA=beta, **mixture(beta), FLOOR=floor, STRIP=RELATIVE_STRIP, BLOCK=block, num_warps=4, **FUSED,
+    )  # fmt: skip
+
+
+def dot_columns(
+    logit: torch.Tensor,  # [rows, count] fp32
+    hidden: torch.Tensor,  # [rows, hidden], columns contiguous
+    weight: torch.Tensor,  # [vocab, hidden] contiguous
+    ids: torch.Tensor,  # [rows, count] int64 contiguous, -1 for none
+    bias: torch.Tensor | None,
+    logit_scale: float | None,
+    softcap: float | None,
+) -> None:
+    rows, count = ids.shape
+    # a target has a program of its own, whatever else is asked for: the same sum in the same order in every call
+    at_once, block = (1, 2048) if count == 1 else (8, 512)
+    dot_columns_kernel[(rows, cdiv(count, at_once))](
+        logit, hidden, weight, ids, bias, hidden.shape[1], hidden.stride(0), count, logit_scale, softcap,
+        AT_ONCE=at_once, BLOCK=min(power_of_2(hidden.shape[1]), block), num_warps=4, **FUSED,
+    )  # fmt: skip
+
+
+def pick_columns(logit: torch.Tensor, stored: Stored, ids: torch.Tensor) -> None:
+    rows, count = ids.shape
+    pick_columns_kernel[(rows,)](
+        logit, stored.logits, ids, stored.bias, count, stored.logits.stride(0), stored.logit_scale, stored.softcap,
+        BLOCK=power_of_2(count), num_warps=1, **FUSED,
+    )  # fmt: skip
+
+
+def merge_ranks(
+    start: torch.Tensor,  # [rows] fp32, as all outputs but argmax
+    rest: torch.Tensor,
+    lse: torch.Tensor | None,
+    logprob: torch.Tensor | None,
+    target_logit: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    weighted_sum: torch.Tensor | None,
+    top: torch.Tensor | None,
+    argmax: torch.Tensor | None,  # int32
+    gathered: torch.Tensor,  # [ranks, numbers, rows] fp32
+    zero_or_nan: torch.Tensor | None,  # [] fp32
+    target: torch.Tensor,  # [rows] int64
+    ratio: float,
+    places: dict[str, int],  # of the numbers START, REST, TARGET, ENTROPY, WEIGHTED, TOP and ARGMAX, -1 for none
+    known_targets: bool,
+) -> None:
+    """One softmax over the vocabulary from those over its pieces, and what goes with it."""
+    ranks, numbers, rows = gathered.shape
+    block = 64
+    merge_ranks_kernel[(cdiv(rows, block),)](
+        start, rest, lse, logprob, target_logit, entropy, weighted_sum, top, argmax, gathered, zero_or_nan, target,
+        ranks, numbers, rows, ratio, **places, KNOWN_TARGETS=known_targets, BLOCK=block, SCAN=1024,
+        num_warps=4, **FUSED,
+    )  # fmt: skip
