@@ -1,7 +1,6 @@
 """The autograd.Function of the head: gradients computed in forward and handed over in backward, or computed there."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -77,13 +76,21 @@ class HeadLoss(torch.autograd.Function):
         return *finished, None, None
 
 
-@contextlib.contextmanager
-def as_called(device: torch.device) -> Iterator[None]:
+NOTHING = contextlib.nullcontext()
+
+
+def as_called(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """On the tensors' own GPU (kernels go to the current one), and with no cast but those that the plan knows of."""
-    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     cast = torch.is_autocast_enabled(device.type)
-    with on_device, torch.autocast(device.type, enabled=False) if cast else contextlib.nullcontext():
-        yield
+    if not elsewhere and not cast:
+        return NOTHING
+    stack = contextlib.ExitStack()
+    if elsewhere:
+        stack.enter_context(torch.cuda.device(device))
+    if cast:
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+    return stack
 
 
 class OnlyOnce(torch.autograd.Function):

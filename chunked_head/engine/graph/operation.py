@@ -8,7 +8,6 @@ from typing import Any, ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ...core.breaks import breaks_graph
 from ...core.options import INFINITY, NUMBERS
 from ...losses.base import Losses
 from ...parallel.agree import raising_together
@@ -33,9 +32,7 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
     names = tuple(signature.parameters)
     TASKS[name] = function
 
-    @breaks_graph
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-        """Of a compiled function between two graphs: what ranks exchange is no operator of either."""
         with raising_together(kwargs.get("parallel"), (*args, *kwargs.values())):
             return execute(function(*args, **kwargs))
 
@@ -46,6 +43,9 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
             whole = given.get("parallel") is None and not given.get("inplace") and not any_dtensor(given)
             if whole and ("loss" not in given or isinstance(given["loss"], Losses)):
                 return as_operator(name, given)
+            from ...core.outside import outside
+
+            return outside(run, *args, **kwargs)  # between two graphs: what ranks exchange is no operator of either
         return run(*args, **kwargs)
 
     (result,) = get_args(signature.return_annotation)
