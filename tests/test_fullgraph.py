@@ -40,8 +40,8 @@ from chunked_head import (
     plan,
 )
 from chunked_head.engine.arithmetic import evaluate, objective
-from chunked_head.engine.graph.recipes import described, spelt
-from chunked_head.engine.graph.waiting import ranges
+from chunked_head.engine.graph.deferred import ranges
+from chunked_head.engine.graph.recipes import described, text_of
 from chunked_head.program.planner import Request
 
 pytestmark = pytest.mark.compiled
@@ -374,14 +374,14 @@ def test_a_loss_of_a_function_breaks_the_graph() -> None:
 def test_keys_tell_arguments_apart() -> None:
     values = [0, 0.0, -0.0, False, None, "0", (0,), frozenset({0}), torch.float32, losses.FIELDS["mask"]]
     functions = [lambda: 1, lambda: 2, torch.sin, plain, grpo]
-    texts = [spelt(value) for value in [*values, *functions]]
+    texts = [text_of(value) for value in [*values, *functions]]
     assert len(set(texts)) == len(texts)
-    assert spelt(plain) == spelt(plain)
+    assert text_of(plain) == text_of(plain)
 
 
 SPELL = (
-    "from chunked_head import losses, metrics; from chunked_head.engine.graph.recipes import described, spelt; "
-    "loss = losses.grpo() + losses.topk_kl(); print(spelt(described([loss, metrics.accuracy()], [])))"
+    "from chunked_head import losses, metrics; from chunked_head.engine.graph.recipes import described, text_of; "
+    "loss = losses.grpo() + losses.topk_kl(); print(text_of(described([loss, metrics.accuracy()], [])))"
 )
 
 
@@ -389,5 +389,5 @@ def test_keys_are_those_of_other_processes() -> None:
     """Compiled graphs are kept on disk, keys and all."""
     environment = dict(os.environ) | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     there = subprocess.run([sys.executable, "-c", SPELL], env=environment, capture_output=True, text=True, check=True)
-    here = spelt(described([losses.grpo() + losses.topk_kl(), metrics.accuracy()], []))
+    here = text_of(described([losses.grpo() + losses.topk_kl(), metrics.accuracy()], []))
     assert there.stdout.strip() == here

@@ -12,10 +12,10 @@ from .. import losses
 from ..core.options import flag, nearest
 from ..core.shift import shift_right
 from ..engine.arithmetic.objective import Objective
-from ..engine.asked import Asked
 from ..engine.call import Outcome, scalar_objective, token_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, check_options
+from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
 from ..parallel import TokenParallel, VocabParallel
@@ -157,11 +157,11 @@ def linear_cross_entropy(
         if reduction == "none":
             head.refuse_average()
 
-    def objective(asked: Asked) -> Objective:
+    def objective(prepared: PreparedCall) -> Objective:
         if reduction == "none":
-            return token_objective(asked)
+            return token_objective(prepared)
         # the z-loss shares the denominator of the cross-entropy, class weights and all
-        return scalar_objective(asked, reduction, normalizer, upstream, share_denominator=True)
+        return scalar_objective(prepared, reduction, normalizer, upstream, share_denominator=True)
 
     def result(ran: Outcome) -> Tensor:
         return laid_out(ran.outputs[0], target, shift) if reduction == "none" else ran.outputs[0]

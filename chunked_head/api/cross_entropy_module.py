@@ -9,11 +9,11 @@ from .. import losses
 from ..core.breaks import breaks_graph
 from ..core.groups import TokenParallel, VocabParallel, chunked
 from ..engine.arithmetic.objective import Objective
-from ..engine.asked import Asked
 from ..engine.call import Outcome, scalar_objective, token_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import LogitsOptions, check_options
 from ..engine.logits_call import check_inplace
+from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..parallel.agree import raising_together
 from ..parallel.dtensor import local_logits, whole
@@ -152,10 +152,10 @@ def logits_cross_entropy(
         if reduction == "none":
             options.refuse_average()
 
-    def objective(asked: Asked) -> Objective:
+    def objective(prepared: PreparedCall) -> Objective:
         if reduction == "none":
-            return token_objective(asked)
-        return scalar_objective(asked, reduction, None, None, share_denominator=True)
+            return token_objective(prepared)
+        return scalar_objective(prepared, reduction, None, None, share_denominator=True)
 
     def result(ran: Outcome) -> Tensor:
         return ran.outputs[0].reshape(options.leading) if reduction == "none" else ran.outputs[0]

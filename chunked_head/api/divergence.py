@@ -11,10 +11,10 @@ from ..core.options import choice, flag, number
 from ..core.shift import shift_right
 from ..core.stats import Demand
 from ..engine.arithmetic.token_objectives import StatsObjective
-from ..engine.asked import Asked
 from ..engine.call import stats_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, PerTokenOptions
+from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
 from ..parallel import TokenParallel, VocabParallel
@@ -159,13 +159,13 @@ def linear_divergence(
         view = demand.pairing.view
         return demand._replace(entropy=tuple(entropy and i == view for i in range(len(demand.views))), rank_one=False)
 
-    def objective(asked: Asked) -> StatsObjective:
-        pairing = asked.program.demand.pairing
+    def objective(prepared: PreparedCall) -> StatsObjective:
+        pairing = prepared.program.demand.pairing
         assert pairing is not None
         ((_, summand),) = loss.terms
         (statistic,) = summand.needs
         found_in = {"divergence": statistic, "entropy": "entropy" + SUFFIX[pairing.view]}
-        return stats_objective(asked, tuple(found_in[name] for name in names), len(names))
+        return stats_objective(prepared, tuple(found_in[name] for name in names), len(names))
 
     return Task(
         "linear_divergence", head, loss, objective,

@@ -5,10 +5,10 @@ from typing import Any
 from torch import Tensor
 
 from ..engine.arithmetic.token_objectives import StatsObjective
-from ..engine.asked import Asked
 from ..engine.call import stats_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import LogitsOptions
+from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
 from ..parallel import TokenParallel, VocabParallel
@@ -59,8 +59,8 @@ def logits_logprobs(
         options.refuse_tokens("logits_logprobs")
         check_choice(options, None)
 
-    def objective(asked: Asked) -> StatsObjective:
-        return stats_objective(asked, names, sum(name in DIFFERENTIABLE for name in names))
+    def objective(prepared: PreparedCall) -> StatsObjective:
+        return stats_objective(prepared, names, sum(name in DIFFERENTIABLE for name in names))
 
     return Task(
         "logits_logprobs", options, Losses(()), objective, lambda ran: laid_out(ran.outputs, names, target, shift),

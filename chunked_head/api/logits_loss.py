@@ -6,11 +6,11 @@ from torch import Tensor
 
 from ..core.groups import TokenParallel, VocabParallel
 from ..engine.arithmetic.objective import ScalarObjective
-from ..engine.asked import Asked
 from ..engine.call import Outcome, scalar_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import LogitsOptions
 from ..engine.logits_call import check_inplace
+from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
 from ..losses.user.closures import Function
@@ -102,11 +102,11 @@ def logits_loss(
                 "linear_loss, which holds the logits of neither"
             )
 
-    def objective(asked: Asked) -> ScalarObjective:
-        return scalar_objective(asked, reduction, normalizer, None)
+    def objective(prepared: PreparedCall) -> ScalarObjective:
+        return scalar_objective(prepared, reduction, normalizer, None)
 
     def result(ran: Outcome) -> LossOutput:
-        return loss_output(ran.asked, ran.objective, ran.outputs[0], ran.stats, measured, None)
+        return loss_output(ran.prepared, ran.objective, ran.outputs[0], ran.stats, measured, None)
 
     return Task(
         "logits_loss", options, loss, objective, result, measured, batch, num_segments, check, inplace=inplace

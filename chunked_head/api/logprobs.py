@@ -12,10 +12,10 @@ from ..core.options import flag
 from ..core.shift import shift_right
 from ..core.stats import Demand, View
 from ..engine.arithmetic.token_objectives import StatsObjective
-from ..engine.asked import Asked
 from ..engine.call import stats_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, OfRanks, PerTokenOptions
+from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
 from ..parallel import TokenParallel, VocabParallel
@@ -139,8 +139,8 @@ def linear_logprobs(
         head.refuse_tokens("linear_logprobs")
         check_choice(head, top_k)
 
-    def objective(asked: Asked) -> StatsObjective:
-        return stats_objective(asked, names, sum(name in DIFFERENTIABLE for name in names))
+    def objective(prepared: PreparedCall) -> StatsObjective:
+        return stats_objective(prepared, names, sum(name in DIFFERENTIABLE for name in names))
 
     return Task(
         "linear_logprobs", head, Losses(()), objective, lambda ran: laid_out(ran.outputs, names, target, shift),

@@ -10,10 +10,10 @@ from torch import Tensor
 from ..core.stats import RowStats
 from ..engine.arithmetic.evaluate import SLOW
 from ..engine.arithmetic.objective import ScalarObjective
-from ..engine.asked import Asked
 from ..engine.call import Outcome, ordered_metrics, scalar_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions
+from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
 from ..losses.user.closures import Function
@@ -131,11 +131,11 @@ def linear_loss(
     checks.check_tensor("hidden", hidden, optional=False)
     loss, measured = check_loss(hidden.device, loss, metrics, reduction, normalizer, upstream)
 
-    def objective(asked: Asked) -> ScalarObjective:
-        return scalar_objective(asked, reduction, normalizer, upstream)
+    def objective(prepared: PreparedCall) -> ScalarObjective:
+        return scalar_objective(prepared, reduction, normalizer, upstream)
 
     def result(ran: Outcome) -> LossOutput:
-        return loss_output(ran.asked, ran.objective, ran.outputs[0], ran.stats, measured, ran.plan)
+        return loss_output(ran.prepared, ran.objective, ran.outputs[0], ran.stats, measured, ran.plan)
 
     return Task("linear_loss", head, loss, objective, result, measured, batch, num_segments)
 
@@ -182,7 +182,7 @@ def check_loss(
 
 
 def loss_output(
-    asked: Asked,
+    prepared: PreparedCall,
     objective: ScalarObjective,
     value: Tensor,
     stats: RowStats,
@@ -191,11 +191,11 @@ def loss_output(
 ) -> LossOutput:
     """What a call returns whose loss is known."""
     with torch.no_grad():
-        parts = dict(zip([s.label for _, s in asked.losses.terms], objective.part_values(), strict=True))
+        parts = dict(zip([s.label for _, s in prepared.losses.terms], objective.part_values(), strict=True))
         values = objective.metric_values(stats)
     reason = SLOW.get(objective.structure.key)
     if plan is not None and reason is not None:
         plan = replace(plan, arithmetic=f"plain autograd: {reason}")
     names = [metric.label for metric in metrics]
-    assert len(ordered_metrics(asked)) == len(names)
+    assert len(ordered_metrics(prepared)) == len(names)
     return LossOutput(value, parts, {name: values[name] for name in names}, plan)

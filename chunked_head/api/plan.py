@@ -19,7 +19,7 @@ from ..metrics.values import as_metrics
 from ..parallel.shard import plan_part
 from ..program import checks
 from ..program.demand import needs_of
-from ..program.into import sum_dtype
+from ..program.gradient_buffer import sum_dtype
 from ..program.planner import Request, make_plan
 from ..program.plans import Plan
 from ..program.sizes import Sizes

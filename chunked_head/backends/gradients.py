@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..parallel.hidden_rows import ScatteredRows, SummedRows
-from ..program.into import Into
+from ..program.gradient_buffer import GradientBuffer
 from ..program.plans import Plan
 
 Scale = Callable[[Tensor, Tensor, torch.dtype], Tensor]
@@ -20,14 +20,14 @@ class Gradients:
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-    into: Into | None = None  # ``weight`` is a buffer of the caller's, to be added to
+    into: GradientBuffer | None = None  # ``weight`` is a buffer of the caller's, to be added to
     gain: Tensor | None = None  # [] taken out of the coefficients, for what nobody scales afterwards
     padded: dict[str, Tensor] = field(default_factory=dict)  # ``weight`` and ``bias`` with rows beyond the vocabulary
     over_ranks: SummedRows | ScatteredRows | None = None  # what becomes of ``hidden`` where ranks share the vocabulary
 
     @classmethod
     def empty(
-        cls, plan: Plan, hidden: torch.dtype, weight: torch.dtype, device: torch.device, into: Into | None
+        cls, plan: Plan, hidden: torch.dtype, weight: torch.dtype, device: torch.device, into: GradientBuffer | None
     ) -> "Gradients":
         sizes = plan.sizes
         if into is not None:

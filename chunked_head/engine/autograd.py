@@ -25,7 +25,7 @@ class HeadLoss(torch.autograd.Function):
         with as_called(hidden.device):
             stats, grads = sweep(call, hidden, call.head(weight, bias))
             outputs = call.objective.outputs(stats)
-            ctx.witness = None if call.into is None or grads is None else call.into.witness(call.own_target)
+            ctx.canary = None if call.into is None or grads is None else call.into.canary(call.own_target)
         found.append(stats)
         if call.plan.sizes.any_grad:
             # inputs are saved for a recomputing or a repeated backward: autograd checks that nobody changed them
@@ -57,8 +57,8 @@ class HeadLoss(torch.autograd.Function):
                 if call.into is not None:
                     # it was promised, and only as promised can what has been added stay
                     one_or_nan = one_or_nan * call.objective.kept(upstream)
-                    if ctx.witness is not None:
-                        one_or_nan, ctx.witness = one_or_nan * ctx.witness.one_or_nan(), None
+                    if ctx.canary is not None:
+                        one_or_nan, ctx.canary = one_or_nan * ctx.canary.one_or_nan(), None
                     factor = factor * one_or_nan
                 finished = grads.finish(call.backend.scale, factor, one_or_nan, call.plan)
             else:

@@ -17,102 +17,103 @@ from .arithmetic.denominators import foreseen_gain, inverses, kept, metric_count
 from .arithmetic.evaluate import Inputs
 from .arithmetic.objective import Objective, ScalarObjective
 from .arithmetic.token_objectives import StatsObjective, TokenObjective
-from .asked import Asked, ask
 from .autograd import HeadLoss
 from .head_options import HeadOptions, LogitsOptions
 from .logits_call import LogitsLoss
 from .logits_call import call_of as logits_call_of
 from .loop import Call
 from .packing import Packing
+from .prepared import PreparedCall, prepare
 from .program import Program, program_of
-from .ranks.whole_batch import agreed_batch, kind_of, of_whole_batch, options_told
+from .ranks.global_counts import agreed_batch, described_options, kind_of, with_global_counts
 from .task import Result, Task
 
 
 def scalar_objective(
-    asked: Asked,
+    prepared: PreparedCall,
     reduction: str,
     normalizer: float | Tensor | None,
     upstream: float | Tensor | None,
     share_denominator: bool = False,
 ) -> ScalarObjective:
     how = {"reduction": reduction, "normalizer": kind_of(normalizer), "upstream": kind_of(upstream)}
-    asked, losses = of_whole_batch(asked, how), asked.losses
-    spread = asked.spread
-    coefficients = [kept(coefficient, asked.one_or_nan) for coefficient, _ in losses.terms]
+    prepared, losses = with_global_counts(prepared, how), prepared.losses
+    spread = prepared.spread
+    coefficients = [kept(coefficient, prepared.one_or_nan) for coefficient, _ in losses.terms]
     if spread is not None and spread.parallel.average:
         coefficients = [coefficient * spread.parallel.ranks for coefficient in coefficients]
     summands = [summand for _, summand in losses.terms]
     if share_denominator:
-        inverse = inverses(asked, summands[:1], reduction, normalizer) * len(summands)
+        inverse = inverses(prepared, summands[:1], reduction, normalizer) * len(summands)
     else:
-        inverse = inverses(asked, summands, reduction, normalizer)
-    declared = 1.0 if upstream is None else kept(upstream, asked.one_or_nan)
+        inverse = inverses(prepared, summands, reduction, normalizer)
+    declared = 1.0 if upstream is None else kept(upstream, prepared.one_or_nan)
     factors = stacked([times(i.value, c, declared) for c, i in zip(coefficients, inverse, strict=True)])
-    inputs = make_inputs(asked, factors)
-    segmented, coupled = asked.program.segmented, asked.program.coupled
+    inputs = make_inputs(prepared, factors)
+    segmented, coupled = prepared.program.segmented, prepared.program.coupled
     gain = None
-    if asked.dtype == torch.float16 and not coupled:
-        gain = foreseen_gain(losses, factors, inputs.weights, asked.batch, asked.logit_scale)
+    if prepared.dtype == torch.float16 and not coupled:
+        gain = foreseen_gain(losses, factors, inputs.weights, prepared.batch, prepared.logit_scale)
         inputs = inputs._replace(factors=factors / gain)
-    weights, counts = metric_counts(ordered_metrics(asked), asked)
+    weights, counts = metric_counts(ordered_metrics(prepared), prepared)
     return ScalarObjective(
-        **common(asked), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
-        declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=asked.needs.segment_metrics,
-        fused=asked.head.device.type == "cuda" and not segmented, spread=spread,
+        **common(prepared), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
+        declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=prepared.needs.segment_metrics,
+        fused=prepared.head.device.type == "cuda" and not segmented, spread=spread,
         together=spread is not None and segmented,
         reduced=how,
     )  # fmt: skip
 
 
-def token_objective(asked: Asked) -> TokenObjective:
-    agreed_batch(asked, {"reduction": "none"})
-    coefficients = [kept(coefficient, asked.one_or_nan) for coefficient, _ in asked.losses.terms]
+def token_objective(prepared: PreparedCall) -> TokenObjective:
+    agreed_batch(prepared, {"reduction": "none"})
+    coefficients = [kept(coefficient, prepared.one_or_nan) for coefficient, _ in prepared.losses.terms]
     # values alone are asked for until the upstream gradients come, and they are the factors
     return TokenObjective(
-        **common(asked), inputs=make_inputs(asked, stacked([asked.one_or_nan])), coefficients=coefficients,
-        fused=asked.head.device.type == "cuda",
+        **common(prepared), inputs=make_inputs(prepared, stacked([prepared.one_or_nan])), coefficients=coefficients,
+        fused=prepared.head.device.type == "cuda",
     )  # fmt: skip
 
 
-def stats_objective(asked: Asked, names: tuple[str, ...], with_gradient: int) -> StatsObjective:
-    structure = asked.needs.structure
-    if structure.views != asked.program.demand.views:
-        structure = replace(structure, views=asked.program.demand.views)
-    return StatsObjective(**(common(asked) | {"structure": structure}), names=names, with_gradient=with_gradient)
+def stats_objective(prepared: PreparedCall, names: tuple[str, ...], with_gradient: int) -> StatsObjective:
+    structure = prepared.needs.structure
+    if structure.views != prepared.program.demand.views:
+        structure = replace(structure, views=prepared.program.demand.views)
+    return StatsObjective(**(common(prepared) | {"structure": structure}), names=names, with_gradient=with_gradient)
 
 
-def common(asked: Asked) -> dict[str, Any]:
-    columns = asked.prepared.fields.get("teacher_ids") if asked.program.demand.columns else None
-    class_weights = asked.class_weights
+def common(prepared: PreparedCall) -> dict[str, Any]:
+    columns = prepared.token_rows.fields.get("teacher_ids") if prepared.program.demand.columns else None
+    class_weights = prepared.class_weights
     if class_weights is not None:
         # a copy: backward may read it, and would not notice that the caller had changed it
-        class_weights = class_weights.detach().to(asked.statistics_dtype, copy=True).contiguous()
+        class_weights = class_weights.detach().to(prepared.statistics_dtype, copy=True).contiguous()
     return {
-        "demand": asked.program.demand, "structure": asked.needs.structure, "target": asked.prepared.target,
-        "columns": columns, "teacher": asked.teacher, "class_weights": class_weights,
-        "one_or_nan": asked.one_or_nan, "dtype": asked.statistics_dtype, "fp16": asked.dtype == torch.float16,
+        "demand": prepared.program.demand, "structure": prepared.needs.structure, "target": prepared.token_rows.target,
+        "columns": columns, "teacher": prepared.teacher, "class_weights": class_weights,
+        "one_or_nan": prepared.one_or_nan, "dtype": prepared.statistics_dtype, "fp16": prepared.dtype == torch.float16,
     }  # fmt: skip
 
 
-def ordered_metrics(asked: Asked) -> tuple[Metric, ...]:
+def ordered_metrics(prepared: PreparedCall) -> tuple[Metric, ...]:
     """Metrics in the order in which an objective holds their sums."""
-    local = tuple(metric for metric, _ in asked.needs.structure.metrics)
-    return local + tuple(metric for metric, _ in asked.needs.segment_metrics)
+    local = tuple(metric for metric, _ in prepared.needs.structure.metrics)
+    return local + tuple(metric for metric, _ in prepared.needs.segment_metrics)
 
 
-def make_inputs(asked: Asked, factors: Tensor) -> Inputs:
-    fields, dtype = asked.prepared.fields, asked.statistics_dtype
+def make_inputs(prepared: PreparedCall, factors: Tensor) -> Inputs:
+    fields, dtype = prepared.token_rows.fields, prepared.statistics_dtype
     weights: list[Tensor | None] = []
-    for _, summand in asked.losses.terms:
+    for _, summand in prepared.losses.terms:
         name = summand.token_weights
         assert name is None or isinstance(name, str)
         weight = fields.get("token_weights") if name is None else fields[name]
         weights.append(None if weight is None or summand.unit != "token" else weight.to(dtype))
     # copies: backward may read them, and would not notice that the caller had changed his
-    tensors = [{k: v.to(dtype, copy=True) for k, v in summand.tensors.items()} for _, summand in asked.losses.terms]
+    tensors = [{k: v.to(dtype, copy=True) for k, v in summand.tensors.items()} for _, summand in prepared.losses.terms]
     return Inputs(
-        asked.prepared.target, fields, asked.prepared.num_segments, factors, weights, tensors, {}, asked.token_fields
+        prepared.token_rows.target, fields, prepared.token_rows.num_segments, factors, weights, tensors, {},
+        prepared.token_fields,
     )  # fmt: skip
 
 
@@ -137,7 +138,7 @@ class Wants(NamedTuple):
 class Outcome(NamedTuple):
     """What ran, and what came of it."""
 
-    asked: Asked
+    prepared: PreparedCall
     objective: Any  # the task's
     outputs: tuple[Tensor, ...]
     stats: RowStats
@@ -147,25 +148,25 @@ class Outcome(NamedTuple):
 def execute(task: Task[Result]) -> Result:
     """Runs the task at once, differentiable."""
     program = program_of(task)
-    asked = ask(task, program)
-    if isinstance(asked.head, LogitsOptions):
-        objective = task.objective(asked)
-        logits, on_logits = logits_call_of(asked, objective, task.inplace)
+    prepared = prepare(task, program)
+    if isinstance(prepared.head, LogitsOptions):
+        objective = task.objective(prepared)
+        logits, on_logits = logits_call_of(prepared, objective, task.inplace)
         seen: list[RowStats] = []
         outputs = LogitsLoss.apply(logits, on_logits, seen)
-        return task.result(Outcome(asked, objective, outputs, seen[0], None))
-    head = asked.head
-    made = planned(asked, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
+        return task.result(Outcome(prepared, objective, outputs, seen[0], None))
+    head = prepared.head
+    made = planned(prepared, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
     # the first that ranks with other tokens send each other: what one of them refuses is known by now
-    objective = task.objective(asked)
-    call = made.call(asked, objective)
+    objective = task.objective(prepared)
+    call = made.call(prepared, objective)
     found: list[RowStats] = []
     outputs = HeadLoss.apply(made.rows, head.weight, head.bias, call, found)
-    if asked.packing is not None and task.per_token:
-        outputs = tuple(map(asked.packing.unpack, outputs))
+    if prepared.packing is not None and task.per_token:
+        outputs = tuple(map(prepared.packing.unpack, outputs))
     if head.shard is not None and task.per_token:
         outputs = tuple(map(head.shard.own_tokens, outputs))
-    return task.result(Outcome(asked, objective, outputs, found[0], call.plan))
+    return task.result(Outcome(prepared, objective, outputs, found[0], call.plan))
 
 
 class Planned(NamedTuple):
@@ -176,14 +177,14 @@ class Planned(NamedTuple):
     request: Request
     plan: Plan
 
-    def call(self, asked: Asked, objective: Objective) -> Call:
+    def call(self, prepared: PreparedCall, objective: Objective) -> Call:
         """With what the ranks know of each other."""
-        head, shard = asked.head, asked.head.shard
+        head, shard = prepared.head, prepared.head.shard
         assert isinstance(head, HeadOptions)
         if shard is not None:
-            shard = shard.agreed(self.plan, options_told(asked, objective), self.rows.device)
-        options = asked.logit_scale, asked.softcap, self.request, head.into, self.packing, shard
-        return Call(self.plan, asked.backend, objective, *options)
+            shard = shard.agreed(self.plan, described_options(prepared, objective), self.rows.device)
+        options = prepared.logit_scale, prepared.softcap, self.request, head.into, self.packing, shard
+        return Call(self.plan, prepared.backend, objective, *options)
 
 
 # by program and by what else a plan depends on; of calls among ranks, or with a teacher's tensors, they are made anew
@@ -191,9 +192,9 @@ PLANS: dict[tuple, Plan] = {}
 MOST_PLANS = 4096
 
 
-def planned(asked: Asked, wants: Wants, again: bool = False) -> Planned:
+def planned(prepared: PreparedCall, wants: Wants, again: bool = False) -> Planned:
     """``again``: inside of a backward."""
-    head, program, packing = asked.head, asked.program, asked.packing
+    head, program, packing = prepared.head, prepared.program, prepared.packing
     assert isinstance(head, HeadOptions)
     hidden, weight = head.hidden, head.weight
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -203,16 +204,16 @@ def planned(asked: Asked, wants: Wants, again: bool = False) -> Planned:
         rows, packing = packing.pack(rows), None
         copied = rows.numel() > 0
     placed = Placed(
-        len(asked.prepared.target), wants, again, packing is not None, copied,
+        len(prepared.token_rows.target), wants, again, packing is not None, copied,
         weight.is_contiguous() and weight.data_ptr() % 16 == 0, rows.stride(1) == 1 or rows.shape[1] == 1,
         None if head.into is None else head.into.buffer.dtype,
     )  # fmt: skip
-    lasting = program.lasting and head.shard is None and asked.teacher is None
+    lasting = program.lasting and head.shard is None and prepared.teacher is None
     key = program, placed
     plan = PLANS.get(key) if lasting else None
     if plan is None:
-        sizes = sizes_of(head, program, placed, asked.teacher)
-        check_own_matmuls(asked, sizes)
+        sizes = sizes_of(head, program, placed, prepared.teacher)
+        check_own_matmuls(prepared, sizes)
         # computed again in backward, a call recomputes whatever its request was made for
         wish = Request(memory_budget=program.request.memory_budget) if again else program.request
         plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
@@ -236,11 +237,11 @@ class Placed(NamedTuple):
     into: torch.dtype | None
 
 
-def check_own_matmuls(asked: Asked, sizes: Sizes) -> None:
+def check_own_matmuls(prepared: PreparedCall, sizes: Sizes) -> None:
     """Raises where an option needs our own matmuls and these operands run in others."""
     if not (sizes.skips or sizes.deterministic):
         return
-    own, device = asked.backend.bounds_rows(sizes.store), asked.head.device
+    own, device = prepared.backend.bounds_rows(sizes.store), prepared.head.device
     what = f"{sizes.dtype} on {device}; 16-bit on Hopper, rows on 16 bytes, no top_k"
     if sizes.skips and not own:
         raise ValueError(
@@ -253,8 +254,8 @@ def check_own_matmuls(asked: Asked, sizes: Sizes) -> None:
         raise ValueError(
             "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of the call"
         )
-    summed = [summand.label for _, summand in asked.losses.terms if summand.scope == "segment"]
-    summed += [metric.label for metric, _ in asked.needs.segment_metrics]
+    summed = [summand.label for _, summand in prepared.losses.terms if summand.scope == "segment"]
+    summed += [metric.label for metric, _ in prepared.needs.segment_metrics]
     if summed and device.type == "cuda":
         raise ValueError(
             f"deterministic=True does not go with {summed[0]} on a GPU, which adds up a segment's tokens in any order"

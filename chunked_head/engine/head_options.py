@@ -16,8 +16,8 @@ from ..core.options import flag
 from ..parallel.agree import shared_by
 from ..parallel.shard import Shard, Tell
 from ..program import checks
-from ..program.into import Into, check_kind
-from ..program.into import resolve as resolve_into
+from ..program.gradient_buffer import GradientBuffer, check_kind
+from ..program.gradient_buffer import resolve as resolve_into
 from ..program.planner import DEFAULT_REQUEST, Request
 
 # what can be said of an option before there is a call
@@ -265,7 +265,7 @@ class HeadOptions(OfRanks):
         return Request(self.memory_budget, self.chunk_tokens, self.accumulate_dtype)
 
     @functools.cached_property
-    def into(self) -> Into | None:
+    def into(self) -> GradientBuffer | None:
         """Where the weight's gradient goes instead of back, None where it goes back or is not made."""
         others = {"hidden": self.hidden, "target": self.target, "bias": self.bias}
         return resolve_into(self.accumulate_into, self.weight, others)

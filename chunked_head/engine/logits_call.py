@@ -14,11 +14,11 @@ from ..core.options import flag
 from ..core.stats import Demand, Head, Rows, RowStats
 from ..parallel.shard import Shard, demand_told, local_demand
 from .arithmetic.objective import Objective
-from .asked import Asked
 from .autograd import OnlyOnce, as_called
 from .head_options import LogitsOptions
-from .ranks.own_part import OwnPart
-from .ranks.whole_batch import options_told
+from .prepared import PreparedCall
+from .ranks.global_counts import described_options
+from .ranks.own_columns import OwnColumns
 
 MOST_VIEWS = 64  # of rows that no one stride reaches; with more of them a copy is cheaper than so many launches
 
@@ -43,7 +43,7 @@ def check_inplace(logits: Tensor, inplace: bool) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Call(OwnPart):
+class Call(OwnColumns):
     """Everything of a call that takes no gradient."""
 
     backend: Backend
@@ -108,18 +108,18 @@ class Call(OwnPart):
         return grad
 
 
-def call_of(asked: Asked, objective: Objective, inplace: bool) -> tuple[Tensor, Call]:
+def call_of(prepared: PreparedCall, objective: Objective, inplace: bool) -> tuple[Tensor, Call]:
     """The logits as kernels read them, and what is to be done with them."""
-    assert isinstance(asked.head, LogitsOptions)
-    logits, shard = asked.head.logits, asked.head.shard
+    assert isinstance(prepared.head, LogitsOptions)
+    logits, shard = prepared.head.logits, prepared.head.shard
     if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or count_views(logits) > MOST_VIEWS:
         logits = logits.contiguous()
     if shard is not None:
         words = {"the function": "logits_loss", "the dtype of logits": str(logits.dtype)}
-        words |= {**options_told(asked, objective), **demand_told(objective.demand)}
+        words |= {**described_options(prepared, objective), **demand_told(objective.demand)}
         shard = shard.agreed_on(words, logits.device)
-    options = asked.logit_scale, asked.softcap, inplace, asked.head.columns, shard
-    return logits, Call(asked.backend, objective, *options)
+    options = prepared.logit_scale, prepared.softcap, inplace, prepared.head.columns, shard
+    return logits, Call(prepared.backend, objective, *options)
 
 
 def row_views(logits: Tensor) -> list[Tensor]:

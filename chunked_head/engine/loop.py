@@ -11,16 +11,16 @@ from ..backends.dlogits import add_tile
 from ..backends.gradients import Gradients
 from ..core.stats import Coefficients, Head, Rows, RowStats
 from ..parallel.shard import Shard
-from ..program.into import Into
+from ..program.gradient_buffer import GradientBuffer
 from ..program.planner import DEFAULT_REQUEST, Request, make_plan
 from ..program.plans import Plan
 from .arithmetic.objective import Objective
 from .packing import Packing
-from .ranks.own_part import OwnPart
+from .ranks.own_columns import OwnColumns
 
 
 @dataclass(frozen=True, eq=False)
-class Call(OwnPart):
+class Call(OwnColumns):
     """Everything of a call that takes no gradient."""
 
     plan: Plan
@@ -29,7 +29,7 @@ class Call(OwnPart):
     logit_scale: float
     softcap: float | None
     request: Request = DEFAULT_REQUEST
-    into: Into | None = None  # where the weight's gradient goes, instead of back
+    into: GradientBuffer | None = None  # where the weight's gradient goes, instead of back
     packing: Packing | None = None  # of tokens that only the device can tell from those that do not count
     shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
 

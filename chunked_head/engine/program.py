@@ -19,7 +19,7 @@ from ..program.fields import Frame, check_fields, wanted_fields
 from ..program.planner import Request
 from ..program.teachers import check_dense_teacher
 from .head_options import LogitsOptions
-from .ranks.of_ranks import whole_teacher
+from .ranks.gather import whole_teacher
 from .task import Signature, Task
 
 MOST_PROGRAMS = 512

@@ -18,7 +18,7 @@ LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
 LARGEST_LOGPROB = 1.0  # 16-bit logits of a hundred, less their own logsumexp, may be rounded so far
 
 
-class Prepared(NamedTuple):
+class TokenRows(NamedTuple):
     """Per row of hidden states; what does not count is 0 (ids -1)."""
 
     target: Tensor  # [tokens] int64, -1 where a token does not count
@@ -37,7 +37,7 @@ def prepare_fields(
     frame: Frame,
     ignore_index: int,
     vocab: int,
-) -> Prepared:
+) -> TokenRows:
     """Targets paired with the hidden states that predict them, fields likewise."""
     if target is None:
         # every token counts: no id that stands for it may be the one that is ignored
@@ -68,7 +68,7 @@ def prepare_fields(
         wrongs.append(wrong)
     for wrong in wrongs:
         one_or_nan.masked_fill_(wrong, torch.nan)
-    return Prepared(target, counted, one_or_nan, fields, frame.num_segments)
+    return TokenRows(target, counted, one_or_nan, fields, frame.num_segments)
 
 
 def beside_rows(field: str, value: Tensor, kind: Field, counts: Tensor, frame: Frame) -> tuple[Tensor, Tensor | None]:

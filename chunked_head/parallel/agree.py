@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 from ..core.groups import TokenParallel, VocabParallel
 from .collectives import all_gather
 
-Words = Mapping[str, str]  # what a call's ranks must have in common, by argument, spelt alike in every process
+Words = Mapping[str, str]  # what a call's ranks must have in common, by argument, written alike in every process
 REFUSED = -1  # in the place of a call's hash, from a rank that has raised
 RAISED: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError, ValueError, IndexError)}
 LONGEST = 160  # letters of a value in an error

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...core.batch import Batch
 from ...losses.base import Losses, Summand
 from ...metrics.values import Metric, weights_in
-from ..asked import Asked
+from ..prepared import PreparedCall
 from .evaluate import masked, unit_mask
 
 FP16_LARGEST = 64.0
@@ -56,46 +56,46 @@ def stacked(factors: list[Tensor]) -> Tensor:
 
 
 def inverses(
-    asked: Asked, summands: Sequence[Summand], reduction: str, normalizer: float | Tensor | None
+    prepared: PreparedCall, summands: Sequence[Summand], reduction: str, normalizer: float | Tensor | None
 ) -> list[Inverse]:
     """1 / D of each summand, on the device; nothing here waits for it."""
-    one_or_nan, found, of_units = asked.one_or_nan, list[Inverse](), dict[str, Tensor]()
+    one_or_nan, found, of_units = prepared.one_or_nan, list[Inverse](), dict[str, Tensor]()
     for summand in summands:
         given = summand.normalizer if summand.normalizer is not None else normalizer
         if (summand.reduction or reduction) != "mean":
             found.append(Inverse(one_or_nan, False))
         elif given is None:
-            found.append(Inverse(default_inverse(summand, asked, of_units), False))
+            found.append(Inverse(default_inverse(summand, prepared, of_units), False))
         elif isinstance(given, (str, Tensor)):
-            total = (asked.batch[given] if isinstance(given, str) else given.detach()).to(one_or_nan.dtype)
+            total = (prepared.batch[given] if isinstance(given, str) else given.detach()).to(one_or_nan.dtype)
             found.append(Inverse(torch.where(total == 0, total, 1.0 / total) * one_or_nan, True))
         else:
             found.append(Inverse(one_or_nan * (1.0 / given if given else 0.0), True))
     return found
 
 
-def default_inverse(summand: Summand, asked: Asked, of_units: dict[str, Tensor]) -> Tensor:
+def default_inverse(summand: Summand, prepared: PreparedCall, of_units: dict[str, Tensor]) -> Tensor:
     """Of the sum of what each token adds, or of how many units count; 1 where that is 0. ``of_units`` remembers."""
     if summand.unit == "token" and summand.counted is not None:
-        total = local_total(summand, asked) if asked.spread is None else asked.spread.totals[summand]
-        return asked.one_or_nan / torch.where(total == 0, 1.0, total)
+        total = local_total(summand, prepared) if prepared.spread is None else prepared.spread.totals[summand]
+        return prepared.one_or_nan / torch.where(total == 0, 1.0, total)
     if summand.unit not in of_units:
-        of_units[summand.unit] = asked.one_or_nan / count_units(summand.unit, asked).clamp(min=1.0)
+        of_units[summand.unit] = prepared.one_or_nan / count_units(summand.unit, prepared).clamp(min=1.0)
     return of_units[summand.unit]
 
 
-def local_total(summand: Summand, asked: Asked) -> Tensor:
+def local_total(summand: Summand, prepared: PreparedCall) -> Tensor:
     """Of what each of this rank's tokens adds to the default denominator."""
     assert summand.counted is not None
-    batch = asked.batch
-    return masked(summand.counted(batch, **summand.tensors).to(asked.statistics_dtype), batch.mask).sum()
+    batch = prepared.batch
+    return masked(summand.counted(batch, **summand.tensors).to(prepared.statistics_dtype), batch.mask).sum()
 
 
-def count_units(unit: str, asked: Asked) -> Tensor:
+def count_units(unit: str, prepared: PreparedCall) -> Tensor:
     """How many units count, in the statistics' dtype."""
-    if unit not in asked.unit_counts:
-        asked.unit_counts[unit] = unit_mask(unit, asked.batch).sum().to(asked.statistics_dtype)
-    return asked.unit_counts[unit]
+    if unit not in prepared.unit_counts:
+        prepared.unit_counts[unit] = unit_mask(unit, prepared.batch).sum().to(prepared.statistics_dtype)
+    return prepared.unit_counts[unit]
 
 
 def foreseen_gain(
@@ -114,19 +114,19 @@ def foreseen_gain(
     return gain_of(largest)
 
 
-def metric_counts(metrics: tuple[Metric, ...], asked: Asked) -> tuple[dict[str, Tensor], list[Tensor]]:
+def metric_counts(metrics: tuple[Metric, ...], prepared: PreparedCall) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Weights of tokens for each weighting, and what each metric's sum is divided by."""
     weights: dict[str, Tensor] = {}
     groups: dict[str, Tensor] = {}  # by weighting: segments or documents with a token
     counts = []
     for metric in metrics:
         if metric.unit == "segment" or metric.weighting == "token":
-            counts.append(count_units(metric.unit, asked))
+            counts.append(count_units(metric.unit, prepared))
             continue
         if metric.weighting not in weights:
-            batch = asked.batch
-            of_ids = batch.segment_count(metric.ids).to(asked.statistics_dtype)
+            batch = prepared.batch
+            of_ids = batch.segment_count(metric.ids).to(prepared.statistics_dtype)
             weights[metric.weighting] = weights_in(of_ids, batch[metric.ids], batch.mask)
-            groups[metric.weighting] = (of_ids > 0).sum().to(asked.statistics_dtype)
+            groups[metric.weighting] = (of_ids > 0).sum().to(prepared.statistics_dtype)
         counts.append(groups[metric.weighting])
     return weights, counts

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ...core.stats import RowStats
 from ..arithmetic.objective import ScalarObjective
-from ..asked import ask
 from ..autograd import as_called
 from ..logits_call import Call, call_of
+from ..prepared import prepare
 from ..program import Program
 from ..task import Task
 from .operators import WITHOUT_GRADIENT, count_packed, empty_values, packed, plainly
@@ -22,8 +22,8 @@ from .recipes import recipe_of
 
 
 def begun(task: Task, program: Program) -> tuple[Tensor, Call]:
-    asked = ask(task, program)
-    return call_of(asked, task.objective(asked), inplace=False)
+    prepared = prepare(task, program)
+    return call_of(prepared, task.objective(prepared), inplace=False)
 
 
 @torch.library.custom_op(

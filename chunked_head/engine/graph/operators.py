@@ -18,14 +18,14 @@ from ...core.private import in_own_thread, private
 from ...core.stats import Demand, Head, RowStats
 from ...program.planner import DEFAULT_REQUEST, Request, make_plan
 from ..arithmetic.objective import Objective, ScalarObjective
-from ..asked import Asked, ask
 from ..autograd import as_called
 from ..call import Wants, planned
 from ..loop import Call, recompute, sweep
+from ..prepared import PreparedCall, prepare
 from ..program import Program
 from ..task import Task
+from .deferred import Deferred, deferred
 from .recipes import recipe_of
-from .waiting import Waiting, waiting
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
 WANTED = "str key, bool hidden_grad, bool weight_grad, bool bias_grad) -> Tensor[]"
@@ -65,11 +65,11 @@ def switched_off() -> Any:
     return found
 
 
-def begun(task: Task, program: Program, wants: Wants) -> tuple[Asked, Objective, Tensor, Call]:
+def begun(task: Task, program: Program, wants: Wants) -> tuple[PreparedCall, Objective, Tensor, Call]:
     """What both operators begin with: fields beside rows, the objective, the plan. Only per-token calls come back."""
-    asked = ask(task, program)
-    made, objective = planned(asked, wants), task.objective(asked)
-    return asked, objective, made.rows, made.call(asked, objective)
+    prepared = prepare(task, program)
+    made, objective = planned(prepared, wants), task.objective(prepared)
+    return prepared, objective, made.rows, made.call(prepared, objective)
 
 
 @torch.library.custom_op("chunked_head::forward", mutates_args=(), schema=FORWARD)
@@ -87,18 +87,18 @@ def forward(
     wants = Wants(hidden_grad, weight_grad, bias_grad)
     with torch.no_grad(), as_called(hidden.device):
         task, program = recipe_of(key).task(others, hidden, weight, bias=bias)
-        asked, objective, rows, call = begun(task, program, wants)
+        prepared, objective, rows, call = begun(task, program, wants)
         head = call.head(weight, bias)
         stats, grads = sweep(call, rows, head)
         outputs = objective.outputs(stats)
         if task.per_token:
-            if asked.packing is not None:
-                outputs = tuple(map(asked.packing.unpack, outputs))
+            if prepared.packing is not None:
+                outputs = tuple(map(prepared.packing.unpack, outputs))
             return [*outputs, *(stats.named().values() if any(wants) else ())]
         assert isinstance(objective, ScalarObjective)
         made = [*outputs, packed(task, objective, stats), left_over(objective, grads is not None)]
         if any(wants):
-            wait = waiting(task, program, wants)
+            wait = deferred(task, program, wants)
             if grads is None:
                 ready = gradients_now(call, rows, head, stats, wait)
             else:
@@ -132,7 +132,7 @@ def left_over(objective: ScalarObjective, in_forward: bool) -> Tensor:
     return torch.stack([one * objective.declared, factor])
 
 
-def gradients_now(call: Call, rows: Tensor, head: Head, stats: RowStats, wait: Waiting) -> tuple[Tensor | None, ...]:
+def gradients_now(call: Call, rows: Tensor, head: Head, stats: RowStats, wait: Deferred) -> tuple[Tensor | None, ...]:
     """Gradients of a plan that leaves them to backward, with the upstream gradient that was foretold."""
     objective = call.objective
     assert isinstance(objective, ScalarObjective)
@@ -161,7 +161,7 @@ def forward_outputs(
         return [*empty_values(task, program.demand, tokens, dtype, hidden), *(named.values() if any(wants) else ())]
     made = [hidden.new_empty(shape, dtype=dtype) for shape in ((), (count_packed(task),), (2,))]
     if any(wants):
-        wait = waiting(task, program, wants)
+        wait = deferred(task, program, wants)
         shapes = (tokens, weight.shape[1]), tuple(weight.shape), (weight.shape[0],)
         made += [
             hidden.new_empty(shape, dtype=each)
@@ -197,11 +197,11 @@ def backward(
     wants = Wants(hidden_grad, weight_grad, bias_grad)
     with torch.no_grad(), as_called(hidden.device):
         task, program = recipe_of(key).task(others, hidden, weight, bias=bias)
-        asked, objective, rows, call = begun(task, program, wants)
+        prepared, objective, rows, call = begun(task, program, wants)
         names = RowStats.empty(0, program.demand, objective.dtype, hidden.device).named()
         kept = RowStats(**dict(zip(names, stats, strict=True)))
-        if asked.packing is not None:
-            upstream = [asked.packing.pack(each) for each in upstream]
+        if prepared.packing is not None:
+            upstream = [prepared.packing.pack(each) for each in upstream]
         coefficients, gain = objective.late(kept, tuple(upstream))
         found = recompute(call, rows, call.head(weight, bias), kept, coefficients, gain)
         return [grad for grad in found if grad is not None]

@@ -109,22 +109,22 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
 
 def registered(function: str, arguments: tuple, autocast: torch.dtype | None) -> str:
     """The key of a recipe: equal for equal ones, in every process, since compiled graphs are kept on disk."""
-    digest = hashlib.sha256(spelt((arguments, autocast)).encode()).hexdigest()[:24]
+    digest = hashlib.sha256(text_of((arguments, autocast)).encode()).hexdigest()[:24]
     key = f"{function}-{digest}"
     RECIPES.setdefault(key, Recipe(function, arguments, autocast))
     return key
 
 
-def spelt(value: Any) -> str:
+def text_of(value: Any) -> str:
     """Text that is equal for equal plain values alone."""
     if isinstance(value, frozenset):
-        return f"frozenset({sorted(map(spelt, value))})"
+        return f"frozenset({sorted(map(text_of, value))})"
     if isinstance(value, tuple):
-        return f"{type(value).__name__}({', '.join(map(spelt, value))})"
+        return f"{type(value).__name__}({', '.join(map(text_of, value))})"
     if isinstance(value, Mapping):
-        return f"mapping({', '.join(f'{spelt(k)}: {spelt(v)}' for k, v in value.items())})"
+        return f"mapping({', '.join(f'{text_of(k)}: {text_of(v)}' for k, v in value.items())})"
     if isinstance(value, functools.partial):
-        return f"partial({spelt(value.func)}, {spelt(value.args)}, {spelt(value.keywords)})"
+        return f"partial({text_of(value.func)}, {text_of(value.args)}, {text_of(value.keywords)})"
     if callable(value) and not isinstance(value, type):
         own = type(value) is FunctionType and value.__module__.startswith(PACKAGE) and "<" not in value.__qualname__
         return f"{value.__module__}.{value.__qualname__}" if own else token_of(value)

@@ -17,7 +17,7 @@ from ..task import Task
 OCTAVES = 21  # numbers of tokens up to the last power of two; beyond it nothing changes any more
 
 
-class Waiting(NamedTuple):
+class Deferred(NamedTuple):
     """Dtypes of gradients."""
 
     hidden: torch.dtype
@@ -25,25 +25,25 @@ class Waiting(NamedTuple):
     bias: torch.dtype
 
 
-def waiting(task: Task, program: Program, wants: Wants) -> Waiting:
+def deferred(task: Task, program: Program, wants: Wants) -> Deferred:
     """A function of sizes, dtypes and options: the same for tensors without data as for those that come later.
 
     Of the number of tokens a graph learns no more than the range in which the answer holds.
     """
     head, dtype = task.head, program.dtype
     assert isinstance(head, HeadOptions)
-    own = Waiting(head.hidden.dtype, head.weight.dtype, torch.promote_types(dtype, torch.float32))
+    own = Deferred(head.hidden.dtype, head.weight.dtype, torch.promote_types(dtype, torch.float32))
     if own.hidden.itemsize > 2 and own.weight.itemsize > 2:
         return own
     if dtype == torch.float16:
         # of order 1 before denominators and upstream have come: as fp16 they might not survive those
-        return Waiting(*(torch.promote_types(each, torch.float32) for each in own))
+        return Deferred(*(torch.promote_types(each, torch.float32) for each in own))
     tokens = math.prod(head.leading)
     table = ranges(few_sizes(task, program, wants), program.request)
     for most, hidden, weight in table[:-1]:
         if tokens <= most:
-            return Waiting(hidden, weight, own.bias)
-    return Waiting(*table[-1][1:], own.bias)
+            return Deferred(hidden, weight, own.bias)
+    return Deferred(*table[-1][1:], own.bias)
 
 
 def few_sizes(task: Task, program: Program, wants: Wants) -> Sizes:

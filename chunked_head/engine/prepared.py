@@ -17,8 +17,8 @@ from ..program.teachers import make_teacher
 from .head_options import HeadOptions, LogitsOptions
 from .packing import Packing
 from .program import Program, frame_of, named_weights
-from .ranks.of_ranks import of_all_ranks
-from .rows import Prepared, prepare_fields
+from .ranks.gather import of_all_ranks
+from .rows import TokenRows, prepare_fields
 from .task import Task
 
 NO_FIELDS: frozenset[str] = frozenset()
@@ -26,21 +26,21 @@ DENSE = ("teacher_logits", "teacher_hidden", "teacher_weight")  # what a teacher
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class PreparedCall:
     """A call whose arguments have been checked: what it wants and the fields that go with it."""
 
     head: HeadOptions | LogitsOptions
     program: Program
     losses: Losses
     metrics: tuple[Metric, ...]
-    prepared: Prepared
+    token_rows: TokenRows
     token_fields: frozenset[str]
     teacher: Teacher | None
     packing: Packing | None = None
     spread: Spread | None = None  # over ranks, whose counts those of ``prepared`` are then
 
-    def spread_as(self, prepared: Prepared, spread: Spread) -> "Asked":
-        return replace(self, prepared=prepared, spread=spread)
+    def spread_as(self, token_rows: TokenRows, spread: Spread) -> "PreparedCall":
+        return replace(self, token_rows=token_rows, spread=spread)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,26 +82,26 @@ class Asked:
     @property
     def counts(self) -> Tensor:
         """Which of the call's tokens count [tokens], where they stand."""
-        counts = self.prepared.target >= 0
+        counts = self.token_rows.target >= 0
         return counts if self.packing is None else self.packing.unpack(counts)
 
     @functools.cached_property
     def batch(self) -> Batch:
         """The fields of all tokens."""
-        prepared = self.prepared
-        return Batch(prepared.fields, prepared.target, prepared.num_segments, self.head.vocab, self.spread)
+        token_rows = self.token_rows
+        return Batch(token_rows.fields, token_rows.target, token_rows.num_segments, self.head.vocab, self.spread)
 
     @functools.cached_property
     def unit_counts(self) -> dict[str, Tensor]:
         """How many of each unit count, in the statistics' dtype: tokens, and what else has been asked for."""
-        return {"token": self.prepared.counted}
+        return {"token": self.token_rows.counted}
 
     @property
     def one_or_nan(self) -> Tensor:
-        return self.prepared.one_or_nan
+        return self.token_rows.one_or_nan
 
 
-def ask(task: Task, program: Program) -> Asked:
+def prepare(task: Task, program: Program) -> PreparedCall:
     """Lays fields beside rows; the first work on tensors, whose ids are checked on the way."""
     head, dtype, backend, needs = task.head, program.dtype, program.backend, program.needs
     losses, batch, own = named_weights(task.losses, task.batch)
@@ -109,8 +109,8 @@ def ask(task: Task, program: Program) -> Asked:
     target, frame = head.target, frame_of(task, dtype)
     if isinstance(head, HeadOptions) and head.shard is not None and head.shard.parallel.sequence_sharded:
         target, batch, frame = of_all_ranks(head.shard, head, batch, program.wanted, known, frame)
-    prepared = prepare_fields(backend, target, batch, program.wanted, known, frame, head.ignore_index, head.vocab)
-    fields, teacher, token_fields = prepared.fields, None, NO_FIELDS
+    token_rows = prepare_fields(backend, target, batch, program.wanted, known, frame, head.ignore_index, head.vocab)
+    fields, teacher, token_fields = token_rows.fields, None, NO_FIELDS
     if fields:
         own_rows = Field("row")  # of what the preparation has made
         token_fields = frozenset(name for name in fields if known.get(name, own_rows).kind in ("token", "row"))
@@ -118,17 +118,17 @@ def ask(task: Task, program: Program) -> Asked:
             columns = needs.demand.pairing.columns if head.shard is None else head.columns
             teacher = make_teacher(fields, needs.teacher, columns, dtype if program.autocast else None)
             fields = {name: value for name, value in fields.items() if name not in DENSE}
-            prepared = prepared._replace(fields=fields)
-    asked = Asked(head, program, losses, task.metrics, prepared, token_fields & frozenset(fields), teacher)
-    return packed(asked, head.skip_ignored) if isinstance(head, HeadOptions) and head.skip_ignored else asked
+            token_rows = token_rows._replace(fields=fields)
+    prepared = PreparedCall(head, program, losses, task.metrics, token_rows, token_fields & frozenset(fields), teacher)
+    return packed(prepared, head.skip_ignored) if isinstance(head, HeadOptions) and head.skip_ignored else prepared
 
 
-def packed(asked: Asked, skip: bool | str) -> Asked:
+def packed(prepared: PreparedCall, skip: bool | str) -> PreparedCall:
     """The call with its tokens in an order in which those that count come first."""
-    prepared, teacher = asked.prepared, asked.teacher
+    token_rows, teacher = prepared.token_rows, prepared.teacher
     # on the CPU there is no device to wait for
-    packing = Packing.of(prepared.target, wait=skip == "wait" or asked.waits_for_nothing)
-    fields = packing.pack_fields(prepared.fields, asked.token_fields)
+    packing = Packing.of(token_rows.target, wait=skip == "wait" or prepared.waits_for_nothing)
+    fields = packing.pack_fields(token_rows.fields, prepared.token_fields)
     if teacher is not None and packing.waited:
         teacher = replace(
             teacher,
@@ -140,5 +140,5 @@ def packed(asked: Asked, skip: bool | str) -> Asked:
             "skip_ignored=True cannot move the rows of batch['teacher_logits'], which are read where they lie; give "
             'teacher_hidden and teacher_weight, or skip_ignored="wait"'
         )
-    prepared = prepared._replace(target=packing.pack(prepared.target), fields=fields)
-    return replace(asked, prepared=prepared, teacher=teacher, packing=packing)
+    token_rows = token_rows._replace(target=packing.pack(token_rows.target), fields=fields)
+    return replace(prepared, token_rows=token_rows, teacher=teacher, packing=packing)

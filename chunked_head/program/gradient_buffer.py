@@ -10,12 +10,12 @@ from ..core.private import private
 from . import checks
 from .plans import name as name_of
 
-WITNESSES = 32  # rows that tell whether somebody has zeroed the buffer
+CANARY_ROWS = 32  # rows that tell whether somebody has zeroed the buffer
 Place = tuple[str, int, int]  # device, address and elements of a buffer
 
 
 @dataclass(frozen=True, eq=False)
-class Into:
+class GradientBuffer:
     """The buffer of one call.
 
     What autograd gets for the weight: nothing, and hooks of the weight's accumulation fire for nothing as they do for
@@ -60,7 +60,7 @@ class Into:
         if ledger is not None:
             ledger.look()
 
-    def witness(self, target: Tensor) -> "Witness | None":
+    def canary(self, target: Tensor) -> "Canary | None":
         """Notes some of what a forward pass has added, for ``target`` [tokens], -1 where one does not count."""
         if not len(target):
             return None
@@ -68,7 +68,7 @@ class Into:
         if ledger is None:
             LEDGERS[self.place] = ledger = Ledger(self.buffer)
         ledger.note(target)
-        return Witness(ledger, ledger.cleared)
+        return Canary(ledger, ledger.cleared)
 
 
 class Ledger:
@@ -77,7 +77,7 @@ class Ledger:
 
     def __init__(self, buffer: Tensor):
         self.buffer = buffer
-        self.rows = torch.zeros(WITNESSES, dtype=torch.int64, device=buffer.device)
+        self.rows = torch.zeros(CANARY_ROWS, dtype=torch.int64, device=buffer.device)
         self.held = torch.zeros((), dtype=torch.bool, device=buffer.device)  # whether these rows did
         self.cleared = torch.zeros((), dtype=torch.int64, device=buffer.device)
 
@@ -88,7 +88,7 @@ class Ledger:
 
     def note(self, target: Tensor) -> None:
         """Rows of ``target`` are those to look at, where they hold something."""
-        rows = target[torch.arange(WITNESSES, device=target.device) * len(target) // WITNESSES].clamp(min=0)
+        rows = target[torch.arange(CANARY_ROWS, device=target.device) * len(target) // CANARY_ROWS].clamp(min=0)
         holds = (self.buffer.index_select(0, rows) != 0).any()
         self.rows, self.held = torch.where(holds, rows, self.rows), self.held | holds
 
@@ -98,7 +98,7 @@ LEDGERS: WeakValueDictionary[Place, Ledger] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
-class Witness:
+class Canary:
     """How often the buffer had been zeroed when a forward pass was over."""
 
     ledger: Ledger
@@ -110,7 +110,9 @@ class Witness:
         return torch.where(self.ledger.cleared == self.cleared, 1.0, torch.nan)
 
 
-def resolve(accumulate_into: Tensor | str | None, weight: Tensor, others: dict[str, Tensor | None]) -> Into | None:
+def resolve(
+    accumulate_into: Tensor | str | None, weight: Tensor, others: dict[str, Tensor | None]
+) -> GradientBuffer | None:
     """Where this call's gradient of the weight goes, None for the usual way; ValueError, TypeError for what cannot be.
 
     A name is looked up only where the call makes that gradient: in evaluation there may be nothing under it.
@@ -136,7 +138,7 @@ def resolve(accumulate_into: Tensor | str | None, weight: Tensor, others: dict[s
             "weight.overwrite_main_grad is set: its main_grad is to be overwritten, and accumulate_into adds; clear "
             "the flag and zero main_grad, or leave accumulate_into=None"
         )
-    return Into(weight, buffer, attribute)
+    return GradientBuffer(weight, buffer, attribute)
 
 
 def check_kind(accumulate_into: Tensor | str | None) -> None:

@@ -12,32 +12,34 @@ from ...parallel.agree import agree
 from ...parallel.tokens import Spread, add_up
 from ..arithmetic.denominators import local_total
 from ..arithmetic.objective import Objective
-from ..asked import Asked
+from ..prepared import PreparedCall
 
 IDS = ("segments", "documents")
 
 
-def agreed_batch(asked: Asked, how: Mapping[str, str]) -> None:
+def agreed_batch(prepared: PreparedCall, how: Mapping[str, str]) -> None:
     """Raises on every rank where ranks that hold different tokens are about to make different calls of them."""
-    tokens = asked.head.tokens
+    tokens = prepared.head.tokens
     if tokens is not None:
-        words = {**told(asked, how), "the size of the vocabulary": str(asked.head.vocab)}
-        agree(words, tokens.group, asked.head.device, "TokenParallel")
+        words = {**told(prepared, how), "the size of the vocabulary": str(prepared.head.vocab)}
+        agree(words, tokens.group, prepared.head.device, "TokenParallel")
 
 
-def of_whole_batch(asked: Asked, how: Mapping[str, str]) -> Asked:
+def with_global_counts(prepared: PreparedCall, how: Mapping[str, str]) -> PreparedCall:
     """The same call with the counts of all ranks' tokens, and nan on every rank where an id is out of range on one."""
-    tokens = asked.head.tokens
+    tokens = prepared.head.tokens
     if tokens is None:
-        return asked
-    agreed_batch(asked, how)
-    batch, prepared = asked.batch, asked.prepared
-    ids, fields = [name for name in IDS if name in batch], summed_fields(asked)
-    counted = [summand for _, summand in asked.losses.terms if summand.unit == "token" and summand.counted is not None]
-    own = [prepared.counted, prepared.one_or_nan]
+        return prepared
+    agreed_batch(prepared, how)
+    batch, token_rows = prepared.batch, prepared.token_rows
+    ids, fields = [name for name in IDS if name in batch], summed_fields(prepared)
+    counted = [
+        summand for _, summand in prepared.losses.terms if summand.unit == "token" and summand.counted is not None
+    ]
+    own = [token_rows.counted, token_rows.one_or_nan]
     own += [batch.segment_count(name) for name in ids]
     own += [batch.segment_sum(batch[name]) for name in fields]
-    own += [local_total(summand, asked) for summand in counted]
+    own += [local_total(summand, prepared) for summand in counted]
     whole = add_up(own, tokens.group)
     number, one_or_nan = whole[:2]
     rest = iter(whole[2:])
@@ -45,24 +47,24 @@ def of_whole_batch(asked: Asked, how: Mapping[str, str]) -> Asked:
         tokens, {name: next(rest) for name in ids}, {name: next(rest) for name in fields},
         {summand: next(rest) for summand in counted},
     )  # fmt: skip
-    prepared = prepared._replace(counted=number, one_or_nan=torch.where(one_or_nan.isnan(), one_or_nan, 1.0))
-    return asked.spread_as(prepared, spread)
+    token_rows = token_rows._replace(counted=number, one_or_nan=torch.where(one_or_nan.isnan(), one_or_nan, 1.0))
+    return prepared.spread_as(token_rows, spread)
 
 
-def summed_fields(asked: Asked) -> list[str]:
+def summed_fields(prepared: PreparedCall) -> list[str]:
     """Token fields whose segments' sums a loss or a metric may take; they are known before there is any logit."""
-    parts: list[Summand | Metric] = [*(summand for _, summand in asked.losses.terms), *asked.metrics]
+    parts: list[Summand | Metric] = [*(summand for _, summand in prepared.losses.terms), *prepared.metrics]
     read = {name for part in parts if part.scope == "segment" for name in (*part.fields, *part.optional_fields)}
-    if "segments" not in asked.batch:
+    if "segments" not in prepared.batch:
         return []
 
     def is_value(tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.dim() == 1
 
-    return sorted(name for name in read & asked.token_fields if is_value(asked.batch[name]))
+    return sorted(name for name in read & prepared.token_fields if is_value(prepared.batch[name]))
 
 
-def spelt(value: Any) -> str:
+def shown(value: Any) -> str:
     """A plain value; of another its type, since in another process it may show otherwise."""
     return repr(value) if isinstance(value, bool | int | float | str | tuple | type(None)) else type(value).__name__
 
@@ -72,26 +74,26 @@ def kind_of(number: float | Tensor | None) -> str:
     return type(number).__name__ if number is None or isinstance(number, Tensor) else "number"
 
 
-def told(asked: Asked, how: Mapping[str, str]) -> dict[str, str]:
+def told(prepared: PreparedCall, how: Mapping[str, str]) -> dict[str, str]:
     """What ranks must have in common of a call, by argument; ``how``: by which reduction."""
-    terms, head = asked.losses.terms, asked.head
+    terms, head = prepared.losses.terms, prepared.head
     found = {"loss": " + ".join(f"{c if isinstance(c, float | int) else 'tensor'} * {s.label}" for c, s in terms)}
     for _, s in terms:
         own = {"reduction": s.reduction, "unit": s.unit, "scope": s.scope, **s.options}
-        found |= {f"{name} of losses.{s.label}": spelt(value) for name, value in own.items()}
-    found["metrics"] = str([metric.label for metric in asked.metrics])
-    for metric in asked.metrics:
+        found |= {f"{name} of losses.{s.label}": shown(value) for name, value in own.items()}
+    found["metrics"] = str([metric.label for metric in prepared.metrics])
+    for metric in prepared.metrics:
         own = {"reduce": metric.reduce, **metric.options}
-        found |= {f"{name} of metrics.{metric.label}": spelt(value) for name, value in own.items()}
+        found |= {f"{name} of metrics.{metric.label}": shown(value) for name, value in own.items()}
     for name in ("temperature", "logit_scale", "softcap"):
-        found[name] = spelt(getattr(head, name))
-    pairs = list(asked.batch["pairs"].shape) if "pairs" in asked.batch else None
-    found |= {"num_segments": str(asked.prepared.num_segments), "the shape of batch['pairs']": str(pairs)}
-    return {**found, "the fields of batch": str(sorted(asked.batch)), "dtype": str(asked.dtype), **how}
+        found[name] = shown(getattr(head, name))
+    pairs = list(prepared.batch["pairs"].shape) if "pairs" in prepared.batch else None
+    found |= {"num_segments": str(prepared.token_rows.num_segments), "the shape of batch['pairs']": str(pairs)}
+    return {**found, "the fields of batch": str(sorted(prepared.batch)), "dtype": str(prepared.dtype), **how}
 
 
-def options_told(asked: Asked, objective: Objective) -> dict[str, str]:
+def described_options(prepared: PreparedCall, objective: Objective) -> dict[str, str]:
     """Of a call's options those that change what ranks that share its tokens exchange or compute."""
-    head = asked.head
+    head = prepared.head
     shape = {"the shape of the tokens": str(list(head.leading)), "shift": str(head.shift)}
-    return {**shape, "ignore_index": str(head.ignore_index), **told(asked, objective.how)}
+    return {**shape, "ignore_index": str(head.ignore_index), **told(prepared, objective.how)}

@@ -9,7 +9,7 @@ from ...parallel.shard import Shard
 from ..arithmetic.objective import Objective
 
 
-class OwnPart:
+class OwnColumns:
     """What calls on hidden states and on logits have in common."""
 
     objective: Objective
