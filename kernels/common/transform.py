@@ -43,17 +43,6 @@ def transform_derivative(
 
 
 @triton.jit
-def softmax_term(
-    log_p,
-    alpha,
-    eta,  # or None for 0
-):
-    """``p (alpha + eta log p)``, 0 where p is."""
-    p = tl.exp2(log_p * log2_e)
-    return tl.where(p > 0.0, p * (alpha + eta * log_p), 0.0) if eta is not None else p * alpha
-
-
-@triton.jit
 def log_mixture(
     log_a,  # log-probabilities
     log_b,

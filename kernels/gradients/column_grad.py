@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 
 from ..common.stored import load_row
-from ..common.transform import softmax_term, transform_derivative
-from .row_grad import teacher_terms
+from .identity import logits_gradient
 
 
 @triton.jit
@@ -73,38 +72,39 @@ def column_grad_kernel(
         sparse += tl.where(same, tl.load(sparse_ptr + row * count + other), 0.0)
         first = first & ((same & (k > other)) == 0)
     target = tl.load(target_ptr + row)
-    x = tl.where(column == target, tl.load(target_logit_ptr + row), x)
     offs = column - first_column
     here = first & (column >= 0) & (offs >= 0) & (offs < columns)
     at = dlogits_ptr + row * stride + offs
-    grad = sparse
-    log_p = (x - tl.load(start_ptr + row)) + tl.load(rest_ptr + row)
+    beta = None
+    kappa = None
+    alpha = None
+    eta = None
+    start2 = None
+    rest2 = None
+    alpha2 = None
+    eta2 = None
+    gamma = None
+    rho = None
+    tau = None
+    theta = None
+    omega = None
+    log_q = None
+    if beta_ptr is not None:
+        beta = tl.load(beta_ptr + row)
+    if kappa_ptr is not None:
+        kappa = tl.load(kappa_ptr + row)
+    if kappa_ptr is not None and class_weights_ptr is not None:
+        omega = tl.load(class_weights_ptr + offs, mask=here, other=0.0).to(tl.float32)
     if alpha_ptr is not None:
         alpha = tl.load(alpha_ptr + row)
         if eta_ptr is not None:
-            grad += softmax_term(log_p, alpha, tl.load(eta_ptr + row))
-        else:
-            grad += softmax_term(log_p, alpha, None)
+            eta = tl.load(eta_ptr + row)
     if start2_ptr is not None:
-        x2 = x
-        if ratio2 is not None:
-            x2 = x * ratio2
-        log_p2 = (x2 - tl.load(start2_ptr + row)) + tl.load(rest2_ptr + row)
-        log_p2 = tl.where(offs < columns2, log_p2, float("-inf"))
+        start2, rest2 = tl.load(start2_ptr + row), tl.load(rest2_ptr + row)
         if alpha2_ptr is not None:
             alpha2 = tl.load(alpha2_ptr + row)
             if eta2_ptr is not None:
-                grad += softmax_term(log_p2, alpha2, tl.load(eta2_ptr + row))
-            else:
-                grad += softmax_term(log_p2, alpha2, None)
-    if beta_ptr is not None:
-        grad = tl.where(column == target, grad - tl.load(beta_ptr + row), grad)
-    if kappa_ptr is not None:
-        kappa = tl.load(kappa_ptr + row)
-        if class_weights_ptr is not None:
-            grad -= kappa * tl.load(class_weights_ptr + offs, mask=here, other=0.0).to(tl.float32)
-        else:
-            grad -= kappa
+                eta2 = tl.load(eta2_ptr + row)
     if teacher_ptr is not None:
         in_teacher = here & (offs < teacher_columns)
         y = load_row(
@@ -113,10 +113,6 @@ def column_grad_kernel(
         )  # fmt: skip
         log_q = (y - tl.load(teacher_start_ptr + row)) + tl.load(teacher_rest_ptr + row)
         log_q = tl.where(in_teacher, log_q, float("-inf"))
-        gamma = None
-        rho = None
-        tau = None
-        theta = None
         if gamma_ptr is not None:
             gamma = tl.load(gamma_ptr + row)
         if rho_ptr is not None:
@@ -125,7 +121,9 @@ def column_grad_kernel(
             tau = tl.load(tau_ptr + row)
         if theta_ptr is not None:
             theta = tl.load(theta_ptr + row)
-        lp = log_p2 if SECOND else log_p
-        grad += teacher_terms(lp, log_q, gamma, rho, tau, theta, LOG_BETA, LOG_REST, FLOOR)
-    grad = grad * transform_derivative(x, logit_scale, softcap)
+    grad = logits_gradient(
+        x, column == target, offs, omega, log_q, sparse, tl.load(target_logit_ptr + row), beta, kappa,
+        tl.load(start_ptr + row), tl.load(rest_ptr + row), alpha, eta, start2, rest2, alpha2, eta2,
+        gamma, rho, tau, theta, logit_scale, softcap, ratio2, columns2, SECOND, LOG_BETA, LOG_REST, FLOOR, False,
+    )  # fmt: skip
     tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=here)

@@ -1,11 +1,7 @@
 """The logits matmul whose epilogue leaves the gradient of the raw logits, where their statistics are known beforehand.
 
-The same persistent GEMM as ``exp_logits.py``, and in its epilogue the identity of ``row_grad.py`` without a teacher,
-each term absent where its pointer is None:
-
-    g_j = p_j (alpha + eta log p_j) + [the same at a second temperature] - beta 1[j = target] - kappa omega_j
-
-times the slope of scale and cap, 0 for rows that do not count. No logit is ever stored.
+The same persistent GEMM as ``exp_logits.py``, and in its epilogue the identity of ``identity.py`` without a teacher, 0
+for rows that do not count. No logit is ever stored.
 
 What only some tiles need (the target's column, the end of the second softmax's vocabulary) stands in a branch of its
 own: asked of every element it would cost 3 to 10 % of the matmul. The stores stand inside both sides of the branch,
@@ -16,30 +12,9 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import counted_rows, tile_place
-from ..common.transform import log2_e, softmax_term, transform_derivative, transform_logits
-
-
-@triton.jit
-def load_column(ptr, offs_row, in_rows):
-    """A number per row, as a column."""
-    return tl.load(ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-
-
-@triton.jit
-def known_softmax_term(
-    x,
-    start,  # [rows, 1]: log p = (x - start) + rest
-    rest,
-    alpha,
-    eta,  # or None for 0
-):
-    """``p (alpha + eta log p)`` of known rows, to be rounded to 16 bits."""
-    if eta is not None:
-        return softmax_term((x - start) + rest, alpha, eta)
-    else:
-        # one multiply-add: off by 1e-7 |start| of p, which 16 bits do not show
-        shift = tl.broadcast_to((rest - start) * log2_e, x.shape)
-        return alpha * tl.exp2(tl.fma(x, tl.full(x.shape, log2_e, tl.float32), shift))
+from ..common.transform import transform_logits
+from .identity import logits_gradient
+from .loads import load_column
 
 
 @triton.jit
@@ -78,29 +53,19 @@ def grad_half(
     if bias_ptr is not None:
         x += tl.load(bias_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
     x = transform_logits(x, logit_scale, softcap)
+    is_target = None
     if SPECIAL:
-        # the target's column from its exact logit, as everywhere
         is_target = offs[None, :] == target[:, None]
-        x = tl.where(is_target, target_logit, x)
-    grad = known_softmax_term(x, start, rest, alpha, eta) if alpha is not None else tl.zeros(x.shape, dtype=tl.float32)
-    if alpha2 is not None:
-        x2 = x
-        if ratio2 is not None:
-            x2 = x * ratio2
-        term = known_softmax_term(x2, start2, rest2, alpha2, eta2)
-        if SPECIAL:
-            term = tl.where((offs < columns2)[None, :], term, 0.0)
-        grad += term
-    if kappa is not None:
-        if class_weights_ptr is not None:
-            omega = tl.load(class_weights_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)
-            grad -= kappa * omega[None, :]
-        else:
-            grad -= kappa
-    if SPECIAL and beta is not None:
-        grad = tl.where(is_target, grad - beta, grad)
+    omega = None
+    if kappa is not None and class_weights_ptr is not None:
+        omega = tl.load(class_weights_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
+    grad = logits_gradient(
+        x, is_target, offs[None, :], omega, None, None, target_logit, beta, kappa, start, rest, alpha, eta,
+        start2, rest2, alpha2, eta2, None, None, None, None, logit_scale, softcap, ratio2,
+        columns2 if SPECIAL else None, False, 0.0, 0.0, 0.0, True,
+    )  # fmt: skip
     # selection, whatever stands in a row that does not count
-    grad = tl.where(counts[:, None], grad * transform_derivative(x, logit_scale, softcap), 0.0)
+    grad = tl.where(counts[:, None], grad, 0.0)
     return grad.to(OUT)
 
 

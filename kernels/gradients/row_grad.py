@@ -1,42 +1,11 @@
-"""Logits to the gradient of raw logits, in place: the gradient identity, each term absent where its pointer is None.
-
-    g_j = p_j (alpha + eta log p_j) + [the same at a second temperature] - beta 1[j = target] - kappa omega_j
-        - gamma q_j - rho p_j log q_j + tau p_j (log p_j - log m_j) + theta p_j sign(p_j - q_j)
-
-with q a teacher's softmax and m a mixture of p and q; then times the slope of scale and cap.
-"""
+"""Logits to the gradient of raw logits, in place."""
 
 import triton
 import triton.language as tl
 
 from ..common.stored import load_block
-from ..common.transform import log2_e, log_mixture, softmax_term, transform_derivative
-
-
-@triton.jit
-def teacher_terms(
-    log_p,
-    log_q,
-    gamma,  # or None, like all that follow
-    rho,
-    tau,
-    theta,
-    LOG_BETA: tl.constexpr,
-    LOG_REST: tl.constexpr,
-    FLOOR: tl.constexpr,
-):
-    """The second line of the identity."""
-    p, q = tl.exp2(log_p * log2_e), tl.exp2(log_q * log2_e)
-    grad = tl.zeros(p.shape, dtype=tl.float32)
-    if gamma is not None:
-        grad -= gamma * q
-    if rho is not None:
-        grad -= tl.where(p > 0.0, rho * p * tl.maximum(log_q, FLOOR), 0.0)
-    if tau is not None:
-        grad += tl.where(p > 0.0, tau * p * (log_p - log_mixture(log_q, log_p, LOG_BETA, LOG_REST)), 0.0)
-    if theta is not None:
-        grad += theta * tl.where(p > q, p, tl.where(p < q, -p, 0.0))
-    return grad
+from .identity import logits_gradient
+from .loads import load_column
 
 
 @triton.jit
@@ -100,40 +69,48 @@ def row_grad_kernel(
     target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)[:, None]
     counts = target >= 0
     target = (target - first_column).to(tl.int32)
-    target_logit = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-    # per row, and so before the loop over columns
-    row_start = tl.load(start_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-    row_rest = tl.load(rest_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-    if alpha_ptr is not None:
-        alpha = tl.load(alpha_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-        if eta_ptr is not None:
-            eta = tl.load(eta_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+    # per row, and so before the loop over columns; None for what there is none of
+    target_logit = load_column(target_logit_ptr, offs_row, in_rows)
+    row_start = load_column(start_ptr, offs_row, in_rows)
+    row_rest = load_column(rest_ptr, offs_row, in_rows)
+    beta = None
+    kappa = None
+    alpha = None
+    eta = None
+    start2 = None
+    rest2 = None
+    alpha2 = None
+    eta2 = None
+    gamma = None
+    rho = None
+    tau = None
+    theta = None
     if beta_ptr is not None:
-        beta = tl.load(beta_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        beta = load_column(beta_ptr, offs_row, in_rows)
     if kappa_ptr is not None:
-        kappa = tl.load(kappa_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        kappa = load_column(kappa_ptr, offs_row, in_rows)
+    if alpha_ptr is not None:
+        alpha = load_column(alpha_ptr, offs_row, in_rows)
+        if eta_ptr is not None:
+            eta = load_column(eta_ptr, offs_row, in_rows)
     if start2_ptr is not None:
-        start2 = tl.load(start2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-        rest2 = tl.load(rest2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+        start2 = load_column(start2_ptr, offs_row, in_rows)
+        rest2 = load_column(rest2_ptr, offs_row, in_rows)
         if alpha2_ptr is not None:
-            alpha2 = tl.load(alpha2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+            alpha2 = load_column(alpha2_ptr, offs_row, in_rows)
             if eta2_ptr is not None:
-                eta2 = tl.load(eta2_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+                eta2 = load_column(eta2_ptr, offs_row, in_rows)
     if teacher_ptr is not None:
-        teacher_start = tl.load(teacher_start_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-        teacher_rest = tl.load(teacher_rest_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
-        gamma = None
-        rho = None
-        tau = None
-        theta = None
+        teacher_start = load_column(teacher_start_ptr, offs_row, in_rows)
+        teacher_rest = load_column(teacher_rest_ptr, offs_row, in_rows)
         if gamma_ptr is not None:
-            gamma = tl.load(gamma_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+            gamma = load_column(gamma_ptr, offs_row, in_rows)
         if rho_ptr is not None:
-            rho = tl.load(rho_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+            rho = load_column(rho_ptr, offs_row, in_rows)
         if tau_ptr is not None:
-            tau = tl.load(tau_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+            tau = load_column(tau_ptr, offs_row, in_rows)
         if theta_ptr is not None:
-            theta = tl.load(theta_ptr + offs_row, mask=in_rows, other=0.0)[:, None]
+            theta = load_column(theta_ptr, offs_row, in_rows)
     for start in range(column_program * BLOCK, columns, COLUMN_PROGRAMS * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         in_columns = offs < columns
@@ -142,47 +119,26 @@ def row_grad_kernel(
             logits_ptr, strip_offset_ptr, bias_ptr, offs_row, in_rows, rows, logits_stride, start, offs, in_columns,
             logit_scale, softcap, STRIP,
         )  # fmt: skip
-        # the target's column from its exact logit: p - 1 out of a rounded p would lose everything as p nears 1
-        is_target = offs[None, :] == target
-        x = tl.where(is_target, target_logit, x)
-        grad = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
-        log_p = (x - row_start) + row_rest
-        if alpha_ptr is not None:
-            if eta_ptr is not None:
-                grad += softmax_term(log_p, alpha, eta)
-            else:
-                grad += softmax_term(log_p, alpha, None)
-        if start2_ptr is not None:
-            x2 = x
-            if ratio2 is not None:
-                x2 = x * ratio2
-            log_p2 = (x2 - start2) + rest2
-            log_p2 = tl.where(offs[None, :] < columns2, log_p2, float("-inf"))
-            if alpha2_ptr is not None:
-                if eta2_ptr is not None:
-                    grad += softmax_term(log_p2, alpha2, eta2)
-                else:
-                    grad += softmax_term(log_p2, alpha2, None)
-        if beta_ptr is not None:
-            grad = tl.where(is_target, grad - beta, grad)
-        if kappa_ptr is not None:
-            if class_weights_ptr is not None:
-                omega = tl.load(class_weights_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)
-                grad -= kappa * omega[None, :]
-            else:
-                grad -= kappa
+        omega = None
+        if kappa_ptr is not None and class_weights_ptr is not None:
+            omega = tl.load(class_weights_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        log_q = None
         if teacher_ptr is not None:
             in_teacher = in_rows[:, None] & (offs < teacher_columns)[None, :]
             y = load_block(
                 teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, in_rows, rows, teacher_stride, start, offs,
                 offs < teacher_columns, teacher_scale, teacher_softcap, STRIP,
             )  # fmt: skip
-            log_q = (y - teacher_start) + teacher_rest
-            log_q = tl.where(in_teacher, log_q, float("-inf"))
-            lp = log_p2 if SECOND else log_p
-            grad += teacher_terms(lp, log_q, gamma, rho, tau, theta, LOG_BETA, LOG_REST, FLOOR)
+            log_q = tl.where(in_teacher, (y - teacher_start) + teacher_rest, float("-inf"))
+        # summed from zero on: ptxas takes 32 registers so for plain rows, and 49 where the first term begins the sum
+        zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
+        grad = logits_gradient(
+            x, offs[None, :] == target, offs[None, :], omega, log_q, zero, target_logit, beta, kappa,
+            row_start, row_rest, alpha, eta, start2, rest2, alpha2, eta2, gamma, rho, tau, theta,
+            logit_scale, softcap, ratio2, columns2, SECOND, LOG_BETA, LOG_REST, FLOOR, False,
+        )  # fmt: skip
         # selection: where a row does not count a teacher's logits, or a bias, may be nan
-        grad = tl.where(counts, grad * transform_derivative(x, logit_scale, softcap), 0.0)
+        grad = tl.where(counts, grad, 0.0)
         # a narrower dlogits[j] lands on the bytes of logits[j / 2]: all of the block must have been read
         tl.debug_barrier()
         at = dlogits_ptr + wide_row * dlogits_stride + offs[None, :]

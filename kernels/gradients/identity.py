@@ -1,0 +1,136 @@
+"""The gradient of raw logits, as a function of values: every kernel that makes gradients calls it.
+
+    g_j = p_j (alpha + eta log p_j) + [the same at a second temperature] - beta 1[j = target] - kappa omega_j
+        - gamma q_j - rho p_j log q_j + tau p_j (log p_j - log m_j) + theta p_j sign(p_j - q_j)
+
+with q a teacher's softmax and m a mixture of p and q; then times the slope of scale and cap. A term whose factor is
+None is absent, and no code is generated for it.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.transform import log2_e, log_mixture, transform_derivative
+
+
+@triton.jit
+def softmax_term(
+    log_p,
+    alpha,
+    eta,  # or None for 0
+):
+    """``p (alpha + eta log p)``, 0 where p is."""
+    p = tl.exp2(log_p * log2_e)
+    return tl.where(p > 0.0, p * (alpha + eta * log_p), 0.0) if eta is not None else p * alpha
+
+
+@triton.jit
+def fused_softmax_term(
+    x,
+    start,
+    rest,
+    alpha,
+):
+    """``p alpha`` with one multiply-add: off by 1e-7 |start| of p, which 16 bits do not show."""
+    shift = tl.broadcast_to((rest - start) * log2_e, x.shape)
+    return alpha * tl.exp2(tl.fma(x, tl.full(x.shape, log2_e, tl.float32), shift))
+
+
+@triton.jit
+def teacher_terms(
+    log_p,
+    log_q,
+    gamma,  # or None, like all that follow
+    rho,
+    tau,
+    theta,
+    LOG_BETA: tl.constexpr,
+    LOG_REST: tl.constexpr,
+    FLOOR: tl.constexpr,
+):
+    """The second line of the identity."""
+    p, q = tl.exp2(log_p * log2_e), tl.exp2(log_q * log2_e)
+    grad = tl.zeros(p.shape, dtype=tl.float32)
+    if gamma is not None:
+        grad -= gamma * q
+    if rho is not None:
+        grad -= tl.where(p > 0.0, rho * p * tl.maximum(log_q, FLOOR), 0.0)
+    if tau is not None:
+        grad += tl.where(p > 0.0, tau * p * (log_p - log_mixture(log_q, log_p, LOG_BETA, LOG_REST)), 0.0)
+    if theta is not None:
+        grad += theta * tl.where(p > q, p, tl.where(p < q, -p, 0.0))
+    return grad
+
+
+@triton.jit
+def logits_gradient(
+    # per column: a block, or columns of one row
+    x,  # logits as the softmax sees them
+    is_target,  # None where no column can be the target
+    offs,  # of the columns
+    omega,  # None for 1
+    log_q,  # the teacher's log-probabilities, -inf where it has no column; None without a teacher
+    added,  # what else the gradient has, before the slope; None for nothing
+    # per row, each None where there is none
+    target_logit,
+    beta,
+    kappa,
+    start,  # log p = (x - start) + rest
+    rest,
+    alpha,
+    eta,
+    start2,  # at the second temperature
+    rest2,
+    alpha2,
+    eta2,
+    gamma,
+    rho,
+    tau,
+    theta,
+    # scalars
+    logit_scale,
+    softcap,
+    ratio2,
+    columns2,  # that the second softmax is over; None for all
+    SECOND: tl.constexpr,  # p beside the teacher is of the second temperature
+    LOG_BETA: tl.constexpr,
+    LOG_REST: tl.constexpr,
+    FLOOR: tl.constexpr,
+    ROUNDED: tl.constexpr,  # to 16 bits, and so p may be fused_softmax_term's
+):
+    """The identity times the slope; anything where a row does not count."""
+    # the target's column from its exact logit: p - 1 out of a rounded p would lose everything as p nears 1
+    if is_target is not None:
+        x = tl.where(is_target, target_logit, x)
+    log_p = (x - start) + rest
+    grad = added
+    if alpha is not None:
+        fused = ROUNDED and eta is None
+        term = fused_softmax_term(x, start, rest, alpha) if fused else softmax_term(log_p, alpha, eta)
+        grad = term if grad is None else grad + term
+    log_p2 = log_p
+    if start2 is not None:
+        x2 = x
+        if ratio2 is not None:
+            x2 = x * ratio2
+        log_p2 = (x2 - start2) + rest2
+        if columns2 is not None:
+            log_p2 = tl.where(offs < columns2, log_p2, float("-inf"))
+        if alpha2 is not None:
+            if ROUNDED and eta2 is None:
+                term2 = fused_softmax_term(x2, start2, rest2, alpha2)
+                if columns2 is not None:
+                    term2 = tl.where(offs < columns2, term2, 0.0)
+            else:
+                term2 = softmax_term(log_p2, alpha2, eta2)
+            grad = term2 if grad is None else grad + term2
+    if grad is None:
+        grad = tl.zeros(x.shape, dtype=tl.float32)
+    if beta is not None and is_target is not None:
+        grad = tl.where(is_target, grad - beta, grad)
+    if kappa is not None:
+        grad -= kappa if omega is None else kappa * omega
+    if log_q is not None:
+        beside = log_p2 if SECOND else log_p
+        grad += teacher_terms(beside, log_q, gamma, rho, tau, theta, LOG_BETA, LOG_REST, FLOOR)
+    return grad * transform_derivative(x, logit_scale, softcap)
