@@ -2,8 +2,10 @@
 
 import functools
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+from chunked_head.engine import program
 from chunked_head.engine.arithmetic import objective
-from chunked_head.program.demand import ANSWERS, MOST_ANSWERS, Question, answer
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 # these launch nothing
@@ -92,15 +94,66 @@ def test_launches(place: Place, call: Call, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(names) <= MOST[call], names
 
 
-def test_what_is_known_of_losses_lives_as_long_as_they() -> None:
-    before, loss = len(ANSWERS), losses.focal()
-    for temperature in (1.0, 2.0):
-        question = Question(loss, (), temperature, 50)
-        assert answer(question) is answer(question)
-        assert answer(question).temperature == temperature
-    for vocab in range(60, 60 + 2 * MOST_ANSWERS):
-        assert answer(Question(loss, (), 1.0, vocab)).structure.vocab == vocab
-    assert len(ANSWERS[loss]) <= MOST_ANSWERS
-    del loss, question
+def loss_of(tokens: int, vocab: int = 40, loss: Any = None, **options: Any) -> Tensor:
+    hidden, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
+    target = torch.randint(0, vocab, (tokens,))
+    if loss is None:
+        return linear_cross_entropy(hidden, weight, target, **options)
+    return linear_loss(hidden, weight, target, loss, **options).loss
+
+
+def test_calls_alike_have_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of tokens, of segments, of the losses' coefficients; what is checked is checked once."""
+    monkeypatch.setattr(program, "PROGRAMS", {})
+    checked = mock.Mock(side_effect=program.build)
+    monkeypatch.setattr(program, "build", checked)
+    for tokens in (5, 40, 41, 64, 8):  # 40 is the vocabulary, 8 the width
+        loss_of(tokens)
+        loss_of(tokens, loss=losses.focal() + tokens * losses.z_loss())
+        segments = {"segments": torch.zeros(tokens, dtype=torch.int64), "old_logprobs": -torch.rand(tokens)}
+        batch = {**segments, "advantages": torch.randn(tokens)}
+        loss_of(tokens, loss=losses.gspo(), batch=batch, num_segments=tokens + 1)
+    assert checked.call_count == len(program.PROGRAMS) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"vocab": 41}, {"softcap": 3.0}, {"shift": 1}, {"reduction": "none"}, {"ignore_index": 3},
+        {"token_weights": torch.ones(9)}, {"class_weights": torch.ones(40)}, {"memory_budget": "1MiB"},
+        {"label_smoothing": 0.1}, {"loss": losses.focal()}, {"loss": losses.focal(), "metrics": [metrics.entropy()]},
+        {"deterministic": False, "chunk_tokens": 4}, {"backend": "torch"}, {"vocab_size": 39}, {"z_loss": 0.1},
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_differs_has_another_program(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "PROGRAMS", {})
+    loss_of(9)
+    loss_of(9, **other)
+    assert len(program.PROGRAMS) == 2
+    with torch.no_grad():
+        loss_of(9)
+    with torch.autocast("cpu"):
+        loss_of(9)
+    assert len(program.PROGRAMS) == 4
+
+
+def test_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "PROGRAMS", {})
+    monkeypatch.setattr(program, "MOST_PROGRAMS", 3)
+    for vocab in range(10, 18):
+        loss_of(3, vocab)
+    assert len(program.PROGRAMS) <= 3
+
+
+def test_a_loss_that_holds_tensors_is_let_go_of() -> None:
+    def run() -> weakref.ref[Tensor]:
+        held = torch.ones(())
+        loss = losses.custom(lambda stats, batch: stats.lse * held, scope="token", name="held")
+        loss_of(4, loss=loss)
+        assert loss in program.OF_LOSSES
+        return weakref.ref(held)
+
+    alive = run()
     gc.collect()
-    assert len(ANSWERS) == before
+    assert alive() is None

@@ -50,6 +50,8 @@ def few_sizes(task: Task, program: Program, wants: Wants) -> Sizes:
     """The call's sizes for no tokens, its tensors taken to be aligned."""
     placed = Placed(0, wants, again=False, skips=False, copied=False, plain_weight=True, plain_rows=True, into=None)
     sizes = sizes_of(task.head, program, placed, None)
+    # while a graph is made they may be symbols
+    sizes = replace(sizes, hidden=int(sizes.hidden), vocab=int(sizes.vocab), padding=int(sizes.padding))
     if "teacher_hidden" not in program.wanted or task.batch is None:
         return sizes
     return replace(sizes, teacher_width=int(task.batch["teacher_hidden"].shape[-1]), teacher_store="logits")
