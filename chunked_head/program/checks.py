@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.options import NUMBERS
 from .plans import name
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -238,7 +239,7 @@ def check_size(argument: str, size: int, least: int) -> None:
 
 
 def check_number(argument: str, value: float, least: float, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{argument} must be a number, got {value!r}")
     if not (math.isfinite(value) and least <= value <= most):
         raise ValueError(f"{argument} must be finite and in [{least:g}, {most:g}], got {value!r}")
