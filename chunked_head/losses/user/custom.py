@@ -59,7 +59,8 @@ def custom(
     """A loss from ``function(stats, batch) -> values``: unreduced, one value per ``unit``.
 
     ``stats`` are those of ``chunked_head.core.loss_stats.Stats``, ``batch`` is a ``chunked_head.core.batch.Batch``;
-    gradients are autograd's, to the statistics alone. Masks, weights, denominators and coefficients are applied to the values.
+    gradients are autograd's, to the statistics alone. Masks, weights, denominators and coefficients are applied to the
+    values.
 
     ``scope``: ``"token"`` where a token's value depends on nothing but its own statistics and fields, so that it may be
     computed on any slice of the tokens; ``"segment"`` where it needs other tokens (``batch.segment_sum`` and the like):
