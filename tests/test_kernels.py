@@ -163,7 +163,7 @@ def run_exp_logits(
 
     tile = tile_of(wide)
     (rows, vocab), count = (len(states), len(weight)), -(-len(weight) // tile.block_n)
-    strips = Strips.empty(rows, count, states.device).of_rows(rows, count)
+    strips = Strips.empty(rows, count, states.device).of_rows(rows)
     strips.offset.fill_(torch.nan)
     out = states.new_full((rows, -(-vocab // 8) * 8 + 8), torch.nan)[:, :vocab]  # rows further apart than long
     out = None if offset is None else out

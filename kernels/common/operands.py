@@ -5,6 +5,10 @@ from typing import NamedTuple
 
 import torch
 
+from .tiles import cdiv
+
+STRIP_ROWS = 16  # as Triton asks of a stride that vectors are read at
+
 
 class Counted(NamedTuple):
     """How many rows of a call count, and where a chunk begins among them: rows behind are not computed."""
@@ -26,8 +30,18 @@ class Stored(NamedTuple):
     softcap: float | None = None
 
 
+def strip_stride(*stored: Stored) -> int:
+    """From strip to strip of the offsets, which all of the same rows have alike; 0 for raw logits."""
+    strides = {side.offset.stride(0) for side in stored if side.offset is not None} or {0}
+    assert len(strides) == 1, "buffers of relative logits are for equally many rows"
+    return strides.pop()
+
+
 class Strips(NamedTuple):
-    """What the logits matmul leaves of each strip of columns, [strips, rows]; None what was not asked for."""
+    """What the logits matmul leaves of each strip of columns, [strips, rows]; None what was not asked for.
+
+    A strip's rows begin on a multiple of STRIP_ROWS, whatever their number.
+    """
 
     offset: torch.Tensor
     sum: torch.Tensor
@@ -51,16 +65,17 @@ class Strips(NamedTuple):
         shifted2: bool = False,
     ) -> "Strips":
         def make(wanted: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-            return torch.empty(strips * rows, dtype=dtype, device=device) if wanted else None
+            return torch.empty(strips, stride, dtype=dtype, device=device) if wanted else None
 
-        always = [torch.empty(strips * rows, dtype=torch.float32, device=device) for _ in range(2)]
+        stride = cdiv(rows, STRIP_ROWS) * STRIP_ROWS
+        always = [torch.empty(strips, stride, dtype=torch.float32, device=device) for _ in range(2)]
         return cls(
             *always, make(shifted), make(weighted), make(top), make(top, torch.int32), make(second), make(shifted2)
         )  # fmt: skip
 
-    def of_rows(self, rows: int, strips: int) -> "Strips":
-        """The first of the buffer, for a chunk of so many rows."""
-        return Strips(*(None if t is None else t[: strips * rows].view(strips, rows) for t in self))
+    def of_rows(self, rows: int) -> "Strips":
+        """For a chunk of so many rows."""
+        return Strips(*(None if t is None else t[:, :rows] for t in self))
 
 
 def mixture(beta: float | None) -> dict[str, float]:

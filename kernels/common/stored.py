@@ -12,7 +12,7 @@ def load_row(
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
     bias_ptr,  # [columns] or None
     row,
-    rows,
+    strip_stride,  # from strip to strip of the offsets
     offs,
     inside,
     logit_scale,
@@ -22,7 +22,7 @@ def load_row(
     """Columns ``offs`` of one row, as the softmax sees them; anything outside."""
     x = tl.load(logits_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
     if strip_offset_ptr is not None:
-        x += tl.load(strip_offset_ptr + (offs // STRIP).to(tl.int64) * rows + row, mask=inside, other=0.0)
+        x += tl.load(strip_offset_ptr + (offs // STRIP).to(tl.int64) * strip_stride + row, mask=inside, other=0.0)
     else:
         if bias_ptr is not None:
             x += tl.load(bias_ptr + offs, mask=inside, other=0.0).to(tl.float32)
@@ -37,7 +37,7 @@ def load_block(
     bias_ptr,  # [columns] or None
     offs_row,
     in_rows,
-    rows,
+    strip_stride,  # from strip to strip of the offsets
     stride,
     start,  # the first of offs, of one strip where logits are relative
     offs,
@@ -50,7 +50,7 @@ def load_block(
     at = logits_ptr + offs_row.to(tl.int64)[:, None] * stride + offs[None, :]
     x = tl.load(at, mask=in_rows[:, None] & in_columns[None, :], other=0.0).to(tl.float32)
     if strip_offset_ptr is not None:
-        offset_at = strip_offset_ptr + tl.cast(start // STRIP, tl.int64) * rows + offs_row
+        offset_at = strip_offset_ptr + tl.cast(start // STRIP, tl.int64) * strip_stride + offs_row
         x += tl.load(offset_at, mask=in_rows, other=0.0)[:, None]
     else:
         if bias_ptr is not None:

@@ -1,13 +1,13 @@
 """Some columns of each row: their exact gradients."""
 
-import triton
 import triton.language as tl
 
+from ..common.kernel import kernel
 from ..common.stored import load_row
 from .identity import logits_gradient
 
 
-@triton.jit
+@kernel
 def column_grad_kernel(
     # in and out
     dlogits_ptr,  # [rows, columns]
@@ -38,7 +38,6 @@ def column_grad_kernel(
     tau_ptr,
     theta_ptr,
     # sizes
-    rows,
     columns,
     first_column,
     columns2,
@@ -46,6 +45,7 @@ def column_grad_kernel(
     count,
     stride,
     teacher_stride,
+    strip_stride,  # from strip to strip of the teacher's offsets
     # scalars
     logit_scale,
     softcap,
@@ -108,8 +108,8 @@ def column_grad_kernel(
     if teacher_ptr is not None:
         in_teacher = here & (offs < teacher_columns)
         y = load_row(
-            teacher_ptr + row * teacher_stride, teacher_offset_ptr, teacher_bias_ptr, row, rows, offs, in_teacher,
-            teacher_scale, teacher_softcap, STRIP,
+            teacher_ptr + row * teacher_stride, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs,
+            in_teacher, teacher_scale, teacher_softcap, STRIP,
         )  # fmt: skip
         log_q = (y - tl.load(teacher_start_ptr + row)) + tl.load(teacher_rest_ptr + row)
         log_q = tl.where(in_teacher, log_q, float("-inf"))

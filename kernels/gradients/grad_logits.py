@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import counted_rows, tile_place
+from ..common.kernel import kernel
 from ..common.transform import transform_logits
 from .identity import logits_gradient
 from .loads import load_column
@@ -149,7 +150,7 @@ def grad_of_tile(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def grad_logits_kernel(
     # outputs
     dlogits_desc,  # [rows, columns] 16 bit, store block [BLOCK_M, BLOCK_N / 2]
@@ -186,12 +187,11 @@ def grad_logits_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter's product of bf16 operands is wrong, of fp32 ones right
 ):
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

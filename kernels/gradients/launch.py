@@ -6,7 +6,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.grids import multiprocessors, programs_of, row_block
-from ..common.operands import ALL_ROWS, Counted, Stored, Strips, mixture
+from ..common.operands import ALL_ROWS, Counted, Stored, Strips, mixture, strip_stride
 from ..common.tiles import FUSED, INTERPRETED, RELATIVE_STRIP, Tile, cdiv, grad_tile, power_of_2
 from .column_grad import column_grad_kernel
 from .grad_logits import grad_logits_kernel
@@ -53,7 +53,12 @@ def beside_arguments(beside: Beside | None) -> tuple[tuple, tuple[int, int], tup
     side = beside.stored
     tensors = (side.logits, side.offset, side.bias, *beside[1:3], *beside[5:9])
     constants = {"SECOND": beside.second, **mixture(beside.beta), "FLOOR": beside.floor}
-    return tensors, (beside.columns, side.logits.stride(0)), (side.logit_scale, side.softcap), constants
+    return (
+        tensors,
+        (beside.columns, side.logits.stride(0)),
+        (side.logit_scale, side.softcap),
+        constants,
+    )
 
 
 def row_grad(
@@ -89,6 +94,7 @@ def row_grad(
         *first[:4], *second[:4], *teacher,
         rows, columns, first_column, second.columns, sizes[0],
         stored.logits.stride(0), dlogits.stride(0), sizes[1],
+        strip_stride(stored) if beside is None else strip_stride(stored, beside.stored),
         logit_scale, softcap, second.ratio, *scalars,
         **constants,
         COLUMN_PROGRAMS=column_programs, STRIP=RELATIVE_STRIP, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
@@ -113,13 +119,13 @@ def column_grad(
     logit_scale: float | None,
     softcap: float | None,
 ) -> None:
-    rows, count = ids.shape
-    columns = dlogits.shape[1]
+    (rows, count), columns = ids.shape, dlogits.shape[1]
     teacher, sizes, scalars, constants = beside_arguments(beside)
     column_grad_kernel[(rows,)](
         dlogits, logit, ids, sparse, class_weights, target, target_logit, beta, kappa,
         *first[:4], *second[:4], *teacher,
-        rows, columns, first_column, second.columns, sizes[0], count, dlogits.stride(0), sizes[1],
+        columns, first_column, second.columns, sizes[0], count, dlogits.stride(0), sizes[1],
+        0 if beside is None else strip_stride(beside.stored),
         logit_scale, softcap, second.ratio, *scalars, **constants,
         STRIP=RELATIVE_STRIP, BLOCK=power_of_2(count), num_warps=1, **FUSED,
     )  # fmt: skip
@@ -157,7 +163,7 @@ def grad_logits(
         bias, class_weights, target, target_logit, beta, kappa, *first[:4], *second[:4],
         counted.count, counted.first_row, rows, columns, width, first_column, second.columns, logit_scale, softcap,
         second.ratio,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, PROGRAMS=programs,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
 
@@ -184,7 +190,7 @@ def level_rows(
     level_rows_kernel[(cdiv(rows, block_rows), splits)](
         exp, softmax_factor, target_factor,
         strips.offset, strips.sum, level, target_logit, start, rest, logprob, alpha, beta, counted.count,
-        counted.first_row, rows, vocab, count, exp.stride(0), logit_scale,
+        counted.first_row, rows, vocab, count, strips.offset.stride(0), exp.stride(0), logit_scale,
         BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, num_warps=4, **FUSED,
     )  # fmt: skip
 
@@ -195,5 +201,6 @@ def scale(out: torch.Tensor, source: torch.Tensor, factor: torch.Tensor) -> None
     programs = min(8 * multiprocessors(source.device), cdiv(source.numel(), block))
     scale_kernel[(programs,)](
         out, source, factor, source.numel(), cdiv(source.numel(), programs * block),
-        PROGRAMS=programs, BLOCK=block, IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8, **FUSED,
+        BLOCK=block, EVEN=source.shape[-1] % 16 == 0, IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8,
+        **FUSED,
     )  # fmt: skip

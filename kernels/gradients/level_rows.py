@@ -1,13 +1,13 @@
 """Rows of exponentials that `exp_logits` left, brought to one offset; the factors that make gradients of them."""
 
-import triton
 import triton.language as tl
 
 from ..common.blocks import counted_rows
+from ..common.kernel import kernel
 from ..common.transform import log2_e
 
 
-@triton.jit
+@kernel
 def level_rows_kernel(
     # in and out
     exp_ptr,  # [rows, vocab] 16 bit
@@ -30,6 +30,7 @@ def level_rows_kernel(
     rows,
     vocab,
     strips,
+    strip_stride,  # from strip to strip of the statistics
     stride,
     # scalars
     logit_scale,  # float or None for 1
@@ -57,7 +58,7 @@ def level_rows_kernel(
     if tl.max(uneven.to(tl.int32), 0) > 0:
         for strip in range(tl.program_id(1), strips, SPLITS):
             offs_col = strip * STRIP + tl.arange(0, STRIP)
-            stats_at = tl.cast(strip, tl.int64) * rows + offs_row
+            stats_at = tl.cast(strip, tl.int64) * strip_stride + offs_row
             own = tl.load(strip_sum_ptr + stats_at, mask=uneven, other=0.0) < 0.0
             offset = tl.where(own, tl.load(strip_offset_ptr + stats_at, mask=own, other=0.0), target_logit)
             at = exp_ptr + offs_row.to(tl.int64)[:, None] * stride + offs_col[None, :]

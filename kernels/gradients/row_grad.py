@@ -1,14 +1,14 @@
 """Logits to the gradient of raw logits, in place."""
 
-import triton
 import triton.language as tl
 
+from ..common.kernel import kernel
 from ..common.stored import load_block
 from .identity import logits_gradient
 from .loads import load_column
 
 
-@triton.jit
+@kernel
 def row_grad_kernel(
     # outputs
     dlogits_ptr,  # [rows, columns], may share the bytes of logits, in a type no wider
@@ -47,6 +47,7 @@ def row_grad_kernel(
     logits_stride,  # elements from row to row
     dlogits_stride,
     teacher_stride,
+    strip_stride,  # from strip to strip of both offsets; 0 for raw logits
     # scalars
     logit_scale,
     softcap,
@@ -116,8 +117,8 @@ def row_grad_kernel(
         in_columns = offs < columns
         mask = in_rows[:, None] & in_columns[None, :]
         x = load_block(
-            logits_ptr, strip_offset_ptr, bias_ptr, offs_row, in_rows, rows, logits_stride, start, offs, in_columns,
-            logit_scale, softcap, STRIP,
+            logits_ptr, strip_offset_ptr, bias_ptr, offs_row, in_rows, strip_stride, logits_stride, start, offs,
+            in_columns, logit_scale, softcap, STRIP,
         )  # fmt: skip
         omega = None
         if kappa_ptr is not None and class_weights_ptr is not None:
@@ -126,8 +127,8 @@ def row_grad_kernel(
         if teacher_ptr is not None:
             in_teacher = in_rows[:, None] & (offs < teacher_columns)[None, :]
             y = load_block(
-                teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, in_rows, rows, teacher_stride, start, offs,
-                offs < teacher_columns, teacher_scale, teacher_softcap, STRIP,
+                teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, in_rows, strip_stride, teacher_stride,
+                start, offs, offs < teacher_columns, teacher_scale, teacher_softcap, STRIP,
             )  # fmt: skip
             log_q = tl.where(in_teacher, (y - teacher_start) + teacher_rest, float("-inf"))
         # summed from zero on: ptxas takes 32 registers so for plain rows, and 49 where the first term begins the sum

@@ -1,10 +1,11 @@
 """Rows of hidden states as the matmuls take them."""
 
-import triton
 import triton.language as tl
 
+from ..common.kernel import kernel
 
-@triton.jit
+
+@kernel
 def copy_rows_kernel(
     # outputs
     out_ptr,  # [rows, hidden] contiguous

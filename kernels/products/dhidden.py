@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import ELSEWHERE, column_halves, counted_rows, tile_place
+from ..common.kernel import kernel
 
 
 @triton.jit
@@ -80,23 +81,23 @@ def store_halves(
 
 
 @triton.jit
-def cut_tiles(tiles, PARTS: tl.constexpr, UNITS: tl.constexpr, PROGRAMS: tl.constexpr):
+def cut_tiles(tiles, most_parts, units, programs):
     """How many of the tiles, the first, are made by one program each, and into how many parts each other is cut.
 
     The programs make whole tiles in turns; of a last turn's, fewer than there are programs, each is cut into parts over
-    the vocabulary, so that all programs have work to the end. Their sums have UNITS places, which fewer rows than
+    the vocabulary, so that all programs have work to the end. Their sums have ``units`` places, which fewer rows than
     expected may not pass.
     """
-    left = tiles % PROGRAMS
-    parts = tl.maximum(tl.minimum(UNITS // tl.maximum(left, 1), PARTS), 1)
+    left = tiles % programs
+    parts = tl.maximum(tl.minimum(units // tl.maximum(left, 1), most_parts), 1)
     return tl.where(parts > 1, tiles - left, tiles), parts
 
 
-@triton.jit
+@kernel
 def dhidden_kernel(
     # outputs
     dhidden_ptr,  # [rows, hidden], or all of the call's where there is an order
-    part_ptr,  # [UNITS, BLOCK_M, BLOCK_N] fp32: products over parts of the vocabulary; None: no tile is cut
+    part_ptr,  # [units, BLOCK_M, BLOCK_N] fp32: products over parts of the vocabulary; None: no tile is cut
     # inputs
     grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_K]
     weight_desc,  # [vocab, hidden], block [BLOCK_K, BLOCK_N]
@@ -111,14 +112,13 @@ def dhidden_kernel(
     rows,
     vocab,
     hidden,
-    PARTS: tl.constexpr,
-    UNITS: tl.constexpr,
+    most_parts,  # that a tile is cut into
+    units,  # places of parts' sums
     ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """``dhidden (+)= softmax_factor * (grad @ weight) + target_factor * weight[target]``, but for tiles that are cut:
@@ -129,10 +129,10 @@ def dhidden_kernel(
     tiles = tiles_m * tiles_n
     whole, parts = tiles, 1
     if part_ptr is not None:
-        whole, parts = cut_tiles(tiles, PARTS, UNITS, PROGRAMS)
+        whole, parts = cut_tiles(tiles, most_parts, units, tl.num_programs(0))
     left = tl.maximum(tiles - whole, 1)
     part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), parts) * BLOCK_K
-    for unit in tl.range(tl.program_id(0), whole + (tiles - whole) * parts, PROGRAMS, flatten=True):
+    for unit in tl.range(tl.program_id(0), whole + (tiles - whole) * parts, tl.num_programs(0), flatten=True):
         # bounds that are the same for all units would make the compiler unfold the loop, with spills
         tile, first, last = unit, unit // tiles, vocab
         if part_ptr is not None:
@@ -169,7 +169,7 @@ def dhidden_kernel(
                 )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def join_parts_kernel(
     # outputs
     dhidden_ptr,
@@ -185,13 +185,13 @@ def join_parts_kernel(
     first_row,
     rows,
     hidden,
-    PARTS: tl.constexpr,
-    UNITS: tl.constexpr,
+    most_parts,
+    units,
+    programs,  # of dhidden_kernel
     ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """What ``dhidden_kernel`` left of the tiles that were cut: their parts' sums become dhidden, in a fixed order."""
@@ -199,7 +199,7 @@ def join_parts_kernel(
     tiles_m = tl.cdiv(counted, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)
     tiles = tiles_m * tiles_n
-    whole, parts = cut_tiles(tiles, PARTS, UNITS, PROGRAMS)
+    whole, parts = cut_tiles(tiles, most_parts, units, programs)
     at = tl.program_id(0)
     if at < tiles - whole:
         tile_m, tile_n = tile_place(whole + at, tiles_m, tiles_n, GROUP_M)

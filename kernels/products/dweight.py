@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import column_halves, counted_rows, tile_place
+from ..common.kernel import kernel
 
 
 @triton.jit
@@ -20,7 +21,7 @@ def add_or_store(desc, row, column, value, ADD: tl.constexpr, BY_MEMORY: tl.cons
         desc.store([row, column], value.to(desc.dtype))
 
 
-@triton.jit
+@kernel
 def dweight_kernel(
     # outputs
     dweight_desc,  # [vocab, hidden], block [BLOCK_M, BLOCK_N / 2]; added to, or stored
@@ -39,7 +40,6 @@ def dweight_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """``dweight (+)= grad.T @ hidden``"""
@@ -49,7 +49,7 @@ def dweight_kernel(
     tiles = tiles_m * tiles_n
     if ADD:
         tiles = tl.where(counted > 0, tiles, 0)  # nothing to add
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

@@ -71,23 +71,22 @@ def dhidden(
     cut = split.parts > 1
     # whole turns are of all multiprocessors
     programs = multiprocessors(grad.device) if cut else programs_of(tile, rows, hidden, grad.device)
-    divided = {"PARTS": split.parts, "UNITS": split.units, "ADD": add, "PROGRAMS": programs}
-    sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP_M": tile.group_m}
+    shared = {"ADD": add, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP_M": tile.group_m}
     dhidden_kernel[(programs,)](
         out, scratch if cut else None,
         TensorDescriptor.from_tensor(grad, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_k, tile.block_n]),
-        weight, counted.count, order, *factors, counted.first_row, rows, vocab, hidden,
-        **divided, **sizes, BLOCK_K=tile.block_k, UPCAST=INTERPRETED,
-        num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+        weight, counted.count, order, *factors, counted.first_row, rows, vocab, hidden, *split,
+        BLOCK_K=tile.block_k, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **shared,
+        **FUSED,
     )  # fmt: skip
     if cut:
         tiles, joined = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n), min(16, tile.block_m)
         # how many tiles are cut where fewer rows count, the device knows
         left = tiles % programs if counted.count is None else min(tiles, programs - 1)
         join_parts_kernel[(left, tile.block_m // joined)](
-            out, scratch, weight, counted.count, order, *factors, counted.first_row, rows, hidden,
-            **divided, **sizes, ROWS=joined, num_warps=4, **FUSED,
+            out, scratch, weight, counted.count, order, *factors, counted.first_row, rows, hidden, *split, programs,
+            ROWS=joined, num_warps=4, **shared, **FUSED,
         )  # fmt: skip
 
 
@@ -108,7 +107,7 @@ def dweight(
         counted.count, counted.first_row, rows, vocab, width,
         ADD=not first, BY_MEMORY=out.dtype == torch.float32 and not INTERPRETED,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
-        PROGRAMS=programs, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+        UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
 
 

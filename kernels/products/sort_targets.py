@@ -1,10 +1,11 @@
 """Targets in order, so that rows of one target lie together."""
 
-import triton
 import triton.language as tl
 
+from ..common.kernel import kernel
 
-@triton.jit
+
+@kernel
 def sort_targets_kernel(
     # outputs
     sorted_ptr,  # [tokens] int32

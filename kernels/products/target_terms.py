@@ -1,10 +1,11 @@
 """The target's terms of the weight's gradient, apart from the product of exponentials and exact in fp32."""
 
-import triton
 import triton.language as tl
 
+from ..common.kernel import kernel
 
-@triton.jit
+
+@kernel
 def add_target_rows_kernel(
     # outputs
     dweight_ptr,  # [vocab, hidden], added to
@@ -66,7 +67,7 @@ def add_target_rows_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def join_pieces_kernel(
     # outputs
     dweight_ptr,  # [vocab, hidden], added to

@@ -1,13 +1,13 @@
 """Some columns of each row: their exact logits."""
 
-import triton
 import triton.language as tl
 
 from ..common.blocks import ELSEWHERE
+from ..common.kernel import kernel
 from ..common.transform import transform_logits
 
 
-@triton.jit
+@kernel
 def dot_columns_kernel(
     # outputs
     logit_ptr,  # [rows, count] fp32, where an id is -1 column 0's of a row of zeros, 0 where it is ELSEWHERE
@@ -47,7 +47,7 @@ def dot_columns_kernel(
     tl.store(logit_ptr + row * count + k, x, mask=k < count)
 
 
-@triton.jit
+@kernel
 def pick_columns_kernel(
     # outputs
     logit_ptr,  # [rows, count] fp32, 0 where an id is -1

@@ -82,6 +82,7 @@ def finish_strip(
     row_start,
     strip,
     rows,
+    strip_stride,  # from strip to strip of the statistics
     vocab,
     columns2,
     # scalars
@@ -100,7 +101,7 @@ def finish_strip(
     offs_col = strip * STRIP + tl.arange(0, STRIP)
     in_rows = offs_row < rows
     in_vocab = offs_col < vocab
-    stats_at = strip.to(tl.int64) * rows + offs_row
+    stats_at = strip.to(tl.int64) * strip_stride + offs_row
     RELATIVE: tl.constexpr = out_desc is not None and not GIVEN
     SHIFTED: tl.constexpr = strip_shifted_sum_ptr is not None
     SECOND: tl.constexpr = strip_sum2_ptr is not None
@@ -180,6 +181,7 @@ def finish_tile(
     row_start,
     tile_n,
     rows,
+    strip_stride,  # from strip to strip of the statistics
     vocab,
     columns2,
     # scalars
@@ -197,20 +199,21 @@ def finish_tile(
         return finish_strip(
             out_desc, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
             strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr, row_offset, target, row_start, tile_n, rows,
-            vocab, columns2, ratio2, BLOCK_M, STRIP, BLOCK_N // 2, REACH, GIVEN, TARGETS, EDGE,
+            strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, BLOCK_N // 2, REACH, GIVEN, TARGETS, EDGE,
         )  # fmt: skip
     else:
         left, right = column_halves(x, BLOCK_M, BLOCK_N)
         sums = finish_strip(
             out_desc, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
             strip_sum2_ptr, strip_shifted_sum2_ptr, left, class_weights_ptr, row_offset, target, row_start, tile_n * 2,
-            rows, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP, REACH, GIVEN, TARGETS, EDGE,
+            rows, strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP, REACH, GIVEN, TARGETS, EDGE,
         )  # fmt: skip
         offs_row = row_start + tl.arange(0, BLOCK_M)
-        tl.store(strip_sum_ptr + (tile_n * 2).to(tl.int64) * rows + offs_row, sums, mask=offs_row < rows)
+        tl.store(strip_sum_ptr + (tile_n * 2).to(tl.int64) * strip_stride + offs_row, sums, mask=offs_row < rows)
         # past the vocabulary the right strip writes what merges to nothing (-inf, 0), and its store falls outside
         return finish_strip(
             out_desc, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
             strip_sum2_ptr, strip_shifted_sum2_ptr, right, class_weights_ptr, row_offset, target, row_start,
-            tile_n * 2 + 1, rows, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP, REACH, GIVEN, TARGETS, EDGE,
+            tile_n * 2 + 1, rows, strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP,
+            REACH, GIVEN, TARGETS, EDGE,
         )  # fmt: skip

@@ -16,15 +16,15 @@ No logit is ever rounded by its own size. The target's own column is left out of
 exact logit: then loss and gradient see one and the same logit.
 """
 
-import triton
 import triton.language as tl
 
 from ..common.blocks import counted_rows, tile_place
+from ..common.kernel import kernel
 from ..common.transform import transform_logits
 from .exp_epilogue import finish_tile
 
 
-@triton.jit
+@kernel
 def exp_logits_kernel(
     # outputs
     out_desc,  # [rows, vocab] 16 bit, store block [BLOCK_M, BLOCK_N / 2], or None
@@ -47,6 +47,7 @@ def exp_logits_kernel(
     # sizes
     first_row,  # of the chunk within the call
     rows,
+    strip_stride,  # from strip to strip of the statistics, a multiple of 16
     vocab,
     hidden,
     columns2,
@@ -59,7 +60,6 @@ def exp_logits_kernel(
     BLOCK_K: tl.constexpr,
     STRIP: tl.constexpr,  # BLOCK_N or half of it
     GROUP_M: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     REACH: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter's product of bf16 operands is wrong, of fp32 ones right
@@ -69,7 +69,7 @@ def exp_logits_kernel(
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(vocab, BLOCK_N)
     # `flatten` merges the tile loop with the loop over K, so that the next tile's loads run under this one's epilogue
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start = tile_m * BLOCK_M
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -102,15 +102,15 @@ def exp_logits_kernel(
             sums = finish_tile(
                 out_desc, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr,
                 strip_top_ptr, strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr,
-                row_offset, target, row_start, tile_n, rows, vocab, columns2, ratio2,
+                row_offset, target, row_start, tile_n, rows, strip_stride, vocab, columns2, ratio2,
                 BLOCK_M, BLOCK_N, STRIP, REACH, GIVEN, TARGETS, not EVEN_VOCAB,
             )  # fmt: skip
         else:
             sums = finish_tile(
                 out_desc, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr,
                 strip_top_ptr, strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr,
-                row_offset, target, row_start, tile_n, rows, vocab, columns2, ratio2,
+                row_offset, target, row_start, tile_n, rows, strip_stride, vocab, columns2, ratio2,
                 BLOCK_M, BLOCK_N, STRIP, REACH, GIVEN, False, False,
             )  # fmt: skip
         last_strip = (tile_n + 1) * (BLOCK_N // STRIP) - 1
-        tl.store(strip_sum_ptr + last_strip.to(tl.int64) * rows + offs_row, sums, mask=in_rows)
+        tl.store(strip_sum_ptr + last_strip.to(tl.int64) * strip_stride + offs_row, sums, mask=in_rows)

@@ -4,7 +4,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.grids import programs_of, row_block
-from ..common.operands import ALL_ROWS, Counted, Stored, Strips, mixture
+from ..common.operands import ALL_ROWS, Counted, Stored, Strips, mixture, strip_stride
 from ..common.tiles import FUSED, INTERPRETED, RELATIVE_STRIP, Tile, cdiv, exp_tile, power_of_2
 from .columns import dot_columns_kernel, pick_columns_kernel
 from .exp_logits import exp_logits_kernel
@@ -62,10 +62,11 @@ def exp_logits(
         TensorDescriptor.from_tensor(hidden, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
         bias, class_weights, row_offset, target, counted.count,
-        counted.first_row, rows, vocab, hidden.shape[1], columns2, logit_scale, softcap, ratio2,
+        counted.first_row, rows, strips.offset.stride(0), vocab, hidden.shape[1], columns2,
+        logit_scale, softcap, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STRIP=tile.block_n // (strips.offset.shape[0] // cdiv(vocab, tile.block_n)),
-        GROUP_M=tile.group_m, PROGRAMS=programs, REACH=REACH,
+        GROUP_M=tile.group_m, REACH=REACH,
         EVEN_VOCAB=vocab % tile.block_n == 0, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
 
@@ -93,8 +94,8 @@ def merge_strips(
     merge_strips_kernel[(cdiv(rows, block_rows),)](
         lse, start, rest, logprob, entropy, weighted_sum, top, argmax, level,
         *strips[:6], target_logit, target,
-        rows, count, columns, ratio, SECOND=second, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips,
-        num_warps=8, **FUSED,
+        rows, strips.offset.stride(0), count, columns, ratio,
+        SECOND=second, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips, num_warps=8, **FUSED,
     )  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def pair_stats(
         forward_kl, reverse_kl, teacher_entropy, kl_mixture, jsd, tvd, sign,
         student.logits, student.offset, student.bias, start, rest,
         teacher.logits, teacher.offset, teacher.bias, teacher_start, teacher_rest,
-        rows, columns, student.logits.stride(0), teacher.logits.stride(0),
+        strip_stride(student, teacher), columns, student.logits.stride(0), teacher.logits.stride(0),
         student.logit_scale, student.softcap, ratio, teacher.logit_scale, teacher.softcap,
         BETA=beta, **mixture(beta), FLOOR=floor, STRIP=RELATIVE_STRIP, BLOCK=block, num_warps=4, **FUSED,
     )  # fmt: skip

@@ -1,10 +1,11 @@
 """Statistics of pieces of the vocabulary, as all ranks have sent them, merged into those of the whole."""
 
-import triton
 import triton.language as tl
 
+from ..common.kernel import kernel
 
-@triton.jit
+
+@kernel
 def merge_ranks_kernel(
     # outputs
     start_ptr,  # [rows] fp32: log p = (x - start) + rest

@@ -1,12 +1,12 @@
 """From the strips that `exp_logits` left: statistics of whole rows."""
 
-import triton
 import triton.language as tl
 
+from ..common.kernel import kernel
 from ..common.transform import ln_2, log2_e
 
 
-@triton.jit
+@kernel
 def merge_strips_kernel(
     # outputs
     lse_ptr,  # [rows] fp32 or None
@@ -29,6 +29,7 @@ def merge_strips_kernel(
     target_ptr,  # [rows] int64, -1 where the row does not count; None without targets
     # sizes
     rows,
+    strip_stride,  # from strip to strip, a multiple of BLOCK_ROWS: what stands behind the rows may be read
     strips,
     columns,  # that the softmax is over
     # scalars
@@ -56,8 +57,8 @@ def merge_strips_kernel(
         run_sum = tl.where(counts & (asked != float("-inf")), 1.0, run_sum)
     for start in range(0, strips, BLOCK_STRIPS):
         offs_strip = start + tl.arange(0, BLOCK_STRIPS)
-        at = offs_strip[:, None].to(tl.int64) * rows + offs_row[None, :]
-        mask = (offs_strip[:, None] < strips) & in_rows[None, :]
+        at = offs_strip[:, None].to(tl.int64) * strip_stride + offs_row[None, :]
+        mask = tl.broadcast_to(offs_strip[:, None] < strips, (BLOCK_STRIPS, BLOCK_ROWS))
         s = tl.load(strip_sum_ptr + at, mask=mask, other=0.0)
         if level_ptr is not None:
             own = s < 0.0

@@ -3,14 +3,14 @@
 Each is summed from differences of log-probabilities, so that equal rows give exactly 0.
 """
 
-import triton
 import triton.language as tl
 
+from ..common.kernel import kernel
 from ..common.stored import load_row
 from ..common.transform import log2_e, log_mixture
 
 
-@triton.jit
+@kernel
 def pair_stats_kernel(
     # outputs, each [rows] fp32 or None
     forward_kl_ptr,  # KL(q || p)
@@ -33,7 +33,7 @@ def pair_stats_kernel(
     teacher_start_ptr,
     teacher_rest_ptr,
     # sizes
-    rows,
+    strip_stride,  # from strip to strip of both offsets; 0 for raw logits
     columns,  # that both have
     stride,
     teacher_stride,
@@ -66,11 +66,11 @@ def pair_stats_kernel(
         offs = start + tl.arange(0, BLOCK)
         inside = offs < columns
         x = load_row(
-            logits_ptr, strip_offset_ptr, bias_ptr, row, rows, offs, inside, logit_scale, softcap, STRIP
+            logits_ptr, strip_offset_ptr, bias_ptr, row, strip_stride, offs, inside, logit_scale, softcap, STRIP
         )  # fmt: skip
         y = load_row(
-            teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, row, rows, offs, inside, teacher_scale, teacher_softcap,
-            STRIP,
+            teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs, inside, teacher_scale,
+            teacher_softcap, STRIP,
         )  # fmt: skip
         if ratio is not None:
             x = x * ratio

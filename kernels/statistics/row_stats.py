@@ -1,13 +1,13 @@
 """Statistics of rows of stored logits, one program a row."""
 
-import triton
 import triton.language as tl
 
+from ..common.kernel import kernel
 from ..common.stored import load_row
 from ..common.transform import ln_2, log2_e, transform_logits
 
 
-@triton.jit
+@kernel
 def row_stats_kernel(
     # outputs
     lse_ptr,  # [rows] fp32 or None

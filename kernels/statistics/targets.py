@@ -1,10 +1,11 @@
 """Targets beside the rows that predict them, what does not count taken out."""
 
-import triton
 import triton.language as tl
 
+from ..common.kernel import kernel
 
-@triton.jit
+
+@kernel
 def read_targets_kernel(
     # outputs
     paired_ptr,  # [tokens] int64, -1 where a row does not count

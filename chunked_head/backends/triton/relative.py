@@ -28,16 +28,16 @@ class RelativeSession(OwnProducts):
         if sizes.hidden_grad and plan.schedule == "forward":
             self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
         two = len(demand.views) > 1
-        self.strip_count = strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative")
+        strip_count = strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative")
         self.strips = Strips.empty(
-            rows, self.strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
+            rows, strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
             two and demand.entropy[1],
         )  # fmt: skip
         self.told_targets = False  # the target's logits of all tokens are there
         if sizes.teacher_store == "relative":
             self.teacher_buffer = padded(rows, sizes.teacher_columns, device)
-            self.teacher_strip_count = strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
-            self.teacher_strips = Strips.empty(rows, self.teacher_strip_count, device)
+            strip_count = strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
+            self.teacher_strips = Strips.empty(rows, strip_count, device)
         elif sizes.teacher_store == "logits":
             self.teacher_buffer = torch.empty(rows, sizes.teacher_columns, dtype=torch.float32, device=device)
 
@@ -59,7 +59,7 @@ class RelativeSession(OwnProducts):
     ) -> None:
         head, count, vocab = self.head, rows.hidden.shape[0], self.sizes.vocab
         scale_cap = transform(head)
-        strips = self.strips.of_rows(count, self.strip_count)
+        strips = self.strips.of_rows(count)
         if not self.told_targets:
             self.dot_targets(rows.hidden, rows.target, out)
         if out.column_logits is not None:
@@ -107,7 +107,7 @@ class RelativeSession(OwnProducts):
             stored = Stored(buffer, None, teacher.bias, *transform(teacher))
             normalize_rows((start, rest), stored, columns)
             return stored
-        strips = self.teacher_strips.of_rows(count, self.teacher_strip_count)
+        strips = self.teacher_strips.of_rows(count)
         statistics.exp_logits(
             buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, *transform(teacher),
             counted=counted_of(rows),

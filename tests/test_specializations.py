@@ -1,0 +1,116 @@
+"""What Triton compiles for: the same of every launch, however many tokens a call has."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from chunked_head import linear_cross_entropy, linear_loss, losses, metrics, plan
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are stubbed in the interpreter")
+
+HIDDEN, VOCAB, CHUNK = 64, 203, 96
+COUNTS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 95, 96, 97, 100, 128, 129, 160, 191, 192, 193, 250, 1000)
+# in the order of what keeps the logits: exponentials, relative logits, fp32 logits
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def told(name: str, value: Any) -> Any:
+    """What of an argument is part of the compiled code."""
+    from chunked_head.kernels.common.kernel import PER_CALL, PER_ROW
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if name.isupper() or value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, tuple(value.block_shape)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, name in PER_ROW or value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return abs(value) < 2**31 and (name in PER_CALL or (value == 1, value % 16 == 0))
+    return type(value)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set]:
+    """Kernels launched and what each was compiled for; only those run whose numbers torch takes for indices."""
+    from triton.runtime import interpreter
+
+    found: set = set()
+    run = interpreter.GridExecutor.__call__
+
+    def record(self: Any, *args: Any, **options: Any) -> None:
+        named = dict(zip(self.arg_names, args, strict=False)) | options
+        found.add((self.fn.__name__, tuple((name, told(name, value)) for name, value in named.items())))
+        if self.fn.__name__ in ("read_targets_kernel", "sort_targets_kernel"):
+            run(self, *args, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", record)
+    yield found
+
+
+def specializations(
+    launched: set, tokens: int, dtype: torch.dtype, reduction: str = "mean", **options: Any
+) -> frozenset:
+    hidden = torch.zeros(tokens, HIDDEN, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(VOCAB, HIDDEN, dtype=dtype, requires_grad=True)
+    operands = hidden, weight, torch.zeros(tokens, dtype=torch.int64)
+    launched.clear()
+    if reduction == "none":
+        linear_cross_entropy(*operands, reduction="none", backend="triton", **options).sum().backward()
+    else:
+        measured = [metrics.accuracy(), metrics.entropy(), metrics.lse()]
+        linear_loss(*operands, losses.cross_entropy(), metrics=measured, backend="triton", **options).loss.backward()
+    return frozenset(launched)
+
+
+def kind(found: frozenset, several: bool) -> tuple[bool, ...]:
+    """Which of the few kinds of call it is: of one chunk or several, with tiles of dhidden that are cut and without."""
+    cut = {dict(named)["part_ptr"] is not None for name, named in found if name == "dhidden_kernel"}
+    return several, *sorted(cut)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("skip", [False, True])
+def test_any_number_of_tokens(launched: set, dtype: torch.dtype, skip: bool) -> None:
+    if skip and dtype == torch.float32:
+        pytest.skip("fp32 skips no tokens without waiting")
+    kinds: dict[tuple, dict[frozenset, int]] = {}
+    for tokens in COUNTS:
+        several = plan(tokens, HIDDEN, VOCAB, dtype, backend="triton", chunk_tokens=CHUNK).chunks > 1
+        found = specializations(launched, tokens, dtype, chunk_tokens=CHUNK, skip_ignored=skip)
+        assert len(found) > 4
+        kinds.setdefault(kind(found, several), {}).setdefault(found, tokens)
+    assert 2 <= len(kinds) <= 5
+    for name, same in kinds.items():
+        one, *others = same
+        assert not others, f"{name}: {list(same.values())}: {differences(one, others[0])}"
+
+
+def differences(one: frozenset, other: frozenset) -> list:
+    return [(name, set(named) - set(told)) for name, named in one - other for also, told in other - one if name == also]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_recomputed_gradients(launched: set, dtype: torch.dtype) -> None:
+    """Rows of upstream gradients: a second pass, over blocks and tiles."""
+    found = {specializations(launched, tokens, dtype, reduction="none") for tokens in COUNTS}
+    assert len(found) == 1
+
+
+def test_every_kernel_is_one_of_any_number_of_tokens() -> None:
+    """Sizes that follow the number of tokens have names that kernels keep out of what is compiled, and no constants."""
+    from chunked_head.kernels.common.kernel import PER_CALL, PER_ROW
+    from chunked_head.kernels.gradients import launch as gradients
+    from chunked_head.kernels.products import launch as products
+    from chunked_head.kernels.statistics import launch as statistics
+
+    kernels = {
+        name: value for module in (gradients, products, statistics) for name, value in vars(module).items()
+        if name.endswith("_kernel")
+    }  # fmt: skip
+    named = {name for kernel in kernels.values() for name in kernel.arg_names}
+    assert len(kernels) == 20 and set(PER_CALL + PER_ROW) <= named
+    for name, kernel in kernels.items():
+        assert kernel.kwargs["do_not_specialize"] == PER_CALL, name
