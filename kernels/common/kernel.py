@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import triton
 
+from .launcher import Launcher
+
 # sizes that follow the number of tokens, as kernels name them
 PER_CALL = ("first_row", "length", "most_parts", "numel", "pieces", "programs", "rows", "steps", "tokens", "units")
 # pointers to one number, or to one or a few per row: a chunk's start wherever its first row is, and no thread reads
@@ -25,6 +27,6 @@ PER_ROW = (
 )  # fmt: skip
 
 
-def kernel(function: Callable) -> triton.runtime.KernelInterface:
+def kernel(function: Callable) -> Launcher:
     """``triton.jit`` of what is launched; functions that kernels call need no more than that."""
-    return triton.jit(function, do_not_specialize=PER_CALL, do_not_specialize_on_alignment=PER_ROW)
+    return Launcher(triton.jit(function, do_not_specialize=PER_CALL, do_not_specialize_on_alignment=PER_ROW))

@@ -1,0 +1,107 @@
+"""Launching compiled kernels without what Triton does before each launch, most of which is the same every time."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.compiler import CompiledKernel
+
+# versions whose rules of what is compiled anew are those of ``specialization``
+OLDEST, NEWEST = (3, 5), (3, 9)
+MOST_KEPT = 4096
+
+
+def fits(name: str) -> str:
+    return f"-2147483648 <= {name} <= 2147483647"
+
+
+def specialization(parameter: Any) -> str:
+    """An expression of an argument for what Triton compiles a kernel anew for, where the argument is no constant.
+
+    A descriptor: dtype and block. A pointer: dtype, and whether it is a multiple of 16 bytes. An integer: whether it is
+    1, a multiple of 16, within 32 bits. Any other number: its type.
+    """
+    name = parameter.name
+    if name.endswith("_desc"):
+        return f"None if {name} is None else ({name}.base.dtype, *{name}.block_shape)"
+    if name.endswith("_ptr"):
+        aligned = (
+            "" if parameter.do_not_specialize_on_alignment else f" if not {name}.data_ptr() & 15 else ({name}.dtype,)"
+        )
+        return f"None if {name} is None else {name}.dtype{aligned}"
+    if parameter.do_not_specialize:
+        return fits(name)
+    return f"{name}.__class__ if {name}.__class__ is not int else 1 if {name} == 1 else (not {name} & 15, {fits(name)})"
+
+
+def is_known(kernel: Any) -> bool:
+    """Whether this is a kernel for an NVIDIA GPU, by a Triton whose rules are known."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return isinstance(kernel, triton.JITFunction) and OLDEST <= version <= NEWEST and nvidia
+
+
+def has_settings() -> bool:
+    """Whether somebody has set what Triton looks at before a launch: hooks, debugging, ways to compile."""
+    runtime, compilation = vars(knobs.runtime), vars(knobs.compilation)
+    return bool(runtime or compilation) and (any(runtime.values()) or any(compilation.values()))
+
+
+def is_plain(compiled: Any) -> bool:
+    """Whether a kernel was compiled at once and in the usual way; environment variables are read at import."""
+    unusual = (
+        knobs.runtime.debug
+        or getattr(knobs.runtime, "add_stages_inspection_hook", None)
+        or getattr(knobs.compilation, "instrumentation_mode", "")
+    )
+    return isinstance(compiled, CompiledKernel) and not unusual
+
+
+class Launcher:
+    """A kernel that is launched as Triton's are, ``kernel[grid](*arguments, **constants)``, all constants by name.
+
+    The first launch of a kind is Triton's, which compiles; later ones take what was compiled. Where Triton might do
+    more than launch it (interpreted, a hook, a setting, a version nobody has looked at) every launch is Triton's.
+    """
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+        # threads that meet a kind at once both have it compiled, and one of the two is kept
+        self.kept: dict[tuple, tuple[Any, tuple]] = {}
+
+    @functools.cached_property
+    def known(self) -> bool:
+        return is_known(self.kernel)
+
+    @functools.cached_property
+    def key(self) -> Callable[..., tuple]:
+        """Of the arguments that are no constants, as one function: a loop over them would take twice as long."""
+        arguments = [parameter for parameter in self.kernel.params if not parameter.is_constexpr]
+        names = ", ".join(parameter.name for parameter in arguments)
+        return eval(f"lambda {names}: ({', '.join(map(specialization, arguments))},)")
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            if not self.known or self.kernel.pre_run_hooks or has_settings():
+                self.kernel[grid](*arguments, **constants)
+                return
+            key = torch.cuda.current_device(), self.key(*arguments), *constants, *constants.values()
+            kept = self.kept.get(key)
+            if kept is None:
+                compiled = self.kernel[grid](*arguments, **constants)
+                if is_plain(compiled):
+                    self.keep(key, compiled, constants)
+            else:
+                compiled, last = kept
+                compiled[(*grid, 1, 1)[:3]](*arguments, *last)
+
+        return launch
+
+    def keep(self, key: tuple, compiled: Any, constants: dict[str, Any]) -> None:
+        if len(self.kept) >= MOST_KEPT:
+            self.kept.clear()
+        names = [parameter.name for parameter in self.kernel.params if parameter.is_constexpr]
+        self.kept[key] = compiled, tuple(constants[name] for name in names)

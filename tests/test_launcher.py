@@ -1,0 +1,282 @@
+"""Launches of kernels that are compiled already: what is launched is what Triton would launch."""
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="what is launched is Triton's")
+
+
+def example_kernel(out_desc, in_ptr, row_ptr, columns, rows, scale, BLOCK: "tl.constexpr", FLOOR: "tl.constexpr"):  # noqa: F821
+    pass
+
+
+NOT_SPECIALIZED = {"do_not_specialize": ["rows"], "do_not_specialize_on_alignment": ["row_ptr"]}
+
+
+def described(shape: tuple[int, int] = (64, 64), block: tuple[int, int] = (16, 32), dtype: torch.dtype = torch.float16):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(torch.zeros(shape, dtype=dtype), list(block))
+
+
+NUMBERS = torch.zeros(64)
+HALVES = NUMBERS.half()
+PLAIN: dict[str, Any] = {
+    "out_desc": None, "in_ptr": NUMBERS, "row_ptr": NUMBERS, "columns": 48, "rows": 48, "scale": 0.5,
+    "BLOCK": 128, "FLOOR": -1.0, "num_warps": 4, "num_stages": 3,
+}  # fmt: skip
+# arguments that a kernel is compiled anew for
+OTHERS: list[dict[str, Any]] = [
+    {"in_ptr": None}, {"in_ptr": HALVES}, {"in_ptr": NUMBERS[1:]}, {"in_ptr": HALVES[1:]},
+    {"row_ptr": None}, {"row_ptr": HALVES}, {"columns": 1}, {"columns": 47}, {"columns": 2**31}, {"columns": 2**31 + 1},
+    {"rows": 2**31}, {"scale": None}, {"scale": 1}, {"scale": 3}, {"scale": 16}, {"scale": 2**40}, {"scale": True},
+    {"BLOCK": 64}, {"FLOOR": -2.0}, {"FLOOR": None}, {"num_warps": 8}, {"num_stages": 2},
+    {"out_desc": {}}, {"out_desc": {"block": (16, 16)}}, {"out_desc": {"dtype": torch.bfloat16}},
+]  # fmt: skip
+# and those that it is not compiled anew for
+SAME: list[dict[str, Any]] = [
+    {"in_ptr": NUMBERS[4:]}, {"row_ptr": NUMBERS[1:]}, {"columns": 128}, {"rows": 1}, {"rows": 47}, {"rows": 0},
+    {"scale": 1.0}, {"columns": 0},
+]  # fmt: skip
+
+
+def arguments(change: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    named = PLAIN | {name: described(**value) if isinstance(value, dict) else value for name, value in change.items()}
+    constants = ("BLOCK", "FLOOR", "num_warps", "num_stages")
+    return [value for name, value in named.items() if name not in constants], {name: named[name] for name in constants}
+
+
+def jit_function() -> Any:
+    """Triton's own, compiled or not: what it knows of its arguments."""
+    from triton import JITFunction
+
+    return JITFunction(example_kernel, **NOT_SPECIALIZED)
+
+
+class Compiled:
+    """Stands for what Triton compiled."""
+
+    def __init__(self, kernel: "Kernel"):
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self.kernel.direct.append((grid, self, args))
+
+
+class Kernel:
+    """Stands for Triton's kernel: it records who compiles, and who launches what was compiled."""
+
+    def __init__(self):
+        self.params, self.pre_run_hooks = jit_function().params, []
+        self.compiled: list[Compiled] = []
+        self.direct: list[tuple] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*args: Any, **constants: Any) -> Compiled:
+            self.compiled.append(Compiled(self))
+            return self.compiled[-1]
+
+        return run
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A GPU that is not there."""
+    from chunked_head.kernels.common import launcher
+
+    there = SimpleNamespace(index=0)
+    monkeypatch.setattr(launcher, "is_known", lambda kernel: True)
+    monkeypatch.setattr(launcher, "CompiledKernel", Compiled)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: there.index)
+    yield there
+
+
+def made() -> tuple[Kernel, Any]:
+    from chunked_head.kernels.common.launcher import Launcher
+
+    kernel = Kernel()
+    return kernel, Launcher(kernel)
+
+
+@pytest.mark.parametrize("change", [{}, *SAME], ids=str)
+def test_the_same_is_launched_directly(device: SimpleNamespace, change: dict[str, Any]) -> None:
+    kernel, launcher = made()
+    first, constants = arguments({})
+    launcher[(3,)](*first, **constants)
+    assert (len(kernel.compiled), kernel.direct) == (1, [])
+    again, constants = arguments(change)
+    launcher[5, 2](*again, **constants)
+    ((grid, compiled, given),) = kernel.direct
+    assert (grid, compiled, len(kernel.compiled)) == ((5, 2, 1), kernel.compiled[0], 1)
+    assert all(one is other for one, other in zip(given, [*again, 128, -1.0], strict=True))
+
+
+@pytest.mark.parametrize("change", OTHERS, ids=str)
+def test_another_is_compiled(device: SimpleNamespace, change: dict[str, Any]) -> None:
+    kernel, launcher = made()
+    for given in ({}, change, change, {}):
+        positional, constants = arguments(given)
+        launcher[(3,)](*positional, **constants)
+    assert [kernel.compiled.index(compiled) for _, compiled, _ in kernel.direct] == [1, 0]
+    assert len(kernel.compiled) == 2
+
+
+def test_all_of_them_differ(device: SimpleNamespace) -> None:
+    kernel, launcher = made()
+    for _ in range(2):
+        for change in OTHERS:
+            positional, constants = arguments(change)
+            launcher[(3,)](*positional, **constants)
+    assert len(kernel.compiled) == len(OTHERS) == len(kernel.direct)
+
+
+def test_each_device_compiles(device: SimpleNamespace) -> None:
+    kernel, launcher = made()
+    positional, constants = arguments({})
+    for device.index in (0, 1, 1, 0):
+        launcher[(3,)](*positional, **constants)
+    assert [kernel.compiled.index(compiled) for _, compiled, _ in kernel.direct] == [1, 0]
+
+
+def test_keeps_no_more_than_so_many(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    from chunked_head.kernels.common import launcher as module
+
+    monkeypatch.setattr(module, "MOST_KEPT", 4)
+    _, launcher = made()
+    for block in range(10):
+        positional, constants = arguments({"BLOCK": block})
+        launcher[(3,)](*positional, **constants)
+        assert 0 < len(launcher.kept) <= 4
+
+
+@pytest.mark.parametrize("what", ["hook", "debug", "pre-run hook", "interpreted", "another version", "compiled later"])
+def test_leaves_it_to_triton(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Whatever Triton might do beside the launch, it does."""
+    from chunked_head.kernels.common import launcher as module
+    from triton import knobs
+
+    kernel, launcher = made()
+    positional, constants = arguments({})
+    if what not in ("interpreted", "another version", "compiled later"):
+        launcher[(3,)](*positional, **constants)
+        assert launcher.kept
+    if what == "hook":
+        monkeypatch.setitem(vars(knobs.runtime), "launch_enter_hook", print)
+    elif what == "debug":
+        monkeypatch.setitem(vars(knobs.runtime), "debug", True)
+    elif what == "pre-run hook":
+        kernel.pre_run_hooks.append(print)
+    elif what == "compiled later":
+        monkeypatch.setattr(module, "CompiledKernel", int)
+    else:
+        monkeypatch.setattr(module, "is_known", lambda kernel: False)
+    before = len(kernel.compiled)
+    for _ in range(2):
+        launcher[(3,)](*positional, **constants)
+    assert (len(kernel.compiled), kernel.direct) == (before + 2, [])
+
+
+def test_knows_what_is_interpreted_and_which_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    from chunked_head.kernels.common.launcher import is_known
+
+    kernel = jit_function()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert is_known(kernel) == (torch.version.hip is None) and not is_known(object())
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    assert not is_known(kernel)
+    monkeypatch.setattr(triton, "__version__", "3.4.1")
+    assert not is_known(kernel)
+
+
+def triton_key(kernel: Any, positional: list[Any], constants: dict[str, Any]) -> Any:
+    """What Triton itself tells launches apart by, for Hopper."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    _, specialized, options = bind(*positional, **constants)
+    return specialized, options
+
+
+def test_tells_apart_what_triton_tells_apart() -> None:
+    """No more and no less."""
+    from chunked_head.kernels.common.launcher import Launcher
+
+    kernel = jit_function()
+    launcher = Launcher(kernel)
+    both = []
+    for change in (*OTHERS, *SAME, {}):
+        positional, constants = arguments(change)
+        both.append((launcher.key(*positional), constants, triton_key(kernel, positional, constants)))
+    for one, other in itertools.combinations(both, 2):
+        assert (one[:2] == other[:2]) == (one[2] == other[2]), (one, other)
+
+
+def test_every_argument_is_of_a_known_kind() -> None:
+    """Descriptors, pointers and constants are told by their names."""
+    from chunked_head.kernels.common.launcher import Launcher
+    from chunked_head.kernels.gradients import launch as gradients
+    from chunked_head.kernels.products import launch as products
+    from chunked_head.kernels.statistics import launch as statistics
+
+    launchers = [
+        value for module in (gradients, products, statistics) for value in vars(module).values()
+        if isinstance(value, Launcher)
+    ]  # fmt: skip
+    assert len(launchers) == 20
+    for launcher in launchers:
+        names = launcher.kernel.arg_names
+        assert names == sorted(names, key=str.isupper), "constants come last"
+
+
+@pytest.mark.gpu
+def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits both ways, first and again, of pointers that are aligned and that are not."""
+    from chunked_head.kernels.common.operands import Strips
+    from chunked_head.kernels.gradients import launch as gradients
+    from chunked_head.kernels.statistics import launch as statistics
+
+    def scaled(start: int, numbers: int) -> torch.Tensor:
+        source = torch.arange(4096.0, device="cuda")[start : start + numbers]
+        out = torch.zeros(4096, device="cuda", dtype=torch.bfloat16)
+        gradients.scale(out[start : start + numbers], source, torch.tensor(0.37, device="cuda"))
+        return out
+
+    def summed(rows: int, start: int) -> torch.Tensor:
+        made = torch.Generator().manual_seed(3)
+        hidden = torch.randn(rows, 256, generator=made).cuda().bfloat16()
+        weight = torch.randn(1000, 256, generator=made).cuda().bfloat16()
+        offset = torch.zeros(rows + 4, device="cuda")[start : start + rows]
+        target = torch.zeros(rows, dtype=torch.int64, device="cuda")
+        strips = Strips.empty(rows, 8, hidden.device).of_rows(rows)
+        out = torch.zeros(rows, 1000, device="cuda", dtype=torch.bfloat16)
+        statistics.exp_logits(out, strips, hidden, weight, None, None, offset, target, None, None)
+        return torch.cat([out.float().flatten(), strips.sum.flatten()])
+
+    def all_of_them() -> list[torch.Tensor]:
+        found = [scaled(start, numbers) for start in (0, 1, 8, 3) for numbers in (1024, 1000, 1, 77)]
+        return found + [summed(rows, start) for rows in (1, 16, 300, 301) for start in (0, 1)]
+
+    first, again = all_of_them(), all_of_them()
+    launchers = gradients.scale_kernel, statistics.exp_logits_kernel
+    assert all(launcher.known and launcher.kept for launcher in launchers)
+    kept = [dict(launcher.kept) for launcher in launchers]
+    for launcher in launchers:
+        monkeypatch.setitem(launcher.__dict__, "known", False)
+    plain = all_of_them()
+    assert [dict(launcher.kept) for launcher in launchers] == kept
+    for one, two, three in zip(first, again, plain, strict=True):
+        assert torch.equal(one, two) and torch.equal(two, three)
+    # what is launched directly asks Triton's own way for nothing
+    for launcher in launchers:
+        monkeypatch.setitem(launcher.__dict__, "known", True)
+        monkeypatch.setattr(launcher, "kernel", SimpleNamespace(pre_run_hooks=[]))
+    for one, two in zip(all_of_them(), plain, strict=True):
+        assert torch.equal(one, two)
