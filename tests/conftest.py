@@ -37,12 +37,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def uncompiled(request: pytest.FixtureRequest) -> Iterator[None]:
     """The losses' arithmetic runs as plain PyTorch: to compile each of hundreds of sums of losses would take an hour.
-    Tests marked ``compiled`` hold the compiled ones to these."""
+    Tests marked ``compiled`` hold the compiled ones, and the kernels, to these."""
     if request.node.get_closest_marker("compiled"):
         yield
-    else:
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        return
+    from chunked_head.engine.arithmetic import kernels  # not at the top: it imports triton
+
+    with torch.compiler.set_stance("force_eager"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "arithmetic_of", lambda *call: (None, []))
+        yield
 
 
 @pytest.fixture(autouse=True)

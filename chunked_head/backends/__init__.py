@@ -1,5 +1,5 @@
 """The two ways to compute: Triton kernels, and torch operations for every device without them."""
 
-from .protocol import Backend, Layout, Session, Targets, check_name, resolve
+from .protocol import Backend, Layout, Session, Targets, VectorKernel, check_name, resolve
 
-__all__ = ["Backend", "Layout", "Session", "Targets", "check_name", "resolve"]
+__all__ = ["Backend", "Layout", "Session", "Targets", "VectorKernel", "check_name", "resolve"]

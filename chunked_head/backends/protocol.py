@@ -5,6 +5,7 @@ A backend is a module with three functions, ``Backend`` below; a ``Session`` hol
 
 import importlib
 import importlib.util
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -84,6 +85,14 @@ class Targets(NamedTuple):
     one_or_nan: Tensor  # [] of that dtype: nan where an id is out of range
 
 
+class VectorKernel(Protocol):
+    """A function of numbers per token, launched for the tokens ``rows`` of inputs that hold those of all tokens: its
+    outputs for the chunk into rows of ``chunk`` [outputs, tokens of the chunk], those for all tokens at the tokens'
+    places into rows of ``table`` [outputs, tokens]."""
+
+    def __call__(self, inputs: Sequence[Tensor], rows: slice, chunk: Tensor, table: Tensor) -> None: ...
+
+
 class Backend(Protocol):
     """What the loop asks of a backend."""
 
@@ -135,6 +144,15 @@ class Backend(Protocol):
         self, out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
     ) -> None:
         """Their gradient, 0 where a row does not count; ``out`` may be the logits themselves."""
+
+    def vector_kernel(
+        self,
+        function: Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]],
+        inputs: Sequence[Tensor],
+        token_dims: Sequence[int | None],
+    ) -> VectorKernel | None:
+        """One kernel of a function of inputs like these to outputs for a chunk and outputs for all tokens, each [n];
+        None where it has none. ``token_dims``: the dimension of each input that tokens are counted along, or None."""
 
     def scale(self, source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """``source * factor`` (0-d, on the device) in ``dtype``: in place where that is its own, else a new tensor."""

@@ -59,7 +59,7 @@ def scalar_objective(
     return ScalarObjective(
         **common(prepared), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
         declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=prepared.needs.segment_metrics,
-        fused=prepared.head.device.type == "cuda" and not segmented, spread=spread,
+        fuse=None if segmented else prepared.backend, spread=spread,
         together=spread is not None and segmented,
         reduced=how,
     )  # fmt: skip
@@ -71,7 +71,7 @@ def token_objective(prepared: PreparedCall) -> TokenObjective:
     # values alone are asked for until the upstream gradients come, and they are the factors
     return TokenObjective(
         **common(prepared), inputs=make_inputs(prepared, stacked([prepared.one_or_nan])), coefficients=coefficients,
-        fused=prepared.head.device.type == "cuda",
+        fuse=prepared.backend,
     )  # fmt: skip
 
 

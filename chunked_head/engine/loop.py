@@ -114,7 +114,7 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
     for at in plan.token_chunks():
         rows, chunk_stats = operands.rows(at), stats.at(at)
         whole_stats(call, session, rows, chunk_stats)
-        coefficients = objective.visit(chunk_stats, at, gradient=grads is not None)
+        coefficients = objective.visit(stats, at, gradient=grads is not None)
         if grads is not None:
             assert coefficients is not None
             # a buffer of the caller's cannot be scaled once all is added

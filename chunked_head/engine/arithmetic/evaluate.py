@@ -1,8 +1,8 @@
 """From statistics to values and coefficients: the losses' and metrics' own arithmetic, on vectors of tokens.
 
-``evaluate`` is plain PyTorch and differentiated by ``torch.func``; on a GPU it is compiled, once for each structure,
-into a kernel or two. A structure is what cannot change without other code: which functions with which options, at which
-softmax. Coefficients, denominators, weights and fields are inputs.
+``evaluate`` is plain PyTorch and differentiated by ``torch.func``. It runs as a kernel of the backend's where it can
+(``kernels.py``), else compiled by ``torch.compile`` on a GPU, once for each structure: what cannot change without other
+code, which functions with which options, at which softmax. Coefficients, denominators, weights and fields are inputs.
 """
 
 import functools
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from ...losses.base import DENSE
 from ...metrics.values import selected
 from ...parallel.tokens import Spread
 from ...program.demand import SUFFIX, Structure
+
+Result = TypeVar("Result")
 
 
 class Inputs(NamedTuple):
@@ -37,6 +39,17 @@ class Inputs(NamedTuple):
     metric_weights: dict[str, Tensor]  # of tokens, for each weighting but "token"
     token_fields: frozenset[str] = frozenset()  # those of ``fields`` that are sliced with the tokens
     spread: Spread | None = None  # where segments are to be summed over ranks: then nothing is compiled
+
+    def at(self, rows: slice) -> "Inputs":
+        """The inputs of a slice of tokens, sharing memory."""
+        if rows.start == 0 and rows.stop == len(self.target):
+            return self
+        return self._replace(
+            target=self.target[rows],
+            fields={name: value[rows] if name in self.token_fields else value for name, value in self.fields.items()},
+            weights=[None if weight is None else weight[rows] for weight in self.weights],
+            metric_weights={name: value[rows] for name, value in self.metric_weights.items()},
+        )
 
 
 class Evaluation(NamedTuple):
@@ -108,20 +121,38 @@ def share_mask(unit: str, batch: Batch) -> Tensor:
     return counted & batch.spread.mine(len(counted), counted.device)
 
 
+class Values(NamedTuple):
+    """What is found of tokens: an ``Evaluation`` whose table is yet its rows."""
+
+    coefficients: dict[str, Tensor]
+    rows: list[Tensor]
+    widths: list[int]
+    apart: list[Tensor]
+
+
 def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Evaluation:
     """Coefficients of the gradient of ``sum of factor * weight * value``, and the sums of parts and metrics."""
+    found = values_of(structure, leaves, inputs)
+    empty = leaves["lse"].new_empty(0, len(inputs.target))
+    return Evaluation(
+        found.coefficients, torch.stack(found.rows) if found.rows else empty, found.widths, found.apart
+    )  # fmt: skip
+
+
+def values_of(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Values:
+    """The same with a tensor for each row of the table."""
     batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.spread)
     leaves = {name: masked(value, batch.mask) for name, value in leaves.items()}
     wanted = {name: leaves[name] for name in leaves if name in structure.leaves}
     rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
 
-    def values_of(i: int, wanted: dict[str, Tensor]) -> Tensor:
+    def summand_values(i: int, wanted: dict[str, Tensor]) -> Tensor:
         return weighted_values(structure, i, structure.summands[i][1], {**wanted, **rest}, batch, inputs)
 
     def total(wanted: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         values, whole = [], inputs.target.new_zeros((), dtype=inputs.factors.dtype)
         for i in range(len(structure.summands)):
-            values.append(values_of(i, without_slope(wanted, inputs.factors[i] == 0)))
+            values.append(summand_values(i, without_slope(wanted, inputs.factors[i] == 0)))
             whole = whole + (values[i] * inputs.factors[i]).sum()
         return whole, values
 
@@ -131,7 +162,7 @@ def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) ->
         grads = {name: masked(grad, batch.mask) for name, grad in grads.items()}
         coefficients = coefficients_of(structure, grads, leaves)
     else:
-        coefficients, values = {}, [values_of(i, wanted) for i in range(len(structure.summands))]
+        coefficients, values = {}, [summand_values(i, wanted) for i in range(len(structure.summands))]
     values = values + metric_values(structure, leaves, batch, inputs)
     units = [*(summand.unit for summand, _ in structure.summands), *(metric.unit for metric, _ in structure.metrics)]
     rows: list[Tensor] = []
@@ -144,8 +175,7 @@ def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) ->
         if unit != "token":
             apart.append(value)
     dtype = leaves["lse"].dtype
-    table = torch.stack([row.to(dtype) for row in rows]) if rows else leaves["lse"].new_empty(0, len(inputs.target))
-    return Evaluation(coefficients, table, widths, apart)
+    return Values(coefficients, [row.to(dtype) for row in rows], widths, apart)
 
 
 def weighted_values(
@@ -270,17 +300,21 @@ def run(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs, fused: 
     It runs without the hooks of an activation checkpoint around the call: the vectors' graph lives and dies in here,
     and ``torch.func`` refuses to run under hooks.
     """
+    return without_hooks(functools.partial(run_unhooked, structure, leaves, inputs, fused))
+
+
+def without_hooks(function: Callable[[], Result]) -> Result:
+    """What ``function`` returns, run without hooks on what autograd saves."""
     stack = private(*HOOKS)
     if stack is None:
-        unhooked = functools.partial(run_unhooked, structure, leaves, inputs, fused)
-        return in_own_thread(unhooked) if under_hooks() else unhooked()
+        return in_own_thread(function) if under_hooks() else function()
     top, pop, push = stack
     hooks = []
     try:
         while (pair := top(True)) is not None:
             hooks.append(pair)
             pop()
-        return run_unhooked(structure, leaves, inputs, fused)
+        return function()
     finally:
         for pack, unpack in reversed(hooks):
             push(pack, unpack)

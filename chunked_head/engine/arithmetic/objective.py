@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ...backends import Backend
 from ...core.stats import Coefficients, Demand, RowStats, Teacher
 from ...metrics import Metric, MetricValue
 from ...parallel.tokens import Spread, whole_metrics
 from ...program.demand import Structure
 from .denominators import Inverse, gain_of, stacked, times
 from .evaluate import Evaluation, Inputs, as_coefficients, run, totals
+from .kernels import evaluate_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,8 @@ class Objective:
         return [] if self.teacher is None else self.teacher.tensors
 
     def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
-        """A chunk's statistics have been made; its coefficients, where gradients are made along with them."""
+        """Statistics of the tokens ``rows`` of all have been made; their coefficients, where gradients are made along
+        with them."""
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         """What the call returns, once all chunks have been visited."""
@@ -102,7 +105,7 @@ class ScalarObjective(Objective):
     coupled: bool
     counts: list[Tensor]  # of the metrics
     segment_metrics: tuple[tuple[Metric, int], ...]
-    fused: bool
+    fuse: Backend | None  # whose kernels are to do the arithmetic
     reduced: Mapping[str, str]  # by which reduction and what kinds of denominator and upstream gradient
     spread: Spread | None = None  # where ranks hold different tokens of the batch
     together: bool = False  # whether they must exchange sums of segments for the values
@@ -125,7 +128,10 @@ class ScalarObjective(Objective):
         if self.together:
             evaluation = self.exchange(stats)
         else:
-            evaluation = self.evaluate(stats, rows, self.inputs.factors, gradient)
+            table = self.evaluations[0].table if self.evaluations else None
+            evaluation = self.evaluate(stats, rows, self.inputs.factors, gradient, table)
+            if evaluation.table is table:  # which has the chunk's values now
+                return as_coefficients(evaluation.coefficients) if gradient else None
         self.evaluations.append(evaluation)
         if not gradient:
             return None
@@ -143,10 +149,12 @@ class ScalarObjective(Objective):
         self.exchanged[:] = [as_coefficients(evaluation.coefficients)]
         return evaluation
 
-    def evaluate(self, stats: RowStats, rows: slice, factors: Tensor, gradient: bool) -> Evaluation:
+    def evaluate(
+        self, stats: RowStats, rows: slice, factors: Tensor, gradient: bool, table: Tensor | None = None
+    ) -> Evaluation:
         structure = self.structure if gradient else self.structure.values_only
-        inputs = rows_of(self.inputs, rows)._replace(factors=factors)
-        return run(structure, stats.named(), inputs, self.fused)
+        inputs = self.inputs if factors is self.inputs.factors else self.inputs._replace(factors=factors)
+        return evaluate_rows(structure, stats, inputs, rows, self.fuse, table)
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         everything = slice(0, len(self.target))
@@ -223,16 +231,3 @@ class ScalarObjective(Objective):
     def gain_so_far(self) -> Tensor | None:
         # one or the other: coupled losses find theirs once all tokens have been seen
         return self.taken_out[0] if self.taken_out else self.gain
-
-
-def rows_of(inputs: Inputs, rows: slice) -> Inputs:
-    """The inputs of a slice of tokens, sharing memory."""
-    count = len(inputs.target)
-    if rows.start == 0 and rows.stop == count:
-        return inputs
-    return inputs._replace(
-        target=inputs.target[rows],
-        fields={name: value[rows] if name in inputs.token_fields else value for name, value in inputs.fields.items()},
-        weights=[None if weight is None else weight[rows] for weight in inputs.weights],
-        metric_weights={name: value[rows] for name, value in inputs.metric_weights.items()},
-    )

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...backends import Backend
 from ...core.stats import Coefficients, RowStats
 from .denominators import stacked, times
 from .evaluate import Inputs, as_coefficients, coefficients_of, masked, run
+from .kernels import evaluate_rows
 from .objective import Objective
 
 
@@ -17,7 +19,7 @@ class TokenObjective(Objective):
 
     inputs: Inputs
     coefficients: list[float | Tensor]
-    fused: bool
+    fuse: Backend | None  # whose kernels are to do the arithmetic
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         table = run(self.structure.values_only, stats.named(), self.inputs, False).table
@@ -29,7 +31,8 @@ class TokenObjective(Objective):
         assert given is not None
         given = torch.where(self.target >= 0, given, 0.0)
         factors = stacked([times(given, c) for c in self.coefficients])
-        evaluation = run(self.structure, stats.named(), self.inputs._replace(factors=factors), self.fused)
+        inputs = self.inputs._replace(factors=factors)
+        evaluation = evaluate_rows(self.structure, stats, inputs, slice(0, len(self.target)), self.fuse)
         return self.fitted(as_coefficients(evaluation.coefficients))
 
 

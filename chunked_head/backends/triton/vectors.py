@@ -1,0 +1,257 @@
+"""A function of numbers per token as one Triton kernel, written from a trace of it: the losses' arithmetic.
+
+Each value of the trace is a number per token [n] or one number []. The kernel reads the inputs that are used, computes
+node after node, and writes the outputs. A function with anything else (sums over segments, several columns per token,
+an operation that ``ARITHMETIC`` does not have) has no kernel.
+"""
+
+import itertools
+import linecache
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ...kernels.common import functions
+from ...kernels.common.launcher import Launcher
+from ...kernels.common.tiles import FUSED, INTERPRETED, cdiv
+
+Function = Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
+BLOCK = 1024 if INTERPRETED else 256
+LENGTHS = (5, 7)  # numbers of tokens that it is traced for: of what differs between them there is no kernel
+NAMES = {
+    torch.float32: "tl.float32", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.bool: "tl.int1",
+}  # fmt: skip
+aten = torch.ops.aten
+# by how an operation takes its operands: in the dtype of the result, in their common one, as they are
+ARITHMETIC = {
+    aten.add: "{0} + {1}", aten.sub: "{0} - {1}", aten.rsub: "{1} - {0}", aten.mul: "{0} * {1}", aten.neg: "-{0}",
+    aten.div: "tl.div_rn({0}, {1})", aten.reciprocal: "tl.div_rn(1.0, {0})", aten.abs: "tl.abs({0})",
+    aten.exp: "functions.exp({0})", aten.expm1: "functions.expm1({0})", aten.log: "functions.log({0})",
+    aten.log1p: "functions.log1p({0})", aten.sqrt: "tl.sqrt_rn({0})", aten.sigmoid: "functions.sigmoid({0})",
+    aten.minimum: "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
+    aten.maximum: "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
+    aten.clamp_min: "tl.where({0} < {1}, {1}, {0})", aten.clamp_max: "tl.where({0} > {1}, {1}, {0})",
+    aten.pow: "functions.power({0}, {1})", aten.sigmoid_backward: "{0} * ((1.0 - {1}) * {1})",
+    aten.relu: "tl.where({0} < 0, 0, {0})",
+}  # fmt: skip
+COMPARED = {
+    aten.eq: "{0} == {1}", aten.ne: "{0} != {1}", aten.lt: "{0} < {1}", aten.le: "{0} <= {1}", aten.gt: "{0} > {1}",
+    aten.ge: "{0} >= {1}", aten.isnan: "{0} != {0}", aten.logical_not: "{0} == 0", aten.bitwise_not: "{0} == 0",
+}  # fmt: skip
+LOGICAL = {
+    aten.logical_and: "{0} & {1}", aten.bitwise_and: "{0} & {1}", aten.logical_or: "{0} | {1}",
+    aten.bitwise_or: "{0} | {1}",
+}  # fmt: skip
+# the same numbers in another shape or dtype
+SAME = {
+    aten.detach, aten.alias, aten.clone, aten.expand, aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze,
+    aten._to_copy, aten.lift_fresh_copy,
+}  # fmt: skip
+FILLED = {aten.zeros_like: 0, aten.new_zeros: 0, aten.zeros: 0, aten.ones_like: 1, aten.new_ones: 1, aten.ones: 1}
+FILLED_BY = {aten.full: 1, aten.full_like: 1, aten.new_full: 2, aten.scalar_tensor: 0}  # which argument is the number
+POWERS = {0: "1.0 + 0.0 * {0}", 1: "{0}", 2: "{0} * {0}"}
+COUNT = itertools.count()
+
+
+class NoKernelError(Exception):
+    """Of a trace that is no function of one token's numbers."""
+
+
+class VectorKernel:
+    """``kernel(inputs, rows, chunk, table)`` for tokens ``rows`` of inputs that hold all tokens' numbers.
+
+    Outputs for the chunk are stored in the rows of ``chunk`` [outputs, tokens of the chunk], those for all tokens at
+    the tokens' places in the rows of ``table`` [outputs, tokens].
+    """
+
+    def __init__(self, source: str, used: Sequence[int], strided: Sequence[int]):
+        self.used, self.strided = tuple(used), tuple(strided)
+        name = f"<chunked_head arithmetic {next(COUNT)}>"
+        linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+        scope: dict[str, Any] = {"tl": tl, "functions": functions}
+        exec(compile(source, name, "exec"), scope)
+        pointers = ["chunk_ptr", "table_ptr", *(f"in{i}_ptr" for i in self.used)]
+        sizes = ["first", "rows", "chunk_stride", "table_stride", *(f"stride{i}" for i in self.strided)]
+        kernel = triton.jit(
+            scope["arithmetic_kernel"], do_not_specialize=sizes, do_not_specialize_on_alignment=pointers
+        )
+        self.launcher = Launcher(kernel)
+
+    def __call__(self, inputs: Sequence[Tensor], rows: slice, chunk: Tensor, table: Tensor) -> None:
+        count = rows.stop - rows.start
+        self.launcher[(cdiv(count, BLOCK),)](
+            chunk, table, *[inputs[i] for i in self.used], rows.start, count, chunk.stride(0), table.stride(0),
+            *[inputs[i].stride(0) for i in self.strided],
+            BLOCK=BLOCK, num_warps=4, **FUSED,
+        )  # fmt: skip
+
+
+def vector_kernel(
+    function: Function, inputs: Sequence[Tensor], token_dims: Sequence[int | None]
+) -> VectorKernel | None:
+    """A kernel of ``function`` for inputs like these, None where it can have none.
+
+    ``token_dims``: the dimension of each input that tokens are counted along, or None. ``function`` returns the outputs
+    for a chunk and those for all tokens, each [n].
+    """
+    try:
+        one, other = (Writer(*trace(function, inputs, token_dims, n), token_dims) for n in LENGTHS)
+    except Exception:  # whatever a trace or a function may raise: run as it is, the function raises it as well
+        return None
+    return VectorKernel(one.source, one.used, one.strided) if one.source == other.source else None
+
+
+def trace(
+    function: Function, inputs: Sequence[Tensor], token_dims: Sequence[int | None], tokens: int
+) -> tuple[fx.GraphModule, int]:
+    """The trace, with all outputs in a row, and how many of these are of a chunk."""
+    shapes = [list(tensor.shape) for tensor in inputs]
+    for shape, dim in zip(shapes, token_dims, strict=True):
+        if dim is not None:
+            shape[dim] = tokens
+    samples = [torch.zeros(shape, dtype=tensor.dtype) for shape, tensor in zip(shapes, inputs, strict=True)]
+    counts = []
+
+    def in_a_row(given: list[Tensor]) -> list[Tensor]:
+        local, whole = function(given)
+        counts.append(len(local))
+        return [*local, *whole]
+
+    traced = make_fx(torch.func.functionalize(in_a_row), tracing_mode="fake")(samples)
+    return traced, counts[-1]
+
+
+class Writer:
+    """The source of a trace's kernel, and which inputs it reads."""
+
+    def __init__(self, traced: fx.GraphModule, local: int, token_dims: Sequence[int | None]):
+        self.token_dims = token_dims
+        self.lines: list[str] = []
+        self.names: dict[str, str] = {}  # by expression: what is computed twice is computed once
+        self.values: dict[fx.Node, str] = {}
+        self.used: list[int] = []
+        self.strided: list[int] = []  # inputs [rows, n] of which rows are read
+        self.inputs = {node: i for i, node in enumerate(traced.graph.find_nodes(op="placeholder"))}
+        (end,) = traced.graph.find_nodes(op="output")
+        outputs: Any = end.args[0]
+        if not outputs:
+            raise NoKernelError("nothing to store")
+        for i, node in enumerate(outputs):
+            at = f"chunk_ptr + {i} * chunk_stride" if i < local else f"table_ptr + {i - local} * table_stride + first"
+            self.lines.append(f"tl.store({at} + row, {self.cast(node, torch.float32)}, mask=here)")
+        arguments = [f"in{i}_ptr" for i in self.used] + ["first", "rows", "chunk_stride", "table_stride"]
+        arguments += [f"stride{i}" for i in self.strided] + ["BLOCK: tl.constexpr"]
+        header = f"def arithmetic_kernel(chunk_ptr, table_ptr, {', '.join(arguments)}):"
+        beginning = ["row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "here = row < rows"]
+        self.source = "\n    ".join([header, *beginning, *self.lines]) + "\n"
+
+    def named(self, expression: str) -> str:
+        if expression not in self.names:
+            self.names[expression] = f"v{len(self.names)}"
+            self.lines.append(f"{self.names[expression]} = {expression}")
+        return self.names[expression]
+
+    def read(self, node: fx.Node, at: str = "") -> str:
+        i = self.inputs[node]
+        if i not in self.used:
+            self.used.append(i)
+        if self.token_dims[i] is None:
+            return self.named(f"tl.load(in{i}_ptr{at})")
+        return self.named(f"tl.load(in{i}_ptr{at} + first + row, mask=here, other=0)")
+
+    def value(self, node: fx.Node) -> str:
+        if node.op != "call_function":
+            raise NoKernelError(node.op)
+        operation, dtype = node.target.overloadpacket, node.meta["val"].dtype  # type: ignore[union-attr]
+        if node.meta["val"].dim() > 1 or dtype not in NAMES:
+            raise NoKernelError(str(node))
+        tensors = [arg for arg in node.args if isinstance(arg, fx.Node)]
+        if operation is aten.select and node.args[0] in self.inputs:
+            return self.row(*node.args)  # type: ignore[arg-type]
+        if operation in SAME:
+            return self.cast(tensors[0], dtype)
+        if operation in FILLED:
+            return self.constant(FILLED[operation], dtype)
+        if operation in FILLED_BY:
+            return self.constant(node.args[FILLED_BY[operation]], dtype)
+        if operation is aten.where:
+            condition, *parts = node.args
+            chosen = [self.cast(part, dtype) for part in parts]
+            return self.named(f"tl.where({self.cast(condition, torch.bool)}, {chosen[0]}, {chosen[1]})")
+        if operation is aten.clamp:
+            return self.clamp(node, dtype)
+        if operation is aten.pow and node.args[1] in POWERS:
+            return self.computed(POWERS[node.args[1]], node.args[:1], dtype)  # type: ignore[index]
+        if operation in (aten.add, aten.sub) and node.kwargs.get("alpha", 1) != 1:
+            raise NoKernelError(str(node))
+        if operation in (aten.sign, aten.sgn) and dtype == torch.float32:
+            x = self.cast(node.args[0], dtype)
+            return self.named(f"tl.where({x} > 0, 1.0, tl.where({x} < 0, -1.0, {x}))")
+        if operation in ARITHMETIC:
+            return self.computed(ARITHMETIC[operation], node.args, dtype)
+        if operation in COMPARED:
+            common = torch.int64
+            if any(tensor.meta["val"].dtype == torch.float32 for tensor in tensors) or any(
+                isinstance(arg, float) for arg in node.args
+            ):
+                common = torch.float32
+            return self.computed(COMPARED[operation], node.args, common)
+        if operation in LOGICAL:
+            return self.computed(LOGICAL[operation], node.args, torch.bool)
+        raise NoKernelError(str(operation))
+
+    def row(self, whole: fx.Node, dim: int, i: int) -> str:
+        """A row of an input [rows] or [rows, n]."""
+        at, dims = self.inputs[whole], whole.meta["val"].dim()
+        if dim != 0 or i < 0 or self.token_dims[at] != (1 if dims == 2 else None):
+            raise NoKernelError(str(whole))
+        if dims == 2 and at not in self.strided:
+            self.strided.append(at)
+        return self.read(whole, f" + {i} * stride{at}" if dims == 2 else f" + {i}")
+
+    def computed(self, template: str, args: Sequence[Any], dtype: torch.dtype) -> str:
+        return self.named(template.format(*[self.cast(arg, dtype) for arg in args]))
+
+    def clamp(self, node: fx.Node, dtype: torch.dtype) -> str:
+        bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
+        value = self.cast(node.args[0], dtype)
+        # a nan is neither: it stays, as it does in PyTorch
+        if bounds.get("min") is not None:
+            low = self.cast(bounds["min"], dtype)
+            value = self.named(f"tl.where({value} < {low}, {low}, {value})")
+        if bounds.get("max") is not None:
+            high = self.cast(bounds["max"], dtype)
+            value = self.named(f"tl.where({value} > {high}, {high}, {value})")
+        return value
+
+    def constant(self, number: Any, dtype: torch.dtype) -> str:
+        if isinstance(number, fx.Node):
+            return self.cast(number, dtype)
+        number = float(number) if dtype.is_floating_point else int(number)
+        text = repr(number) if math.isfinite(number) else f'float("{number}")'
+        return self.named(f"tl.full((BLOCK,), {text}, {NAMES[dtype]})")
+
+    def cast(self, value: Any, dtype: torch.dtype) -> str:
+        """An operand in a dtype."""
+        if not isinstance(value, fx.Node):
+            return self.constant(value, dtype)
+        own = value.meta["val"].dtype
+        if own not in NAMES or value.meta["val"].dim() > 1:
+            raise NoKernelError(str(value))
+        if value in self.inputs:
+            name, dim = self.read(value), self.token_dims[self.inputs[value]]
+            if value.meta["val"].dim() != (dim is not None):
+                raise NoKernelError(str(value))
+        else:
+            if value not in self.values:  # what nobody reads but for its shape need not be a function of one token
+                self.values[value] = self.value(value)
+            name = self.values[value]
+        if own == dtype:
+            return name
+        return self.named(f"{name} != 0" if dtype == torch.bool else f"{name}.to({NAMES[dtype]})")

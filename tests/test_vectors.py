@@ -1,0 +1,114 @@
+"""The losses' arithmetic as kernels written from traces, beside the arithmetic itself."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import GPU, TRITON, Place
+from loss_cases import LOSS_CASES, LossCase, inputs_of
+from torch import Tensor
+
+from chunked_head import linear_loss, losses, metrics
+from chunked_head.backends import resolve
+from chunked_head.engine.arithmetic import kernels, objective
+
+pytestmark = pytest.mark.compiled
+# several columns per token are no function of one number each
+WITHOUT = {"topk-tail", "topk-vocab", "topk-topk", "topk-reverse", "topk-and-dense"}
+TOKENWISE = [case for case in LOSS_CASES if all(s.scope == "token" for _, s in case.losses.terms)]
+PLACES = [*TRITON, GPU[0]]
+Found = list[tuple[Any, Any]]
+
+
+def measured(case: LossCase) -> tuple[metrics.Metric, ...]:
+    found = (metrics.entropy(),)
+    found += (metrics.accuracy(), metrics.perplexity()) if case.target else ()
+    if {"old_logprobs", "advantages"} <= set(case.batch):
+        found += (metrics.ratio(), metrics.kl_old(), metrics.clip_fraction(side="low"), metrics.advantage())
+    return found
+
+
+def beside_plain(patch: pytest.MonkeyPatch) -> Found:
+    """Of each evaluation that a kernel makes, what it made and what plain arithmetic makes."""
+    found: Found = []
+    real = kernels.evaluate_rows
+
+    def both(structure: Any, stats: Any, inputs: Any, rows: slice, fuse: Any, table: Tensor | None = None) -> Any:
+        ours = real(structure, stats, inputs, rows, fuse, table)
+        found.append((ours, real(structure, stats, inputs, rows, None)))
+        ours_here = ours.table[:, rows] if ours.table.shape[1] == len(inputs.target) else ours.table
+        compare(ours_here, found[-1][1].table)
+        for name, value in found[-1][1].coefficients.items():
+            compare(ours.coefficients[name], value)
+        assert list(ours.coefficients) == list(found[-1][1].coefficients)
+        return ours
+
+    patch.setattr(objective, "evaluate_rows", both)
+    return found
+
+
+def compare(ours: Tensor, plain: Tensor) -> None:
+    # two units in the last place of 1: exponentials less 1, as in estimates of a KL, are no more exact
+    torch.testing.assert_close(ours, plain, rtol=2e-6, atol=2.4e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", TOKENWISE, ids=lambda case: case.name)
+def test_kernels_compute_what_the_losses_do(case: LossCase, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = inputs_of(case, torch.float32, place.device)
+    found = beside_plain(monkeypatch)
+    kernels.KERNELS.clear()
+    hidden = inputs.hidden.requires_grad_()
+    out = linear_loss(
+        hidden, inputs.weight, inputs.target, case.losses, batch=inputs.batch, num_segments=inputs.num_segments,
+        metrics=measured(case), chunk_tokens=16, backend="triton", **inputs.head,
+    )  # fmt: skip
+    out.loss.backward()
+    assert found
+    assert {kernel is None for kernel in kernels.KERNELS.values()} == {case.name in WITHOUT}
+
+
+def own(stats: Any, batch: Any) -> Tensor:
+    return -stats.logprob
+
+
+def test_functions_of_users_have_no_kernel() -> None:
+    """They may read a global that changes, which only torch.compile notices."""
+    ((_, library),) = losses.cross_entropy().terms
+    ((_, custom),) = losses.custom(own, scope="token").terms
+    assert kernels.is_own(library) and kernels.is_own(metrics.entropy()) and not kernels.is_own(custom)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_has_a_kernel(place: Place) -> None:
+    device = place.device
+    made = resolve("triton", torch.device(device)).vector_kernel
+    x = torch.linspace(-2.0, 2.0, 40, device=device)
+    x[3], x[7] = torch.nan, torch.inf
+
+    def run(function: Any, *inputs: Tensor) -> None:
+        kernel = made(lambda given: ([function(*given)], []), inputs, [0 if t.dim() else None for t in inputs])
+        assert kernel is not None
+        chunk, table = torch.full((1, 40), 7.0, device=device), torch.empty(0, 40, device=device)
+        kernel(inputs, slice(5, 33), chunk, table)
+        torch.testing.assert_close(
+            chunk[0, :28], function(*(t[5:33] if t.dim() else t for t in inputs)), equal_nan=True
+        )
+        assert chunk[0, 28:].eq(7.0).all()
+
+    ids = torch.arange(40, device=device) - 3
+    run(lambda x: x.clamp(-1.0, 0.5).exp() - torch.expm1(x) + x.abs().log1p(), x)
+    run(lambda x: torch.minimum(x, -x) + torch.maximum(x, x * 0.5) + x.sign() + x.sigmoid(), x)
+    run(lambda x, n: torch.where((n > 3) & ~(n == 9) | x.isnan(), x * n, 1.0 / (n.abs() + 1)), x, ids)
+    factor = torch.tensor(3.0, device=device)
+    run(lambda x, s: (x * s - s).relu() + x.abs().sqrt() + (x.abs() + 1) ** 0.7 + x**2, x, factor)
+    run(lambda n: (n.clamp(min=0) - 2 * n).float(), ids)
+
+    def refused(function: Any, *inputs: Tensor) -> None:
+        assert made(lambda given: ([function(*given)], []), inputs, [0] * len(inputs)) is None
+
+    refused(lambda x: x - x.mean(), x)
+    refused(lambda x: x / len(x), x)
+    refused(lambda x: x.cumsum(0), x)
+    refused(lambda x: x * float(x[0]), x)
+    refused(lambda x: x.flip(0), x)
