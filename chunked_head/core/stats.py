@@ -1,5 +1,6 @@
 """What a row of logits is reduced to, and what its gradient is made from."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -119,40 +120,47 @@ class RowStats:
 
     @classmethod
     def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":
-        def rows(wanted: bool, *shape: int, kind: torch.dtype = dtype) -> Tensor | None:
-            return torch.empty(tokens, *shape, dtype=kind, device=device) if wanted else None
+        def rows(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.empty(tokens, *shape, dtype=kind, device=device)
 
-        two = len(demand.views) > 1
-        pairing = demand.pairing
-        lse, start, rest, logprob, target_logit = (torch.empty(tokens, dtype=dtype, device=device) for _ in range(5))
-        return cls(
-            lse, start, rest, logprob, target_logit,
-            entropy=rows(demand.entropy[0]),
-            weighted_sum=rows(demand.weighted_sum),
-            top=rows(demand.top),
-            argmax=rows(demand.top, kind=torch.int32),
-            column_logits=rows(demand.columns > 0, demand.columns),
-            top_k_logits=rows(demand.top_k > 0, demand.top_k),
-            top_k_ids=rows(demand.top_k > 0, demand.top_k, kind=torch.int64),
-            lse2=rows(two), start2=rows(two), rest2=rows(two), logprob2=rows(two),
-            entropy2=rows(two and demand.entropy[1]),
-            teacher_start=rows(pairing is not None),
-            teacher_rest=rows(pairing is not None),
-            forward_kl=rows(pairing is not None and pairing.forward_kl),
-            reverse_kl=rows(pairing is not None and pairing.reverse_kl),
-            teacher_entropy=rows(pairing is not None and pairing.entropy),
-            kl_mixture=rows(pairing is not None and pairing.beta is not None),
-            jsd=rows(pairing is not None and pairing.beta is not None),
-            tvd=rows(pairing is not None and pairing.tvd),
-            sign=rows(pairing is not None and pairing.tvd),
-        )  # fmt: skip
+        names = vector_names(demand)
+        # in one piece of memory, each beginning on 16 bytes
+        length = -(-tokens // 4) * 4
+        every = torch.empty(len(names), length, dtype=dtype, device=device)
+        vectors = dict(zip(names, (every if length == tokens else every[:, :tokens]).unbind(0), strict=True))
+        if demand.top:
+            vectors["argmax"] = rows(kind=torch.int32)
+        if demand.columns:
+            vectors["column_logits"] = rows(demand.columns)
+        if demand.top_k:
+            vectors["top_k_logits"], vectors["top_k_ids"] = rows(demand.top_k), rows(demand.top_k, kind=torch.int64)
+        return cls(**vectors)
 
     def at(self, rows: slice) -> "RowStats":
         """The statistics of a slice of rows, sharing memory."""
-        return sliced(self, rows)
+        return self if rows.start == 0 and rows.stop == self.lse.shape[0] else sliced(self, rows)
 
     def named(self) -> dict[str, Tensor]:
-        return dict(present(self))
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@functools.lru_cache(maxsize=256)
+def vector_names(demand: Demand) -> tuple[str, ...]:
+    """Of the statistics that are one floating-point number per token."""
+    two, pairing = len(demand.views) > 1, demand.pairing
+    wanted = {
+        "entropy": demand.entropy[0], "weighted_sum": demand.weighted_sum, "top": demand.top,
+        "lse2": two, "start2": two, "rest2": two, "logprob2": two, "entropy2": two and demand.entropy[1],
+    }  # fmt: skip
+    if pairing is not None:
+        wanted |= {
+            "teacher_start": True, "teacher_rest": True, "forward_kl": pairing.forward_kl,
+            "reverse_kl": pairing.reverse_kl, "teacher_entropy": pairing.entropy,
+            "kl_mixture": pairing.beta is not None, "jsd": pairing.beta is not None, "tvd": pairing.tvd,
+            "sign": pairing.tvd,
+        }  # fmt: skip
+    always = ("lse", "start", "rest", "logprob", "target_logit")
+    return *always, *(name for name, here in wanted.items() if here)
 
 
 @dataclass(frozen=True, eq=False)

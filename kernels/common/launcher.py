@@ -18,6 +18,16 @@ def fits(name: str) -> str:
     return f"-2147483648 <= {name} <= 2147483647"
 
 
+def launched(parameter: Any) -> str:
+    """An expression of an argument as what is compiled takes it: of a tensor the address, which need not be asked for
+    and looked up by the driver then. It comes after the argument's ``specialization``."""
+    name = parameter.name
+    if not name.endswith("_ptr"):
+        return name
+    address = f"{name}.data_ptr()" if parameter.do_not_specialize_on_alignment else f"{name}_address"
+    return f"None if {name} is None else {address}"
+
+
 def specialization(parameter: Any) -> str:
     """An expression of an argument for what Triton compiles a kernel anew for, where the argument is no constant.
 
@@ -28,10 +38,10 @@ def specialization(parameter: Any) -> str:
     if name.endswith("_desc"):
         return f"None if {name} is None else ({name}.base.dtype, *{name}.block_shape)"
     if name.endswith("_ptr"):
-        aligned = (
-            "" if parameter.do_not_specialize_on_alignment else f" if not {name}.data_ptr() & 15 else ({name}.dtype,)"
-        )
-        return f"None if {name} is None else {name}.dtype{aligned}"
+        if parameter.do_not_specialize_on_alignment:
+            return f"None if {name} is None else {name}.dtype"
+        aligned = f"not ({name}_address := {name}.data_ptr()) & 15"
+        return f"None if {name} is None else {name}.dtype if {aligned} else ({name}.dtype,)"
     if parameter.do_not_specialize:
         return fits(name)
     return f"{name}.__class__ if {name}.__class__ is not int else 1 if {name} == 1 else (not {name} & 15, {fits(name)})"
@@ -60,6 +70,12 @@ def is_plain(compiled: Any) -> bool:
     return isinstance(compiled, CompiledKernel) and not unusual
 
 
+@functools.cache
+def stream_of() -> Callable[[int], int]:
+    """The current stream of a device, as Triton asks torch for it."""
+    return triton.runtime.driver.active.get_current_stream
+
+
 class Launcher:
     """A kernel that is launched as Triton's are, ``kernel[grid](*arguments, **constants)``, all constants by name.
 
@@ -70,33 +86,39 @@ class Launcher:
     def __init__(self, kernel: Any):
         self.kernel = kernel
         # threads that meet a kind at once both have it compiled, and one of the two is kept
-        self.kept: dict[tuple, tuple[Any, tuple]] = {}
+        self.kept: dict[tuple, tuple[Any, Any, Any, tuple]] = {}
 
     @functools.cached_property
     def known(self) -> bool:
         return is_known(self.kernel)
 
     @functools.cached_property
-    def key(self) -> Callable[..., tuple]:
-        """Of the arguments that are no constants, as one function: a loop over them would take twice as long."""
+    def read(self) -> Callable[..., tuple[tuple, tuple]]:
+        """Of the arguments that are no constants what is compiled anew for, and what is launched with; one function,
+        since a loop over them would take twice as long."""
         arguments = [parameter for parameter in self.kernel.params if not parameter.is_constexpr]
         names = ", ".join(parameter.name for parameter in arguments)
-        return eval(f"lambda {names}: ({', '.join(map(specialization, arguments))},)")
+        both = (", ".join(map(expression, arguments)) for expression in (specialization, launched))
+        return eval(f"lambda {names}: (({next(both)},), ({next(both)},))")
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
             if not self.known or self.kernel.pre_run_hooks or has_settings():
                 self.kernel[grid](*arguments, **constants)
                 return
-            key = torch.cuda.current_device(), self.key(*arguments), *constants, *constants.values()
+            device = torch.cuda.current_device()
+            special, given = self.read(*arguments)
+            key = device, special, *constants, *constants.values()
             kept = self.kept.get(key)
             if kept is None:
                 compiled = self.kernel[grid](*arguments, **constants)
                 if is_plain(compiled):
                     self.keep(key, compiled, constants)
             else:
-                compiled, last = kept
-                compiled[(*grid, 1, 1)[:3]](*arguments, *last)
+                run, function, metadata, last = kept
+                x, y, z = (*grid, 1, 1)[:3]
+                # without a hook before or after: these are Triton's to call
+                run(x, y, z, stream_of()(device), function, metadata, None, None, None, *given, *last)
 
         return launch
 
@@ -104,4 +126,5 @@ class Launcher:
         if len(self.kept) >= MOST_KEPT:
             self.kept.clear()
         names = [parameter.name for parameter in self.kernel.params if parameter.is_constexpr]
-        self.kept[key] = compiled, tuple(constants[name] for name in names)
+        last = tuple(constants[name] for name in names)
+        self.kept[key] = compiled.run, compiled.function, compiled.packed_metadata, last

@@ -64,17 +64,19 @@ class Strips(NamedTuple):
         second: bool = False,
         shifted2: bool = False,
     ) -> "Strips":
-        def make(wanted: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-            return torch.empty(strips, stride, dtype=dtype, device=device) if wanted else None
-
         stride = cdiv(rows, STRIP_ROWS) * STRIP_ROWS
-        always = [torch.empty(strips, stride, dtype=torch.float32, device=device) for _ in range(2)]
-        return cls(
-            *always, make(shifted), make(weighted), make(top), make(top, torch.int32), make(second), make(shifted2)
-        )  # fmt: skip
+        wanted = (True, True, shifted, weighted, top, top, second, shifted2)
+        made = iter(torch.empty(sum(wanted), strips, stride, dtype=torch.float32, device=device).unbind(0))
+        offset, total, *others = [next(made) if here else None for here in wanted]
+        assert offset is not None and total is not None
+        if others[3] is not None:
+            others[3] = others[3].view(torch.int32)
+        return cls(offset, total, *others)
 
     def of_rows(self, rows: int) -> "Strips":
         """For a chunk of so many rows."""
+        if rows == self.offset.shape[1]:
+            return self
         return Strips(*(None if t is None else t[:, :rows] for t in self))
 
 

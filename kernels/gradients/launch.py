@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..common.descriptors import described
 from ..common.grids import multiprocessors, programs_of, row_block
 from ..common.operands import ALL_ROWS, Counted, Stored, Strips, mixture, strip_stride
 from ..common.tiles import FUSED, INTERPRETED, RELATIVE_STRIP, Tile, cdiv, grad_tile, power_of_2
@@ -157,9 +157,9 @@ def grad_logits(
     if second.alpha is None:
         second = Softmax()
     grad_logits_kernel[(programs,)](
-        TensorDescriptor.from_tensor(dlogits, [tile.block_m, tile.block_n // 2]),
-        TensorDescriptor.from_tensor(hidden, [tile.block_m, tile.block_k]),
-        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
+        described(dlogits, tile.block_m, tile.block_n // 2),
+        described(hidden, tile.block_m, tile.block_k),
+        described(weight, tile.block_n, tile.block_k),
         bias, class_weights, target, target_logit, beta, kappa, *first[:4], *second[:4],
         counted.count, counted.first_row, rows, columns, width, first_column, second.columns, logit_scale, softcap,
         second.ratio,

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..common.descriptors import described
 from ..common.grids import multiprocessors, programs_of
 from ..common.operands import ALL_ROWS, Counted
 from ..common.tiles import (
@@ -74,8 +74,8 @@ def dhidden(
     shared = {"ADD": add, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP_M": tile.group_m}
     dhidden_kernel[(programs,)](
         out, scratch if cut else None,
-        TensorDescriptor.from_tensor(grad, [tile.block_m, tile.block_k]),
-        TensorDescriptor.from_tensor(weight, [tile.block_k, tile.block_n]),
+        described(grad, tile.block_m, tile.block_k),
+        described(weight, tile.block_k, tile.block_n),
         weight, counted.count, order, *factors, counted.first_row, rows, vocab, hidden, *split,
         BLOCK_K=tile.block_k, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **shared,
         **FUSED,
@@ -101,9 +101,9 @@ def dweight(
     (rows, vocab), width, tile = grad.shape, hidden.shape[1], PRODUCT_TILE
     programs = programs_of(tile, vocab, width, grad.device)
     dweight_kernel[(programs,)](
-        TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
-        TensorDescriptor.from_tensor(grad, [tile.block_k, tile.block_m]),
-        TensorDescriptor.from_tensor(hidden, [tile.block_k, tile.block_n]),
+        described(out, tile.block_m, tile.block_n // 2),
+        described(grad, tile.block_k, tile.block_m),
+        described(hidden, tile.block_k, tile.block_n),
         counted.count, counted.first_row, rows, vocab, width,
         ADD=not first, BY_MEMORY=out.dtype == torch.float32 and not INTERPRETED,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,

@@ -1,8 +1,8 @@
 """Launching the kernels of statistics on torch tensors: grids, block sizes and warps, and nothing of losses."""
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..common.descriptors import described
 from ..common.grids import programs_of, row_block
 from ..common.operands import ALL_ROWS, Counted, Stored, Strips, mixture, strip_stride
 from ..common.tiles import FUSED, INTERPRETED, RELATIVE_STRIP, Tile, cdiv, exp_tile, power_of_2
@@ -57,10 +57,10 @@ def exp_logits(
     tile = tile or exp_tile(hidden.shape[1])
     programs = programs_of(tile, rows, vocab, hidden.device)
     exp_logits_kernel[(programs,)](
-        None if out is None else TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
+        None if out is None else described(out, tile.block_m, tile.block_n // 2),
         *strips,
-        TensorDescriptor.from_tensor(hidden, [tile.block_m, tile.block_k]),
-        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
+        described(hidden, tile.block_m, tile.block_k),
+        described(weight, tile.block_n, tile.block_k),
         bias, class_weights, row_offset, target, counted.count,
         counted.first_row, rows, strips.offset.stride(0), vocab, hidden.shape[1], columns2,
         logit_scale, softcap, ratio2,

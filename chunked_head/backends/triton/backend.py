@@ -32,6 +32,7 @@ from .grads import GradSession
 from .logits import GivenLogits, LogitsSession
 from .relative import FastSession, RelativeSession
 from .session import TMA_BYTES
+from .vectors import vector_kernel as vector_kernel
 
 
 def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
