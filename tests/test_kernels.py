@@ -94,19 +94,53 @@ def test_sort_targets(place: Place, kind: str, counted: bool, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("scaled", [False, True])
-def test_copy_rows(place: Place, scaled: bool) -> None:
-    from chunked_head.kernels.products import launch as products
+@pytest.mark.parametrize("with_logits", [False, True])
+def test_clean_rows(place: Place, with_logits: bool) -> None:
+    from chunked_head.kernels.statistics import launch as statistics
 
     source = torch.randn(9, 37, device=place.device).t()  # columns apart, rows adjacent
     target = torch.tensor([0, -1, 5] * 12 + [-1], device=place.device)
     source[target < 0] = torch.nan
-    factor = torch.rand(37, device=place.device)
-    factor[target < 0] = torch.nan
-    out = torch.empty(37, 9, device=place.device)
-    products.copy_rows(out, source, target, factor if scaled else None)
-    expected = source * factor[:, None] if scaled else source
-    assert torch.equal(out, torch.where((target < 0)[:, None], 0.0, expected))
+    order = torch.randperm(37, device=place.device)
+    weight, bias = torch.randn(6, 9, device=place.device), torch.randn(6, device=place.device)
+    out, logit = torch.empty(37, 9, device=place.device), torch.empty(37, device=place.device)
+    for rows, given in ((source, None), (source[order.argsort()], order)):
+        head = (logit, weight, bias, 0.5, 3.0) if with_logits else ()
+        statistics.clean_rows(out, rows, target, given, *head)
+        assert torch.equal(out, torch.where((target < 0)[:, None], 0.0, source))
+        if with_logits:
+            counts = target >= 0
+            raw = 0.5 * ((source[counts] * weight[target[counts]]).sum(1) + bias[target[counts]])
+            torch.testing.assert_close(logit[counts], 3.0 * torch.tanh(raw / 3.0))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("width", [1, 40, 700])
+def test_level_rows_scales_hidden_states(place: Place, width: int) -> None:
+    from chunked_head.kernels.common.operands import Strips
+    from chunked_head.kernels.gradients import launch as gradients
+
+    rows, vocab = 37, 64
+    device = torch.device(place.device)
+    target = torch.tensor([0, -1, 5] * 12 + [-1], device=device)
+    start, rest, logprob, alpha, beta = torch.randn(5, rows, device=device).unbind(0)
+    level = torch.randn(rows, device=device)
+    for vector in (start, rest, logprob):
+        vector[target < 0] = torch.nan
+    hidden = torch.randn(rows, width, device=device).half()
+    hidden[target < 0] = 0.0
+    before, exp = hidden.clone(), torch.rand(rows, vocab, device=device).bfloat16()
+    softmax, at_target = torch.empty(2, rows, device=device).unbind(0)
+    gradients.level_rows(
+        exp, softmax, at_target, hidden, target, Strips.empty(rows, 2, device).of_rows(rows), 32, level, level, start,
+        rest, logprob, alpha, beta, 2.0,
+    )  # fmt: skip
+    counts = target >= 0
+    expected = 2.0 * alpha * (level - start + rest).exp()
+    torch.testing.assert_close(softmax[counts], expected[counts])
+    torch.testing.assert_close(at_target[counts], (2.0 * (alpha * logprob.exp() - beta))[counts])
+    assert torch.equal(hidden[counts], (before.float() * softmax[:, None]).half()[counts])
+    assert not hidden[~counts].any()
 
 
 @pytest.mark.parametrize("place", PLACES)

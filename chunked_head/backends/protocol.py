@@ -29,6 +29,11 @@ class Session(Protocol):
 
     known_targets: bool
 
+    def clean_rows(
+        self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None, stats: RowStats | None
+    ) -> None:
+        """``Backend.clean_rows``, before ``stats`` of these rows, which may have their targets' logits by it."""
+
     def tell_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
         """Where ranks share the vocabulary, every token's target logit in one message if ``stats`` would send each
         chunk's; ``hidden`` [tokens, hidden] as given, ``target`` [tokens] beside it."""
@@ -83,6 +88,7 @@ class Targets(NamedTuple):
     target: Tensor  # [tokens] int64, -1 where a row does not count
     counted: Tensor  # [] how many do, in the dtype of the statistics
     one_or_nan: Tensor  # [] of that dtype: nan where an id is out of range
+    inverse: Tensor  # [] one_or_nan / counted, or / 1 where none does
 
 
 class VectorKernel(Protocol):

@@ -71,28 +71,28 @@ class Operands:
         if self.teacher is not None and self.teacher.hidden is not None and self.teacher.weight is not None:
             self.teacher_buffer = self.teacher.weight.new_empty(rows, self.teacher.hidden.shape[1])
 
-    def rows(self, rows: slice) -> Rows:
+    def rows(self, rows: slice, session: Session, stats: RowStats | None = None) -> Rows:
+        """Of the call, clean; ``stats``: theirs, where they are about to be made."""
         packing = self.call.packing
         target = self.call.target[rows]
         order = None if packing is None else packing.order[rows]
+        out = self.buffer[: len(target)]
         if self.gathered is not None:
             # rows that are clean stand in the call's order
             self.raw, self.raw_order = self.gathered.chunk(rows)
-            out = self.clean(self.buffer, self.raw, rows, target, self.raw_order)
+            session.clean_rows(out, self.raw, target, self.raw_order, stats)
         else:
-            out = self.clean(self.buffer, self.hidden, rows, target, order)
+            session.clean_rows(out, self.hidden if order is not None else self.hidden[rows], target, order, stats)
         teacher = self.teacher
         if teacher is not None and teacher.hidden is not None:
-            teacher = teacher.with_hidden(self.clean(self.teacher_buffer, teacher.hidden, rows, target, order))
+            clean = self.teacher_buffer[: len(target)]
+            source = teacher.hidden if order is not None else teacher.hidden[rows]
+            self.call.backend.clean_rows(clean, source, target, order)
+            teacher = teacher.with_hidden(clean)
         elif teacher is not None:
             teacher = teacher.rows(rows)
         columns = None if self.call.columns is None else self.call.columns[rows]
         return Rows(out, target, columns, teacher, order, None if packing is None else packing.count, rows.start)
-
-    def clean(self, buffer: Tensor, source: Tensor, rows: slice, target: Tensor, order: Tensor | None) -> Tensor:
-        out = buffer[: len(target)]
-        self.call.backend.clean_rows(out, source if order is not None else source[rows], target, order)
-        return out
 
 
 def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
@@ -112,7 +112,8 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
     if call.shard is not None and operands.gathered is None and call.packing is None:
         session.tell_targets(hidden, call.target, stats)
     for at in plan.token_chunks():
-        rows, chunk_stats = operands.rows(at), stats.at(at)
+        chunk_stats = stats.at(at)
+        rows = operands.rows(at, session, chunk_stats)
         whole_stats(call, session, rows, chunk_stats)
         coefficients = objective.visit(stats, at, gradient=grads is not None)
         if grads is not None:
@@ -163,7 +164,7 @@ def recompute(
         operands = Operands(call, hidden, plan.block_tokens)
         session = call.backend.session(head, plan, tiled=True)
         for block in plan.token_blocks():
-            rows = operands.rows(block)
+            rows = operands.rows(block, session)
             d_rows = None
             if grads.hidden is not None:
                 d_rows = grads.hidden_rows(block)

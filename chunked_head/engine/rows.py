@@ -24,6 +24,7 @@ class TokenRows(NamedTuple):
     target: Tensor  # [tokens] int64, -1 where a token does not count
     counted: Tensor  # [] of the statistics' dtype: how many do
     one_or_nan: Tensor  # [] of that dtype: nan where an id of any kind is out of range (on the CPU that raises)
+    inverse: Tensor  # [] of that dtype: one_or_nan / counted, or / 1 where none does
     fields: dict[str, Tensor]
     num_segments: int | None
 
@@ -44,7 +45,7 @@ def prepare_fields(
         ignore_index = -1
         target = torch.zeros(frame.leading, dtype=torch.int64, device=frame.device)
     mask = batch["mask"] if "mask" in wanted else None
-    target, counted, one_or_nan = read_targets(backend, target, mask, frame, ignore_index, vocab)
+    target, counted, one_or_nan, inverse = read_targets(backend, target, mask, frame, ignore_index, vocab)
     wrongs: list[Tensor] = []
     fields: dict[str, Tensor] = {}
     read = [field for field in wanted if field != "mask"]
@@ -68,7 +69,8 @@ def prepare_fields(
         wrongs.append(wrong)
     for wrong in wrongs:
         one_or_nan.masked_fill_(wrong, torch.nan)
-    return TokenRows(target, counted, one_or_nan, fields, frame.num_segments)
+        inverse.masked_fill_(wrong, torch.nan)
+    return TokenRows(target, counted, one_or_nan, inverse, fields, frame.num_segments)
 
 
 def beside_rows(field: str, value: Tensor, kind: Field, counts: Tensor, frame: Frame) -> tuple[Tensor, Tensor | None]:

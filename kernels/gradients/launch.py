@@ -172,6 +172,8 @@ def level_rows(
     exp: torch.Tensor,  # [rows, vocab] 16 bit
     softmax_factor: torch.Tensor,
     target_factor: torch.Tensor,
+    hidden: torch.Tensor | None,  # [rows, hidden] contiguous, times the softmax factor in place; None: not
+    target: torch.Tensor,  # [rows] int64, -1 where the row does not count
     strips: Strips,
     strip: int,  # columns
     level: torch.Tensor,
@@ -186,12 +188,14 @@ def level_rows(
 ) -> None:
     rows, vocab = exp.shape
     block_rows, splits = 16, 8
+    width = 0 if hidden is None else hidden.shape[1]
     count = strips.offset.shape[0]
     level_rows_kernel[(cdiv(rows, block_rows), splits)](
-        exp, softmax_factor, target_factor,
-        strips.offset, strips.sum, level, target_logit, start, rest, logprob, alpha, beta, counted.count,
-        counted.first_row, rows, vocab, count, strips.offset.stride(0), exp.stride(0), logit_scale,
-        BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, num_warps=4, **FUSED,
+        exp, hidden, softmax_factor, target_factor,
+        strips.offset, strips.sum, level, target, target_logit, start, rest, logprob, alpha, beta, counted.count,
+        counted.first_row, rows, vocab, count, strips.offset.stride(0), exp.stride(0), width, logit_scale,
+        BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, BLOCK=min(power_of_2(max(width, 1)), 256),
+        num_warps=4, **FUSED,
     )  # fmt: skip
 
 

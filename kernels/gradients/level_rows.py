@@ -1,4 +1,5 @@
-"""Rows of exponentials that `exp_logits` left, brought to one offset; the factors that make gradients of them."""
+"""Rows of exponentials that `exp_logits` left, brought to one offset; the factors that make gradients of them; and
+hidden states times these, the other operand of the weight's gradient."""
 
 import triton.language as tl
 
@@ -11,6 +12,7 @@ from ..common.transform import log2_e
 def level_rows_kernel(
     # in and out
     exp_ptr,  # [rows, vocab] 16 bit
+    hidden_ptr,  # [rows, hidden], times the factor of the softmax where a row counts; or None
     # outputs
     softmax_factor_ptr,  # [rows] fp32: what E times gives the softmax's part of dlogits
     target_factor_ptr,  # [rows] fp32: dlogits at the target
@@ -18,6 +20,7 @@ def level_rows_kernel(
     strip_offset_ptr,  # [strips, rows] fp32, where the sum is negative
     strip_sum_ptr,  # [strips, rows] fp32
     level_ptr,  # [rows] fp32
+    target_ptr,  # [rows] int64, -1 where the row does not count
     target_logit_ptr,  # [rows] fp32, the offset of rows that need nothing
     start_ptr,  # [rows] fp32
     rest_ptr,  # [rows] fp32
@@ -32,17 +35,19 @@ def level_rows_kernel(
     strips,
     strip_stride,  # from strip to strip of the statistics
     stride,
+    hidden,
     # scalars
     logit_scale,  # float or None for 1
     BLOCK_ROWS: tl.constexpr,
     STRIP: tl.constexpr,
     SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The factors of rows, and rows whose strips differ in offset brought to one: nearly all blocks have none."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < counted_rows(count_ptr, first_row, rows)
     level = tl.load(level_ptr + offs_row, mask=in_rows, other=0.0)
-    if tl.program_id(1) == 0:
+    if (tl.program_id(1) == 0) | (hidden_ptr is not None):
         alpha = tl.load(alpha_ptr + offs_row, mask=in_rows, other=0.0)
         beta = tl.load(beta_ptr + offs_row, mask=in_rows, other=0.0)
         if logit_scale is not None:
@@ -51,8 +56,17 @@ def level_rows_kernel(
         rest = tl.load(rest_ptr + offs_row, mask=in_rows, other=0.0)
         logprob = tl.load(logprob_ptr + offs_row, mask=in_rows, other=0.0)
         softmax = tl.exp2(((level - start) + rest) * log2_e)
-        tl.store(softmax_factor_ptr + offs_row, alpha * softmax, mask=in_rows)
-        tl.store(target_factor_ptr + offs_row, alpha * tl.exp2(logprob * log2_e) - beta, mask=in_rows)
+        first = in_rows & (offs_row * 0 + tl.program_id(1) == 0)
+        tl.store(softmax_factor_ptr + offs_row, alpha * softmax, mask=first)
+        tl.store(target_factor_ptr + offs_row, alpha * tl.exp2(logprob * log2_e) - beta, mask=first)
+        if hidden_ptr is not None:
+            counts = tl.load(target_ptr + offs_row, mask=in_rows, other=-1) >= 0
+            for block in range(tl.program_id(1), tl.cdiv(hidden, BLOCK), SPLITS):
+                offs_hidden = block * BLOCK + tl.arange(0, BLOCK)
+                at = hidden_ptr + offs_row.to(tl.int64)[:, None] * hidden + offs_hidden[None, :]
+                mask = counts[:, None] & (offs_hidden < hidden)[None, :]
+                h = tl.load(at, mask=mask, other=0.0).to(tl.float32) * (alpha * softmax)[:, None]
+                tl.store(at, h.to(hidden_ptr.dtype.element_ty), mask=mask)
     target_logit = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
     uneven = in_rows & (level != target_logit)
     if tl.max(uneven.to(tl.int32), 0) > 0:

@@ -19,29 +19,12 @@ from ..common.tiles import (
     piece_bytes,
     power_of_2,
 )  # fmt: skip
-from .copy_rows import copy_rows_kernel
 from .dhidden import dhidden_kernel, join_parts_kernel
 from .dweight import dweight_kernel
 from .sort_targets import sort_targets_kernel
 from .target_terms import add_target_rows_kernel, join_pieces_kernel
 
 MOST_COUNTED = 8192  # tokens that are sorted by comparing each with each: one launch instead of ten
-
-
-def copy_rows(
-    out: torch.Tensor,  # [rows, hidden] contiguous
-    source: torch.Tensor,  # [rows, hidden]
-    target: torch.Tensor,  # [rows] int64, -1 where the row does not count
-    factor: torch.Tensor | None,  # [rows] fp32
-    order: torch.Tensor | None = None,  # [rows] int64, rows of ``source``; None: its first
-) -> None:
-    """``out = factor * source[order]``, 0 where a row does not count."""
-    rows, hidden = out.shape
-    block = min(power_of_2(hidden), 2048)
-    copy_rows_kernel[(rows, cdiv(hidden, block))](
-        out, source, target, factor, order, hidden, source.stride(0), source.stride(1),
-        BLOCK=block, num_warps=4, **FUSED,
-    )  # fmt: skip
 
 
 class Factors(NamedTuple):

@@ -6,6 +6,7 @@ from ..common.descriptors import described
 from ..common.grids import programs_of, row_block
 from ..common.operands import ALL_ROWS, Counted, Stored, Strips, mixture, strip_stride
 from ..common.tiles import FUSED, INTERPRETED, RELATIVE_STRIP, Tile, cdiv, exp_tile, power_of_2
+from .clean_rows import clean_rows_kernel
 from .columns import dot_columns_kernel, pick_columns_kernel
 from .exp_logits import exp_logits_kernel
 from .merge_ranks import merge_ranks_kernel
@@ -22,6 +23,7 @@ def read_targets(
     paired: torch.Tensor,  # [tokens] int64
     counted: torch.Tensor,  # [] fp32
     one_or_nan: torch.Tensor,  # [] fp32
+    inverse: torch.Tensor,  # [] fp32
     target: torch.Tensor,  # [...] int64, tokens in all
     mask: torch.Tensor | None,  # [...] bool
     length: int,  # of the last dimension
@@ -29,11 +31,31 @@ def read_targets(
     ignore_index: int,
     vocab: int,
 ) -> None:
-    """Targets ``shift`` further along the last dimension, -1 where one does not count; how many do, and 1 or nan."""
+    """Targets ``shift`` further along the last dimension, -1 where one does not count; how many do, 1 or nan, and that
+    over how many do."""
     read_targets_kernel[(1,)](
-        paired, counted, one_or_nan,
+        paired, counted, one_or_nan, inverse,
         target.contiguous(), None if mask is None else mask.contiguous().view(torch.uint8),
         len(paired), length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16, **FUSED,
+    )  # fmt: skip
+
+
+def clean_rows(
+    out: torch.Tensor,  # [rows, hidden] contiguous
+    source: torch.Tensor,  # [rows, hidden]
+    target: torch.Tensor,  # [rows] int64, -1 where the row does not count
+    order: torch.Tensor | None = None,  # [rows] int64, rows of ``source``; None: its first
+    logit: torch.Tensor | None = None,  # [rows] fp32
+    weight: torch.Tensor | None = None,  # [vocab, hidden] contiguous
+    bias: torch.Tensor | None = None,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+) -> None:
+    """``out = source[order]``, 0 where a row does not count; and the targets' logits where there is a weight."""
+    rows, hidden = out.shape
+    clean_rows_kernel[(rows,)](
+        out, logit, source, weight, bias, target, order, hidden, source.stride(0), source.stride(1),
+        logit_scale, softcap, BLOCK=min(power_of_2(hidden), 2048), num_warps=4, **FUSED,
     )  # fmt: skip
 
 

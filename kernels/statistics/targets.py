@@ -11,6 +11,7 @@ def read_targets_kernel(
     paired_ptr,  # [tokens] int64, -1 where a row does not count
     counted_ptr,  # [] fp32: how many do
     one_or_nan_ptr,  # [] fp32: 1, or nan where an id is out of range
+    inverse_ptr,  # [] fp32: that divided by how many count, or by 1 where none does
     # inputs
     target_ptr,  # [tokens] int64
     mask_ptr,  # [tokens] bytes, or None for 1
@@ -37,5 +38,8 @@ def read_targets_kernel(
         tl.store(paired_ptr + row, tl.where(counts & inside, target, -1), mask=row < tokens)
         counted += (counts & inside).to(tl.int32)
         wrong += (counts & (inside == 0)).to(tl.int32)
-    tl.store(counted_ptr, tl.sum(counted, 0).to(tl.float32))
-    tl.store(one_or_nan_ptr, tl.where(tl.sum(wrong, 0) > 0, float("nan"), 1.0))
+    number = tl.sum(counted, 0).to(tl.float32)
+    one_or_nan = tl.where(tl.sum(wrong, 0) > 0, float("nan"), 1.0)
+    tl.store(counted_ptr, number)
+    tl.store(one_or_nan_ptr, one_or_nan)
+    tl.store(inverse_ptr, tl.div_rn(one_or_nan, tl.maximum(number, 1.0)))

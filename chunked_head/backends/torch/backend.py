@@ -17,6 +17,7 @@ from ...program.sizes import Store
 from ..protocol import Layout, Targets
 from . import tiles as tiles
 from .session import TorchSession
+from .tiles import clean_rows as clean_rows
 
 
 def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
@@ -46,11 +47,8 @@ def read_targets(
     one_or_nan = torch.ones((), dtype=dtype, device=target.device)
     one_or_nan.masked_fill_((counts & ~inside).any(), torch.nan)
     counts &= inside
-    return Targets(torch.where(counts, paired, -1), counts.sum().to(dtype), one_or_nan)
-
-
-def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
-    out.copy_(source if order is None else source[order]).masked_fill_((target < 0).unsqueeze(1), 0.0)
+    counted = counts.sum().to(dtype)
+    return Targets(torch.where(counts, paired, -1), counted, one_or_nan, one_or_nan / counted.clamp(min=1.0))
 
 
 def bounds_rows(store: Store) -> bool:

@@ -13,6 +13,10 @@ TILE_COLUMNS = 1 << 15
 TILE_ELEMENTS = 1 << 18
 
 
+def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
+    out.copy_(source if order is None else source[order]).masked_fill_((target < 0).unsqueeze(1), 0.0)
+
+
 def logprobs_(x: Tensor, start: Tensor | None, rest: Tensor | None) -> Tensor:
     """Logits to log-probabilities, in place."""
     assert start is not None and rest is not None

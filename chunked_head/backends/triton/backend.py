@@ -22,7 +22,6 @@ from ...core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 from ...kernels.common.grids import multiprocessors
 from ...kernels.common.tiles import INTERPRETED
 from ...kernels.gradients import launch as gradients
-from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
 from ...parallel.merge import Told, merge_lists, unpack, widths
 from ...program.plans import Plan
@@ -85,14 +84,14 @@ def read_targets(
     target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int, dtype: torch.dtype
 ) -> Targets:
     paired = torch.empty(target.numel(), dtype=torch.int64, device=target.device)
-    counted, one_or_nan = torch.empty(2, dtype=dtype, device=target.device).unbind()
+    numbers = torch.empty(3, dtype=dtype, device=target.device).unbind()
     length = target.shape[-1] if target.dim() else 1
-    statistics.read_targets(paired, counted, one_or_nan, target, mask, length, shift, ignore_index, vocab)
-    return Targets(paired, counted, one_or_nan)
+    statistics.read_targets(paired, *numbers, target, mask, length, shift, ignore_index, vocab)
+    return Targets(paired, *numbers)
 
 
 def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
-    products.copy_rows(out, source, target, None, order)
+    statistics.clean_rows(out, source, target, order)
 
 
 def bounds_rows(store: Store) -> bool:

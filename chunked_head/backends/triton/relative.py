@@ -41,14 +41,22 @@ class RelativeSession(OwnProducts):
         elif sizes.teacher_store == "logits":
             self.teacher_buffer = torch.empty(rows, sizes.teacher_columns, dtype=torch.float32, device=device)
 
-    def dot_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
-        """The target's logits, whole where ``known_targets``."""
-        head, ids = self.head, target.unsqueeze(1)
-        statistics.dot_columns(
-            out.target_logit.unsqueeze(1), hidden, head.weight, ids, head.bias, *transform(head)
+    def clean_rows(
+        self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None, stats: RowStats | None
+    ) -> None:
+        if stats is None or self.told_targets:
+            super().clean_rows(out, source, target, order, stats)
+            return
+        head = self.head
+        statistics.clean_rows(
+            out, source, target, order, stats.target_logit, head.weight, head.bias, *transform(head)
         )  # fmt: skip
-        if self.known_targets and head.add_targets is not None:
-            head.add_targets(out.target_logit)
+        self.add_targets(stats)
+
+    def add_targets(self, stats: RowStats) -> None:
+        """Other ranks' part of the targets' logits, where ``known_targets``."""
+        if self.known_targets and self.head.add_targets is not None:
+            self.head.add_targets(stats.target_logit)
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         self.first_stats(rows, out, self.buffer, None, None)
@@ -60,8 +68,6 @@ class RelativeSession(OwnProducts):
         head, count, vocab = self.head, rows.hidden.shape[0], self.sizes.vocab
         scale_cap = transform(head)
         strips = self.strips.of_rows(count)
-        if not self.told_targets:
-            self.dot_targets(rows.hidden, rows.target, out)
         if out.column_logits is not None:
             assert rows.columns is not None
             statistics.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, *scale_cap)
@@ -149,7 +155,11 @@ class FastSession(RelativeSession):
     def tell_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
         # nothing that ranks may differ in: whether there is such a message they all have to say alike
         if self.known_targets and self.sizes.hidden_dtype == self.sizes.dtype:
-            self.dot_targets(hidden, target, out)
+            head = self.head
+            statistics.dot_columns(
+                out.target_logit.unsqueeze(1), hidden, head.weight, target.unsqueeze(1), head.bias, *transform(head)
+            )  # fmt: skip
+            self.add_targets(out)
             self.told_targets = True
 
     def stats(self, rows: Rows, out: RowStats) -> None:
@@ -165,8 +175,10 @@ class FastSession(RelativeSession):
         exp, count = self.stored.logits, len(rows.target)
         assert coefficients.alpha is not None and coefficients.beta is not None
         softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
+        # nobody reads the chunk's hidden states after this but the weight's gradient
         gradients.level_rows(
-            exp, softmax_factor, target_factor, self.stored_strips, strip_width(self.sizes.hidden, relative=False),
+            exp, softmax_factor, target_factor, None if grads.weight is None else rows.hidden, rows.target,
+            self.stored_strips, strip_width(self.sizes.hidden, relative=False),
             self.level, stats.target_logit, stats.start, stats.rest, stats.logprob, coefficients.alpha,
             coefficients.beta, transform(self.head)[0], counted_of(rows),
         )  # fmt: skip
@@ -175,8 +187,6 @@ class FastSession(RelativeSession):
             self.put_dhidden(exp, rows, grads.hidden_rows(at, rows.order), factors)
             grads.hidden_done(at, rows.order)
         if grads.weight is not None:
-            # in place: nobody reads the chunk's hidden states after this
-            products.copy_rows(rows.hidden, rows.hidden, rows.target, softmax_factor)
             self.add_dweight(exp, rows, rows.hidden, grads.weight, grads.stores(at.start == 0))
 
     def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:

@@ -79,6 +79,8 @@ def default_inverse(summand: Summand, prepared: PreparedCall, of_units: dict[str
     if summand.unit == "token" and summand.counted is not None:
         total = local_total(summand, prepared) if prepared.spread is None else prepared.spread.totals[summand]
         return prepared.one_or_nan / torch.where(total == 0, 1.0, total)
+    if summand.unit == "token" and prepared.spread is None:
+        return prepared.token_rows.inverse
     if summand.unit not in of_units:
         of_units[summand.unit] = prepared.one_or_nan / count_units(summand.unit, prepared).clamp(min=1.0)
     return of_units[summand.unit]
