@@ -39,7 +39,7 @@ from chunked_head import (
     metrics,
     plan,
 )
-from chunked_head.engine.arithmetic import evaluate, objective
+from chunked_head.engine.arithmetic import evaluate, kernels
 from chunked_head.engine.graph.deferred import ranges
 from chunked_head.engine.graph.recipes import described, text_of
 from chunked_head.program.planner import Request
@@ -64,7 +64,7 @@ def test_compiled_arithmetic_in_a_compiled_call(monkeypatch: pytest.MonkeyPatch)
     """As on a GPU: the operator compiles the losses' arithmetic when it first runs, inside of the outer graph."""
     real, run = torch.compile, evaluate.run
     monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, **({"backend": "aot_eager"} | how)))
-    monkeypatch.setattr(objective, "run", lambda s, leaves, i, fused: run(s, leaves, i, True))
+    monkeypatch.setattr(kernels, "run", lambda s, leaves, i, fused: run(s, leaves, i, True))
     evaluate.COMPILED.clear()
     data = make_data()
     for call in (grpo, plain):

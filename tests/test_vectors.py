@@ -7,8 +7,9 @@ import torch
 from cases import GPU, TRITON, Place
 from loss_cases import LOSS_CASES, LossCase, inputs_of
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from chunked_head import linear_loss, losses, metrics
+from chunked_head import linear_cross_entropy, linear_loss, losses, metrics
 from chunked_head.backends import resolve
 from chunked_head.engine.arithmetic import kernels, objective
 
@@ -112,3 +113,22 @@ def test_what_has_a_kernel(place: Place) -> None:
     refused(lambda x: x.cumsum(0), x)
     refused(lambda x: x * float(x[0]), x)
     refused(lambda x: x.flip(0), x)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("around", ["graph", "checkpoint"])
+def test_kernels_are_made_within_graphs_and_checkpoints(place: Place, around: str) -> None:
+    hidden = torch.randn(40, 16, device=place.device, requires_grad=True)
+    weight, target = torch.randn(24, 16, device=place.device), torch.randint(24, (40,), device=place.device)
+
+    def call(hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, target, z_loss=1e-3, backend=place.backend)
+
+    (expected,) = torch.autograd.grad(call(hidden), hidden)
+    kernels.KERNELS.clear()
+    if around == "graph":
+        loss = torch.compile(call, fullgraph=True, backend="aot_eager")(hidden)
+    else:
+        loss = checkpoint(call, hidden, use_reentrant=False)
+    assert kernels.KERNELS and None not in kernels.KERNELS.values()
+    torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], expected)

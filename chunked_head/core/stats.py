@@ -123,11 +123,8 @@ class RowStats:
         def rows(*shape: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.empty(tokens, *shape, dtype=kind, device=device)
 
-        names = vector_names(demand)
-        # in one piece of memory, each beginning on 16 bytes
-        length = -(-tokens // 4) * 4
-        every = torch.empty(len(names), length, dtype=dtype, device=device)
-        vectors = dict(zip(names, (every if length == tokens else every[:, :tokens]).unbind(0), strict=True))
+        # memory of their own: a graph's operator returns them, whose outputs must not share any
+        vectors = {name: rows() for name in vector_names(demand)}
         if demand.top:
             vectors["argmax"] = rows(kind=torch.int32)
         if demand.columns:

@@ -2,17 +2,24 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from .tiles import INTERPRETED
 
-if INTERPRETED:
+if INTERPRETED:  # where numpy's functions are exact, and libdevice's are none
+
+    @triton.jit
+    def exp(x):
+        return tl.exp(x)
+
+    @triton.jit
+    def log(x):
+        return tl.log(x)
 
     @triton.jit
     def expm1(x):
-        # of no use on a GPU: exact enough where numpy's functions are exact
-        y = tl.exp(x)
         near = x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0)))))
-        return tl.where(tl.abs(x) < 0.05, near, y - 1.0)
+        return tl.where(tl.abs(x) < 0.05, near, tl.exp(x) - 1.0)
 
     @triton.jit
     def log1p(x):
@@ -23,17 +30,27 @@ if INTERPRETED:
     def power(x, y):
         return tl.exp2(y * tl.log2(x))  # of what is not negative
 
+else:
+
     @triton.jit
     def exp(x):
-        return tl.exp(x)
+        return libdevice.exp(x)
 
     @triton.jit
     def log(x):
-        return tl.log(x)
-else:
-    from triton.language.extra import libdevice
+        return libdevice.log(x)
 
-    exp, log, expm1, log1p, power = libdevice.exp, libdevice.log, libdevice.expm1, libdevice.log1p, libdevice.pow
+    @triton.jit
+    def expm1(x):
+        return libdevice.expm1(x)
+
+    @triton.jit
+    def log1p(x):
+        return libdevice.log1p(x)
+
+    @triton.jit
+    def power(x, y):
+        return libdevice.pow(x, y)
 
 
 @triton.jit

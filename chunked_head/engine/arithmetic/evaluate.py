@@ -133,10 +133,8 @@ class Values(NamedTuple):
 def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Evaluation:
     """Coefficients of the gradient of ``sum of factor * weight * value``, and the sums of parts and metrics."""
     found = values_of(structure, leaves, inputs)
-    empty = leaves["lse"].new_empty(0, len(inputs.target))
-    return Evaluation(
-        found.coefficients, torch.stack(found.rows) if found.rows else empty, found.widths, found.apart
-    )  # fmt: skip
+    table = torch.stack(found.rows) if found.rows else leaves["lse"].new_empty(0, len(inputs.target))
+    return Evaluation(found.coefficients, table, found.widths, found.apart)
 
 
 def values_of(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Values:

@@ -1,5 +1,6 @@
 """The losses' arithmetic as a kernel of the backend's: which losses have one, and its launch for a chunk of tokens."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...backends import Backend, VectorKernel
+from ...core.private import in_own_thread
 from ...core.stats import RowStats
 from ...losses.base import Summand
 from ...metrics import Metric
@@ -105,7 +107,9 @@ def make_arithmetic(
         found.update(names=tuple(values.coefficients), widths=values.widths, rows=len(values.rows))
         return list(values.coefficients.values()), values.rows
 
-    kernel = backend.vector_kernel(function, tensors, token_dims(leaves, inputs))
+    # a trace begins without whatever modes and hooks there are around the call
+    make = functools.partial(backend.vector_kernel, function, tensors, token_dims(leaves, inputs))
+    kernel = in_own_thread(make)
     return None if kernel is None else Arithmetic(kernel, **found)
 
 
