@@ -204,7 +204,7 @@ def planned(prepared: PreparedCall, wants: Wants, again: bool = False) -> Planne
         rows, packing = packing.pack(rows), None
         copied = rows.numel() > 0
     placed = Placed(
-        len(prepared.token_rows.target), wants, again, packing is not None, copied,
+        prepared.token_rows.target.shape[0], wants, again, packing is not None, copied,
         weight.is_contiguous() and weight.data_ptr() % 16 == 0, rows.stride(1) == 1 or rows.shape[1] == 1,
         None if head.into is None else head.into.buffer.dtype,
     )  # fmt: skip

@@ -63,7 +63,7 @@ class Operands:
     """Rows as the matmuls take them, in reused buffers."""
 
     def __init__(self, call: Call, hidden: Tensor, rows: int):
-        self.call, self.hidden = call, hidden
+        self.call, self.hidden, self.tokens = call, hidden, call.target.shape[0]
         self.gathered = None if call.shard is None else call.shard.gathered(hidden, rows)
         self.buffer = torch.empty(rows, hidden.shape[1], dtype=call.plan.sizes.dtype, device=hidden.device)
         teacher = call.objective.teacher
@@ -74,18 +74,21 @@ class Operands:
     def rows(self, rows: slice, session: Session, stats: RowStats | None = None) -> Rows:
         """Of the call, clean; ``stats``: theirs, where they are about to be made."""
         packing = self.call.packing
-        target = self.call.target[rows]
+        count = rows.stop - rows.start
+        # where one chunk is all there is, nothing is sliced
+        target = self.call.target if count == self.tokens else self.call.target[rows]
         order = None if packing is None else packing.order[rows]
-        out = self.buffer[: len(target)]
+        out = self.buffer if count == self.buffer.shape[0] else self.buffer[:count]
         if self.gathered is not None:
             # rows that are clean stand in the call's order
             self.raw, self.raw_order = self.gathered.chunk(rows)
             session.clean_rows(out, self.raw, target, self.raw_order, stats)
         else:
-            session.clean_rows(out, self.hidden if order is not None else self.hidden[rows], target, order, stats)
+            whole = order is not None or count == self.tokens
+            session.clean_rows(out, self.hidden if whole else self.hidden[rows], target, order, stats)
         teacher = self.teacher
         if teacher is not None and teacher.hidden is not None:
-            clean = self.teacher_buffer[: len(target)]
+            clean = self.teacher_buffer[:count]
             source = teacher.hidden if order is not None else teacher.hidden[rows]
             self.call.backend.clean_rows(clean, source, target, order)
             teacher = teacher.with_hidden(clean)
@@ -126,7 +129,7 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
                 session.finish(at, operands.raw, call.own_target[at], grads, operands.raw_order)
     if grads is not None:
         if operands.gathered is None:
-            everything, order = slice(0, len(call.target)), None if call.packing is None else call.packing.order
+            everything, order = slice(0, plan.sizes.tokens), None if call.packing is None else call.packing.order
             session.finish(everything, hidden, call.own_target, grads, order)
         grads.wait()
     return stats, grads
@@ -137,7 +140,7 @@ def whole_stats(call: Call, session: Session, rows: Rows, out: RowStats) -> None
     session.stats(rows, out)
     paired = call.objective.demand.pairing is not None
     if call.shard is not None:
-        told = call.told[rows.first : rows.first + len(rows.target)]
+        told = call.told[rows.first : rows.first + rows.target.shape[0]]
         call.shard.merge(call.backend.merge_ranks, rows, told, out, call.objective.demand, session.known_targets)
     if paired:
         session.pair_stats(rows, out)

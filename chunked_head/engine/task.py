@@ -2,25 +2,21 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..core.groups import TokenParallel, VocabParallel
 from ..core.stats import Demand
-from ..losses.base import FIELDS, Field, Losses, Summand
+from ..losses.base import FIELDS, Field, Losses
 from ..metrics import Metric
 from .head_options import HeadOptions, LogitsOptions
-
-if TYPE_CHECKING:
-    pass
 
 Result = TypeVar("Result")
 Signature = tuple[Hashable, ...]
 PLAIN = (Tensor, nn.Parameter)  # whose metadata say all there is to check; of a subclass's nobody knows
-
-
+# types of options that are equal where they mean the same
 OPTIONS = (type(None), bool, int, float, str, torch.dtype, VocabParallel, TokenParallel)
 
 
@@ -80,10 +76,13 @@ class Task(Generic[Result]):
             tuple([beginning(tensor, leading, "tokens") for tensor in rows]),
             tuple([metadata(tensor) for tensor in whole]),
             tuple([(name, field_of(name, value, own, leading, count)) for name, value in batch.items()]),
-            tuple([signature_of(coefficient, summand, leading) for coefficient, summand in terms]),
+            tuple([
+                (summand.signature, beginning(summand.weights, leading, "tokens"), isinstance(coefficient, Tensor))
+                for coefficient, summand in terms
+            ]),
             tuple([metadata(tensor) for tensor in held]),
             tuple([next(i for i, other in enumerate(held) if other is tensor) for tensor in held]),
-            tuple([metric_signature(metric) for metric in self.metrics]),
+            tuple([metric.signature for metric in self.metrics]),
             options, tuple(map(type, options)),
             len(leading), head.shift > 1 and bool(leading) and 0 < leading[-1] <= head.shift, count is None,
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
@@ -120,21 +119,3 @@ def field_of(
     if field.kind == "pair":
         return beginning(value, tuple(value.shape[:1]), "pairs")
     return metadata(value) if segments is None else beginning(value, (segments,), "segments")
-
-
-def metric_signature(metric: Metric) -> Hashable:
-    known = metric.label, metric.fields, metric.optional_fields, tuple(metric.extra_fields.items())
-    return metric.key, *known, metric.needs, metric.scope, metric.finish, metric.reads_target
-
-
-def signature_of(coefficient: float | Tensor, summand: Summand, leading: tuple[int, ...]) -> Hashable:
-    def kind(value: Any) -> Hashable:
-        if isinstance(value, Tensor):
-            return beginning(value, leading, "tokens")
-        return value if isinstance(value, str) or value is None else "number"
-
-    return (
-        summand.key, summand.label, summand.fields, summand.optional_fields, tuple(summand.extra_fields.items()),
-        summand.needs, summand.scope, summand.reduction, summand.reads_target, kind(summand.token_weights),
-        kind(summand.normalizer), isinstance(coefficient, Tensor),
-    )  # fmt: skip

@@ -5,7 +5,8 @@ A ``Summand`` is one loss; ``Losses`` is a sum of them with coefficients, and th
 ``needs`` and take the coefficients that autograd finds.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -124,6 +125,25 @@ class Summand:
         """Equal for summands that compile to the same code."""
         options = tuple(sorted(self.options.items()))
         return self.function, options, tuple(self.tensors), self.unit, self.temperature, self.teacher
+
+    @property
+    def weights(self) -> Tensor | None:
+        """Token weights that it holds itself."""
+        return self.token_weights if isinstance(self.token_weights, Tensor) else None
+
+    @functools.cached_property
+    def signature(self) -> Hashable:
+        """Equal for summands that run in the same way, whatever their numbers."""
+        weights = type(self.token_weights) if isinstance(self.token_weights, Tensor) else self.token_weights
+        normalizer = self.normalizer
+        if isinstance(normalizer, Tensor):
+            normalizer = (normalizer.shape, normalizer.dtype, normalizer.device)  # type: ignore[assignment]
+        elif normalizer is not None and not isinstance(normalizer, str):
+            normalizer = "a number"
+        return (
+            self.key, self.label, self.fields, self.optional_fields, tuple(self.extra_fields.items()), self.needs,
+            self.scope, self.reduction, self.reads_target, weights, normalizer,
+        )  # fmt: skip
 
     def values(self, stats: Any, batch: Any, tensors: Mapping[str, Tensor]) -> Tensor:
         return self.function(stats, batch, **self.options, **tensors)

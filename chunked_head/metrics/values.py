@@ -5,7 +5,8 @@ number: a sum and a count, or an extremum. Both reduce correctly over micro-batc
 (``all_reduce``); only ``MetricValue.value`` divides.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
@@ -78,6 +79,12 @@ class Metric:
         """Equal for metrics that compile to the same code."""
         options = tuple(sorted(self.options.items()))
         return self.function, options, self.unit, self.temperature, self.reduce, self.weighting
+
+    @functools.cached_property
+    def signature(self) -> Hashable:
+        """Equal for metrics that run in the same way."""
+        fields = self.fields, self.optional_fields, tuple(self.extra_fields.items())
+        return self.key, self.label, fields, self.needs, self.scope, self.finish, self.reads_target
 
     @property
     def components(self) -> int:

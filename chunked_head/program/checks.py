@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..core.options import NUMBERS
+from ..core.private import private
 from .plans import name
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -26,6 +27,9 @@ class Plain(torch.autograd.Function):
 
 
 def refuse_transforms() -> None:
+    active = private("_C._are_functorch_transforms_active")
+    if active is not None and not active[0]():
+        return
     try:
         Plain.apply()
     except RuntimeError as error:

@@ -12,6 +12,8 @@ from triton.compiler import CompiledKernel
 # versions whose rules of what is compiled anew are those of ``specialization``
 OLDEST, NEWEST = (3, 5), (3, 9)
 MOST_KEPT = 4096
+# what somebody has set in place of what environment variables say
+RUNTIME, COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
 
 
 def fits(name: str) -> str:
@@ -56,8 +58,7 @@ def is_known(kernel: Any) -> bool:
 
 def has_settings() -> bool:
     """Whether somebody has set what Triton looks at before a launch: hooks, debugging, ways to compile."""
-    runtime, compilation = vars(knobs.runtime), vars(knobs.compilation)
-    return bool(runtime or compilation) and (any(runtime.values()) or any(compilation.values()))
+    return bool(RUNTIME or COMPILATION) and (any(RUNTIME.values()) or any(COMPILATION.values()))
 
 
 def is_plain(compiled: Any) -> bool:

@@ -92,6 +92,7 @@ WHOLE = DhiddenSplit()
 
 
 @functools.lru_cache(maxsize=1024)  # asked for each chunk of each call
+@functools.lru_cache(maxsize=4096)
 def dhidden_split(
     rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int | None = None
 ) -> DhiddenSplit:

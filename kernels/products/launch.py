@@ -96,7 +96,7 @@ def dweight(
 
 def sort_targets(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``target`` [tokens] int64 sorted, equal ones in their order, as int32; and where each stood, int64."""
-    tokens = len(target)
+    tokens = target.shape[0]
     if tokens > MOST_COUNTED:
         # half as many passes as for int64
         return torch.sort(target.to(torch.int32), stable=True)

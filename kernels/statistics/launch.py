@@ -36,7 +36,7 @@ def read_targets(
     read_targets_kernel[(1,)](
         paired, counted, one_or_nan, inverse,
         target.contiguous(), None if mask is None else mask.contiguous().view(torch.uint8),
-        len(paired), length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16, **FUSED,
+        paired.shape[0], length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16, **FUSED,
     )  # fmt: skip
 
 

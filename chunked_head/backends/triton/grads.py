@@ -18,7 +18,7 @@ class GradSession(OwnProducts):
         self.buffer = torch.empty(elements, dtype=self.sizes.dtype, device=head.weight.device)
 
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
-        head, count, columns = self.head.columns(tile), len(rows.target), tile.stop - tile.start
+        head, count, columns = self.head.columns(tile), rows.target.shape[0], tile.stop - tile.start
         # a row starts on 16 bytes
         stride = padded_columns(columns)
         dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]

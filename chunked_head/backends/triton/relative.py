@@ -96,13 +96,13 @@ class RelativeSession(OwnProducts):
     def put_dhidden(
         self, dlogits: Tensor, rows: Rows, out: Tensor, factors: products.Factors = products.NO_FACTORS
     ) -> None:
-        split = self.sizes.dhidden_split(len(rows.target), self.part_sums.numel() // TILE_ELEMENTS)
+        split = self.sizes.dhidden_split(rows.target.shape[0], self.part_sums.numel() // TILE_ELEMENTS)
         products.dhidden(
             out, self.part_sums, dlogits, self.head.weight, factors, rows.order, counted_of(rows), split=split
         )  # fmt: skip
 
     def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
-        teacher, count, columns = rows.teacher, len(rows.target), self.sizes.teacher_columns
+        teacher, count, columns = rows.teacher, rows.target.shape[0], self.sizes.teacher_columns
         assert teacher is not None
         if teacher.logits is not None:
             return self.given_teacher(teacher, slice(columns), (start, rest))
@@ -172,7 +172,7 @@ class FastSession(RelativeSession):
     def add_gradients(
         self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
     ) -> None:
-        exp, count = self.stored.logits, len(rows.target)
+        exp, count = self.stored.logits, rows.target.shape[0]
         assert coefficients.alpha is not None and coefficients.beta is not None
         softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
         # nobody reads the chunk's hidden states after this but the weight's gradient

@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
     def at(self, rows: slice) -> "Inputs":
         """The inputs of a slice of tokens, sharing memory."""
-        if rows.start == 0 and rows.stop == len(self.target):
+        if rows.start == 0 and rows.stop == self.target.shape[0]:
             return self
         return self._replace(
             target=self.target[rows],
@@ -133,7 +133,7 @@ class Values(NamedTuple):
 def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Evaluation:
     """Coefficients of the gradient of ``sum of factor * weight * value``, and the sums of parts and metrics."""
     found = values_of(structure, leaves, inputs)
-    table = torch.stack(found.rows) if found.rows else leaves["lse"].new_empty(0, len(inputs.target))
+    table = torch.stack(found.rows) if found.rows else leaves["lse"].new_empty(0, inputs.target.shape[0])
     return Evaluation(found.coefficients, table, found.widths, found.apart)
 
 
@@ -208,10 +208,11 @@ def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tens
     sums = table.sum(1)
     if structure.metrics:
         sums = sums * one_or_nan
-    apart, row, found = iter(evaluations[0].apart), 0, []
-    parts = [part for part, _ in (*structure.summands, *structure.metrics)]
-    for part, width in zip(parts, evaluations[0].widths, strict=True):
-        reduce = getattr(part, "reduce", "mean")
+    apart, row, found, widths = iter(evaluations[0].apart), 0, [], evaluations[0].widths
+    reductions = ["mean"] * len(structure.summands) + [metric.reduce for metric, _ in structure.metrics]
+    if all(width == 1 for width in widths) and all(reduce == "mean" for reduce in reductions):
+        return list(sums.unbind(0))
+    for reduce, width in zip(reductions, widths, strict=True):
         values = next(apart).t() if width == 0 else table[row : row + width]
         if reduce != "mean":
             total = extremum(values, reduce)

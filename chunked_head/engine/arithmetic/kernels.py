@@ -129,7 +129,7 @@ def evaluate_rows(
         if arithmetic is not None:
             like = tensors[0]
             if table is None:
-                table = like.new_empty(arithmetic.rows, len(inputs.target))
+                table = like.new_empty(arithmetic.rows, inputs.target.shape[0])
             chunk = like.new_empty(len(arithmetic.names), rows.stop - rows.start)
             arithmetic.kernel(tensors, rows, chunk, table)
             coefficients = dict(zip(arithmetic.names, chunk.unbind(0), strict=True))

@@ -123,7 +123,7 @@ class ScalarObjective(Objective):
         return self.reduced
 
     def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
-        if self.coupled and not (rows.start == 0 and rows.stop == len(self.target)):
+        if self.coupled and not (rows.start == 0 and rows.stop == self.target.shape[0]):
             return None
         if self.together:
             evaluation = self.exchange(stats)
@@ -157,10 +157,10 @@ class ScalarObjective(Objective):
         return evaluate_rows(structure, stats, inputs, rows, self.fuse, table)
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        everything = slice(0, len(self.target))
+        everything = slice(0, self.target.shape[0])
         if not self.evaluations and self.together:
             self.evaluations.append(self.exchange(stats))
-        if not self.evaluations and len(self.target):
+        if not self.evaluations and self.target.shape[0]:
             self.evaluations.append(self.evaluate(stats, everything, self.inputs.factors, gradient=False))
         if self.evaluations:
             self.found[:] = totals(self.structure, self.evaluations, self.one_or_nan)
@@ -179,7 +179,7 @@ class ScalarObjective(Objective):
         # without tokens there is nothing, but what is exchanged with ranks that have some
         nothing: list[Tensor | None] = [None] * len(self.structure.metrics)
         found = [*self.found[len(self.inverse) :]] if self.found else nothing
-        if self.segment_metrics and not len(self.target) and self.spread is None:
+        if self.segment_metrics and not self.target.shape[0] and self.spread is None:
             found += [None] * len(self.segment_metrics)
         elif self.segment_metrics:
             structure = replace(self.structure, summands=(), metrics=self.segment_metrics, leaves=frozenset())
@@ -210,7 +210,7 @@ class ScalarObjective(Objective):
             ratio = torch.where(given == self.declared, 1.0, given.to(self.dtype) / self.declared)
             return self.fitted(self.exchanged[0].times(ratio))
         factors = stacked([times(i.value, c, given) for c, i in zip(self.coefficients, self.inverse, strict=True)])
-        evaluation = self.evaluate(stats, slice(0, len(self.target)), factors, gradient=True)
+        evaluation = self.evaluate(stats, slice(0, self.target.shape[0]), factors, gradient=True)
         return self.fitted(as_coefficients(evaluation.coefficients))
 
     def rest(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
