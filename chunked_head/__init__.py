@@ -22,13 +22,14 @@ from .api.logits_loss import logits_loss
 from .api.logprobs import linear_logprobs
 from .api.loss import LossOutput, linear_loss
 from .api.plan import plan
+from .engine.execution import Execution
 from .integrations.huggingface.patch import patch_model, unpatch_model
 from .losses import weights
 from .parallel import TokenParallel, VocabParallel
 from .program.plans import Plan
 
 __all__ = [
-    "ChunkedHead", "CrossEntropyLoss", "LossOutput", "Plan", "TokenParallel", "VocabParallel", "gathered_topk_kl",
-    "linear_cross_entropy", "linear_divergence", "linear_logprobs", "linear_loss", "logits_logprobs", "logits_loss",
-    "losses", "metrics", "patch_model", "plan", "unpatch_model", "weights",
+    "ChunkedHead", "CrossEntropyLoss", "Execution", "LossOutput", "Plan", "TokenParallel", "VocabParallel",
+    "gathered_topk_kl", "linear_cross_entropy", "linear_divergence", "linear_logprobs", "linear_loss",
+    "logits_logprobs", "logits_loss", "losses", "metrics", "patch_model", "plan", "unpatch_model", "weights",
 ]  # fmt: skip

@@ -3,7 +3,8 @@
 import functools
 import inspect
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,12 @@ from ..core.options import flag, nearest
 from ..core.shift import shift_right
 from ..engine.arithmetic.objective import Objective
 from ..engine.call import Outcome, scalar_objective, token_objective
+from ..engine.execution import Execution, check_options
 from ..engine.graph.operation import in_graph, operation
-from ..engine.head_options import HeadOptions, check_options
+from ..engine.head_options import head_of
 from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
-from ..parallel import TokenParallel, VocabParallel
-from ..parallel.dtensor import local
 from ..program import checks
 
 
@@ -40,16 +40,8 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     shift: int = 0,
-    memory_budget: int | str | None = None,
-    chunk_tokens: int | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    accumulate_into: Tensor | str | None = None,
     upstream: float | Tensor | None = None,
-    skip_ignored: bool | str = False,
-    deterministic: bool = False,
-    vocab_size: int | None = None,
-    parallel: VocabParallel | TokenParallel | None = None,
-    backend: str | None = None,
+    **execution: Unpack[Execution],
 ) -> Task[Tensor]:
     """Cross-entropy of a linear head, without its logits. Same value and gradients as
 
@@ -87,41 +79,15 @@ def linear_cross_entropy(
         shift: pairs the hidden state at position t with the target (and token weight) at t + shift along the last
             leading dimension, without a copy of the hidden states; below that dimension's length, but 1 of a single
             token predicts nothing. Per-token values stand at their target's place.
-        memory_budget: bytes, or a string such as "512MiB", that everything beside the gradients (and under autocast the
-            cast weight) may take. None: 640 MiB, or what a chunk of 2048 tokens takes where its logits alone, in the
-            operands' dtype, are more; and where that would mean more than 8 chunks of a 16-bit weight's gradient, an
-            fp32 accumulator of it on top. On each of several ranks that share the vocabulary 640 MiB over the square
-            root of their number, or of 16, where that leaves chunks of 2048 tokens. See ``chunked_head.plan``.
-        chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives.
-        accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
-            weight's own over few chunks), ``torch.float32`` or the weight's dtype.
-        accumulate_into: a contiguous [vocab, hidden] tensor that the weight's gradient is added to, or the name of the
-            weight's attribute that is one (``"grad"``, ``"main_grad"``), looked up at each call. float32, or float64
-            for a float64 weight. The gradient is then held nowhere else, and backward gives ``weight`` none. It is
-            added in the forward pass, and you promise one backward whose upstream gradient is ``upstream``, or 1:
-            with any other, and where the buffer was zeroed in between, ``hidden``'s gradient and the buffer become
-            nan. Where gradients are made in backward (``reduction="none"``, a second backward, an activation
-            checkpoint's) they are added there, whatever the upstream gradient is. Without gradients, or with a frozen
-            weight, nothing is written. One that does not begin on 16 bytes takes all tokens' product, also under
-            ``skip_ignored``.
         upstream: the gradient that ``backward`` will bring for the loss, where it is known (a loss scale): folded in
             before gradients are rounded. Any other upstream gradient stays right. A number but 0, or a 0-d tensor.
-        skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
-            operands on Hopper, and anything on a CPU; ValueError elsewhere). Where every token counts it costs next to
-            nothing, but up to 5 % where cuBLAS's product for the weight's gradient is better than ours (see ``plan``:
-            fp32 sums, other versions of Triton than 3.6). ``"wait"`` does it for any operands and waits for their
-            number, which a CUDA graph cannot. Losses see the tokens that count first, in their order.
-        deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
-            gradient depends on the other tokens or their number: one tile for every size, no product in parts. For
-            bfloat16 on Hopper, ValueError elsewhere (BLAS chooses by the number of rows) and for losses that sum over
-            segments on a GPU.
-        vocab_size: the number of ids, where the last rows of ``weight`` are padding. None: all its rows.
         parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. The
             loss is this rank's share: D is of all ranks' tokens, an ``all_reduce(SUM)`` of the losses (and of the
             weight's gradients) gives the whole batch's; with ``average=True`` the mean does. With ``reduction="none"``
             nothing is other ranks' affair, and ``average=True`` is refused. ``VocabParallel``: they hold different
             rows of the head, and ``tokens=`` of it says both.
-        backend: ``"triton"`` or ``"torch"``; None: the device's own.
+        execution: how the call runs, by the keywords of ``chunked_head.Execution``: ``memory_budget``,
+            ``chunk_tokens``, ``accumulate_into`` and others.
 
     Returns:
         The loss: fp32 (fp64 for fp64), 0-d, or target's shape for ``reduction="none"``.
@@ -135,25 +101,23 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
     """
-    hidden, weight, target, bias, vocab_size, parallel = local(hidden, weight, target, bias, vocab_size, parallel)
-    head = HeadOptions(
-        hidden, weight, target, bias, ignore_index, softcap, logit_scale, 1.0, shift, memory_budget, chunk_tokens,
-        accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
+    head = head_of(
+        "linear_cross_entropy", hidden, weight, target, bias, ignore_index, softcap, logit_scale, 1.0, shift, execution
     )  # fmt: skip
-    checks.check_tensor("hidden", hidden, optional=False)
+    checks.check_tensor("hidden", head.hidden, optional=False)
     checks.check_reduction(reduction)
     checks.check_number("label_smoothing", label_smoothing, 0.0, 1.0)
     checks.check_number("z_loss", z_loss, 0.0, math.inf)
-    checks.check_scalar("normalizer", normalizer, hidden.device, reduction == "mean", 'reduction="mean"')
-    checks.check_scalar("upstream", upstream, hidden.device, reduction != "none", 'reduction="mean" or "sum"')
+    checks.check_scalar("normalizer", normalizer, head.device, reduction == "mean", 'reduction="mean"')
+    checks.check_scalar("upstream", upstream, head.device, reduction != "none", 'reduction="mean" or "sum"')
     if class_weights is not None:
         head.check()
-        checks.check_class_weights(class_weights, head.vocab, hidden.device)
+        checks.check_class_weights(class_weights, head.vocab, head.device)
     numbers = float(label_smoothing), float(z_loss)
     loss = remembered_loss(*numbers) if class_weights is None else make_loss(*numbers, class_weights)
 
     def check() -> None:
-        checks.check_token_weights(token_weights, head.leading, hidden.device)
+        checks.check_token_weights(token_weights, head.leading, head.device)
         if reduction == "none":
             head.refuse_average()
 
@@ -164,7 +128,7 @@ def linear_cross_entropy(
         return scalar_objective(prepared, reduction, normalizer, upstream, share_denominator=True)
 
     def result(ran: Outcome) -> Tensor:
-        return laid_out(ran.outputs[0], target, shift) if reduction == "none" else ran.outputs[0]
+        return laid_out(ran.outputs[0], head.leading, shift) if reduction == "none" else ran.outputs[0]
 
     return Task(
         "linear_cross_entropy", head, loss, objective, result, check=check,
@@ -182,15 +146,15 @@ def make_loss(label_smoothing: float, z_loss: float, class_weights: Tensor | Non
 remembered_loss = functools.lru_cache(maxsize=64)(make_loss)
 
 
-def laid_out(values: Tensor, target: Tensor, shift: int) -> Tensor:
+def laid_out(values: Tensor, leading: Sequence[int], shift: int) -> Tensor:
     """Values of rows of hidden states at the places of the targets that those predict."""
-    return shift_right(values.reshape(target.shape), shift)
+    return shift_right(values.reshape(leading), shift)
 
 
 @in_graph(linear_cross_entropy)
 def in_graph_cross_entropy(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
     if given.get("reduction") == "none":
-        return laid_out(outputs[0], given["target"], given.get("shift", 0))
+        return laid_out(outputs[0], given["target"].shape, given.get("shift", 0))
     return outputs[0]
 
 

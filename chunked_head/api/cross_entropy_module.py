@@ -10,8 +10,9 @@ from ..core.breaks import breaks_graph
 from ..core.groups import TokenParallel, VocabParallel, chunked
 from ..engine.arithmetic.objective import Objective
 from ..engine.call import Outcome, scalar_objective, token_objective
+from ..engine.execution import check_options
 from ..engine.graph.operation import in_graph, operation
-from ..engine.head_options import LogitsOptions, check_options
+from ..engine.head_options import LogitsOptions
 from ..engine.logits_call import check_inplace
 from ..engine.prepared import PreparedCall
 from ..engine.task import Task

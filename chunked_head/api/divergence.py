@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
-import torch
 from torch import Tensor
 
 from .. import losses
@@ -12,13 +11,12 @@ from ..core.shift import shift_right
 from ..core.stats import Demand
 from ..engine.arithmetic.token_objectives import StatsObjective
 from ..engine.call import stats_objective
+from ..engine.execution import Execution, PerTokenOptions
 from ..engine.graph.operation import in_graph, operation
-from ..engine.head_options import HeadOptions, PerTokenOptions
+from ..engine.head_options import head_of
 from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
-from ..parallel import TokenParallel, VocabParallel
-from ..parallel.dtensor import local
 from ..program.demand import SUFFIX
 
 KINDS: dict[str, Callable[..., Losses]] = {
@@ -95,15 +93,7 @@ def linear_divergence(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     shift: int = 0,
-    memory_budget: int | str | None = None,
-    chunk_tokens: int | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    accumulate_into: Tensor | str | None = None,
-    skip_ignored: bool | str = False,
-    deterministic: bool = False,
-    vocab_size: int | None = None,
-    parallel: VocabParallel | TokenParallel | None = None,
-    backend: str | None = None,
+    **execution: Unpack[Execution],
 ) -> Task[Tensor | Divergence]:
     """The divergence of each token's distribution p from a teacher's q, and the entropy of p. Same values and
     gradients as, for ``divergence="forward_kl"``,
@@ -138,10 +128,9 @@ def linear_divergence(
     Raises:
         TypeError, ValueError, IndexError: as ``linear_loss``.
     """
-    hidden, weight, target, bias, vocab_size, parallel = local(hidden, weight, target, bias, vocab_size, parallel)
-    head = HeadOptions(
-        hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
+    head = head_of(
+        "linear_divergence", hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift,
+        execution,
     )  # fmt: skip
     loss = divergence_of(divergence, beta, teacher_temperature, teacher_logit_scale, teacher_softcap)
     given = {
@@ -169,7 +158,7 @@ def linear_divergence(
 
     return Task(
         "linear_divergence", head, loss, objective,
-        lambda ran: laid_out(ran.outputs, tuple(hidden.shape[:-1]), shift),
+        lambda ran: laid_out(ran.outputs, head.leading, shift),
         batch={name: value for name, value in given.items() if value is not None}, check=check, options=(entropy,),
         wants=wants, per_token=names,
     )  # fmt: skip

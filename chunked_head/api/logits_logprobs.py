@@ -4,16 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..engine.arithmetic.token_objectives import StatsObjective
-from ..engine.call import stats_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import LogitsOptions
-from ..engine.prepared import PreparedCall
 from ..engine.task import Task
-from ..losses.base import Losses
 from ..parallel import TokenParallel, VocabParallel
 from ..parallel.dtensor import local_logits
-from .logprobs import DIFFERENTIABLE, check_choice, check_flags, demand_of, in_graph_logprobs, laid_out, output_names
+from .logprobs import in_graph_logprobs, logprobs_task
 
 
 @operation
@@ -47,26 +43,11 @@ def logits_logprobs(
     options = LogitsOptions(
         logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
     )
-
     flags = {
         "entropy": entropy, "lse": lse, "mean_logit": mean_logit, "log_sum_sq_probs": log_sum_sq_probs,
         "argmax": argmax,
     }  # fmt: skip
-    check_flags(flags, None)
-    names = output_names(**flags, top_k=None)
-
-    def check() -> None:
-        options.refuse_tokens("logits_logprobs")
-        check_choice(options, None)
-
-    def objective(prepared: PreparedCall) -> StatsObjective:
-        return stats_objective(prepared, names, sum(name in DIFFERENTIABLE for name in names))
-
-    return Task(
-        "logits_logprobs", options, Losses(()), objective, lambda ran: laid_out(ran.outputs, names, target, shift),
-        batch=None if mask is None else {"mask": mask}, check=check, options=(*flags.values(), None),
-        wants=lambda _: demand_of(names, None), per_token=names,
-    )  # fmt: skip
+    return logprobs_task("logits_logprobs", options, mask, flags, None)
 
 
 in_graph(logits_logprobs)(in_graph_logprobs)

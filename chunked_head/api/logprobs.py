@@ -5,7 +5,6 @@ from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-import torch
 from torch import Tensor
 
 from ..core.options import flag
@@ -13,13 +12,12 @@ from ..core.shift import shift_right
 from ..core.stats import Demand, View
 from ..engine.arithmetic.token_objectives import StatsObjective
 from ..engine.call import stats_objective
+from ..engine.execution import Execution, PerTokenOptions
 from ..engine.graph.operation import in_graph, operation
-from ..engine.head_options import HeadOptions, OfRanks, PerTokenOptions
+from ..engine.head_options import HeadOptions, LogitsOptions, OfRanks, head_of
 from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
-from ..parallel import TokenParallel, VocabParallel
-from ..parallel.dtensor import local
 from ..program import checks
 
 if TYPE_CHECKING:
@@ -72,15 +70,7 @@ def linear_logprobs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     shift: int = 0,
-    memory_budget: int | str | None = None,
-    chunk_tokens: int | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    accumulate_into: Tensor | str | None = None,
-    skip_ignored: bool | str = False,
-    deterministic: bool = False,
-    vocab_size: int | None = None,
-    parallel: VocabParallel | TokenParallel | None = None,
-    backend: str | None = None,
+    **execution: Unpack[Execution],
 ) -> Task[Tensor | tuple[Tensor, ...]]:
     """Log-probabilities of targets, and what else is asked for. Same values and gradients as
 
@@ -122,28 +112,33 @@ def linear_logprobs(
     Raises:
         TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
     """
-    hidden, weight, target, bias, vocab_size, parallel = local(hidden, weight, target, bias, vocab_size, parallel)
-    head = HeadOptions(
-        hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
+    head = head_of(
+        "linear_logprobs", hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift,
+        execution,
     )  # fmt: skip
-
     flags = {
         "entropy": entropy, "lse": lse, "mean_logit": mean_logit, "log_sum_sq_probs": log_sum_sq_probs,
         "argmax": argmax,
     }  # fmt: skip
+    return logprobs_task("linear_logprobs", head, mask, flags, top_k)
+
+
+def logprobs_task(
+    function: str, head: HeadOptions | LogitsOptions, mask: Tensor | None, flags: Mapping[str, bool], top_k: int | None
+) -> Task[Any]:
+    """What a function does that returns statistics of each token, of hidden states or of logits."""
     check_flags(flags, top_k)
     names = output_names(**flags, top_k=top_k)
 
     def check() -> None:
-        head.refuse_tokens("linear_logprobs")
+        head.refuse_tokens(function)
         check_choice(head, top_k)
 
     def objective(prepared: PreparedCall) -> StatsObjective:
         return stats_objective(prepared, names, sum(name in DIFFERENTIABLE for name in names))
 
     return Task(
-        "linear_logprobs", head, Losses(()), objective, lambda ran: laid_out(ran.outputs, names, target, shift),
+        function, head, Losses(()), objective, lambda ran: laid_out(ran.outputs, names, head.leading, head.shift),
         batch=None if mask is None else {"mask": mask}, check=check, options=(*flags.values(), top_k),
         wants=lambda _: demand_of(names, top_k), per_token=names,
     )  # fmt: skip
@@ -200,9 +195,8 @@ RESULT_TYPES = {
 }
 
 
-def laid_out(values: Sequence[Tensor], names: tuple[str, ...], target: Tensor, shift: int) -> Any:
+def laid_out(values: Sequence[Tensor], names: tuple[str, ...], leading: tuple[int, ...], shift: int) -> Any:
     """Values of rows of hidden states at the places of the targets that those predict."""
-    leading = tuple(target.shape)
     laid = [
         shift_right(value.reshape((*leading, *value.shape[1:])), shift, len(leading) - 1)
         for value in values[: len(names)]
@@ -214,4 +208,4 @@ def laid_out(values: Sequence[Tensor], names: tuple[str, ...], target: Tensor, s
 def in_graph_logprobs(outputs: list[Tensor], given: dict[str, Any]) -> Any:
     flags = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")
     names = output_names(**{name: given.get(name, False) for name in flags}, top_k=given.get("top_k"))
-    return laid_out(outputs, names, given["target"], given.get("shift", 0))
+    return laid_out(outputs, names, tuple(given["target"].shape), given.get("shift", 0))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from ..core.stats import RowStats
 from ..engine.arithmetic.evaluate import SLOW
 from ..engine.arithmetic.objective import ScalarObjective
 from ..engine.call import Outcome, ordered_metrics, scalar_objective
+from ..engine.execution import Execution
 from ..engine.graph.operation import in_graph, operation
-from ..engine.head_options import HeadOptions
+from ..engine.head_options import head_of
 from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
@@ -20,8 +21,6 @@ from ..losses.user.closures import Function
 from ..losses.user.custom import as_losses
 from ..metrics import Metric, MetricValue
 from ..metrics.values import as_metrics
-from ..parallel import TokenParallel, VocabParallel
-from ..parallel.dtensor import local
 from ..program import checks
 from ..program.plans import Plan
 
@@ -61,16 +60,8 @@ def linear_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     shift: int = 0,
-    memory_budget: int | str | None = None,
-    chunk_tokens: int | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    accumulate_into: Tensor | str | None = None,
     upstream: float | Tensor | None = None,
-    skip_ignored: bool | str = False,
-    deterministic: bool = False,
-    vocab_size: int | None = None,
-    parallel: VocabParallel | TokenParallel | None = None,
-    backend: str | None = None,
+    **execution: Unpack[Execution],
 ) -> Task[LossOutput]:
     """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
 
@@ -87,8 +78,8 @@ def linear_loss(
         out.loss.backward()
 
     Args:
-        hidden, weight, bias, ignore_index, softcap, logit_scale, shift, memory_budget, chunk_tokens, accumulate_dtype,
-            accumulate_into, upstream, skip_ignored, deterministic, vocab_size, backend: as in ``linear_cross_entropy``.
+        hidden, weight, bias, ignore_index, softcap, logit_scale, shift, upstream, execution: as in
+            ``linear_cross_entropy``.
         target: token ids [...] int64; None where no loss or metric reads it.
         loss: ``chunked_head.losses``, added and multiplied by numbers or 0-d tensors. A function ``(stats, batch) ->
             values`` of your own, alone or as a summand, is taken as ``losses.custom(function, scope="token")``, checked
@@ -123,13 +114,12 @@ def linear_loss(
         IndexError: on the CPU, for a target, segment or teacher id out of range; elsewhere loss, metrics and gradients
             become nan.
     """
-    hidden, weight, target, bias, vocab_size, parallel = local(hidden, weight, target, bias, vocab_size, parallel)
-    head = HeadOptions(
-        hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, memory_budget,
-        chunk_tokens, accumulate_dtype, backend, accumulate_into, skip_ignored, deterministic, vocab_size, parallel,
+    head = head_of(
+        "linear_loss", hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift,
+        execution,
     )  # fmt: skip
-    checks.check_tensor("hidden", hidden, optional=False)
-    loss, measured = check_loss(hidden.device, loss, metrics, reduction, normalizer, upstream)
+    checks.check_tensor("hidden", head.hidden, optional=False)
+    loss, measured = check_loss(head.device, loss, metrics, reduction, normalizer, upstream)
 
     def objective(prepared: PreparedCall) -> ScalarObjective:
         return scalar_objective(prepared, reduction, normalizer, upstream)

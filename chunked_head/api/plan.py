@@ -9,7 +9,7 @@ from ..backends import Layout, resolve
 from ..core.groups import chunked
 from ..core.options import flag
 from ..core.stats import Teacher
-from ..engine.head_options import check_options
+from ..engine.execution import check_options
 from ..engine.program import coupling
 from ..losses.base import Losses
 from ..losses.user.closures import Function

@@ -1,87 +1,23 @@
-"""What every public function takes of the head and of how to run it, or of logits that exist already: checked."""
+"""The operands of a call with its options, or of one on logits that exist already: checked."""
 
 import functools
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from ..backends import check_name
 from ..core.groups import TokenParallel, VocabParallel
-from ..core.options import flag
+from ..core.options import nearest
 from ..parallel.agree import shared_by
+from ..parallel.dtensor import local
 from ..parallel.shard import Shard, Tell
 from ..program import checks
-from ..program.gradient_buffer import GradientBuffer, check_kind
+from ..program.gradient_buffer import GradientBuffer
 from ..program.gradient_buffer import resolve as resolve_into
 from ..program.planner import DEFAULT_REQUEST, Request
-
-# what can be said of an option before there is a call
-CHECKS: dict[str, Callable[[Any], Any]] = {
-    "ignore_index": checks.check_ignore_index,
-    "softcap": checks.check_softcap,
-    "logit_scale": lambda value: checks.check_number("logit_scale", value, -math.inf, math.inf),
-    "temperature": checks.check_temperature,
-    "shift": checks.check_shift,
-    "memory_budget": lambda value: Request(memory_budget=value),
-    "chunk_tokens": lambda value: Request(chunk_tokens=value),
-    "accumulate_dtype": lambda value: Request(accumulate_dtype=value),
-    "backend": check_name,
-    "accumulate_into": check_kind,
-    "skip_ignored": lambda value: check_skip_ignored(value),
-    "deterministic": functools.partial(flag, "deterministic"),
-    "vocab_size": checks.check_vocab_size,
-    "parallel": lambda value: check_parallel(value),
-    "inplace": functools.partial(flag, "inplace"),
-    "reduction": checks.check_reduction,
-    "normalizer": functools.partial(checks.check_factor, "normalizer"),
-    "upstream": functools.partial(checks.check_factor, "upstream"),
-    "label_smoothing": lambda value: checks.check_number("label_smoothing", value, 0.0, 1.0),
-    "z_loss": lambda value: checks.check_number("z_loss", value, 0.0, math.inf),
-    "class_weights": lambda value: checks.check_tensor("class_weights", value, optional=True),
-    "token_weights": lambda value: checks.check_tensor("token_weights", value, optional=True),
-}
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises what is wrong with options of a head by themselves, whatever tensors they will come with."""
-    for name, value in options.items():
-        CHECKS[name](value)
-
-
-def check_skip_ignored(skip_ignored: bool | str) -> None:
-    if not (isinstance(skip_ignored, bool) or (isinstance(skip_ignored, str) and skip_ignored == "wait")):
-        raise ValueError(f'skip_ignored must be True, False or "wait", got {skip_ignored!r}')
-
-
-def check_parallel(parallel: VocabParallel | TokenParallel | None) -> None:
-    if parallel is not None and not isinstance(parallel, VocabParallel | TokenParallel):
-        raise TypeError(f"parallel must be a VocabParallel, a TokenParallel or None, got {type(parallel).__name__}")
-
-
-class PerTokenOptions(TypedDict, total=False):
-    """Keywords that functions of values per token share."""
-
-    temperature: float
-    mask: Tensor | None
-    bias: Tensor | None
-    ignore_index: int
-    softcap: float | None
-    logit_scale: float
-    shift: int
-    memory_budget: int | str | None
-    chunk_tokens: int | None
-    accumulate_dtype: torch.dtype | None
-    accumulate_into: Tensor | str | None
-    skip_ignored: bool | str
-    deterministic: bool
-    vocab_size: int | None
-    parallel: VocabParallel | TokenParallel | None
-    backend: str | None
+from .execution import CHECKS, Execution, check_options
 
 
 class OfRanks(ABC):
@@ -198,14 +134,14 @@ class HeadOptions(OfRanks):
     logit_scale: float
     temperature: float
     shift: int
-    memory_budget: int | str | None
-    chunk_tokens: int | None
-    accumulate_dtype: torch.dtype | None
-    backend: str | None
-    accumulate_into: Tensor | str | None
+    memory_budget: int | str | None = None
+    chunk_tokens: int | None = None
+    accumulate_dtype: torch.dtype | None = None
+    accumulate_into: Tensor | str | None = None
     skip_ignored: bool | str = False
     deterministic: bool = False
     vocab_size: int | None = None
+    backend: str | None = None
     parallel: VocabParallel | TokenParallel | None = None
     holds = "weight has {} rows"
 
@@ -285,6 +221,37 @@ class HeadOptions(OfRanks):
     @property
     def device(self) -> torch.device:
         return self.hidden.device
+
+
+# of the keywords of ``Execution``, where a call names none
+DEFAULTS = {field.name: field.default for field in fields(HeadOptions) if field.name in Execution.__annotations__}
+
+
+def head_of(
+    function: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | None,
+    bias: Tensor | None,
+    ignore_index: int,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    shift: int,
+    execution: Execution,
+) -> HeadOptions:
+    """The head of a call of a public function; a TypeError for keywords that are none of ``Execution``'s."""
+    unknown = execution.keys() - DEFAULTS.keys()
+    if unknown:
+        first = min(unknown)
+        raise TypeError(f"{function} has no option {first!r}{nearest(first, DEFAULTS)}")
+    given = execution.copy()
+    hidden, weight, target, bias, given["vocab_size"], given["parallel"] = local(
+        hidden, weight, target, bias, given.get("vocab_size"), given.get("parallel")
+    )
+    return HeadOptions(
+        hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, **given
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

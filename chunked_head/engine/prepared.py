@@ -37,7 +37,7 @@ class PreparedCall:
     token_fields: frozenset[str]
     teacher: Teacher | None
     packing: Packing | None = None
-    spread: Spread | None = None  # over ranks, whose counts those of ``prepared`` are then
+    spread: Spread | None = None  # over ranks, whose counts those of ``token_rows`` are then
 
     def spread_as(self, token_rows: TokenRows, spread: Spread) -> "PreparedCall":
         return replace(self, token_rows=token_rows, spread=spread)

@@ -16,7 +16,7 @@ from ..api import cross_entropy as head
 from ..api.logprobs import linear_logprobs
 from ..core.groups import process_group
 from ..core.options import flag
-from ..engine.head_options import check_options
+from ..engine.execution import check_options
 from ..parallel import VocabParallel
 from ..parallel.collectives import all_gather
 

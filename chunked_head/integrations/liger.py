@@ -17,7 +17,7 @@ from .. import losses, metrics
 from ..api.cross_entropy import linear_cross_entropy
 from ..api.logprobs import linear_logprobs
 from ..api.loss import linear_loss
-from ..engine.head_options import check_options
+from ..engine.execution import check_options
 from ..program import checks
 
 

@@ -147,9 +147,9 @@ class FastSession(RelativeSession):
         sizes, device = plan.sizes, head.weight.device
         # exponentials of the gradient are relative to them on every rank
         self.known_targets = self.buffer is not None
-        if plan.schedule != "forward":
+        if self.buffer is None:
             return
-        self.softmax_factor = torch.empty(plan.chunk_tokens, dtype=torch.float32, device=device)
+        self.level, self.softmax_factor = torch.empty(2, plan.chunk_tokens, dtype=torch.float32, device=device).unbind()
         self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
 
     def tell_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
@@ -165,7 +165,6 @@ class FastSession(RelativeSession):
     def stats(self, rows: Rows, out: RowStats) -> None:
         if self.buffer is None:
             return super().stats(rows, out)
-        self.level = torch.empty_like(out.lse)
         exponentials = self.buffer.view(self.sizes.dtype)
         self.first_stats(rows, out, exponentials, row_offset=out.target_logit, level=self.level)
 

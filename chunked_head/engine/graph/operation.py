@@ -13,6 +13,8 @@ from ...losses.base import Losses
 from ...parallel.agree import raising_together
 from ...program.checks import is_dtensor
 from ..call import execute
+from ..execution import Execution
+from ..head_options import DEFAULTS
 from ..task import Task
 from . import logits_operators, operators
 from .recipes import TASKS, described
@@ -50,8 +52,20 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
 
     (result,) = get_args(signature.return_annotation)
     public.__annotations__ = function.__annotations__ | {"return": result}
-    public.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
+    public.__signature__ = spelled_out(signature).replace(return_annotation=result)  # type: ignore[attr-defined]
     return public
+
+
+def spelled_out(signature: inspect.Signature) -> inspect.Signature:
+    """With the keywords of ``**execution`` one by one, for help and whoever looks for a function's options."""
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(parameters) < len(signature.parameters):
+        kinds = Execution.__annotations__
+        parameters += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
+            for name, default in DEFAULTS.items()
+        ]
+    return signature.replace(parameters=parameters)
 
 
 def in_graph(function: Callable) -> Callable:

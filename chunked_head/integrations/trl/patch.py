@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.head_options import check_options
+from ...engine.execution import check_options
 from .functions import DivergenceSeam, LogProbSeam, Options, refusing_adapters
 from .seams import PLACES, Place, checked_module
 
