@@ -159,7 +159,7 @@ SIZE_CASES = [
     Case("four-dimensions", (2, 3, 5, 2), 16, 65),
 ]
 CASES = [*OPTION_CASES, *SIZE_CASES]
-# options of the fast road, which only bf16 takes
+# options of the fast path, which only bf16 takes
 FAST_OPTIONS = {"reduction", "class_weights", "token_weights", "z_loss", "logit_scale", "shift", "normalizer"}
 
 
@@ -167,8 +167,8 @@ def interpreted_too(case: Case, dtype: torch.dtype) -> bool:
     """Interpreted, where every step is slow, each option once per store of the buffer, large vocabularies once: more
     strips of a row than are merged at a time has `test_gradients.test_fp16_keeps_small_probabilities` too."""
     if case in OPTION_CASES:
-        road = torch.bfloat16 if case.options.keys() <= FAST_OPTIONS else torch.float16
-        return dtype == (road if case.hidden == 64 else torch.float32)
+        path = torch.bfloat16 if case.options.keys() <= FAST_OPTIONS else torch.float16
+        return dtype == (path if case.hidden == 64 else torch.float32)
     return case.vocab < 50000 or dtype == torch.float32
 
 

@@ -85,7 +85,7 @@ class Call:
         pick = self.pick = self.draw.choice
         self.function = FUNCTIONS[seed % len(FUNCTIONS)]
         self.backend = pick(backends)
-        # interpreted, bf16 products are wrong (Triton's interpreter), and of fp16 every road is seen
+        # interpreted, bf16 products are wrong (Triton's interpreter), and of fp16 every path is seen
         halves = [torch.float16] if device == "cpu" else [torch.bfloat16, torch.float16]
         self.dtype = pick([torch.float32, *halves] if self.backend == "triton" else [torch.float32, torch.float64])
         self.wide = torch.promote_types(self.dtype, torch.float32)

@@ -97,7 +97,7 @@ def inputs_of(
     target = torch.randint(0, vocab, (tokens,), generator=made)
     ignored = torch.rand(tokens, generator=made) < 0.2
     masked = torch.rand(tokens, generator=made) < 0.1
-    # bf16 and fp32 see the same numbers: gradients may then be compared across roads
+    # bf16 and fp32 see the same numbers: gradients may then be compared across paths
     hidden, weight = hidden.to(dtype).float(), weight.to(dtype).float()
     x = hidden @ weight.t() * case.head.get("logit_scale", 1.0)
     own = x.log_softmax(-1).gather(1, target[:, None])[:, 0]

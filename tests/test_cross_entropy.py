@@ -148,8 +148,8 @@ def test_real_sizes(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.gpu
-def test_roads_on_a_gpu() -> None:
-    """Which road a Hopper GPU takes; others, other alignments and fp32 take the general one."""
+def test_paths_on_a_gpu() -> None:
+    """Which path a Hopper GPU takes; others, other alignments and fp32 take the general one."""
     if torch.cuda.get_device_capability()[0] == 9:
         assert plan(256, 64, 507, torch.bfloat16, device="cuda").sizes.store == "fast"
         assert plan(256, 64, 507, torch.float16, device="cuda").sizes.store == "relative"

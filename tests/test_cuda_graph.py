@@ -58,7 +58,7 @@ def cross_entropy(i: Inputs) -> tuple[Tensor, Found]:
 
 
 def smoothed(i: Inputs) -> tuple[Tensor, Found]:
-    """On the second road, in several chunks."""
+    """On the second path, in several chunks."""
     return linear_cross_entropy(i.hidden, i.weight, i.target, label_smoothing=0.1, softcap=20.0, chunk_tokens=256), {}
 
 

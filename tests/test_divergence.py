@@ -71,7 +71,7 @@ def on_full_logits(
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients(place: Place, dtype: torch.dtype, kind: str) -> None:
     if place == Place("triton", "cpu") and dtype == torch.bfloat16:
-        pytest.skip("interpreted, a road of bf16 is that of fp16")
+        pytest.skip("interpreted, a path of bf16 is that of fp16")
     student, teacher = operands(dtype, place.device)
     made = torch.Generator().manual_seed(1)
     mask = (torch.rand(TOKENS, generator=made) < 0.8).to(place.device)

@@ -1,4 +1,4 @@
-"""Every loss through the chunk loop, on every backend and road, against the oracle on full logits in float64."""
+"""Every loss through the chunk loop, on every backend and path, against the oracle on full logits in float64."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from chunked_head.engine.arithmetic.evaluate import unit_mask
 from chunked_head.metrics import Metric, unit_weights
 from chunked_head.metrics.values import selected
 
-# interpreted, each step is slow: a road per loss, in turn, and all of them on a GPU
+# interpreted, each step is slow: a path per loss, in turn, and all of them on a GPU
 SCHEDULES: list[dict[str, Any]] = [{"chunk_tokens": 32}, {}, {"chunk_tokens": 64}]
 
 

@@ -55,7 +55,7 @@ NAMES = ("logprobs", *EVERY)
 @pytest.mark.parametrize("head", HEADS)
 def test_values_and_gradients(place: Place, dtype: torch.dtype, head: str) -> None:
     if place == Place("triton", "cpu") and dtype == torch.bfloat16:
-        pytest.skip("interpreted, a road of bf16 is that of fp16")
+        pytest.skip("interpreted, a path of bf16 is that of fp16")
     hidden, weight, target = operands(dtype, place.device)
     bias = torch.randn(VOCAB).to(place.device, dtype)
     made = torch.Generator().manual_seed(1)
@@ -141,9 +141,9 @@ def test_largest(place: Place, head: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("spread", [2.0, 30.0])
 def test_fed_back_they_give_a_ratio_of_one(place: Place, dtype: torch.dtype, spread: float) -> None:
-    """Whatever the road, the chunks, the other losses and the metrics."""
+    """Whatever the path, the chunks, the other losses and the metrics."""
     if place == Place("triton", "cpu") and dtype == torch.bfloat16:
-        pytest.skip("interpreted, a road of bf16 is that of fp16")
+        pytest.skip("interpreted, a path of bf16 is that of fp16")
     hidden, weight, target = operands(dtype, place.device, spread)
     with torch.no_grad():
         old = linear_logprobs(hidden, weight, target, backend=place.backend)

@@ -79,7 +79,7 @@ def test_against_the_oracle(place: Place, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["entropy", "smoothing", "gspo", "grpo"])
 def test_losses(place: Place, name: str) -> None:
-    """The general road, a loss of segments, fields that move along; parts and metrics too."""
+    """The general path, a loss of segments, fields that move along; parts and metrics too."""
     made = {
         "entropy": losses.cross_entropy() - 0.1 * losses.entropy(),
         "smoothing": losses.cross_entropy(label_smoothing=0.1),

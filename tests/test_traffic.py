@@ -51,7 +51,7 @@ class Kinds(NamedTuple):
 
 
 def work(rank: int, device: str) -> dict[str, Any]:
-    """Messages of a step with ``chunks`` chunks, by what is asked; on the GPU's road, which the interpreter runs."""
+    """Messages of a step with ``chunks`` chunks, by what is asked; on the GPU's path, which the interpreter runs."""
     found = {}
     for name in ASKED:
         for chunks in (1, CHUNKS):
@@ -118,7 +118,7 @@ def kinds(one: list[traffic.Message], several: list[traffic.Message]) -> Kinds:
 def section(counted: dict[str, Kinds]) -> str:
     """The counts, and the model's costs, in Markdown."""
     lines = [
-        "Bytes a token, of a call's messages and each chunk's (counted on the road that a Hopper GPU takes; bf16, H",
+        "Bytes a token, of a call's messages and each chunk's (counted on the path that a Hopper GPU takes; bf16, H",
         "hidden size; where the weight's gradient accumulates in fp32 over chunks, `hidden`'s waits and travels in",
         "fp32 too: 4 H):",
         "",

@@ -116,7 +116,7 @@ def recompute_terms(
 
 
 def target_rows(sizes: Sizes, rows: int) -> int:
-    """The fast road's tokens sorted by target, and sums of their rows; chunk by chunk where hidden states come so.
+    """The fast path's tokens sorted by target, and sums of their rows; chunk by chunk where hidden states come so.
     The sums lie in the buffer of exponentials, but where that is too small for those of the least section: said of
     128 rows, whatever their number, since more rows should never need less."""
     at_once = sizes.tokens if sizes.spread == 1 else rows

@@ -1,6 +1,6 @@
-"""Which option takes which road on a Hopper GPU: docs/roads.md is this table, made from the dispatcher itself.
+"""Which option takes which path on a Hopper GPU: docs/paths.md is this table, made from the dispatcher itself.
 
-`python tests/test_roads.py > docs/roads.md` makes it anew.
+`python tests/test_paths.py > docs/paths.md` makes it anew.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ ASKED: dict[str, tuple[Losses, tuple, dict[str, Any]]] = {
 def table() -> str:
     """The table in Markdown."""
     lines = [
-        "# Roads",
+        "# Paths",
         "",
         "What a call keeps of the logits between statistics and gradient on a Hopper GPU:",
         "",
@@ -43,7 +43,7 @@ def table() -> str:
         "- `relative`: fp16 logits relative to strips of 128 columns, and one pass;",
         "- `logits`: fp32.",
         "",
-        "Statistics come from fp32 accumulators on every road. A mix of losses takes the road furthest down this list.",
+        "Statistics come from fp32 accumulators on every path. A mix of losses takes the path furthest down this list.",
         "Other GPUs, odd alignments and `linear_logprobs(top_k=...)` take `logits`; the torch backend has no other.",
         "",
         "Where all statistics come before any gradient (losses of segments and pairs in several chunks,",
@@ -65,8 +65,8 @@ def table() -> str:
 
 
 def test_table() -> None:
-    written = Path(__file__).parent.parent / "docs" / "roads.md"
-    assert written.read_text() == table(), "python tests/test_roads.py > docs/roads.md"
+    written = Path(__file__).parent.parent / "docs" / "paths.md"
+    assert written.read_text() == table(), "python tests/test_paths.py > docs/paths.md"
 
 
 if __name__ == "__main__":
