@@ -4,8 +4,7 @@ Bytes are counted per phase of a call (a sweep for statistics, the loop that mak
 them over), because what waits in the loop and what is handed over never lie in memory with everything else.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ BYTES_PER_TOKEN = 56
 CAST_BYTES = 16 * MiB
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """One line of the memory table: bytes while the loop runs, while the gradients are handed over, and (where the
     gradients are recomputed) in the sweep for statistics before."""
 
@@ -68,8 +66,8 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
     # the gradient of hidden is handed over first, and its accumulator is gone before the weight's gradient comes
     left_h = max(0, wait_h - d_weight.finish) if cast_h and cast_w else wait_h if cast_h else 0
     return (
-        replace(d_hidden, loop=0 if cast_h else d_hidden.finish),
-        replace(d_weight, loop=0 if cast_w else d_weight.finish),
+        d_hidden._replace(loop=0 if cast_h else d_hidden.finish),
+        d_weight._replace(loop=0 if cast_w else d_weight.finish),
         Term("gradient of hidden, waiting", wait_h if cast_h else 0, left_h),
         Term("gradient of weight, waiting", wait_w if cast_w else 0, wait_w if cast_w else 0),
         Term("logits of a chunk and its rows", rows * sizes.row_bytes),
@@ -100,8 +98,8 @@ def recompute_terms(
     waiting = sizes.weight_elements * weight_acc.itemsize if cast_w else 0
     product = tile * sizes.hidden * 4 if sizes.weight_grad and sizes.through_fp32(weight_acc) else 0
     return (
-        replace(d_hidden, loop=d_hidden.finish),
-        replace(d_weight, loop=0 if cast_w else d_weight.finish),
+        d_hidden._replace(loop=d_hidden.finish),
+        d_weight._replace(loop=0 if cast_w else d_weight.finish),
         Term("gradient of weight, waiting", waiting, waiting),
         Term("gradient of hidden, a block", block * sizes.hidden * 4 if accumulate_h else 0),
         Term("gradient of hidden, of all ranks", block * sizes.scattered_bytes(sizes.hidden_dtype)),
@@ -156,7 +154,8 @@ def cast_rows(hidden: int) -> int:
 
 
 def peak_of(terms: tuple[Term, ...]) -> int:
-    return max(sum(t.sweep for t in terms), sum(t.loop for t in terms), sum(t.finish for t in terms))
+    _, loop, finish, sweep, _ = zip(*terms, strict=True)
+    return max(sum(sweep), sum(loop), sum(finish))
 
 
 def extra_of(terms: tuple[Term, ...]) -> int:

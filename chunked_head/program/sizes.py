@@ -1,5 +1,6 @@
 """The sizes of a call that decide its plan, and what follows from them by arithmetic: bytes of a row, what runs."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -90,12 +91,12 @@ class Sizes:
         teacher = min(tile, self.teacher_columns) if self.teacher_store else 0
         return (tile + teacher) * max(4, self.element)
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes that one more row in a chunk costs: its logits, its strips' statistics, its hidden states."""
         return self.kept_bytes + self.swept_bytes(kept=True)
 
-    @property
+    @functools.cached_property
     def sweep_bytes(self) -> int:
         """The same in a pass that makes no gradient."""
         kept = self.keeps_sweep
