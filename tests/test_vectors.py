@@ -113,6 +113,8 @@ def test_what_has_a_kernel(place: Place) -> None:
     refused(lambda x: x.cumsum(0), x)
     refused(lambda x: x * float(x[0]), x)
     refused(lambda x: x.flip(0), x)
+    refused(lambda x: torch.div(x, 2.0, rounding_mode="floor"), x)
+    refused(lambda x: torch.rsub(x, 1.0, alpha=3.0), x)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -1,7 +1,7 @@
 """What a row of logits is reduced to, and what its gradient is made from."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -138,7 +138,7 @@ class RowStats:
         return self if rows.start == 0 and rows.stop == self.lse.shape[0] else sliced(self, rows)
 
     def named(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if value is not None}
+        return present(self)
 
 
 @functools.lru_cache(maxsize=256)
@@ -185,18 +185,18 @@ class Coefficients:
 
     def times(self, factor: Tensor) -> "Coefficients":
         """Times a 0-d factor."""
-        return Coefficients(**{name: value * factor for name, value in present(self)})
+        return Coefficients(**{name: value * factor for name, value in present(self).items()})
 
     def named(self) -> dict[str, Tensor]:
-        return dict(present(self))
+        return present(self)
 
 
-def present(vectors: RowStats | Coefficients) -> Iterator[tuple[str, Tensor]]:
-    return ((name, value) for name, value in vars(vectors).items() if value is not None)
+def present(vectors: RowStats | Coefficients) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(vectors).items() if value is not None}
 
 
 def sliced(vectors: Vectors, rows: slice) -> Vectors:
-    return type(vectors)(**{name: value[rows] for name, value in present(vectors)})
+    return type(vectors)(**{name: value[rows] for name, value in present(vectors).items()})
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,52 +4,51 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from .tiles import INTERPRETED
+from . import tiles
 
-if INTERPRETED:  # where numpy's functions are exact, and libdevice's are none
+# the interpreter has none of libdevice's functions, and numpy's are exact
+INTERPRETED = tl.constexpr(tiles.INTERPRETED)
 
-    @triton.jit
-    def exp(x):
+
+@triton.jit
+def exp(x):
+    if INTERPRETED:
         return tl.exp(x)
-
-    @triton.jit
-    def log(x):
-        return tl.log(x)
-
-    @triton.jit
-    def expm1(x):
-        near = x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0)))))
-        return tl.where(tl.abs(x) < 0.05, near, tl.exp(x) - 1.0)
-
-    @triton.jit
-    def log1p(x):
-        y = 1.0 + x
-        return tl.where(y == 1.0, x, tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0)))
-
-    @triton.jit
-    def power(x, y):
-        return tl.exp2(y * tl.log2(x))  # of what is not negative
-
-else:
-
-    @triton.jit
-    def exp(x):
+    else:
         return libdevice.exp(x)
 
-    @triton.jit
-    def log(x):
+
+@triton.jit
+def log(x):
+    if INTERPRETED:
+        return tl.log(x)
+    else:
         return libdevice.log(x)
 
-    @triton.jit
-    def expm1(x):
+
+@triton.jit
+def expm1(x):
+    if INTERPRETED:
+        near = x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0)))))
+        return tl.where(tl.abs(x) < 0.05, near, tl.exp(x) - 1.0)
+    else:
         return libdevice.expm1(x)
 
-    @triton.jit
-    def log1p(x):
+
+@triton.jit
+def log1p(x):
+    if INTERPRETED:
+        y = 1.0 + x
+        return tl.where(y == 1.0, x, tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0)))
+    else:
         return libdevice.log1p(x)
 
-    @triton.jit
-    def power(x, y):
+
+@triton.jit
+def power(x, y):
+    if INTERPRETED:
+        return tl.exp2(y * tl.log2(x))  # of what is not negative
+    else:
         return libdevice.pow(x, y)
 
 

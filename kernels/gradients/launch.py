@@ -53,12 +53,7 @@ def beside_arguments(beside: Beside | None) -> tuple[tuple, tuple[int, int], tup
     side = beside.stored
     tensors = (side.logits, side.offset, side.bias, *beside[1:3], *beside[5:9])
     constants = {"SECOND": beside.second, **mixture(beside.beta), "FLOOR": beside.floor}
-    return (
-        tensors,
-        (beside.columns, side.logits.stride(0)),
-        (side.logit_scale, side.softcap),
-        constants,
-    )
+    return tensors, (beside.columns, side.logits.stride(0)), (side.logit_scale, side.softcap), constants
 
 
 def row_grad(

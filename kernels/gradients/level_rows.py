@@ -56,6 +56,7 @@ def level_rows_kernel(
         rest = tl.load(rest_ptr + offs_row, mask=in_rows, other=0.0)
         logprob = tl.load(logprob_ptr + offs_row, mask=in_rows, other=0.0)
         softmax = tl.exp2(((level - start) + rest) * log2_e)
+        # one program of a row's writes its factors; the interpreter takes no mask that is one number
         first = in_rows & (offs_row * 0 + tl.program_id(1) == 0)
         tl.store(softmax_factor_ptr + offs_row, alpha * softmax, mask=first)
         tl.store(target_factor_ptr + offs_row, alpha * tl.exp2(logprob * log2_e) - beta, mask=first)

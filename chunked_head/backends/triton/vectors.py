@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ...kernels.common import functions
 from ...kernels.common.launcher import Launcher
@@ -27,34 +26,33 @@ LENGTHS = (5, 7)  # numbers of tokens that it is traced for: of what differs bet
 NAMES = {
     torch.float32: "tl.float32", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.bool: "tl.int1",
 }  # fmt: skip
-aten = torch.ops.aten
-# by how an operation takes its operands: in the dtype of the result, in their common one, as they are
+# operations of aten by how they take their operands: in the dtype of the result, in their common one, as truth values
 ARITHMETIC = {
-    aten.add: "{0} + {1}", aten.sub: "{0} - {1}", aten.rsub: "{1} - {0}", aten.mul: "{0} * {1}", aten.neg: "-{0}",
-    aten.div: "tl.div_rn({0}, {1})", aten.reciprocal: "tl.div_rn(1.0, {0})", aten.abs: "tl.abs({0})",
-    aten.exp: "functions.exp({0})", aten.expm1: "functions.expm1({0})", aten.log: "functions.log({0})",
-    aten.log1p: "functions.log1p({0})", aten.sqrt: "tl.sqrt_rn({0})", aten.sigmoid: "functions.sigmoid({0})",
-    aten.minimum: "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
-    aten.maximum: "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
-    aten.clamp_min: "tl.where({0} < {1}, {1}, {0})", aten.clamp_max: "tl.where({0} > {1}, {1}, {0})",
-    aten.pow: "functions.power({0}, {1})", aten.sigmoid_backward: "{0} * ((1.0 - {1}) * {1})",
-    aten.relu: "tl.where({0} < 0, 0, {0})",
+    "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}", "neg": "-{0}",
+    "div": "tl.div_rn({0}, {1})", "reciprocal": "tl.div_rn(1.0, {0})", "abs": "tl.abs({0})",
+    "exp": "functions.exp({0})", "expm1": "functions.expm1({0})", "log": "functions.log({0})",
+    "log1p": "functions.log1p({0})", "sqrt": "tl.sqrt_rn({0})", "sigmoid": "functions.sigmoid({0})",
+    "minimum": "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
+    "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
+    "clamp_min": "tl.where({0} < {1}, {1}, {0})", "clamp_max": "tl.where({0} > {1}, {1}, {0})",
+    "pow": "functions.power({0}, {1})", "sigmoid_backward": "{0} * ((1.0 - {1}) * {1})",
+    "relu": "tl.where({0} < 0, 0, {0})",
 }  # fmt: skip
 COMPARED = {
-    aten.eq: "{0} == {1}", aten.ne: "{0} != {1}", aten.lt: "{0} < {1}", aten.le: "{0} <= {1}", aten.gt: "{0} > {1}",
-    aten.ge: "{0} >= {1}", aten.isnan: "{0} != {0}", aten.logical_not: "{0} == 0", aten.bitwise_not: "{0} == 0",
+    "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}",
+    "ge": "{0} >= {1}", "isnan": "{0} != {0}", "logical_not": "{0} == 0", "bitwise_not": "{0} == 0",
 }  # fmt: skip
 LOGICAL = {
-    aten.logical_and: "{0} & {1}", aten.bitwise_and: "{0} & {1}", aten.logical_or: "{0} | {1}",
-    aten.bitwise_or: "{0} | {1}",
+    "logical_and": "{0} & {1}", "bitwise_and": "{0} & {1}", "logical_or": "{0} | {1}",
+    "bitwise_or": "{0} | {1}",
 }  # fmt: skip
 # the same numbers in another shape or dtype
 SAME = {
-    aten.detach, aten.alias, aten.clone, aten.expand, aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze,
-    aten._to_copy, aten.lift_fresh_copy,
+    "detach", "alias", "clone", "expand", "view", "_unsafe_view", "unsqueeze", "squeeze",
+    "_to_copy", "lift_fresh_copy",
 }  # fmt: skip
-FILLED = {aten.zeros_like: 0, aten.new_zeros: 0, aten.zeros: 0, aten.ones_like: 1, aten.new_ones: 1, aten.ones: 1}
-FILLED_BY = {aten.full: 1, aten.full_like: 1, aten.new_full: 2, aten.scalar_tensor: 0}  # which argument is the number
+FILLED = {"zeros_like": 0, "new_zeros": 0, "zeros": 0, "ones_like": 1, "new_ones": 1, "ones": 1}
+FILLED_BY = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # which argument is the number
 POWERS = {0: "1.0 + 0.0 * {0}", 1: "{0}", 2: "{0} * {0}"}
 COUNT = itertools.count()
 
@@ -111,6 +109,8 @@ def trace(
     function: Function, inputs: Sequence[Tensor], token_dims: Sequence[int | None], tokens: int
 ) -> tuple[fx.GraphModule, int]:
     """The trace, with all outputs in a row, and how many of these are of a chunk."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # where a torch has no such thing there are no kernels
+
     shapes = [list(tensor.shape) for tensor in inputs]
     for shape, dim in zip(shapes, token_dims, strict=True):
         if dim is not None:
@@ -125,6 +125,11 @@ def trace(
 
     traced = make_fx(torch.func.functionalize(in_a_row), tracing_mode="fake")(samples)
     return traced, counts[-1]
+
+
+def name_of(node: fx.Node) -> str:
+    """Of the operation that it calls, without aten's prefix; of a trace all calls are of operations."""
+    return str(node.target.overloadpacket).removeprefix("aten.")  # type: ignore[union-attr]
 
 
 class Writer:
@@ -168,11 +173,11 @@ class Writer:
     def value(self, node: fx.Node) -> str:
         if node.op != "call_function":
             raise NoKernelError(node.op)
-        operation, dtype = node.target.overloadpacket, node.meta["val"].dtype  # type: ignore[union-attr]
+        operation, dtype = name_of(node), node.meta["val"].dtype
         if node.meta["val"].dim() > 1 or dtype not in NAMES:
             raise NoKernelError(str(node))
         tensors = [arg for arg in node.args if isinstance(arg, fx.Node)]
-        if operation is aten.select and node.args[0] in self.inputs:
+        if operation == "select" and node.args[0] in self.inputs:
             return self.row(*node.args)  # type: ignore[arg-type]
         if operation in SAME:
             return self.cast(tensors[0], dtype)
@@ -180,17 +185,17 @@ class Writer:
             return self.constant(FILLED[operation], dtype)
         if operation in FILLED_BY:
             return self.constant(node.args[FILLED_BY[operation]], dtype)
-        if operation is aten.where:
+        if operation == "where":
             condition, *parts = node.args
             chosen = [self.cast(part, dtype) for part in parts]
             return self.named(f"tl.where({self.cast(condition, torch.bool)}, {chosen[0]}, {chosen[1]})")
-        if operation is aten.clamp:
+        if operation == "clamp":
             return self.clamp(node, dtype)
-        if operation is aten.pow and node.args[1] in POWERS:
+        if operation == "pow" and node.args[1] in POWERS:
             return self.computed(POWERS[node.args[1]], node.args[:1], dtype)  # type: ignore[index]
-        if operation in (aten.add, aten.sub) and node.kwargs.get("alpha", 1) != 1:
+        if node.kwargs or len(node.args) > 2:  # a factor or a way of rounding, which the tables know nothing of
             raise NoKernelError(str(node))
-        if operation in (aten.sign, aten.sgn) and dtype == torch.float32:
+        if operation in ("sign", "sgn") and dtype == torch.float32:
             x = self.cast(node.args[0], dtype)
             return self.named(f"tl.where({x} > 0, 1.0, tl.where({x} < 0, -1.0, {x}))")
         if operation in ARITHMETIC:
