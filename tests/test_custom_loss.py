@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from chunked_head import linear_loss, logits_loss, losses, metrics, plan
+from chunked_head.core.batch import Batch
+from chunked_head.core.loss_stats import Stats
 from chunked_head.losses.base import Field, Losses, Summand, Teacher
 from chunked_head.losses.user import closures
 from chunked_head.losses.user.custom import custom
-from chunked_head.losses.user.synthetic import MASKED, PIECES, SEGMENT_IDS, SEGMENTS, TOKENS, VOCAB, Reads, Synthetic
+from chunked_head.losses.user.synthetic import MASKED, SEGMENT_IDS, SEGMENTS, TOKENS, VOCAB, Synthetic
 
 
 def summand(losses: Losses) -> Summand:
@@ -41,19 +43,9 @@ def nll(stats: Any, batch: Any) -> Tensor:
         (lambda s, b: -s.logprob * b.fields["advantages"], set(), ("advantages",), (), True),
         (
             lambda s, b: s.lse if b.get("advantages") is None else s.lse * b["advantages"],
-            set(), (), ("advantages",), False,
+            set(), (), ("advantages",), True,  # perhaps where there is none
         ),
-        (
-            lambda s, b: s.lse * b["advantages"] if "advantages" in b else s.entropy,
-            {"entropy"}, (), ("advantages",), False,
-        ),
-        # not optional: it fails without
-        (lambda s, b: s.lse * b.get("advantages"), set(), ("advantages",), (), False),
-        # what replaces an optional field is optional
-        (
-            lambda s, b: -s.logprob - (b["old_logprobs"] if "old_logprobs" in b else b["ref_logprobs"]),
-            set(), (), ("old_logprobs", "ref_logprobs"), True,
-        ),
+        (lambda s, b: s.lse * b["advantages"] if "advantages" in b else s.entropy, set(), (), ("advantages",), True),
         (lambda s, b: -s.topk_logprobs.sum(-1), {"topk_logprobs"}, ("teacher_ids",), (), False),
         (
             lambda s, b: s.forward_kl, {"forward_kl"}, (),
@@ -93,6 +85,19 @@ def test_needs_and_fields_add_to_what_is_found() -> None:
     assert found.extra_fields == {"mine": Field("token")}
     assert summand(custom(nll, scope="token", reads_target=True)).reads_target
     assert summand(custom(lambda s, b: s.lse, scope="token", reads_target=True)).reads_target
+    assert not summand(custom(lambda s, b: s.lse * b.get("mask", 1), scope="token", reads_target=False)).reads_target
+
+
+def test_what_another_branch_reads_is_declared() -> None:
+    def either(stats: Any, batch: Any) -> Tensor:
+        return stats.lse * batch["advantages"] if "advantages" in batch else stats.entropy * batch["ref_logprobs"]
+
+    known = {"fields": ["ref_logprobs"], "needs": ["entropy"]}
+    found = linear_loss(**HEAD, loss=custom(either, scope="token", **known), batch={"ref_logprobs": torch.ones(6)})
+    torch.testing.assert_close(found.loss, linear_loss(**HEAD, loss=-losses.entropy()).loss.abs())
+    with pytest.raises(KeyError, match="'ref_logprobs' is not there, or the loss that reads it does not declare it"):
+        loss = custom(either, scope="token", needs=["entropy"])
+        linear_loss(**HEAD, loss=loss, batch={"ref_logprobs": torch.ones(6)})
 
 
 @pytest.mark.parametrize(
@@ -150,9 +155,12 @@ def test_decorator() -> None:
 
 
 def test_the_values_are_the_functions() -> None:
-    synthetic = Synthetic(Summand("custom", nll), {})
-    run = synthetic.run(summand(custom(lambda s, b: s.lse * 2, scope="token")), Reads(), slice(0, 5))
-    assert torch.equal(run.values, 2 * run.leaves["lse"]) and len(run.values) == 5
+    made = Synthetic({}, {})
+    assert torch.equal(values_of(custom(lambda s, b: s.lse * 2, scope="token"), made), 2 * made.stats["lse"])
+
+
+def values_of(losses: Losses, made: Synthetic) -> Tensor:
+    return summand(losses).values(Stats(made.stats), Batch(made.fields, made.target, SEGMENTS, VOCAB), {})
 
 
 # ---- what it claims
@@ -223,10 +231,10 @@ def test_token_scope_is_accepted(function: Callable) -> None:
         (lambda s, b: s.lse, {"unit": "segment"}, 'values per segment, which need all tokens: scope="segment"'),
         (lambda s, b: -s.logprob.detach(), {}, "values without a gradient"),
         (lambda s, b: b["advantages"], {}, "values without a gradient"),
-        (lambda s, b: s.lse * torch.rand(()), {}, "other values when it is run again"),
-        (lambda s, b: s.lse * b["advantages"].sub_(1.0), {}, "writes into 'advantages'"),
+        (lambda s, b: s.lse * torch.rand(()), {}, "or the function draws random numbers"),
+        (lambda s, b: s.lse * b["advantages"].sub_(1.0), {}, "or writes into what it reads"),
         (lambda s, b: s.lse * b["mine"], {}, "no field 'mine'; declare .* fields={'mine': 'token'}"),
-        (lambda s, b: s.lse * b.get("mine", 1.0), {}, "asks for the field 'mine', which nobody knows"),
+        (lambda s, b: s.lse * b.get("mine", 1.0), {}, "no field 'mine'; declare .* fields={'mine': 'token'}"),
         (lambda s, b: s.lse + sum(b.values()), {}, "names the fields that it reads"),
         (lambda s, b: s.logprobs, {}, "AttributeError .* statistic 'logprobs' was not asked for.*check=False"),
         (lambda s, b: s.lse / 0 + [], {}, "raised TypeError on 24 made-up tokens.*check=False with needs= and fields="),
@@ -285,7 +293,7 @@ def test_without_the_check() -> None:
 def test_nothing_outside_is_changed() -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    with pytest.raises(ValueError, match="run again"):
+    with pytest.raises(ValueError, match="random numbers"):
         custom(lambda s, b: s.lse * torch.rand(()), scope="token")
     custom(lambda s, b: s.lse * 3, scope="token")
     assert torch.equal(state, torch.get_rng_state())
@@ -296,9 +304,8 @@ def test_nothing_outside_is_changed() -> None:
 
 
 def test_the_synthetic_batch() -> None:
-    synthetic = Synthetic(Summand("custom", nll), {})
-    assert len(SEGMENT_IDS) == TOKENS == sum(PIECES)
-    assert len(set(PIECES)) == len(PIECES)
+    synthetic = Synthetic({}, {})
+    assert len(SEGMENT_IDS) == TOKENS
     segments = synthetic.fields["segments"]
     counts = [int((segments == s).sum()) for s in range(SEGMENTS)]
     assert len(set(counts)) > 2 and 0 in counts and 1 in counts and (segments == -1).any()
@@ -348,17 +355,15 @@ def test_defaults_and_inner_functions_are_part_of_it() -> None:
 
     for maker in (with_default, with_keyword, with_inner):
         assert summand(maker(0.5)).key == summand(maker(0.5)).key != summand(maker(0.25)).key
-        synthetic = Synthetic(Summand("custom", nll), {})
+        made = Synthetic({}, {})
         for beta in (0.5, 0.25, 0.5):
-            run = synthetic.run(summand(maker(beta)), Reads(), slice(0, 5))
-            torch.testing.assert_close(run.values, -beta * run.leaves["logprob"])
+            torch.testing.assert_close(values_of(maker(beta), made), -beta * made.stats["logprob"])
 
 
 def test_values_are_those_of_the_making() -> None:
     def factor_of(losses: Losses) -> float:
-        synthetic = Synthetic(Summand("custom", nll), {})
-        run = synthetic.run(summand(losses), Reads(), slice(0, 3))
-        return (run.values / run.leaves["lse"])[0].item()
+        made = Synthetic({}, {})
+        return (values_of(losses, made) / made.stats["lse"])[0].item()
 
     def two() -> tuple[Losses, Losses]:
         beta = 11.0
@@ -429,10 +434,7 @@ def test_it_compiles() -> None:
 
     function = summand(loss(0.5)).function
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    synthetic = Synthetic(Summand("custom", nll), {})
-    from chunked_head.core.batch import Batch
-    from chunked_head.core.loss_stats import Stats
-
+    synthetic = Synthetic({}, {})
     batch = Batch(synthetic.fields, synthetic.target, SEGMENTS, VOCAB)
     got = compiled(Stats(synthetic.stats), batch)
     expected = -0.5 * synthetic.stats["logprob"] * synthetic.fields["advantages"]

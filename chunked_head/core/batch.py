@@ -42,6 +42,8 @@ class Batch(Mapping[str, Tensor]):
         self.target = target.clamp(min=0)
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.fields:
+            raise KeyError(f"field {name!r} is not there, or the loss that reads it does not declare it (fields=)")
         return self.fields[name]
 
     def __iter__(self) -> Iterator[str]:

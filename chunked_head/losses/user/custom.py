@@ -67,10 +67,11 @@ def custom(
     then all statistics come first and logits are computed twice. ``compiled=False`` where ``torch.compile`` cannot take
     the function.
 
-    The function runs here once and again, on some made-up tokens: which statistics (``needs``) and fields it reads is
-    found out, and with ``scope="token"`` values and gradients of the whole are compared with those of unequal pieces.
-    Fields of your own are declared: ``fields={"my_weights": "token"}``, or a ``losses.Field`` where they are not
-    floating or have dimensions beside the kind's; fields read by ``batch.get`` or after ``in`` are optional.
+    The function runs here once, on some made-up tokens with every field: which statistics (``needs``) and fields it
+    reads is found out. With ``scope="token"`` it runs on two unequal pieces of them too, and values and gradients are
+    compared. Fields of your own are declared: ``fields={"my_weights": "token"}``, or a ``losses.Field`` where they are
+    not floating or have dimensions beside the kind's. Fields read by ``batch.get`` or after ``in`` are optional; what
+    the function reads only where one of them is missing is declared by ``needs`` and ``fields``.
     ``check=False`` leaves all this out and takes ``needs``, ``fields`` (known ones by name) and ``reads_target`` as
     they are given.
 
@@ -109,24 +110,22 @@ def custom(
         if type(value).__hash__ is None:
             raise TypeError(f"option {option!r} of {where} must be hashable, got {value!r}")
     function, identity = frozen(function)
-    reads = Reads(required=set(declared), statistics=set(wanted), target=reads_target is not False)
     if check:
         question = Summand("custom", function, unit=unit, scope=scope, name=name, options=options, tensors=tensors)
         key = None
-        if identity is not None and not question.tensors:
-            key = (identity, tuple(sorted(question.options.items())), scope, unit, tuple(sorted(extra.items())))
+        if identity is not None and not tensors:
+            key = (identity, tuple(sorted(options.items())), scope, unit, tuple(sorted(extra.items())))
         found = known_result(key)
         if found is None:
             found = checked(where, question, extra)
             remember(key, found)
         if found.target and reads_target is False:
             raise ValueError(f"{where} reads the target, in stats.logprob or batch.target: not reads_target=False")
-        reads = Reads(
-            required=found.required,
-            optional=found.optional | (set(declared) - found.required),
-            statistics=found.statistics | wanted,
-            target=found.target if reads_target is None else reads_target,
-        )
+        reads = replace(found, optional=found.optional | set(declared), statistics=found.statistics | wanted)
+        # a branch that a field would choose may read what this one did not
+        reads.target = bool(found.target or found.optional) if reads_target is None else reads_target
+    else:
+        reads = Reads(required=set(declared), statistics=set(wanted), target=reads_target is not False)
     required, optional = set(reads.required), set(reads.optional)
     if "topk_logprobs" in reads.statistics:
         required.add("teacher_ids")

@@ -8,28 +8,28 @@ from torch import Tensor
 
 from ...core.batch import Batch
 from ...core.loss_stats import Stats
-from ..base import Field, Summand
-from .scope_check import _same
+from ..base import Field
+from .scope_check import same
 from .synthetic import SEGMENTS, TOKENS, Synthetic
 
 CHECKED: set[tuple] = set()
 MOST_CHECKED = 64
-MOST_SUMS = 16  # that depend on each other
 OWN = __name__.partition(".")[0] + "."
+PIECES = (slice(0, 9), slice(9, TOKENS))  # segments 0 and 2 lie on both; so does the pair of them
 
 
 class Piece(Batch):
-    """Some of the tokens; sums over segments are ``wholes`` as far as these are known."""
+    """Some of the tokens: ``own`` are their sums over segments, in turn, ``sums`` those of all tokens, if known."""
 
-    def __init__(self, fields: Mapping[str, Tensor], target: Tensor, vocab: int, wholes: list[Tensor]):
-        super().__init__(fields, target, SEGMENTS, vocab)
-        self.wholes, self.own = wholes, list[Tensor]()
+    def __init__(self, made: Synthetic, piece: slice, given: frozenset[str], sums: list[Tensor]):
+        fields = {name: value for name, value in made.fields_of(piece).items() if name in given}
+        super().__init__(fields, made.target[piece], SEGMENTS, made.vocab)
+        self.sums, self.own = sums, list[Tensor]()
 
     def segment_sum(self, values: Tensor, name: str = "segments") -> Tensor:
         own = super().segment_sum(values, name)
         self.own.append(own)
-        known = len(self.wholes) >= len(self.own)
-        return self.wholes[len(self.own) - 1] if known else own
+        return self.sums[len(self.own) - 1] if len(self.own) <= len(self.sums) else own
 
 
 def check_over_ranks(part: Any, what: str, given: frozenset[str], known: Mapping[str, Field]) -> None:
@@ -39,46 +39,30 @@ def check_over_ranks(part: Any, what: str, given: frozenset[str], known: Mapping
     key = part.key, given
     if key in CHECKED:
         return
+    tensors = getattr(part, "tensors", None)
+    more = () if tensors is None else (tensors,)
+
+    def run(piece: slice, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        batch = Piece(made, piece, given, sums)
+        return part.values(Stats({name: value[piece] for name, value in made.stats.items()}), batch, *more), batch.own
+
     with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        found = Synthetic(Summand("custom", part.function, tensors=getattr(part, "tensors", {})), known)
+        made = Synthetic(tensors or {}, known)
         try:
-            whole = over_pieces(part, found, given, [slice(0, TOKENS)])
+            whole, sums = run(slice(0, TOKENS), [])
         except Exception:  # it cannot run on made-up tokens, as its maker may have said by check=False
             return
-        # segments 0 and 2 lie on both; so does the pair of them
-        parts = over_pieces(part, found, given, [slice(0, 9), slice(9, TOKENS)])
-    (values,), token = whole, part.unit == "token"
-    for piece in [torch.cat(parts)] if token else parts:
-        counted = found.mask if token else slice(None)
-        if not _same(values[counted], piece[counted], values[counted]):
-            raise ValueError(
-                f"{what} {part.label} has other values where a segment's tokens lie on two ranks: it puts tokens "
-                "together by other means than batch.segment_sum, segment_mean and segment_count, and these alone are "
-                "summed over ranks; use these, or leave out parallel=TokenParallel(...)"
-            )
+        pieces = [run(piece, sums) for piece in PIECES]
+    right = all(len(own) == len(sums) for _, own in pieces)
+    right = right and all(map(same, sums, (sum(own) for own in zip(*(own for _, own in pieces), strict=True))))
+    values = [torch.cat([values for values, _ in pieces])] if part.unit == "token" else [values for values, _ in pieces]
+    counted = made.mask if part.unit == "token" else slice(None)
+    if not right or not all(same(whole[counted], value[counted]) for value in values):
+        raise ValueError(
+            f"{what} {part.label} has other values where a segment's tokens lie on two ranks: it puts tokens together "
+            "by other means than batch.segment_sum, segment_mean and segment_count, and these alone are summed over "
+            "ranks; use these, or leave out parallel=TokenParallel(...)"
+        )
     if len(CHECKED) >= MOST_CHECKED:
         CHECKED.clear()
     CHECKED.add(key)
-
-
-def over_pieces(part: Any, made: Synthetic, given: frozenset[str], pieces: list[slice]) -> list[Tensor]:
-    """Values of each piece, all sums those of all pieces: found again and again until none changes."""
-    wholes: list[Tensor] = []
-    for _ in range(MOST_SUMS):
-        values, own = [], []
-        for at in pieces:
-            fields = {
-                name: value[at] if name in made.per_token else value
-                for name, value in made.fields.items()
-                if name in given
-            }
-            batch = Piece(fields, made.target[at], made.vocab, wholes)
-            stats = Stats({name: value[at] for name, value in made.stats.items()})
-            tensors = (getattr(part, "tensors", {}),) if isinstance(part, Summand) else ()
-            values.append(part.values(stats, batch, *tensors))
-            own.append(batch.own)
-        found = [torch.stack(sums).sum(0) for sums in zip(*own, strict=True)]
-        if len(found) == len(wholes) and all(map(torch.equal, found, wholes)):
-            break
-        wholes = found
-    return values
