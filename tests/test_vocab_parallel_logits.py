@@ -383,10 +383,6 @@ def failures(rank: int) -> dict[str, str]:
         "targets": ranks.said(lambda: call(target=target.roll(rank)).item()),
         "known kinds": known_kinds(),
         "known kinds on a GPU": ranks.as_on_a_gpu(known_kinds),
-        "a field": ranks.said(lambda: call(batch={"mask": torch.ones(8 + rank, dtype=torch.bool)})),
-        "a module's target": ranks.said(
-            lambda: CrossEntropyLoss(parallel=VocabParallel(rows=COLUMNS))(own(logits, rank), target + 33 * rank)
-        ),
         "sequence": ranks.said(lambda: call(parallel=VocabParallel(rows=COLUMNS, sequence_sharded=True))),
         "reduce": ranks.said(lambda: call(parallel=VocabParallel(rows=COLUMNS, reduce_dhidden=False))),
         "rows": ranks.said(lambda: call(parallel=VocabParallel(rows=[16, 17]))),
@@ -423,8 +419,6 @@ def failures(rank: int) -> dict[str, str]:
     [
         ("smoothing", "than rank {1|0}: label_smoothing of losses.cross_entropy is {0.0|0.1} here and {0.1|0.0} there"),
         ("dtype", "the dtype of logits is torch.{bfloat16|float16} here and torch.{float16|bfloat16} there"),
-        ("a field", "ValueError: {rank 1 of VocabParallel has refused this call: |}batch['mask'] must have shape"),
-        ("a module's target", "IndexError: {rank 1 of VocabParallel has refused this call: |}target must be in"),
         ("targets", "nan"),
         ("known kinds", "label_smoothing of losses.cross_entropy is {0.2|0.4} here and {0.4|0.2} there"),
         ("known kinds on a GPU", "'nan']"),

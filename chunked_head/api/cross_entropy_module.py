@@ -16,7 +16,6 @@ from ..engine.head_options import LogitsOptions
 from ..engine.logits_call import check_inplace
 from ..engine.prepared import PreparedCall
 from ..engine.task import Task
-from ..parallel.agree import raising_together
 from ..parallel.dtensor import local_logits, whole
 from ..program import checks
 from ..program.checks import is_dtensor
@@ -87,9 +86,7 @@ class CrossEntropyLoss(nn.Module):
     @breaks_graph
     def shared(self, input: Tensor, target: Tensor) -> Tensor:
         """Among ranks."""
-        with raising_together(self.parallel, (input, target)):
-            logits = classes_last(input, target, self.widths())
-        return self.loss(logits, target, self.weight)
+        return self.loss(classes_last(input, target, self.widths()), target, self.weight)
 
     def loss(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         return logits_cross_entropy(

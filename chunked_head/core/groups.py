@@ -61,8 +61,8 @@ class TokenParallel(OfGroup):
     metrics alone, not on the tokens of a rank, their number or its plan, and all come in the forward pass; nothing
     waits for the device. A call of a new kind (other losses, options, metrics or ``num_segments``), on the CPU every
     call, begins with one more, by which a mismatch raises on every rank, and which waits. An id out of range on one
-    rank makes loss, metrics and gradients nan on all. On the CPU it raises on all, as does whatever else one rank
-    refuses.
+    rank makes loss, metrics and gradients nan on all. On the CPU it raises there, as does everywhere whatever else one
+    rank alone refuses: the others wait for it.
 
     Args:
         group: a process group, a one-dimensional DeviceMesh, or None for all processes. Every rank makes the same

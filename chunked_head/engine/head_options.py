@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..core.groups import TokenParallel, VocabParallel
 from ..core.options import nearest
-from ..parallel.agree import shared_by
 from ..parallel.dtensor import local
 from ..parallel.shard import Shard, Tell
 from ..program import checks
@@ -28,10 +27,6 @@ class OfRanks(ABC):
     vocab_size: int | None
     parallel: VocabParallel | TokenParallel | None
     holds = ""  # how an error says it
-
-    def __post_init__(self) -> None:
-        if not torch.compiler.is_compiling():
-            shared_by(self.parallel)
 
     @property
     @abstractmethod

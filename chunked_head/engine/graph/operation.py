@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...core.options import INFINITY, NUMBERS
 from ...losses.base import Losses
-from ...parallel.agree import raising_together
 from ...program.checks import is_dtensor
 from ..call import execute
 from ..execution import Execution
@@ -35,8 +34,7 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
     TASKS[name] = function
 
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-        with raising_together(kwargs.get("parallel"), (*args, *kwargs.values())):
-            return execute(function(*args, **kwargs))
+        return execute(function(*args, **kwargs))
 
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:
