@@ -1,8 +1,6 @@
 """What stands behind TRL's seams: its two autograd functions' arguments and results, from this library's functions."""
 
 import contextlib
-import functools
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -113,25 +111,6 @@ class DivergenceSeam:
         teacher = (teacher_weight, teacher_bias)
         with gathered(student_weight, student_bias):
             return where_gathered(run, student_hidden, student_weight, student_bias)
-
-
-def refusing_adapters(add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
-    """In the place of TRL's ``add_fused_lm_head``, which trainers call with their models and references: an error for
-    an adapter on the head. TRL's own check looks at the trained model alone, and only where it is a ``PeftModel``."""
-
-    @functools.wraps(add_fused_lm_head)
-    def checked(model: Any, *args: Any, **kwargs: Any) -> None:
-        head, peft = model.get_output_embeddings(), sys.modules.get("peft.tuners.tuners_utils")
-        if peft is not None and isinstance(head, peft.BaseTunerLayer):
-            raise ValueError(
-                f"{type(model).__name__} has an adapter on its head (PEFT's {', '.join(head.active_adapters)}), which "
-                "TRL's losses, with patch_trl and without, would ignore and never train: they multiply by the head's "
-                "weight; leave 'lm_head' out of target_modules (modules_to_save=['lm_head'] trains the head whole), or "
-                "train with patch_model(model) and transformers' Trainer, which compute the adapter"
-            )
-        add_fused_lm_head(model, *args, **kwargs)
-
-    return checked
 
 
 def operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

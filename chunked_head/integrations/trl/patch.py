@@ -11,25 +11,28 @@ and ``ChunkedDivergenceFunction`` (distillation). Ours take their place:
 Values are TRL's, but for logits that ours does not round to 16 bits: statistics come from fp32 sums. What TRL decides
 before the seam stays its own: which scale and cap a model's config names (``check_fused_head`` tells whether it found
 all of them), that a sharded head is gathered.
-
-An adapter on the head itself, ``LoraConfig(target_modules=[..., "lm_head"])``, would be ignored by the product with the
-head's weight. TRL refuses to make a trainer for a ``PeftModel`` that has one. With ``patch_trl`` before the trainer is
-made, SFT, DPO, KTO, GRPO and RLOO also refuse a model that has it by transformers' ``model.add_adapter``, and a
-reference model with one.
 """
 
 import contextlib
+import importlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...engine.execution import check_options
-from .functions import DivergenceSeam, LogProbSeam, Options, refusing_adapters
-from .seams import PLACES, Place, checked_module
+from .functions import DivergenceSeam, LogProbSeam, Options
 
+KNOWN = "1.16"
+Place = tuple[str, str]  # a module of TRL's, and a name in it
+SEAMS: dict[Place, Any] = {  # of an autograd function, and what takes its place
+    ("trl.trainer.utils", "_ChunkedLogProbFunction"): LogProbSeam,
+    ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction"): DivergenceSeam,
+}
 _originals: dict[Place, Any] = {}
 _ours: dict[Place, Any] = {}
 
@@ -54,17 +57,47 @@ def patch_trl(
     Raises:
         TypeError, ValueError: for an option that is wrong by itself.
         ImportError: TRL is not installed.
-        RuntimeError: TRL is not a version whose seams are known, or they look otherwise than in that version; it says
-            what differs. Nothing is changed then.
+        RuntimeError: TRL is not a version whose functions are known, or they take other arguments than in that version;
+            it says what differs. Nothing is changed then.
     """
     options = Options(memory_budget, chunk_tokens, accumulate_dtype, deterministic, backend)
     check_options(asdict(options))
-    modules = {place: checked_module(place, _originals.get(place)) for place in PLACES}
-    seams = {"_ChunkedLogProbFunction": LogProbSeam(options), "ChunkedDivergenceFunction": DivergenceSeam(options)}
-    for place, module in modules.items():
-        original = _originals.setdefault(place, getattr(module, place.name))
-        _ours[place] = seams.get(place.name) or refusing_adapters(original)
-        setattr(module, place.name, _ours[place])
+    check_version()
+    originals = {place: known_function(place) for place in SEAMS}
+    _originals.update(originals)
+    for (path, name), seam in SEAMS.items():
+        _ours[path, name] = seam(options)
+        setattr(importlib.import_module(path), name, _ours[path, name])
+
+
+def check_version() -> None:
+    try:
+        version = metadata.version("trl")
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            f"patch_trl needs TRL {KNOWN}, which is not installed: pip install 'trl=={KNOWN}.*'"
+        ) from None
+    if version.split(".")[:2] != KNOWN.split("."):
+        raise unknown(f"TRL {version} may compute its losses otherwise")
+
+
+def known_function(place: Place) -> Any:
+    """TRL's autograd function at a place; an error where its arguments are not those that ours takes."""
+    path, name = place
+    found: Any = _originals.get(place) or getattr(importlib.import_module(path), name, None)
+    if not hasattr(found, "forward"):
+        raise unknown(f"{path}.{name} is missing or no autograd function")
+    theirs, ours = (tuple(inspect.signature(f).parameters)[1:] for f in (found.forward, SEAMS[place].apply))
+    if theirs != ours:
+        raise unknown(f"{path}.{name} takes ({', '.join(theirs)}) instead of ({', '.join(ours)})")
+    return found
+
+
+def unknown(differs: str) -> RuntimeError:
+    return RuntimeError(
+        f"patch_trl knows TRL {KNOWN}, and {differs}; nothing was patched. Install 'trl=={KNOWN}.*', or a chunked_head "
+        "that knows this TRL"
+    )
 
 
 def unpatch_trl() -> None:
@@ -73,16 +106,16 @@ def unpatch_trl() -> None:
     Raises:
         RuntimeError: someone else has replaced ours since.
     """
-    for place, original in list(_originals.items()):
-        module = place.module()
-        found = getattr(module, place.name)
-        if found is not _ours[place]:
+    for (path, name), ours in list(_ours.items()):
+        module = importlib.import_module(path)
+        found = getattr(module, name)
+        if found is not ours:
             raise RuntimeError(
-                f"{place.where} is {found!r}, not what patch_trl put there; undo what replaced it, then call "
+                f"{path}.{name} is {found!r}, not what patch_trl put there; undo what replaced it, then call "
                 "unpatch_trl"
             )
-        setattr(module, place.name, original)
-        del _originals[place], _ours[place]
+        setattr(module, name, _originals.pop((path, name)))
+        del _ours[path, name]
 
 
 def serves() -> bool:
@@ -99,9 +132,9 @@ def patched_trl(**options: Any) -> Iterator[None]:
         yield
     finally:
         if before:
-            for place, ours in before.items():
-                _ours[place] = ours
-                setattr(place.module(), place.name, ours)
+            _ours.update(before)
+            for (path, name), ours in before.items():
+                setattr(importlib.import_module(path), name, ours)
         else:
             unpatch_trl()
 
