@@ -27,6 +27,7 @@ from chunked_head import (
 )
 from chunked_head.integrations.liger import LigerFusedLinearCrossEntropyLoss
 from chunked_head.integrations.trl import patch_trl
+from chunked_head.losses.distillation import TeacherOptions
 from chunked_head.losses.policy_shared import PolicyOptions
 from chunked_head.metrics.values import MetricOptions
 
@@ -194,6 +195,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
     named = inspect.signature(function).parameters.values()
     behind: dict[str, list[str]] = {
         "summand": list(losses.base.SUMMAND), "policy": list(PolicyOptions.__annotations__),
+        "teacher": list(TeacherOptions.__annotations__),
         "common": list(MetricOptions.__annotations__),
         "options": [p.name for p in inspect.signature(linear_cross_entropy).parameters.values()
                     if p.kind is p.KEYWORD_ONLY and p.name != "bias"],

@@ -9,24 +9,33 @@ from torch import Tensor
 
 from ..core.batch import Batch
 from ..core.loss_stats import Stats
-from .base import Losses, Teacher, choice, make, number
+from ..core.options import refuse_unknown
+from .base import Losses, SummandOptions, Teacher, choice, make, number
 from .temperatures import positive, squared
 from .topk import topk_kl
 
-__all__ = ["forward_kl", "jsd", "reverse_kl", "topk_kl", "tvd"]
+__all__ = ["TeacherOptions", "forward_kl", "jsd", "reverse_kl", "topk_kl", "tvd"]
 
 DENSE_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")
 
 
-def forward_kl(
-    form: str = "kl",
-    *,
-    teacher_temperature: float | None = None,
-    t_squared: bool = False,
-    teacher_logit_scale: float = 1.0,
-    teacher_softcap: float | None = None,
-    **summand: Any,
-) -> Losses:
+class TeacherOptions(SummandOptions, total=False):
+    """What every loss with a dense teacher takes beside its own options.
+
+    The teacher's logits are ``teacher_softcap * tanh(teacher_logit_scale * y / teacher_softcap) / T``, the capping
+    where asked for. ``temperature`` is the student's and the teacher's; ``teacher_temperature`` is the teacher's alone
+    (Fast-LLM: set that one only; with both, each has its own). ``t_squared`` multiplies value and gradient by
+    ``temperature ** 2`` (Hinton et al., 1503.02531; DistillKit; Axolotl multiplies the value only); by default there
+    is no factor (TRL, Liger, Fast-LLM).
+    """
+
+    teacher_temperature: float | None
+    t_squared: bool
+    teacher_logit_scale: float
+    teacher_softcap: float | None
+
+
+def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
     """``KL(q || p) = sum_j q_j * (log q_j - log p_j)`` to a dense teacher.
 
     ``form="cross_entropy"`` leaves out the teacher's entropy, ``-sum_j q_j * log p_j``: the same gradient.
@@ -37,130 +46,69 @@ def forward_kl(
     both distributions are over the ids that they share, the first ``min(V, V_t)``. (Liger pads the student with
     logits of 0, which take probability; DistillKit cuts the teacher.)
 
-    The teacher's logits are ``teacher_softcap * tanh(teacher_logit_scale * y / teacher_softcap) / T``, the capping
-    where asked for. ``temperature`` is the student's and the teacher's; ``teacher_temperature`` is the teacher's alone
-    (Fast-LLM: set that one only; with both, each has its own). ``t_squared`` multiplies value and gradient by
-    ``temperature ** 2`` (Hinton et al., 1503.02531; DistillKit; Axolotl multiplies the value only); by default there
-    is no factor (TRL, Liger, Fast-LLM). A token's value has no factor of the vocabulary (Liger's and TRL's
-    ``batchmean``).
+    ``teacher``: ``TeacherOptions``. A token's value has no factor of the vocabulary (Liger's and TRL's ``batchmean``).
 
     A mixture of forward and reverse, or with hard labels at temperature 1, is a sum:
     ``0.5 * losses.forward_kl(temperature=2.0) + 0.5 * losses.cross_entropy()``.
     """
     choice("forward_kl", "form", form, ("kl", "cross_entropy"))
-    needs = {"forward_kl"} if form == "kl" else {"forward_kl", "teacher_entropy"}
-    return dense(
-        "forward_kl", _forward_kl if form == "kl" else _cross_entropy, needs, None,
-        teacher_temperature, t_squared, teacher_logit_scale, teacher_softcap, summand,
-    )  # fmt: skip
+    return dense("forward_kl", ("forward_kl",) if form == "kl" else ("forward_kl", "teacher_entropy"), teacher)
 
 
-def reverse_kl(
-    *,
-    teacher_temperature: float | None = None,
-    t_squared: bool = False,
-    teacher_logit_scale: float = 1.0,
-    teacher_softcap: float | None = None,
-    **summand: Any,
-) -> Losses:
+def reverse_kl(**teacher: Any) -> Losses:
     """``KL(p || q) = sum_j p_j * (log p_j - log q_j)`` to a dense teacher; fields and options as ``forward_kl``.
 
     Where the teacher excludes an id (a logit of -inf) that the student does not, the divergence is infinite; its
     ``log q`` is taken to be -1e4 there, so that value and gradient are large but finite. ``jsd`` is bounded.
     """
-    return dense(
-        "reverse_kl", _reverse_kl, {"reverse_kl"}, None,
-        teacher_temperature, t_squared, teacher_logit_scale, teacher_softcap, summand,
-    )  # fmt: skip
+    return dense("reverse_kl", ("reverse_kl",), teacher)
 
 
-def jsd(
-    beta: float = 0.5,
-    *,
-    teacher_temperature: float | None = None,
-    t_squared: bool = False,
-    teacher_logit_scale: float = 1.0,
-    teacher_softcap: float | None = None,
-    **summand: Any,
-) -> Losses:
+def jsd(beta: float = 0.5, **teacher: Any) -> Losses:
     """``beta * KL(q || m) + (1 - beta) * KL(p || m)`` with ``m = beta * q + (1 - beta) * p`` (GKD, 2306.13649).
 
     ``beta`` as in TRL, Liger and Axolotl: 0 is ``forward_kl`` and 1 ``reverse_kl``. They are cases of their own: the
     formula tends to 0 at both ends. Fields and other options as ``forward_kl``.
     """
     beta = number("jsd", "beta", beta, 0.0, 1.0)
-    ends = {0.0: (_forward_kl, "forward_kl"), 1.0: (_reverse_kl, "reverse_kl")}
-    function, need = ends.get(beta, (_jsd, "jsd"))
-    return dense(
-        "jsd", function, {need}, beta if need == "jsd" else None,
-        teacher_temperature, t_squared, teacher_logit_scale, teacher_softcap, summand,
-    )  # fmt: skip
+    ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
+    return dense("jsd", (ends.get(beta, "jsd"),), teacher, None if beta in ends else beta)
 
 
-def tvd(
-    *,
-    teacher_temperature: float | None = None,
-    t_squared: bool = False,
-    teacher_logit_scale: float = 1.0,
-    teacher_softcap: float | None = None,
-    **summand: Any,
-) -> Losses:
+def tvd(**teacher: Any) -> Losses:
     """Total variation distance ``0.5 * sum_j |p_j - q_j|`` to a dense teacher; fields and options as ``forward_kl``.
 
     An id where ``p_j = q_j`` has the subgradient 0.
     """
-    return dense(
-        "tvd", _tvd, {"tvd"}, None,
-        teacher_temperature, t_squared, teacher_logit_scale, teacher_softcap, summand,
-    )  # fmt: skip
+    return dense("tvd", ("tvd",), teacher)
 
 
-def dense(
-    kind: str,
-    function: Any,
-    needs: set[str],
-    beta: float | None,
-    teacher_temperature: float | None,
-    t_squared: bool,
-    teacher_logit_scale: float,
-    teacher_softcap: float | None,
-    summand: dict[str, Any],
-) -> Losses:
-    """A loss with a dense teacher, its options checked."""
-    factor = squared(kind, summand.get("temperature"), t_squared)
-    if teacher_temperature is not None:
-        teacher_temperature = positive(kind, "teacher_temperature", teacher_temperature)
-    teacher_logit_scale = number(kind, "teacher_logit_scale", teacher_logit_scale)
-    if teacher_softcap is not None:
-        teacher_softcap = positive(kind, "teacher_softcap", teacher_softcap)
+def dense(kind: str, statistics: tuple[str, ...], given: dict[str, Any], beta: float | None = None) -> Losses:
+    """The loss that is the sum of these statistics; ``given``: ``TeacherOptions``."""
+    refuse_unknown("losses", kind, given, TeacherOptions.__annotations__)
+    summand = dict(given)
+    temperature, softcap = summand.pop("teacher_temperature", None), summand.pop("teacher_softcap", None)
+    scale = number(kind, "teacher_logit_scale", summand.pop("teacher_logit_scale", 1.0))
+    factor = squared(kind, summand.get("temperature"), summand.pop("t_squared", False))
+    teacher = Teacher(
+        None if temperature is None else positive(kind, "teacher_temperature", temperature),
+        scale,
+        None if softcap is None else positive(kind, "teacher_softcap", softcap),
+        beta,
+    )
     return make(
         kind,
-        function,
+        _dense,
         summand,
-        {"factor": factor},
-        needs=frozenset(needs),
+        {"factor": factor, "statistics": statistics},
+        needs=frozenset(statistics),
         optional_fields=DENSE_FIELDS,
         reads_target=False,
         bounded=kind != "reverse_kl",  # whose log q may be as low as it likes
-        teacher=Teacher(teacher_temperature, teacher_logit_scale, teacher_softcap, beta),
+        teacher=teacher,
     )
 
 
-def _forward_kl(stats: Stats, batch: Batch, factor: float) -> Tensor:
-    return stats.forward_kl * factor
-
-
-def _cross_entropy(stats: Stats, batch: Batch, factor: float) -> Tensor:
-    return (stats.forward_kl + stats.teacher_entropy) * factor
-
-
-def _reverse_kl(stats: Stats, batch: Batch, factor: float) -> Tensor:
-    return stats.reverse_kl * factor
-
-
-def _jsd(stats: Stats, batch: Batch, factor: float) -> Tensor:
-    return stats.jsd * factor
-
-
-def _tvd(stats: Stats, batch: Batch, factor: float) -> Tensor:
-    return stats.tvd * factor
+def _dense(stats: Stats, batch: Batch, factor: float, statistics: tuple[str, ...]) -> Tensor:
+    first, *others = (getattr(stats, name) for name in statistics)
+    return sum(others, first) * factor
