@@ -3,7 +3,6 @@
 import functools
 import inspect
 import math
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -11,12 +10,12 @@ from torch import Tensor, nn
 
 from .. import losses
 from ..core.options import flag, nearest
-from ..core.shift import shift_right
+from ..core.shift import at_targets
 from ..engine.arithmetic.objective import Objective
 from ..engine.call import Outcome, scalar_objective, token_objective
 from ..engine.execution import Execution, check_options
 from ..engine.graph.operation import in_graph, operation
-from ..engine.head_options import head_of
+from ..engine.head_options import HeadOptions, LogitsOptions, head_of
 from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
@@ -115,25 +114,40 @@ def linear_cross_entropy(
         checks.check_class_weights(class_weights, head.vocab, head.device)
     numbers = float(label_smoothing), float(z_loss)
     loss = remembered_loss(*numbers) if class_weights is None else make_loss(*numbers, class_weights)
+    batch = None if token_weights is None else {"token_weights": token_weights}
+    return cross_entropy_task("linear_cross_entropy", head, loss, reduction, normalizer, upstream, batch)
+
+
+def cross_entropy_task(
+    function: str,
+    head: HeadOptions | LogitsOptions,
+    loss: Losses,
+    reduction: str,
+    normalizer: float | Tensor | None = None,
+    upstream: float | Tensor | None = None,
+    batch: dict[str, Tensor] | None = None,
+    inplace: bool = False,
+) -> Task[Tensor]:
+    """A cross-entropy of hidden states or of logits, one number or one for each token."""
+    per_token = reduction == "none"
 
     def check() -> None:
-        checks.check_token_weights(token_weights, head.leading, head.device)
-        if reduction == "none":
+        checks.check_token_weights((batch or {}).get("token_weights"), head.leading, head.device)
+        if per_token:
             head.refuse_average()
 
     def objective(prepared: PreparedCall) -> Objective:
-        if reduction == "none":
+        if per_token:
             return token_objective(prepared)
         # the z-loss shares the denominator of the cross-entropy, class weights and all
         return scalar_objective(prepared, reduction, normalizer, upstream, share_denominator=True)
 
     def result(ran: Outcome) -> Tensor:
-        return laid_out(ran.outputs[0], head.leading, shift) if reduction == "none" else ran.outputs[0]
+        return at_targets(ran.outputs[0], head.leading, head.shift) if per_token else ran.outputs[0]
 
     return Task(
-        "linear_cross_entropy", head, loss, objective, result, check=check,
-        batch=None if token_weights is None else {"token_weights": token_weights},
-        per_token=("values",) if reduction == "none" else (),
+        function, head, loss, objective, result, check=check, batch=batch,
+        per_token=("values",) if per_token else (), inplace=inplace,
     )  # fmt: skip
 
 
@@ -146,15 +160,10 @@ def make_loss(label_smoothing: float, z_loss: float, class_weights: Tensor | Non
 remembered_loss = functools.lru_cache(maxsize=64)(make_loss)
 
 
-def laid_out(values: Tensor, leading: Sequence[int], shift: int) -> Tensor:
-    """Values of rows of hidden states at the places of the targets that those predict."""
-    return shift_right(values.reshape(leading), shift)
-
-
 @in_graph(linear_cross_entropy)
 def in_graph_cross_entropy(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
     if given.get("reduction") == "none":
-        return laid_out(outputs[0], given["target"].shape, given.get("shift", 0))
+        return at_targets(outputs[0], given["target"].shape, given.get("shift", 0))
     return outputs[0]
 
 

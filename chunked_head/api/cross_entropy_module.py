@@ -1,24 +1,20 @@
 """``torch.nn.CrossEntropyLoss`` on logits that exist already."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
-from .. import losses
 from ..core.breaks import breaks_graph
 from ..core.groups import TokenParallel, VocabParallel, chunked
-from ..engine.arithmetic.objective import Objective
-from ..engine.call import Outcome, scalar_objective, token_objective
 from ..engine.execution import check_options
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import LogitsOptions
 from ..engine.logits_call import check_inplace
-from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..parallel.dtensor import local_logits, whole
 from ..program import checks
 from ..program.checks import is_dtensor
+from .cross_entropy import cross_entropy_task, in_graph_cross_entropy, make_loss
 
 
 class CrossEntropyLoss(nn.Module):
@@ -142,31 +138,11 @@ def logits_cross_entropy(
     if class_weights is not None:
         options.check()
         checks.check_class_weights(class_weights, options.vocab, options.device, "weight")
-    loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
-    if z_loss:
-        loss = loss + z_loss * losses.z_loss()
-
-    def check() -> None:
-        if reduction == "none":
-            options.refuse_average()
-
-    def objective(prepared: PreparedCall) -> Objective:
-        if reduction == "none":
-            return token_objective(prepared)
-        return scalar_objective(prepared, reduction, None, None, share_denominator=True)
-
-    def result(ran: Outcome) -> Tensor:
-        return ran.outputs[0].reshape(options.leading) if reduction == "none" else ran.outputs[0]
-
-    return Task(
-        "CrossEntropyLoss", options, loss, objective, result, check=check,
-        per_token=("loss",) if reduction == "none" else (), inplace=inplace,
-    )  # fmt: skip
+    loss = make_loss(label_smoothing, z_loss, class_weights)
+    return cross_entropy_task("CrossEntropyLoss", options, loss, reduction, inplace=inplace)
 
 
-@in_graph(logits_cross_entropy)
-def in_graph_cross_entropy(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
-    return outputs[0].reshape(given["target"].shape) if given["reduction"] == "none" else outputs[0]
+in_graph(logits_cross_entropy)(in_graph_cross_entropy)
 
 
 def classes_last(logits: Tensor, target: Tensor, widths: Sequence[int] = ()) -> Tensor:

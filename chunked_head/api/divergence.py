@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import losses
 from ..core.options import choice, flag, number
-from ..core.shift import shift_right
+from ..core.shift import at_targets
 from ..core.stats import Demand
 from ..engine.arithmetic.token_objectives import StatsObjective
 from ..engine.call import stats_objective
@@ -182,8 +182,7 @@ def output_names(entropy: bool) -> tuple[str, ...]:
 
 
 def laid_out(values: Any, leading: tuple[int, ...], shift: int) -> Any:
-    """Values of rows of hidden states at the places of the targets that those predict."""
-    laid = [shift_right(value.reshape(leading), shift, len(leading) - 1) for value in values]
+    laid = [at_targets(value, leading, shift) for value in values]
     return laid[0] if len(laid) == 1 else Divergence(*laid)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 from torch import Tensor
 
 from ..core.options import flag
-from ..core.shift import shift_right
+from ..core.shift import at_targets
 from ..core.stats import Demand, View
 from ..engine.arithmetic.token_objectives import StatsObjective
 from ..engine.call import stats_objective
@@ -196,11 +196,7 @@ RESULT_TYPES = {
 
 
 def laid_out(values: Sequence[Tensor], names: tuple[str, ...], leading: tuple[int, ...], shift: int) -> Any:
-    """Values of rows of hidden states at the places of the targets that those predict."""
-    laid = [
-        shift_right(value.reshape((*leading, *value.shape[1:])), shift, len(leading) - 1)
-        for value in values[: len(names)]
-    ]
+    laid = [at_targets(value, leading, shift) for value in values[: len(names)]]
     return laid[0] if len(laid) == 1 else RESULT_TYPES[names](*laid)
 
 

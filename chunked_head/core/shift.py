@@ -1,5 +1,7 @@
 """Moving values along with ``shift``, and knowing when a forward runs inside a backward."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,11 @@ def shift_right(values: Tensor, shift: int, dim: int = -1) -> Tensor:
     shape = list(values.shape)
     shape[dim] = min(shift, length)
     return torch.cat([values.new_zeros(shape), kept], dim)
+
+
+def at_targets(values: Tensor, leading: Sequence[int], shift: int) -> Tensor:
+    """Values [rows, ...] of rows of hidden states at the places of the targets that those predict [*leading, ...]."""
+    return shift_right(values.reshape((*leading, *values.shape[1:])), shift, len(leading) - 1)
 
 
 def in_backward() -> bool:
