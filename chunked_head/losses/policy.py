@@ -205,7 +205,7 @@ def kl_to_reference(
     }
     optional = ("old_logprobs",) if bias_correction else ()
     fields = ("ref_logprobs",)
-    return make("kl_to_reference", _kl_to_reference, summand, options, fields=fields, optional_fields=optional)
+    return make("kl_to_reference", estimated_kl, summand, options, fields=fields, optional_fields=optional)
 
 
 def clamped_estimate(d: Tensor, estimator: str, bound: float | None) -> Tensor:
@@ -219,7 +219,7 @@ def clamped_estimate(d: Tensor, estimator: str, bound: float | None) -> Tensor:
     return torch.where(outside, value, kl_estimate(torch.where(outside, 0.0, d), estimator))
 
 
-def _kl_to_reference(
+def estimated_kl(
     stats: Stats,
     batch: Batch,
     estimator: str,

@@ -3,7 +3,7 @@
 A metric of your own is a ``Metric(...)``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,28 +11,37 @@ from torch import Tensor
 
 from ..core.estimates import clamped, kl_estimate
 from ..core.options import bound, choice, flag, number
-from .values import (
-    Metric,
-    Reduce,
-    make,
-)
+from ..losses.policy import estimated_kl
+from .values import Metric, Reduce, make
 
 AGAINST = {"old": "old_logprobs", "reference": "ref_logprobs", "rollout": "rollout_logprobs"}
 
 
-def _suffixed(kind: str, *suffixes: str | None) -> str:
-    return "_".join([kind, *(suffix for suffix in suffixes if suffix)])
-
-
-def _level(kind: str, level: str) -> dict[str, Any]:
-    if choice(f"metrics.{kind}", "level", level, ("token", "segment")) == "token":
-        return {}
-    return {"scope": "segment", "unit": "segment"}
+def _made(
+    kind: str,
+    function: Callable[..., Tensor],
+    common: Mapping[str, Any],
+    *,
+    level: str = "token",
+    reduce: Reduce = "mean",
+    name: str | None = None,
+    suffix: str = "",
+    fields: tuple[str, ...] = (),
+    **known: Any,
+) -> Metric:
+    """A metric whose default name says what of it is not the usual: ``name`` (the kind), ``suffix``, level and
+    reduction."""
+    if choice(f"metrics.{kind}", "level", level, ("token", "segment")) == "segment":
+        known |= {"scope": "segment", "unit": "segment"}
+        fields = (*fields, "segments")
+    unusual = suffix, "" if level == "token" else level, "" if reduce == "mean" else str(reduce)
+    named = "_".join([name or kind, *filter(None, unusual)])
+    return make(kind, function, common, name=named, reduce=reduce, fields=fields, **known)
 
 
 def accuracy(**common: Any) -> Metric:
     """Share of tokens whose target has the largest logit, the first of them on ties. ``common``: ``MetricOptions``."""
-    return make("accuracy", _accuracy, common, needs=frozenset({"argmax"}))
+    return _made("accuracy", _accuracy, common, needs=frozenset({"argmax"}))
 
 
 def _accuracy(stats: Any, batch: Any) -> Tensor:
@@ -42,9 +51,8 @@ def _accuracy(stats: Any, batch: Any) -> Tensor:
 def perplexity(weighting: Literal["token", "segment"] = "token", **common: Any) -> Metric:
     """``exp(-mean log-probability)``; ``weighting="segment"``: the mean of the segments' own perplexities, as verl."""
     if choice("metrics.perplexity", "weighting", weighting, ("token", "segment")) == "token":
-        return make("perplexity", _negative_logprob, common, finish="perplexity")
-    segment = _level("perplexity", "segment")
-    return make("perplexity", _segment_perplexity, common, fields=("segments",), name="perplexity_segment", **segment)
+        return _made("perplexity", _negative_logprob, common, finish="perplexity")
+    return _made("perplexity", _segment_perplexity, common, level="segment")
 
 
 def _negative_logprob(stats: Any, batch: Any) -> Tensor:
@@ -57,30 +65,26 @@ def _segment_perplexity(stats: Any, batch: Any) -> Tensor:
 
 def entropy(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Entropy of the softmax in nats, at the metric's temperature."""
-    return _statistic("entropy", "entropy", reduce, common, needs=frozenset({"entropy"}), reads_target=False)
+    return _statistic("entropy", reduce, common, needs=frozenset({"entropy"}), reads_target=False)
 
 
 def lse(reduce: Reduce = "mean", **common: Any) -> Metric:
     """``logsumexp`` of the logits, what z-loss squares."""
-    return _statistic("lse", "lse", reduce, common, reads_target=False)
+    return _statistic("lse", reduce, common, reads_target=False)
 
 
 def mean_logit(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Mean of a token's logits over the vocabulary (TRL's ``logits/chosen`` is its mean over chosen tokens)."""
-    return _statistic("mean_logit", "mean_logit", reduce, common, needs=frozenset({"mean_logit"}), reads_target=False)
+    return _statistic("mean_logit", reduce, common, needs=frozenset({"mean_logit"}), reads_target=False)
 
 
 def logprob(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Log-probability of the target (Fast-LLM's ``new_logprobs``)."""
-    return _statistic("logprob", "logprob", reduce, common)
+    return _statistic("logprob", reduce, common)
 
 
-def _statistic(kind: str, statistic: str, reduce: Reduce, common: Mapping[str, Any], **known: Any) -> Metric:
-    return make(kind, _read, common, options={"statistic": statistic}, **_reduction(kind, reduce), **known)
-
-
-def _reduction(kind: str, reduce: Reduce, *suffixes: str | None) -> dict[str, Any]:
-    return {"reduce": reduce, "name": _suffixed(kind, *suffixes, None if reduce == "mean" else str(reduce))}
+def _statistic(kind: str, reduce: Reduce, common: Mapping[str, Any], **known: Any) -> Metric:
+    return _made(kind, _read, common, reduce=reduce, options={"statistic": kind}, **known)
 
 
 def _read(stats: Any, batch: Any, statistic: str) -> Tensor:
@@ -89,9 +93,8 @@ def _read(stats: Any, batch: Any, statistic: str) -> Tensor:
 
 def top_probability(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Probability of the most probable token."""
-    known = _reduction("top_probability", reduce)
     needs = frozenset({"top_logprob"})
-    return make("top_probability", _top_probability, common, needs=needs, reads_target=False, **known)
+    return _made("top_probability", _top_probability, common, reduce=reduce, needs=needs, reads_target=False)
 
 
 def _top_probability(stats: Any, batch: Any) -> Tensor:
@@ -111,9 +114,8 @@ def ratio(
     ``level="segment"``: GSPO's, ``exp`` of the mean log-ratio over a segment's tokens, one per segment. The log-ratio
     is held within ``ratio_clamp`` before ``exp`` (None: not), as in the policy losses.
     """
-    options, fields = _against("ratio", against, level, ratio_clamp)
-    known = _reduction("ratio", reduce, None if against == "old" else against, None if level == "token" else level)
-    return make("ratio", _ratio, common, options=options, fields=fields, **_level("ratio", level), **known)
+    known = _against("ratio", against, level, ratio_clamp)
+    return _made("ratio", _ratio, common, level=level, reduce=reduce, **known)
 
 
 def effective_sample_size(
@@ -133,25 +135,19 @@ def effective_sample_size(
     if common.get("weighting") is not None:
         raise ValueError("weighting of metrics.effective_sample_size has no meaning: it goes over all tokens")
     flag(f"normalized of metrics.{kind}", normalized)
-    options, fields = _against(kind, against, level, ratio_clamp)
-    name = _suffixed(
-        "effective_sample_fraction" if normalized else kind,
-        None if against == "old" else against,
-        None if level == "token" else level,
-    )
     finish = "effective_sample_fraction" if normalized else "effective_sample_size"
-    return make(
-        kind, _ratio_powers, common, options=options, fields=fields, finish=finish, name=name, **_level(kind, level)
-    )
+    known = _against(kind, against, level, ratio_clamp)
+    return _made(kind, _ratio_powers, common, level=level, name=finish, finish=finish, **known)
 
 
-def _against(kind: str, against: str, level: str, ratio_clamp: float | None) -> tuple[dict[str, Any], tuple[str, ...]]:
-    fields = (AGAINST[choice(f"metrics.{kind}", "against", against, tuple(AGAINST))],)
-    return _ratio_options(kind, fields[0], level, ratio_clamp), fields + (("segments",) if level == "segment" else ())
+def _against(kind: str, against: str, level: str, ratio_clamp: float | None) -> dict[str, Any]:
+    """What of a metric of ratios says which."""
+    field = AGAINST[choice(f"metrics.{kind}", "against", against, tuple(AGAINST))]
+    options = _ratio_options(kind, field, level, ratio_clamp)
+    return {"options": options, "fields": (field,), "suffix": "" if against == "old" else against}
 
 
 def _ratio_options(kind: str, other: str, level: str, ratio_clamp: float | None) -> dict[str, Any]:
-    choice(f"metrics.{kind}", "level", level, ("token", "segment"))
     return {"other": other, "level": level, "ratio_clamp": _clamp(kind, "ratio_clamp", ratio_clamp)}
 
 
@@ -189,10 +185,9 @@ def kl_old(
     """
     kind = "kl_old"
     options = _ratio_options(kind, "old_logprobs", level, ratio_clamp) | {"estimator": _estimator(kind, estimator)}
-    fields = ("old_logprobs", "segments") if level == "segment" else ("old_logprobs",)
-    suffixes = None if estimator == "k3" else estimator, None if level == "token" else level
-    known = _reduction(kind, reduce, *suffixes)
-    return make(kind, _kl_old, common, options=options, fields=fields, **_level(kind, level), **known)
+    suffix = "" if estimator == "k3" else estimator
+    fields = ("old_logprobs",)
+    return _made(kind, _kl_old, common, level=level, reduce=reduce, options=options, fields=fields, suffix=suffix)
 
 
 def _estimator(kind: str, estimator: str) -> str:
@@ -228,22 +223,8 @@ def kl_reference(
         "ratio_clamp": _clamp(kind, "ratio_clamp", ratio_clamp),
     }
     fields = ("ref_logprobs", "old_logprobs") if bias_correction else ("ref_logprobs",)
-    suffixes = None if estimator == "k3" else estimator, "corrected" if bias_correction else None
-    return make(kind, _kl_reference, common, options=options, fields=fields, **_reduction(kind, reduce, *suffixes))
-
-
-def _kl_reference(
-    stats: Any,
-    batch: Any,
-    estimator: str,
-    bias_correction: bool,
-    log_ratio_clamp: float | None,
-    kl_clamp: float | None,
-    ratio_clamp: float | None,
-) -> Tensor:
-    difference = clamped(batch["ref_logprobs"] - stats.logprob, log_ratio_clamp)
-    values = clamped(kl_estimate(difference, estimator), kl_clamp)
-    return values * _ratio(stats, batch, "old_logprobs", "token", ratio_clamp) if bias_correction else values
+    suffix = "_".join(filter(None, ("" if estimator == "k3" else estimator, "corrected" if bias_correction else "")))
+    return _made(kind, estimated_kl, common, reduce=reduce, options=options, fields=fields, suffix=suffix)
 
 
 def clip_fraction(
@@ -269,10 +250,10 @@ def clip_fraction(
         "high": 1 + bound(f"metrics.{kind}", "clip_high", clip_high),
         "side": side,
     }
-    fields = ("old_logprobs",) + (() if side == "unsigned" else ("advantages",))
-    fields += ("segments",) if level == "segment" else ()
-    name = _suffixed(kind, None if side == "unsigned" else side, None if level == "token" else level)
-    return make(kind, _clip_fraction, common, options=options, fields=fields, name=name, **_level(kind, level))
+    unsigned = side == "unsigned"
+    fields = ("old_logprobs",) if unsigned else ("old_logprobs", "advantages")
+    suffix = "" if unsigned else side
+    return _made(kind, _clip_fraction, common, level=level, options=options, fields=fields, suffix=suffix)
 
 
 def _clip_fraction(
@@ -291,8 +272,7 @@ def _clip_fraction(
 
 def advantage(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Mean, maximum or minimum of ``batch["advantages"]`` over tokens that count."""
-    known = _reduction("advantage", reduce)
-    return make("advantage", _advantage, common, fields=("advantages",), reads_target=False, **known)
+    return _made("advantage", _advantage, common, reduce=reduce, fields=("advantages",), reads_target=False)
 
 
 def _advantage(stats: Any, batch: Any) -> Tensor:
