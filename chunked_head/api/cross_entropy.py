@@ -13,7 +13,7 @@ from ..core.options import flag, nearest
 from ..core.shift import at_targets
 from ..engine.arithmetic.objective import Objective
 from ..engine.call import Outcome, scalar_objective, token_objective
-from ..engine.execution import Execution, check_options
+from ..engine.execution import Head, check_options
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, LogitsOptions, head_of
 from ..engine.prepared import PreparedCall
@@ -28,19 +28,14 @@ def linear_cross_entropy(
     weight: Tensor,  # [vocab, hidden]
     target: Tensor,  # [...] int64
     *,
-    bias: Tensor | None = None,  # [vocab]
     class_weights: Tensor | None = None,  # [vocab]
-    ignore_index: int = -100,
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
     token_weights: Tensor | None = None,  # [...], target's shape
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    shift: int = 0,
     upstream: float | Tensor | None = None,
-    **execution: Unpack[Execution],
+    **options: Unpack[Head],
 ) -> Task[Tensor]:
     """Cross-entropy of a linear head, without its logits. Same value and gradients as
 
@@ -85,7 +80,7 @@ def linear_cross_entropy(
             weight's gradients) gives the whole batch's; with ``average=True`` the mean does. With ``reduction="none"``
             nothing is other ranks' affair, and ``average=True`` is refused. ``VocabParallel``: they hold different
             rows of the head, and ``tokens=`` of it says both.
-        execution: how the call runs, by the keywords of ``chunked_head.Execution``: ``memory_budget``,
+        The rest: how the call runs, by the keywords of ``chunked_head.Execution``: ``memory_budget``,
             ``chunk_tokens``, ``accumulate_into`` and others.
 
     Returns:
@@ -100,9 +95,7 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
     """
-    head = head_of(
-        "linear_cross_entropy", hidden, weight, target, bias, ignore_index, softcap, logit_scale, 1.0, shift, execution
-    )  # fmt: skip
+    head = head_of("linear_cross_entropy", hidden, weight, target, options)
     checks.check_tensor("hidden", head.hidden, optional=False)
     checks.check_reduction(reduction)
     checks.check_number("label_smoothing", label_smoothing, 0.0, 1.0)

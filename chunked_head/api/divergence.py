@@ -11,7 +11,7 @@ from ..core.shift import at_targets
 from ..core.stats import Demand
 from ..engine.arithmetic.token_objectives import StatsObjective
 from ..engine.call import stats_objective
-from ..engine.execution import Execution, PerTokenOptions
+from ..engine.execution import Head, PerTokenOptions
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import head_of
 from ..engine.prepared import PreparedCall
@@ -88,12 +88,7 @@ def linear_divergence(
     entropy: bool = False,
     temperature: float = 1.0,
     mask: Tensor | None = None,  # [...] bool
-    bias: Tensor | None = None,  # [vocab]
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    shift: int = 0,
-    **execution: Unpack[Execution],
+    **options: Unpack[Head],
 ) -> Task[Tensor | Divergence]:
     """The divergence of each token's distribution p from a teacher's q, and the entropy of p. Same values and
     gradients as, for ``divergence="forward_kl"``,
@@ -128,10 +123,7 @@ def linear_divergence(
     Raises:
         TypeError, ValueError, IndexError: as ``linear_loss``.
     """
-    head = head_of(
-        "linear_divergence", hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift,
-        execution,
-    )  # fmt: skip
+    head = head_of("linear_divergence", hidden, weight, target, options, temperature)
     loss = divergence_of(divergence, beta, teacher_temperature, teacher_logit_scale, teacher_softcap)
     given = {
         "teacher_logits": teacher_logits, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight,
@@ -158,7 +150,7 @@ def linear_divergence(
 
     return Task(
         "linear_divergence", head, loss, objective,
-        lambda ran: laid_out(ran.outputs, head.leading, shift),
+        lambda ran: laid_out(ran.outputs, head.leading, head.shift),
         batch={name: value for name, value in given.items() if value is not None}, check=check, options=(entropy,),
         wants=wants, per_token=names,
     )  # fmt: skip

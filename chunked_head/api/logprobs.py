@@ -12,7 +12,7 @@ from ..core.shift import at_targets
 from ..core.stats import Demand, View
 from ..engine.arithmetic.token_objectives import StatsObjective
 from ..engine.call import stats_objective
-from ..engine.execution import Execution, PerTokenOptions
+from ..engine.execution import Head, PerTokenOptions
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, LogitsOptions, OfRanks, head_of
 from ..engine.prepared import PreparedCall
@@ -65,12 +65,7 @@ def linear_logprobs(
     log_sum_sq_probs: bool = False,
     temperature: float = 1.0,
     mask: Tensor | None = None,  # [...] bool
-    bias: Tensor | None = None,  # [vocab]
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    shift: int = 0,
-    **execution: Unpack[Execution],
+    **options: Unpack[Head],
 ) -> Task[Tensor | tuple[Tensor, ...]]:
     """Log-probabilities of targets, and what else is asked for. Same values and gradients as
 
@@ -112,10 +107,7 @@ def linear_logprobs(
     Raises:
         TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
     """
-    head = head_of(
-        "linear_logprobs", hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift,
-        execution,
-    )  # fmt: skip
+    head = head_of("linear_logprobs", hidden, weight, target, options, temperature)
     flags = {
         "entropy": entropy, "lse": lse, "mean_logit": mean_logit, "log_sum_sq_probs": log_sum_sq_probs,
         "argmax": argmax,

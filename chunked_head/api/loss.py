@@ -11,7 +11,7 @@ from ..core.stats import RowStats
 from ..engine.arithmetic.evaluate import SLOW
 from ..engine.arithmetic.objective import ScalarObjective
 from ..engine.call import Outcome, ordered_metrics, scalar_objective
-from ..engine.execution import Execution
+from ..engine.execution import Head
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import head_of
 from ..engine.prepared import PreparedCall
@@ -54,14 +54,9 @@ def linear_loss(
     metrics: Sequence[Metric] = (),
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
-    bias: Tensor | None = None,  # [vocab]
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     temperature: float = 1.0,
-    shift: int = 0,
     upstream: float | Tensor | None = None,
-    **execution: Unpack[Execution],
+    **options: Unpack[Head],
 ) -> Task[LossOutput]:
     """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
 
@@ -78,7 +73,7 @@ def linear_loss(
         out.loss.backward()
 
     Args:
-        hidden, weight, bias, ignore_index, softcap, logit_scale, shift, upstream, execution: as in
+        hidden, weight, bias, ignore_index, softcap, logit_scale, shift, upstream, how the call runs: as in
             ``linear_cross_entropy``.
         target: token ids [...] int64; None where no loss or metric reads it.
         loss: ``chunked_head.losses``, added and multiplied by numbers or 0-d tensors. A function ``(stats, batch) ->
@@ -114,10 +109,7 @@ def linear_loss(
         IndexError: on the CPU, for a target, segment or teacher id out of range; elsewhere loss, metrics and gradients
             become nan.
     """
-    head = head_of(
-        "linear_loss", hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift,
-        execution,
-    )  # fmt: skip
+    head = head_of("linear_loss", hidden, weight, target, options, temperature)
     checks.check_tensor("hidden", head.hidden, optional=False)
     loss, measured = check_loss(head.device, loss, metrics, reduction, normalizer, upstream)
 

@@ -103,13 +103,18 @@ class Execution(TypedDict, total=False):
     parallel: VocabParallel | TokenParallel | None
 
 
-class PerTokenOptions(Execution, total=False):
-    """Keywords that functions of values per token share."""
+class Head(Execution, total=False):
+    """What makes logits of a head's products too, as ``linear_cross_entropy`` says: keywords of all its functions."""
 
-    temperature: float
-    mask: Tensor | None
     bias: Tensor | None
     ignore_index: int
     softcap: float | None
     logit_scale: float
     shift: int
+
+
+class PerTokenOptions(Head, total=False):
+    """Keywords that functions of values per token share."""
+
+    temperature: float
+    mask: Tensor | None

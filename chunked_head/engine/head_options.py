@@ -16,7 +16,7 @@ from ..program import checks
 from ..program.gradient_buffer import GradientBuffer
 from ..program.gradient_buffer import resolve as resolve_into
 from ..program.planner import DEFAULT_REQUEST, Request
-from .execution import CHECKS, Execution, check_options
+from .execution import CHECKS, Head, check_options
 
 
 class OfRanks(ABC):
@@ -123,12 +123,12 @@ class HeadOptions(OfRanks):
     hidden: Tensor
     weight: Tensor
     target: Tensor | None
-    bias: Tensor | None
-    ignore_index: int
-    softcap: float | None
-    logit_scale: float
-    temperature: float
-    shift: int
+    bias: Tensor | None = None
+    ignore_index: int = -100
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    shift: int = 0
     memory_budget: int | str | None = None
     chunk_tokens: int | None = None
     accumulate_dtype: torch.dtype | None = None
@@ -218,35 +218,23 @@ class HeadOptions(OfRanks):
         return self.hidden.device
 
 
-# of the keywords of ``Execution``, where a call names none
-DEFAULTS = {field.name: field.default for field in fields(HeadOptions) if field.name in Execution.__annotations__}
+# of the keywords of ``Head``, where a call names none
+DEFAULTS = {field.name: field.default for field in fields(HeadOptions) if field.name in Head.__annotations__}
 
 
 def head_of(
-    function: str,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor | None,
-    bias: Tensor | None,
-    ignore_index: int,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    shift: int,
-    execution: Execution,
+    function: str, hidden: Tensor, weight: Tensor, target: Tensor | None, options: Head, temperature: float = 1.0
 ) -> HeadOptions:
-    """The head of a call of a public function; a TypeError for keywords that are none of ``Execution``'s."""
-    unknown = execution.keys() - DEFAULTS.keys()
+    """The head of a call of a public function; a TypeError for keywords that are none of ``Head``'s."""
+    unknown = options.keys() - DEFAULTS.keys()
     if unknown:
         first = min(unknown)
         raise TypeError(f"{function} has no option {first!r}{nearest(first, DEFAULTS)}")
-    given = execution.copy()
-    hidden, weight, target, bias, given["vocab_size"], given["parallel"] = local(
-        hidden, weight, target, bias, given.get("vocab_size"), given.get("parallel")
+    given = options.copy()
+    hidden, weight, target, given["bias"], given["vocab_size"], given["parallel"] = local(
+        hidden, weight, target, given.get("bias"), given.get("vocab_size"), given.get("parallel")
     )
-    return HeadOptions(
-        hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, shift, **given
-    )  # fmt: skip
+    return HeadOptions(hidden, weight, target, temperature=temperature, **given)
 
 
 @dataclass(frozen=True, eq=False)

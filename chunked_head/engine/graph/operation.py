@@ -12,7 +12,7 @@ from ...core.options import INFINITY, NUMBERS
 from ...losses.base import Losses
 from ...program.checks import is_dtensor
 from ..call import execute
-from ..execution import Execution
+from ..execution import Head
 from ..head_options import DEFAULTS
 from ..task import Task
 from . import logits_operators, operators
@@ -55,10 +55,10 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
 
 
 def spelled_out(signature: inspect.Signature) -> inspect.Signature:
-    """With the keywords of ``**execution`` one by one, for help and whoever looks for a function's options."""
+    """With the keywords of ``**options`` one by one, for help and whoever looks for a function's options."""
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     if len(parameters) < len(signature.parameters):
-        kinds = Execution.__annotations__
+        kinds = Head.__annotations__
         parameters += [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
             for name, default in DEFAULTS.items()
