@@ -135,11 +135,11 @@ def test_accumulating_in_16_bits_has_limits() -> None:
 
 def test_plan_arguments() -> None:
     for changes, message in (
-        ({"tokens": -1}, "tokens must be an int of at least 0"),
-        ({"vocab": 0}, "vocab must be an int of at least 1"),
+        ({"tokens": -1}, "tokens must be at least 0"),
+        ({"vocab": 0}, "vocab must be at least 1"),
         ({"dtype": torch.int8}, "dtype must be one of"),
         ({"dtype": "float32"}, "dtype must be a torch.dtype, such as torch.float32, got 'float32'"),
-        ({"teacher_hidden": 0}, "teacher_hidden must be an int of at least 1, got 0"),
+        ({"teacher_hidden": 0}, "teacher_hidden must be at least 1, got 0"),
         (
             {"loss": losses.cross_entropy},
             r"loss is what makes a loss, cross_entropy, .* call it: losses\.cross_entropy\(\)",

@@ -182,7 +182,7 @@ class ChunkedHead(nn.Module):
     ):
         super().__init__()
         for argument, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
-            checks.check_size(argument, size, 1)
+            checks.check_int(argument, size, 1)
         flag("bias", bias)
         linear = nn.Linear(hidden_size, vocab_size, bias=bias, device=device, dtype=dtype)
         self.adopt(linear, options)

@@ -72,10 +72,10 @@ def plan(
     """
     least = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0}
     for argument, size in zip(least, (tokens, hidden, vocab, ranks, teacher_k), strict=True):
-        checks.check_size(argument, size, least[argument])
+        checks.check_int(argument, size, least[argument])
     for argument, given in (("teacher_vocab", teacher_vocab), ("teacher_hidden", teacher_hidden)):
         if given is not None:
-            checks.check_size(argument, given, 1)
+            checks.check_int(argument, given, 1)
     checks.check_dtype("dtype", dtype)
     dtypes = ("hidden_dtype", hidden_dtype), ("weight_dtype", weight_dtype), ("teacher_dtype", teacher_dtype)
     for argument, other in dtypes:

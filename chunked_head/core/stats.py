@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -247,11 +247,8 @@ class Teacher:
         return replace(self, weight=self.weight.to(self.dtype), bias=bias)
 
     def rows(self, rows: slice) -> "Teacher":
-        return replace(
-            self,
-            logits=None if self.logits is None else self.logits[rows],
-            hidden=None if self.hidden is None else self.hidden[rows],
-        )
+        given: dict[str, Any] = {"logits": self.logits, "hidden": self.hidden}
+        return replace(self, **{name: value[rows] for name, value in given.items() if value is not None})
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -262,14 +259,9 @@ class Teacher:
         return self.with_tensors([t.new_empty(0) for t in self.tensors])
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Teacher":
-        given = iter(tensors)
-        return replace(
-            self,
-            logits=None if self.logits is None else next(given),
-            hidden=None if self.hidden is None else next(given),
-            weight=None if self.weight is None else next(given),
-            bias=None if self.bias is None else next(given),
-        )
+        names = [name for name in ("logits", "hidden", "weight", "bias") if getattr(self, name) is not None]
+        given: dict[str, Any] = dict(zip(names, tensors, strict=False))
+        return replace(self, **given)
 
     def with_hidden(self, hidden: Tensor) -> "Teacher":
         return replace(self, hidden=hidden)

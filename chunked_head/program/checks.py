@@ -208,12 +208,6 @@ def check_softcap(softcap: float | None) -> None:
             raise ValueError("softcap must be positive or None, got 0; None caps nothing")
 
 
-def check_shift(shift: int) -> None:
-    check_int("shift", shift)
-    if shift < 0:
-        raise ValueError(f"shift must be at least 0, got {shift}; 1 pairs position t with target t + 1")
-
-
 def check_shift_along(shift: int, leading: tuple[int, ...]) -> None:
     """Raises where a target of this shape would be shifted out of itself. Of one token there is nothing to predict."""
     if shift and not leading:
@@ -225,21 +219,11 @@ def check_shift_along(shift: int, leading: tuple[int, ...]) -> None:
         )
 
 
-def check_vocab_size(vocab_size: int | None) -> None:
-    if vocab_size is not None:
-        check_int("vocab_size", vocab_size)
-        if vocab_size < 1:
-            raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
-
-
-def check_int(argument: str, value: int) -> None:
+def check_int(argument: str, value: int, least: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{argument} must be an int, got {value!r}")
-
-
-def check_size(argument: str, size: int, least: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < least:
-        raise ValueError(f"{argument} must be an int of at least {least}, got {size!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{argument} must be at least {least}, got {value}")
 
 
 def check_number(argument: str, value: float, least: float, most: float) -> None:
