@@ -14,11 +14,11 @@ from torch import Tensor, distributed, nn
 
 from ..api import cross_entropy as head
 from ..api.logprobs import linear_logprobs
+from ..core.collectives import all_gather
 from ..core.groups import process_group
 from ..core.options import flag
 from ..engine.execution import check_options
 from ..parallel import VocabParallel
-from ..parallel.collectives import all_gather
 
 IMPLEMENTATIONS = (
     "cce", "torch_compile", "cce_exact", "cce_kahan", "cce_kahan_full", "cce_kahan_full_c", "cce_kahan_full_e",

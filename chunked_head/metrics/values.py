@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
+from ..core.collectives import all_gather
 from ..core.options import INFINITY, check_temperature, choice, refuse_unknown
 from ..losses.base import Field, Scope
 
@@ -231,7 +232,7 @@ def combine(several: Iterable[Mapping[str, MetricValue]]) -> dict[str, MetricVal
 
 
 def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[str, MetricValue]:
-    """``metrics`` over the ranks of ``group``: one SUM of all sums and counts, one MAX of all extrema.
+    """``metrics`` over the ranks of ``group``, in one message.
 
     Every rank must hold metrics of the same names and kinds (in any order), those without tokens included. On
     vocabulary-parallel ranks metrics are equal already: reduce over groups that hold different tokens. Those of a call
@@ -242,36 +243,24 @@ def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[st
 
     if not metrics or not (distributed.is_available() and distributed.is_initialized()):
         return dict(metrics)
-    whole: Any = distributed.group.WORLD
-    here = whole.group_name if group is None else group.group_name
-    names = sorted(name for name in metrics if metrics[name].whole_of != here)  # the same order on every rank
-    means = [name for name in names if metrics[name].reduce == "mean"]
-    extrema = [name for name in names if metrics[name].reduce != "mean"]
-    reduced = {name: value for name, value in metrics.items() if value.whole_of == here}
-    if means:
-        parts = [part for name in means for part in (metrics[name].sum, metrics[name].count) if part is not None]
-        sums = iter(_reduced(parts, distributed.ReduceOp.SUM, group))
-        reduced |= {name: replace(metrics[name], sum=next(sums), count=next(sums)) for name in means}
-    if extrema:
-        # minima travel as maxima of what they are the negative of
-        signs = [1.0 if metrics[name].reduce == "max" else -1.0 for name in extrema]
-        parts = [sign * _extremum(metrics[name]) for name, sign in zip(extrema, signs, strict=True)]
-        largest = _reduced(parts, distributed.ReduceOp.MAX, group)
-        for name, sign, part in zip(extrema, signs, largest, strict=True):
-            reduced[name] = replace(metrics[name], extremum=sign * part)
-    return {name: reduced[name] for name in metrics}
+    whole: Any = distributed.group.WORLD if group is None else group
+    partial = {name: value for name, value in metrics.items() if value.whole_of != whole.group_name}
+    return {**metrics, **over_ranks(partial, whole)}
 
 
-def _extremum(value: MetricValue) -> Tensor:
-    assert value.extremum is not None
-    return value.extremum
-
-
-def _reduced(parts: list[Tensor], operation: Any, group: Any) -> list[Tensor]:
-    from torch import distributed
-
-    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-    packed = torch.cat([part.reshape(-1).to(dtype) for part in parts])
-    distributed.all_reduce(packed, op=operation, group=group)
-    pieces = packed.split([part.numel() for part in parts])
-    return [piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
+def over_ranks(metrics: Mapping[str, MetricValue], group: Any, counts: bool = True) -> dict[str, MetricValue]:
+    """Sums and extrema of all ranks' metrics, in one message; ``counts`` unless they are of all ranks already."""
+    which = ("sum", "count", "extremum") if counts else ("sum", "extremum")
+    # the same order on every rank
+    parts = [(name, part) for name in sorted(metrics) for part in which if getattr(metrics[name], part) is not None]
+    if not parts:
+        return {}
+    own = [getattr(metrics[name], part) for name, part in parts]
+    packed = torch.cat([each.reshape(-1).double() for each in own])
+    every = packed.new_empty(group.size(), len(packed))
+    all_gather(every.view(-1), packed, group)
+    found = dict(metrics)
+    for (name, part), mine, pieces in zip(parts, own, every.split([each.numel() for each in own], 1), strict=True):
+        reduced = {"mean": pieces.sum(0), "max": pieces.amax(0), "min": pieces.amin(0)}[metrics[name].reduce]
+        found[name] = replace(found[name], **{part: reduced.view(mine.shape).to(mine.dtype)})
+    return found

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import distributed
 
-from .collectives import all_gather
+from ..core.collectives import all_gather
 
 Words = Mapping[str, str]  # what a call's ranks must have in common, by argument, written alike in every process
 LONGEST = 160  # letters of a value in an error

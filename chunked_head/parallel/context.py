@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from ..core.collectives import all_gather
 from ..core.groups import process_group
 from ..core.options import choice
-from .collectives import all_gather
 
 LAYOUTS = ("contiguous", "zigzag")
 

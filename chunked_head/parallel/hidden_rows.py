@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from .collectives import all_gather, reduce_scatter
+from ..core.collectives import all_gather, reduce_scatter
 
 
 class SummedRows:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed
 
+from ..core.collectives import all_gather
 from ..core.groups import MOST_IDS, Split, VocabParallel
 from ..core.stats import Demand, Rows, RowStats, sent
 from ..kernels.common.elsewhere import ELSEWHERE
@@ -14,7 +15,6 @@ from ..program.planner import Request, make_plan, terms_of
 from ..program.plans import MAX_HALF_CHUNKS, Plan
 from ..program.sizes import Sizes
 from .agree import Words, agree
-from .collectives import all_gather
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
 from .merge import PAIR_SUMS, Told, pack
 

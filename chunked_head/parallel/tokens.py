@@ -13,8 +13,7 @@ from torch import Tensor, distributed
 
 from ..core.groups import TokenParallel
 from ..losses.base import Summand
-from ..metrics.values import MetricValue
-from .collectives import all_gather
+from ..metrics.values import MetricValue, over_ranks
 
 
 def add_up(values: Sequence[Tensor], group: Any) -> list[Tensor]:
@@ -68,16 +67,5 @@ class Spread:
 
 def whole_metrics(metrics: Mapping[str, MetricValue], parallel: TokenParallel) -> dict[str, MetricValue]:
     """Metrics of the tokens of all ranks, the same on each: one message."""
-    if not metrics:
-        return {}
-    parts = [part for value in metrics.values() for part in (value.sum, value.extremum) if part is not None]
-    own = torch.cat([part.reshape(-1).double() for part in parts])
-    every = own.new_empty(parallel.ranks, len(own))
-    all_gather(every.view(-1), own, parallel.group)
-    pieces, found = every.split([part.numel() for part in parts], 1), {}
-    for (name, value), part, piece in zip(metrics.items(), parts, pieces, strict=True):
-        reduced = {"mean": piece.sum(0), "max": piece.amax(0), "min": piece.amin(0)}[value.reduce]
-        reduced = reduced.view(part.shape).to(part.dtype)
-        which = "sum" if value.reduce == "mean" else "extremum"
-        found[name] = replace(value, whole_of=parallel.group.group_name, **{which: reduced})
-    return found
+    found = over_ranks(metrics, parallel.group, counts=False)
+    return {name: replace(value, whole_of=parallel.group.group_name) for name, value in found.items()}
