@@ -1,6 +1,7 @@
 """``torch.nn.CrossEntropyLoss`` on logits that exist already."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -39,6 +40,8 @@ class CrossEntropyLoss(nn.Module):
     """
 
     weight: Tensor | None
+    vocab_size: int | None
+    parallel: VocabParallel | TokenParallel | None
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class CrossEntropyLoss(nn.Module):
         for argument, value in (("size_average", size_average), ("reduce", reduce)):
             if value is not None:
                 raise ValueError(f"{argument} is deprecated in PyTorch and refused here, got {value!r}; use reduction=")
-        options = {
+        options: dict[str, Any] = {
             "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss,
             "softcap": softcap, "logit_scale": logit_scale, "inplace": inplace, "vocab_size": vocab_size,
             "parallel": parallel, "backend": backend,
@@ -70,9 +73,9 @@ class CrossEntropyLoss(nn.Module):
         if not is_dtensor(weight):
             checks.check_tensor("weight", weight, optional=True)
         self.register_buffer("weight", weight)
-        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, float(label_smoothing)
-        self.z_loss, self.softcap, self.logit_scale = float(z_loss), softcap, logit_scale
-        self.inplace, self.vocab_size, self.parallel, self.backend = inplace, vocab_size, parallel, backend
+        self.names = tuple(options)
+        for name, value in options.items():  # attributes, as PyTorch's module has them
+            setattr(self, name, value)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         if self.parallel is not None or is_dtensor(input) or is_dtensor(self.weight):
@@ -85,12 +88,10 @@ class CrossEntropyLoss(nn.Module):
         return self.loss(classes_last(input, target, self.widths()), target, self.weight)
 
     def loss(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        return logits_cross_entropy(
-            logits, target, class_weights=weight, ignore_index=self.ignore_index, reduction=self.reduction,
-            label_smoothing=self.label_smoothing, z_loss=self.z_loss, softcap=self.softcap,
-            logit_scale=self.logit_scale, inplace=self.inplace, vocab_size=self.vocab_size, parallel=self.parallel,
-            backend=self.backend,
-        )  # fmt: skip
+        return logits_cross_entropy(logits, target, class_weights=weight, **self.options())
+
+    def options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.names}
 
     def widths(self) -> Sequence[int]:
         """How many columns the logits have on each rank, as far as that was said: all of them read a shape alike."""
@@ -102,12 +103,8 @@ class CrossEntropyLoss(nn.Module):
         return () if self.vocab_size is None else chunked(self.vocab_size, parallel.ranks)
 
     def extra_repr(self) -> str:
-        return (
-            f"weight={None if self.weight is None else tuple(self.weight.shape)}, ignore_index={self.ignore_index}, "
-            f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, "
-            f"softcap={self.softcap}, logit_scale={self.logit_scale}, inplace={self.inplace}, "
-            f"vocab_size={self.vocab_size}, parallel={self.parallel}, backend={self.backend!r}"
-        )
+        shown = {"weight": None if self.weight is None else tuple(self.weight.shape)} | self.options()
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 @operation
@@ -138,7 +135,7 @@ def logits_cross_entropy(
     if class_weights is not None:
         options.check()
         checks.check_class_weights(class_weights, options.vocab, options.device, "weight")
-    loss = make_loss(label_smoothing, z_loss, class_weights)
+    loss = make_loss(float(label_smoothing), float(z_loss), class_weights)
     return cross_entropy_task("CrossEntropyLoss", options, loss, reduction, inplace=inplace)
 
 

@@ -11,6 +11,9 @@ from torch import Tensor
 # stands for log q where a teacher's probability is 0 and KL(p || q) would be infinite
 LOG_FLOOR = -1e4
 
+# of a dense teacher beside the student: sums over columns, made once the softmaxes of the whole vocabulary are known
+PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "sign")
+
 Vectors = TypeVar("Vectors", "RowStats", "Coefficients")
 
 

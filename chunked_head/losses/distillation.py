@@ -10,13 +10,11 @@ from torch import Tensor
 from ..core.batch import Batch
 from ..core.loss_stats import Stats
 from ..core.options import refuse_unknown
-from .base import Losses, SummandOptions, Teacher, choice, make, number
+from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, choice, make, number
 from .temperatures import positive, squared
 from .topk import topk_kl
 
 __all__ = ["TeacherOptions", "forward_kl", "jsd", "reverse_kl", "topk_kl", "tvd"]
-
-DENSE_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")
 
 
 class TeacherOptions(SummandOptions, total=False):
@@ -102,7 +100,7 @@ def dense(kind: str, statistics: tuple[str, ...], given: dict[str, Any], beta: f
         summand,
         {"factor": factor, "statistics": statistics},
         needs=frozenset(statistics),
-        optional_fields=DENSE_FIELDS,
+        optional_fields=TEACHER_FIELDS,
         reads_target=False,
         bounded=kind != "reverse_kl",  # whose log q may be as low as it likes
         teacher=teacher,

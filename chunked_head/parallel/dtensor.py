@@ -1,6 +1,6 @@
 """Operands that are DTensors, as this rank's tensors and what their placements say of the ranks."""
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,17 +14,6 @@ Parallel = VocabParallel | TokenParallel | None
 Target = TypeVar("Target", Tensor, Tensor | None)
 
 
-class Local(NamedTuple, Generic[Target]):
-    """A call's operands on this rank."""
-
-    hidden: Tensor
-    weight: Tensor
-    target: Target
-    bias: Tensor | None
-    vocab_size: int | None
-    parallel: Parallel
-
-
 def local(
     hidden: Tensor,
     weight: Tensor,
@@ -32,14 +21,14 @@ def local(
     bias: Tensor | None,
     vocab_size: int | None,
     parallel: Parallel,
-) -> Local[Target]:
+) -> tuple[Tensor, Tensor, Target, Tensor | None, int | None, Parallel]:
     """The operands as plain tensors, differentiable; ValueError for placements that are none of a head's.
 
     A weight of ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary, one of ``Replicate()`` is whole.
     Hidden states are ``Replicate()``, or ``Shard(i)`` along a dimension of tokens on the weight's mesh.
     """
     if not any(map(is_dtensor, (hidden, weight, target, bias))):
-        return Local(arrived(hidden), arrived(weight), arrived(target), arrived(bias), vocab_size, parallel)
+        return arrived(hidden), arrived(weight), arrived(target), arrived(bias), vocab_size, parallel
     if is_dtensor(weight):
         if isinstance(parallel, VocabParallel):
             raise ValueError("weight is a DTensor, whose placements say how it is split; leave parallel=None")
@@ -51,10 +40,8 @@ def local(
             vocab_size = weight.shape[0] if vocab_size is None else vocab_size
             hidden, target = local_tokens(hidden, target, sequence, parallel)
         check_bias(weight, bias)
-    return Local(
-        arrived(own_hidden(hidden)), arrived(part(weight)), arrived(part(target)), arrived(part(bias)), vocab_size,
-        parallel,
-    )  # fmt: skip
+    hidden, weight, target, bias = own_hidden(hidden), part(weight), part(target), part(bias)
+    return arrived(hidden), arrived(weight), arrived(target), arrived(bias), vocab_size, parallel
 
 
 class Arrived(torch.autograd.Function):

@@ -11,8 +11,6 @@ from ..core.stats import RowStats
 # of each softmax over logits, student's and teacher's: where its logarithms are
 SOFTMAXES = (("start", "rest"), ("start2", "rest2"), ("teacher_start", "teacher_rest"))
 ADDED = ("target_logit", "weighted_sum")
-# sums over columns, made once the softmaxes of the whole vocabulary are known
-PAIR_SUMS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "sign")
 ENTROPIES = {"start": "entropy", "start2": "entropy2"}
 # statistics on which all that is made of a row depends
 OF_TOKENS = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2", "entropy2", "weighted_sum")

@@ -9,14 +9,14 @@ from torch import Tensor, distributed
 
 from ..core.collectives import all_gather
 from ..core.groups import MOST_IDS, Split, VocabParallel
-from ..core.stats import Demand, Rows, RowStats, sent
+from ..core.stats import PAIR_STATS, Demand, Rows, RowStats, sent
 from ..kernels.common.elsewhere import ELSEWHERE
 from ..program.planner import Request, make_plan, terms_of
 from ..program.plans import MAX_HALF_CHUNKS, Plan
 from ..program.sizes import Sizes
 from .agree import Words, agree
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
-from .merge import PAIR_SUMS, Told, pack
+from .merge import Told, pack
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
 SAME_HIDDEN = 1e-3
@@ -183,7 +183,7 @@ class Shard:
 
     def add_pairs(self, stats: RowStats) -> None:
         """Sums over columns of a teacher's terms beside the student's: one message for the chunk."""
-        sums = [value for name, value in stats.named().items() if name in PAIR_SUMS]
+        sums = [value for name, value in stats.named().items() if name in PAIR_STATS]
         packed = torch.stack(sums)
         distributed.all_reduce(packed, group=self.group)
         for value, whole in zip(sums, packed, strict=True):

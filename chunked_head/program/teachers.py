@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from ..core.stats import Teacher
+from ..losses.base import TEACHER_FIELDS as TEACHER
 from ..losses.base import Summand
 from ..losses.base import Teacher as TeacherOptions
-
-TEACHER = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")
 
 
 def check_teacher(summand: Summand, batch: Mapping[str, Tensor]) -> None:

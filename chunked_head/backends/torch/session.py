@@ -3,13 +3,11 @@
 import torch
 from torch import Tensor
 
-from ...core.stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher, View
+from ...core.stats import LOG_FLOOR, PAIR_STATS, Coefficients, Head, Rows, RowStats, Teacher, View
 from ...program.plans import Plan, slices
 from ..dlogits import AddsDlogits
 from ..matmul import again_rows, project_biased
 from . import tiles as tiles
-
-PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "sign")
 
 
 class TorchSession(AddsDlogits):

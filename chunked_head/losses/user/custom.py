@@ -10,12 +10,25 @@ from torch import Tensor
 
 from ...core.breaks import breaks_graph
 from ...core.options import choice
-from ..base import DENSE, FIELDS, MAKERS, STATISTICS, Field, Losses, Scope, Summand, SummandOptions, Teacher, Unit, make
+from ..base import (
+    DENSE,
+    FIELDS,
+    MAKERS,
+    STATISTICS,
+    TEACHER_FIELDS,
+    Field,
+    Losses,
+    Scope,
+    Summand,
+    SummandOptions,
+    Teacher,
+    Unit,
+    make,
+)
 from .closures import Function, frozen, known_result, remember
 from .scope_check import checked
 from .synthetic import Reads
 
-TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")
 ALWAYS = ("logprob", "lse")
 
 
