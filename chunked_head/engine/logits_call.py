@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import Backend
 from ..core.options import flag
 from ..core.stats import Demand, Head, Rows, RowStats
-from ..parallel.shard import Shard, demand_told, local_demand
+from ..parallel.shard import Shard, demand_words, local_demand
 from .arithmetic.objective import Objective
 from .autograd import OnlyOnce, as_called
 from .head_options import LogitsOptions
@@ -116,7 +116,7 @@ def call_of(prepared: PreparedCall, objective: Objective, inplace: bool) -> tupl
         logits = logits.contiguous()
     if shard is not None:
         words = {"the function": "logits_loss", "the dtype of logits": str(logits.dtype)}
-        words |= {**described_options(prepared, objective), **demand_told(objective.demand)}
+        words |= {**described_options(prepared, objective), **demand_words(objective.demand)}
         shard = shard.agreed_on(words, logits.device)
     options = prepared.logit_scale, prepared.softcap, inplace, prepared.head.columns, shard
     return logits, Call(prepared.backend, objective, *options)

@@ -67,7 +67,7 @@ def common_demand(demand: Demand) -> Demand:
     return demand._replace(views=tuple(view._replace(columns=None) for view in demand.views), pairing=pairing)
 
 
-def demand_told(demand: Demand) -> dict[str, str]:
+def demand_words(demand: Demand) -> dict[str, str]:
     return {f"what is asked for ({name})": str(value) for name, value in common_demand(demand)._asdict().items()}
 
 
@@ -127,12 +127,12 @@ class Shard:
         sizes |= {each: str(getattr(plan, each)) for each in ("schedule", "chunk_tokens", "block_tokens")}
         sizes |= {"hidden's accumulate_dtype": str(plan.hidden_accumulate)}
         sizes |= {"accumulate_dtype": str(plan.weight_accumulate)}
-        return self.agreed_on({**options, **demand_told(plan.sizes.demand), **sizes}, device)
+        return self.agreed_on({**options, **demand_words(plan.sizes.demand), **sizes}, device)
 
-    def agreed_on(self, told: Words, device: torch.device) -> "Shard":
+    def agreed_on(self, words: Words, device: torch.device) -> "Shard":
         split = {SPLIT: str(list(self.split.rows)), "vocab_size": str(self.split.vocab)}
         split["sequence_sharded"] = str(self.parallel.sequence_sharded)
-        return replace(self, kind=agree({**split, **told}, self.group, device, "VocabParallel"))
+        return replace(self, kind=agree({**split, **words}, self.group, device, "VocabParallel"))
 
     def told(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens] what all ranks must tell alike, for ids ``target`` [tokens] of the vocabulary: the ids, moved by the

@@ -1,6 +1,6 @@
 """The custom operators: a call that makes its gradients as it goes, and the backward of one that cannot.
 
-What ``forward`` returns. Of a scalar loss: the loss, values of parts and metrics in one vector, the foretold upstream
+What ``forward`` returns. Of a scalar loss: the loss, values of parts and metrics in one vector, the expected upstream
 gradient with the factor that the gradients still lack, and the gradients that are wanted. Of values per token: those,
 and where a gradient is wanted the statistics, of which ``backward`` makes gradients once the upstream ones are known.
 """
@@ -133,7 +133,7 @@ def left_over(objective: ScalarObjective, in_forward: bool) -> Tensor:
 
 
 def gradients_now(call: Call, rows: Tensor, head: Head, stats: RowStats, wait: Deferred) -> tuple[Tensor | None, ...]:
-    """Gradients of a plan that leaves them to backward, with the upstream gradient that was foretold."""
+    """Gradients of a plan that leaves them to backward, with the expected upstream gradient."""
     objective = call.objective
     assert isinstance(objective, ScalarObjective)
     coefficients, gain = objective.late(stats, (torch.ones_like(objective.one_or_nan) * objective.declared,))

@@ -43,9 +43,9 @@ def of_all_ranks(
     if head.target is not None:
         own["target"] = head.target.reshape(-1)
     count = math.prod(frame.leading)
-    told = {"the number of tokens": str(count), "the fields of tokens": str(sorted(own))}
-    told |= {f"batch[{name!r}]": f"{list(value.shape[1:])} {value.dtype}" for name, value in own.items()}
-    shard.agreed_on(told, frame.device)
+    words = {"the number of tokens": str(count), "the fields of tokens": str(sorted(own))}
+    words |= {f"batch[{name!r}]": f"{list(value.shape[1:])} {value.dtype}" for name, value in own.items()}
+    shard.agreed_on(words, frame.device)
     whole = shard.whole_fields(own)
     target = whole.pop("target", None)
     return target, {**batch, **whole}, frame._replace(leading=(count * shard.parallel.ranks,))

@@ -21,7 +21,7 @@ def agreed_batch(prepared: PreparedCall, how: Mapping[str, str]) -> None:
     """Raises on every rank where ranks that hold different tokens are about to make different calls of them."""
     tokens = prepared.head.tokens
     if tokens is not None:
-        words = {**told(prepared, how), "the size of the vocabulary": str(prepared.head.vocab)}
+        words = {**call_words(prepared, how), "the size of the vocabulary": str(prepared.head.vocab)}
         agree(words, tokens.group, prepared.head.device, "TokenParallel")
 
 
@@ -74,7 +74,7 @@ def kind_of(number: float | Tensor | None) -> str:
     return type(number).__name__ if number is None or isinstance(number, Tensor) else "number"
 
 
-def told(prepared: PreparedCall, how: Mapping[str, str]) -> dict[str, str]:
+def call_words(prepared: PreparedCall, how: Mapping[str, str]) -> dict[str, str]:
     """What ranks must have in common of a call, by argument; ``how``: by which reduction."""
     terms, head = prepared.losses.terms, prepared.head
     found = {"loss": " + ".join(f"{c if isinstance(c, float | int) else 'tensor'} * {s.label}" for c, s in terms)}
@@ -96,4 +96,4 @@ def described_options(prepared: PreparedCall, objective: Objective) -> dict[str,
     """Of a call's options those that change what ranks that share its tokens exchange or compute."""
     head = prepared.head
     shape = {"the shape of the tokens": str(list(head.leading)), "shift": str(head.shift)}
-    return {**shape, "ignore_index": str(head.ignore_index), **told(prepared, objective.how)}
+    return {**shape, "ignore_index": str(head.ignore_index), **call_words(prepared, objective.how)}

@@ -24,7 +24,7 @@ from .first_backward import await_backward
 from .given import check_choices, check_loss, check_options
 from .hung_forward import hung_by
 from .lazy.lazy_head import FSDP1, sizes_of
-from .lazy.tail import Tail, told
+from .lazy.tail import Tail, in_words
 from .running import FORWARDS, OWN, PATCH, exporting, running
 
 OWN_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
@@ -121,7 +121,7 @@ class Agreement:
         counts = f"{self.fused} losses fused, logits computed {self.materialised} times"
         reasons = f" ({'; '.join(self.reasons)})" if self.reasons else ""
         last = self.tail.numbers if self.tail else self.graph_tail
-        tail = told(*last) if last else "no loss so far"
+        tail = in_words(*last) if last else "no loss so far"
         graphs = ["losses fused"] if self.graph_tail else []
         graphs += [f"logits computed for {self.graph_reason}"] if self.graph_reason else []
         compiled = f"; in graphs of torch.compile, whose runs do not count: {', '.join(graphs)}" if graphs else ""

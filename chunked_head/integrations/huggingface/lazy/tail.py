@@ -32,14 +32,14 @@ class Tail:
 
     @property
     def numbers(self) -> tuple[float, float | None, int | None, int, bool]:
-        """What is told of it, without tensors."""
+        """What is said of it, without tensors."""
         return self.logit_scale, self.softcap, self.vocab, len(self.biases), self.filled
 
     def __str__(self) -> str:
-        return told(*self.numbers)
+        return in_words(*self.numbers)
 
 
-def told(logit_scale: float, softcap: float | None, vocab: int | None, biases: int, filled: bool) -> str:
+def in_words(logit_scale: float, softcap: float | None, vocab: int | None, biases: int, filled: bool) -> str:
     """A tail's numbers in words."""
     parts = [f"scale {logit_scale:g}", f"softcap {softcap:g}" if softcap else "no softcap"]
     parts += [f"{biases} added vector(s)"] if biases else []
