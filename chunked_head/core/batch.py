@@ -1,24 +1,10 @@
 """The fields of a call as its losses see them: rows beside the statistics, what does not count already taken out."""
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-
-
-class Spread(Protocol):
-    """How the tokens of a call are spread over ranks."""
-
-    @property
-    def counts(self) -> Mapping[str, Tensor]:
-        """By field of ids: tokens that count in each segment [num_segments]."""
-
-    def segment_sum(self, own: Tensor, values: Tensor, fields: Mapping[str, Tensor], name: str) -> Tensor:
-        """Sums over all ranks [num_segments] where ``own`` are this rank's, of ``values`` [n] by the ids ``name``."""
-
-    def mine(self, number: int, device: torch.device) -> Tensor:
-        """Which of ``number`` segments or pairs this rank adds to its share [number] bool."""
 
 
 class Batch(Mapping[str, Tensor]):
@@ -35,7 +21,7 @@ class Batch(Mapping[str, Tensor]):
         target: Tensor,  # [n] int64, -1 where a token does not count
         num_segments: int | None,
         vocab: int,
-        spread: Spread | None = None,
+        spread: Any = None,  # parallel.tokens.Spread, where ranks hold different tokens
     ):
         self.fields, self.num_segments, self.vocab, self.spread = fields, num_segments, vocab, spread
         self.mask = target >= 0

@@ -229,7 +229,7 @@ class Agreement:
         else:
             self.graph_fused = True  # between two graphs
 
-    def seen(self, model: nn.Module, output: Any, own: Sequence[Tensor] | None = None) -> None:
+    def seen(self, output: Any, own: Sequence[Tensor] | None = None) -> None:
         """Notes what a forward returned, until a backward has told where gradients come from. ``own``: losses of the
         model's own, None where its logits were not lazy."""
         if torch.compiler.is_compiling():

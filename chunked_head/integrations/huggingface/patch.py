@@ -202,12 +202,12 @@ def patched_class(base: type) -> type:
         if not heads or running(heads[0]) is agreed:
             output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             if agreed is not None and not heads:
-                agreed.seen(self, output)
+                agreed.seen(output)
             return output
         agreed.training = self.training
         with agreed.being_lazy(heads, labelled) as own:
             output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        agreed.seen(self, output, own)
+        agreed.seen(output, own)
         return without_logits(output) if agreed.logits is None and labelled else output
 
     members = {
