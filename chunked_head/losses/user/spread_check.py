@@ -12,8 +12,6 @@ from ..base import Field
 from .scope_check import same
 from .synthetic import SEGMENTS, TOKENS, Synthetic
 
-CHECKED: set[tuple] = set()
-MOST_CHECKED = 64
 OWN = __name__.partition(".")[0] + "."
 PIECES = (slice(0, 9), slice(9, TOKENS))  # segments 0 and 2 lie on both; so does the pair of them
 
@@ -35,9 +33,6 @@ class Piece(Batch):
 def check_over_ranks(part: Any, what: str, given: frozenset[str], known: Mapping[str, Field]) -> None:
     """Raises where ``part``, a Summand or a Metric, has other values on made-up tokens that two ranks share."""
     if part.scope != "segment" or getattr(part.function, "__module__", "").startswith(OWN):
-        return
-    key = part.key, given
-    if key in CHECKED:
         return
     tensors = getattr(part, "tensors", None)
     more = () if tensors is None else (tensors,)
@@ -63,6 +58,3 @@ def check_over_ranks(part: Any, what: str, given: frozenset[str], known: Mapping
             "by other means than batch.segment_sum, segment_mean and segment_count, and these alone are summed over "
             "ranks; use these, or leave out parallel=TokenParallel(...)"
         )
-    if len(CHECKED) >= MOST_CHECKED:
-        CHECKED.clear()
-    CHECKED.add(key)
