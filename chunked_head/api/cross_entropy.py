@@ -141,6 +141,7 @@ def cross_entropy_task(
     return Task(
         function, head, loss, objective, result, check=check, batch=batch,
         per_token=("values",) if per_token else (), inplace=inplace,
+        scalars=(reduction, normalizer, upstream),
     )  # fmt: skip
 
 

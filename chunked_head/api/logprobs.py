@@ -132,7 +132,7 @@ def logprobs_task(
     return Task(
         function, head, Losses(()), objective, lambda ran: laid_out(ran.outputs, names, head.leading, head.shift),
         batch=None if mask is None else {"mask": mask}, check=check, options=(*flags.values(), top_k),
-        wants=lambda _: demand_of(names, top_k), per_token=names,
+        wants=lambda _: demand_of(names, top_k), per_token=names, scalars=(),
     )  # fmt: skip
 
 

@@ -119,7 +119,8 @@ def linear_loss(
     def result(ran: Outcome) -> LossOutput:
         return loss_output(ran.prepared, ran.objective, ran.outputs[0], ran.stats, measured, ran.plan)
 
-    return Task("linear_loss", head, loss, objective, result, measured, batch, num_segments)
+    scalars = reduction, normalizer, upstream
+    return Task("linear_loss", head, loss, objective, result, measured, batch, num_segments, scalars=scalars)
 
 
 @in_graph(linear_loss)
@@ -173,7 +174,7 @@ def loss_output(
 ) -> LossOutput:
     """What a call returns whose loss is known."""
     with torch.no_grad():
-        parts = dict(zip([s.label for _, s in prepared.losses.terms], objective.part_values(), strict=True))
+        parts = dict(zip([s.label for _, s in prepared.losses.terms], objective.parts, strict=True))
         values = objective.metric_values(stats)
     reason = SLOW.get(objective.structure.key)
     if plan is not None and reason is not None:

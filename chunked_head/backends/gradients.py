@@ -1,7 +1,8 @@
 """Buffers of gradients."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,7 +11,12 @@ from ..parallel.hidden_rows import ScatteredRows, SummedRows
 from ..program.gradient_buffer import GradientBuffer
 from ..program.plans import Plan
 
-Scale = Callable[[Tensor, Tensor, torch.dtype], Tensor]
+
+class Scaling(Protocol):
+    """What is asked of a backend here."""
+
+    def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...
+    def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None: ...
 
 
 @dataclass
@@ -30,8 +36,6 @@ class Gradients:
         cls, plan: Plan, hidden: torch.dtype, weight: torch.dtype, device: torch.device, into: GradientBuffer | None
     ) -> "Gradients":
         sizes = plan.sizes
-        if into is not None:
-            into.before_adding()
 
         def buffer(wanted: bool, dtype: torch.dtype, *shape: int) -> Tensor | None:
             # without tokens no product fills them
@@ -85,22 +89,24 @@ class Gradients:
         return first and self.into is None
 
     def finish(
-        self, scale: Scale, factor: Tensor, one_or_nan: Tensor, plan: Plan
+        self, backend: Scaling, factors: Sequence[Tensor], one_or_nan: Tensor, plan: Plan
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Times the last factor by a backend's ``scale``, in the dtypes of the inputs; each buffer is let go before the
-        next is handed over.
+        """Times the last factors, in the dtypes of the inputs; each buffer is let go before the next is handed over.
 
         The caller's buffer holds more than this call's gradient, and takes no factor but ``one_or_nan``.
         """
-        dtypes = plan.sizes.hidden_dtype, plan.sizes.weight_dtype, plan.sizes.bias_dtype or plan.sizes.weight_dtype
-        finished: list[Tensor | None] = []
-        for name, dtype in zip(("hidden", "weight", "bias"), dtypes, strict=True):
-            buffer = getattr(self, name)
-            setattr(self, name, None)
-            if name == "weight" and self.into is not None:
-                scale(buffer, one_or_nan, buffer.dtype)
-                finished.append(self.into.handed_over())
-                continue
-            buffer = self.padded.pop(name, buffer)
-            finished.append(None if buffer is None else scale(buffer, factor, dtype))
-        return finished[0], finished[1], finished[2]
+        if self.into is not None and self.weight is not None:
+            backend.scale_([self.weight], [one_or_nan])
+            self.weight = None
+        sizes = plan.sizes
+        dtypes = {"hidden": sizes.hidden_dtype, "weight": sizes.weight_dtype, "bias": sizes.bias_dtype}
+        buffers = {name: buffer for name in dtypes if (buffer := self.whole(name)) is not None}
+        self.hidden = self.weight = self.bias = None
+        self.padded.clear()
+        backend.scale_([buffer for name, buffer in buffers.items() if buffer.dtype == dtypes[name]], factors)
+        for name, dtype in dtypes.items():
+            if name in buffers and buffers[name].dtype != dtype:
+                assert dtype is not None
+                buffers[name] = backend.scale(buffers[name], factors, dtype)
+        of_weight = buffers.get("weight") if self.into is None else self.into.handed_over()
+        return buffers.get("hidden"), of_weight, buffers.get("bias")

@@ -160,8 +160,15 @@ class Backend(Protocol):
         """One kernel of a function of inputs like these to outputs for a chunk and outputs for all tokens, each [n];
         None where it has none. ``token_dims``: the dimension of each input that tokens are counted along, or None."""
 
-    def scale(self, source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """``source * factor`` (0-d, on the device) in ``dtype``: in place where that is its own, else a new tensor."""
+    def sum_rows(self, table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums [rows] of a table [rows, tokens], of the first ``parts`` rows times ``inverse`` [], of the others times
+        ``one_or_nan`` []; and the first of them once more, 0-d, in memory of its own."""
+
+    def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """``source`` times one or two factors (0-d, on the device) in a new tensor of ``dtype``."""
+
+    def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+        """All of them times the factors in place."""
 
 
 def check_name(name: str | None) -> None:

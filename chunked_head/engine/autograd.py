@@ -1,79 +1,138 @@
 """The autograd.Function of the head: gradients computed in forward and handed over in backward, or computed there."""
 
 import contextlib
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..backends import Backend
+from ..backends.gradients import Gradients
 from ..core.stats import RowStats
+from ..kernels.common.tape import aside
+from ..program.gradient_buffer import Canary, GradientBuffer
 from ..program.planner import DEFAULT_REQUEST, Request
-from .arithmetic.objective import ScalarObjective
+from ..program.plans import Plan
+from .arithmetic.objective import Expected, ScalarObjective
 from .loop import Call, recompute, sweep
 
 
-class HeadLoss(torch.autograd.Function):
-    """Of hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, and a call: what its objective returns.
+class Forward(NamedTuple):
+    """What a forward pass has made, and what its backward needs."""
 
-    ``found`` receives the statistics, for what is made of them without a gradient.
-    """
+    outputs: tuple[Tensor, ...]
+    differentiable: int  # how many of them, the first ones
+    stats: RowStats | None
+    grads: Gradients | None  # None where backward makes them
+    expected: Expected | None  # the upstream gradient that ``grads`` were made for
+    exchanges: bool  # with ranks that hold other tokens
+    backend: Backend
+    plan: Plan
+    into: GradientBuffer | None
+    canary: Canary | None
+    saved: Sequence[Tensor]  # for a backward that makes gradients, beside the operands
+    later: Callable[[Sequence[Tensor]], tuple[Call, RowStats]]  # the call and its statistics, of operands and saved
+
+    def bare(self) -> "Forward":
+        """Without what has been handed over."""
+        return self._replace(outputs=(), stats=None, grads=None, saved=())
+
+
+def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Forward:
+    stats, grads = sweep(call, hidden, call.head(weight, bias))
+    objective, named = call.objective, stats.named()
+    outputs, canary = objective.outputs(stats), None
+    if call.into is not None and grads is not None:
+        with aside():
+            canary = call.into.canary(call.own_target)
+    lasting, names = call.without_teacher(), tuple(named)
+
+    def later(saved: Sequence[Tensor]) -> tuple[Call, RowStats]:
+        vectors = saved[3:]
+        found = RowStats(**dict(zip(names, vectors, strict=False)))
+        return lasting.with_teacher(vectors[len(names) :]), found
+
+    return Forward(
+        outputs, objective.differentiable, stats, grads, objective.expected, objective.exchanges, call.backend,
+        call.plan, call.into, canary, (*named.values(), *objective.teacher_tensors), later,
+    )  # fmt: skip
+
+
+class HeadLoss(torch.autograd.Function):
+    """Of hidden [..., hidden], weight [vocab, hidden], bias [vocab] or None: the outputs of ``forward``, which makes
+    them of the three, and which ``found`` receives with all that goes with them."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, found: list[RowStats]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        forward: Callable[[Tensor, Tensor, Tensor | None], Forward],
+        found: list[Forward],
     ) -> tuple[Tensor, ...]:
         with as_called(hidden.device):
-            stats, grads = sweep(call, hidden, call.head(weight, bias))
-            outputs = call.objective.outputs(stats)
-            ctx.canary = None if call.into is None or grads is None else call.into.canary(call.own_target)
-        found.append(stats)
-        if call.plan.sizes.any_grad:
+            made = forward(hidden, weight, bias)
+        found.append(made)
+        if made.plan.sizes.any_grad:
             # inputs are saved for a recomputing or a repeated backward: autograd checks that nobody changed them
-            named = stats.named()
-            ctx.save_for_backward(hidden, weight, bias, *named.values(), *call.objective.teacher_tensors)
-            ctx.call, ctx.names = call.without_teacher(), tuple(named)
+            ctx.save_for_backward(hidden, weight, bias, *made.saved)
             # gradients are attributes: saved tensors would be cloned on their way out
-            ctx.grads = grads
-        ctx.mark_non_differentiable(*outputs[call.objective.differentiable :])
+            ctx.made, ctx.grads, ctx.shape = made.bare(), made.grads, hidden.shape
+        ctx.mark_non_differentiable(*made.outputs[made.differentiable :])
         ctx.set_materialize_grads(False)
-        return outputs
+        return made.outputs
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, grads = ctx.call, ctx.grads
+        made, grads = ctx.made, ctx.grads
         if all(given is None for given in upstream):
             return None, None, None, None, None
         ctx.grads = None
         device = next(given.device for given in upstream if given is not None)
-        if call.into is not None:
-            call.into.check_there()
+        if made.into is not None:
+            made.into.check_there()
         with torch.no_grad(), as_called(device):
             if grads is not None:
-                if call.objective.exchanges:
-                    # for these an activation checkpoint computes the forward pass again, messages and all: on every
-                    # rank or on none, whichever of them find their gradients waiting
-                    ctx.saved_tensors  # noqa: B018
-                factor, one_or_nan = call.objective.rest(upstream), call.objective.one_or_nan
-                if call.into is not None:
-                    # it was promised, and only as promised can what has been added stay
-                    one_or_nan = one_or_nan * call.objective.kept(upstream)
-                    if ctx.canary is not None:
-                        one_or_nan, ctx.canary = one_or_nan * ctx.canary.one_or_nan(), None
-                    factor = factor * one_or_nan
-                finished = grads.finish(call.backend.scale, factor, one_or_nan, call.plan)
+                finished = handed_over(ctx, made, grads, upstream[0])
             else:
-                hidden, weight, bias, *vectors = ctx.saved_tensors
-                stats = RowStats(**dict(zip(ctx.names, vectors, strict=False)))
-                call = call.with_teacher(vectors[len(ctx.names) :])
-                if call.shard is not None and not isinstance(call.objective, ScalarObjective):
-                    upstream = call.shard.whole_upstream(upstream)
-                coefficients, gain = call.objective.late(stats, upstream)
-                call = with_recompute_plan(call)
-                finished = recompute(call, hidden, call.head(weight, bias), stats, coefficients, gain)
+                finished = made_late(made, ctx.saved_tensors, upstream)
+        if finished[0] is not None:
+            finished = finished[0].view(ctx.shape), *finished[1:]
         if torch.is_grad_enabled():  # create_graph: constants here would silently drop a gradient penalty
             inputs = [t for t in ctx.saved_tensors[:3] if t is not None]
             finished = tuple(None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in finished)
         return *finished, None, None
+
+
+def handed_over(ctx: Any, made: Forward, grads: Gradients, given: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of a forward pass, times what is left of the upstream gradient."""
+    assert made.expected is not None and given is not None
+    if made.exchanges:
+        # for these an activation checkpoint computes the forward pass again, messages and all: on every rank or on
+        # none, whichever of them find their gradients waiting
+        ctx.saved_tensors  # noqa: B018
+    factors, one_or_nan = made.expected.factors(given), made.expected.one_or_nan
+    if made.into is not None:
+        # it was promised, and only as promised can what has been added stay
+        one_or_nan = made.expected.one_or_nan_for(given)
+        if made.canary is not None:
+            one_or_nan = one_or_nan * made.canary.one_or_nan()
+        factors = *factors[:1], one_or_nan
+    return grads.finish(made.backend, factors, one_or_nan, made.plan)
+
+
+def made_late(made: Forward, saved: Sequence[Tensor], upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients that are made once the upstream gradient is known."""
+    hidden, weight, bias = saved[:3]
+    call, stats = made.later(saved)
+    if call.shard is not None and not isinstance(call.objective, ScalarObjective):
+        upstream = call.shard.whole_upstream(upstream)
+    coefficients, gain = call.objective.late(stats, upstream)
+    call = with_recompute_plan(call)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return recompute(call, rows, call.head(weight, bias), stats, coefficients, gain)
 
 
 NOTHING = contextlib.nullcontext()
@@ -101,7 +160,7 @@ class OnlyOnce(torch.autograd.Function):
         return grad.view_as(grad)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         raise RuntimeError("chunked_head computes no second derivatives; use the full logits for a gradient penalty")
 
 

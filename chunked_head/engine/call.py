@@ -1,5 +1,6 @@
 """From what a call asks to what runs: its objective, its plan, its sizes; the same way for every public function."""
 
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,16 +18,16 @@ from .arithmetic.denominators import foreseen_gain, inverses, kept, metric_count
 from .arithmetic.evaluate import Inputs
 from .arithmetic.objective import Objective, ScalarObjective
 from .arithmetic.token_objectives import StatsObjective, TokenObjective
-from .autograd import HeadLoss
+from .autograd import Forward, HeadLoss, forward_of
 from .head_options import HeadOptions, LogitsOptions
 from .logits_call import LogitsLoss
 from .logits_call import call_of as logits_call_of
 from .loop import Call
 from .packing import Packing
 from .prepared import PreparedCall, prepare
-from .program import Program, program_of
+from .program import Program
 from .ranks.global_counts import agreed_batch, described_options, kind_of, with_global_counts
-from .task import Result, Task
+from .task import Task
 
 
 def scalar_objective(
@@ -138,35 +139,36 @@ class Wants(NamedTuple):
 class Outcome(NamedTuple):
     """What ran, and what came of it."""
 
-    prepared: PreparedCall
-    objective: Any  # the task's
     outputs: tuple[Tensor, ...]
-    stats: RowStats
     plan: Plan | None  # None for logits that exist already, which leave nothing to plan
+    prepared: Any = None  # these only where there is more to return than is made of the outputs: ``PreparedCall``,
+    objective: Any = None  # the task's,
+    stats: Any = None  # ``RowStats``
+    call: Call | None = None
+    forward: Forward | None = None
 
 
-def execute(task: Task[Result]) -> Result:
+def run(task: Task, program: Program) -> Outcome:
     """Runs the task at once, differentiable."""
-    program = program_of(task)
     prepared = prepare(task, program)
     if isinstance(prepared.head, LogitsOptions):
         objective = task.objective(prepared)
         logits, on_logits = logits_call_of(prepared, objective, task.inplace)
         seen: list[RowStats] = []
         outputs = LogitsLoss.apply(logits, on_logits, seen)
-        return task.result(Outcome(prepared, objective, outputs, seen[0], None))
+        return Outcome(outputs, None, prepared, objective, seen[0])
     head = prepared.head
     made = planned(prepared, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
     # the first that ranks with other tokens send each other: what one of them refuses is known by now
     objective = task.objective(prepared)
     call = made.call(prepared, objective)
-    found: list[RowStats] = []
-    outputs = HeadLoss.apply(made.rows, head.weight, head.bias, call, found)
+    found: list[Forward] = []
+    outputs = HeadLoss.apply(made.rows, head.weight, head.bias, functools.partial(forward_of, call), found)
     if prepared.packing is not None and task.per_token:
         outputs = tuple(map(prepared.packing.unpack, outputs))
     if head.shard is not None and task.per_token:
         outputs = tuple(map(head.shard.own_tokens, outputs))
-    return task.result(Outcome(prepared, objective, outputs, found[0], call.plan))
+    return Outcome(outputs, call.plan, prepared, objective, found[0].stats, call, found[0])
 
 
 class Planned(NamedTuple):

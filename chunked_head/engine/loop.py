@@ -10,6 +10,7 @@ from ..backends import Backend, Session
 from ..backends.dlogits import add_tile
 from ..backends.gradients import Gradients
 from ..core.stats import Coefficients, Head, Rows, RowStats
+from ..kernels.common.tape import aside
 from ..parallel.shard import Shard
 from ..program.gradient_buffer import GradientBuffer
 from ..program.planner import DEFAULT_REQUEST, Request, make_plan
@@ -101,6 +102,9 @@ class Operands:
 def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
     """One pass over token chunks: statistics, and in the ``forward`` schedule what becomes the gradients."""
     plan, objective = call.plan, call.objective
+    if call.into is not None and plan.schedule == "forward":
+        with aside():
+            call.into.before_adding()
     stats = RowStats.empty(plan.sizes.tokens, objective.demand, objective.dtype, hidden.device)
     grads = None
     if plan.schedule == "forward":
@@ -161,6 +165,8 @@ def recompute(
     Blocks of tokens outside, tiles of the vocabulary inside: a tile of the weight's gradient is one product per block.
     """
     plan = call.plan
+    if call.into is not None:
+        call.into.before_adding()
     grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device, call.into)
     grads.over_ranks = None if call.shard is None else call.shard.hidden_gradient()
     if plan.sizes.tokens:
@@ -187,4 +193,4 @@ def recompute(
                     grads.hidden_rows(block).copy_(d_rows)
                 grads.hidden_done(block, rows.order)
         grads.wait()
-    return grads.finish(call.backend.scale, call.objective.one_or_nan, call.objective.one_or_nan, plan)
+    return grads.finish(call.backend, [call.objective.one_or_nan], call.objective.one_or_nan, plan)

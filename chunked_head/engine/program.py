@@ -40,7 +40,7 @@ class Program:
     late: bool  # upstream gradients are of each token, and come late
     segmented: bool  # a loss needs all tokens' statistics for its values
     coupled: bool  # gradients wait for all tokens' statistics
-    lasting: bool  # whether it may be kept: its losses hold no tensors
+    lasting: bool  # whether all calls of its signature have it: its losses hold no tensors
 
     @property
     def statistics_dtype(self) -> torch.dtype:
@@ -58,17 +58,18 @@ def program_of(task: Task) -> Program:
     signature = task.signature()
     if signature is None:
         return build(task)
-    known = PROGRAMS if lasts(task) else OF_LOSSES.setdefault(task.losses, {})
+    lasting = lasts(task)
+    known = PROGRAMS if lasting else OF_LOSSES.setdefault(task.losses, {})
     program = known.get(signature)
     if program is None:
-        program = build(task)
+        program = build(task, lasting)
         if len(known) >= MOST_PROGRAMS:
             known.clear()
         known[signature] = program
     return program
 
 
-def build(task: Task) -> Program:
+def build(task: Task, lasting: bool = False) -> Program:
     """Checks everything that can be known before a tensor is looked into."""
     head, metrics = task.head, task.metrics
     dtype = head.check()
@@ -107,7 +108,7 @@ def build(task: Task) -> Program:
     return Program(
         dtype, backend, without_tensors(needs), task.wants(needs.demand), tuple(wanted), known, autocast,
         head.request, bool(task.per_token), segmented, coupled and not task.per_token,
-        lasts(task),
+        lasting,
     )  # fmt: skip
 
 

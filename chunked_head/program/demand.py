@@ -39,6 +39,13 @@ class Structure:
         """The same without a gradient."""
         return replace(self, leaves=frozenset())
 
+    @functools.cached_property
+    def plain_sums(self) -> bool:
+        """Whether all values and metrics are sums over tokens, one of each."""
+        metrics = [metric for metric, _ in self.metrics]
+        units = {summand.unit for summand, _ in self.summands} | {metric.unit for metric in metrics}
+        return units <= {"token"} and all(metric.reduce == "mean" and metric.components == 1 for metric in metrics)
+
     @property
     def compiled(self) -> bool:
         return all(summand.compiled for summand, _ in self.summands)

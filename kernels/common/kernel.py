@@ -13,7 +13,10 @@ import triton
 from .launcher import Launcher
 
 # sizes that follow the number of tokens, as kernels name them
-PER_CALL = ("first_row", "length", "most_parts", "numel", "pieces", "programs", "rows", "steps", "tokens", "units")
+PER_CALL = (
+    "first_row", "length", "more_numel", "more_steps", "most_parts", "numel", "pieces", "programs", "rows", "steps",
+    "tokens", "units",
+)  # fmt: skip
 # pointers to one number, or to one or a few per row: a chunk's start wherever its first row is, and no thread reads
 # several rows at a time
 PER_ROW = (

@@ -9,6 +9,8 @@ import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 
+from .tape import RECORDING, refuse
+
 # versions whose rules of what is compiled anew are those of ``specialization``
 OLDEST, NEWEST = (3, 5), (3, 9)
 MOST_KEPT = 4096
@@ -93,6 +95,10 @@ class Launcher:
     def known(self) -> bool:
         return is_known(self.kernel)
 
+    def direct(self) -> bool:
+        """Whether Triton would do no more than launch what it has compiled."""
+        return self.known and not (self.kernel.pre_run_hooks or has_settings())
+
     @functools.cached_property
     def read(self) -> Callable[..., tuple[tuple, tuple]]:
         """Of the arguments that are no constants what is compiled anew for, and what is launched with; one function,
@@ -102,9 +108,17 @@ class Launcher:
         both = (", ".join(map(expression, arguments)) for expression in (specialization, launched))
         return eval(f"lambda {names}: (({next(both)},), ({next(both)},))")
 
+    @functools.cached_property
+    def addressed(self) -> tuple[list[int], list[int]]:
+        """Which of the arguments are pointers, and which are descriptors."""
+        names = [parameter.name for parameter in self.kernel.params if not parameter.is_constexpr]
+        pointers, descriptors = ([i for i, name in enumerate(names) if name.endswith(e)] for e in ("_ptr", "_desc"))
+        return pointers, descriptors
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
-            if not self.known or self.kernel.pre_run_hooks or has_settings():
+            if not self.direct():
+                refuse("a kernel that is launched by Triton")
                 self.kernel[grid](*arguments, **constants)
                 return
             device = torch.cuda.current_device()
@@ -112,14 +126,21 @@ class Launcher:
             key = device, special, *constants, *constants.values()
             kept = self.kept.get(key)
             if kept is None:
+                refuse("a kernel that is compiled")
                 compiled = self.kernel[grid](*arguments, **constants)
                 if is_plain(compiled):
                     self.keep(key, compiled, constants)
             else:
                 run, function, metadata, last = kept
                 x, y, z = (*grid, 1, 1)[:3]
-                # without a hook before or after: these are Triton's to call
-                run(x, y, z, stream_of()(device), function, metadata, None, None, None, *given, *last)
+
+                def start(*given: Any) -> None:
+                    # without a hook before or after: these are Triton's to call
+                    run(x, y, z, stream_of()(device), function, metadata, None, None, None, *given, *last)
+
+                start(*given)
+                if RECORDING.recorder is not None:
+                    RECORDING.recorder.launched(start, given, *self.addressed, self.direct)
 
         return launch
 

@@ -194,12 +194,21 @@ def level_rows(
     )  # fmt: skip
 
 
-def scale(out: torch.Tensor, source: torch.Tensor, factor: torch.Tensor) -> None:
-    """``out = source * factor`` for contiguous tensors of one shape; ``out`` may be ``source``."""
+def scale(
+    out: torch.Tensor,
+    source: torch.Tensor,
+    factor: torch.Tensor,  # []
+    one_or_nan: torch.Tensor | None = None,  # []
+    more: torch.Tensor | None = None,
+) -> None:
+    """``out = source * factor * one_or_nan`` for contiguous tensors of one shape; ``out`` may be ``source``, and
+    ``more``, contiguous, is then scaled in place as well."""
     block = 1024 if INTERPRETED else 4096
-    programs = min(8 * multiprocessors(source.device), cdiv(source.numel(), block))
-    scale_kernel[(programs,)](
-        out, source, factor, source.numel(), cdiv(source.numel(), programs * block),
-        BLOCK=block, EVEN=source.shape[-1] % 16 == 0, IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8,
-        **FUSED,
+    most = 8 * multiprocessors(source.device)
+    programs, of_more = (min(most, cdiv(t.numel(), block)) if t is not None else 0 for t in (source, more))
+    scale_kernel[(programs + of_more,)](
+        out, more, source, factor, one_or_nan, source.numel(), 0 if more is None else more.numel(),
+        cdiv(source.numel(), programs * block), 0 if more is None else cdiv(more.numel(), of_more * block), programs,
+        BLOCK=block, EVEN=source.shape[-1] % 16 == 0, MORE_EVEN=more is not None and more.shape[-1] % 16 == 0,
+        IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8, **FUSED,
     )  # fmt: skip

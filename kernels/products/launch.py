@@ -123,7 +123,7 @@ def add_target_rows(
     tokens, columns = hidden.shape
     sorted_target, order = sort_targets(target)
     if rows is not None:
-        rows = rows[order]
+        rows = rows.index_select(0, order)
     room = tokens if scratch is None else scratch.nbytes // piece_bytes(1, columns) * PIECE
     if scratch is None or room < min(tokens, LEAST_SECTION):
         room = min(tokens, max(room, LEAST_SECTION))

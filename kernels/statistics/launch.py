@@ -13,6 +13,7 @@ from .merge_ranks import merge_ranks_kernel
 from .merge_strips import merge_strips_kernel
 from .pair_stats import pair_stats_kernel
 from .row_stats import row_stats_kernel
+from .sum_rows import sum_rows_kernel
 from .targets import read_targets_kernel
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
@@ -57,6 +58,20 @@ def clean_rows(
         out, logit, source, weight, bias, target, order, hidden, source.stride(0), source.stride(1),
         logit_scale, softcap, BLOCK=min(power_of_2(hidden), 2048), num_warps=4, **FUSED,
     )  # fmt: skip
+
+
+def sum_rows(
+    first: torch.Tensor,  # [] fp32, as all
+    out: torch.Tensor,  # [rows]
+    table: torch.Tensor,  # [rows, tokens] contiguous
+    parts: int,
+    inverse: torch.Tensor,  # []
+    one_or_nan: torch.Tensor,  # []
+) -> None:
+    """Sums over tokens, of the first ``parts`` rows times ``inverse``, of the others times ``one_or_nan``."""
+    sum_rows_kernel[(table.shape[0],)](
+        first, out, table, inverse, one_or_nan, table.shape[1], parts, BLOCK=4096, num_warps=8, **FUSED
+    )
 
 
 def exp_logits(

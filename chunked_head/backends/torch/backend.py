@@ -4,6 +4,8 @@ Logits are kept in fp32 (fp64 for fp64 operands). Elementwise work goes tile by 
 stays in the processor's cache through all operations on it, and temporaries are no larger.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -55,11 +57,21 @@ def bounds_rows(store: Store) -> bool:
     return False
 
 
-def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    if source.dtype == dtype:
-        if source.device.type == "cpu" and factor == 1:  # elsewhere to look would be to wait for the device
-            return source
-        return source.mul_(factor)
+def sum_rows(table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
+    sums = torch.stack([row * (inverse if i < parts else one_or_nan) for i, row in enumerate(table.sum(1))])
+    return sums[0].clone(), sums
+
+
+def scale_(sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    factor = functools.reduce(torch.mul, factors)
+    if factors[0].device.type == "cpu" and factor == 1:  # elsewhere to look would be to wait for the device
+        return
+    for source in sources:
+        source.mul_(factor)
+
+
+def scale(source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    factor = functools.reduce(torch.mul, factors)
     out = torch.empty_like(source, dtype=dtype)
     for part in slices(source.numel(), tiles.TILE_ELEMENTS):
         out.view(-1)[part] = source.view(-1)[part] * factor

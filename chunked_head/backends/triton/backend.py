@@ -13,6 +13,7 @@ leaves the gradient. A dense teacher's terms need a row of each beside the other
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -98,11 +99,24 @@ def bounds_rows(store: Store) -> bool:
     return store != "logits"
 
 
-def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    out = source if source.dtype == dtype else torch.empty_like(source, dtype=dtype)
+def sum_rows(table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
+    first, sums = table.new_empty(()), table.new_empty(table.shape[0])
+    statistics.sum_rows(first, sums, table, parts, inverse, one_or_nan)
+    return first, sums
+
+
+def scale(source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    out = torch.empty_like(source, dtype=dtype)
     if source.numel():
-        gradients.scale(out, source, factor)
+        gradients.scale(out, source, *factors)
     return out
+
+
+def scale_(sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    there = [source for source in sources if source.numel()]
+    factor, one_or_nan = (*factors, None)[:2]
+    for first, *more in (there[i : i + 2] for i in range(0, len(there), 2)):
+        gradients.scale(first, first, factor, one_or_nan, *more)
 
 
 def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | GradSession | LogitsSession | RelativeSession":

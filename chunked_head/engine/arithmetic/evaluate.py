@@ -19,6 +19,7 @@ from ...core.batch import Batch
 from ...core.loss_stats import Stats
 from ...core.private import in_own_thread, private, under_hooks
 from ...core.stats import Coefficients
+from ...kernels.common.tape import refuse
 from ...losses.base import DENSE
 from ...metrics.values import selected
 from ...parallel.tokens import Spread
@@ -296,9 +297,11 @@ HOOKS = [f"_C._autograd._{verb}_saved_tensors_default_hooks" for verb in ("top",
 def run(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs, fused: bool) -> Evaluation:
     """``evaluate``, compiled where ``fused``; a user's function that does not compile runs as it is, with a warning.
 
-    It runs without the hooks of an activation checkpoint around the call: the vectors' graph lives and dies in here,
-    and ``torch.func`` refuses to run under hooks.
+    No tape holds it: a user's function may read what changes from call to call. It runs without the hooks of an
+    activation checkpoint around the call: the vectors' graph lives and dies in here, and ``torch.func`` refuses to run
+    under hooks.
     """
+    refuse("losses without a kernel")
     return without_hooks(functools.partial(run_unhooked, structure, leaves, inputs, fused))
 
 

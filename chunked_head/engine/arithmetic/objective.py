@@ -5,6 +5,7 @@ Three kinds: a scalar loss with parts and metrics, a value per token, or the sta
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,26 @@ from ...parallel.tokens import Spread, whole_metrics
 from ...program.demand import Structure
 from .denominators import Inverse, gain_of, stacked, times
 from .evaluate import Evaluation, Inputs, as_coefficients, run, totals
-from .kernels import evaluate_rows
+from .kernels import evaluate_rows, is_own
+
+
+class Expected(NamedTuple):
+    """The upstream gradient that gradients were made for before it had come."""
+
+    upstream: float | Tensor
+    one_or_nan: Tensor
+    gain: Tensor | None  # what was taken out of the coefficients
+
+    def factors(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        """What is left to multiply the gradients by, the second one 1 or nan."""
+        ratio = given.to(self.one_or_nan.dtype)
+        if isinstance(self.upstream, Tensor) or self.upstream != 1.0:
+            ratio = torch.where(given == self.upstream, 1.0, ratio / self.upstream)
+        return ratio if self.gain is None else ratio * self.gain, self.one_or_nan
+
+    def one_or_nan_for(self, given: Tensor) -> Tensor:
+        """The same for gradients that nobody can scale: nan for another upstream gradient."""
+        return torch.where(given == self.upstream, self.one_or_nan, torch.nan).to(self.one_or_nan.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +91,15 @@ class Objective:
         """Coefficients of all tokens with the upstream gradients known, and a factor taken out of them."""
         raise NotImplementedError
 
-    def rest(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
-        """What is left to multiply gradients by that were made before the upstream gradient had come."""
-        raise NotImplementedError
+    @property
+    def expected(self) -> Expected | None:
+        """The upstream gradient that a forward pass makes gradients for, where it does."""
+        return None
 
-    def kept(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
-        """[] 1 where the upstream gradient is the one that was foretold, else nan."""
-        raise NotImplementedError
+    @property
+    def recordable(self) -> bool:
+        """Whether a forward pass may be done again from a tape: it does nothing but what the program says."""
+        return self.teacher is None
 
     @property
     def gain_so_far(self) -> Tensor | None:
@@ -110,7 +132,8 @@ class ScalarObjective(Objective):
     spread: Spread | None = None  # where ranks hold different tokens of the batch
     together: bool = False  # whether they must exchange sums of segments for the values
     evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
-    found: list[Tensor] = field(default_factory=list)  # totals of the summands, then of the metrics
+    parts: list[Tensor] = field(default_factory=list)  # values of the summands
+    found: list[Tensor] = field(default_factory=list)  # totals of the metrics
     taken_out: list[Tensor] = field(default_factory=list)  # by ``fitted`` in the forward pass
     exchanged: list[Coefficients] = field(default_factory=list)  # of all tokens, at the foretold upstream gradient
 
@@ -162,23 +185,37 @@ class ScalarObjective(Objective):
             self.evaluations.append(self.exchange(stats))
         if not self.evaluations and self.target.shape[0]:
             self.evaluations.append(self.evaluate(stats, everything, self.inputs.factors, gradient=False))
-        if self.evaluations:
-            self.found[:] = totals(self.structure, self.evaluations, self.one_or_nan)
-            self.evaluations.clear()
-        first, *others = map(times, self.part_values(), self.coefficients)
-        return (sum(others, first),)
+        first = self.settle()
+        if first is None or len(self.parts) > 1:
+            # memory of its own, which a caller may write to
+            first, *others = map(torch.mul, self.parts, self.coefficients)
+            return (sum(others, first),)
+        return (times(first, *self.coefficients),)
 
-    def part_values(self) -> list[Tensor]:
-        """Each summand's own value."""
-        if not self.found:
-            return [inverse.value * 0.0 for inverse in self.inverse]
-        return [inverse.of(total) for total, inverse in zip(self.found, self.inverse, strict=False)]
+    def settle(self) -> Tensor | None:
+        """Adds up what all chunks have found; the first part's value once more, where that costs nothing."""
+        count, evaluations, first = len(self.inverse), self.evaluations, None
+        if not evaluations:
+            self.parts[:] = [inverse.value * 0.0 for inverse in self.inverse]
+            return None
+        inverse = self.inverse[0].value
+        alike = all(other.value is inverse and not other.given for other in self.inverse)
+        if self.fuse is not None and alike and len(evaluations) == 1 and self.structure.plain_sums:
+            first, sums = self.fuse.sum_rows(evaluations[0].table, count, inverse, self.one_or_nan)
+            each = sums.unbind()
+            self.parts[:], self.found[:] = each[:count], each[count:]
+        else:
+            found = totals(self.structure, evaluations, self.one_or_nan)
+            self.parts[:] = [inverse.of(total) for total, inverse in zip(found, self.inverse, strict=False)]
+            self.found[:] = found[count:]
+        evaluations.clear()
+        return first
 
     def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
         """Metrics of all chunks; those that must see all tokens at once are made here."""
         # without tokens there is nothing, but what is exchanged with ranks that have some
         nothing: list[Tensor | None] = [None] * len(self.structure.metrics)
-        found = [*self.found[len(self.inverse) :]] if self.found else nothing
+        found = [*self.found] if self.found else nothing
         if self.segment_metrics and not self.target.shape[0] and self.spread is None:
             found += [None] * len(self.segment_metrics)
         elif self.segment_metrics:
@@ -213,19 +250,15 @@ class ScalarObjective(Objective):
         evaluation = self.evaluate(stats, slice(0, self.target.shape[0]), factors, gradient=True)
         return self.fitted(as_coefficients(evaluation.coefficients))
 
-    def rest(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
-        (given,) = upstream
-        assert given is not None
-        ratio = given.to(self.dtype) * self.one_or_nan
-        if isinstance(self.declared, Tensor) or self.declared != 1.0:
-            ratio = torch.where(given == self.declared, self.one_or_nan, ratio / self.declared)
-        gain = self.gain_so_far
-        return ratio if gain is None else ratio * gain
+    @property
+    def expected(self) -> Expected:
+        return Expected(self.declared, self.one_or_nan, self.gain_so_far)
 
-    def kept(self, upstream: tuple[Tensor | None, ...]) -> Tensor:
-        (given,) = upstream
-        assert given is not None
-        return torch.where(given == self.declared, 1.0, torch.nan).to(self.dtype)
+    @property
+    def recordable(self) -> bool:
+        parts: list[Any] = [part for part, _ in (*self.structure.summands, *self.structure.metrics)]
+        alone = self.teacher is None and self.spread is None and self.fuse is not None
+        return alone and not (self.coupled or self.fp16 or self.segment_metrics) and all(map(is_own, parts))
 
     @property
     def gain_so_far(self) -> Tensor | None:

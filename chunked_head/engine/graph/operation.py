@@ -11,9 +11,9 @@ from torch import Tensor
 from ...core.options import INFINITY, NUMBERS
 from ...losses.base import Losses
 from ...program.checks import is_dtensor
-from ..call import execute
 from ..execution import Head
 from ..head_options import DEFAULTS
+from ..replay.replay import execute
 from ..task import Task
 from . import logits_operators, operators
 from .recipes import TASKS, described

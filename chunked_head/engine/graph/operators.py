@@ -109,7 +109,7 @@ def forward(
 
 def packed(task: Task, objective: ScalarObjective, stats: RowStats) -> Tensor:
     """Parts, then of each metric the sums and the count, or the extremum, in the order in which they were asked for."""
-    found = objective.part_values()
+    found = [*objective.parts]
     values = objective.metric_values(stats)
     for metric in task.metrics:
         value = values[metric.label]

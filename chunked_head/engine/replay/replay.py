@@ -1,0 +1,185 @@
+"""Calls that have run before with tensors alike, done again from a tape (``kernels/common/tape.py``): what remains of
+the host's work is launches and memory.
+
+The first call of a kind runs as it is, the second is recorded, later ones replay. A kind is a program, the numbers
+among the arguments, and of every tensor shape, strides, dtype and alignment: whatever a call's Python depends on.
+"""
+
+import functools
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ...backends import Backend
+from ...backends.gradients import Gradients
+from ...core.shift import in_backward
+from ...core.stats import RowStats
+from ...kernels.common.tape import NotRecordedError, Place, Recorder, Tape
+from ...program.gradient_buffer import GradientBuffer
+from ...program.plans import Plan
+from ..autograd import Forward, HeadLoss
+from ..call import Outcome, run
+from ..head_options import HeadOptions
+from ..loop import Call
+from ..program import Program, program_of
+from ..task import Result, Task
+from .template import Template
+
+Kind = tuple[Hashable, ...]
+MOST_TAPES, MOST_SEEN = 256, 4096
+ATTEMPTS = 3  # while kernels are compiled there is no tape
+DEVICES = {"cuda"}  # where the device would wait for the host
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """What was recorded of a call, and where in it lies what the call returns and its backward needs."""
+
+    tape: Tape
+    outputs: tuple[Place, ...]
+    differentiable: int
+    grads: tuple[Place | None, ...] | None  # of hidden, weight, bias
+    expected: Template
+    target: Place
+    later: Template  # the call and its statistics
+    result: Template | None  # what the function returns, None where that is made of the outputs alone
+    backend: Backend
+    plan: Plan
+
+
+REPLAYS: dict[Kind, Replay] = {}
+SEEN: dict[Kind, int] = {}  # how often a call without one has run
+
+
+def execute(task: Task[Result]) -> Result:
+    """Runs the task at once, differentiable."""
+    program = program_of(task)
+    kind, tensors = kind_of(task, program)
+    if kind is None:
+        return task.result(run(task, program))
+    replay = REPLAYS.get(kind)
+    if replay is not None and replay.tape.usable():
+        return replayed(task, replay, tensors)
+    times = SEEN.get(kind, 0)
+    if len(SEEN) >= MOST_SEEN:
+        SEEN.clear()
+    SEEN[kind] = times + 1
+    if replay is not None or not 1 <= times <= ATTEMPTS:
+        return task.result(run(task, program))
+    return recorded(task, program, kind, tensors)
+
+
+def kind_of(task: Task, program: Program) -> tuple[Kind | None, list[Tensor]]:
+    """What a replay is good for, None where there is to be none; and all tensors that the call reads, the operands
+    first."""
+    head, scalars = task.head, task.scalars
+    replayable = isinstance(head, HeadOptions) and head.parallel is None and head.device.type in DEVICES
+    if not (program.lasting and replayable) or scalars is None:
+        return None, []
+    assert isinstance(head, HeadOptions)
+    given: list[Any] = [
+        head.hidden,
+        head.weight,
+        head.bias,
+        head.target,
+        None if head.into is None else head.into.buffer,
+    ]
+    given += [*(task.batch or {}).values(), *scalars]
+    for coefficient, summand in task.losses.terms:
+        given += [coefficient, summand.normalizer, summand.token_weights, *summand.tensors.values()]
+    tensors = [value for value in given if isinstance(value, Tensor)]
+    numbers = tuple([None if isinstance(value, Tensor) else value for value in given])
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    kinds = tuple([
+        (type(tensor), tensor.shape, tensor.stride(), tensor.dtype, address & 15)
+        for tensor, address in zip(tensors, addresses, strict=True)
+    ])  # fmt: skip
+    shared = tuple(map(addresses.index, addresses)) if len(set(addresses)) < len(addresses) else ()
+    return (program, in_backward(), task.num_segments, head.device, numbers, shared, kinds), tensors
+
+
+def recorded(task: Task[Result], program: Program, kind: Kind, tensors: Sequence[Tensor]) -> Result:
+    with Recorder(tensors) as recorder:
+        ran = run(task, program)
+        result = None if task.per_token else task.result(ran)
+    replay = None
+    if recorder.failure is None and ran.objective.recordable:
+        try:
+            replay = replay_of(task, recorder, ran, result)
+        except NotRecordedError as error:
+            recorder.failure = str(error)
+    if replay is not None:
+        if len(REPLAYS) >= MOST_TAPES:
+            del REPLAYS[next(iter(REPLAYS))]
+        REPLAYS[kind] = replay
+    return task.result(ran) if result is None else result
+
+
+def replay_of(task: Task, recorder: Recorder, ran: Outcome, result: Any) -> Replay:
+    forward, call, place = ran.forward, ran.call, recorder.place
+    assert forward is not None and call is not None
+    if call.plan.sizes.padding:
+        raise NotRecordedError("gradients with rows that stand for no id")
+    outputs = tuple(map(place, forward.outputs))
+    grads, made = None, forward.grads
+    if made is not None:
+        grads = tuple([None if grad is None else place(grad) for grad in (made.hidden, made.weight, made.bias)])
+    expected = Template(forward.expected, place)
+    later = Template((replace(call, into=None), forward.stats), place)
+    again = None
+    if result is not None and result is not ran.outputs[0]:
+        # the loss itself has a gradient: it comes after all that the slots hold
+        again = Template(result, place, {id(ran.outputs[0]): operator.itemgetter(-1)})
+    target = place(call.own_target)
+    places = [target, *outputs, *(at for at in grads or () if at is not None)]
+    templates = [template for template in (expected, later, again) if template is not None]
+    kept = {at.slot for at in places}.union(*[template.slots for template in templates])
+    tape = recorder.tape(kept)
+    return Replay(
+        tape, outputs, forward.differentiable, grads, expected, target, later, again, forward.backend, forward.plan
+    )
+
+
+def replayed(task: Task[Result], replay: Replay, tensors: Sequence[Tensor]) -> Result:
+    head, held = task.head, list[Any]()
+    assert isinstance(head, HeadOptions)
+    forward = functools.partial(forward_again, replay, tensors, head.into, held)
+    outputs = HeadLoss.apply(head.hidden, head.weight, head.bias, forward, [])
+    if replay.result is None:
+        return task.result(Outcome(outputs, replay.plan))
+    held.append(outputs[0])
+    return replay.result.build(held)
+
+
+def forward_again(
+    replay: Replay,
+    tensors: Sequence[Tensor],
+    into: GradientBuffer | None,
+    held: list[Any],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Forward:
+    """``forward_of`` from a tape; ``held`` receives what its slots hold."""
+    made_now = replay.grads is not None
+    if into is not None and made_now:
+        into.before_adding()
+    held += replay.tape(tensors)
+    grads, operands = None, 2 if bias is None else 3
+    if replay.grads is not None:
+        of_hidden, of_weight, of_bias = [None if at is None else at.tensor(held) for at in replay.grads]
+        grads = Gradients(of_hidden, of_weight, of_bias, into)
+    canary = None if into is None or not made_now else into.canary(replay.target.tensor(held))
+    kept = {slot: held[slot] for slot in replay.later.slots if slot >= operands}
+
+    def later(saved: Sequence[Tensor]) -> tuple[Call, RowStats]:
+        call, stats = replay.later.build({**kept, **dict(enumerate(saved[:operands]))})
+        return replace(call, into=into), stats
+
+    return Forward(
+        tuple([output.tensor(held) for output in replay.outputs]), replay.differentiable, None, grads,
+        replay.expected.build(held), False, replay.backend, replay.plan, into, canary, (), later,
+    )  # fmt: skip

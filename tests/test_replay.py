@@ -1,0 +1,299 @@
+"""Calls done again from a tape: what they return, and what has none."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import graph_calls
+import pytest
+import torch
+from cases import OPTION_CASES, SIZE_CASES, Case, run
+from chunked_head.kernels.common import tape
+from chunked_head.kernels.common.tape import Recorder
+from graph_calls import Data, make_data, named
+from torch import Tensor
+
+from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+from chunked_head.engine import rows
+from chunked_head.engine.arithmetic import evaluate
+from chunked_head.engine.replay import replay
+
+ROUNDS = 4  # as it is, recorded, replayed twice
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded() -> Iterator[None]:
+    replay.REPLAYS.clear()
+    replay.SEEN.clear()
+    yield
+    replay.REPLAYS.clear()
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls on the CPU replay as those on a GPU: without looks at ids, and with arithmetic that may be recorded."""
+    monkeypatch.setattr(replay, "DEVICES", {"cpu"})
+    monkeypatch.setattr(rows, "LOGPROBS", ())
+    monkeypatch.setattr(evaluate, "refuse", lambda reason: None)
+
+    def unlooked(backend: Any, target: Tensor, mask: Tensor | None, frame: Any, ignore_index: int, vocab: int) -> Any:
+        return backend.read_targets(target, mask, frame.shift, ignore_index, vocab, frame.dtype)
+
+    monkeypatch.setattr(rows, "read_targets", unlooked)
+
+
+def assert_replayed(call: Callable[[int], list[Tensor | None]], expected_tapes: int = 1) -> None:
+    """``call`` of round after round beside the same without tapes, to the bit."""
+    devices = set(replay.DEVICES)
+    found = [call(i) for i in range(ROUNDS)]
+    assert len(replay.REPLAYS) == expected_tapes
+    replay.DEVICES.clear()
+    expected = [call(i) for i in range(ROUNDS)]
+    replay.DEVICES.update(devices)
+    for ours, theirs in zip(found, expected, strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            assert (mine is None) == (other is None)
+            if mine is not None and other is not None:
+                torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+def round_of(call: Callable[[Data], Any], device: str, dtype: torch.dtype) -> Callable[[int], list[Tensor | None]]:
+    def once(i: int) -> list[Tensor | None]:
+        out, grads = graph_calls.outcome(call, make_data(dtype, device, seed=i), 0.37)
+        return [*(value.detach() for value in named(out).values()), *grads]
+
+    return once
+
+
+RECORDED = [
+    graph_calls.plain, graph_calls.weighted, graph_calls.grpo, graph_calls.logprobs, graph_calls.logprobs_alone,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", graph_calls.CALLS, ids=lambda call: call.__name__)
+def test_calls(call: Callable[[Data], Any], on_cpu: None) -> None:
+    assert_replayed(
+        round_of(call, "cpu", torch.float32), expected_tapes=int(call in [*RECORDED, graph_calls.unreduced])
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("call", graph_calls.CALLS, ids=lambda call: call.__name__)
+def test_calls_on_a_gpu(call: Callable[[Data], Any], dtype: torch.dtype) -> None:
+    scalar = call in (graph_calls.plain, graph_calls.weighted, graph_calls.grpo)
+    with torch.compiler.set_stance("force_eager"):
+        tapes = int(call in RECORDED and not (scalar and dtype == torch.float16))
+        assert_replayed(round_of(call, "cuda", dtype), tapes)
+
+
+CASES = [case for case in [*OPTION_CASES, *SIZE_CASES] if case.options.get("reduction") != "none"]
+
+
+@pytest.mark.gpu
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cases_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
+    inputs = case.inputs(dtype, "cuda")
+
+    def once(i: int) -> list[Tensor | None]:
+        target = inputs.target.roll(i) if inputs.target.dim() else inputs.target
+        changed = type(inputs)(inputs.hidden * (1 + i), inputs.weight + 0, target, inputs.options)
+        return list(run(linear_cross_entropy, changed, **inputs.schedule))
+
+    assert_replayed(once)
+
+
+def operands(i: int, tokens: int = 30) -> tuple[Tensor, Tensor, Tensor]:
+    made = torch.Generator().manual_seed(i)
+    hidden, weight = (torch.randn(size, 12, generator=made).requires_grad_() for size in (tokens, 41))
+    return hidden, weight, torch.randint(0, 41, (tokens,), generator=made)
+
+
+def outcome(loss: Tensor, *leaves: Tensor) -> list[Tensor | None]:
+    return [loss.detach(), *torch.autograd.grad(loss * 0.5, leaves)]
+
+
+# what may differ between calls of one program, by a value for each round: the last two differ from the recorded one
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "normalizer": [{"normalizer": 3.0}] * 2 + [{"normalizer": 5.0}, {"normalizer": 3.0}],
+    "upstream": [{"upstream": 0.5}] * 2 + [{"upstream": 0.25}, {"upstream": 0.5}],
+    "reduction": [{"reduction": "mean"}] * 2 + [{"reduction": "sum"}, {"reduction": "mean"}],
+    "z_loss": [{"z_loss": 0.1}] * 2 + [{"z_loss": 0.2}, {"z_loss": 0.1}],
+    "logit_scale": [{"logit_scale": 1.0}] * 2 + [{"logit_scale": 2.0}, {"logit_scale": 1.0}],
+    "ignore_index": [{"ignore_index": 3}] * 2 + [{"ignore_index": 4}, {"ignore_index": 3}],
+    "a tensor": [{"normalizer": torch.tensor(3.0 + i)} for i in range(ROUNDS)],
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=list(CHANGES))
+def test_what_changes_is_seen(changes: list[dict[str, Any]], on_cpu: None) -> None:
+    def once(i: int) -> list[Tensor | None]:
+        hidden, weight, target = operands(i)
+        return outcome(linear_cross_entropy(hidden, weight, target, **changes[i]), hidden, weight)
+
+    assert_replayed(once)
+
+
+def test_other_shapes_strides_and_places_are_other_kinds(on_cpu: None) -> None:
+    layouts: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x, lambda x: x[:-3], lambda x: x.t().contiguous().t(), lambda x: torch.cat([x[:1], x])[1:],
+        lambda x: x.repeat_interleave(2, 0)[::2],
+    ]  # fmt: skip
+
+    def once(i: int) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for layout in layouts:
+            hidden, weight, target = operands(i)
+            hidden = layout(hidden.detach()).requires_grad_()
+            found += outcome(linear_cross_entropy(hidden, weight, target[: len(hidden)]), hidden, weight)
+        return found
+
+    assert_replayed(once, expected_tapes=len({(3, 5)[i > 3] for i in range(5)}) + 2)
+
+
+def test_one_tensor_given_twice(on_cpu: None) -> None:
+    """What was recorded of it is nothing for two tensors."""
+
+    def once(i: int) -> list[Tensor | None]:
+        hidden, weight, target = operands(i)
+        old = -torch.rand(30, generator=torch.Generator().manual_seed(i))
+        other = old if i < 3 else old - 1
+        out = linear_loss(
+            hidden, weight, target, losses.grpo() + losses.kl_to_reference(),
+            batch={"old_logprobs": old, "ref_logprobs": other, "advantages": old + 2}, metrics=[metrics.entropy()],
+        )  # fmt: skip
+        return [*outcome(out.loss, hidden, weight), *out.parts.values(), out.metrics["entropy"].value]
+
+    assert_replayed(once)
+
+
+def test_backward_twice_and_late(on_cpu: None) -> None:
+    """The second backward makes gradients of what the tape has left."""
+
+    def once(i: int) -> list[Tensor | None]:
+        hidden, weight, target = operands(i)
+        loss = linear_cross_entropy(hidden, weight, target, bias=weight[:, 0] * 2, chunk_tokens=8)
+        first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+        target.zero_()  # the call has its own
+        return [*first, *torch.autograd.grad(loss * 3, (hidden, weight))]
+
+    assert_replayed(once)
+
+
+def test_an_operand_changed_before_a_second_backward_raises(on_cpu: None) -> None:
+    for i in range(ROUNDS):
+        hidden, weight, target = operands(i)
+        loss = linear_cross_entropy(hidden, weight, target)
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            hidden.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    assert replay.REPLAYS
+
+
+def test_accumulated_into(on_cpu: None) -> None:
+    def once(i: int) -> list[Tensor | None]:
+        hidden, weight, target = operands(i)
+        weight.main_grad = torch.full_like(weight, 0.5)  # type: ignore[attr-defined]
+        loss = linear_cross_entropy(hidden, weight, target, accumulate_into="main_grad", upstream=0.5)
+        (loss * (0.5 if i < 3 else 0.75)).backward()  # not as promised in the last round: nan
+        return [loss.detach(), hidden.grad, weight.main_grad]  # type: ignore[attr-defined]
+
+    assert_replayed(once)
+
+
+def test_what_a_call_returns_is_the_callers(on_cpu: None) -> None:
+    """Results of one call are not those of the next, and a loss that is kept keeps no hidden states."""
+    outs = []
+    for i in range(ROUNDS):
+        leaf, weight, target = operands(i)
+        hidden = leaf * 2  # none that its own gradient's accumulation would keep
+        out = linear_loss(hidden, weight, target, losses.cross_entropy(), metrics=[metrics.entropy()])
+        loss, part = out.loss, float(out.parts["cross_entropy"])
+        loss.backward()
+        with torch.no_grad():
+            loss /= 4
+        assert float(out.parts["cross_entropy"]) == part
+        seen = weakref.ref(hidden)
+        del hidden
+        assert seen() is None
+        outs.append((out, float(loss.detach()), float(out.metrics["entropy"].value)))
+    assert replay.REPLAYS
+    for out, loss, entropy in outs:
+        assert (float(out.loss.detach()), float(out.metrics["entropy"].value)) == (loss, entropy)
+
+
+def test_without_gradients(on_cpu: None) -> None:
+    def once(i: int) -> list[Tensor | None]:
+        hidden, weight, target = operands(i)
+        with torch.no_grad():
+            alone = linear_logprobs(hidden, weight, target)
+        wanted = linear_logprobs(hidden, weight, target)
+        assert not alone.requires_grad and wanted.requires_grad
+        return [alone, *torch.autograd.grad(wanted.sum(), (hidden, weight))]
+
+    assert_replayed(once, expected_tapes=2)
+
+
+def test_a_tape_that_may_not_launch_is_not_used(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where somebody has set a hook, launches are Triton's again."""
+
+    def once(i: int) -> list[Tensor | None]:
+        hidden, weight, target = operands(i)
+        return outcome(linear_cross_entropy(hidden, weight, target), hidden, weight)
+
+    for i in range(ROUNDS):
+        once(i)
+    (known,) = replay.REPLAYS.values()
+    monkeypatch.setattr(known.tape, "checks", (lambda: False,))
+    monkeypatch.setattr(known.tape, "steps", None)
+    once(0)
+
+
+FOREIGN = torch.ones(4)
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "a number is asked for": lambda x: x * float(x.sum()),
+    "chance": lambda x: x + torch.rand(4),
+    "a tensor from elsewhere": lambda x: x + FOREIGN,
+    "a size that depends on values": lambda x: x[x > 0],
+    "what somebody refuses": lambda x: tape.refuse("so"),
+}
+
+
+@pytest.mark.parametrize("function", REFUSED.values(), ids=list(REFUSED))
+def test_not_recorded(function: Callable[[Tensor], Any]) -> None:
+    x = torch.ones(4)
+    with Recorder([x]) as recorder:
+        function(x)
+    assert recorder.failure is not None
+
+
+def test_inputs_that_overlap_are_not_recorded() -> None:
+    x = torch.ones(6)
+    assert Recorder([x[:4], x[2:]]).failure is not None
+    assert Recorder([x[:3], x[3:]]).failure is None
+
+
+def test_memory_is_let_go_and_written_in_place() -> None:
+    """Of what is made on the way only what is asked for stays; addresses that are used again are told apart."""
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(3):
+            y = torch.empty(1000)
+            y.copy_(x).add_(1)
+            x = torch.stack([y, y * 2])[1].clone()
+            del y
+        return x
+
+    with Recorder([given := torch.arange(1000.0)]) as recorder:
+        result = function(given)
+    place = recorder.place(result)
+    recorded = recorder.tape({place.slot})
+    other = torch.randn(1000)
+    held = recorded([other])
+    assert torch.equal(place.tensor(held), function(other))
+    assert [i for i, value in enumerate(held) if value is not None] == [place.slot]
