@@ -98,7 +98,7 @@ class HeadLoss(torch.autograd.Function):
                 finished = handed_over(ctx, made, grads, upstream[0])
             else:
                 finished = made_late(made, ctx.saved_tensors, upstream)
-        if finished[0] is not None:
+        if finished[0] is not None and finished[0].shape != ctx.shape:
             finished = finished[0].view(ctx.shape), *finished[1:]
         if torch.is_grad_enabled():  # create_graph: constants here would silently drop a gradient penalty
             inputs = [t for t in ctx.saved_tensors[:3] if t is not None]
