@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -141,9 +142,10 @@ def plan_forward(
     if sizes.deterministic:  # no choice by size
         choices = [wide] if sizes.dtype == torch.float16 else choices[-1:]
     for hidden_acc in choices:
+        terms = functools.cache(functools.partial(forward_terms, sizes, hidden_acc=hidden_acc, weight_acc=weight_acc))
 
-        def extra(rows: int, hidden_acc: torch.dtype = hidden_acc) -> int:
-            return extra_of(forward_terms(sizes, rows, hidden_acc, weight_acc))
+        def extra(rows: int, terms: Callable[[int], tuple[Term, ...]] = terms) -> int:
+            return extra_of(terms(rows))
 
         rows = chunk_rows(sizes, request, extra, budget, last=hidden_acc == choices[-1])
         enough = rows >= max(1, min(least, sizes.tokens)) if request.chunk_tokens is None else rows > 0
@@ -151,8 +153,7 @@ def plan_forward(
             equal = balanced(sizes.tokens, rows)
             # parts of dhidden may take more of fewer rows
             rows = equal if request.chunk_tokens is not None or extra(equal) <= budget else rows
-            terms = forward_terms(sizes, rows, hidden_acc, weight_acc)
-            return assemble(sizes, budget, "forward", rows, terms, hidden_acc, weight_acc)
+            return assemble(sizes, budget, "forward", rows, terms(rows), hidden_acc, weight_acc)
         needed = extra(min(request.chunk_tokens or least, max(sizes.tokens, 1)))
     refuse(request, needed, request.chunk_tokens or least)
     raise AssertionError("refuse() raises")
