@@ -1,7 +1,9 @@
 """Several processes with a process group each, for tests of what ranks do together."""
 
+import multiprocessing
 import os
 import re
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import quick_interpreter
 import torch
 import torch.distributed as dist
 import uninitialised
@@ -17,9 +20,25 @@ import uninitialised
 Work = Callable[[int, str], dict[str, Any]]  # of (rank, device): outcomes by name
 
 
+# what processes of ranks import, once for all of them
+IMPORTS = ["chunked_head", "hypothesis", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor", "triton"]
+
+
+def spawn(work: Callable[..., None], args: tuple[Any, ...], ranks: int, device: str = "cpu") -> None:
+    """A process for each rank. On the CPU they are copies of one that has imported what they need and done nothing: a
+    GPU's is not to be copied."""
+    if device != "cpu":
+        torch.multiprocessing.spawn(work, args, ranks)
+        return
+    path = os.pathsep.join(sys.path)
+    with mock.patch.dict(os.environ, {"PYTHONPATH": path}):  # where the first process looks, when it starts
+        multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
+        torch.multiprocessing.start_processes(work, args, ranks, start_method="forkserver")
+
+
 def run(work: Work, ranks: int, folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
     """What ``work``, a function of a module, returns on each rank: tensors on the CPU. gloo, on GPUs NCCL."""
-    torch.multiprocessing.spawn(enter, (work, ranks, str(folder), device), ranks)
+    spawn(enter, (work, ranks, str(folder), device), ranks, device)
     return [torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(ranks)]
 
 
@@ -31,6 +50,8 @@ def run_in_a_folder(work: Work, ranks: int, device: str) -> list[dict[str, Any]]
 
 def enter(rank: int, work: Work, ranks: int, folder: str, device: str) -> None:
     torch.set_num_threads(1)
+    if device == "cpu":
+        quick_interpreter.install()
     gpu = gpu_of(rank, torch.cuda.device_count()) if device == "cuda" else rank
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(ranks)}
     place = device

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -99,7 +100,7 @@ def work(rank: int, meeting: str, job: Callable[[int, bool], None], option: bool
 @pytest.mark.parametrize("option", [False, True])
 @pytest.mark.parametrize("job", [data_parallel, fully_sharded])
 def test_two_ranks(job: Callable[[int, bool], None], option: bool, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(work, (str(tmp_path / "meeting"), job, option), RANKS)
+    ranks.spawn(work, (str(tmp_path / "meeting"), job, option), RANKS)
 
 
 class MainGrad:

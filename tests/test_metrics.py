@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from full_stats import full_stats
 from torch import Tensor
@@ -583,7 +584,7 @@ def rank(index: int, world: int, store: str) -> None:
 
 
 def test_ranks(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(rank, args=(2, str(tmp_path / "store")), nprocs=2)
+    ranks.spawn(rank, (2, str(tmp_path / "store")), 2)
 
 
 # ---- compiled

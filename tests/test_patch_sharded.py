@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import tiny_models
 import torch
 import torch.distributed as dist
@@ -166,7 +167,7 @@ def outcome(function: Callable[..., Any], *args: Any) -> Any:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     tiny_models.llama(vocab_size=98).save_pretrained(folder / "model")
-    torch.multiprocessing.spawn(work, (str(folder), 29500 + os.getpid() % 1000), RANKS)
+    ranks.spawn(work, (str(folder), 29500 + os.getpid() % 1000), RANKS)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
