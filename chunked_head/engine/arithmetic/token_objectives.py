@@ -51,6 +51,8 @@ class StatsObjective(Objective):
         return self.with_gradient
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
+        if self.names == ("logprobs",):
+            return (stats.logprob * self.one_or_nan,)  # 0 already where a token does not count
         counts, zero = self.target >= 0, self.one_or_nan - self.one_or_nan  # or nan
         found = []
         for name in self.names:

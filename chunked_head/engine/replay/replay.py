@@ -113,7 +113,7 @@ def recorded(task: Task[Result], program: Program, kind: Kind, tensors: Sequence
             recorder.failure = str(error)
     if replay is not None:
         if len(REPLAYS) >= MOST_TAPES:
-            del REPLAYS[next(iter(REPLAYS))]
+            REPLAYS.pop(list(REPLAYS)[0], None)  # the oldest
         REPLAYS[kind] = replay
     return task.result(ran) if result is None else result
 
