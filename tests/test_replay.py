@@ -26,7 +26,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on the CPU replay as those on a GPU: without looks at ids, and with arithmetic that may be recorded."""
     monkeypatch.setattr(replay, "DEVICES", {"cpu"})
     monkeypatch.setattr(rows, "LOGPROBS", ())
-    monkeypatch.setattr(evaluate, "refuse", lambda reason: None)
+    monkeypatch.setattr(evaluate, "refuse", lambda *reason, **never: None)
 
     def unlooked(backend: Any, target: Tensor, mask: Tensor | None, frame: Any, ignore_index: int, vocab: int) -> Any:
         return backend.read_targets(target, mask, frame.shift, ignore_index, vocab, frame.dtype)

@@ -27,13 +27,15 @@ class Recording(threading.local):
     """The recorder of what this thread does, if one listens."""
 
     recorder: "Recorder | None" = None
+    never: bool = False  # whether something has been done, since this was false, that no tape may hold
 
 
 RECORDING = Recording()
 
 
-def refuse(reason: str) -> None:
-    """What is being done now is not to be done again from a tape."""
+def refuse(reason: str, never: bool = False) -> None:
+    """What is being done now is not to be done again from a tape, this once or ``never``."""
+    RECORDING.never |= never
     if RECORDING.recorder is not None:
         RECORDING.recorder.failure = reason
 
@@ -297,6 +299,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """A launch of a compiled kernel, ``start(*arguments)``: which of the arguments are addresses or descriptors,
         and whether it may be done again like this."""
+        if any(isinstance(argument, Tensor) for argument in arguments):
+            self.failure = "a launch: a tensor that is no pointer"
         if self.failure is not None:
             return
         try:

@@ -301,7 +301,7 @@ def run(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs, fused: 
     activation checkpoint around the call: the vectors' graph lives and dies in here, and ``torch.func`` refuses to run
     under hooks.
     """
-    refuse("losses without a kernel")
+    refuse("losses without a kernel", never=True)
     return without_hooks(functools.partial(run_unhooked, structure, leaves, inputs, fused))
 
 

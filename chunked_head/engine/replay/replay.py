@@ -17,7 +17,7 @@ from ...backends import Backend
 from ...backends.gradients import Gradients
 from ...core.shift import in_backward
 from ...core.stats import RowStats
-from ...kernels.common.tape import NotRecordedError, Place, Recorder, Tape
+from ...kernels.common.tape import RECORDING, NotRecordedError, Place, Recorder, Tape
 from ...program.gradient_buffer import GradientBuffer
 from ...program.plans import Plan
 from ..autograd import Forward, HeadLoss
@@ -30,7 +30,7 @@ from .template import Template
 
 Kind = tuple[Hashable, ...]
 MOST_TAPES, MOST_SEEN = 256, 4096
-ATTEMPTS = 3  # while kernels are compiled there is no tape
+ATTEMPTS = 3  # to record one: where a kernel is compiled there is no tape
 DEVICES = {"cuda"}  # where the device would wait for the host
 
 
@@ -67,9 +67,13 @@ def execute(task: Task[Result]) -> Result:
     if len(SEEN) >= MOST_SEEN:
         SEEN.clear()
     SEEN[kind] = times + 1
-    if replay is not None or not 1 <= times <= ATTEMPTS:
-        return task.result(run(task, program))
-    return recorded(task, program, kind, tensors)
+    if 1 <= times <= ATTEMPTS and replay is None:
+        return recorded(task, program, kind, tensors)
+    RECORDING.never = False
+    result = task.result(run(task, program))
+    if RECORDING.never:
+        SEEN[kind] = ATTEMPTS + 1
+    return result
 
 
 def kind_of(task: Task, program: Program) -> tuple[Kind | None, list[Tensor]]:
@@ -113,7 +117,8 @@ def recorded(task: Task[Result], program: Program, kind: Kind, tensors: Sequence
             recorder.failure = str(error)
     if replay is not None:
         if len(REPLAYS) >= MOST_TAPES:
-            REPLAYS.pop(list(REPLAYS)[0], None)  # the oldest
+            oldest, *_ = REPLAYS
+            REPLAYS.pop(oldest, None)
         REPLAYS[kind] = replay
     return task.result(ran) if result is None else result
 
