@@ -199,13 +199,17 @@ def metric_values(structure: Structure, leaves: Mapping[str, Tensor], batch: Bat
     return found
 
 
+def whole_table(evaluations: list[Evaluation]) -> Tensor:
+    """Of all chunks' tokens: they are summed in one go, so that a sum does not depend on the chunks."""
+    return evaluations[0].table if len(evaluations) == 1 else torch.cat([e.table for e in evaluations], 1)
+
+
 def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tensor) -> list[Tensor]:
     """Of all chunks: sums of each summand's values and each metric's, or extrema; 0-d, [c] of several components.
 
-    Tokens are summed in one go, so that a sum does not depend on the chunks that they came in. Where an id was out of
-    range metrics' sums are nan; what summands' are divided by is.
+    Where an id was out of range metrics' sums are nan; what summands' are divided by is.
     """
-    table = evaluations[0].table if len(evaluations) == 1 else torch.cat([e.table for e in evaluations], 1)
+    table = whole_table(evaluations)
     sums = table.sum(1)
     if structure.metrics:
         sums = sums * one_or_nan

@@ -16,7 +16,7 @@ from ...metrics import Metric, MetricValue
 from ...parallel.tokens import Spread, whole_metrics
 from ...program.demand import Structure
 from .denominators import Inverse, gain_of, stacked, times
-from .evaluate import Evaluation, Inputs, as_coefficients, run, totals
+from .evaluate import Evaluation, Inputs, as_coefficients, run, totals, whole_table
 from .kernels import evaluate_rows, is_own
 
 
@@ -200,8 +200,8 @@ class ScalarObjective(Objective):
             return None
         inverse = self.inverse[0].value
         alike = all(other.value is inverse and not other.given for other in self.inverse)
-        if self.fuse is not None and alike and len(evaluations) == 1 and self.structure.plain_sums:
-            first, sums = self.fuse.sum_rows(evaluations[0].table, count, inverse, self.one_or_nan)
+        if self.fuse is not None and alike and self.structure.plain_sums:
+            first, sums = self.fuse.sum_rows(whole_table(evaluations), count, inverse, self.one_or_nan)
             each = sums.unbind()
             self.parts[:], self.found[:] = each[:count], each[count:]
         else:
