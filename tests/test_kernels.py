@@ -58,13 +58,13 @@ def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("room", [0, 1, 300, 700])
+@pytest.mark.parametrize("room", [0, 1, 100, 230])
 def test_target_rows_in_sections(place: Place, kind: str, room: int) -> None:
     """In a scratch of nan that holds the sums of some tokens only: the same but for the order of a target's sums."""
     from chunked_head.kernels.products import launch as products
 
     made = torch.Generator().manual_seed(5)
-    target = TARGETS[kind](made).repeat(3).to(place.device)
+    target = TARGETS[kind](made).to(place.device)
     rows, factor = (torch.randn(len(target), *size, generator=made).to(place.device) for size in ((40,), ()))
     order = torch.randperm(len(target), generator=made).to(place.device)
     expected = torch.randn(301, 40, generator=made).to(place.device)
@@ -72,7 +72,7 @@ def test_target_rows_in_sections(place: Place, kind: str, room: int) -> None:
     scratch = torch.full((room, 10), torch.nan, dtype=torch.bfloat16, device=place.device)  # 20 bytes a token
     products.add_target_rows(found, rows, target, factor, order, scratch)
     products.add_target_rows(expected, rows, target, factor, order)
-    assert scratch.nbytes < products.piece_bytes(len(target), 40) or len(target) < 700
+    assert scratch.nbytes < products.piece_bytes(len(target), 40) or len(target) < 230
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
