@@ -66,14 +66,14 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_alike(CASES["grpo-sum"], "cpu", torch.float32, SIX)
     assert_alike(CASES["topk-vocab"], "cpu", torch.float32, (metrics.accuracy(), metrics.perplexity()))
     assert len(evaluate.COMPILED) == 2
-    # many structures, one after the other: none shares its compiled code with another
-    for beta in range(12):
+    # more structures, one after the other, than torch compiles one function for: none shares another's code
+    for beta in range(torch._dynamo.config.recompile_limit + 1):
         case = CASES["focal"]
         one = losses.focal(gamma=1.0 + beta / 7)
         inputs = inputs_of(case, torch.float32, "cpu")
         hidden = inputs.hidden.requires_grad_()
         linear_loss(hidden, inputs.weight, inputs.target, one).loss.backward()
-    assert len(evaluate.COMPILED) == 14 and not evaluate.SLOW
+    assert len(evaluate.COMPILED) == beta + 3 and not evaluate.SLOW
 
 
 @pytest.mark.usefixtures("both_ways")
