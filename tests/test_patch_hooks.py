@@ -36,7 +36,7 @@ def test_forward_hooks_of_the_head_see_logits(hook: str, compiled: bool) -> None
     plain, model = pair()
     for one in (plain, model):
         one.lm_head.register_forward_hook(HOOKS[hook])
-    ours = step(torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model)
+    ours = step(torch.compile(model, backend="eager", fullgraph=True) if compiled else model)
     theirs = step(plain)
     torch.testing.assert_close(ours.loss, theirs.loss)
     torch.testing.assert_close(model.lm_head.weight.grad, plain.lm_head.weight.grad)
