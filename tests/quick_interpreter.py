@@ -57,8 +57,9 @@ def patch_once(interpreter: Any) -> None:
         scope = original(function)
         # Triton 3.5 takes int() of an array of one number, which NumPy 2.4 refuses
         tl.tensor.__index__ = lambda self: int(self.handle.data.item())
-        restore = scope.restore
-        scope.restore = lambda: (seen.clear(), restore())
+        if scope is not None:  # Triton 3.5 gives nothing back
+            restore = scope.restore
+            scope.restore = lambda: (seen.clear(), restore())
         return scope
 
     def quick_patch_attr(place: Any, name: str, member: Any, *more: Any) -> None:
