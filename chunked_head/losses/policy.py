@@ -147,6 +147,11 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None 
     return make_policy("sapo", _sapo, options, policy)
 
 
+def gate(x: Tensor) -> Tensor:
+    """``sigmoid(x)``, whose gradient is no difference from 1 where it is flat."""
+    return torch.where(x > 0, 1 - torch.sigmoid(-x), torch.sigmoid(x))
+
+
 def _sapo(
     stats: Stats,
     batch: Batch,
@@ -159,7 +164,7 @@ def _sapo(
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
     # for temperatures above 1e-30 the gate is flat long before exp(80), whose square would overflow in its gradient
     ratio = torch.where(advantages == 0, 0.0, log_ratio).clamp(max=80.0).exp()
-    positive, negative = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in (tau_pos, tau_neg))
+    positive, negative = (gate(tau * (ratio - 1)) * (4 / tau) for tau in (tau_pos, tau_neg))
     values = -advantages * torch.where(advantages > 0, positive, negative)
     return weighted(values, stats, batch, rollout)
 

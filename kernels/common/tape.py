@@ -93,6 +93,10 @@ class Address:
         return self.address
 
 
+def is_plain_list(value: Any) -> bool:
+    return isinstance(value, list) and not any(isinstance(each, Tensor) for each in value)
+
+
 Step = Callable[[list[Any], list[int]], None]  # of what slots hold, and the addresses of that
 
 
@@ -253,7 +257,7 @@ class Recorder(TorchDispatchMode):
         return results
 
     def record(self, func: Any, arguments: Any, results: Any) -> None:
-        leaves, form = tree_flatten(arguments)
+        leaves, form = tree_flatten(arguments, is_leaf=is_plain_list)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         results = results if isinstance(results, (tuple, list)) else [results]
         made = [(i, result) for i, result in enumerate(results) if isinstance(result, Tensor)]
