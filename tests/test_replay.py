@@ -12,6 +12,7 @@ from chunked_head.kernels.common import tape
 from chunked_head.kernels.common.tape import Recorder
 from graph_calls import Data, make_data, named
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.engine import rows
@@ -298,3 +299,19 @@ def test_memory_is_let_go_and_written_in_place() -> None:
     held = recorded([other])
     assert torch.equal(place.tensor(held), function(other))
     assert [i for i, value in enumerate(held) if value is not None] == [place.slot]
+
+
+@pytest.mark.parametrize("first", [0, 2, 3])
+def test_checkpoints(first: int, on_cpu: None) -> None:
+    """A checkpoint compares what the forward pass saves with what the one in backward does, whichever is replayed."""
+
+    def region(*given: Tensor) -> Tensor:
+        return linear_cross_entropy(*given).square().exp()
+
+    def once(i: int) -> list[Tensor | None]:
+        hidden, weight, target = operands(i)
+        given = hidden.detach().view(2, 15, 12).requires_grad_(), weight, target.view(2, 15)
+        outcome(linear_cross_entropy(*given), *given[:2])
+        return outcome(checkpoint(region, *given, use_reentrant=False), *given[:2]) if i >= first else []
+
+    assert_replayed(once, expected_tapes=1 + (first < 3))

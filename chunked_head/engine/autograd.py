@@ -60,7 +60,7 @@ def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 class HeadLoss(torch.autograd.Function):
-    """Of hidden [..., hidden], weight [vocab, hidden], bias [vocab] or None: the outputs of ``forward``, which makes
+    """Of hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None: the outputs of ``forward``, which makes
     them of the three, and which ``found`` receives with all that goes with them."""
 
     @staticmethod
@@ -79,7 +79,7 @@ class HeadLoss(torch.autograd.Function):
             # inputs are saved for a recomputing or a repeated backward: autograd checks that nobody changed them
             ctx.save_for_backward(hidden, weight, bias, *made.saved)
             # gradients are attributes: saved tensors would be cloned on their way out
-            ctx.made, ctx.grads, ctx.shape = made.bare(), made.grads, hidden.shape
+            ctx.made, ctx.grads = made.bare(), made.grads
         ctx.mark_non_differentiable(*made.outputs[made.differentiable :])
         ctx.set_materialize_grads(False)
         return made.outputs
@@ -98,8 +98,6 @@ class HeadLoss(torch.autograd.Function):
                 finished = handed_over(ctx, made, grads, upstream[0])
             else:
                 finished = made_late(made, ctx.saved_tensors, upstream)
-        if finished[0] is not None and finished[0].shape != ctx.shape:
-            finished = finished[0].view(ctx.shape), *finished[1:]
         if torch.is_grad_enabled():  # create_graph: constants here would silently drop a gradient penalty
             inputs = [t for t in ctx.saved_tensors[:3] if t is not None]
             finished = tuple(None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in finished)
@@ -131,8 +129,7 @@ def made_late(made: Forward, saved: Sequence[Tensor], upstream: tuple[Tensor | N
         upstream = call.shard.whole_upstream(upstream)
     coefficients, gain = call.objective.late(stats, upstream)
     call = with_recompute_plan(call)
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    return recompute(call, rows, call.head(weight, bias), stats, coefficients, gain)
+    return recompute(call, hidden, call.head(weight, bias), stats, coefficients, gain)
 
 
 NOTHING = contextlib.nullcontext()

@@ -44,7 +44,8 @@ class Replay:
     grads: tuple[Place | None, ...] | None  # of hidden, weight, bias
     expected: Template
     target: Place
-    later: Template  # the call and its statistics
+    stats: dict[str, Place]
+    call: Template
     result: Template | None  # what the function returns, None where that is made of the outputs alone
     backend: Backend
     plan: Plan
@@ -133,26 +134,28 @@ def replay_of(task: Task, recorder: Recorder, ran: Outcome, result: Any) -> Repl
     if made is not None:
         grads = tuple([None if grad is None else place(grad) for grad in (made.hidden, made.weight, made.bias)])
     expected = Template(forward.expected, place)
-    later = Template((replace(call, into=None), forward.stats), place)
+    stats = {name: place(value) for name, value in ran.stats.named().items()}
+    template = Template(replace(call, into=None), place)
     again = None
     if result is not None and result is not ran.outputs[0]:
         # the loss itself has a gradient: it comes after all that the slots hold
         again = Template(result, place, {id(ran.outputs[0]): operator.itemgetter(-1)})
     target = place(call.own_target)
-    places = [target, *outputs, *(at for at in grads or () if at is not None)]
-    templates = [template for template in (expected, later, again) if template is not None]
-    kept = {at.slot for at in places}.union(*[template.slots for template in templates])
-    tape = recorder.tape(kept)
+    places = [target, *outputs, *stats.values(), *(at for at in grads or () if at is not None)]
+    of_templates = [each.slots for each in (expected, template, again) if each is not None]
+    tape = recorder.tape({at.slot for at in places}.union(*of_templates))
     return Replay(
-        tape, outputs, forward.differentiable, grads, expected, target, later, again, forward.backend, forward.plan
-    )
+        tape, outputs, forward.differentiable, grads, expected, target, stats, template, again, forward.backend,
+        forward.plan,
+    )  # fmt: skip
 
 
 def replayed(task: Task[Result], replay: Replay, tensors: Sequence[Tensor]) -> Result:
     head, held = task.head, list[Any]()
     assert isinstance(head, HeadOptions)
     forward = functools.partial(forward_again, replay, tensors, head.into, held)
-    outputs = HeadLoss.apply(head.hidden, head.weight, head.bias, forward, [])
+    rows = head.hidden.reshape(-1, head.hidden.shape[-1])
+    outputs = HeadLoss.apply(rows, head.weight, head.bias, forward, [])
     if replay.result is None:
         return task.result(Outcome(outputs, replay.plan))
     held.append(outputs[0])
@@ -178,13 +181,16 @@ def forward_again(
         of_hidden, of_weight, of_bias = [None if at is None else at.tensor(held) for at in replay.grads]
         grads = Gradients(of_hidden, of_weight, of_bias, into)
     canary = None if into is None or not made_now else into.canary(replay.target.tensor(held))
-    kept = {slot: held[slot] for slot in replay.later.slots if slot >= operands}
+    # saved as the call that was recorded saves them: an activation checkpoint compares the two
+    saved = [at.tensor(held) for at in replay.stats.values()] if replay.plan.sizes.any_grad else []
+    kept = {slot: held[slot] for slot in replay.call.slots if slot >= operands}
 
     def later(saved: Sequence[Tensor]) -> tuple[Call, RowStats]:
-        call, stats = replay.later.build({**kept, **dict(enumerate(saved[:operands]))})
-        return replace(call, into=into), stats
+        call = replay.call.build({**kept, **dict(enumerate(saved[:operands]))})
+        return replace(call, into=into), RowStats(**dict(zip(replay.stats, saved[3:], strict=True)))
 
     return Forward(
         tuple([output.tensor(held) for output in replay.outputs]), replay.differentiable, None, grads,
-        replay.expected.build(held), False, replay.backend, replay.plan, into, canary, (), later,
+        replay.expected.build(held), False, replay.backend, replay.plan, into, canary,
+        saved, later,
     )  # fmt: skip
