@@ -8,7 +8,7 @@ import pytest
 import torch
 from budget import assert_within_budget
 from cases import GPU, TRITON, Place
-from loss_cases import LOSS_CASES, TOKENS, VOCAB, LossCase, inputs_of, run_reference
+from loss_cases import FEWER, LOSS_CASES, TOKENS, VOCAB, LossCase, inputs_of, run_reference
 
 from chunked_head import linear_cross_entropy, linear_loss
 from chunked_head.program import planner
@@ -179,7 +179,7 @@ def dense(case: LossCase) -> bool:
 @pytest.mark.parametrize(("place", "case", "dtype"), recomputed())
 def test_recomputed_losses(place: Place, case: LossCase, dtype: torch.dtype, tiles: list[tuple[int, int]]) -> None:
     """Every loss in blocks and tiles, by a second backward, against the oracle on full logits in float64."""
-    sizes = {} if place.device == "cuda" else {"tokens": 71, "vocab": 131}  # interpreted, two tiles in place of three
+    sizes = {} if place.device == "cuda" else FEWER
     inputs = inputs_of(case, dtype, place.device, **sizes)
     truth, eager = run_reference(case, inputs.to(torch.float64)), run_reference(case, inputs)
     inputs = inputs_of(case, dtype, place.device, garbage=True, **sizes)

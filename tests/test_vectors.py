@@ -56,7 +56,7 @@ def compare(ours: Tensor, plain: Tensor) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", TOKENWISE, ids=lambda case: case.name)
 def test_kernels_compute_what_the_losses_do(case: LossCase, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = inputs_of(case, torch.float32, place.device, tokens=40, vocab=67)
+    inputs = inputs_of(case, torch.float32, place.device, tokens=24, vocab=67)
     found = beside_plain(monkeypatch)
     kernels.KERNELS.clear()
     hidden = inputs.hidden.requires_grad_()
