@@ -208,7 +208,7 @@ def test_as_many_graphs_as_the_plain_model() -> None:
     for patched in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        model = tiny_models.llama(num_hidden_layers=1)
+        model = tiny_models.llama()
         compiled = torch.compile(patch_model(model) if patched else model, backend="eager")
         for length in (11, 9, 7):
             compiled(**tokens(length=length)).loss.backward()
@@ -220,7 +220,7 @@ def test_as_many_graphs_as_the_plain_model() -> None:
 
 
 def test_steps_make_no_new_graphs() -> None:
-    model = patch_model(tiny_models.llama(num_hidden_layers=1))
+    model = patch_model(tiny_models.llama())
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for number in range(1, 5):
         compiled(**tokens(), num_items_in_batch=torch.tensor(number)).loss.backward()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from chunked_head import patch_model
 
 transformers = pytest.importorskip("transformers")
-SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}  # fmt: skip
 
 
