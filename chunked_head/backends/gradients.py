@@ -98,6 +98,7 @@ class Gradients:
         if self.into is not None and self.weight is not None:
             backend.scale_([self.weight], [one_or_nan])
             self.weight = None
+            self.padded.pop("weight", None)
         sizes = plan.sizes
         dtypes = {"hidden": sizes.hidden_dtype, "weight": sizes.weight_dtype, "bias": sizes.bias_dtype}
         buffers = {name: buffer for name in dtypes if (buffer := self.whole(name)) is not None}

@@ -116,7 +116,7 @@ def handed_over(ctx: Any, made: Forward, grads: Gradients, given: Tensor | None)
         # it was promised, and only as promised can what has been added stay
         one_or_nan = made.expected.one_or_nan_for(given)
         if made.canary is not None:
-            one_or_nan = one_or_nan * made.canary.one_or_nan()
+            one_or_nan, ctx.made = one_or_nan * made.canary.one_or_nan(), made._replace(canary=None)
         factors = *factors[:1], one_or_nan
     return grads.finish(made.backend, factors, one_or_nan, made.plan)
 

@@ -37,7 +37,7 @@ def refuse(reason: str, never: bool = False) -> None:
     """What is being done now is not to be done again from a tape, this once or ``never``."""
     RECORDING.never |= never
     if RECORDING.recorder is not None:
-        RECORDING.recorder.failure = reason
+        RECORDING.recorder.stop(reason)
 
 
 @contextlib.contextmanager
@@ -194,6 +194,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor]):
         super().__init__()
         self.failure: str | None = None
+        self.stopped = False
         self.bases: list[Kind] = []  # by slot
         self.spans: dict[int, tuple[int, int]] = {}  # addresses of slots that nothing newer lies over
         self.inputs = len(inputs)
@@ -220,8 +221,14 @@ class Recorder(TorchDispatchMode):
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        RECORDING.recorder = None
-        super().__exit__(*raised)
+        self.stop(self.failure)
+
+    def stop(self, failure: str | None) -> None:
+        """Records no more; what is done from here on, such as a compiled function, finds no mode around it."""
+        self.failure = failure
+        if not self.stopped:
+            self.stopped, RECORDING.recorder = True, None
+            super().__exit__(None, None, None)
 
     def add_slot(self, tensor: Tensor, begin: int, end: int) -> int:
         for slot in [slot for slot, span in self.spans.items() if begin < span[1] and span[0] < end]:

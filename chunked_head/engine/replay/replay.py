@@ -11,10 +11,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...backends import Backend
 from ...backends.gradients import Gradients
+from ...core.private import under_hooks
 from ...core.shift import in_backward
 from ...core.stats import RowStats
 from ...kernels.common.tape import RECORDING, NotRecordedError, Place, Recorder, Tape
@@ -65,16 +67,16 @@ def execute(task: Task[Result]) -> Result:
     if replay is not None and replay.tape.usable():
         return replayed(task, replay, tensors)
     times = SEEN.get(kind, 0)
+    if times > ATTEMPTS or replay is not None or (times and under_hooks()):
+        return task.result(run(task, program))  # hooks on what autograd saves would be recorded as well
     if len(SEEN) >= MOST_SEEN:
         SEEN.clear()
-    SEEN[kind] = times + 1
-    if 1 <= times <= ATTEMPTS and replay is None:
-        return recorded(task, program, kind, tensors)
-    RECORDING.never = False
-    result = task.result(run(task, program))
-    if RECORDING.never:
-        SEEN[kind] = ATTEMPTS + 1
-    return result
+    SEEN[kind], RECORDING.never = times + 1, False
+    try:
+        return recorded(task, program, kind, tensors) if times else task.result(run(task, program))
+    finally:
+        if RECORDING.never:
+            SEEN[kind] = ATTEMPTS + 1
 
 
 def kind_of(task: Task, program: Program) -> tuple[Kind | None, list[Tensor]]:
@@ -96,14 +98,15 @@ def kind_of(task: Task, program: Program) -> tuple[Kind | None, list[Tensor]]:
     for coefficient, summand in task.losses.terms:
         given += [coefficient, summand.normalizer, summand.token_weights, *summand.tensors.values()]
     tensors = [value for value in given if isinstance(value, Tensor)]
-    numbers = tuple([None if isinstance(value, Tensor) else value for value in given])
+    numbers = tuple([Tensor if isinstance(value, Tensor) else value for value in given])
     addresses = [tensor.data_ptr() for tensor in tensors]
     kinds = tuple([
         (type(tensor), tensor.shape, tensor.stride(), tensor.dtype, address & 15)
         for tensor, address in zip(tensors, addresses, strict=True)
     ])  # fmt: skip
     shared = tuple(map(addresses.index, addresses)) if len(set(addresses)) < len(addresses) else ()
-    return (program, in_backward(), task.num_segments, head.device, numbers, shared, kinds), tensors
+    current = torch.cuda.current_device() if head.device.type == "cuda" else None
+    return (program, in_backward(), task.num_segments, head.device, current, numbers, shared, kinds), tensors
 
 
 def recorded(task: Task[Result], program: Program, kind: Kind, tensors: Sequence[Tensor]) -> Result:
@@ -120,6 +123,7 @@ def recorded(task: Task[Result], program: Program, kind: Kind, tensors: Sequence
         if len(REPLAYS) >= MOST_TAPES:
             oldest, *_ = REPLAYS
             REPLAYS.pop(oldest, None)
+            SEEN.pop(oldest, None)
         REPLAYS[kind] = replay
     return task.result(ran) if result is None else result
 
@@ -127,8 +131,8 @@ def recorded(task: Task[Result], program: Program, kind: Kind, tensors: Sequence
 def replay_of(task: Task, recorder: Recorder, ran: Outcome, result: Any) -> Replay:
     forward, call, place = ran.forward, ran.call, recorder.place
     assert forward is not None and call is not None
-    if call.plan.sizes.padding:
-        raise NotRecordedError("gradients with rows that stand for no id")
+    if call.plan.sizes.padding or call.plan.sizes.copied or (task.per_token and call.packing is not None):
+        raise NotRecordedError("what happens around the forward pass")
     outputs = tuple(map(place, forward.outputs))
     grads, made = None, forward.grads
     if made is not None:

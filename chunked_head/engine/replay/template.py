@@ -58,8 +58,8 @@ class Template:
         else:
             raise NotRecordedError(f"a {type(value).__name__}")
         builds = [self.of(part) for part in parts]
-        if all(build is None for build in builds):
-            return None
+        if all(build is None for build in builds) and not isinstance(value, (list, Mapping)):
+            return None  # a list or mapping is the caller's to change
         each = [build or constant(part) for build, part in zip(builds, parts, strict=True)]
         if names:
             return lambda held: make(zip(names, [build(held) for build in each], strict=True))
