@@ -8,8 +8,7 @@ import graph_calls
 import pytest
 import torch
 from cases import OPTION_CASES, SIZE_CASES, Case, run
-from chunked_head.kernels.common import tape
-from chunked_head.kernels.common.tape import Recorder
+from chunked_head.kernels.common import recording
 from graph_calls import Data, make_data, named
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
@@ -20,6 +19,7 @@ from chunked_head.engine import call, rows
 from chunked_head.engine.arithmetic import evaluate
 from chunked_head.engine.prepared import PreparedCall
 from chunked_head.engine.replay import replay
+from chunked_head.engine.replay.tape import Recorder
 from chunked_head.metrics import MetricValue
 
 ROUNDS = 4  # as it is, recorded, replayed twice
@@ -265,7 +265,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "chance": lambda x: x + torch.rand(4),
     "a tensor from elsewhere": lambda x: x + FOREIGN,
     "a size that depends on values": lambda x: x[x > 0],
-    "what somebody refuses": lambda x: tape.refuse("so"),
+    "what somebody refuses": lambda x: recording.refuse("so"),
 }
 
 
@@ -367,7 +367,7 @@ def test_hooks_are_not_recorded(on_cpu: None) -> None:
 
 def test_what_has_no_kernel_finds_no_mode_around_it(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled function would refuse to run under a recorder: not even a first call that failed leads to that."""
-    monkeypatch.setattr(evaluate, "refuse", tape.refuse)
+    monkeypatch.setattr(evaluate, "refuse", recording.refuse)
     whole, modes = evaluate.evaluate, list[int]()
 
     def watched(*given: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..backends import Backend
 from ..backends.gradients import Gradients
 from ..core.stats import RowStats
-from ..kernels.common.tape import aside
+from ..kernels.common.recording import aside
 from ..program.gradient_buffer import Canary, GradientBuffer
 from ..program.planner import DEFAULT_REQUEST, Request
 from ..program.plans import Plan

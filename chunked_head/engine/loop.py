@@ -10,7 +10,7 @@ from ..backends import Backend, Session
 from ..backends.dlogits import add_tile
 from ..backends.gradients import Gradients
 from ..core.stats import Coefficients, Head, Rows, RowStats
-from ..kernels.common.tape import aside
+from ..kernels.common.recording import aside
 from ..parallel.shard import Shard
 from ..program.gradient_buffer import GradientBuffer
 from ..program.planner import DEFAULT_REQUEST, Request, make_plan

@@ -9,7 +9,7 @@ import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 
-from .tape import RECORDING, refuse
+from .recording import RECORDING, refuse
 
 # versions whose rules of what is compiled anew are those of ``specialization``
 OLDEST, NEWEST = (3, 5), (3, 9)

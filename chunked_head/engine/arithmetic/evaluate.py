@@ -19,7 +19,7 @@ from ...core.batch import Batch
 from ...core.loss_stats import Stats
 from ...core.private import in_own_thread, private, under_hooks
 from ...core.stats import Coefficients
-from ...kernels.common.tape import refuse
+from ...kernels.common.recording import refuse
 from ...losses.base import DENSE
 from ...metrics.values import selected
 from ...parallel.tokens import Spread

@@ -1,4 +1,4 @@
-"""Calls that have run before with tensors alike, done again from a tape (``kernels/common/tape.py``): what remains of
+"""Calls that have run before with tensors alike, done again from a tape (``tape.py``): what remains of
 the host's work is launches and memory.
 
 The first call of a kind runs as it is, the second is recorded, later ones replay. A kind is a program, the numbers
@@ -19,7 +19,7 @@ from ...backends.gradients import Gradients
 from ...core.private import under_hooks
 from ...core.shift import in_backward
 from ...core.stats import RowStats
-from ...kernels.common.tape import RECORDING, NotRecordedError, Place, Recorder, Tape
+from ...kernels.common.recording import RECORDING
 from ...program.gradient_buffer import GradientBuffer
 from ...program.plans import Plan
 from ..autograd import Forward, HeadLoss
@@ -28,6 +28,7 @@ from ..head_options import HeadOptions
 from ..loop import Call
 from ..program import Program, program_of
 from ..task import Result, Task
+from .tape import NotRecordedError, Place, Recorder, Tape
 from .template import Template
 
 Kind = tuple[Hashable, ...]

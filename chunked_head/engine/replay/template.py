@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Demand
-from ...kernels.common.tape import NotRecordedError, Place
 from ...program.demand import Structure
 from ...program.plans import Plan
+from .tape import NotRecordedError, Place
 
 # what holds no tensor of a call by its kind: records of programs, and functions, which are the library's own
 CONSTANTS = (
@@ -40,9 +40,8 @@ class Template:
         if isinstance(value, CONSTANTS):
             return None
         if isinstance(value, Tensor):
-            found = self.place(value)
-            self.places.append(found)
-            return found.tensor
+            self.places.append(self.place(value))
+            return self.places[-1].tensor
         self.known[id(value)] = found = self.of_parts(value)
         return found
 

@@ -6,48 +6,18 @@ tape has made. So a tape is good for inputs of the same shapes, strides, dtypes 
 where the function does nothing else that depends on its tensors: what asks the device for a number is not recorded.
 """
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-ALLOCATIONS = {
-    "aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"
-}  # fmt: skip
+from ...core.private import private
+from ...kernels.common.recording import RECORDING
+
+ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 # operations whose results depend on more than their arguments, or on what tensors hold
 UNKNOWN = ("nondeterministic_seeded", "data_dependent_output", "dynamic_output_shape")
-
-
-class Recording(threading.local):
-    """The recorder of what this thread does, if one listens."""
-
-    recorder: "Recorder | None" = None
-    never: bool = False  # whether something has been done, since this was false, that no tape may hold
-
-
-RECORDING = Recording()
-
-
-def refuse(reason: str, never: bool = False) -> None:
-    """What is being done now is not to be done again from a tape, this once or ``never``."""
-    RECORDING.never |= never
-    if RECORDING.recorder is not None:
-        RECORDING.recorder.stop(reason)
-
-
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """What is done inside is no part of a tape; whoever uses the tape does it himself."""
-    recorder, RECORDING.recorder = RECORDING.recorder, None
-    try:
-        yield
-    finally:
-        RECORDING.recorder = recorder
 
 
 class NotRecordedError(Exception):
@@ -93,10 +63,6 @@ class Address:
         return self.address
 
 
-def is_plain_list(value: Any) -> bool:
-    return isinstance(value, list) and not any(isinstance(each, Tensor) for each in value)
-
-
 Step = Callable[[list[Any], list[int]], None]  # of what slots hold, and the addresses of that
 
 
@@ -113,15 +79,20 @@ def allocation(slot: int, like: Tensor) -> Step:
     return step
 
 
+def mapped(arguments: Sequence[Any], each: Callable[[Any], Any]) -> list[Any]:
+    """An operation's arguments, one by one; a list's as well."""
+    return [[each(part) for part in one] if isinstance(one, list) else each(one) for one in arguments]
+
+
 def operation(
-    function: Callable[..., Any], leaves: Sequence[Any], form: TreeSpec, slots: list[tuple[int, int]]
+    function: Callable[..., Any], arguments: Sequence[Any], names: Sequence[str], slots: Sequence[tuple[int, int]]
 ) -> Step:
-    """``leaves`` and ``form``: of the arguments. ``slots``: which of the results are kept, and where."""
+    """``names``: of the last arguments. ``slots``: which of the results are kept, and where."""
+    first = len(arguments) - len(names)
 
     def step(held: list[Any], addresses: list[int]) -> None:
-        given = [leaf.tensor(held) if type(leaf) is Place else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(given, form)
-        results = function(*args, **kwargs)
+        given = mapped(arguments, lambda one: one.tensor(held) if isinstance(one, Place) else one)
+        results = function(*given[:first], **dict(zip(names, given[first:], strict=True)))
         for at, slot in slots:
             held[slot] = result = results[at] if isinstance(results, (tuple, list)) else results
             addresses[slot] = result.data_ptr()
@@ -188,13 +159,12 @@ class Tape:
         return held
 
 
-class Recorder(TorchDispatchMode):
+class Recorder:
     """Records what is done inside of its ``with``, unless there is a ``failure``."""
 
     def __init__(self, inputs: Sequence[Tensor]):
-        super().__init__()
         self.failure: str | None = None
-        self.stopped = False
+        self.mode: Any = None
         self.bases: list[Kind] = []  # by slot
         self.spans: dict[int, tuple[int, int]] = {}  # addresses of slots that nothing newer lies over
         self.inputs = len(inputs)
@@ -216,8 +186,15 @@ class Recorder(TorchDispatchMode):
                 self.add_slot(tensor, begin, end)
 
     def __enter__(self) -> "Recorder":
-        RECORDING.recorder = self
-        super().__enter__()
+        mode = private("utils._python_dispatch.TorchDispatchMode")
+        if mode is None:
+            self.failure = "this torch does not show its operations"
+        else:
+            # a class for each: its method is what torch calls
+            method = {"__torch_dispatch__": lambda mode, *call: self.dispatched(*call)}
+            self.mode = type("Watch", mode, method)()
+            self.mode.__enter__()
+            RECORDING.recorder = self
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -226,9 +203,9 @@ class Recorder(TorchDispatchMode):
     def stop(self, failure: str | None) -> None:
         """Records no more; what is done from here on, such as a compiled function, finds no mode around it."""
         self.failure = failure
-        if not self.stopped:
-            self.stopped, RECORDING.recorder = True, None
-            super().__exit__(None, None, None)
+        if self.mode is not None:
+            mode, self.mode, RECORDING.recorder = self.mode, None, None
+            mode.__exit__(None, None, None)
 
     def add_slot(self, tensor: Tensor, begin: int, end: int) -> int:
         for slot in [slot for slot, span in self.spans.items() if begin < span[1] and span[0] < end]:
@@ -253,19 +230,19 @@ class Recorder(TorchDispatchMode):
         kind = kind_of(tensor)
         return Place(slot, offset, offset == 0 and kind == self.bases[slot], *kind)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatched(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
         if self.failure is None and RECORDING.recorder is self:
             try:
-                self.record(func, (args, kwargs), results)
+                self.record(func, args, kwargs, results)
             except NotRecordedError as error:
                 self.failure = f"{func}: {error}"
         return results
 
-    def record(self, func: Any, arguments: Any, results: Any) -> None:
-        leaves, form = tree_flatten(arguments, is_leaf=is_plain_list)
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    def record(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> None:
+        arguments, given = [*args, *kwargs.values()], list[Tensor]()
+        mapped(arguments, lambda one: given.append(one) if isinstance(one, Tensor) else None)
         results = results if isinstance(results, (tuple, list)) else [results]
         made = [(i, result) for i, result in enumerate(results) if isinstance(result, Tensor)]
         if not given and not made:
@@ -276,22 +253,22 @@ class Recorder(TorchDispatchMode):
         unknown = not by_numbers and any(getattr(torch.Tag, name) in func.tags for name in UNKNOWN)
         if func.namespace != "aten" or not made or unknown:
             raise NotRecordedError("not a function of tensors alone")
-        memory = {tensor.untyped_storage().data_ptr() for tensor in given}
-        if schema.name in {name.partition(".")[0] for name in ALLOCATIONS}:
+        if schema.name in ALLOCATIONS:
             ((_, result),) = made
             if not result.numel():
                 return  # what reads it is not recorded
             slot = self.new_slot(result)
             self.steps.append((allocation(slot, result), (slot,)))
             return
+        memory = {tensor.untyped_storage().data_ptr() for tensor in given}
         fresh = [(i, result) for i, result in made if result.untyped_storage().data_ptr() not in memory]
         if not fresh and not schema.is_mutable:
             return  # a view
-        places = [self.place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        read = [leaf.slot for leaf in places if isinstance(leaf, Place)]
+        places = mapped(arguments, lambda one: self.place(one) if isinstance(one, Tensor) else one)
+        used = list[int]()
+        mapped(places, lambda one: used.append(one.slot) if isinstance(one, Place) else None)
         slots = [(i, self.new_slot(result)) for i, result in fresh]
-        step = operation(func, places, form, slots)
-        self.steps.append((step, [*read, *[slot for _, slot in slots]]))
+        self.steps.append((operation(func, places, tuple(kwargs), slots), [*used, *[slot for _, slot in slots]]))
 
     def new_slot(self, tensor: Tensor) -> int:
         memory = tensor.untyped_storage()

@@ -1,0 +1,48 @@
+"""Whether somebody records what is launched and done, to do it again (``engine/replay/tape.py`` in chunked_head)."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+
+class Listener(Protocol):
+    """Who records."""
+
+    def stop(self, failure: str) -> None: ...
+
+    def launched(
+        self,
+        start: Callable[..., None],
+        arguments: Sequence[Any],
+        pointers: Sequence[int],
+        descriptors: Sequence[int],
+        check: Callable[[], bool],
+    ) -> None: ...
+
+
+class Recording(threading.local):
+    """The recorder of what this thread does, if one listens."""
+
+    recorder: Listener | None = None
+    never: bool = False  # whether something has been done, since this was false, that no tape may hold
+
+
+RECORDING = Recording()
+
+
+def refuse(reason: str, never: bool = False) -> None:
+    """What is being done now is not to be done again from a tape, this once or ``never``."""
+    RECORDING.never |= never
+    if RECORDING.recorder is not None:
+        RECORDING.recorder.stop(reason)
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """What is done inside is no part of a tape; whoever uses the tape does it himself."""
+    recorder, RECORDING.recorder = RECORDING.recorder, None
+    try:
+        yield
+    finally:
+        RECORDING.recorder = recorder
