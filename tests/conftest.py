@@ -51,7 +51,7 @@ def uncompiled(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_known_before() -> None:
     """What one test's function taught about compiling it says nothing of the next one's, and each records its own."""
-    from chunked_head.engine.arithmetic.evaluate import SLOW  # not at the top: it imports triton
+    from chunked_head.engine.arithmetic.compiled import SLOW  # not at the top: it imports triton
     from chunked_head.engine.replay.replay import REPLAYS, SEEN
 
     SLOW.clear()

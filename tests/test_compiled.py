@@ -10,7 +10,7 @@ from loss_cases import LOSS_CASES, LossCase, inputs_of
 from torch import Tensor
 
 from chunked_head import LossOutput, linear_loss, losses, metrics
-from chunked_head.engine.arithmetic import evaluate, kernels
+from chunked_head.engine.arithmetic import compiled, kernels
 from chunked_head.losses import Losses
 
 pytestmark = pytest.mark.compiled
@@ -36,11 +36,11 @@ def assert_alike(case: LossCase, device: str, dtype: torch.dtype, measured: tupl
     with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
         patch.setattr(kernels, "arithmetic_of", lambda *call: (None, []))
         plain, grads = outcome(case, inputs, measured)
-    before = len(evaluate.SLOW)
+    before = len(compiled.SLOW)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*do not compile")
         fused, ours = outcome(case, inputs, measured)
-    assert len(evaluate.SLOW) == before
+    assert len(compiled.SLOW) == before
     torch.testing.assert_close(fused.loss, plain.loss, rtol=1e-5, atol=1e-6)
     for name, value in plain.metrics.items():
         torch.testing.assert_close(fused.metrics[name].value, value.value, rtol=1e-5, atol=1e-6)
@@ -60,12 +60,12 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU nothing is compiled by itself; here by a compiler backend that needs no C++."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, backend="aot_eager", **how))
-    run = evaluate.run
-    evaluate.COMPILED.clear()
+    run = compiled.run
+    compiled.COMPILED.clear()
     monkeypatch.setattr(kernels, "run", lambda s, leaves, i, fused: run(s, leaves, i, True))
     assert_alike(CASES["grpo-sum"], "cpu", torch.float32, SIX)
     assert_alike(CASES["topk-vocab"], "cpu", torch.float32, (metrics.accuracy(), metrics.perplexity()))
-    assert len(evaluate.COMPILED) == 2
+    assert len(compiled.COMPILED) == 2
     # more structures, one after the other, than torch compiles one function for: none shares another's code
     for beta in range(torch._dynamo.config.recompile_limit + 1):
         case = CASES["focal"]
@@ -73,14 +73,14 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         inputs = inputs_of(case, torch.float32, "cpu")
         hidden = inputs.hidden.requires_grad_()
         linear_loss(hidden, inputs.weight, inputs.target, one).loss.backward()
-    assert len(evaluate.COMPILED) == beta + 3 and not evaluate.SLOW
+    assert len(compiled.COMPILED) == beta + 3 and not compiled.SLOW
 
 
 @pytest.mark.usefixtures("both_ways")
 def test_what_does_not_compile_runs_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, backend="aot_eager", **how))
-    run = evaluate.run
+    run = compiled.run
     monkeypatch.setattr(kernels, "run", lambda s, leaves, i, fused: run(s, leaves, i, True))
 
     def unruly(stats: Any, batch: Any) -> Tensor:

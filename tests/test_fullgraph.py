@@ -39,7 +39,7 @@ from chunked_head import (
     metrics,
     plan,
 )
-from chunked_head.engine.arithmetic import evaluate, kernels
+from chunked_head.engine.arithmetic import compiled, kernels
 from chunked_head.engine.graph.deferred import ranges
 from chunked_head.engine.graph.recipes import described, text_of
 from chunked_head.program.planner import Request
@@ -62,14 +62,14 @@ def test_inductor(call: Callable[[Data], Any], dtype: torch.dtype) -> None:
 
 def test_compiled_arithmetic_in_a_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the operator compiles the losses' arithmetic when it first runs, inside of the outer graph."""
-    real, run = torch.compile, evaluate.run
+    real, run = torch.compile, compiled.run
     monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, **({"backend": "aot_eager"} | how)))
     monkeypatch.setattr(kernels, "run", lambda s, leaves, i, fused: run(s, leaves, i, True))
-    evaluate.COMPILED.clear()
+    compiled.COMPILED.clear()
     data = make_data()
     for call in (grpo, plain):
         found, ours = outcome(torch.compile(call, fullgraph=True), data, 0.37)
-        assert evaluate.COMPILED and not evaluate.SLOW
+        assert compiled.COMPILED and not compiled.SLOW
         with torch.compiler.set_stance("force_eager"):
             expected, grads = outcome(call, data, 0.37)
         for name, value in named(expected).items():

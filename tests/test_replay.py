@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.engine import call, rows
-from chunked_head.engine.arithmetic import evaluate
+from chunked_head.engine.arithmetic import compiled
 from chunked_head.engine.prepared import PreparedCall
 from chunked_head.engine.replay import replay
 from chunked_head.engine.replay.tape import Recorder
@@ -30,7 +30,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on the CPU replay as those on a GPU: without looks at ids, and with arithmetic that may be recorded."""
     monkeypatch.setattr(replay, "DEVICES", {"cpu"})
     monkeypatch.setattr(rows, "LOGPROBS", ())
-    monkeypatch.setattr(evaluate, "refuse", lambda *reason, **never: None)
+    monkeypatch.setattr(compiled, "refuse", lambda *reason, **never: None)
 
     def unlooked(backend: Any, target: Tensor, mask: Tensor | None, frame: Any, ignore_index: int, vocab: int) -> Any:
         return backend.read_targets(target, mask, frame.shift, ignore_index, vocab, frame.dtype)
@@ -367,8 +367,8 @@ def test_hooks_are_not_recorded(on_cpu: None) -> None:
 
 def test_what_has_no_kernel_finds_no_mode_around_it(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled function would refuse to run under a recorder: not even a first call that failed leads to that."""
-    monkeypatch.setattr(evaluate, "refuse", recording.refuse)
-    whole, modes = evaluate.evaluate, list[int]()
+    monkeypatch.setattr(compiled, "refuse", recording.refuse)
+    whole, modes = compiled.evaluate, list[int]()
 
     def watched(*given: Any) -> Any:
         modes.append(_len_torch_dispatch_stack())
@@ -376,7 +376,7 @@ def test_what_has_no_kernel_finds_no_mode_around_it(on_cpu: None, monkeypatch: p
             raise MemoryError
         return whole(*given)
 
-    monkeypatch.setattr(evaluate, "evaluate", watched)
+    monkeypatch.setattr(compiled, "evaluate", watched)
     hidden, weight, target = operands(0)
     with pytest.raises(MemoryError):
         linear_cross_entropy(hidden, weight, target)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.stats import RowStats
-from ..engine.arithmetic.evaluate import SLOW
+from ..engine.arithmetic.compiled import SLOW
 from ..engine.arithmetic.objective import ScalarObjective
 from ..engine.call import Outcome, ordered_metrics, scalar_objective
 from ..engine.execution import Head

@@ -141,8 +141,9 @@ class Outcome(NamedTuple):
 
     outputs: tuple[Tensor, ...]
     plan: Plan | None  # None for logits that exist already, which leave nothing to plan
-    prepared: Any = None  # these only where there is more to return than is made of the outputs: ``PreparedCall``,
-    objective: Any = None  # the task's,
+    # what follows is there for calls that have run themselves; of a replay there are the outputs alone
+    prepared: Any = None  # ``PreparedCall``
+    objective: Any = None  # the task's
     stats: Any = None  # ``RowStats``
     call: Call | None = None
     forward: Forward | None = None

@@ -148,7 +148,7 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None 
 
 
 def gate(x: Tensor) -> Tensor:
-    """``sigmoid(x)``, whose gradient is no difference from 1 where it is flat."""
+    """``sigmoid(x)``; its gradient does not need ``1 - sigmoid(x)``, which rounds to 0 where the value is near 1."""
     return torch.where(x > 0, 1 - torch.sigmoid(-x), torch.sigmoid(x))
 
 

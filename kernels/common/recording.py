@@ -2,29 +2,14 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
-
-
-class Listener(Protocol):
-    """Who records."""
-
-    def stop(self, failure: str) -> None: ...
-
-    def launched(
-        self,
-        start: Callable[..., None],
-        arguments: Sequence[Any],
-        pointers: Sequence[int],
-        descriptors: Sequence[int],
-        check: Callable[[], bool],
-    ) -> None: ...
+from collections.abc import Iterator
+from typing import Any
 
 
 class Recording(threading.local):
-    """The recorder of what this thread does, if one listens."""
+    """The ``Recorder`` of what this thread does, if there is one."""
 
-    recorder: Listener | None = None
+    recorder: Any = None
     never: bool = False  # whether something has been done, since this was false, that no tape may hold
 
 

@@ -1,25 +1,19 @@
 """From statistics to values and coefficients: the losses' and metrics' own arithmetic, on vectors of tokens.
 
 ``evaluate`` is plain PyTorch and differentiated by ``torch.func``. It runs as a kernel of the backend's where it can
-(``kernels.py``), else compiled by ``torch.compile`` on a GPU, once for each structure: what cannot change without other
-code, which functions with which options, at which softmax. Coefficients, denominators, weights and fields are inputs.
+(``kernels.py``), else compiled or as it is (``compiled.py``). Coefficients, denominators, weights and fields are
+inputs.
 """
 
-import functools
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from types import FunctionType
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...core.batch import Batch
 from ...core.loss_stats import Stats
-from ...core.private import in_own_thread, private, under_hooks
 from ...core.stats import Coefficients
-from ...kernels.common.recording import refuse
 from ...losses.base import DENSE
 from ...metrics.values import selected
 from ...parallel.tokens import Spread
@@ -288,82 +282,6 @@ def coefficients_of(
             add("alpha" + suffix, -g * leaves["sign"])
             add("theta", g)
     return total
-
-
-COMPILED: dict[tuple, Callable[..., Any]] = {}
-SLOW: dict[tuple, str] = {}  # structures that do not compile, and why
-MOST_COMPILED = 256
-
-
-HOOKS = [f"_C._autograd._{verb}_saved_tensors_default_hooks" for verb in ("top", "pop", "push")]
-
-
-def run(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs, fused: bool) -> Evaluation:
-    """``evaluate``, compiled where ``fused``; a user's function that does not compile runs as it is, with a warning.
-
-    No tape holds it: a user's function may read what changes from call to call. It runs without the hooks of an
-    activation checkpoint around the call: the vectors' graph lives and dies in here, and ``torch.func`` refuses to run
-    under hooks.
-    """
-    refuse("losses without a kernel", never=True)
-    return without_hooks(functools.partial(run_unhooked, structure, leaves, inputs, fused))
-
-
-def without_hooks(function: Callable[[], Result]) -> Result:
-    """What ``function`` returns, run without hooks on what autograd saves."""
-    stack = private(*HOOKS)
-    if stack is None:
-        return in_own_thread(function) if under_hooks() else function()
-    top, pop, push = stack
-    hooks = []
-    try:
-        while (pair := top(True)) is not None:
-            hooks.append(pair)
-            pop()
-        return function()
-    finally:
-        for pack, unpack in reversed(hooks):
-            push(pack, unpack)
-
-
-def run_unhooked(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs, fused: bool) -> Evaluation:
-    key = structure.key
-    if not fused or not structure.compiled or key in SLOW:
-        return evaluate(structure, leaves, inputs)
-    if key not in COMPILED:
-        if len(COMPILED) >= MOST_COMPILED:
-            COMPILED.clear()
-        COMPILED[key] = torch.compile(closed(structure), dynamic=True, fullgraph=True)
-    try:
-        return Evaluation(*COMPILED[key](leaves, inputs))
-    except compiler_errors() as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        names = ", ".join(summand.label for summand, _ in structure.summands)
-        warnings.warn(f"losses {names} do not compile ({reason}); they run as plain autograd", stacklevel=2)
-        SLOW[key] = reason
-        del COMPILED[key]
-        return evaluate(structure, leaves, inputs)
-
-
-def compiler_errors() -> type[Exception]:
-    """What ``torch.compile`` raises for what it cannot take: a kind of RuntimeError."""
-    kind = private("_dynamo.exc.TorchDynamoException")
-    return RuntimeError if kind is None else kind[0]
-
-
-def closed(structure: Structure) -> Callable[..., tuple]:
-    """``evaluate`` of one structure, as a function with code of its own: the compiler keeps what it has compiled by
-    code, and gives up on code that it has seen with a handful of structures."""
-
-    # it outlives the call, and so must not hold its tensors
-    bare = tuple((replace(summand, tensors={}, normalizer=None), view) for summand, view in structure.summands)
-    structure = replace(structure, summands=bare)
-
-    def compiled(leaves: dict[str, Tensor], inputs: Inputs) -> tuple:
-        return tuple(evaluate(structure, leaves, inputs))
-
-    code = compiled.__code__.replace(co_name=f"evaluate_{len(COMPILED)}")
-    return FunctionType(code, compiled.__globals__, code.co_name, closure=compiled.__closure__)
 
 
 def as_coefficients(values: Mapping[str, Tensor]) -> Coefficients:

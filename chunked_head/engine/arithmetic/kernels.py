@@ -13,7 +13,8 @@ from ...core.stats import RowStats
 from ...losses.base import Summand
 from ...metrics import Metric
 from ...program.demand import Structure
-from .evaluate import Evaluation, Inputs, run, values_of
+from .compiled import run
+from .evaluate import Evaluation, Inputs, values_of
 
 PACKAGE = __name__.partition(".")[0] + "."
 PLAIN = (type(None), bool, int, float, str)

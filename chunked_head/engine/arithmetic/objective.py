@@ -15,8 +15,9 @@ from ...core.stats import Coefficients, Demand, RowStats, Teacher
 from ...metrics import Metric, MetricValue
 from ...parallel.tokens import Spread, whole_metrics
 from ...program.demand import Structure
+from .compiled import run
 from .denominators import Inverse, gain_of, stacked, times
-from .evaluate import Evaluation, Inputs, as_coefficients, run, totals, whole_table
+from .evaluate import Evaluation, Inputs, as_coefficients, totals, whole_table
 from .kernels import evaluate_rows, is_own
 
 
@@ -119,10 +120,10 @@ class Objective:
 class ScalarObjective(Objective):
     """A sum of losses, each reduced by itself."""
 
-    inputs: Inputs  # of all tokens; factors at the upstream gradient that was foretold, less ``gain``
+    inputs: Inputs  # of all tokens; factors at the expected upstream gradient, less ``gain``
     coefficients: list[float | Tensor]  # of the summands, tensors 0-d
     inverse: list[Inverse]  # 1 / D of each
-    declared: Tensor | float  # the upstream gradient that was foretold
+    declared: Tensor | float  # the expected upstream gradient
     gain: Tensor | None
     coupled: bool
     counts: list[Tensor]  # of the metrics
@@ -135,7 +136,7 @@ class ScalarObjective(Objective):
     parts: list[Tensor] = field(default_factory=list)  # values of the summands
     found: list[Tensor] = field(default_factory=list)  # totals of the metrics
     taken_out: list[Tensor] = field(default_factory=list)  # by ``fitted`` in the forward pass
-    exchanged: list[Coefficients] = field(default_factory=list)  # of all tokens, at the foretold upstream gradient
+    exchanged: list[Coefficients] = field(default_factory=list)  # of all tokens, at the expected upstream gradient
 
     @property
     def exchanges(self) -> bool:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ...backends import Backend
 from ...core.stats import Coefficients, RowStats
+from .compiled import run
 from .denominators import stacked, times
-from .evaluate import Inputs, as_coefficients, coefficients_of, masked, run
+from .evaluate import Inputs, as_coefficients, coefficients_of, masked
 from .kernels import evaluate_rows
 from .objective import Objective
 

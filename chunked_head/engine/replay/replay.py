@@ -1,5 +1,5 @@
-"""Calls that have run before with tensors alike, done again from a tape (``tape.py``): what remains of
-the host's work is launches and memory.
+"""Calls that have run before with tensors alike, done again from a tape (``tape.py``): what remains of the host's
+work is launches and memory.
 
 The first call of a kind runs as it is, the second is recorded, later ones replay. A kind is a program, the numbers
 among the arguments, and of every tensor shape, strides, dtype and alignment: whatever a call's Python depends on.
@@ -88,14 +88,9 @@ def kind_of(task: Task, program: Program) -> tuple[Kind | None, list[Tensor]]:
     if not (program.lasting and replayable) or scalars is None:
         return None, []
     assert isinstance(head, HeadOptions)
-    given: list[Any] = [
-        head.hidden,
-        head.weight,
-        head.bias,
-        head.target,
-        None if head.into is None else head.into.buffer,
-    ]
-    given += [*(task.batch or {}).values(), *scalars]
+    buffer = None if head.into is None else head.into.buffer
+    given: list[Any] = [head.hidden, head.weight, head.bias, head.target, buffer, *scalars]
+    given += (task.batch or {}).values()
     for coefficient, summand in task.losses.terms:
         given += [coefficient, summand.normalizer, summand.token_weights, *summand.tensors.values()]
     tensors = [value for value in given if isinstance(value, Tensor)]
@@ -177,15 +172,15 @@ def forward_again(
     bias: Tensor | None,
 ) -> Forward:
     """``forward_of`` from a tape; ``held`` receives what its slots hold."""
-    made_now = replay.grads is not None
-    if into is not None and made_now:
-        into.before_adding()
+    added_to = None if replay.grads is None else into
+    if added_to is not None:
+        added_to.before_adding()
     held += replay.tape(tensors)
     grads, operands = None, 2 if bias is None else 3
     if replay.grads is not None:
         of_hidden, of_weight, of_bias = [None if at is None else at.tensor(held) for at in replay.grads]
         grads = Gradients(of_hidden, of_weight, of_bias, into)
-    canary = None if into is None or not made_now else into.canary(replay.target.tensor(held))
+    canary = None if added_to is None else added_to.canary(replay.target.tensor(held))
     # saved as the call that was recorded saves them: an activation checkpoint compares the two
     saved = [at.tensor(held) for at in replay.stats.values()] if replay.plan.sizes.any_grad else []
     kept = {slot: held[slot] for slot in replay.call.slots if slot >= operands}

@@ -24,10 +24,10 @@ class NotRecordedError(Exception):
     """Of what a tape cannot hold."""
 
 
-Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
 
 
-def kind_of(tensor: Tensor) -> Kind:
+def form_of(tensor: Tensor) -> Form:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
@@ -64,9 +64,7 @@ class Address:
 
 
 Step = Callable[[list[Any], list[int]], None]  # of what slots hold, and the addresses of that
-
-
-Check = Callable[[], bool]
+Check = Callable[[], bool]  # whether a launch may be done again
 
 
 def allocation(slot: int, like: Tensor) -> Step:
@@ -165,7 +163,7 @@ class Recorder:
     def __init__(self, inputs: Sequence[Tensor]):
         self.failure: str | None = None
         self.mode: Any = None
-        self.bases: list[Kind] = []  # by slot
+        self.bases: list[Form] = []  # by slot
         self.spans: dict[int, tuple[int, int]] = {}  # addresses of slots that nothing newer lies over
         self.inputs = len(inputs)
         self.steps: list[tuple[Step, Sequence[int]]] = []
@@ -178,7 +176,7 @@ class Recorder:
             begin = tensor.data_ptr()
             end = begin + (last + 1) * tensor.element_size()
             if (begin, end) in self.spans.values():
-                self.bases.append(kind_of(tensor))  # the same again, which inputs of the tape are to be as well
+                self.bases.append(form_of(tensor))  # the same again, which inputs of the tape are to be as well
             elif any(begin < other[1] and other[0] < end for other in self.spans.values()):
                 self.failure = "inputs share memory"
                 return
@@ -213,7 +211,7 @@ class Recorder:
                 raise NotRecordedError("memory of an input is made anew")
             del self.spans[slot]  # what lay there has been let go of
         slot = len(self.bases)
-        self.bases.append(kind_of(tensor))
+        self.bases.append(form_of(tensor))
         self.spans[slot] = begin, end
         return slot
 
@@ -227,8 +225,8 @@ class Recorder:
         if not tensor.numel():
             raise NotRecordedError("an empty tensor")
         slot, offset = self.slot_of(tensor.data_ptr())
-        kind = kind_of(tensor)
-        return Place(slot, offset, offset == 0 and kind == self.bases[slot], *kind)
+        form = form_of(tensor)
+        return Place(slot, offset, offset == 0 and form == self.bases[slot], *form)
 
     def dispatched(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
