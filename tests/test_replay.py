@@ -1,5 +1,7 @@
 """Calls done again from a tape: what they return, and what has none."""
 
+import ctypes
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,8 @@ import torch
 from cases import OPTION_CASES, SIZE_CASES, Case, run
 from chunked_head.kernels.common import recording
 from graph_calls import Data, make_data, named
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
@@ -18,8 +22,9 @@ from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, line
 from chunked_head.engine import call, rows
 from chunked_head.engine.arithmetic import compiled
 from chunked_head.engine.prepared import PreparedCall
-from chunked_head.engine.replay import replay
-from chunked_head.engine.replay.tape import Recorder
+from chunked_head.engine.replay import kinds, replay
+from chunked_head.engine.replay.recorder import Recorder
+from chunked_head.engine.replay.tape import ALIGNMENT, packed
 from chunked_head.metrics import MetricValue
 
 ROUNDS = 4  # as it is, recorded, replayed twice
@@ -28,7 +33,7 @@ ROUNDS = 4  # as it is, recorded, replayed twice
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on the CPU replay as those on a GPU: without looks at ids, and with arithmetic that may be recorded."""
-    monkeypatch.setattr(replay, "DEVICES", {"cpu"})
+    monkeypatch.setattr(kinds, "DEVICES", {"cpu"})
     monkeypatch.setattr(rows, "LOGPROBS", ())
     monkeypatch.setattr(compiled, "refuse", lambda *reason, **never: None)
 
@@ -40,12 +45,12 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_replayed(call: Callable[[int], list[Tensor | None]], expected_tapes: int = 1) -> None:
     """``call`` of round after round beside the same without tapes, to the bit."""
-    devices = set(replay.DEVICES)
+    devices = set(kinds.DEVICES)
     found = [call(i) for i in range(ROUNDS)]
     assert len(replay.REPLAYS) == expected_tapes
-    replay.DEVICES.clear()
+    kinds.DEVICES.clear()
     expected = [call(i) for i in range(ROUNDS)]
-    replay.DEVICES.update(devices)
+    kinds.DEVICES.update(devices)
     for ours, theirs in zip(found, expected, strict=True):
         for mine, other in zip(ours, theirs, strict=True):
             assert (mine is None) == (other is None)
@@ -142,6 +147,41 @@ def test_what_changes_is_seen(changes: list[dict[str, Any]], on_cpu: None) -> No
     assert_replayed(once)
 
 
+def test_losses_and_metrics_are_seen(on_cpu: None) -> None:
+    asked = [(losses.grpo(), metrics.entropy())] * 2 + [
+        (losses.grpo(clip_low=0.01), metrics.entropy()), (losses.grpo(), metrics.accuracy()),
+    ]  # fmt: skip
+
+    def once(i: int) -> list[Tensor | None]:
+        hidden, weight, target = operands(i)
+        loss, metric = asked[i]
+        batch = {"old_logprobs": hidden.detach()[:, 0] - 4, "advantages": hidden.detach()[:, 1] * 2}
+        out = linear_loss(hidden, weight, target, loss, batch=batch, metrics=[metric])
+        assert list(out.metrics) == [metric.label]
+        return [*outcome(out.loss, hidden, weight), out.metrics[metric.label].value]
+
+    assert_replayed(once)
+
+
+def test_what_surrounds_a_call_is_seen(on_cpu: None) -> None:
+    """Which operands take a gradient, and autocast; an argument given twice is an error as ever."""
+
+    def once(i: int) -> list[Tensor | None]:
+        found = list[Tensor | None]()
+        for frozen, cast in ((-1, False), (0, False), (1, False), (-1, True)):
+            given = operands(i)
+            wanted = [leaf.requires_grad_(at != frozen) for at, leaf in enumerate(given[:2])]
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                loss = linear_cross_entropy(*given)
+            found += outcome(loss, *(leaf for leaf in wanted if leaf.requires_grad))
+        return found
+
+    assert_replayed(once, expected_tapes=4)
+    hidden, weight, target = operands(0)
+    with pytest.raises(TypeError, match="multiple values"):
+        linear_cross_entropy(hidden, weight, target, hidden=hidden)  # type: ignore[misc]
+
+
 def test_other_shapes_strides_and_places_are_other_kinds(on_cpu: None) -> None:
     layouts: list[Callable[[Tensor], Tensor]] = [
         lambda x: x, lambda x: x[:-3], lambda x: x.t().contiguous().t(), lambda x: torch.cat([x[:1], x])[1:],
@@ -213,6 +253,13 @@ def test_accumulated_into(on_cpu: None) -> None:
 
 def test_what_a_call_returns_is_the_callers(on_cpu: None) -> None:
     """Results of one call are not those of the next, and a loss that is kept keeps no hidden states."""
+    for i in range(ROUNDS):
+        leaf, weight, target = operands(i)
+        seen = weakref.ref(hidden := leaf * 2)
+        value = linear_logprobs(hidden, weight, target, entropy=True).entropy.sum()
+        value.backward()
+        del hidden
+        assert seen() is None and not value.isnan()
     outs = []
     for i in range(ROUNDS):
         leaf, weight, target = operands(i)
@@ -304,6 +351,49 @@ def test_memory_is_let_go_and_written_in_place() -> None:
     assert [i for i, value in enumerate(held) if value is not None] == [place.slot]
 
 
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 5000)), max_size=20))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_blocks_in_use_share_no_memory(drawn: list[tuple[int, int, int]]) -> None:
+    ordered = sorted(drawn)
+    blocks = {slot: (first, first + steps, size) for slot, (first, steps, size) in enumerate(ordered)}
+    starts, whole = packed(blocks)
+    assert all(start % ALIGNMENT == 0 for start in starts.values()) and starts.keys() == blocks.keys()
+    for (a, (first_a, last_a, size_a)), (b, (first_b, last_b, size_b)) in itertools.combinations(blocks.items(), 2):
+        apart = last_a < first_b or last_b < first_a
+        assert apart or starts[a] + size_a <= starts[b] or starts[b] + size_b <= starts[a]
+    assert whole == max((starts[slot] + size for slot, (_, _, size) in blocks.items()), default=0)
+
+
+def test_memory_of_kernels_alone_is_one_allocation() -> None:
+    """What is launched reads and writes the same numbers there; what is asked for has memory of its own."""
+
+    def double(to: int, stream: str, source: int) -> None:
+        assert stream in ("then", "now")
+        into, read = (ctypes.cast(at, ctypes.POINTER(ctypes.c_float)) for at in (to, source))
+        for i in range(4):
+            into[i] = 2 * read[i]
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(3):
+            y = torch.empty(4)
+            given = y.data_ptr(), "then", x.data_ptr()
+            double(*given)
+            if recording.RECORDING.recorder is not None:
+                what = recording.Launched(double, given, 1, lambda: "now")  # type: ignore[arg-type, return-value]
+                recording.RECORDING.recorder.launched(what, [0, 2], [], lambda: True)
+            made.append(x)
+            x = y
+        return x
+
+    made: list[Tensor] = []
+    with Recorder([first := torch.arange(4.0)]) as recorder:
+        place = recorder.place(function(first))
+    tape = recorder.tape({place.slot})
+    assert tape.arena_bytes == ALIGNMENT + 16 and len(tape.steps) == 4
+    given = torch.randn(4)
+    assert torch.equal(place.tensor(tape([given])), given * 8)
+
+
 @pytest.mark.parametrize("first", [0, 2, 3])
 def test_checkpoints(first: int, on_cpu: None) -> None:
     """A checkpoint compares what the forward pass saves with what the one in backward does, whichever is replayed."""
@@ -318,6 +408,15 @@ def test_checkpoints(first: int, on_cpu: None) -> None:
         return outcome(checkpoint(region, *given, use_reentrant=False), *given[:2]) if i >= first else []
 
     assert_replayed(once)
+
+
+def test_calls_within_a_backward_are_a_kind_of_their_own(on_cpu: None) -> None:
+    """Their plan leaves gradients to a backward, which may never come."""
+    for i in range(ROUNDS):
+        given = operands(i)
+        outcome(linear_cross_entropy(*given), *given[:2])
+        checkpoint(linear_cross_entropy, *given, use_reentrant=True).backward()
+    assert sorted(known.plan.schedule for known in replay.REPLAYS.values()) == ["forward", "loss only", "recompute"]
 
 
 def test_a_tensor_is_no_other_argument(on_cpu: None) -> None:

@@ -136,12 +136,11 @@ def cross_entropy_task(
         return scalar_objective(prepared, reduction, normalizer, upstream, share_denominator=True)
 
     def result(ran: Outcome) -> Tensor:
-        return at_targets(ran.outputs[0], head.leading, head.shift) if per_token else ran.outputs[0]
+        return ran.outputs[0]
 
     return Task(
         function, head, loss, objective, result, check=check, batch=batch,
         per_token=("values",) if per_token else (), inplace=inplace,
-        scalars=(reduction, normalizer, upstream),
     )  # fmt: skip
 
 

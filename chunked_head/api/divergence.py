@@ -1,13 +1,13 @@
 """Per-token divergences from a dense teacher, differentiable, for a loss of the caller's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 from torch import Tensor
 
 from .. import losses
 from ..core.options import choice, flag, number
-from ..core.shift import at_targets
+from ..core.shift import all_at_targets
 from ..core.stats import Demand
 from ..engine.arithmetic.token_objectives import StatsObjective
 from ..engine.call import stats_objective
@@ -150,7 +150,7 @@ def linear_divergence(
 
     return Task(
         "linear_divergence", head, loss, objective,
-        lambda ran: laid_out(ran.outputs, head.leading, head.shift),
+        lambda ran: laid_out(ran.outputs),
         batch={name: value for name, value in given.items() if value is not None}, check=check, options=(entropy,),
         wants=wants, per_token=names,
     )  # fmt: skip
@@ -173,12 +173,11 @@ def output_names(entropy: bool) -> tuple[str, ...]:
     return ("divergence", "entropy") if entropy else ("divergence",)
 
 
-def laid_out(values: Any, leading: tuple[int, ...], shift: int) -> Any:
-    laid = [at_targets(value, leading, shift) for value in values]
-    return laid[0] if len(laid) == 1 else Divergence(*laid)
+def laid_out(values: Sequence[Tensor]) -> Any:
+    return values[0] if len(values) == 1 else Divergence(*values)
 
 
 @in_graph(linear_divergence)
 def in_graph_divergence(outputs: list[Tensor], given: dict[str, Any]) -> Any:
     names = output_names(given.get("entropy", False))
-    return laid_out(outputs[: len(names)], tuple(given["hidden"].shape[:-1]), given.get("shift", 0))
+    return laid_out(all_at_targets(outputs[: len(names)], tuple(given["hidden"].shape[:-1]), given.get("shift", 0)))

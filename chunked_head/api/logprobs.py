@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 from torch import Tensor
 
 from ..core.options import flag
-from ..core.shift import at_targets
+from ..core.shift import all_at_targets
 from ..core.stats import Demand, View
 from ..engine.arithmetic.token_objectives import StatsObjective
 from ..engine.call import stats_objective
@@ -130,9 +130,9 @@ def logprobs_task(
         return stats_objective(prepared, names, sum(name in DIFFERENTIABLE for name in names))
 
     return Task(
-        function, head, Losses(()), objective, lambda ran: laid_out(ran.outputs, names, head.leading, head.shift),
+        function, head, Losses(()), objective, lambda ran: laid_out(ran.outputs, names),
         batch=None if mask is None else {"mask": mask}, check=check, options=(*flags.values(), top_k),
-        wants=lambda _: demand_of(names, top_k), per_token=names, scalars=(),
+        wants=lambda _: demand_of(names, top_k), per_token=names,
     )  # fmt: skip
 
 
@@ -187,13 +187,13 @@ RESULT_TYPES = {
 }
 
 
-def laid_out(values: Sequence[Tensor], names: tuple[str, ...], leading: tuple[int, ...], shift: int) -> Any:
-    laid = [at_targets(value, leading, shift) for value in values[: len(names)]]
-    return laid[0] if len(laid) == 1 else RESULT_TYPES[names](*laid)
+def laid_out(values: Sequence[Tensor], names: tuple[str, ...]) -> Any:
+    return values[0] if len(names) == 1 else RESULT_TYPES[names](*values)
 
 
 @in_graph(linear_logprobs)
 def in_graph_logprobs(outputs: list[Tensor], given: dict[str, Any]) -> Any:
     flags = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")
     names = output_names(**{name: given.get(name, False) for name in flags}, top_k=given.get("top_k"))
-    return laid_out(outputs, names, tuple(given["target"].shape), given.get("shift", 0))
+    values = all_at_targets(outputs[: len(names)], tuple(given["target"].shape), given.get("shift", 0))
+    return laid_out(values, names)

@@ -119,8 +119,7 @@ def linear_loss(
     def result(ran: Outcome) -> LossOutput:
         return loss_output(ran.prepared, ran.objective, ran.outputs[0], ran.stats, measured, ran.plan)
 
-    scalars = reduction, normalizer, upstream
-    return Task("linear_loss", head, loss, objective, result, measured, batch, num_segments, scalars=scalars)
+    return Task("linear_loss", head, loss, objective, result, measured, batch, num_segments)
 
 
 @in_graph(linear_loss)

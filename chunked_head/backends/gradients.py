@@ -100,14 +100,17 @@ class Gradients:
             self.weight = None
             self.padded.pop("weight", None)
         sizes = plan.sizes
-        dtypes = {"hidden": sizes.hidden_dtype, "weight": sizes.weight_dtype, "bias": sizes.bias_dtype}
-        buffers = {name: buffer for name in dtypes if (buffer := self.whole(name)) is not None}
+        dtypes = sizes.hidden_dtype, sizes.weight_dtype, sizes.bias_dtype
+        buffers = [self.whole("hidden"), self.whole("weight"), self.whole("bias")]
         self.hidden = self.weight = self.bias = None
         self.padded.clear()
-        backend.scale_([buffer for name, buffer in buffers.items() if buffer.dtype == dtypes[name]], factors)
-        for name, dtype in dtypes.items():
-            if name in buffers and buffers[name].dtype != dtype:
+        both = list(zip(buffers, dtypes, strict=True))
+        backend.scale_([buffer for buffer, dtype in both if buffer is not None and buffer.dtype == dtype], factors)
+        del both
+        for i, dtype in enumerate(dtypes):
+            buffer = buffers[i]
+            if buffer is not None and buffer.dtype != dtype:
                 assert dtype is not None
-                buffers[name] = backend.scale(buffers[name], factors, dtype)
-        of_weight = buffers.get("weight") if self.into is None else self.into.handed_over()
-        return buffers.get("hidden"), of_weight, buffers.get("bias")
+                buffers[i] = backend.scale(buffer, factors, dtype)
+        of_hidden, of_weight, of_bias = buffers
+        return of_hidden, of_weight if self.into is None else self.into.handed_over(), of_bias

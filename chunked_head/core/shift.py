@@ -31,7 +31,13 @@ def shift_right(values: Tensor, shift: int, dim: int = -1) -> Tensor:
 
 def at_targets(values: Tensor, leading: Sequence[int], shift: int) -> Tensor:
     """Values [rows, ...] of rows of hidden states at the places of the targets that those predict [*leading, ...]."""
+    if len(leading) == 1 and not shift:
+        return values
     return shift_right(values.reshape((*leading, *values.shape[1:])), shift, len(leading) - 1)
+
+
+def all_at_targets(values: Sequence[Tensor], leading: Sequence[int], shift: int) -> tuple[Tensor, ...]:
+    return tuple([at_targets(value, leading, shift) for value in values])
 
 
 def in_backward() -> bool:

@@ -39,6 +39,11 @@ class Forward(NamedTuple):
         return self._replace(outputs=(), stats=None, grads=None, saved=())
 
 
+def flat(hidden: Tensor) -> Tensor:
+    """Hidden states [..., hidden] as rows."""
+    return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
+
+
 def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Forward:
     stats, grads = sweep(call, hidden, call.head(weight, bias))
     objective, named = call.objective, stats.named()
@@ -87,13 +92,13 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         made, grads = ctx.made, ctx.grads
-        if all(given is None for given in upstream):
+        first = next((given for given in upstream if given is not None), None)
+        if first is None:
             return None, None, None, None, None
         ctx.grads = None
-        device = next(given.device for given in upstream if given is not None)
         if made.into is not None:
             made.into.check_there()
-        with torch.no_grad(), as_called(device):
+        with torch.no_grad(), as_called(first.device):
             if grads is not None:
                 finished = handed_over(ctx, made, grads, upstream[0])
             else:

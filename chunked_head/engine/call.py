@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Layout
-from ..core.shift import in_backward
+from ..core.shift import all_at_targets, in_backward
 from ..core.stats import RowStats, Teacher
 from ..metrics import Metric
 from ..program.planner import Request, make_plan
@@ -18,7 +18,7 @@ from .arithmetic.denominators import foreseen_gain, inverses, kept, metric_count
 from .arithmetic.evaluate import Inputs
 from .arithmetic.objective import Objective, ScalarObjective
 from .arithmetic.token_objectives import StatsObjective, TokenObjective
-from .autograd import Forward, HeadLoss, forward_of
+from .autograd import Forward, HeadLoss, flat, forward_of
 from .head_options import HeadOptions, LogitsOptions
 from .logits_call import LogitsLoss
 from .logits_call import call_of as logits_call_of
@@ -140,8 +140,8 @@ class Outcome(NamedTuple):
     """What ran, and what came of it."""
 
     outputs: tuple[Tensor, ...]
-    plan: Plan | None  # None for logits that exist already, which leave nothing to plan
     # what follows is there for calls that have run themselves; of a replay there are the outputs alone
+    plan: Plan | None = None  # None for logits that exist already too, which leave nothing to plan
     prepared: Any = None  # ``PreparedCall``
     objective: Any = None  # the task's
     stats: Any = None  # ``RowStats``
@@ -157,6 +157,8 @@ def run(task: Task, program: Program) -> Outcome:
         logits, on_logits = logits_call_of(prepared, objective, task.inplace)
         seen: list[RowStats] = []
         outputs = LogitsLoss.apply(logits, on_logits, seen)
+        if task.per_token:
+            outputs = all_at_targets(outputs, task.head.leading, task.head.shift)
         return Outcome(outputs, None, prepared, objective, seen[0])
     head = prepared.head
     made = planned(prepared, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
@@ -169,6 +171,8 @@ def run(task: Task, program: Program) -> Outcome:
         outputs = tuple(map(prepared.packing.unpack, outputs))
     if head.shard is not None and task.per_token:
         outputs = tuple(map(head.shard.own_tokens, outputs))
+    if task.per_token:
+        outputs = all_at_targets(outputs, task.head.leading, task.head.shift)
     return Outcome(outputs, call.plan, prepared, objective, found[0].stats, call, found[0])
 
 
@@ -200,7 +204,7 @@ def planned(prepared: PreparedCall, wants: Wants, again: bool = False) -> Planne
     head, program, packing = prepared.head, prepared.program, prepared.packing
     assert isinstance(head, HeadOptions)
     hidden, weight = head.hidden, head.weight
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows = flat(hidden)
     # a view shares memory with what it views, a copy does not
     copied = rows.numel() > 0 and rows.data_ptr() != hidden.data_ptr()
     if packing is not None and packing.waited:

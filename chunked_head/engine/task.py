@@ -35,9 +35,8 @@ class Task(Generic[Result]):
 
     ``check`` raises what is wrong with options that this function alone has; ``options`` are those, as far as they are
     plain values. ``wants``: the statistics, from those that losses and metrics need. ``result``: from what ran to what
-    the function returns. ``per_token``: names of what the objective returns for each token, whose upstream gradients
-    come late; none for a scalar loss. ``scalars``: numbers and 0-d tensors that ``objective`` reads beside the losses',
-    None where nobody says.
+    the function returns, of outputs at their targets' places; for values per token it holds no tensor. ``per_token``:
+    names of what the objective returns for each token, whose upstream gradients come late; none for a scalar loss.
     """
 
     function: str
@@ -53,7 +52,6 @@ class Task(Generic[Result]):
     wants: Callable[[Demand], Demand] = as_it_is
     per_token: tuple[str, ...] = ()
     inplace: bool = False
-    scalars: tuple[Any, ...] | None = None
 
     def signature(self) -> Signature | None:
         """Equal for calls that one program runs; None where it cannot be told."""

@@ -9,11 +9,12 @@ import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 
-from .recording import RECORDING, refuse
+from .recording import RECORDING, Launched, refuse
 
 # versions whose rules of what is compiled anew are those of ``specialization``
 OLDEST, NEWEST = (3, 5), (3, 9)
 MOST_KEPT = 4096
+STREAM_AT = 3  # behind the three sizes of the grid
 # what somebody has set in place of what environment variables say
 RUNTIME, COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
 
@@ -132,15 +133,14 @@ class Launcher:
                     self.keep(key, compiled, constants)
             else:
                 run, function, metadata, last = kept
-                x, y, z = (*grid, 1, 1)[:3]
-
-                def start(*given: Any) -> None:
-                    # without a hook before or after: these are Triton's to call
-                    run(x, y, z, stream_of()(device), function, metadata, None, None, None, *given, *last)
-
-                start(*given)
+                stream = functools.partial(stream_of(), device)
+                # without a hook before or after: these are Triton's to call
+                first = *(*grid, 1, 1)[:3], stream(), function, metadata, None, None, None
+                run(*first, *given, *last)
                 if RECORDING.recorder is not None:
-                    RECORDING.recorder.launched(start, given, *self.addressed, self.direct)
+                    what = Launched(run, (*first, *given, *last), STREAM_AT, stream)
+                    pointers, descriptors = ([i + len(first) for i in at] for at in self.addressed)
+                    RECORDING.recorder.launched(what, pointers, descriptors, self.direct)
 
         return launch
 

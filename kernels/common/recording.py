@@ -1,9 +1,18 @@
-"""Whether somebody records what is launched and done, to do it again (``engine/replay/tape.py`` in chunked_head)."""
+"""Whether somebody records what is launched and done, to do it again: chunked_head's ``engine/replay/recorder.py``."""
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+
+class Launched(NamedTuple):
+    """A launch of a compiled kernel: ``run(*arguments)``, one of which is the stream."""
+
+    run: Callable[..., None]
+    arguments: tuple[Any, ...]
+    stream_at: int
+    stream: Callable[[], int]  # the current one of the device
 
 
 class Recording(threading.local):

@@ -34,7 +34,7 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
     TASKS[name] = function
 
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-        return execute(function(*args, **kwargs))
+        return execute(function, names, args, kwargs)
 
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:

@@ -12,7 +12,8 @@ from torch import Tensor
 from ...core.stats import Demand
 from ...program.demand import Structure
 from ...program.plans import Plan
-from .tape import NotRecordedError, Place
+from .recorder import NotRecordedError
+from .steps import Place
 
 # what holds no tensor of a call by its kind: records of programs, and functions, which are the library's own
 CONSTANTS = (
@@ -25,11 +26,17 @@ Build = Callable[[Any], Any]  # of what the tape's slots hold
 class Template:
     """``build(held)``: the record. ``slots``: those that it is made of."""
 
-    def __init__(self, value: Any, place: Callable[[Tensor], Place], known: Mapping[int, Build] | None = None):
-        """``known``: by identity what is built otherwise."""
+    def __init__(
+        self,
+        value: Any,
+        place: Callable[[Tensor], Place],
+        known: Mapping[int, Build] | None = None,
+        tensor: Callable[[Place, Any], Tensor] = Place.view,
+    ):
+        """``known``: by identity what is built otherwise; ``tensor``: how tensors are."""
         self.places: list[Place] = []
         self.known: dict[int, Build | None] = dict(known or {})
-        self.place = place
+        self.place, self.tensor = place, tensor
         self.build: Build = self.of(value) or (lambda held: value)
         self.slots = {place.slot for place in self.places}
 
@@ -41,7 +48,7 @@ class Template:
             return None
         if isinstance(value, Tensor):
             self.places.append(self.place(value))
-            return self.places[-1].tensor
+            return functools.partial(self.tensor, self.places[-1])
         self.known[id(value)] = found = self.of_parts(value)
         return found
 

@@ -1,0 +1,89 @@
+"""What a replay is good for: everything that the Python of a call depends on."""
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.shift import in_backward
+from ...losses.base import Losses
+from ...metrics import Metric
+from ...program import checks
+from ...program.gradient_buffer import GradientBuffer, resolve
+
+Kind = tuple[Hashable, ...]
+TENSORS = {Tensor, nn.Parameter}  # of a subclass nobody knows what it does
+PLAIN = {type(None), bool, int, float, str, torch.dtype}
+DEVICES = {"cuda"}  # where the device would wait for the host
+
+
+class Arguments:
+    """Those of a call by name: ``tensors``, of which a replay is made, and their ``kind``, with all else that the call
+    depends on; None for what has no replay."""
+
+    def __init__(self, function: Callable[..., Any], args: Mapping[str, Any], kwargs: Mapping[str, Any]):
+        given = {**args, **kwargs}
+        self.tensors: list[Tensor] = []
+        self.values: list[Any] = [function, len(args), len(kwargs), *given]
+        self.into: GradientBuffer | None = None
+        self.kind = self.kind_of(given) if self.on_a_gpu(given) else None
+
+    def on_a_gpu(self, given: Mapping[str, Any]) -> bool:
+        hidden, weight = given.get("hidden"), given.get("weight")
+        tensors = type(hidden) in TENSORS and type(weight) in TENSORS
+        return tensors and hidden.device.type in DEVICES  # type: ignore[union-attr]
+
+    def kind_of(self, given: Mapping[str, Any]) -> Kind | None:
+        checks.refuse_transforms()  # their tensors have no address
+        if not (all(map(self.add, given.values())) and self.add_buffer(given)):
+            return None
+        tensors, device = self.tensors, given["hidden"].device
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        forms = [
+            (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, address & 15)
+            for tensor, address in zip(tensors, addresses, strict=True)
+        ]
+        shared = tuple(map(addresses.index, addresses)) if len(set(addresses)) < len(addresses) else ()
+        cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        current = torch.cuda.current_device() if device.type == "cuda" else None
+        return *self.values, *forms, shared, torch.is_grad_enabled(), cast, in_backward(), current
+
+    def add(self, value: Any) -> bool:
+        """Whether it is known what a call reads of this."""
+        kind = type(value)
+        if kind in TENSORS:
+            self.tensors.append(value)
+            self.values.append(Tensor)
+            return value.layout is torch.strided
+        if kind in PLAIN:
+            self.values.append(kind)  # 1 equals 1.0 and True
+            self.values.append(value)
+            return True
+        if kind is dict:
+            self.values.append(tuple(value))
+            return all(map(self.add, value.values()))
+        if kind is tuple or kind is list:
+            self.values.append(len(value))
+            return all(map(self.add, value))
+        if isinstance(value, Metric):
+            self.values.append(value.signature)
+            return True
+        return isinstance(value, Losses) and all(self.add_summand(*term) for term in value.terms)
+
+    def add_summand(self, coefficient: Any, summand: Any) -> bool:
+        self.values.append(summand.signature)
+        numbers = coefficient, summand.normalizer, summand.token_weights
+        return summand.lasting and all(map(self.add, (*numbers, *summand.tensors.values())))
+
+    def add_buffer(self, given: Mapping[str, Any]) -> bool:
+        """The one that the weight's gradient is added to, which may be an attribute of the weight."""
+        accumulate_into = given.get("accumulate_into")
+        if accumulate_into is None:
+            return True
+        others = {name: given.get(name) for name in ("hidden", "target", "bias")}
+        try:
+            self.into = resolve(accumulate_into, given["weight"], others)
+        except (TypeError, ValueError):
+            return False  # the call says so, after what else is wrong with it
+        return self.into is None or self.add(self.into.buffer)
