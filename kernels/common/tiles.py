@@ -47,14 +47,14 @@ WIDE_TILE = Tile()
 NARROW_TILE = Tile(block_n=128, warps=4, per_multiprocessor=2)
 if INTERPRETED:
     RELATIVE_STRIP = 32
-    WIDE_TILE = Tile(block_m=32, block_n=64, block_k=32)
-    NARROW_TILE = Tile(block_m=32, block_n=32, block_k=32)
+    WIDE_TILE = Tile(block_m=32, block_n=128, block_k=64)
+    NARROW_TILE = Tile(block_m=32, block_n=64, block_k=64)
 
 
-# of the gradients' products
+# of the gradients' products: a step over rows is within a tile of them, behind whose end nobody has written
 PRODUCT_TILE = Tile()
 if INTERPRETED:
-    PRODUCT_TILE = Tile(block_m=32, block_n=32, block_k=32)
+    PRODUCT_TILE = Tile(block_m=32, block_n=64, block_k=32)
 TILE_ELEMENTS = PRODUCT_TILE.block_m * PRODUCT_TILE.block_n
 MOST_PARTS = 16
 LEAST_STEPS = 4  # over the vocabulary in a part

@@ -203,7 +203,7 @@ def scale(
 ) -> None:
     """``out = source * factor * one_or_nan`` for contiguous tensors of one shape; ``out`` may be ``source``, and
     ``more``, contiguous, is then scaled in place as well."""
-    block = 1024 if INTERPRETED else 4096
+    block = 4096
     most = 8 * multiprocessors(source.device)
     programs, of_more = (min(most, cdiv(t.numel(), block)) if t is not None else 0 for t in (source, more))
     scale_kernel[(programs + of_more,)](
