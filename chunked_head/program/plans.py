@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ..kernels.common.tiles import exp_tile
+from ..kernels.common.tiles import exp_tile_of
 from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, forward_terms, peak_of
 from .sizes import ROUNDING_ERROR, Sizes
 
@@ -209,7 +209,7 @@ def matmuls(plan: Plan) -> str:
     s = plan.sizes
     if s.store == "logits":
         return "cuBLAS's (ours: 16-bit rows on 16 bytes, no top_k)"
-    tile = exp_tile(s.hidden)
+    tile = exp_tile_of(plan.chunk_tokens, s.hidden, s.vocab)
     found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
     if plan.schedule == "forward" and s.hidden_grad:
         parts = s.dhidden_split(plan.chunk_tokens).parts

@@ -45,10 +45,12 @@ RELATIVE_STRIP = 128  # columns that share one offset where relative logits are 
 SHORT_HIDDEN = 2048
 WIDE_TILE = Tile()
 NARROW_TILE = Tile(block_n=128, warps=4, per_multiprocessor=2)
+# of few rows, which take the time that the weight takes to be read: more of it on its way at a time
+FEW_ROWS = (Tile(block_m=64, warps=4, stages=4), Tile(block_m=64, block_n=128, warps=4, stages=8))
 if INTERPRETED:
     RELATIVE_STRIP = 32
-    WIDE_TILE = Tile(block_m=32, block_n=128, block_k=64)
-    NARROW_TILE = Tile(block_m=32, block_n=64, block_k=64)
+    WIDE_TILE = NARROW_TILE = Tile(block_m=32, block_n=64, block_k=64)
+    FEW_ROWS = (Tile(block_m=16, block_n=64, block_k=64),)
 
 
 # of the gradients' products: a step over rows is within a tile of them, behind whose end nobody has written
@@ -63,6 +65,17 @@ LEAST_STEPS = 4  # over the vocabulary in a part
 def exp_tile(hidden: int) -> Tile:
     """What was fastest on an H200, by hidden size."""
     return NARROW_TILE if hidden <= SHORT_HIDDEN else WIDE_TILE
+
+
+def exp_tile_of(rows: int, hidden: int, vocab: int) -> Tile:
+    """The same for chunks of so many rows: whatever the tile, a row's strips are those of ``strips_of``."""
+    usual = exp_tile(hidden)
+
+    def columns(tile: Tile) -> int:
+        return cdiv(vocab, tile.block_n) * tile.block_n
+
+    few = [tile for tile in FEW_ROWS if rows <= tile.block_m and columns(tile) == columns(usual)]
+    return (*few, usual)[0]
 
 
 def grad_tile(hidden: int) -> Tile:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...core.stats import Coefficients, Head, Rows, RowStats
 from ...kernels.common.operands import Stored, Strips
-from ...kernels.common.tiles import TILE_ELEMENTS, strip_width, strips_of
+from ...kernels.common.tiles import TILE_ELEMENTS, exp_tile_of, strip_width, strips_of
 from ...kernels.gradients import launch as gradients
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
@@ -28,6 +28,7 @@ class RelativeSession(OwnProducts):
         if sizes.hidden_grad and plan.schedule == "forward":
             self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
         two = len(demand.views) > 1
+        self.tile = exp_tile_of(rows, sizes.hidden, sizes.vocab)
         strip_count = strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative")
         self.strips = Strips.empty(
             rows, strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
@@ -78,7 +79,7 @@ class RelativeSession(OwnProducts):
             ratio2, columns2 = ratio_of(view.ratio), view.columns or vocab
         statistics.exp_logits(
             stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target,
-            *scale_cap, ratio2, columns2, counted_of(rows),
+            *scale_cap, ratio2, columns2, counted_of(rows), self.tile,
         )  # fmt: skip
         statistics.merge_strips(
             out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
