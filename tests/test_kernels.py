@@ -9,7 +9,7 @@ import torch
 from cases import GPU, TRITON, Place
 
 from chunked_head.core.stats import Demand, RowStats, sent
-from chunked_head.parallel.merge import Told, merge_ranks, pack
+from chunked_head.parallel.merge import GatheredStats, merge_ranks, pack
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 
@@ -340,7 +340,7 @@ def test_dweight_of_counted_rows(place: Place, count: int, first: bool) -> None:
     assert_dweight(out, None if first else old, grad[:counts], states[:counts])
 
 
-def told_by(ranks: int, rows: int, made: torch.Generator, device: str) -> tuple[torch.Tensor, RowStats]:
+def gathered_from(ranks: int, rows: int, made: torch.Generator, device: str) -> tuple[torch.Tensor, RowStats]:
     """Statistics of pieces of a vocabulary as ranks send them, with equal logits and a piece of nothing."""
     vocab, demand = 5 * ranks, Demand(entropy=(True,), weighted_sum=True, top=True)
     x = torch.randn(rows, vocab, generator=made).mul(30).round()
@@ -369,15 +369,15 @@ def test_merge_ranks(place: Place, known: bool, off: int | None) -> None:
     from chunked_head.backends import resolve
 
     ranks, rows = 3, 130
-    gathered, out = told_by(ranks, rows, torch.Generator().manual_seed(7), place.device)
+    gathered, out = gathered_from(ranks, rows, torch.Generator().manual_seed(7), place.device)
     other = RowStats(**{name: value.clone() for name, value in out.named().items()})
     if off is not None:
         gathered[off, -1, 77] += 1.0
     target = torch.arange(rows, device=place.device) % 4 - 1
     names = sent(Demand(entropy=(True,), weighted_sum=True, top=True))
-    told = Told(gathered, names, target, 1.0, known, None)
-    resolve("triton", torch.device(place.device)).merge_ranks(told, out)
-    merge_ranks(told, other)
+    gathered_stats = GatheredStats(gathered, names, target, 1.0, known, None)
+    resolve("triton", torch.device(place.device)).merge_ranks(gathered_stats, out)
+    merge_ranks(gathered_stats, other)
     for name, value in out.named().items():
         torch.testing.assert_close(value, getattr(other, name), rtol=1e-6, atol=1e-6, equal_nan=True)
     assert out.lse.isnan().all() == (off is not None) == out.start.isnan().any()

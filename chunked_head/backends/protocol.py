@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
-from ..parallel.merge import Told
+from ..parallel.merge import GatheredStats
 from ..program.plans import Plan
 from ..program.sizes import Store
 from .gradients import Gradients
@@ -34,7 +34,7 @@ class Session(Protocol):
     ) -> None:
         """``Backend.clean_rows``, before ``stats`` of these rows, which may have their targets' logits by it."""
 
-    def tell_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
+    def exchange_target_logits(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
         """Where ranks share the vocabulary, every token's target logit in one message if ``stats`` would send each
         chunk's; ``hidden`` [tokens, hidden] as given, ``target`` [tokens] beside it."""
 
@@ -135,7 +135,7 @@ class Backend(Protocol):
     def session(self, head: Head, plan: Plan, tiled: bool) -> Session:
         """The buffer of a call's sweep over whole rows, or of its gradients' tiles where the plan recomputes."""
 
-    def merge_ranks(self, told: Told, out: RowStats) -> None:
+    def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Statistics of the whole vocabulary from its pieces', as ``parallel.merge.merge_ranks``."""
 
     def logits_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats, pairs: bool) -> None:

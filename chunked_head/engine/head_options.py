@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.groups import TokenParallel, VocabParallel
 from ..core.options import nearest
 from ..parallel.dtensor import local
-from ..parallel.shard import Shard, Tell
+from ..parallel.shard import CheckedBy, Shard
 from ..program import checks
 from ..program.gradient_buffer import GradientBuffer
 from ..program.gradient_buffer import resolve as resolve_into
@@ -64,8 +64,8 @@ class OfRanks(ABC):
 
     @property
     @abstractmethod
-    def unnamed(self) -> Tell:
-        """What tells ranks' tokens apart where a call has no targets."""
+    def checked_without_targets(self) -> CheckedBy:
+        """What ranks compare of their tokens where a call has no targets."""
 
     def check_each(self) -> None:
         """Raises what is wrong with options by themselves, and with ``shift`` along the target."""
@@ -80,7 +80,7 @@ class OfRanks(ABC):
         if not isinstance(self.parallel, VocabParallel):
             return None
         split = self.parallel.split(self.held, self.vocab_size)
-        return Shard(self.parallel, split, self.unnamed if self.target is None else "targets")
+        return Shard(self.parallel, split, self.checked_without_targets if self.target is None else "targets")
 
     @property
     def tokens(self) -> TokenParallel | None:
@@ -210,7 +210,7 @@ class HeadOptions(OfRanks):
         return self.weight.shape[0]
 
     @property
-    def unnamed(self) -> Tell:
+    def checked_without_targets(self) -> CheckedBy:
         return "hidden"
 
     @property
@@ -297,7 +297,7 @@ class LogitsOptions(OfRanks):
         )  # fmt: skip
 
     @property
-    def unnamed(self) -> Tell:
+    def checked_without_targets(self) -> CheckedBy:
         return "nothing"
 
     @property

@@ -84,7 +84,7 @@ class Call(OwnColumns):
             return stats
         # one message for all: ranks' strides may differ, and with them the views
         everything = Rows(logits, self.target, self.columns)
-        shard.merge(backend.merge_ranks, everything, self.told, stats, objective.demand, known_targets=False)
+        shard.merge(backend.merge_ranks, everything, self.token_checks, stats, objective.demand, known_targets=False)
         if paired:
             for at, rows in parts:
                 backend.logits_pair_stats(rows, head, self.demand, stats.at(at))

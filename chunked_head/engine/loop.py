@@ -117,7 +117,7 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
     operands = Operands(call, hidden, plan.chunk_tokens)
     session = call.backend.session(head, plan, tiled=False)
     if call.shard is not None and operands.gathered is None and call.packing is None:
-        session.tell_targets(hidden, call.target, stats)
+        session.exchange_target_logits(hidden, call.target, stats)
     for at in plan.token_chunks():
         chunk_stats = stats.at(at)
         rows = operands.rows(at, session, chunk_stats)
@@ -144,8 +144,8 @@ def whole_stats(call: Call, session: Session, rows: Rows, out: RowStats) -> None
     session.stats(rows, out)
     paired = call.objective.demand.pairing is not None
     if call.shard is not None:
-        told = call.told[rows.first : rows.first + rows.target.shape[0]]
-        call.shard.merge(call.backend.merge_ranks, rows, told, out, call.objective.demand, session.known_targets)
+        checks = call.token_checks[rows.first : rows.first + rows.target.shape[0]]
+        call.shard.merge(call.backend.merge_ranks, rows, checks, out, call.objective.demand, session.known_targets)
     if paired:
         session.pair_stats(rows, out)
     if paired and call.shard is not None:

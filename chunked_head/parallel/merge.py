@@ -16,15 +16,15 @@ ENTROPIES = {"start": "entropy", "start2": "entropy2"}
 OF_TOKENS = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2", "entropy2", "weighted_sum")
 
 
-class Told(NamedTuple):
-    """What all ranks have told each other of a chunk's rows."""
+class GatheredStats(NamedTuple):
+    """Statistics of a chunk's rows from all ranks, each of its own columns."""
 
-    gathered: Tensor  # [ranks, numbers + 1, rows] of ``names``, and last what tells the tokens that they are of
+    message: Tensor  # [ranks, numbers + 1, rows] of ``names``, and last a check of the tokens that they are of
     names: tuple[str, ...]
     target: Tensor  # [rows] int64, -1 where a row does not count
     ratio2: float  # of the second softmax
-    known_targets: bool  # every piece has told the target's logit, not its own part of it alone
-    zero_or_nan: Tensor | None  # [] whether the tokens are the same; None where what tells them has to be equal
+    known_targets: bool  # every rank has sent the target's logit, not its own part of it alone
+    zero_or_nan: Tensor | None  # [] whether the tokens are the same; None where their checks have to be equal
 
 
 def widths(stats: RowStats, names: Sequence[str]) -> list[int]:
@@ -33,7 +33,7 @@ def widths(stats: RowStats, names: Sequence[str]) -> list[int]:
 
 
 def pack(stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
-    """[numbers + 1, rows]: statistics of a piece in one message, and last what tells its ``tokens`` [rows]; ids fit the
+    """[numbers + 1, rows]: statistics of a piece in one message, and last a check of its ``tokens`` [rows]; ids fit the
     floats that they travel as."""
     parts = []
     for name in names:
@@ -52,15 +52,15 @@ def unpack(packed: Tensor, stats: RowStats, names: Sequence[str]) -> dict[str, T
     return found
 
 
-def merge_ranks(told: Told, out: RowStats) -> None:
+def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
     """Statistics of the whole vocabulary into ``out``, from those of its pieces; nan where they are of other tokens."""
-    zero_or_nan = told.zero_or_nan
+    zero_or_nan = gathered.zero_or_nan
     if zero_or_nan is None:
-        tokens = told.gathered[:, -1]
+        tokens = gathered.message[:, -1]
         zero_or_nan = torch.where((tokens == tokens[0]).all(), 0.0, torch.nan)
     # in fp64: logarithms have been rounded once already
-    pieces = unpack(told.gathered.double(), out, told.names)
-    merge_softmaxes(pieces, told, out)
+    pieces = unpack(gathered.message.double(), out, gathered.names)
+    merge_softmaxes(pieces, gathered, out)
     merge_lists(pieces, out)
     for name in OF_TOKENS:
         value = getattr(out, name)
@@ -68,11 +68,11 @@ def merge_ranks(told: Told, out: RowStats) -> None:
             value.add_(zero_or_nan)
 
 
-def merge_softmaxes(pieces: dict[str, Tensor], told: Told, out: RowStats) -> None:
+def merge_softmaxes(pieces: dict[str, Tensor], gathered: GatheredStats, out: RowStats) -> None:
     """All that a row has one number of."""
     for name in ADDED:
         if name in pieces:
-            whole = pieces[name][0] if told.known_targets and name == "target_logit" else pieces[name].sum(0)
+            whole = pieces[name][0] if gathered.known_targets and name == "target_logit" else pieces[name].sum(0)
             getattr(out, name).copy_(whole)
     for start, rest in SOFTMAXES:
         if start not in pieces:
@@ -80,9 +80,9 @@ def merge_softmaxes(pieces: dict[str, Tensor], told: Told, out: RowStats) -> Non
         whole_start, whole_rest = merge_softmax(pieces, out, start, rest)
         if start == "teacher_start":
             continue
-        suffix, ratio = ("2", told.ratio2) if start == "start2" else ("", 1.0)
+        suffix, ratio = ("2", gathered.ratio2) if start == "start2" else ("", 1.0)
         logprob = (out.target_logit.double() * ratio - whole_start) + whole_rest
-        getattr(out, "logprob" + suffix).copy_(torch.where(told.target >= 0, logprob, 0.0))
+        getattr(out, "logprob" + suffix).copy_(torch.where(gathered.target >= 0, logprob, 0.0))
         getattr(out, "lse" + suffix).copy_(whole_start - whole_rest)
     if "top" in pieces:
         assert out.top is not None and out.argmax is not None

@@ -16,7 +16,7 @@ from ..program.plans import MAX_HALF_CHUNKS, Plan
 from ..program.sizes import Sizes
 from .agree import Words, agree
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
-from .merge import Told, pack
+from .merge import GatheredStats, pack
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
 SAME_HIDDEN = 1e-3
@@ -30,7 +30,7 @@ NAMES = {
     "skips": "skip_ignored",
 }  # fmt: skip
 # by what ranks know that they mean the same tokens: targets, where a call has any
-Tell = Literal["targets", "hidden", "nothing"]
+CheckedBy = Literal["targets", "hidden", "nothing"]
 
 
 def plan_part(sizes: Sizes, request: Request, most: int, columns: int) -> Plan:
@@ -85,7 +85,7 @@ class Shard:
 
     parallel: VocabParallel
     split: Split
-    tell: Tell = "targets"
+    checked_by: CheckedBy = "targets"
     kind: int = 0  # of call, a hash of what ranks have agreed on
 
     @property
@@ -134,10 +134,10 @@ class Shard:
         split["sequence_sharded"] = str(self.parallel.sequence_sharded)
         return replace(self, kind=agree({**split, **words}, self.group, device, "VocabParallel"))
 
-    def told(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """[tokens] what all ranks must tell alike, for ids ``target`` [tokens] of the vocabulary: the ids, moved by the
-        kind of call. A kind that one rank takes for another, both agreed on before, is found out as other tokens are.
-        Below 2^24, so that floats are exact."""
+    def token_checks(self, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """[tokens] what has to be equal on all ranks, for ids ``target`` [tokens] of the vocabulary: the ids, moved by
+        the kind of call. A kind that one rank takes for another, both agreed on before, is found out as other tokens
+        are. Below 2^24, so that floats are exact."""
         return ((target + self.kind % MOST_IDS) % MOST_IDS).to(dtype)
 
     def add_targets(self, target_logit: Tensor) -> None:
@@ -146,9 +146,9 @@ class Shard:
 
     def merge(
         self,
-        merge_ranks: Callable[[Told, RowStats], None],
+        merge_ranks: Callable[[GatheredStats, RowStats], None],
         rows: Rows,
-        told: Tensor,
+        token_checks: Tensor,
         stats: RowStats,
         demand: Demand,
         known_targets: bool,
@@ -156,8 +156,8 @@ class Shard:
         """The statistics of this rank's columns become those of the vocabulary, as a backend's ``merge_ranks`` makes
         them: one message for the chunk.
 
-        ``told`` [rows] goes along, or where there are no targets what tells hidden states apart (logits have nothing of
-        the kind): ranks that were given different ones, such as those of a data-parallel group, would make something
+        ``token_checks`` [rows] go along, or where there are no targets sums of the hidden states (logits have nothing
+        of the kind): ranks that were given different ones, such as those of a data-parallel group, would make something
         out of each other's tokens, and get nan.
         """
         if stats.argmax is not None:
@@ -168,18 +168,18 @@ class Shard:
             assert rows.columns is not None
             stats.column_logits.masked_fill_(rows.columns < 0, 0.0)
         names, dtype = sent(demand), stats.lse.dtype
-        tokens = rows.hidden.sum(1, dtype=dtype) if self.tell == "hidden" else told
+        tokens = rows.hidden.sum(1, dtype=dtype) if self.checked_by == "hidden" else token_checks
         own = pack(stats, names, tokens)
         gathered = own.new_empty(self.parallel.ranks, *own.shape)
         all_gather(gathered.view(-1, own.shape[1]), own, self.group)
         ratio2 = demand.views[1].ratio if len(demand.views) > 1 else 1.0
         zero_or_nan = None
-        if self.tell == "hidden":
+        if self.checked_by == "hidden":
             # ranks that computed the same hidden states each by itself may have rounded them otherwise
             size = torch.linalg.vector_norm(rows.hidden, 1, dim=1, dtype=dtype)
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
             zero_or_nan = torch.where(same.all(), 0.0, torch.nan)
-        merge_ranks(Told(gathered, names, rows.target, ratio2, known_targets, zero_or_nan), stats)
+        merge_ranks(GatheredStats(gathered, names, rows.target, ratio2, known_targets, zero_or_nan), stats)
 
     def add_pairs(self, stats: RowStats) -> None:
         """Sums over columns of a teacher's terms beside the student's: one message for the chunk."""

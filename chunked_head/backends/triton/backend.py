@@ -24,7 +24,7 @@ from ...kernels.common.grids import multiprocessors
 from ...kernels.common.tiles import INTERPRETED
 from ...kernels.gradients import launch as gradients
 from ...kernels.statistics import launch as statistics
-from ...parallel.merge import Told, merge_lists, unpack, widths
+from ...parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ...program.plans import Plan
 from ...program.sizes import Store
 from ..protocol import Layout, Targets
@@ -127,8 +127,8 @@ def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | GradSession |
     return FastSession(head, plan) if plan.sizes.store == "fast" else RelativeSession(head, plan)
 
 
-def merge_ranks(told: Told, out: RowStats) -> None:
-    at = dict(zip(told.names, itertools.accumulate(widths(out, told.names), initial=0), strict=False))
+def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
+    at = dict(zip(gathered.names, itertools.accumulate(widths(out, gathered.names), initial=0), strict=False))
 
     def places(start: str, rest: str, entropy: str) -> dict[str, int]:
         numbers = {
@@ -137,16 +137,16 @@ def merge_ranks(told: Told, out: RowStats) -> None:
         }  # fmt: skip
         return {place: at.get(name, -1) for place, name in numbers.items()}
 
-    known_targets = told.known_targets
-    of_all = told.gathered, told.zero_or_nan, told.target
+    known_targets = gathered.known_targets
+    of_all = gathered.message, gathered.zero_or_nan, gathered.target
     statistics.merge_ranks(
         out.start, out.rest, out.lse, out.logprob, out.target_logit, out.entropy, out.weighted_sum, out.top,
         out.argmax, *of_all, 1.0, places("start", "rest", "entropy"), known_targets,
     )  # fmt: skip
     if out.start2 is not None and out.rest2 is not None:
         statistics.merge_ranks(
-            out.start2, out.rest2, out.lse2, out.logprob2, None, out.entropy2, None, None, None, *of_all, told.ratio2,
-            places("start2", "rest2", "entropy2"), known_targets,
+            out.start2, out.rest2, out.lse2, out.logprob2, None, out.entropy2, None, None, None, *of_all,
+            gathered.ratio2, places("start2", "rest2", "entropy2"), known_targets,
         )  # fmt: skip
     if out.teacher_start is not None and out.teacher_rest is not None:
         statistics.merge_ranks(
@@ -154,7 +154,7 @@ def merge_ranks(told: Told, out: RowStats) -> None:
             places("teacher_start", "teacher_rest", ""), known_targets,
         )  # fmt: skip
     if out.column_logits is not None or out.top_k_logits is not None:
-        merge_lists(unpack(told.gathered.double(), out, told.names), out)
+        merge_lists(unpack(gathered.message.double(), out, gathered.names), out)
 
 
 def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, pairs: bool) -> None:

@@ -34,7 +34,7 @@ class RelativeSession(OwnProducts):
             rows, strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
             two and demand.entropy[1],
         )  # fmt: skip
-        self.told_targets = False  # the target's logits of all tokens are there
+        self.has_target_logits = False  # the target's logits of all tokens are there
         if sizes.teacher_store == "relative":
             self.teacher_buffer = padded(rows, sizes.teacher_columns, device)
             strip_count = strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
@@ -45,7 +45,7 @@ class RelativeSession(OwnProducts):
     def clean_rows(
         self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None, stats: RowStats | None
     ) -> None:
-        if stats is None or self.told_targets:
+        if stats is None or self.has_target_logits:
             super().clean_rows(out, source, target, order, stats)
             return
         head = self.head
@@ -153,7 +153,7 @@ class FastSession(RelativeSession):
         self.level, self.softmax_factor = torch.empty(2, plan.chunk_tokens, dtype=torch.float32, device=device).unbind()
         self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
 
-    def tell_targets(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
+    def exchange_target_logits(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
         # nothing that ranks may differ in: whether there is such a message they all have to say alike
         if self.known_targets and self.sizes.hidden_dtype == self.sizes.dtype:
             head = self.head
@@ -161,7 +161,7 @@ class FastSession(RelativeSession):
                 out.target_logit.unsqueeze(1), hidden, head.weight, target.unsqueeze(1), head.bias, *transform(head)
             )  # fmt: skip
             self.add_targets(out)
-            self.told_targets = True
+            self.has_target_logits = True
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         if self.buffer is None:

@@ -34,10 +34,10 @@ class OwnColumns:
         return columns if columns is None or self.shard is None else self.shard.local_columns(columns)
 
     @functools.cached_property
-    def told(self) -> Tensor:
-        """[tokens] what ranks that share the vocabulary tell of the tokens."""
+    def token_checks(self) -> Tensor:
+        """[tokens] what has to be equal on ranks that share the vocabulary."""
         assert self.shard is not None
-        return self.shard.told(self.objective.target, self.objective.dtype)
+        return self.shard.token_checks(self.objective.target, self.objective.dtype)
 
     @property
     def class_weights(self) -> Tensor | None:
