@@ -30,7 +30,7 @@ GPU = [
 ]
 PLACES = [TORCH_CPU, *TRITON, *GPU]
 # the interpreter runs a program for each row, and its tiles have 32
-ROWS, CHUNK = (253, 128) if torch.cuda.is_available() else (125, 64)
+ROWS, CHUNK, FEW = (253, 128, 60) if torch.cuda.is_available() else (69, 32, 36)
 HALVES = (torch.bfloat16, torch.float16)
 
 

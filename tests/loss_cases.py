@@ -15,7 +15,7 @@ from chunked_head.losses import Losses
 from chunked_head.metrics import Metric
 
 TOKENS, HIDDEN, VOCAB, SEGMENTS, K = 97, 64, 331, 9, 5
-FEWER = {"tokens": 71, "vocab": 131}  # for Triton's interpreter, whose every tile takes its time: two in place of three
+FEWER = {"tokens": 41, "vocab": 131}  # for Triton's interpreter, which takes its time for every row and every tile
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def inputs_of(
     hidden, weight = hidden.to(dtype).float(), weight.to(dtype).float()
     x = hidden @ weight.t() * case.head.get("logit_scale", 1.0)
     own = x.log_softmax(-1).gather(1, target[:, None])[:, 0]
-    lengths = torch.tensor([11, 1, 17, 13, 7, 0, 20, 9, 12])
+    lengths = torch.tensor([11, 1, 17, 13, 7, 0, 20, 9, 12] if tokens > 60 else [5, 1, 7, 6, 3, 0, 8, 4, 3])
     segments = torch.cat([torch.full((int(n),), i) for i, n in enumerate(lengths)] + [torch.full((tokens,), -1)])[
         :tokens
     ]

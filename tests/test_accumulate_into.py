@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 from budget import assert_within_budget
-from cases import PLACES, Case, Inputs, Place, bias, per_class, per_token, run_reference
+from cases import FEW, PLACES, Case, Inputs, Place, bias, per_class, per_token, run_reference
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from chunked_head import ChunkedHead, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.backends import matmul
 
-SMALL = Case("", (60,), 64, 131, schedule={"chunk_tokens": 32})
+SMALL = Case("", (FEW,), 64, 131, schedule={"chunk_tokens": 32})
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,8 +35,8 @@ def leaves(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_sums_are_gradients(place: Place, dtype: torch.dtype, name: str) -> None:
-    inputs = Case("", (60,), 64, 131, OPTIONS[name], {"chunk_tokens": 32}).inputs(dtype, place.device)
-    one = torch.ones((60,) if name == "none" else (), device=place.device)
+    inputs = Case("", (FEW,), 64, 131, OPTIONS[name], {"chunk_tokens": 32}).inputs(dtype, place.device)
+    one = torch.ones((FEW,) if name == "none" else (), device=place.device)
     truth, eager = (run_reference(inputs, d, one) for d in (torch.float64, dtype))
     hidden, weight, buffer = leaves(inputs)
     given = dict(inputs.options)
@@ -65,7 +65,7 @@ def test_micro_batches(place: Place, dtype: torch.dtype) -> None:
     weight.main_grad = torch.full_like(whole, 0.5)
     pieces = [
         linear_cross_entropy(inputs.hidden[at], weight, inputs.target[at], accumulate_into="main_grad", **options)
-        for at in (slice(0, 7), slice(7, 40), slice(40, 60))
+        for at in (slice(0, 7), slice(7, FEW - 20), slice(FEW - 20, FEW))
     ]
     for loss in reversed(pieces):
         loss.backward()
@@ -81,12 +81,12 @@ MIXED = losses.grpo() + 1e-3 * losses.z_loss() - 0.01 * losses.entropy()
 @pytest.mark.parametrize("chunk", [16, 64])
 def test_any_loss(place: Place, dtype: torch.dtype, loss: losses.Losses, chunk: int) -> None:
     """The gradient that comes back without a buffer; losses that couple tokens add in backward if in several chunks."""
-    inputs = Case("", (60,), 64, 131, ignored=0.0).inputs(dtype, place.device)
+    inputs = Case("", (FEW,), 64, 131, ignored=0.0).inputs(dtype, place.device)
     made = torch.Generator().manual_seed(5)
     batch = {
-        "old_logprobs": -5.0 + 0.1 * torch.randn(60, generator=made).to(place.device),
-        "advantages": torch.randn(60, generator=made).to(place.device),
-        "segments": (torch.arange(60) // 20).to(place.device),
+        "old_logprobs": -5.0 + 0.1 * torch.randn(FEW, generator=made).to(place.device),
+        "advantages": torch.randn(FEW, generator=made).to(place.device),
+        "segments": (torch.arange(FEW) * 3 // FEW).to(place.device),
     }
     used = {k: v for k, v in batch.items() if k != "segments" or loss is not MIXED}
     segments = None if loss is MIXED else 3
@@ -359,8 +359,8 @@ def test_product_with_a_gain(dtype: torch.dtype, first: bool, monkeypatch: pytes
 @pytest.mark.parametrize("vocab", [131, 1])
 def test_a_buffer_that_starts_anywhere(place: Place, dtype: torch.dtype, reduction: str, vocab: int) -> None:
     """As the views of one flat buffer of gradients do, also where our own products would write in it."""
-    inputs = Case("", (60,), 64, vocab, ignored=0.6).inputs(dtype, place.device)
-    one = torch.ones((60,) if reduction == "none" else (), device=place.device)
+    inputs = Case("", (FEW,), 64, vocab, ignored=0.6).inputs(dtype, place.device)
+    one = torch.ones((FEW,) if reduction == "none" else (), device=place.device)
     skip = "wait" if place == Place("torch", "cuda") else True
     found = []
     for first in (0, 1):

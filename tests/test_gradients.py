@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budget import assert_outcome, assert_within_budget
-from cases import PLACES, Case, Inputs, Place, run, run_ours, run_reference, upstream_like
+from cases import FEW, PLACES, Case, Inputs, Place, run, run_ours, run_reference, upstream_like
 from chunked_head.kernels.products import launch as products
 from oracle import reference
 from torch import Tensor
@@ -25,7 +25,7 @@ from chunked_head import (
     metrics,
 )
 
-SMALL = Case("", (60,), 64, 131, schedule={"chunk_tokens": 32})
+SMALL = Case("", (FEW,), 64, 131, schedule={"chunk_tokens": 32})
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -276,7 +276,7 @@ def test_autocast(place: Place, autocast: torch.dtype, hidden_dtype: torch.dtype
     """Computes in autocast's dtype, gradients come in the inputs', and no more is rounded than eager rounds."""
     if place == Place("triton", "cpu") and autocast == torch.bfloat16 != hidden_dtype:
         hidden_dtype = torch.bfloat16  # the interpreter truncates where a GPU rounds fp32 to bf16
-    base = Case("", (60,), 64, 131, {"bias": lambda c, g: torch.randn(c.vocab, generator=g), "reduction": reduction})
+    base = Case("", (FEW,), 64, 131, {"bias": lambda c, g: torch.randn(c.vocab, generator=g), "reduction": reduction})
     inputs = base.inputs(torch.float32, place.device)
     object.__setattr__(inputs, "hidden", inputs.hidden.to(hidden_dtype))
 
@@ -424,11 +424,11 @@ def test_strided_bias(place: Place, dtype: torch.dtype, reduction: str) -> None:
 def test_fp16_with_class_weights_of_any_size(place: Place, size: float, reduction: str) -> None:
     """A mean does not feel the size of the class weights, and 16-bit gradients of logits must not either."""
     omega = torch.full((131,), size, device=place.device)
-    inputs = Case("", (60,), 64, 131, {"class_weights": lambda c, g: torch.full((c.vocab,), size)}).inputs(
+    inputs = Case("", (FEW,), 64, 131, {"class_weights": lambda c, g: torch.full((c.vocab,), size)}).inputs(
         torch.float16, place.device
     )
     inputs.options["reduction"] = reduction
-    upstream = torch.full((60,), 0.01 / size, device=place.device) if reduction == "none" else None
+    upstream = torch.full((FEW,), 0.01 / size, device=place.device) if reduction == "none" else None
     truth, eager = (run_reference(inputs, d, upstream) for d in (torch.float64, torch.float16))
     ours = run_ours(inputs, place, upstream)
     assert omega.isfinite().all()
@@ -485,7 +485,7 @@ def test_small_upstream_of_fp16(place: Place) -> None:
     """Late and small: what fp16 gradients of logits are multiplied by at the end is itself no fp16 number."""
     inputs = SMALL.inputs(torch.float16, place.device)
     hidden, weight = leaves(inputs)
-    upstream = torch.full((60,), 2e-9, device=place.device)
+    upstream = torch.full((FEW,), 2e-9, device=place.device)
     loss = linear_cross_entropy(
         hidden, weight, inputs.target, reduction="none", logit_scale=512.0, backend=place.backend
     )
@@ -505,7 +505,7 @@ def test_fp16_gradients_below_every_normal_number(place: Place, reduction: str) 
     """What has no inverse in fp32 cannot be divided by; what comes out is 0, as by eager."""
     inputs = SMALL.inputs(torch.float16, place.device)
     hidden, weight = leaves(inputs)
-    options = {"token_weights": torch.full((60,), 1e-40, device=place.device)} if reduction == "sum" else {}
+    options = {"token_weights": torch.full((FEW,), 1e-40, device=place.device)} if reduction == "sum" else {}
     loss = linear_cross_entropy(
         hidden, weight, inputs.target, reduction=reduction, backend=place.backend, **options
     )  # fmt: skip

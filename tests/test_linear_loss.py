@@ -17,7 +17,7 @@ from chunked_head.metrics import Metric, unit_weights
 from chunked_head.metrics.values import selected
 
 # interpreted, each step is slow: a path per loss, in turn, and all of them on a GPU
-SCHEDULES: list[dict[str, Any]] = [{"chunk_tokens": 32}, {}, {"chunk_tokens": 64}]
+SCHEDULES: list[dict[str, Any]] = [{"chunk_tokens": 32}, {}, {"chunk_tokens": 64 if torch.cuda.is_available() else 16}]
 
 
 def run_ours(case: LossCase, inputs: Any, place: Place, **more: Any) -> tuple[LossOutput, list[torch.Tensor]]:

@@ -12,7 +12,7 @@ from tracking import Tracker
 
 from chunked_head import linear_logprobs, linear_loss, losses, metrics
 
-TOKENS, HIDDEN, VOCAB = 83, 64, 277
+TOKENS, HIDDEN, VOCAB = 83 if torch.cuda.is_available() else 41, 64, 277
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tempered": {"temperature": 0.7},
@@ -174,9 +174,18 @@ def test_fed_back_they_give_a_ratio_of_one(place: Place, dtype: torch.dtype, spr
             assert out.metrics["clip_fraction"].value == 0.0
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("vocab", [1, 2, 3, 7, 17, 65])
+def tiny_vocabularies() -> list:
+    """Interpreted, each vocabulary in half of the types and each type with half of the vocabularies."""
+    return [
+        pytest.param(place.values[0], dtype, vocab, marks=place.marks, id=f"{vocab}-{dtype}-{place.id}")
+        for place in PLACES
+        for i, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32))
+        for j, vocab in enumerate((1, 2, 3, 7, 17, 65))
+        if place.id != "triton-interpreted" or (i + j) % 2 == 0
+    ]
+
+
+@pytest.mark.parametrize(("place", "dtype", "vocab"), tiny_vocabularies())
 def test_tiny_vocabularies_fed_back(place: Place, dtype: torch.dtype, vocab: int) -> None:
     """No path, temperature or number of tokens rounds a logit by more than fp32 does: against float64, and given back
     a ratio of 1. Logits beyond 60 nats may differ by some ulp of theirs."""
