@@ -108,7 +108,7 @@ def plan(
         if applies:
             got = f"tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"
             raise ValueError(f"{reason}; got {got}")
-    into = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
+    added_to = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
     place = place_of(device)
     chosen = resolve(backend, place)
     chosen.check(place, dtype, "dtype")
@@ -138,7 +138,7 @@ def plan(
         coupled=coupling(loss, dtype)[1], demand=demand,
         teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
         teacher_cast=teacher is not None and teacher.casts,
-        store=store, into=into, skips=skip_ignored, deterministic=deterministic,
+        store=store, buffer_dtype=added_to, skips=skip_ignored, deterministic=deterministic,
         ranks=ranks, spread=ranks if sequence_sharded else 1, **chosen.traits(place),
     )  # fmt: skip
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)

@@ -26,14 +26,19 @@ class Gradients:
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-    into: GradientBuffer | None = None  # ``weight`` is a buffer of the caller's, to be added to
+    gradient_buffer: GradientBuffer | None = None  # ``weight`` is a buffer of the caller's, to be added to
     gain: Tensor | None = None  # [] taken out of the coefficients, for what nobody scales afterwards
     padded: dict[str, Tensor] = field(default_factory=dict)  # ``weight`` and ``bias`` with rows beyond the vocabulary
     over_ranks: SummedRows | ScatteredRows | None = None  # what becomes of ``hidden`` where ranks share the vocabulary
 
     @classmethod
     def empty(
-        cls, plan: Plan, hidden: torch.dtype, weight: torch.dtype, device: torch.device, into: GradientBuffer | None
+        cls,
+        plan: Plan,
+        hidden: torch.dtype,
+        weight: torch.dtype,
+        device: torch.device,
+        gradient_buffer: GradientBuffer | None,
     ) -> "Gradients":
         sizes = plan.sizes
 
@@ -45,9 +50,9 @@ class Gradients:
         rows, wide = sizes.vocab + sizes.padding, torch.promote_types(sizes.dtype, torch.float32)
         grads = cls(
             buffer(sizes.hidden_grad, hidden, sizes.own_tokens, sizes.hidden),
-            into.buffer if into else buffer(sizes.weight_grad, weight, rows, sizes.hidden),
+            gradient_buffer.buffer if gradient_buffer else buffer(sizes.weight_grad, weight, rows, sizes.hidden),
             buffer(sizes.bias_grad, wide, rows),
-            into,
+            gradient_buffer,
         )
         if sizes.padding:
             grads.set_aside(sizes.vocab)
@@ -60,7 +65,7 @@ class Gradients:
         if self.bias is not None:
             self.padded["bias"], self.bias = self.bias, self.bias[:vocab]
         for name, whole in self.padded.items():
-            if not (name == "weight" and self.into is not None):
+            if not (name == "weight" and self.gradient_buffer is not None):
                 whole[vocab:].zero_()
 
     def whole(self, name: str) -> Tensor | None:
@@ -86,7 +91,7 @@ class Gradients:
 
     def stores(self, first: bool) -> bool:
         """Whether a product is stored in the weight's gradient rather than added."""
-        return first and self.into is None
+        return first and self.gradient_buffer is None
 
     def finish(
         self, backend: Scaling, factors: Sequence[Tensor], one_or_nan: Tensor, plan: Plan
@@ -95,7 +100,7 @@ class Gradients:
 
         The caller's buffer holds more than this call's gradient, and takes no factor but ``one_or_nan``.
         """
-        if self.into is not None and self.weight is not None:
+        if self.gradient_buffer is not None and self.weight is not None:
             backend.scale_([self.weight], [one_or_nan])
             self.weight = None
             self.padded.pop("weight", None)
@@ -113,4 +118,4 @@ class Gradients:
                 assert dtype is not None
                 buffers[i] = backend.scale(buffer, factors, dtype)
         of_hidden, of_weight, of_bias = buffers
-        return of_hidden, of_weight if self.into is None else self.into.handed_over(), of_bias
+        return of_hidden, of_weight if self.gradient_buffer is None else self.gradient_buffer.handed_over(), of_bias

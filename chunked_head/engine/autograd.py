@@ -29,7 +29,7 @@ class Forward(NamedTuple):
     exchanges: bool  # with ranks that hold other tokens
     backend: Backend
     plan: Plan
-    into: GradientBuffer | None
+    gradient_buffer: GradientBuffer | None
     canary: Canary | None
     saved: Sequence[Tensor]  # for a backward that makes gradients, beside the operands
     later: Callable[[Sequence[Tensor]], tuple[Call, RowStats]]  # the call and its statistics, of operands and saved
@@ -48,9 +48,9 @@ def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
     stats, grads = sweep(call, hidden, call.head(weight, bias))
     objective, named = call.objective, stats.named()
     outputs, canary = objective.outputs(stats), None
-    if call.into is not None and grads is not None:
+    if call.gradient_buffer is not None and grads is not None:
         with aside():
-            canary = call.into.canary(call.own_target)
+            canary = call.gradient_buffer.canary(call.own_target)
     lasting, names = call.without_teacher(), tuple(named)
 
     def later(saved: Sequence[Tensor]) -> tuple[Call, RowStats]:
@@ -60,7 +60,7 @@ def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
 
     return Forward(
         outputs, objective.differentiable, stats, grads, objective.expected, objective.exchanges, call.backend,
-        call.plan, call.into, canary, (*named.values(), *objective.teacher_tensors), later,
+        call.plan, call.gradient_buffer, canary, (*named.values(), *objective.teacher_tensors), later,
     )  # fmt: skip
 
 
@@ -96,8 +96,8 @@ class HeadLoss(torch.autograd.Function):
         if first is None:
             return None, None, None, None, None
         ctx.grads = None
-        if made.into is not None:
-            made.into.check_there()
+        if made.gradient_buffer is not None:
+            made.gradient_buffer.check_there()
         with torch.no_grad(), as_called(first.device):
             if grads is not None:
                 finished = handed_over(ctx, made, grads, upstream[0])
@@ -117,7 +117,7 @@ def handed_over(ctx: Any, made: Forward, grads: Gradients, given: Tensor | None)
         # none, whichever of them find their gradients waiting
         ctx.saved_tensors  # noqa: B018
     factors, one_or_nan = made.expected.factors(given), made.expected.one_or_nan
-    if made.into is not None:
+    if made.gradient_buffer is not None:
         # it was promised, and only as promised can what has been added stay
         one_or_nan = made.expected.one_or_nan_for(given)
         if made.canary is not None:

@@ -190,7 +190,7 @@ class Planned(NamedTuple):
         assert isinstance(head, HeadOptions)
         if shard is not None:
             shard = shard.agreed(self.plan, described_options(prepared, objective), self.rows.device)
-        options = prepared.logit_scale, prepared.softcap, self.request, head.into, self.packing, shard
+        options = prepared.logit_scale, prepared.softcap, self.request, head.gradient_buffer, self.packing, shard
         return Call(self.plan, prepared.backend, objective, *options)
 
 
@@ -213,7 +213,7 @@ def planned(prepared: PreparedCall, wants: Wants, again: bool = False) -> Planne
     placed = Placed(
         prepared.token_rows.target.shape[0], wants, again, packing is not None, copied,
         weight.is_contiguous() and weight.data_ptr() % 16 == 0, rows.stride(1) == 1 or rows.shape[1] == 1,
-        None if head.into is None else head.into.buffer.dtype,
+        None if head.gradient_buffer is None else head.gradient_buffer.buffer.dtype,
     )  # fmt: skip
     lasting = program.lasting and head.shard is None and prepared.teacher is None
     key = program, placed
@@ -241,7 +241,7 @@ class Placed(NamedTuple):
     copied: bool  # hidden states that no view flattens
     plain_weight: bool  # contiguous and aligned to 16 bytes
     plain_rows: bool  # columns of hidden states contiguous
-    into: torch.dtype | None
+    buffer_dtype: torch.dtype | None
 
 
 def check_own_matmuls(prepared: PreparedCall, sizes: Sizes) -> None:
@@ -297,6 +297,7 @@ def sizes_of(head: HeadOptions | LogitsOptions, program: Program, placed: Placed
         teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         teacher_cast=teacher is not None and teacher.casts,
         teacher_store=None if teacher is None else backend.teacher_store(teacher, store),
-        store=store, copied=placed.copied, deterministic=head.deterministic, skips=placed.skips, into=placed.into,
+        store=store, copied=placed.copied, deterministic=head.deterministic, skips=placed.skips,
+        buffer_dtype=placed.buffer_dtype,
         **backend.traits(head.device),
     )  # fmt: skip

@@ -144,7 +144,7 @@ class HeadOptions(OfRanks):
         """Raises what is wrong with these arguments; the dtype of the matmuls."""
         dtype = checks.check_operands(self.hidden, self.weight, self.target, self.bias)
         self.check_each()
-        self.into  # noqa: B018  (raises what is wrong with it)
+        self.gradient_buffer  # noqa: B018  (raises what is wrong with it)
         if self.shard is not None and self.shard.parallel.sequence_sharded:
             self.check_sequence_sharded()
         if self.shard is not None and self.deterministic:
@@ -196,7 +196,7 @@ class HeadOptions(OfRanks):
         return Request(self.memory_budget, self.chunk_tokens, self.accumulate_dtype)
 
     @functools.cached_property
-    def into(self) -> GradientBuffer | None:
+    def gradient_buffer(self) -> GradientBuffer | None:
         """Where the weight's gradient goes instead of back, None where it goes back or is not made."""
         others = {"hidden": self.hidden, "target": self.target, "bias": self.bias}
         return resolve_into(self.accumulate_into, self.weight, others)

@@ -30,7 +30,7 @@ class Call(OwnColumns):
     logit_scale: float
     softcap: float | None
     request: Request = DEFAULT_REQUEST
-    into: GradientBuffer | None = None  # where the weight's gradient goes, instead of back
+    gradient_buffer: GradientBuffer | None = None  # where the weight's gradient goes, instead of back
     packing: Packing | None = None  # of tokens that only the device can tell from those that do not count
     shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
 
@@ -102,13 +102,14 @@ class Operands:
 def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
     """One pass over token chunks: statistics, and in the ``forward`` schedule what becomes the gradients."""
     plan, objective = call.plan, call.objective
-    if call.into is not None and plan.schedule == "forward":
+    if call.gradient_buffer is not None and plan.schedule == "forward":
         with aside():
-            call.into.before_adding()
+            call.gradient_buffer.before_adding()
     stats = RowStats.empty(plan.sizes.tokens, objective.demand, objective.dtype, hidden.device)
     grads = None
     if plan.schedule == "forward":
-        grads = Gradients.empty(plan, plan.hidden_accumulate, plan.weight_accumulate, hidden.device, call.into)
+        dtypes = plan.hidden_accumulate, plan.weight_accumulate
+        grads = Gradients.empty(plan, *dtypes, hidden.device, call.gradient_buffer)
         grads.over_ranks = None if call.shard is None else call.shard.hidden_gradient()
         if call.packing is not None and grads.hidden is not None:
             grads.hidden.zero_()  # where a token does not count nothing is computed
@@ -126,7 +127,7 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
         if grads is not None:
             assert coefficients is not None
             # a buffer of the caller's cannot be scaled once all is added
-            grads.gain = None if grads.into is None else objective.gain_so_far
+            grads.gain = None if grads.gradient_buffer is None else objective.gain_so_far
             session.add_gradients(at, rows, chunk_stats, coefficients, grads)
             if operands.gathered is not None:
                 # nobody has the call's hidden states all at once
@@ -165,9 +166,9 @@ def recompute(
     Blocks of tokens outside, tiles of the vocabulary inside: a tile of the weight's gradient is one product per block.
     """
     plan = call.plan
-    if call.into is not None:
-        call.into.before_adding()
-    grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device, call.into)
+    if call.gradient_buffer is not None:
+        call.gradient_buffer.before_adding()
+    grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device, call.gradient_buffer)
     grads.over_ranks = None if call.shard is None else call.shard.hidden_gradient()
     if plan.sizes.tokens:
         operands = Operands(call, hidden, plan.block_tokens)

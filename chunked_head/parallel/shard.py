@@ -26,7 +26,7 @@ SPLIT = "the split of the vocabulary (VocabParallel's rows, where parts are unev
 NAMES = {
     "hidden": "the size of hidden states", "dtype": "the dtype of matmuls", "hidden_dtype": "the dtype of hidden",
     "weight_dtype": "the dtype of weight", "bias_dtype": "the dtype of bias", "hidden_grad": "hidden's requires_grad",
-    "weight_grad": "weight's requires_grad", "bias_grad": "bias's requires_grad", "into": "accumulate_into",
+    "weight_grad": "weight's requires_grad", "bias_grad": "bias's requires_grad", "buffer_dtype": "accumulate_into",
     "skips": "skip_ignored",
 }  # fmt: skip
 # by what ranks know that they mean the same tokens: targets, where a call has any

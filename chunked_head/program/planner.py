@@ -86,14 +86,14 @@ def fastest(sizes: Sizes, request: Request) -> Plan:
         return plan_coupled(sizes, request)
     if sizes.own_weight_grad and sizes.weight_dtype.itemsize < 4:
         return plan_half_weight(sizes, request)
-    return plan_forward(sizes, request, sizes.into or sizes.weight_dtype)
+    return plan_forward(sizes, request, sizes.buffer_dtype or sizes.weight_dtype)
 
 
 def check_request(sizes: Sizes, request: Request) -> None:
     wanted = request.accumulate_dtype
-    if sizes.into is not None and wanted not in (None, sizes.into):
+    if sizes.buffer_dtype is not None and wanted not in (None, sizes.buffer_dtype):
         raise ValueError(
-            f"accumulate_dtype must be None or {name(sizes.into)}, the dtype of accumulate_into, got {wanted!r}"
+            f"accumulate_dtype must be None or {name(sizes.buffer_dtype)}, the dtype of accumulate_into, got {wanted!r}"
         )
     allowed = {sizes.weight_dtype} | ({torch.float32} if sizes.weight_dtype.itemsize < 4 else set())
     if wanted is not None and wanted not in allowed:
@@ -132,7 +132,7 @@ def plan_forward(
     # a 16-bit gradient of hidden that waits in fp32 is rounded once, after the upstream gradient is known
     # (fp16 waits without its scale, and so wants the range as well)
     # beside a caller's buffer the upstream gradient is promised
-    waits = weight_acc != sizes.weight_dtype and sizes.into is None
+    waits = weight_acc != sizes.weight_dtype and sizes.buffer_dtype is None
     keep_wide = waits or not sizes.weight_grad or sizes.dtype == torch.float16
     needed = 0
     choices = [wide] if keep_wide and wide != sizes.hidden_dtype else []
@@ -183,7 +183,7 @@ def chunk_rows(sizes: Sizes, request: Request, extra, budget: int, last: bool) -
 def plan_coupled(sizes: Sizes, request: Request) -> Plan:
     """Gradients that wait for every token's statistics: nothing is recomputed where one chunk holds all tokens."""
     one = sizes.weight_dtype if sizes.sums_into(sizes.weight_dtype) and sizes.dtype != torch.float16 else torch.float32
-    one = sizes.into or one
+    one = sizes.buffer_dtype or one
     fits = request.chunk_tokens is None or request.chunk_tokens >= sizes.tokens
     if fits and not sizes.deterministic and (not sizes.weight_grad or request.accumulate_dtype in (None, one)):
         try:
@@ -257,7 +257,7 @@ def plan_recompute(sizes: Sizes, request: Request, note: str) -> Plan:
     # a tile of the weight's gradient is finished once per block of tokens: 16-bit sums for few blocks only
     few = 1 if request.accumulate_dtype == torch.float32 else MAX_HALF_CHUNKS
     many = -(-max(sizes.tokens, 1) // CHUNK_MULTIPLE)
-    attempts = [(sizes.into or sizes.weight_dtype, request.budget, min(few, many) if half_weight else many)]
+    attempts = [(sizes.buffer_dtype or sizes.weight_dtype, request.budget, min(few, many) if half_weight else many)]
     if half_weight and not request.explicit and request.accumulate_dtype != sizes.weight_dtype:
         attempts.append((torch.float32, request.budget + 4 * sizes.weight_elements, many))
     for weight_acc, budget, most_blocks in attempts:

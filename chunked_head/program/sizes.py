@@ -49,7 +49,7 @@ class Sizes:
     multiprocessors: int = 0  # of a device that runs our own matmuls, else 0
     deterministic: bool = False  # a token's numbers do not depend on the others, nor on how many there are
     skips: bool = False  # products stop at a number of rows that only the device knows
-    into: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
+    buffer_dtype: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
 
     @property
     def half(self) -> bool:
@@ -62,7 +62,7 @@ class Sizes:
     @property
     def own_weight_grad(self) -> bool:
         """Whether the weight's gradient is a tensor of the call's, to be handed over."""
-        return self.weight_grad and self.into is None
+        return self.weight_grad and self.buffer_dtype is None
 
     def through_fp32(self, weight_acc: torch.dtype) -> bool:
         """Whether a tile of the weight's gradient is made in fp32 first: fp16 gets its scale there."""

@@ -26,7 +26,7 @@ class Arguments:
         given = {**args, **kwargs}
         self.tensors: list[Tensor] = []
         self.values: list[Any] = [function, len(args), len(kwargs), *given]
-        self.into: GradientBuffer | None = None
+        self.gradient_buffer: GradientBuffer | None = None
         self.kind = self.kind_of(given) if self.on_a_gpu(given) else None
 
     def on_a_gpu(self, given: Mapping[str, Any]) -> bool:
@@ -83,7 +83,7 @@ class Arguments:
             return True
         others = {name: given.get(name) for name in ("hidden", "target", "bias")}
         try:
-            self.into = resolve(accumulate_into, given["weight"], others)
+            self.gradient_buffer = resolve(accumulate_into, given["weight"], others)
         except (TypeError, ValueError):
             return False  # the call says so, after what else is wrong with it
-        return self.into is None or self.add(self.into.buffer)
+        return self.gradient_buffer is None or self.add(self.gradient_buffer.buffer)

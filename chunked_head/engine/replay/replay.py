@@ -118,7 +118,7 @@ def replay_of(task: Task[Result], recorder: Recorder, ran: Outcome, result: Any)
     operands = [None if one is None else place(one).slot for one in (head.hidden, head.weight, head.bias)]
     expected = Template(forward.expected, place)
     stats = {name: place(value) for name, value in ran.stats.named().items()}
-    template = Template(replace(call, into=None), place)
+    template = Template(replace(call, gradient_buffer=None), place)
     finish, of_result = finish_of(task, ran, result, place)
     target = place(call.own_target)
     places = [target, *outputs, *stats.values(), *(at for at in grads or () if at is not None)]
@@ -145,7 +145,7 @@ def replayed(replay: Replay, arguments: Arguments) -> Any:
     tensors, held = arguments.tensors, list[Any]()
     hidden, weight, bias = [None if at is None else tensors[at] for at in replay.operands]
     assert hidden is not None and weight is not None
-    forward = functools.partial(forward_again, replay, tensors, arguments.into, held)
+    forward = functools.partial(forward_again, replay, tensors, arguments.gradient_buffer, held)
     if replay.plan.sizes.any_grad:
         return replay.finish(HeadLoss.apply(flat(hidden), weight, bias, forward, []), held)
     with as_called(hidden.device):
@@ -156,21 +156,21 @@ def replayed(replay: Replay, arguments: Arguments) -> Any:
 def forward_again(
     replay: Replay,
     tensors: Sequence[Tensor],
-    into: GradientBuffer | None,
+    gradient_buffer: GradientBuffer | None,
     held: list[Any],
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
 ) -> Forward:
     """``forward_of`` from a tape; ``held`` receives what its slots hold."""
-    added_to = None if replay.grads is None else into
+    added_to = None if replay.grads is None else gradient_buffer
     if added_to is not None:
         added_to.before_adding()
     held += replay.tape(tensors)
     grads = None
     if replay.grads is not None:
         of_hidden, of_weight, of_bias = [None if at is None else at.tensor(held) for at in replay.grads]
-        grads = Gradients(of_hidden, of_weight, of_bias, into)
+        grads = Gradients(of_hidden, of_weight, of_bias, gradient_buffer)
     canary = None if added_to is None else added_to.canary(replay.target.view(held))
     # saved as the call that was recorded saves them: an activation checkpoint compares the two
     saved = [at.tensor(held) for at in replay.stats.values()] if replay.plan.sizes.any_grad else []
@@ -178,10 +178,11 @@ def forward_again(
 
     def later(saved: Sequence[Tensor]) -> tuple[Call, RowStats]:
         call = replay.call.build(kept | dict(zip(replay.operands, saved, strict=False)))
-        return replace(call, into=into), RowStats(**dict(zip(replay.stats, saved[3:], strict=True)))
+        stats = RowStats(**dict(zip(replay.stats, saved[3:], strict=True)))
+        return replace(call, gradient_buffer=gradient_buffer), stats
 
     return Forward(
         tuple([output.tensor(held) for output in replay.outputs]), replay.differentiable, None, grads,
-        replay.expected.build(held), False, replay.backend, replay.plan, into, canary,
+        replay.expected.build(held), False, replay.backend, replay.plan, gradient_buffer, canary,
         saved, later,
     )  # fmt: skip
