@@ -1,7 +1,8 @@
 """Host time of a call and its backward, and how small calls stand beside their matmuls: `python -m benchmarks.host`.
 
 The host's time is measured apart from the device's: the device is idle when a call begins, and nothing is waited for
-before the clock is read. Beside it stands the time of the same steps in a row, by the device's clock, and its ratio to
+before the clock is read. Hosts differ by a factor of two: first stands what autograd takes for a function that does
+nothing. Beside it stands the time of the same steps in a row, by the device's clock, and its ratio to
 the bare matmuls. The last row gives 1,000 numbers of tokens that are new to the process, one after the other, as packed
 batches do. On a CPU, where the host computes too, host time is the whole time.
 """
@@ -56,6 +57,25 @@ def logprobs(operands: Operands, tokens: int) -> Tensor:
         return linear_logprobs(operands.hidden[:tokens], operands.weight, operands.target[:tokens])
 
 
+class Nothing(torch.autograd.Function):
+    """Of two operands: a number, and gradients that were there before."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, found: Sequence[Tensor]) -> Tensor:
+        number, *ctx.grads = found
+        return number.view_as(number)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.grads, None
+
+
+def nothing(operands: Operands) -> Callable[[], Any]:
+    hidden, weight = operands.hidden, operands.weight
+    found = hidden.new_zeros(()), torch.empty_like(hidden), torch.empty_like(weight)
+    return lambda: Nothing.apply(hidden, weight, found).backward()
+
+
 def host_time(step: Callable[[], Any], operands: Operands, device: torch.device, calls: int = CALLS) -> float:
     """Milliseconds between a call and the return of its backward, the median of many."""
     found = []
@@ -97,6 +117,9 @@ def run_shape(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[dict
             step()
     watch.stage(f"{shape}: host time")
     rows = [
+        named(shape, "autograd alone") | {"host_ms": host_time(nothing(operands), operands, args.device, args.calls)}
+    ]
+    rows += [
         named(shape, name) | {"host_ms": host_time(step, operands, args.device, args.calls)}
         for name, (_, step) in steps.items()
     ]
