@@ -25,6 +25,7 @@ from chunked_head.engine.prepared import PreparedCall
 from chunked_head.engine.replay import kinds, replay
 from chunked_head.engine.replay.recorder import Recorder
 from chunked_head.engine.replay.tape import ALIGNMENT, packed
+from chunked_head.engine.replay.template import Template
 from chunked_head.metrics import MetricValue
 
 ROUNDS = 4  # as it is, recorded, replayed twice
@@ -392,6 +393,31 @@ def test_memory_of_kernels_alone_is_one_allocation() -> None:
     assert tape.arena_bytes == ALIGNMENT + 16 and len(tape.steps) == 4
     given = torch.randn(4)
     assert torch.equal(place.tensor(tape([given])), given * 8)
+
+
+class Described:
+    """What stands for a tensor descriptor."""
+
+    def __init__(self, base: Tensor):
+        self.base, self.block_shape = base, [4]
+
+
+def test_what_was_recorded_of_tensors_is_let_go() -> None:
+    given = list[Any]()
+    x = torch.ones(4)
+    with Recorder([x]) as recorder:
+        launched = recording.Launched(lambda *words: given.extend(words), (Described(x[1:]), "then"), 1, lambda: 7)
+        recorder.launched(launched, [], [0], lambda: True)
+    template = Template({"a": [x, None]}, recorder.place)
+    del launched
+    tape, seen = recorder.tape({0}), weakref.ref(x)
+    del x
+    assert seen() is None
+    held = tape([y := torch.arange(4.0)])
+    descriptor, stream = given
+    assert type(descriptor) is Described and descriptor.block_shape == [4] and stream == 7
+    assert descriptor.base.data_ptr() == y.data_ptr() + 4 and template.build(held)["a"][0] is y
+    assert not hasattr(template, "place")
 
 
 @pytest.mark.parametrize("first", [0, 2, 3])

@@ -1,6 +1,6 @@
 """Watches what a function does on tensors, and makes a tape of it."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Recorder:
         self.inputs = len(inputs)
         self.records: list[Record] = []
         self.checks: list[Check] = []
+        self.stream: Callable[[], int] | None = None  # of what is launched
         for tensor in inputs:
             if not tensor.numel():
                 self.failure = "an input is empty"
@@ -149,9 +150,10 @@ class Recorder:
         except NotRecordedError as error:
             self.failure = f"a launch: {error}"
             return
-        self.records.append(Launch(what, at, of))
+        self.records.append(Launch.of(what, at, of))
         self.checks.append(check)
+        self.stream = what.stream
 
     def tape(self, kept: Set[int]) -> Tape:
         """Of all that has been recorded, which keeps what lies in these slots."""
-        return Tape(self.records, len(self.bases), kept, self.checks)
+        return Tape(self.records, len(self.bases), kept, self.checks, self.stream)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...backends import Backend
@@ -148,7 +149,7 @@ def replayed(replay: Replay, arguments: Arguments) -> Any:
     forward = functools.partial(forward_again, replay, tensors, arguments.gradient_buffer, held)
     if replay.plan.sizes.any_grad:
         return replay.finish(HeadLoss.apply(flat(hidden), weight, bias, forward, []), held)
-    with as_called(hidden.device):
+    with torch.no_grad(), as_called(hidden.device):
         made = forward(hidden, weight, bias)
     return replay.finish(made.outputs, held)
 

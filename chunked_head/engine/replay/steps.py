@@ -85,9 +85,22 @@ class Operation(NamedTuple):
 
 
 class Launch(NamedTuple):
-    what: Launched
+    run: Callable[..., None]
+    arguments: list[Any]  # without those that are of tensors
+    stream_at: int
     pointers: list[tuple[int, int, int]]  # which of the arguments, their slots, and bytes into them
     descriptors: list[tuple[int, int, int]]
+    described: list[tuple[type, dict[str, Any]]]  # kind and attributes of each descriptor but its tensor
+
+    @classmethod
+    def of(
+        cls, what: Launched, pointers: list[tuple[int, int, int]], descriptors: list[tuple[int, int, int]]
+    ) -> "Launch":
+        arguments = list(what.arguments)
+        attributes = [(type(arguments[i]), dict(vars(arguments[i]), base=None)) for i, *_ in descriptors]
+        for i, *_ in (*pointers, *descriptors):
+            arguments[i] = None
+        return cls(what.run, arguments, what.stream_at, pointers, descriptors, attributes)
 
     @property
     def used(self) -> tuple[int, ...]:
@@ -99,7 +112,7 @@ class Launch(NamedTuple):
             [(i, memory, parts[slot] + offset) if slot in parts else (i, slot, offset) for i, slot, offset in each]
             for each in (self.pointers, self.descriptors)
         )
-        return Launch(self.what, pointers, descriptors)
+        return self._replace(pointers=pointers, descriptors=descriptors)
 
 
 Record = Allocation | Operation | Launch
@@ -142,23 +155,18 @@ def operation(record: Operation) -> Step:
 
 
 def launch(record: Launch) -> Step:
-    (run, arguments, stream_at, _), pointers, descriptors = record
-    template, described = list(arguments), type(arguments[descriptors[0][0]]) if descriptors else object
-    known = [
-        (i, slot, offset, {name: value for name, value in vars(arguments[i]).items() if name != "base"})
-        for i, slot, offset in descriptors
-    ]
-    for i, *_ in (*pointers, *descriptors):
-        template[i] = None
+    run, arguments, stream_at, pointers, descriptors, described = record
+    known = [(*at, *kind) for at, kind in zip(descriptors, described, strict=True)]
 
     def step(held: list[Any], addresses: list[int], stream: int) -> None:
-        given = template.copy()
+        given = arguments.copy()
         given[stream_at] = stream
         for i, slot, offset in pointers:
             given[i] = addresses[slot] + offset
-        for i, slot, offset, values in known:
-            given[i] = descriptor = object.__new__(described)
-            descriptor.__dict__.update(values, base=Address(addresses[slot] + offset))
+        for i, slot, offset, kind, attributes in known:
+            descriptor: Any = object.__new__(kind)
+            given[i] = descriptor
+            descriptor.__dict__.update(attributes, base=Address(addresses[slot] + offset))
         run(*given)
 
     return step

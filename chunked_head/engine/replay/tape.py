@@ -21,10 +21,16 @@ ALIGNMENT = 512  # bytes, as torch's own allocations
 class Tape:
     """``tape(inputs)`` does what has been recorded, and returns what the slots hold that are ``kept``."""
 
-    def __init__(self, records: Sequence[Record], slots: int, kept: Set[int], checks: Sequence[Check]):
-        self.slots, self.checks = slots, tuple(dict.fromkeys(checks))
-        launches = [record for record in records if isinstance(record, Launch)]
-        self.stream = launches[0].what.stream if launches else None
+    def __init__(
+        self,
+        records: Sequence[Record],
+        slots: int,
+        kept: Set[int],
+        checks: Sequence[Check],
+        stream: Callable[[], int] | None,
+    ):
+        """``stream``: the current one, where something is launched."""
+        self.slots, self.checks, self.stream = slots, tuple(dict.fromkeys(checks)), stream
         last = {slot: i for i, record in enumerate(records) for slot in record.used}
         last.update(dict.fromkeys(kept, len(records)))
         as_tensors = set(kept).union(*[record.used for record in records if isinstance(record, Operation)])

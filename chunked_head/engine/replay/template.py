@@ -39,6 +39,7 @@ class Template:
         self.place, self.tensor = place, tensor
         self.build: Build = self.of(value) or (lambda held: value)
         self.slots = {place.slot for place in self.places}
+        del self.place, self.known  # which hold what was recorded
 
     def of(self, value: Any) -> Build | None:
         """None for what holds no tensor."""
