@@ -20,7 +20,7 @@ demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
 
 test: $(READY) lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore tests/test_smoke.py
+	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --ignore tests/test_smoke.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
