@@ -1,5 +1,5 @@
-# `make demo` trains with both heads and compares them, `make test` checks everything here, `make smoke` whether what
-# `pip install .` makes works, `make floor` whether it does with the oldest versions; each makes its environment first.
+# `make demo` trains with both heads and compares them, `make test` runs the linters and the tests, `make smoke` tests
+# what `pip install .` makes, `make floor` does so with the oldest versions; each makes its environment first.
 
 PYTHON ?= python3
 VENV ?= .venv

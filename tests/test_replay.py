@@ -368,8 +368,10 @@ def test_blocks_in_use_share_no_memory(drawn: list[tuple[int, int, int]]) -> Non
 def test_memory_of_kernels_alone_is_one_allocation() -> None:
     """What is launched reads and writes the same numbers there; what is asked for has memory of its own."""
 
-    def double(to: int, stream: str, source: int) -> None:
-        assert stream in ("then", "now")
+    then, now = 5, 7
+
+    def double(to: int, stream: int, source: int) -> None:
+        assert stream in (then, now)
         into, read = (ctypes.cast(at, ctypes.POINTER(ctypes.c_float)) for at in (to, source))
         for i in range(4):
             into[i] = 2 * read[i]
@@ -377,10 +379,10 @@ def test_memory_of_kernels_alone_is_one_allocation() -> None:
     def function(x: Tensor) -> Tensor:
         for _ in range(3):
             y = torch.empty(4)
-            given = y.data_ptr(), "then", x.data_ptr()
+            given = y.data_ptr(), then, x.data_ptr()
             double(*given)
             if recording.RECORDING.recorder is not None:
-                what = recording.Launched(double, given, 1, lambda: "now")  # type: ignore[arg-type, return-value]
+                what = recording.Launched(double, given, 1, lambda: now)
                 recording.RECORDING.recorder.launched(what, [0, 2], [], lambda: True)
             made.append(x)
             x = y

@@ -109,9 +109,9 @@ class Gradients:
         buffers = [self.whole("hidden"), self.whole("weight"), self.whole("bias")]
         self.hidden = self.weight = self.bias = None
         self.padded.clear()
-        both = list(zip(buffers, dtypes, strict=True))
-        backend.scale_([buffer for buffer, dtype in both if buffer is not None and buffer.dtype == dtype], factors)
-        del both
+        pairs = zip(buffers, dtypes, strict=True)
+        in_place = [buffer for buffer, dtype in pairs if buffer is not None and buffer.dtype == dtype]
+        backend.scale_(in_place, factors)
         for i, dtype in enumerate(dtypes):
             buffer = buffers[i]
             if buffer is not None and buffer.dtype != dtype:

@@ -15,7 +15,7 @@ from .head_options import HeadOptions, LogitsOptions
 
 Result = TypeVar("Result")
 Signature = tuple[Hashable, ...]
-PLAIN = (Tensor, nn.Parameter)  # whose metadata say all there is to check; of a subclass's nobody knows
+TENSORS = (Tensor, nn.Parameter)  # whose metadata say all there is to check; of a subclass's nobody knows
 # types of options that are equal where they mean the same
 OPTIONS = (type(None), bool, int, float, str, torch.dtype, VocabParallel, TokenParallel)
 
@@ -60,7 +60,7 @@ class Task(Generic[Result]):
         if not isinstance(batch, Mapping) or not (count is None or (type(count) is int and count > 0)):
             return None
         tensors = [tensor for tensor in (*head.operands, *batch.values()) if tensor is not None]
-        if head.rows[0] is None or not all(type(tensor) in PLAIN for tensor in tensors):
+        if head.rows[0] is None or not all(type(tensor) in TENSORS for tensor in tensors):
             return None
         options = (*head.options, *self.options)
         if not all(type(option) in OPTIONS for option in options) or type(head.shift) is not int:

@@ -133,11 +133,11 @@ class Launcher:
                     self.keep(key, compiled, constants)
             else:
                 run, function, metadata, last = kept
-                stream = functools.partial(stream_of(), device)
                 # without a hook before or after: these are Triton's to call
-                first = *(*grid, 1, 1)[:3], stream(), function, metadata, None, None, None
+                first = *(*grid, 1, 1)[:3], stream_of()(device), function, metadata, None, None, None
                 run(*first, *given, *last)
                 if RECORDING.recorder is not None:
+                    stream = functools.partial(stream_of(), device)
                     what = Launched(run, (*first, *given, *last), STREAM_AT, stream)
                     pointers, descriptors = ([i + len(first) for i in at] for at in self.addressed)
                     RECORDING.recorder.launched(what, pointers, descriptors, self.direct)

@@ -104,8 +104,7 @@ class DhiddenSplit(NamedTuple):
 WHOLE = DhiddenSplit()
 
 
-@functools.lru_cache(maxsize=1024)  # asked for each chunk of each call
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # asked for each chunk of each call
 def dhidden_split(
     rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int | None = None
 ) -> DhiddenSplit:

@@ -4,16 +4,16 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.shift import in_backward
 from ...losses.base import Losses
 from ...metrics import Metric
 from ...program import checks
 from ...program.gradient_buffer import GradientBuffer, resolve
+from ..task import TENSORS
 
 Kind = tuple[Hashable, ...]
-TENSORS = {Tensor, nn.Parameter}  # of a subclass nobody knows what it does
 PLAIN = {type(None), bool, int, float, str, torch.dtype}
 DEVICES = {"cuda"}  # where the device would wait for the host
 
@@ -31,8 +31,7 @@ class Arguments:
 
     def on_a_gpu(self, given: Mapping[str, Any]) -> bool:
         hidden, weight = given.get("hidden"), given.get("weight")
-        tensors = type(hidden) in TENSORS and type(weight) in TENSORS
-        return tensors and hidden.device.type in DEVICES  # type: ignore[union-attr]
+        return isinstance(hidden, Tensor) and isinstance(weight, Tensor) and hidden.device.type in DEVICES
 
     def kind_of(self, given: Mapping[str, Any]) -> Kind | None:
         checks.refuse_transforms()  # their tensors have no address
