@@ -277,7 +277,12 @@ def _machine(device: torch.device) -> dict[str, Any]:
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
         name = torch.cuda.get_device_name(device)
         total = torch.cuda.get_device_properties(device).total_memory
-        return {"device": name, "memory": total, "driver": driver, "cuda": torch.version.cuda, "versions": versions}
+        # another's than the device's where one is forced
+        gpu = importlib.import_module("chunked_head.kernels.common.gpus").gpu_of(device)
+        return {
+            "device": name, "architecture": gpu and gpu.name, "memory": total, "driver": driver,
+            "cuda": torch.version.cuda, "versions": versions,
+        }  # fmt: skip
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from chunked_head.kernels.common.gpus import GPUS
+from chunked_head.kernels.common.tiles import Tile
 from oracle import reference
 from torch import Tensor
 
@@ -32,6 +34,13 @@ PLACES = [TORCH_CPU, *TRITON, *GPU]
 # the interpreter runs a program for each row, and its tiles have 32
 ROWS, CHUNK, FEW = (253, 128, 60) if torch.cuda.is_available() else (69, 32, 36)
 HALVES = (torch.bfloat16, torch.float16)
+# of matmuls that read by the tensor copy engine, and of those that read through pointers
+TILES = list(dict.fromkeys([GPUS["sm_90"].wide, GPUS["sm_90"].narrow, GPUS["sm_80"].wide]))
+PRODUCT_TILES = [GPUS["sm_90"].product, GPUS["sm_80"].product]
+
+
+def named(tile: Tile) -> str:
+    return f"{tile.block_m}x{tile.block_n}x{tile.block_k}" + ("" if tile.described else "-pointers")
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from cases import PLACES, Place
-from chunked_head.kernels.common.grids import multiprocessors
+from cases import PLACES, PRODUCT_TILES, Place, named
+from chunked_head.kernels.common.gpus import GPUS, multiprocessors_of
 from chunked_head.kernels.common.operands import Counted
 from chunked_head.kernels.common.tiles import (
     INTERPRETED,
-    PRODUCT_TILE,
-    TILE_ELEMENTS,
     WHOLE,
     DhiddenSplit,
+    Tile,
     dhidden_split,
 )  # fmt: skip
 from chunked_head.kernels.products import launch as products
@@ -21,11 +20,11 @@ SHAPES = [(70, 72, 600), (130, 64, 511)] if INTERPRETED else [(2048, 2304, 5000)
 SPLITS = ["chosen", "whole", "many"]
 
 
-def split_of(name: str, rows: int, vocab: int, hidden: int, device: torch.device) -> DhiddenSplit:
+def split_of(name: str, tile: Tile, rows: int, vocab: int, hidden: int, device: torch.device) -> DhiddenSplit:
     if name == "whole":
         return WHOLE
-    programs = multiprocessors(device)
-    split = dhidden_split(rows, hidden, vocab, programs)
+    programs = multiprocessors_of(device)
+    split = dhidden_split(tile, rows, hidden, vocab, programs)
     assert split.parts > 1 and split.units <= 2 * programs
     return split if name == "chosen" else DhiddenSplit(13, 13 * (split.units // split.parts))
 
@@ -50,25 +49,28 @@ def expected(grad: torch.Tensor, weight: torch.Tensor, factors: products.Factors
     return torch.where((factors.target >= 0)[:, None], found, 0.0)
 
 
-def scratch_of(split: DhiddenSplit, device: str) -> torch.Tensor:
-    return torch.full((split.units * TILE_ELEMENTS,), torch.nan, device=device)
+def scratch_of(split: DhiddenSplit, tile: Tile, device: str) -> torch.Tensor:
+    return torch.full((split.units * tile.elements,), torch.nan, device=device)
 
 
 @pytest.mark.parametrize("place", OURS)
+@pytest.mark.parametrize("tile", PRODUCT_TILES, ids=named)
 @pytest.mark.parametrize("rows, hidden, vocab", SHAPES)
 @pytest.mark.parametrize("name", SPLITS)
 @pytest.mark.parametrize("factored", [False, True])
 @pytest.mark.parametrize("add", [False, True])
-def test_product(place: Place, rows: int, hidden: int, vocab: int, name: str, factored: bool, add: bool) -> None:
+def test_product(
+    place: Place, tile: Tile, rows: int, hidden: int, vocab: int, name: str, factored: bool, add: bool
+) -> None:
     grad, weight, factors = operands(rows, hidden, vocab, place.device)
     factors = factors if factored else products.NO_FACTORS
-    split = split_of(name, rows, vocab, hidden, grad.device)
+    split = split_of(name, tile, rows, vocab, hidden, grad.device)
     old = torch.randn(rows, hidden, device=place.device)
     true = expected(grad, weight, factors) + (old.double() if add else 0.0)
     found = []
     for _ in range(2):
         out = old.clone() if add else torch.full_like(old, torch.nan)
-        products.dhidden(out, scratch_of(split, place.device), grad, weight, factors, add=add, split=split)
+        products.dhidden(out, scratch_of(split, tile, place.device), grad, weight, tile, factors, add=add, split=split)
         found.append(out)
     size = grad.double().abs() @ weight.double().abs()
     assert ((found[0].double() - true).abs() <= 2.0**-22 * (size + true.abs() + 1.0) * vocab**0.5 / 16).all()
@@ -76,18 +78,20 @@ def test_product(place: Place, rows: int, hidden: int, vocab: int, name: str, fa
 
 
 @pytest.mark.parametrize("place", OURS)
+@pytest.mark.parametrize("tile", PRODUCT_TILES, ids=named)
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 1.0])
-def test_rows_that_count(place: Place, share: float) -> None:
+def test_rows_that_count(place: Place, tile: Tile, share: float) -> None:
     """Fewer rows leave other tiles for the last turn, in parts that have room; rows behind them stay as they are."""
     rows, hidden, vocab = SHAPES[0]
     grad, weight, factors = operands(rows, hidden, vocab, place.device)
-    split = split_of("chosen", rows, vocab, hidden, grad.device)
+    split = split_of("chosen", tile, rows, vocab, hidden, grad.device)
     count = int(share * rows)
     made = torch.Generator().manual_seed(6)
     order = torch.randperm(rows, generator=made).to(place.device)
     out = torch.full((rows, hidden), 7.0, device=place.device)
     counted = Counted(torch.tensor(900 + count, device=place.device), 900)
-    products.dhidden(out, scratch_of(split, place.device), grad, weight, factors, order, counted, split=split)
+    scratch = scratch_of(split, tile, place.device)
+    products.dhidden(out, scratch, grad, weight, tile, factors, order, counted, split=split)
     true = expected(grad, weight, factors)[:count]
     torch.testing.assert_close(out[order[:count]].double(), true, rtol=1e-4, atol=1e-3)
     assert (out[order[count:]] == 7.0).all()
@@ -95,11 +99,12 @@ def test_rows_that_count(place: Place, share: float) -> None:
 
 def test_turns() -> None:
     """No more places than there are; whole where nothing is left over, or nothing gained."""
-    assert dhidden_split(2048, 4096, 128256, 132).parts == 1 or INTERPRETED
+    tile = GPUS["sm_90"].product
+    assert dhidden_split(tile, 2048, 4096, 128256, 132).parts == 1 or INTERPRETED
     for rows in (16, 200, 1664, 2048, 2736, 8192):
         for hidden in (64, 1024, 2304, 2880):
             for most in (0, 40, None):
-                split = dhidden_split(rows, hidden, 50000, 132, most)
+                split = dhidden_split(tile, rows, hidden, 50000, 132, most)
                 assert split.units <= (264 if most is None else most)
                 assert (split.parts == 1) == (split.units == 0)
-    assert dhidden_split(2048, 2304, PRODUCT_TILE.block_k, 132).parts == 1  # not in parts of no steps
+    assert dhidden_split(tile, 2048, 2304, tile.block_k, 132).parts == 1  # not in parts of no steps

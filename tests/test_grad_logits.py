@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from budget import assert_within_budget
-from cases import GPU, TRITON, Place
+from cases import GPU, TILES, TRITON, Place
 from loss_cases import FEWER, LOSS_CASES, TOKENS, VOCAB, LossCase, inputs_of, run_reference
 
 from chunked_head import linear_cross_entropy, linear_loss
@@ -70,13 +70,12 @@ def softmax_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) -> None:
     from chunked_head.kernels.common.operands import Stored
-    from chunked_head.kernels.common.tiles import NARROW_TILE, WIDE_TILE
     from chunked_head.kernels.gradients import launch as gradients
     from chunked_head.kernels.gradients.launch import Softmax
 
     made = torch.Generator().manual_seed(3)
     vocab = case.first + case.columns + 9
-    tile = slice(case.first, case.first + case.columns)
+    columns = slice(case.first, case.first + case.columns)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=made).to(place.device)
@@ -86,7 +85,7 @@ def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) ->
     bias = normal(vocab).to(dtype) if case.bias else None
     class_weights = normal(vocab).abs() if case.class_weights else None
     target = torch.randint(0, vocab, (case.rows,), generator=made).to(place.device)
-    target[::3] = tile.start + target[::3] % case.columns  # no tile without targets
+    target[::3] = columns.start + target[::3] % case.columns  # no tile without targets
     target[4::5] = -1
     hidden[4::10] = torch.nan  # of rows that do not count
 
@@ -103,12 +102,12 @@ def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) ->
         *softmax_of(x * (case.ratio2 or 1.0)), c.get("alpha2"), c.get("eta2"), case.ratio2, case.columns2
     )  # fmt: skip
     common = (target, target_logit, first, second, c.get("beta"), c.get("kappa"))
-    sliced = None if class_weights is None else class_weights[tile]
+    sliced = None if class_weights is None else class_weights[columns]
     after = (case.first, case.logit_scale, case.softcap)
 
     expected = torch.empty(case.rows, case.columns, device=place.device)
     stored = Stored(
-        raw[:, tile].contiguous(), None, None if bias is None else bias[tile], case.logit_scale, case.softcap
+        raw[:, columns].contiguous(), None, None if bias is None else bias[columns], case.logit_scale, case.softcap
     )  # fmt: skip
     gradients.row_grad(expected, stored, sliced, *common, None, *after)
     assert (expected[target < 0] == 0).all()
@@ -117,18 +116,18 @@ def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) ->
     # rounded once to 16 bits; what is added up before is as large as the coefficients
     size = expected.abs() + 1e-3 * expected.abs().amax(1, keepdim=True)
     allowed = torch.finfo(dtype).eps * size + 2e-5
-    for shape in (WIDE_TILE, NARROW_TILE):
+    for tile in TILES:
         # a number that no gradient is, in every place and in those between the rows, which stay as they are
         buffer = torch.full((case.rows, -(-case.columns // 8) * 8 + 8), 77.0, device=place.device, dtype=dtype)
         dlogits = buffer[:, : case.columns]
-        given = None if bias is None else bias[tile]
-        gradients.grad_logits(dlogits, hidden, weight[tile], given, sliced, *common, *after, tile=shape)
+        given = None if bias is None else bias[columns]
+        gradients.grad_logits(dlogits, hidden, weight[columns], given, sliced, *common, *after, tile)
         # the tensor copy engine stores whole 16 bytes: what fills a row up to them is nobody's
         assert (buffer[:, -(-case.columns // 8) * 8 :] == 77.0).all()
         assert (dlogits[target < 0] == 0).all()
         error = (dlogits.float() - expected).abs() / allowed
         worst = divmod(int(error.argmax()), case.columns)
-        assert (error <= 1).all(), f"{error.max()} of what is allowed, at {worst}, {shape}"
+        assert (error <= 1).all(), f"{error.max()} of what is allowed, at {worst}, {tile}"
 
 
 COLUMNS = 120

@@ -2,11 +2,11 @@
 
 import ast
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from cases import GPU, TRITON, Place
+from cases import GPU, PRODUCT_TILES, TILES, TRITON, Place, named
+from chunked_head.kernels.common.tiles import Tile
 
 from chunked_head.core.stats import Demand, RowStats, sent
 from chunked_head.parallel.merge import GatheredStats, merge_ranks, pack
@@ -182,20 +182,13 @@ def here(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return target[:, None] == torch.arange(logits.shape[1], device=logits.device)
 
 
-def tile_of(wide: bool) -> Any:
-    from chunked_head.kernels.common.tiles import NARROW_TILE, WIDE_TILE
-
-    return WIDE_TILE if wide else NARROW_TILE
-
-
 def run_exp_logits(
-    states: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, offset: torch.Tensor | None, wide: bool, **options
+    states: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, offset: torch.Tensor | None, tile: Tile, **options
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Exponentials, and strips' offsets and sums, [rows, strips]; sums alone without an offset."""
     from chunked_head.kernels.common.operands import Strips
     from chunked_head.kernels.statistics import launch as statistics
 
-    tile = tile_of(wide)
     (rows, vocab), count = (len(states), len(weight)), -(-len(weight) // tile.block_n)
     strips = Strips.empty(rows, count, states.device).of_rows(rows)
     strips.offset.fill_(torch.nan)
@@ -216,73 +209,72 @@ def accumulation_error(states: torch.Tensor, weight: torch.Tensor) -> float:
     return float((eager.double() - states.double() @ weight.double().t()).abs().max())
 
 
-def strip_sums(exact: torch.Tensor, strips: int, wide: bool) -> torch.Tensor:
-    width = tile_of(wide).block_n
+def strip_sums(exact: torch.Tensor, strips: int, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(exact, (0, strips * width - exact.shape[1])).view(len(exact), strips, width).sum(2)
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("sizes", CUT, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("tile", TILES, ids=named)
 @pytest.mark.parametrize("scale", [None, 0.6])
 def test_exponentials(
-    place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, wide: bool, scale: float | None
+    place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, tile: Tile, scale: float | None
 ) -> None:
     """Relative to a row's offset, and their sums; the same bits every time."""
     states, weight, target, logits, offset = head_operands(place, sizes, dtype, spread=1.0)
     offset = offset * (scale or 1.0)
-    (out, _, sums), again = (run_exp_logits(states, weight, target, offset, wide, logit_scale=scale) for _ in range(2))
+    (out, _, sums), again = (run_exp_logits(states, weight, target, offset, tile, logit_scale=scale) for _ in range(2))
     exact = (logits * (scale or 1.0) - offset.double()[:, None]).exp()
     assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps * exact + 1e-5).all()
     budget = 4e-6 + 2 * accumulation_error(states, weight)
-    torch.testing.assert_close(sums.double(), strip_sums(exact, sums.shape[1], wide), rtol=budget, atol=1e-6)
+    torch.testing.assert_close(sums.double(), strip_sums(exact, sums.shape[1], tile.block_n), rtol=budget, atol=1e-6)
     assert torch.equal(out, again[0]) and torch.equal(sums, again[2])
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("sizes", CUT, ids=str)
-@pytest.mark.parametrize("wide", [True, False])
-def test_sums_alone(place: Place, sizes: tuple[int, int, int], wide: bool) -> None:
+@pytest.mark.parametrize("tile", TILES, ids=named)
+def test_sums_alone(place: Place, sizes: tuple[int, int, int], tile: Tile) -> None:
     states, weight, target, logits, _ = head_operands(place, sizes, torch.bfloat16)
-    _, offset, sums = run_exp_logits(states, weight, target, None, wide)
+    _, offset, sums = run_exp_logits(states, weight, target, None, tile)
     found = (offset.double() + sums.double().log()).logsumexp(1)
     torch.testing.assert_close(found, logits.logsumexp(1), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("wide", [True, False])
-def test_far_above_the_offset(place: Place, wide: bool) -> None:
+@pytest.mark.parametrize("tile", TILES, ids=named)
+def test_far_above_the_offset(place: Place, tile: Tile) -> None:
     """Strips whose maximum lies more than REACH above take an offset of their own, which the sum's sign says."""
     sizes = (300, 3000, 1024) if torch.cuda.is_available() else (70, 203, 72)
     states, weight, target, logits, offset = head_operands(place, sizes, torch.bfloat16, spread=25.0)
-    out, own_offset, sums = run_exp_logits(states, weight, target, offset, wide)
+    out, own_offset, sums = run_exp_logits(states, weight, target, offset, tile)
     own = sums < 0
     assert own.any() and not own.all() and torch.equal(own, ~own_offset.isnan())
     level = torch.where(own, own_offset, offset[:, None]).double()
-    each = level.repeat_interleave(tile_of(wide).block_n, 1)[:, : logits.shape[1]]
+    each = level.repeat_interleave(tile.block_n, 1)[:, : logits.shape[1]]
     exact = (logits - each).exp()
     budget = 4e-6 + 2 * accumulation_error(states, weight)
-    torch.testing.assert_close(sums.abs().double(), strip_sums(exact, sums.shape[1], wide), rtol=budget, atol=1e-6)
+    exact_sums = strip_sums(exact, sums.shape[1], tile.block_n)
+    torch.testing.assert_close(sums.abs().double(), exact_sums, rtol=budget, atol=1e-6)
     torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("count", [0, 1, 32, 33, 69, 70, 1000])
-@pytest.mark.parametrize("wide", [True, False])
-def test_exponentials_of_counted_rows(place: Place, count: int, wide: bool) -> None:
+@pytest.mark.parametrize("tile", TILES, ids=named)
+def test_exponentials_of_counted_rows(place: Place, count: int, tile: Tile) -> None:
     """Row tiles behind those that count are not computed."""
     from chunked_head.kernels.common.operands import Counted
-    from chunked_head.kernels.common.tiles import WIDE_TILE
 
     rows = 300 if torch.cuda.is_available() else 70
     states, weight, target, _, offset = head_operands(place, (rows, 203, 72), torch.bfloat16)
     counts = min(count, rows)
     counted = Counted(torch.tensor(700 + count, device=place.device), 700)
-    out, _, sums = run_exp_logits(states, weight, target, offset, wide, counted=counted)
-    whole, _, whole_sums = run_exp_logits(states, weight, target, offset, wide)
+    out, _, sums = run_exp_logits(states, weight, target, offset, tile, counted=counted)
+    whole, _, whole_sums = run_exp_logits(states, weight, target, offset, tile)
     assert torch.equal(out[:counts], whole[:counts]) and torch.equal(sums[:counts], whole_sums[:counts])
-    assert out[-(-counts // WIDE_TILE.block_m) * WIDE_TILE.block_m :].isnan().all()
+    assert out[-(-counts // tile.block_m) * tile.block_m :].isnan().all()
 
 
 def dweight_operands(
@@ -307,36 +299,39 @@ def assert_dweight(found: torch.Tensor, old: torch.Tensor | None, grad: torch.Te
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("sizes", CUT, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tile", PRODUCT_TILES, ids=named)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("first", [False, True])
-def test_dweight(place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, wide: bool, first: bool) -> None:
+def test_dweight(
+    place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, tile: Tile, wide: bool, first: bool
+) -> None:
     from chunked_head.kernels.products import launch as products
 
     grad, states, old = dweight_operands(place, sizes, dtype, torch.float32 if wide else dtype)
     results = []
     for _ in range(2):
         results.append(torch.full_like(old, torch.nan) if first else old.clone())
-        products.dweight(results[-1], grad, states, first)
+        products.dweight(results[-1], grad, states, first, tile)
     assert_dweight(results[0], None if first else old, grad, states)
     assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 64, 65, 200, 299, 300, 1000])
+@pytest.mark.parametrize("tile", PRODUCT_TILES, ids=named)
 @pytest.mark.parametrize("first", [False, True])
-def test_dweight_of_counted_rows(place: Place, count: int, first: bool) -> None:
+def test_dweight_of_counted_rows(place: Place, count: int, tile: Tile, first: bool) -> None:
     """What lies behind the rows that count, in steps of its own, is not read; nothing to count stores zeros."""
     from chunked_head.kernels.common.operands import Counted
-    from chunked_head.kernels.common.tiles import PRODUCT_TILE
     from chunked_head.kernels.products import launch as products
 
     sizes = (300, 3000, 520) if torch.cuda.is_available() else (300, 72, 40)
     grad, states, old = dweight_operands(place, sizes, torch.bfloat16, torch.bfloat16)
     counts = min(count, 300)
     states[counts:] = 0.0
-    grad[-(-counts // PRODUCT_TILE.block_k) * PRODUCT_TILE.block_k :] = torch.nan
+    grad[-(-counts // tile.block_k) * tile.block_k :] = torch.nan
     out = torch.full_like(old, torch.nan) if first else old.clone()
-    products.dweight(out, grad, states, first, Counted(torch.tensor(700 + count, device=place.device), 700))
+    products.dweight(out, grad, states, first, tile, Counted(torch.tensor(700 + count, device=place.device), 700))
     assert_dweight(out, None if first else old, grad[:counts], states[:counts])
 
 

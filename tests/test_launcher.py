@@ -235,7 +235,7 @@ def test_every_argument_is_of_a_known_kind() -> None:
         value for module in (gradients, products, statistics) for value in vars(module).values()
         if isinstance(value, Launcher)
     ]  # fmt: skip
-    assert len(launchers) == 21
+    assert len(launchers) == 22
     for launcher in launchers:
         names = launcher.kernel.arg_names
         assert names == sorted(names, key=str.isupper), "constants come last"
@@ -244,9 +244,12 @@ def test_every_argument_is_of_a_known_kind() -> None:
 @pytest.mark.gpu
 def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits both ways, first and again, of pointers that are aligned and that are not."""
+    from chunked_head.kernels.common.gpus import GPUS
     from chunked_head.kernels.common.operands import Strips
     from chunked_head.kernels.gradients import launch as gradients
     from chunked_head.kernels.statistics import launch as statistics
+
+    tile = GPUS["sm_90"].narrow
 
     def scaled(start: int, numbers: int) -> torch.Tensor:
         source = torch.arange(4096.0, device="cuda")[start : start + numbers]
@@ -262,7 +265,7 @@ def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         target = torch.zeros(rows, dtype=torch.int64, device="cuda")
         strips = Strips.empty(rows, 8, hidden.device).of_rows(rows)
         out = torch.zeros(rows, 1000, device="cuda", dtype=torch.bfloat16)
-        statistics.exp_logits(out, strips, hidden, weight, None, None, offset, target, None, None)
+        statistics.exp_logits(out, strips, hidden, weight, None, None, offset, target, None, None, tile)
         return torch.cat([out.float().flatten(), strips.sum.flatten()])
 
     def all_of_them() -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Which option takes which path on a Hopper GPU: docs/paths.md is this table, made from the dispatcher itself.
+"""Which option takes which path on a GPU: docs/paths.md is this table, made from the dispatcher itself.
 
 `python tests/test_paths.py > docs/paths.md` makes it anew.
 """
@@ -37,7 +37,7 @@ def table() -> str:
     lines = [
         "# Paths",
         "",
-        "What a call keeps of the logits between statistics and gradient on a Hopper GPU:",
+        "What a call keeps of the logits between statistics and gradient on a GPU that [gpus.md](gpus.md) lists:",
         "",
         "- `fast`: bf16 exponentials relative to the target's logit, and no pass over them;",
         "- `relative`: fp16 logits relative to strips of 128 columns, and one pass;",

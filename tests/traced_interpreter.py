@@ -16,8 +16,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
-TRACES = 500  # kinds of launch of which a process keeps the trace
-KEPT = 1 << 16  # bytes of an array that is kept where it is the same in every program
+PLACES = 100_000  # of all traces that a process keeps: Python's collector of garbage looks through them
+KEPT = 1 << 12  # bytes of an array that is kept where it is the same in every program
 CHANGING = "get_program_id", "get_num_programs", "print", "assert", "assume", "barrier"  # whatever they take
 Function = Callable[..., Any]
 
@@ -26,8 +26,10 @@ class Node:
     """Calls of the builder up to where Python looks at a number, and a node for each number that it has seen there."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[Function, list[int], int, list[int]]] = []  # of which places, to which, and which end
-        self.calls: list[tuple[str, Function, list[int], bool]] = []  # where what they returned is, and if it is one
+        # of which places, to which, and which end then
+        self.steps: list[tuple[Function, tuple[int, ...], int, tuple[int, ...]]] = []
+        # where what was returned is, and whether it is one
+        self.calls: list[tuple[str, Function, tuple[int, ...], bool]] = []
         self.looks_at: int | None = None
         self.children: dict[bytes, Node] = {}
         self.ends = False
@@ -159,7 +161,7 @@ class Recorder:
 
     def note(self, node: Node, name: str, function: Function, args: tuple[Any, ...], result: Any) -> None:
         ends: list[int] = []
-        takes = [self.taken(node, arg, ends) for arg in args]
+        takes = tuple([self.taken(node, arg, ends) for arg in args])
         results = result if (several := isinstance(result, tuple)) else (result,)
         alike = all(place in self.trace.alike for place in takes) and not any(part in name for part in CHANGING)
         if not several and id(result) in self.places:
@@ -168,27 +170,32 @@ class Recorder:
             places = [self.trace.same(each) for each in results]
         else:
             place = self.trace.place()
-            node.steps.append((function, takes, place, self.dead + ends))
+            node.steps.append((function, takes, place, (*self.dead, *ends)))
             self.dead = []
             places = [self.trace.place() for _ in results] if several else [place]
             if several:
                 for i, each in enumerate(places):
-                    node.steps.append((operator.itemgetter(i), [place], each, []))
-                node.steps[-1][-1].append(place)
+                    ended = (place,) if i + 1 == len(places) else ()
+                    node.steps.append((operator.itemgetter(i), (place,), each, ended))
         for place, each in zip(places, results, strict=True):
             if isinstance(each, HANDLES):
                 self.put(each, place)
-        node.calls.append((name, function, places, not several))
+        node.calls.append((name, function, tuple(places), not several))
 
     def taken(self, node: Node, arg: Any, ends: list[int]) -> int:
         if isinstance(arg, HANDLES):
             return self.places[id(arg)][0]
         if isinstance(arg, list) and any(isinstance(each, HANDLES) for each in arg):
             place = self.trace.place()
-            node.steps.append((lambda *given: list(given), [self.taken(node, each, ends) for each in arg], place, []))
+            given = tuple([self.taken(node, each, ends) for each in arg])
+            node.steps.append((listed, given, place, ()))
             ends.append(place)
             return place
         return self.trace.same(arg)
+
+
+def listed(*values: Any) -> list[Any]:
+    return list(values)
 
 
 NOTHING = memoryview(b"")
@@ -268,8 +275,9 @@ class Launch:
         except TypeError:  # an argument that is not hashable
             return None
         self.traces[key] = trace
-        if len(self.traces) > TRACES:
-            self.traces.popitem(last=False)
+        places = sum(len(each.values) for each in self.traces.values())
+        while places > PLACES and len(self.traces) > 1:
+            places -= len(self.traces.popitem(last=False)[1].values)
         return trace
 
     def kind_of(self, value: Any) -> Hashable:

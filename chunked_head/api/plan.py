@@ -11,6 +11,7 @@ from ..core.options import flag
 from ..core.stats import Teacher
 from ..engine.execution import check_options
 from ..engine.program import coupling
+from ..kernels.common.gpus import GPUS, Gpu
 from ..losses.base import Losses
 from ..losses.user.closures import Function
 from ..losses.user.custom import as_losses
@@ -65,10 +66,11 @@ def plan(
     ``dtype`` is that of the matmuls, ``hidden_dtype`` and ``weight_dtype`` those of the tensors where autocast makes
     them differ. ``teacher_k`` is the K of ``teacher_ids``; a dense teacher has ``teacher_vocab`` rows (None: the
     student's) and, where it gives hidden states, ``teacher_hidden`` columns of ``teacher_dtype``. ``device`` defaults
-    to the GPU where there is one. ``accumulate_into``, True or a dtype: the weight's gradient is added to a buffer of
-    the caller's. With ``ranks`` the plan is that of the first of so many that share the vocabulary in
-    ``torch.chunk``'s pieces (``VocabParallel``), all the call's tokens and all of the vocabulary named here;
-    ``sequence_sharded`` as there. ValueError where the request cannot be met.
+    to the GPU where there is one; an architecture's name, such as ``"sm_89"``, plans for a GPU that is not there.
+    ``accumulate_into``, True or a dtype: the weight's gradient is added to a buffer of the caller's. With ``ranks`` the
+    plan is that of the first of so many that share the vocabulary in ``torch.chunk``'s pieces (``VocabParallel``), all
+    the call's tokens and all of the vocabulary named here; ``sequence_sharded`` as there. ValueError where the request
+    cannot be met.
     """
     least = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0}
     for argument, size in zip(least, (tokens, hidden, vocab, ranks, teacher_k), strict=True):
@@ -109,7 +111,7 @@ def plan(
             got = f"tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"
             raise ValueError(f"{reason}; got {got}")
     added_to = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
-    place = place_of(device)
+    place, absent = place_of(device)
     chosen = resolve(backend, place)
     chosen.check(place, dtype, "dtype")
     if loss is None:
@@ -119,7 +121,10 @@ def plan(
     loss = as_losses(loss)
     demand = needs_of(loss, measured, temperature, vocab, teacher_k, teacher_vocab).demand
     pairing, bias_grad = demand.pairing, bias and weight_grad
-    store = chosen.store(Layout(place, dtype, hidden, True, True, softcap is not None, bias_grad, demand))
+    traits = chosen.traits(place)
+    if absent is not None:
+        traits |= {"gpu": absent, "multiprocessors": absent.multiprocessors}
+    store = chosen.store(Layout(traits["gpu"], dtype, hidden, True, True, softcap is not None, bias_grad, demand))
     teacher, teacher_store, width = None, None, 0
     if pairing is not None:
         rows = None
@@ -139,19 +144,25 @@ def plan(
         teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
         teacher_cast=teacher is not None and teacher.casts,
         store=store, buffer_dtype=added_to, skips=skip_ignored, deterministic=deterministic,
-        ranks=ranks, spread=ranks if sequence_sharded else 1, **chosen.traits(place),
+        ranks=ranks, spread=ranks if sequence_sharded else 1, **traits,
     )  # fmt: skip
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
     return make_plan(sizes, request) if ranks == 1 else plan_part(sizes, request, parts[0], parts[0])
 
 
-def place_of(device: torch.device | str | None) -> torch.device:
+def place_of(device: torch.device | str | None) -> tuple[torch.device, Gpu | None]:
+    """A device, and the GPU that stands for one where an architecture is named."""
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu"), None
+    if isinstance(device, str) and device in GPUS:
+        return torch.device("cuda"), GPUS[device]
     try:
-        return torch.device(device)
+        return torch.device(device), None
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be a torch.device or its name, such as 'cuda:0', got {device!r}") from error
+        raise ValueError(
+            "device must be a torch.device or its name, such as 'cuda:0', or a GPU's architecture "
+            f"({', '.join(GPUS)}); got {device!r}"
+        ) from error
 
 
 def buffer_dtype(accumulate_into: bool | torch.dtype, weight_dtype: torch.dtype) -> torch.dtype | None:

@@ -1,7 +1,7 @@
 """The three matrix products into buffers that exist already, with fp32 sums of 16-bit operands and no large temporary.
 
-On CUDA cuBLAS sums 16-bit operands into fp32 by itself (``out_dtype``). Elsewhere torch cannot, so 16-bit operands
-are cast to fp32 by tiles of the vocabulary.
+cuBLAS sums 16-bit operands into fp32 by itself (``out_dtype``). Elsewhere torch cannot, or nobody has seen that it can,
+so 16-bit operands are cast to fp32 by tiles of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -131,7 +131,12 @@ def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:
     On the CPU 16-bit products are cast whatever ``out`` is: with an odd inner size and padded rows torch 2.13's bf16
     product reads the padding, and what is nan there becomes nan in the result.
     """
-    return a.dtype == b.dtype and (a.is_cuda or (out.dtype == a.dtype and a.dtype.itemsize >= 4))
+    return a.dtype == b.dtype and (sums_halves(a.device) or (out.dtype == a.dtype and a.dtype.itemsize >= 4))
+
+
+def sums_halves(device: torch.device) -> bool:
+    """Whether products of 16-bit operands can be summed in fp32 as they are."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:

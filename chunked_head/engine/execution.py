@@ -79,13 +79,14 @@ class Execution(TypedDict, total=False):
         weight, nothing is written. One that does not begin on 16 bytes takes all tokens' product, also under
         ``skip_ignored``.
     skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
-        operands on Hopper, and anything on a CPU; ValueError elsewhere). Where every token counts it costs next to
-        nothing, but up to 5 % where cuBLAS's product for the weight's gradient is better than ours (see ``plan``:
-        fp32 sums, other versions of Triton than 3.6). ``"wait"`` does it for any operands and waits for their
-        number, which a CUDA graph cannot. Losses see the tokens that count first, in their order.
+        operands on GPUs that docs/gpus.md lists, and anything on a CPU; ValueError elsewhere). Where every token counts
+        it costs next to nothing on Hopper, but up to 5 % where BLAS's product for the weight's gradient is better than
+        ours (see ``plan``); on other GPUs our products for the gradients are slower than BLAS's, which makes all rows.
+        ``"wait"`` does it for any operands and waits for their number, which a CUDA graph cannot. Losses see the tokens
+        that count first, in their order.
     deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
         gradient depends on the other tokens or their number: one tile for every size, no product in parts. For
-        bfloat16 on Hopper, ValueError elsewhere (BLAS chooses by the number of rows) and for losses that sum over
+        bfloat16 on these GPUs, ValueError elsewhere (BLAS chooses by the number of rows) and for losses that sum over
         segments on a GPU.
     vocab_size: the number of ids, where the last rows of ``weight`` are padding. None: all its rows.
     backend: ``"triton"`` or ``"torch"``; None: the device's own.

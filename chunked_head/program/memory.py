@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..kernels.common.tiles import LEAST_SECTION, TILE_ELEMENTS, piece_bytes
+from ..kernels.common.tiles import LEAST_SECTION, piece_bytes
 from .sizes import BYTES_PER_COLUMN, BYTES_PER_EVALUATED, Sizes
 
 MiB = 1 << 20
@@ -125,8 +125,12 @@ def target_rows(sizes: Sizes, rows: int) -> int:
 
 
 def part_sums(sizes: Sizes, rows: int) -> int:
-    """Sums of dhidden's parts, where it is made in several."""
-    return sizes.dhidden_split(rows).units * TILE_ELEMENTS * 4 if sizes.hidden_grad else 0
+    """Sums of dhidden's parts, where it is made in several; its product, where BLAS makes that of exponentials."""
+    if sizes.gpu is None or not sizes.hidden_grad:
+        return 0
+    if sizes.store == "fast" and not sizes.own_dhidden:
+        return rows * sizes.hidden * 4
+    return sizes.dhidden_split(rows).units * sizes.gpu.product.elements * 4
 
 
 def work_space(sizes: Sizes, columns: int, rows: int) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ..kernels.common.tiles import exp_tile_of
+from ..kernels.common.gpus import Gpu
 from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, forward_terms, peak_of
 from .sizes import ROUNDING_ERROR, Sizes
 
@@ -179,11 +179,13 @@ def table(plan: Plan) -> str:
                 "logits": f"{s.logit_bytes * 8}-bit logits",
                 "relative": "16-bit logits relative to strips of columns",
                 "fast": "16-bit exponentials relative to the target",
-            }[s.store],
+            }[s.store]
+            + reason(s),
         ),
     ]
-    if s.multiprocessors:
-        rows.append(("matmuls", matmuls(plan)))
+    if s.gpu is not None:
+        rows.append(("GPU", s.gpu.name))
+        rows.append(("matmuls", matmuls(plan, s.gpu)))
     if plan.schedule == "recompute":
         rows.append(("gradients", f"{plan.blocks} x {plan.block_tokens} tokens, tiles of {plan.tile_columns} columns"))
     if s.any_grad:
@@ -204,19 +206,33 @@ def table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def matmuls(plan: Plan) -> str:
+def reason(s: Sizes) -> str:
+    """Why nothing smaller or simpler is kept of the logits."""
+    if s.store == "fast":
+        return ""
+    if s.store == "relative":
+        why = name(s.dtype) if s.dtype != torch.bfloat16 else "the gradient takes a pass over them"
+        return f" ({why})"
+    if s.gpu is None:
+        return " (no GPU with matmuls of ours)"
+    why = name(s.dtype) if not s.half else "top_k" if s.demand.top_k else "rows not on 16 bytes"
+    return f" ({why})"
+
+
+def matmuls(plan: Plan, gpu: Gpu) -> str:
     """Whose products run, and how."""
     s = plan.sizes
     if s.store == "logits":
-        return "cuBLAS's (ours: 16-bit rows on 16 bytes, no top_k)"
-    tile = exp_tile_of(plan.chunk_tokens, s.hidden, s.vocab)
+        return "BLAS's"
+    tile = gpu.exp_tile_of(plan.chunk_tokens, s.hidden, s.vocab)
     found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
     if plan.schedule == "forward" and s.hidden_grad:
         parts = s.dhidden_split(plan.chunk_tokens).parts
-        found.append("dhidden ours" + (f" ({parts} parts)" if parts > 1 else ""))
+        whose = "ours" if s.own_dhidden else "BLAS's"
+        found.append(f"dhidden {whose}" + (f" ({parts} parts)" if parts > 1 else ""))
     if plan.schedule != "loss only" and s.weight_grad:
         own = (plan.schedule == "forward" or s.grads_in_matmul) and s.own_dweight
-        found.append("dweight " + ("ours" if own else "cuBLAS's"))
+        found.append("dweight " + ("ours" if own else "BLAS's"))
     return ", ".join(found)
 
 

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 
 from ..core.stats import Demand, numbers_sent
-from ..kernels.common.tiles import WHOLE, DhiddenSplit, dhidden_split, strips_of
+from ..kernels.common.gpus import Gpu
+from ..kernels.common.tiles import WHOLE, DhiddenSplit, dhidden_split
 
 ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
 # what the losses' arithmetic holds at a time for each token that it is done for, and for each of its columns
@@ -46,7 +47,8 @@ class Sizes:
     copied: bool = False  # hidden states that no view flattens
     scratch: int = 0  # bytes of the backend's elementwise tiles
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
-    multiprocessors: int = 0  # of a device that runs our own matmuls, else 0
+    gpu: Gpu | None = None  # whose own matmuls run; None: BLAS's
+    multiprocessors: int = 0  # that are there
     deterministic: bool = False  # a token's numbers do not depend on the others, nor on how many there are
     skips: bool = False  # products stop at a number of rows that only the device knows
     buffer_dtype: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
@@ -114,7 +116,8 @@ class Sizes:
         if self.teacher_store == "logits":
             teacher = self.teacher_columns * max(4, self.element)
         elif self.teacher_store == "relative":
-            strips = strips_of(self.teacher_columns, self.teacher_width, True)
+            assert self.gpu is not None
+            strips = self.gpu.strips_of(self.teacher_columns, self.teacher_width, True)
             teacher = padded_columns(self.teacher_columns) * 2 + strips * 8
         if self.store == "logits":
             return self.vocab * max(4, self.element) + teacher
@@ -128,7 +131,8 @@ class Sizes:
         rows = self.operand_bytes + self.teacher_width * self.element + evaluated
         if self.store == "logits":
             return rows
-        return rows + strips_of(self.vocab, self.hidden, kept and self.store == "relative") * (
+        assert self.gpu is not None
+        return rows + self.gpu.strips_of(self.vocab, self.hidden, kept and self.store == "relative") * (
             8
             + 4 * demand.entropy[0]
             + 4 * demand.weighted_sum
@@ -164,9 +168,15 @@ class Sizes:
 
     def dhidden_split(self, rows: int, most_units: int | None = None) -> DhiddenSplit:
         """How a chunk's dhidden is divided, its sums of parts in no more places than there are."""
-        if not self.multiprocessors or self.store == "logits" or self.deterministic:
+        if self.gpu is None or not self.own_dhidden or self.deterministic:
             return WHOLE  # nothing is chosen by size
-        return dhidden_split(rows, self.hidden, self.vocab, self.multiprocessors, most_units)
+        return dhidden_split(self.gpu.product, rows, self.hidden, self.vocab, self.multiprocessors, most_units)
+
+    @property
+    def own_dhidden(self) -> bool:
+        """Whether dhidden's products are ours: where they are faster than BLAS's, or have to be."""
+        faster = self.gpu is not None and self.gpu.own_dhidden
+        return self.store != "logits" and (faster or self.skips or self.deterministic)
 
     @property
     def own_dweight(self) -> bool:

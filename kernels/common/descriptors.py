@@ -1,7 +1,10 @@
-"""Tensor descriptors, less what Triton checks of each anew: tensors alike have descriptors alike but for their base."""
+"""Matrices as kernels take them. Of descriptors Triton checks each anew: tensors alike have descriptors alike but for
+their base."""
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .tiles import Tile
 
 MOST_KEPT = 4096
 KEPT: dict[tuple, dict] = {}
@@ -20,3 +23,22 @@ def described(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor
     descriptor = object.__new__(TensorDescriptor)
     vars(descriptor).update(known, base=tensor)
     return descriptor
+
+
+def row_stride(tensor: torch.Tensor | None, tile: Tile) -> int:
+    """From row to row, where a kernel goes there through pointers."""
+    return 0 if tensor is None or tile.described else tensor.stride(0)
+
+
+def even(columns: int, tile: Tile) -> bool:
+    """Whether steps over the columns end with them; the tensor copy engine fills what lies behind with zeros."""
+    return tile.described or columns % tile.block_k == 0
+
+
+def matrix(
+    tensor: torch.Tensor | None, rows: int, columns: int, tile: Tile
+) -> tuple[TensorDescriptor | None, torch.Tensor | None]:
+    """A descriptor of blocks of so many rows and columns, or the tensor itself: one of the two is None."""
+    if tensor is None or not tile.described:
+        return None, tensor
+    return described(tensor, rows, columns), None

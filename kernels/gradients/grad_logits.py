@@ -11,7 +11,7 @@ since a compiler that saw only values there would compute both and select.
 import triton
 import triton.language as tl
 
-from ..common.blocks import counted_rows, tile_place
+from ..common.blocks import counted_rows, load_rows, store_tile, tile_place, to_type_of
 from ..common.kernel import kernel
 from ..common.transform import transform_logits
 from .identity import logits_gradient
@@ -20,6 +20,7 @@ from .loads import load_column
 
 @triton.jit
 def grad_half(
+    dlogits,  # of whose type it is to be
     # inputs
     acc,  # [BLOCK_M, WIDTH] fp32
     bias_ptr,
@@ -45,7 +46,6 @@ def grad_half(
     logit_scale,
     softcap,
     ratio2,
-    OUT: tl.constexpr,  # dtype
     WIDTH: tl.constexpr,
     SPECIAL: tl.constexpr,  # some column is a target, or past the second softmax's last
 ):
@@ -66,14 +66,13 @@ def grad_half(
         columns2 if SPECIAL else None, False, 0.0, 0.0, 0.0, True,
     )  # fmt: skip
     # selection, whatever stands in a row that does not count
-    grad = tl.where(counts[:, None], grad, 0.0)
-    return grad.to(OUT)
+    return to_type_of(dlogits, tl.where(counts[:, None], grad, 0.0))
 
 
 @triton.jit
 def grad_of_tile(
     # outputs
-    dlogits_desc,
+    dlogits,
     # inputs
     acc,
     bias_ptr,
@@ -138,25 +137,28 @@ def grad_of_tile(
             eta2 = load_column(eta2_ptr, offs_row, in_rows)
     left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
     grad = grad_half(
-        left, bias_ptr, class_weights_ptr, target, counts, target_logit, beta, kappa,
+        dlogits, left, bias_ptr, class_weights_ptr, target, counts, target_logit, beta, kappa,
         start, rest, alpha, eta, start2, rest2, alpha2, eta2,
-        column_start, columns, columns2, logit_scale, softcap, ratio2, dlogits_desc.dtype, HALF, SPECIAL,
+        column_start, columns, columns2, logit_scale, softcap, ratio2, HALF, SPECIAL,
     )  # fmt: skip
-    dlogits_desc.store([row_start, column_start], grad)
+    store_tile(dlogits, row_start, column_start, grad)
     return grad_half(
-        right, bias_ptr, class_weights_ptr, target, counts, target_logit, beta, kappa,
+        dlogits, right, bias_ptr, class_weights_ptr, target, counts, target_logit, beta, kappa,
         start, rest, alpha, eta, start2, rest2, alpha2, eta2,
-        column_start + HALF, columns, columns2, logit_scale, softcap, ratio2, dlogits_desc.dtype, HALF, SPECIAL,
+        column_start + HALF, columns, columns2, logit_scale, softcap, ratio2, HALF, SPECIAL,
     )  # fmt: skip
 
 
 @kernel
 def grad_logits_kernel(
     # outputs
-    dlogits_desc,  # [rows, columns] 16 bit, store block [BLOCK_M, BLOCK_N / 2]
+    dlogits_desc,  # [rows, columns] 16 bit, store block [BLOCK_M, BLOCK_N / 2]; None where it is not described
+    dlogits_ptr,
     # inputs
     hidden_desc,  # [rows, hidden] 16 bit, block [BLOCK_M, BLOCK_K]
+    hidden_ptr,
     weight_desc,  # [columns, hidden] 16 bit, block [BLOCK_N, BLOCK_K]
+    weight_ptr,
     bias_ptr,  # [columns] or None
     class_weights_ptr,  # [columns] or None for 1
     target_ptr,  # [rows] int64, -1 where the row does not count
@@ -179,6 +181,7 @@ def grad_logits_kernel(
     hidden,
     first_column,  # of these columns in the vocabulary
     columns2,  # of these that the second softmax is over
+    dlogits_stride,  # from row to row
     # scalars
     logit_scale,  # float or None for 1
     softcap,  # float or None
@@ -187,17 +190,22 @@ def grad_logits_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    EVEN_HIDDEN: tl.constexpr,
+    FLATTEN: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter's product of bf16 operands is wrong, of fp32 ones right
 ):
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+    dlogits = dlogits_desc, dlogits_ptr, dlogits_stride, rows, columns
+    h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
+    w_matrix = weight_desc, weight_ptr, hidden, columns, hidden
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, hidden, BLOCK_K):
-            h = hidden_desc.load([row_start, k])
-            w = weight_desc.load([column_start, k])
+            h = load_rows(h_matrix, row_start, k, BLOCK_M, BLOCK_K, EVEN_HIDDEN)
+            w = load_rows(w_matrix, column_start, k, BLOCK_N, BLOCK_K, EVEN_HIDDEN)
             if UPCAST:
                 h, w = h.to(tl.float32), w.to(tl.float32)
             acc = tl.dot(h, w.T, acc)
@@ -212,14 +220,14 @@ def grad_logits_kernel(
             special = special | (column_start + BLOCK_N > columns2)
         if special:
             right = grad_of_tile(
-                dlogits_desc, acc, bias_ptr, class_weights_ptr, target, counts, target_logit_ptr, beta_ptr, kappa_ptr,
+                dlogits, acc, bias_ptr, class_weights_ptr, target, counts, target_logit_ptr, beta_ptr, kappa_ptr,
                 start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr, alpha2_ptr, eta2_ptr,
                 row_start, column_start, rows, columns, columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
         else:
             right = grad_of_tile(
-                dlogits_desc, acc, bias_ptr, class_weights_ptr, target, counts, target_logit_ptr, beta_ptr, kappa_ptr,
+                dlogits, acc, bias_ptr, class_weights_ptr, target, counts, target_logit_ptr, beta_ptr, kappa_ptr,
                 start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr, alpha2_ptr, eta2_ptr,
                 row_start, column_start, rows, columns, columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, False,
             )  # fmt: skip
-        dlogits_desc.store([row_start, column_start + BLOCK_N // 2], right)
+        store_tile(dlogits, row_start, column_start + BLOCK_N // 2, right)

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.descriptors import described
-from ..common.grids import multiprocessors, programs_of, row_block
+from ..common.descriptors import even, matrix, row_stride
+from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
 from ..common.operands import ALL_ROWS, Counted, Stored, Strips, mixture, strip_stride
-from ..common.tiles import FUSED, INTERPRETED, RELATIVE_STRIP, Tile, cdiv, grad_tile, power_of_2
+from ..common.tiles import FUSED, INTERPRETED, Tile, cdiv, power_of_2, row_block
 from .column_grad import column_grad_kernel
 from .grad_logits import grad_logits_kernel
 from .level_rows import level_rows_kernel
@@ -141,25 +141,25 @@ def grad_logits(
     first_column: int,  # of these columns in the vocabulary
     logit_scale: float | None,
     softcap: float | None,
+    tile: Tile,
     counted: Counted = ALL_ROWS,
-    tile: Tile | None = None,
 ) -> None:
     """``dlogits`` of ``hidden @ weight.T``, as ``launch_rows.row_grad`` makes them of stored logits."""
     rows, columns, width = *dlogits.shape, hidden.shape[1]
-    tile = tile or grad_tile(width)
     programs = programs_of(tile, rows, columns, hidden.device)
     # a softmax that gets no gradient is not read
     if second.alpha is None:
         second = Softmax()
     grad_logits_kernel[(programs,)](
-        described(dlogits, tile.block_m, tile.block_n // 2),
-        described(hidden, tile.block_m, tile.block_k),
-        described(weight, tile.block_n, tile.block_k),
+        *matrix(dlogits, tile.block_m, tile.block_n // 2, tile),
+        *matrix(hidden, tile.block_m, tile.block_k, tile),
+        *matrix(weight, tile.block_n, tile.block_k, tile),
         bias, class_weights, target, target_logit, beta, kappa, *first[:4], *second[:4],
-        counted.count, counted.first_row, rows, columns, width, first_column, second.columns, logit_scale, softcap,
-        second.ratio,
+        counted.count, counted.first_row, rows, columns, width, first_column, second.columns, row_stride(dlogits, tile),
+        logit_scale, softcap, second.ratio,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
-        UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+        EVEN_HIDDEN=even(width, tile), FLATTEN=tile.described, UPCAST=INTERPRETED, num_warps=tile.warps,
+        num_stages=tile.stages, **FUSED,
     )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def scale(
     """``out = source * factor * one_or_nan`` for contiguous tensors of one shape; ``out`` may be ``source``, and
     ``more``, contiguous, is then scaled in place as well."""
     block = 4096
-    most = 8 * multiprocessors(source.device)
+    most = 8 * multiprocessors_of(source.device)
     programs, of_more = (min(most, cdiv(t.numel(), block)) if t is not None else 0 for t in (source, more))
     scale_kernel[(programs + of_more,)](
         out, more, source, factor, one_or_nan, source.numel(), 0 if more is None else more.numel(),

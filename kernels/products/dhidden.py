@@ -6,7 +6,7 @@ A persistent GEMM that knows, on the device alone, how many rows count: what lie
 import triton
 import triton.language as tl
 
-from ..common.blocks import ELSEWHERE, column_halves, counted_rows, tile_place
+from ..common.blocks import ELSEWHERE, column_halves, counted_rows, load_tile, tile_place
 from ..common.kernel import kernel
 
 
@@ -99,7 +99,8 @@ def dhidden_kernel(
     dhidden_ptr,  # [rows, hidden], or all of the call's where there is an order
     part_ptr,  # [units, BLOCK_M, BLOCK_N] fp32: products over parts of the vocabulary; None: no tile is cut
     # inputs
-    grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_K]
+    grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_K]; None where it is not described
+    grad_ptr,
     weight_desc,  # [vocab, hidden], block [BLOCK_K, BLOCK_N]
     weight_ptr,
     count_ptr,  # [] int64: how many rows of the call count, or None for all
@@ -114,11 +115,13 @@ def dhidden_kernel(
     hidden,
     most_parts,  # that a tile is cut into
     units,  # places of parts' sums
+    grad_stride,  # from row to row
     ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """``dhidden (+)= softmax_factor * (grad @ weight) + target_factor * weight[target]``, but for tiles that are cut:
@@ -132,7 +135,9 @@ def dhidden_kernel(
         whole, parts = cut_tiles(tiles, most_parts, units, tl.num_programs(0))
     left = tl.maximum(tiles - whole, 1)
     part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), parts) * BLOCK_K
-    for unit in tl.range(tl.program_id(0), whole + (tiles - whole) * parts, tl.num_programs(0), flatten=True):
+    g_matrix = grad_desc, grad_ptr, grad_stride, rows, vocab
+    w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
+    for unit in tl.range(tl.program_id(0), whole + (tiles - whole) * parts, tl.num_programs(0), flatten=FLATTEN):
         # bounds that are the same for all units would make the compiler unfold the loop, with spills
         tile, first, last = unit, unit // tiles, vocab
         if part_ptr is not None:
@@ -145,8 +150,8 @@ def dhidden_kernel(
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(first, last, BLOCK_K):
-            g = grad_desc.load([row_start, k])
-            w = weight_desc.load([k, column_start])
+            g = load_tile(g_matrix, row_start, k, BLOCK_M, BLOCK_K)
+            w = load_tile(w_matrix, k, column_start, BLOCK_K, BLOCK_N)
             if UPCAST:
                 g, w = g.to(tl.float32), w.to(tl.float32)
             acc = tl.dot(g, w, acc)
@@ -212,3 +217,28 @@ def join_parts_kernel(
             dhidden_ptr, total, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
             tile_m * BLOCK_M + first, tile_n * BLOCK_N, counted, hidden, ADD, ROWS, BLOCK_N,
         )  # fmt: skip
+
+
+@kernel
+def finish_dhidden_kernel(
+    # outputs
+    dhidden_ptr,
+    # inputs
+    product_ptr,  # [rows, hidden] fp32
+    weight_ptr,
+    target_ptr,
+    softmax_factor_ptr,
+    target_factor_ptr,
+    # sizes
+    rows,
+    hidden,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """What ``dhidden_kernel`` does after its product."""
+    row, column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
+    product = load_tile((None, product_ptr, hidden, rows, hidden), row, column, ROWS, COLUMNS)
+    store_dhidden(
+        dhidden_ptr, product, weight_ptr, None, target_ptr, softmax_factor_ptr, target_factor_ptr,
+        row, column, rows, hidden, False, ROWS, COLUMNS,
+    )  # fmt: skip

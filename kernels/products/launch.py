@@ -4,22 +4,22 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.descriptors import described
-from ..common.grids import multiprocessors, programs_of
+from ..common.descriptors import matrix, row_stride
+from ..common.gpus import gpu_of, multiprocessors_of, programs_of
 from ..common.operands import ALL_ROWS, Counted
 from ..common.tiles import (
     FUSED,
     INTERPRETED,
     LEAST_SECTION,
     PIECE,
-    PRODUCT_TILE,
     WHOLE,
     DhiddenSplit,
+    Tile,
     cdiv,
     piece_bytes,
     power_of_2,
 )  # fmt: skip
-from .dhidden import dhidden_kernel, join_parts_kernel
+from .dhidden import dhidden_kernel, finish_dhidden_kernel, join_parts_kernel
 from .dweight import dweight_kernel
 from .sort_targets import sort_targets_kernel
 from .target_terms import add_target_rows_kernel, join_pieces_kernel
@@ -40,9 +40,10 @@ NO_FACTORS = Factors()
 
 def dhidden(
     out: torch.Tensor,  # [rows, hidden], or with an order all of the call's [tokens, hidden]
-    scratch: torch.Tensor | None,  # [split.units * TILE_ELEMENTS] fp32, or more
+    scratch: torch.Tensor | None,  # [split.units * elements of a tile] fp32, or more
     grad: torch.Tensor,  # [rows, vocab] 16 bit
     weight: torch.Tensor,  # [vocab, hidden] contiguous
+    tile: Tile,
     factors: Factors = NO_FACTORS,
     order: torch.Tensor | None = None,  # [rows] int64, rows of ``out``
     counted: Counted = ALL_ROWS,
@@ -50,18 +51,18 @@ def dhidden(
     split: DhiddenSplit = WHOLE,
 ) -> None:
     """``out (+)= softmax * (grad @ weight) + at_target * weight[target]``"""
-    (rows, vocab), hidden, tile = grad.shape, weight.shape[1], PRODUCT_TILE
+    (rows, vocab), hidden = grad.shape, weight.shape[1]
     cut = split.parts > 1
     # whole turns are of all multiprocessors
-    programs = multiprocessors(grad.device) if cut else programs_of(tile, rows, hidden, grad.device)
+    programs = multiprocessors_of(grad.device) if cut else programs_of(tile, rows, hidden, grad.device)
     shared = {"ADD": add, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP_M": tile.group_m}
     dhidden_kernel[(programs,)](
         out, scratch if cut else None,
-        described(grad, tile.block_m, tile.block_k),
-        described(weight, tile.block_k, tile.block_n),
-        weight, counted.count, order, *factors, counted.first_row, rows, vocab, hidden, *split,
-        BLOCK_K=tile.block_k, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **shared,
-        **FUSED,
+        *matrix(grad, tile.block_m, tile.block_k, tile),
+        matrix(weight, tile.block_k, tile.block_n, tile)[0],
+        weight, counted.count, order, *factors, counted.first_row, rows, vocab, hidden, *split, row_stride(grad, tile),
+        BLOCK_K=tile.block_k, FLATTEN=tile.described, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        **shared, **FUSED,
     )  # fmt: skip
     if cut:
         tiles, joined = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n), min(16, tile.block_m)
@@ -73,24 +74,38 @@ def dhidden(
         )  # fmt: skip
 
 
+def finish_dhidden(
+    out: torch.Tensor,  # [rows, hidden]
+    product: torch.Tensor,  # [rows, hidden] fp32: BLAS's of exponentials and the weight
+    weight: torch.Tensor,  # [vocab, hidden] contiguous
+    factors: Factors,
+) -> None:
+    """``out = softmax * product + at_target * weight[target]``, 0 where a row does not count"""
+    (rows, hidden), block = product.shape, min(power_of_2(product.shape[1]), 1024)
+    finish_dhidden_kernel[cdiv(rows, 4), cdiv(hidden, block)](
+        out, product, weight, *factors, rows, hidden, ROWS=4, COLUMNS=block, num_warps=4, **FUSED
+    )
+
+
 def dweight(
     out: torch.Tensor,  # [vocab, hidden] contiguous
     grad: torch.Tensor,  # [rows, vocab] 16 bit
     hidden: torch.Tensor,  # [rows, hidden] contiguous
     first: bool,
+    tile: Tile,
     counted: Counted = ALL_ROWS,
 ) -> None:
     """``out (+)= grad.T @ hidden``, stored rather than added where ``first``"""
-    (rows, vocab), width, tile = grad.shape, hidden.shape[1], PRODUCT_TILE
+    (rows, vocab), width = grad.shape, hidden.shape[1]
     programs = programs_of(tile, vocab, width, grad.device)
     dweight_kernel[(programs,)](
-        described(out, tile.block_m, tile.block_n // 2),
-        described(grad, tile.block_k, tile.block_m),
-        described(hidden, tile.block_k, tile.block_n),
-        counted.count, counted.first_row, rows, vocab, width,
-        ADD=not first, BY_MEMORY=out.dtype == torch.float32 and not INTERPRETED,
+        *matrix(out, tile.block_m, tile.block_n // 2, tile),
+        *matrix(grad, tile.block_k, tile.block_m, tile),
+        *matrix(hidden, tile.block_k, tile.block_n, tile),
+        counted.count, counted.first_row, rows, vocab, width, row_stride(grad, tile),
+        ADD=not first, BY_MEMORY=tile.described and out.dtype == torch.float32 and not INTERPRETED,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
-        UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+        FLATTEN=tile.described, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
 
 
@@ -130,6 +145,8 @@ def add_target_rows(
         piece_sum = torch.empty(piece_bytes(room, columns) // 4, dtype=torch.float32, device=hidden.device)
     else:
         piece_sum = scratch.view(-1).view(torch.uint8)[: piece_bytes(min(room, tokens), columns)].view(torch.float32)
+    gpu = gpu_of(dweight.device)
+    precision = "tf32x3" if gpu is None else gpu.fp32_products
     block = 128 if columns >= 128 else max(16, power_of_2(columns))
     wide = 4 * block  # nearly all programs of the second have nothing to add
     for first in range(0, tokens, max(room, 1)):
@@ -137,7 +154,7 @@ def add_target_rows(
         count, targets, pieces = at.stop - first, sorted_target[at], cdiv(at.stop - first, PIECE)
         add_target_rows_kernel[pieces, cdiv(columns, block)](
             dweight, piece_sum, hidden, order[at], None if rows is None else rows[at], targets, target_factor,
-            count, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, num_warps=2, **FUSED,
+            count, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, PRECISION=precision, num_warps=2, **FUSED,
         )  # fmt: skip
         join_pieces_kernel[pieces, cdiv(columns, wide)](
             dweight, piece_sum, targets, count, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=wide,

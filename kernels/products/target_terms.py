@@ -22,6 +22,7 @@ def add_target_rows_kernel(
     hidden_stride,
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,  # of fp32 operands
 ):
     """``dweight[target[i]] += target_factor[i] * hidden[i]``, tokens in sorted pieces of a fixed size.
 
@@ -57,7 +58,7 @@ def add_target_rows_kernel(
     sum_so_far = tl.load(out, mask=mask, other=0.0)
 
     gather = tl.where(first[:, None] & (target[:, None] == target[None, :]), 1.0, 0.0)
-    total = tl.dot(gather, factor[:, None] * h, input_precision="tf32x3")  # ones are exact, and this splits the rest
+    total = tl.dot(gather, factor[:, None] * h, input_precision=PRECISION)  # ones are exact, and this splits the rest
     tl.store(out, (sum_so_far.to(tl.float32) + total).to(dweight_ptr.dtype.element_ty), mask=mask)
     slot = 2 * piece + tl.where(from_before, 0, 1)
     partial = first & (whole == 0)

@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from ..common.blocks import column_halves
+from ..common.blocks import column_halves, store_tile
 from ..common.transform import log2_e
 
 
 @triton.jit
 def finish_half(
-    out_desc,
+    out,
     x,  # [BLOCK_M, COLUMNS] fp32
     shift,  # [BLOCK_M] the strip's offset
     target,
@@ -17,6 +17,7 @@ def finish_half(
     first_column,
     columns2,
     ratio2,
+    STORED: tl.constexpr,
     RELATIVE: tl.constexpr,
     SHIFTED: tl.constexpr,
     SECOND: tl.constexpr,
@@ -54,18 +55,18 @@ def finish_half(
         sums2 = tl.sum(e2, 1)
         if SHIFTED2:
             shifted2 = tl.sum(tl.where(e2 > 0.0, e2 * z2, 0.0), 1)
-    if out_desc is not None:
+    if STORED:
         if RELATIVE:
-            out_desc.store([row_start, first_column], z.to(out_desc.dtype))
+            store_tile(out, row_start, first_column, z)
         else:
-            out_desc.store([row_start, first_column], e.to(out_desc.dtype))
+            store_tile(out, row_start, first_column, e)
     return sums, shifted, sums2, shifted2
 
 
 @triton.jit
 def finish_strip(
     # outputs
-    out_desc,
+    out,
     strip_offset_ptr,
     strip_shifted_sum_ptr,
     strip_weighted_sum_ptr,
@@ -91,6 +92,7 @@ def finish_strip(
     STRIP: tl.constexpr,
     STORE: tl.constexpr,
     REACH: tl.constexpr,
+    STORED: tl.constexpr,
     GIVEN: tl.constexpr,
     TARGETS: tl.constexpr,
     EDGE: tl.constexpr,
@@ -102,7 +104,7 @@ def finish_strip(
     in_rows = offs_row < rows
     in_vocab = offs_col < vocab
     stats_at = strip.to(tl.int64) * strip_stride + offs_row
-    RELATIVE: tl.constexpr = out_desc is not None and not GIVEN
+    RELATIVE: tl.constexpr = STORED and not GIVEN
     SHIFTED: tl.constexpr = strip_shifted_sum_ptr is not None
     SECOND: tl.constexpr = strip_sum2_ptr is not None
     SHIFTED2: tl.constexpr = strip_shifted_sum2_ptr is not None
@@ -128,18 +130,18 @@ def finish_strip(
     first_column = strip * STRIP
     if STORE == STRIP:
         sums, shifted, sums2, shifted2 = finish_half(
-            out_desc, x, shift, target, row_start, first_column, columns2, ratio2,
-            RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
+            out, x, shift, target, row_start, first_column, columns2, ratio2,
+            STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
         )  # fmt: skip
     else:
         left, right = column_halves(x, BLOCK_M, STRIP)
         sums, shifted, sums2, shifted2 = finish_half(
-            out_desc, left, shift, target, row_start, first_column, columns2, ratio2,
-            RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
+            out, left, shift, target, row_start, first_column, columns2, ratio2,
+            STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
         )  # fmt: skip
         more, more_shifted, more2, more_shifted2 = finish_half(
-            out_desc, right, shift, target, row_start, first_column + STORE, columns2, ratio2,
-            RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
+            out, right, shift, target, row_start, first_column + STORE, columns2, ratio2,
+            STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
         )  # fmt: skip
         sums, shifted, sums2, shifted2 = sums + more, shifted + more_shifted, sums2 + more2, shifted2 + more_shifted2
     if not (RELATIVE or SHIFTED or SECOND):
@@ -163,7 +165,7 @@ def finish_strip(
 @triton.jit
 def finish_tile(
     # outputs
-    out_desc,
+    out,
     strip_offset_ptr,
     strip_sum_ptr,
     strip_shifted_sum_ptr,
@@ -190,6 +192,7 @@ def finish_tile(
     BLOCK_N: tl.constexpr,
     STRIP: tl.constexpr,
     REACH: tl.constexpr,
+    STORED: tl.constexpr,
     GIVEN: tl.constexpr,
     TARGETS: tl.constexpr,
     EDGE: tl.constexpr,
@@ -197,23 +200,23 @@ def finish_tile(
     """All of a tile but its last strip's sum, which is returned."""
     if STRIP == BLOCK_N:
         return finish_strip(
-            out_desc, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
+            out, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
             strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr, row_offset, target, row_start, tile_n, rows,
-            strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, BLOCK_N // 2, REACH, GIVEN, TARGETS, EDGE,
+            strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, BLOCK_N // 2, REACH, STORED, GIVEN, TARGETS, EDGE,
         )  # fmt: skip
     else:
         left, right = column_halves(x, BLOCK_M, BLOCK_N)
         sums = finish_strip(
-            out_desc, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
+            out, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
             strip_sum2_ptr, strip_shifted_sum2_ptr, left, class_weights_ptr, row_offset, target, row_start, tile_n * 2,
-            rows, strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP, REACH, GIVEN, TARGETS, EDGE,
+            rows, strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP, REACH, STORED, GIVEN, TARGETS, EDGE,
         )  # fmt: skip
         offs_row = row_start + tl.arange(0, BLOCK_M)
         tl.store(strip_sum_ptr + (tile_n * 2).to(tl.int64) * strip_stride + offs_row, sums, mask=offs_row < rows)
         # past the vocabulary the right strip writes what merges to nothing (-inf, 0), and its store falls outside
         return finish_strip(
-            out_desc, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
+            out, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
             strip_sum2_ptr, strip_shifted_sum2_ptr, right, class_weights_ptr, row_offset, target, row_start,
             tile_n * 2 + 1, rows, strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP,
-            REACH, GIVEN, TARGETS, EDGE,
+            REACH, STORED, GIVEN, TARGETS, EDGE,
         )  # fmt: skip

@@ -18,7 +18,7 @@ exact logit: then loss and gradient see one and the same logit.
 
 import triton.language as tl
 
-from ..common.blocks import counted_rows, tile_place
+from ..common.blocks import counted_rows, load_rows, tile_place
 from ..common.kernel import kernel
 from ..common.transform import transform_logits
 from .exp_epilogue import finish_tile
@@ -28,6 +28,7 @@ from .exp_epilogue import finish_tile
 def exp_logits_kernel(
     # outputs
     out_desc,  # [rows, vocab] 16 bit, store block [BLOCK_M, BLOCK_N / 2], or None
+    out_ptr,  # the same where it is not described; None
     strip_offset_ptr,  # [strips, rows] fp32; with a row offset only where the strip's sum is negative
     strip_sum_ptr,  # [strips, rows] fp32: sum of exp(x - offset); negative where a row offset was not taken
     strip_shifted_sum_ptr,  # [strips, rows] fp32: sum of exp(x - offset) (x - offset), or None
@@ -38,7 +39,9 @@ def exp_logits_kernel(
     strip_shifted_sum2_ptr,  # [strips, rows] fp32: the same times ratio2 (x - offset), or None
     # inputs
     hidden_desc,  # [rows, hidden] 16 bit, block [BLOCK_M, BLOCK_K]
+    hidden_ptr,
     weight_desc,  # [vocab, hidden] 16 bit, block [BLOCK_N, BLOCK_K]
+    weight_ptr,
     bias_ptr,  # [vocab] or None
     class_weights_ptr,  # [vocab] or None
     row_offset_ptr,  # [rows] fp32, or None for each strip's own maximum
@@ -48,6 +51,7 @@ def exp_logits_kernel(
     first_row,  # of the chunk within the call
     rows,
     strip_stride,  # from strip to strip of the statistics, a multiple of 16
+    out_stride,  # from row to row
     vocab,
     hidden,
     columns2,
@@ -62,20 +66,26 @@ def exp_logits_kernel(
     GROUP_M: tl.constexpr,
     REACH: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
+    EVEN_HIDDEN: tl.constexpr,
+    FLATTEN: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter's product of bf16 operands is wrong, of fp32 ones right
 ):
+    STORED: tl.constexpr = out_desc is not None or out_ptr is not None
     TARGETS: tl.constexpr = target_ptr is not None
     GIVEN: tl.constexpr = row_offset_ptr is not None
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(vocab, BLOCK_N)
-    # `flatten` merges the tile loop with the loop over K, so that the next tile's loads run under this one's epilogue
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+    out = out_desc, out_ptr, out_stride, rows, vocab
+    h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
+    w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
+    # FLATTEN merges the tile loop with the loop over K, so that the next tile's loads run under this one's epilogue
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start = tile_m * BLOCK_M
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, hidden, BLOCK_K):
-            h = hidden_desc.load([row_start, k])
-            w = weight_desc.load([tile_n * BLOCK_N, k])
+            h = load_rows(h_matrix, row_start, k, BLOCK_M, BLOCK_K, EVEN_HIDDEN)
+            w = load_rows(w_matrix, tile_n * BLOCK_N, k, BLOCK_N, BLOCK_K, EVEN_HIDDEN)
             if UPCAST:
                 h, w = h.to(tl.float32), w.to(tl.float32)
             acc = tl.dot(h, w.T, acc)
@@ -100,17 +110,17 @@ def exp_logits_kernel(
         # operations, 3 to 10 % of the whole; with its own stores in it, the branch stays a branch.
         if special:
             sums = finish_tile(
-                out_desc, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr,
+                out, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr,
                 strip_top_ptr, strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr,
                 row_offset, target, row_start, tile_n, rows, strip_stride, vocab, columns2, ratio2,
-                BLOCK_M, BLOCK_N, STRIP, REACH, GIVEN, TARGETS, not EVEN_VOCAB,
+                BLOCK_M, BLOCK_N, STRIP, REACH, STORED, GIVEN, TARGETS, not EVEN_VOCAB,
             )  # fmt: skip
         else:
             sums = finish_tile(
-                out_desc, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr,
+                out, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr,
                 strip_top_ptr, strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr,
                 row_offset, target, row_start, tile_n, rows, strip_stride, vocab, columns2, ratio2,
-                BLOCK_M, BLOCK_N, STRIP, REACH, GIVEN, False, False,
+                BLOCK_M, BLOCK_N, STRIP, REACH, STORED, GIVEN, False, False,
             )  # fmt: skip
         last_strip = (tile_n + 1) * (BLOCK_N // STRIP) - 1
         tl.store(strip_sum_ptr + last_strip.to(tl.int64) * strip_stride + offs_row, sums, mask=in_rows)

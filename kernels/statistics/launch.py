@@ -2,10 +2,10 @@
 
 import torch
 
-from ..common.descriptors import described
-from ..common.grids import programs_of, row_block
+from ..common.descriptors import even, matrix, row_stride
+from ..common.gpus import RELATIVE_STRIP, programs_of
 from ..common.operands import ALL_ROWS, Counted, Stored, Strips, mixture, strip_stride
-from ..common.tiles import FUSED, INTERPRETED, RELATIVE_STRIP, Tile, cdiv, exp_tile, power_of_2
+from ..common.tiles import FUSED, INTERPRETED, Tile, cdiv, power_of_2, row_block
 from .clean_rows import clean_rows_kernel
 from .columns import dot_columns_kernel, pick_columns_kernel
 from .exp_logits import exp_logits_kernel
@@ -85,26 +85,26 @@ def exp_logits(
     target: torch.Tensor | None,  # [rows] int64
     logit_scale: float | None,
     softcap: float | None,
+    tile: Tile,
     ratio2: float | None = None,
     columns2: int = 0,
     counted: Counted = ALL_ROWS,
-    tile: Tile | None = None,
 ) -> None:
     rows, vocab = hidden.shape[0], weight.shape[0]
-    tile = tile or exp_tile(hidden.shape[1])
     programs = programs_of(tile, rows, vocab, hidden.device)
     exp_logits_kernel[(programs,)](
-        None if out is None else described(out, tile.block_m, tile.block_n // 2),
+        *matrix(out, tile.block_m, tile.block_n // 2, tile),
         *strips,
-        described(hidden, tile.block_m, tile.block_k),
-        described(weight, tile.block_n, tile.block_k),
+        *matrix(hidden, tile.block_m, tile.block_k, tile),
+        *matrix(weight, tile.block_n, tile.block_k, tile),
         bias, class_weights, row_offset, target, counted.count,
-        counted.first_row, rows, strips.offset.stride(0), vocab, hidden.shape[1], columns2,
-        logit_scale, softcap, ratio2,
+        counted.first_row, rows, strips.offset.stride(0), row_stride(out, tile), vocab, hidden.shape[1],
+        columns2, logit_scale, softcap, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STRIP=tile.block_n // (strips.offset.shape[0] // cdiv(vocab, tile.block_n)),
         GROUP_M=tile.group_m, REACH=REACH,
-        EVEN_VOCAB=vocab % tile.block_n == 0, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+        EVEN_VOCAB=vocab % tile.block_n == 0, EVEN_HIDDEN=even(hidden.shape[1], tile),
+        FLATTEN=tile.described, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
 
 

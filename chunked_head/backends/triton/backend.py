@@ -1,12 +1,12 @@
-"""The head in Triton kernels: NVIDIA GPUs, and any machine under Triton's interpreter (``TRITON_INTERPRET=1``).
+"""The head in Triton kernels: NVIDIA and AMD GPUs, and any machine under Triton's interpreter (``TRITON_INTERPRET=1``).
 
 Three stores of the reused buffer, all with statistics from fp32 accumulators:
 
 - ``fast``: our own matmul leaves bf16 exponentials relative to the target's logit; the gradients are plain products
-  with them, a factor per row and the target's terms apart (Hopper; gradients of rank one beside the softmax, no cap).
-- ``relative``: it leaves fp16 logits relative to each strip's maximum, one pass turns them into any gradient (Hopper,
-  16-bit operands).
-- ``logits``: cuBLAS leaves fp32 logits, and the gradient of 16-bit operands is written, 16-bit wide, over their bytes.
+  with them, a factor per row and the target's terms apart (gradients of rank one beside the softmax, no cap).
+- ``relative``: it leaves fp16 logits relative to each strip's maximum, one pass turns them into any gradient (16-bit
+  operands).
+- ``logits``: BLAS leaves fp32 logits, and the gradient of 16-bit operands is written, 16-bit wide, over their bytes.
 
 Where statistics are known before any gradient (the plan recomputes) the first two store no logits at all: the matmul
 leaves the gradient. A dense teacher's terms need a row of each beside the other, and so the third.
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
-from ...kernels.common.grids import multiprocessors
+from ...kernels.common.gpus import gpu_of, multiprocessors_of
 from ...kernels.common.tiles import INTERPRETED
 from ...kernels.gradients import launch as gradients
 from ...kernels.statistics import launch as statistics
 from ...parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ...program.plans import Plan
 from ...program.sizes import Store
+from ..matmul import sums_halves
 from ..protocol import Layout, Targets
 from .grads import GradSession
 from .logits import GivenLogits, LogitsSession
@@ -38,7 +39,7 @@ from .vectors import vector_kernel as vector_kernel
 def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
     if device.type != "cuda" and not INTERPRETED:
         raise ValueError(
-            "backend='triton' needs a CUDA device, or TRITON_INTERPRET=1 in the environment; the tensors are on "
+            "backend='triton' needs a GPU, or TRITON_INTERPRET=1 in the environment; the tensors are on "
             f"{device}: use backend='torch'"
         )
     if dtype == torch.float64:
@@ -47,7 +48,7 @@ def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
 
 def store(layout: Layout) -> Store:
     aligned = layout.plain_weight and layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0
-    if layout.dtype == torch.float32 or not aligned or layout.demand.top_k or not runs_exp_logits(layout.device):
+    if layout.dtype == torch.float32 or not aligned or layout.demand.top_k or layout.gpu is None:
         return "logits"
     # a factor per row would take fp16 out of its range; caps and trained biases need a pass over the buffer
     one_factor = layout.dtype == torch.bfloat16 and layout.demand.rank_one and layout.demand.one_sweep
@@ -63,21 +64,10 @@ def teacher_store(teacher: Teacher, store: Store) -> Literal["relative", "logits
     return "relative" if store == "relative" and (teacher.dtype or weight.dtype).itemsize == 2 and aligned else "logits"
 
 
-def runs_exp_logits(device: torch.device) -> bool:
-    """Whether the device runs the matmul with the exponentials: its tile is sized for Hopper's shared memory.
-
-    Where there is no GPU to ask, a plan for one is a plan for Hopper.
-    """
-    if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_capability(device)[0] == 9
-    return True
-
-
 def traits(device: torch.device) -> dict[str, Any]:
-    own_products = runs_exp_logits(device)
     return {
-        "half_products": device.type == "cuda", "scratch": 0,
-        "multiprocessors": multiprocessors(device) if own_products else 0,
+        "half_products": sums_halves(device), "scratch": 0,
+        "gpu": gpu_of(device), "multiprocessors": multiprocessors_of(device),
     }  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from ...core.stats import Coefficients, Head, Rows, RowStats
 from ...kernels.common.operands import Stored, Strips
-from ...kernels.common.tiles import TILE_ELEMENTS, exp_tile_of, strip_width, strips_of
 from ...kernels.gradients import launch as gradients
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
@@ -13,7 +12,7 @@ from ...program.memory import part_sums
 from ...program.plans import Plan
 from ...program.sizes import padded_columns
 from ..gradients import Gradients
-from ..matmul import project
+from ..matmul import add_dhidden, project
 from .session import OwnProducts, counted_of, normalize_rows, ratio_of, transform
 
 
@@ -28,8 +27,9 @@ class RelativeSession(OwnProducts):
         if sizes.hidden_grad and plan.schedule == "forward":
             self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
         two = len(demand.views) > 1
-        self.tile = exp_tile_of(rows, sizes.hidden, sizes.vocab)
-        strip_count = strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative")
+        gpu = self.gpu
+        self.tile = gpu.exp_tile_of(rows, sizes.hidden, sizes.vocab)
+        strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative")
         self.strips = Strips.empty(
             rows, strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
             two and demand.entropy[1],
@@ -37,7 +37,8 @@ class RelativeSession(OwnProducts):
         self.has_target_logits = False  # the target's logits of all tokens are there
         if sizes.teacher_store == "relative":
             self.teacher_buffer = padded(rows, sizes.teacher_columns, device)
-            strip_count = strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
+            self.teacher_tile = gpu.exp_tile_of(rows, sizes.teacher_width, sizes.teacher_columns)
+            strip_count = gpu.strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
             self.teacher_strips = Strips.empty(rows, strip_count, device)
         elif sizes.teacher_store == "logits":
             self.teacher_buffer = torch.empty(rows, sizes.teacher_columns, dtype=torch.float32, device=device)
@@ -79,7 +80,7 @@ class RelativeSession(OwnProducts):
             ratio2, columns2 = ratio_of(view.ratio), view.columns or vocab
         statistics.exp_logits(
             stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target,
-            *scale_cap, ratio2, columns2, counted_of(rows), self.tile,
+            *scale_cap, self.tile, ratio2, columns2, counted_of(rows),
         )  # fmt: skip
         statistics.merge_strips(
             out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
@@ -97,10 +98,22 @@ class RelativeSession(OwnProducts):
     def put_dhidden(
         self, dlogits: Tensor, rows: Rows, out: Tensor, factors: products.Factors = products.NO_FACTORS
     ) -> None:
-        split = self.sizes.dhidden_split(rows.target.shape[0], self.part_sums.numel() // TILE_ELEMENTS)
+        if not self.sizes.own_dhidden:
+            self.put_by_blas(dlogits, rows, out, factors)
+            return
+        split = self.sizes.dhidden_split(rows.target.shape[0], self.part_sums.numel() // self.gpu.product.elements)
         products.dhidden(
-            out, self.part_sums, dlogits, self.head.weight, factors, rows.order, counted_of(rows), split=split
+            out, self.part_sums, dlogits, self.head.weight, self.gpu.product, factors, rows.order, counted_of(rows),
+            split=split,
         )  # fmt: skip
+
+    def put_by_blas(self, dlogits: Tensor, rows: Rows, out: Tensor, factors: products.Factors) -> None:
+        if factors.target is None:
+            super().put_dhidden(dlogits, rows, out)
+            return
+        product = self.part_sums[: out.numel()].view(out.shape)
+        add_dhidden(dlogits, self.head.weight, product, first=True)
+        products.finish_dhidden(out, product, self.head.weight, factors)
 
     def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
         teacher, count, columns = rows.teacher, rows.target.shape[0], self.sizes.teacher_columns
@@ -117,7 +130,7 @@ class RelativeSession(OwnProducts):
         strips = self.teacher_strips.of_rows(count)
         statistics.exp_logits(
             buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, *transform(teacher),
-            counted=counted_of(rows),
+            self.teacher_tile, counted=counted_of(rows),
         )  # fmt: skip
         statistics.merge_strips(None, start, rest, None, None, None, None, None, None, strips, None, None, columns)
         return Stored(buffer, strips.offset)
@@ -178,7 +191,7 @@ class FastSession(RelativeSession):
         # nobody reads the chunk's hidden states after this but the weight's gradient
         gradients.level_rows(
             exp, softmax_factor, target_factor, None if grads.weight is None else rows.hidden, rows.target,
-            self.stored_strips, strip_width(self.sizes.hidden, relative=False),
+            self.stored_strips, self.gpu.strip_width(self.sizes.hidden, relative=False),
             self.level, stats.target_logit, stats.start, stats.rest, stats.logprob, coefficients.alpha,
             coefficients.beta, transform(self.head)[0], counted_of(rows),
         )  # fmt: skip

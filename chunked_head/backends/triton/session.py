@@ -149,7 +149,12 @@ class KernelSession(AddsDlogits):
 
 
 class OwnProducts(KernelSession):
-    """A session whose 16-bit rows start on 16 bytes, as the tensor copy engine of our own products asks."""
+    """A session whose 16-bit rows start on 16 bytes, as our own products ask."""
+
+    def __init__(self, head: Head, plan: Plan):
+        super().__init__(head, plan)
+        assert self.sizes.gpu is not None
+        self.gpu = self.sizes.gpu
 
     def add_dweight(
         self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
@@ -157,6 +162,6 @@ class OwnProducts(KernelSession):
         # a buffer of the caller's may start anywhere
         described = out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
         if gain is None and described and self.sizes.own_dweight:
-            products.dweight(out, dlogits, operand, first, counted_of(rows))
+            products.dweight(out, dlogits, operand, first, self.gpu.product, counted_of(rows))
         else:
             super().add_dweight(zero_uncounted_(dlogits, rows), rows, operand, out, first, gain)

@@ -1,0 +1,151 @@
+"""What each kind of GPU can do, and how our matmuls run there: nothing else asks for one. Nothing here needs Triton.
+
+An architecture that is not listed is taken for the newest older one of its generation, as its machine code would be.
+Older ones than sm_80 have no bf16 matmuls: there, as on a CPU, BLAS makes fp32 logits.
+"""
+
+import functools
+import os
+from typing import NamedTuple
+
+import torch
+
+from .tiles import INTERPRETED, Tile, cdiv
+
+RELATIVE_STRIP = 32 if INTERPRETED else 128  # columns that share one offset where relative logits are stored
+
+
+class Gpu(NamedTuple):
+    """One architecture. Of the tiles only Hopper's are measured on a GPU of its own."""
+
+    name: str
+    shared: int  # bytes of shared memory that a program may have
+    multiprocessors: int  # of the GPU that a plan assumes where there is none to ask
+    wide: Tile  # of the logits
+    narrow: Tile  # few steps over hidden make the epilogue weigh: a second program there computes under it
+    product: Tile  # of the gradients' products
+    few: tuple[Tile, ...] = ()  # of few rows, which take the time that the weight takes to be read
+    own_dhidden: bool = False  # faster than BLAS's
+    short_hidden: int = 2048
+    warp: int = 32
+    fp32_products: str = "tf32x3"  # how small ones keep fp32's precision
+
+    def exp_tile(self, hidden: int) -> Tile:
+        """Of the logits' matmul."""
+        return self.narrow if hidden <= self.short_hidden else self.wide
+
+    def exp_tile_of(self, rows: int, hidden: int, vocab: int) -> Tile:
+        """The same for chunks of so many rows: whatever the tile, a row's strips are those of ``strips_of``."""
+        usual = self.exp_tile(hidden)
+
+        def columns(tile: Tile) -> int:
+            return cdiv(vocab, tile.block_n) * tile.block_n
+
+        few = [tile for tile in self.few if rows <= tile.block_m and columns(tile) == columns(usual)]
+        return (*few, usual)[0]
+
+    def grad_tile(self, hidden: int) -> Tile:
+        """Where logits are computed again and leave as gradients, which no strips hold to the tile before."""
+        return self.narrow if hidden <= self.short_hidden // 2 else self.wide
+
+    def strip_width(self, hidden: int, relative: bool) -> int:
+        """Columns of a strip: of its own width where it has an offset of its own."""
+        return RELATIVE_STRIP if relative else self.exp_tile(hidden).block_n
+
+    def strips_of(self, vocab: int, hidden: int, relative: bool) -> int:
+        """Number of column strips in a row of ``vocab`` logits: those of whole tiles."""
+        block_n = self.exp_tile(hidden).block_n
+        return cdiv(vocab, block_n) * (block_n // self.strip_width(hidden, relative))
+
+
+NARROW = Tile(block_n=128, warps=4, per_multiprocessor=2)
+
+
+def hopper(name: str, shared: int, multiprocessors: int) -> Gpu:
+    """Tensor copies, sums in registers, 227 KB."""
+    few = Tile(block_m=64, warps=4, stages=4), Tile(block_m=64, block_n=128, warps=4, stages=8)
+    return Gpu(name, shared, multiprocessors, Tile(), NARROW, product=Tile(), few=few, own_dhidden=True)
+
+
+def blackwell(name: str, shared: int, multiprocessors: int) -> Gpu:
+    """Tensor copies, sums in a memory of their own, from which 256 columns at a time would not fit the registers."""
+    return Gpu(name, shared, multiprocessors, NARROW, NARROW, product=Tile())
+
+
+def ampere(name: str, shared: int, multiprocessors: int) -> Gpu:
+    """Copies through pointers; of three stages two lie in shared memory, 96 KB."""
+    wide = Tile(described=False)
+    return Gpu(name, shared, multiprocessors, wide, NARROW._replace(described=False), product=wide)
+
+
+def cdna(name: str, shared: int, multiprocessors: int) -> Gpu:
+    tile = Tile(block_n=128, block_k=32, stages=2, described=False)
+    return Gpu(name, shared, multiprocessors, tile, tile, product=tile, warp=64, fp32_products="ieee")
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        ampere("sm_80", 166_912, 108),
+        ampere("sm_86", 101_376, 84),
+        ampere("sm_89", 101_376, 128),
+        hopper("sm_90", 232_448, 132),
+        blackwell("sm_100", 232_448, 148),
+        blackwell("sm_103", 232_448, 160),
+        ampere("sm_120", 101_376, 170),
+        cdna("gfx942", 65_536, 304),
+        cdna("gfx950", 163_840, 256),
+    )
+}
+
+
+def interpreted(gpu: Gpu) -> Gpu:
+    """The same in tiles that suit small tensors; 4 programs still test the persistent loop."""
+
+    def small(tile: Tile, m: int = 32, k: int = 64) -> Tile:
+        return tile._replace(block_m=m, block_n=64, block_k=k, per_multiprocessor=1)
+
+    return gpu._replace(
+        name="interpreter" if gpu.name == "sm_90" else gpu.name, multiprocessors=4, wide=small(gpu.wide),
+        narrow=small(gpu.wide), product=small(gpu.product, k=32), few=tuple(small(tile, m=16) for tile in gpu.few[:1]),
+    )  # fmt: skip
+
+
+if INTERPRETED:
+    GPUS = {name: interpreted(gpu) for name, gpu in GPUS.items()}
+HERE = os.environ.get("CHUNKED_HEAD_ARCH")  # in place of what GPUs there are; for tests
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The device's; None where our matmuls do not run."""
+    if HERE is not None:
+        return GPUS[HERE]
+    if INTERPRETED or (device.type == "cuda" and not torch.cuda.is_available()):
+        return GPUS["sm_90"]  # a plan for a GPU where there is none
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        return GPUS.get(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
+    return newest(*torch.cuda.get_device_capability(device))
+
+
+def newest(major: int, minor: int) -> Gpu | None:
+    """Of those of a generation that are no newer."""
+    older = [f"sm_{major}{i}" for i in range(minor, -1, -1)]
+    return next((GPUS[name] for name in older if name in GPUS), None)
+
+
+@functools.cache
+def multiprocessors_of(device: torch.device) -> int:
+    """Of the GPU that is there, or of the one that a plan assumes."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    gpu = gpu_of(device)
+    return 0 if gpu is None else gpu.multiprocessors
+
+
+def programs_of(tile: Tile, rows: int, columns: int, device: torch.device) -> int:
+    """Programs of a persistent matmul: as many as are resident at a time, and no more than it has tiles."""
+    tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
+    return min(tile.per_multiprocessor * multiprocessors_of(device), tiles)

@@ -1,0 +1,115 @@
+"""Compiles what an architecture's calls launch, on a machine without such a GPU:
+``CHUNKED_HEAD_ARCH=sm_80 python tests/compile_for.py [KERNEL ...]``.
+
+The calls run on the CPU with launches that do nothing; each kind of launch is then compiled as Triton would compile it
+there. Prints a line of JSON for each: the kernel's name, its constants, bytes of shared memory, bytes that a thread
+spills, and which instructions the machine code holds.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from chunked_head.kernels.common.gpus import GPUS
+from chunked_head.kernels.common.launcher import Launcher
+from triton.backends.compiler import GPUTarget
+
+from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+from chunked_head.backends.triton import backend
+
+INSTRUCTIONS = "cp.async.cg", "cp.async.bulk.tensor", "mma.sync", "wgmma", "tcgen05.mma", "v_mfma", "buffer_load"
+
+
+def target_of(name: str) -> GPUTarget:
+    if name.startswith("sm_"):
+        return GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
+    return GPUTarget("hip", name, GPUS[name].warp)
+
+
+def pretend(target: GPUTarget) -> None:
+    """A driver for a GPU that is not there: enough to compile for it."""
+    active = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0,
+        set_current_device=lambda device: None,
+    )  # fmt: skip
+    triton.runtime.driver.set_active(active)
+
+
+def launches() -> dict[Any, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Kinds of launch of the calls below, with arguments of each."""
+    found: dict[Any, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+
+    def record(self: Launcher, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            key = id(self), self.read(*arguments)[0], *constants.items()
+            found.setdefault(key, (self.kernel, arguments, constants))
+
+        return launch
+
+    Launcher.__getitem__ = record  # type: ignore[method-assign]
+    backend.check = lambda *given: None  # type: ignore[assignment]
+    # what no kernel writes is read as an index
+    torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
+    calls()
+    return found
+
+
+def calls() -> None:
+    def operands(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        states, weight = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(vocab, hidden, dtype=dtype)
+        return states.requires_grad_(), weight.requires_grad_(), torch.zeros(tokens, dtype=torch.int64)
+
+    for hidden in (1024, 4096):
+        given = operands(256, hidden, 1024, torch.bfloat16)
+        linear_cross_entropy(*given, reduction="none", backend="triton").sum().backward()
+        linear_cross_entropy(*given, skip_ignored=True, backend="triton").backward()
+    batch = {"old_logprobs": torch.zeros(256), "advantages": torch.zeros(256)}
+    given = operands(256, 4096, 1024, torch.float16)
+    mix = losses.grpo() + losses.entropy() + losses.cross_entropy(label_smoothing=0.1)
+    asked = [metrics.entropy(), metrics.accuracy()]
+    linear_loss(*given, mix, batch=batch, metrics=asked, backend="triton").loss.backward()
+    with torch.no_grad():
+        linear_logprobs(*operands(8, 4096, 1024, torch.bfloat16), entropy=True, backend="triton")
+
+
+def spilled(compiled: Any) -> int:
+    if "cubin" not in compiled.asm:
+        return int(re.search(r"\.vgpr_spill_count:\s+(\d+)", compiled.asm["amdgcn"])[1])  # type: ignore[index]
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    return max((int(bytes_) for bytes_ in re.findall(r"STACK:(\d+)", said)), default=-1)
+
+
+def main() -> None:
+    found = launches()
+    name = os.environ["CHUNKED_HEAD_ARCH"]
+    pretend(target_of(name))
+    for kernel, arguments, constants in found.values():
+        if sys.argv[1:] and kernel.fn.__name__ not in sys.argv[1:]:
+            continue
+        row = {"kernel": kernel.fn.__name__, "constants": {k: v for k, v in constants.items() if v is not None}}
+        try:
+            compiled = kernel.warmup(*arguments, grid=(1,), **constants)
+            code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+            row |= {
+                "shared": compiled.metadata.shared, "may_share": GPUS[name].shared, "spilled": spilled(compiled),
+                "holds": [name for name in INSTRUCTIONS if name in code],
+            }  # fmt: skip
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        print(json.dumps(row, default=str), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Paths of other GPUs than Hopper's against the same oracle: operands through pointers, gradients' products by BLAS."""
+
+from collections.abc import Iterator
+
+import pytest
+import test_cross_entropy
+import test_deterministic
+import test_linear_loss
+import test_skip_ignored
+import torch
+from cases import HALVES, Case, Place, combinations
+from chunked_head.kernels.common import gpus
+from loss_cases import LossCase
+
+from chunked_head import plan
+from chunked_head.backends import resolve
+from chunked_head.backends.matmul import sums_halves
+from chunked_head.engine.call import PLANS
+from chunked_head.engine.program import PROGRAMS
+
+ARCHITECTURES = ["sm_80", "sm_100"]  # tiles of any others differ in size alone
+PLACES = test_deterministic.OURS
+
+
+def forget() -> None:
+    for cache in (gpus.gpu_of.cache_clear, gpus.multiprocessors_of.cache_clear, PLANS.clear, PROGRAMS.clear):
+        cache()
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(gpus, "HERE", request.param)
+    forget()
+    yield request.param
+    forget()
+
+
+def ours(params: list) -> list:
+    """Of 16-bit operands, in kernels."""
+    return [param for param in params if param.values[1] in HALVES and param.values[2].backend == "triton"]
+
+
+@pytest.mark.parametrize(("case", "dtype", "place"), ours(combinations()))
+def test_cross_entropy_of(architecture: str, case: Case, dtype: torch.dtype, place: Place) -> None:
+    test_cross_entropy.test_case(case, dtype, place)
+
+
+@pytest.mark.parametrize(("case", "dtype", "place", "schedule"), ours(test_linear_loss.combinations()))
+def test_loss_of(architecture: str, case: LossCase, dtype: torch.dtype, place: Place, schedule: dict) -> None:
+    test_linear_loss.test_loss(case, dtype, place, schedule)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("ignored", test_skip_ignored.SHARES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_skips(architecture: str, place: Place, ignored: float, reduction: str) -> None:
+    test_skip_ignored.test_cross_entropy(place, torch.bfloat16, ignored, reduction, True)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("schedule", ["forward", "recompute"])
+def test_deterministic_of(architecture: str, place: Place, schedule: str) -> None:
+    test_deterministic.test_alone_as_among_others(place, True, schedule)
+
+
+@pytest.mark.parametrize("name", gpus.GPUS)
+def test_plan_names_the_architecture(name: str) -> None:
+    made = plan(4096, 4096, 32000, torch.bfloat16, device=name, backend="triton")
+    assert made.sizes.gpu == gpus.GPUS[name] and made.sizes.store == "fast"
+    assert made.sizes.multiprocessors == gpus.GPUS[name].multiprocessors
+    assert f"GPU{'':<29}{made.sizes.gpu.name}" in str(made)
+
+
+def test_plan_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def buffer(dtype: torch.dtype, **options: object) -> str:
+        lines = str(plan(4096, 4096, 32000, dtype, device="sm_89", backend="triton", **options)).splitlines()
+        return next(line for line in lines if line.startswith("logits buffer"))
+
+    assert buffer(torch.bfloat16).endswith("16-bit exponentials relative to the target")
+    assert buffer(torch.float16).endswith("(float16)")
+    assert buffer(torch.bfloat16, softcap=30.0).endswith("(the gradient takes a pass over them)")
+    assert buffer(torch.float32).endswith("32-bit logits (float32)")
+    with pytest.raises(ValueError, match="or a GPU's architecture"):
+        plan(4096, 4096, 32000, torch.bfloat16, device="sm_12345")
+
+
+def test_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls its GPUs cuda as well; what nobody has tried there is not done."""
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert resolve(None, device).__name__.endswith("triton.backend") and not sums_halves(device)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert sums_halves(device)
+
+
+def test_newer_ones_are_taken_for_what_they_can_run() -> None:
+    found = {name: gpus.newest(*name) for name in ((7, 5), (8, 0), (8, 7), (8, 9), (9, 0), (10, 3), (12, 1), (13, 0))}
+    names = {name: None if gpu is None else next(key for key in gpus.GPUS if gpus.GPUS[key] is gpu)
+             for name, gpu in found.items()}  # fmt: skip
+    assert names == {
+        (7, 5): None, (8, 0): "sm_80", (8, 7): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90", (10, 3): "sm_103",
+        (12, 1): "sm_120", (13, 0): None,
+    }  # fmt: skip
