@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from chunked_head.kernels.common.gpus import GPUS
+from chunked_head.kernels.common.gpus import run_as
 from chunked_head.kernels.common.tiles import Tile
 from oracle import reference
 from torch import Tensor
@@ -35,8 +35,8 @@ PLACES = [TORCH_CPU, *TRITON, *GPU]
 ROWS, CHUNK, FEW = (253, 128, 60) if torch.cuda.is_available() else (69, 32, 36)
 HALVES = (torch.bfloat16, torch.float16)
 # of matmuls that read by the tensor copy engine, and of those that read through pointers
-TILES = list(dict.fromkeys([GPUS["sm_90"].wide, GPUS["sm_90"].narrow, GPUS["sm_80"].wide]))
-PRODUCT_TILES = [GPUS["sm_90"].product, GPUS["sm_80"].product]
+TILES = list(dict.fromkeys([run_as("sm_90").wide, run_as("sm_90").narrow, run_as("sm_80").wide]))
+PRODUCT_TILES = [run_as("sm_90").product, run_as("sm_80").product]
 
 
 def named(tile: Tile) -> str:

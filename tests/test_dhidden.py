@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import PLACES, PRODUCT_TILES, Place, named
-from chunked_head.kernels.common.gpus import GPUS, multiprocessors_of
+from chunked_head.kernels.common.gpus import multiprocessors_of, run_as
 from chunked_head.kernels.common.operands import Counted
 from chunked_head.kernels.common.tiles import (
     INTERPRETED,
@@ -99,7 +99,7 @@ def test_rows_that_count(place: Place, tile: Tile, share: float) -> None:
 
 def test_turns() -> None:
     """No more places than there are; whole where nothing is left over, or nothing gained."""
-    tile = GPUS["sm_90"].product
+    tile = run_as("sm_90").product
     assert dhidden_split(tile, 2048, 4096, 128256, 132).parts == 1 or INTERPRETED
     for rows in (16, 200, 1664, 2048, 2736, 8192):
         for hidden in (64, 1024, 2304, 2880):

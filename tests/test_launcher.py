@@ -244,12 +244,12 @@ def test_every_argument_is_of_a_known_kind() -> None:
 @pytest.mark.gpu
 def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits both ways, first and again, of pointers that are aligned and that are not."""
-    from chunked_head.kernels.common.gpus import GPUS
+    from chunked_head.kernels.common.gpus import run_as
     from chunked_head.kernels.common.operands import Strips
     from chunked_head.kernels.gradients import launch as gradients
     from chunked_head.kernels.statistics import launch as statistics
 
-    tile = GPUS["sm_90"].narrow
+    tile = run_as("sm_90").narrow
 
     def scaled(start: int, numbers: int) -> torch.Tensor:
         source = torch.arange(4096.0, device="cuda")[start : start + numbers]

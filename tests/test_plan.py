@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from chunked_head.kernels.common.gpus import GPUS
+from chunked_head.kernels.common.gpus import run_as
 from chunked_head.kernels.common.tiles import INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,7 +114,7 @@ def test_what_ranks_do_not_divide_gets_the_whole_default() -> None:
     half = torch.bfloat16
     common: dict[str, Any] = {
         "dtype": half, "hidden_dtype": half, "weight_dtype": half, "store": "fast", "half_products": True,
-        "multiprocessors": 132, "gpu": GPUS["sm_90"],
+        "multiprocessors": 132, "gpu": run_as("sm_90"),
     }  # fmt: skip
     for tokens, hidden, ranks in ((16384, 8192, 8), (32768, 8192, 2), (65536, 4096, 2), (16384, 8192, 16)):
         sizes = Sizes(tokens, hidden, 128256 // ranks, **common, ranks=ranks, copied=True)

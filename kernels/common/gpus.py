@@ -30,6 +30,9 @@ class Gpu(NamedTuple):
     warp: int = 32
     fp32_products: str = "tf32x3"  # how small ones keep fp32's precision
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # a plan's sizes are looked up at each call
+
     def exp_tile(self, hidden: int) -> Tile:
         """Of the logits' matmul."""
         return self.narrow if hidden <= self.short_hidden else self.wide
@@ -99,8 +102,11 @@ GPUS = {
 }
 
 
-def interpreted(gpu: Gpu) -> Gpu:
-    """The same in tiles that suit small tensors; 4 programs still test the persistent loop."""
+def run_as(name: str) -> Gpu:
+    """A row of the table; interpreted, in tiles that suit small tensors, and 4 programs to test the persistent loop."""
+    gpu = GPUS[name]
+    if not INTERPRETED:
+        return gpu
 
     def small(tile: Tile, m: int = 32, k: int = 64) -> Tile:
         return tile._replace(block_m=m, block_n=64, block_k=k, per_multiprocessor=1)
@@ -111,18 +117,18 @@ def interpreted(gpu: Gpu) -> Gpu:
     )  # fmt: skip
 
 
-if INTERPRETED:
-    GPUS = {name: interpreted(gpu) for name, gpu in GPUS.items()}
 HERE = os.environ.get("CHUNKED_HEAD_ARCH")  # in place of what GPUs there are; for tests
+if HERE is not None and HERE not in GPUS:
+    raise ValueError(f"CHUNKED_HEAD_ARCH must be one of {', '.join(GPUS)}, got {HERE!r}")
 
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu | None:
     """The device's; None where our matmuls do not run."""
     if HERE is not None:
-        return GPUS[HERE]
+        return run_as(HERE)
     if INTERPRETED or (device.type == "cuda" and not torch.cuda.is_available()):
-        return GPUS["sm_90"]  # a plan for a GPU where there is none
+        return run_as("sm_90")  # a plan for a GPU where there is none
     if device.type != "cuda":
         return None
     if torch.version.hip is not None:
