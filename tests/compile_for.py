@@ -25,7 +25,17 @@ from triton.backends.compiler import GPUTarget
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.backends.triton import backend
 
-INSTRUCTIONS = "cp.async.cg", "cp.async.bulk.tensor", "mma.sync", "wgmma", "tcgen05.mma", "v_mfma", "buffer_load"
+INSTRUCTIONS = (
+    "st.global.b16",
+    "ld.global.b16",
+    "cp.async.cg",
+    "cp.async.bulk.tensor",
+    "mma.sync",
+    "wgmma",
+    "tcgen05.mma",
+    "v_mfma",
+    "buffer_load",
+)
 
 
 def target_of(name: str) -> GPUTarget:
@@ -67,8 +77,10 @@ def calls() -> None:
         states, weight = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(vocab, hidden, dtype=dtype)
         return states.requires_grad_(), weight.requires_grad_(), torch.zeros(tokens, dtype=torch.int64)
 
-    for hidden in (1024, 4096):
-        given = operands(256, hidden, 1024, torch.bfloat16)
+    for hidden, vocab in ((1032, 1001), (4096, 1024)):
+        given = operands(256, hidden, vocab, torch.bfloat16)
+        # rows of 16 bytes that are no multiple of 32, and an odd vocabulary
+        given[0].requires_grad_(hidden % 16 == 0)
         linear_cross_entropy(*given, reduction="none", backend="triton").sum().backward()
         linear_cross_entropy(*given, skip_ignored=True, backend="triton").backward()
     batch = {"old_logprobs": torch.zeros(256), "advantages": torch.zeros(256)}

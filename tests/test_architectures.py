@@ -101,6 +101,13 @@ def test_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sums_halves(device)
 
 
+def test_steps_over_rows_are_within_a_tile() -> None:
+    """Nobody has written behind the last tile of rows that count."""
+    for gpu in gpus.GPUS.values():
+        tiles = gpu.wide, gpu.narrow, *gpu.few
+        assert all(tile.block_m % gpu.product.block_k == 0 for tile in tiles)
+
+
 def test_newer_ones_are_taken_for_what_they_can_run() -> None:
     found = {name: gpus.newest(*name) for name in ((7, 5), (8, 0), (8, 7), (8, 9), (9, 0), (10, 3), (12, 1), (13, 0))}
     names = {name: None if gpu is None else next(key for key in gpus.GPUS if gpus.GPUS[key] is gpu)

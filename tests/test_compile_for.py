@@ -53,3 +53,5 @@ def test_compiles(name: str) -> None:
         assert 0 <= row["spilled"] <= SPILLED.get(name, 256), row
         if row["kernel"] in MATMULS:
             assert set(HOLDS[ALIKE.get(name, name)]) <= set(row["holds"]), row
+        if row["kernel"] in MATMULS[:2]:
+            assert not {"ld.global.b16", "st.global.b16"} & set(row["holds"]), f"numbers one by one: {row}"

@@ -122,9 +122,10 @@ def plan(
     demand = needs_of(loss, measured, temperature, vocab, teacher_k, teacher_vocab).demand
     pairing, bias_grad = demand.pairing, bias and weight_grad
     traits = chosen.traits(place)
-    if absent is not None:
-        traits |= {"gpu": absent, "multiprocessors": absent.multiprocessors}
-    store = chosen.store(Layout(traits["gpu"], dtype, hidden, True, True, softcap is not None, bias_grad, demand))
+    if absent is not None and "gpu" in traits:
+        nvidia = absent.name.startswith("sm_")
+        traits |= {"gpu": absent, "multiprocessors": absent.multiprocessors, "half_products": nvidia}
+    store = chosen.store(Layout(traits.get("gpu"), dtype, hidden, True, True, softcap is not None, bias_grad, demand))
     teacher, teacher_store, width = None, None, 0
     if pairing is not None:
         rows = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
-from ..kernels.common.gpus import Gpu
+from ..kernels.common.gpus import Gpu, gpu_of
 from ..parallel.merge import GatheredStats
 from ..program.plans import Plan
 from ..program.sizes import Store
@@ -123,7 +123,7 @@ class Backend(Protocol):
 
     def traits(self, device: torch.device) -> dict[str, Any]:
         """What ``Sizes`` should know: ``half_products``, whether 16-bit operands are multiplied uncast; ``scratch``,
-        bytes of elementwise tiles; ``gpu`` and how many ``multiprocessors`` it has."""
+        bytes of elementwise tiles; where there are matmuls of ours ``gpu``, and how many ``multiprocessors`` it has."""
 
     def clean_rows(self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
         """Rows as the matmuls take them: contiguous, in the dtype of ``out``, 0 where a row's target is -1; the rows
@@ -181,10 +181,15 @@ def resolve(name: str | None, device: torch.device) -> Backend:
     """The backend called ``name``, or the device's own; never another one than was asked for."""
     check_name(name)
     if name is None:
-        name = "triton" if device.type == "cuda" and has_triton() else "torch"
+        name = "triton" if device.type == "cuda" and has_triton() and tried(device) else "torch"
     if name == "triton" and not has_triton():
         raise ValueError("backend='triton' needs the package triton (pip install triton); use backend='torch'")
     return importlib.import_module(f".{name}.backend", __package__)
+
+
+def tried(device: torch.device) -> bool:
+    """Of AMD's GPUs those of the table; of NVIDIA's all, whatever matmuls they take."""
+    return torch.version.hip is None or gpu_of(device) is not None
 
 
 def has_triton() -> bool:

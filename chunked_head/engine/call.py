@@ -249,7 +249,7 @@ def check_own_matmuls(prepared: PreparedCall, sizes: Sizes) -> None:
     if not (sizes.skips or sizes.deterministic):
         return
     own, device = prepared.backend.bounds_rows(sizes.store), prepared.head.device
-    what = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU from sm_80 on, no top_k"
+    what = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
     if sizes.skips and not own:
         raise ValueError(
             f"skip_ignored=True needs matmuls that stop at a number of rows on the device, which these operands do not "
@@ -280,7 +280,7 @@ def sizes_of(head: HeadOptions | LogitsOptions, program: Program, placed: Placed
     assert isinstance(head, HeadOptions)
     traits = backend.traits(head.device)
     layout = Layout(
-        traits["gpu"], program.dtype, head.weight.shape[1],
+        traits.get("gpu"), program.dtype, head.weight.shape[1],
         plain_weight=placed.plain_weight, plain_rows=placed.plain_rows,
         capped=head.softcap is not None, bias_grad=placed.wants.bias, demand=demand,
     )  # fmt: skip

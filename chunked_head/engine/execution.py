@@ -86,8 +86,8 @@ class Execution(TypedDict, total=False):
         that count first, in their order.
     deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
         gradient depends on the other tokens or their number: one tile for every size, no product in parts. For
-        bfloat16 on these GPUs, ValueError elsewhere (BLAS chooses by the number of rows) and for losses that sum over
-        segments on a GPU.
+        bfloat16 on GPUs of docs/gpus.md, ValueError elsewhere (BLAS chooses by the number of rows) and for losses that
+        sum over segments on a GPU.
     vocab_size: the number of ids, where the last rows of ``weight`` are padding. None: all its rows.
     backend: ``"triton"`` or ``"torch"``; None: the device's own.
     parallel: what ranks of a process group share; each function says what that means for its result.

@@ -27,7 +27,7 @@ NAMES = {
     "hidden": "the size of hidden states", "dtype": "the dtype of matmuls", "hidden_dtype": "the dtype of hidden",
     "weight_dtype": "the dtype of weight", "bias_dtype": "the dtype of bias", "hidden_grad": "hidden's requires_grad",
     "weight_grad": "weight's requires_grad", "bias_grad": "bias's requires_grad", "buffer_dtype": "accumulate_into",
-    "skips": "skip_ignored",
+    "skips": "skip_ignored", "gpu": "the GPU's architecture",
 }  # fmt: skip
 # by what ranks know that they mean the same tokens: targets, where a call has any
 CheckedBy = Literal["targets", "hidden", "nothing"]

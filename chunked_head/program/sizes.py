@@ -180,7 +180,7 @@ class Sizes:
 
     @property
     def own_dweight(self) -> bool:
-        """Whether dweight's products are ours: where rows are skipped, since cuBLAS cannot, and else is faster."""
+        """Whether dweight's products are ours: where rows are skipped, since BLAS cannot."""
         return self.skips and self.store != "logits"
 
     @property

@@ -15,33 +15,41 @@ def column_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def whole_vectors(elements):
+    """A number of elements rounded up to 16 bytes of 16-bit ones, which the compiler sees that it is then."""
+    return (elements + 7) // 8 * 8
+
+
+@triton.jit
+def load_tile(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
     """A tile of a matrix, 0 past its end. ``matrix``: a descriptor, or None and a pointer to contiguous columns, their
-    rows' distance, a multiple of 8, and the numbers of rows and columns."""
+    rows' distance, a multiple of 8, and the numbers of rows and columns. Without EXACT what fills a row up to a
+    multiple of 8 is read as well, with it odd numbers of columns one by one."""
     desc, ptr, stride, rows, columns = matrix
     if desc is not None:
         return desc.load([row, column])
     else:
         offs_row, offs_col = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-        at = offs_row.to(tl.int64)[:, None] * tl.multiple_of(stride, 8) + offs_col[None, :]
-        inside = (offs_row < rows)[:, None] & (offs_col < columns)[None, :]
-        return tl.load(ptr + at, mask=inside, other=0.0)
+        at = offs_row.to(tl.int64)[:, None] * whole_vectors(stride) + offs_col[None, :]
+        if not EXACT:
+            columns = whole_vectors(columns)
+        return tl.load(ptr + at, mask=(offs_row < rows)[:, None] & (offs_col < columns)[None, :], other=0.0)
 
 
 @triton.jit
 def load_rows(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """The same in less time, for a product whose rows past the end nobody reads: there, any. ``EVEN``: no tile passes
-    the last column."""
+    """The same in less time, of columns that are a multiple of 8 and for a product whose rows past the end nobody
+    reads: there, any. ``EVEN``: no tile passes the last column."""
     desc, ptr, stride, rows, columns = matrix
     if desc is not None:
         return desc.load([row, column])
     else:
         offs_row, offs_col = tl.minimum(row + tl.arange(0, ROWS), rows - 1), column + tl.arange(0, COLUMNS)
-        at = ptr + offs_row.to(tl.int64)[:, None] * tl.multiple_of(stride, 8) + tl.arange(0, COLUMNS)[None, :]
+        at = ptr + offs_row.to(tl.int64)[:, None] * whole_vectors(stride) + tl.arange(0, COLUMNS)[None, :]
         if EVEN:
             return tl.load(at + column)
         else:
-            return tl.load(at + column, mask=(offs_col < columns)[None, :], other=0.0)
+            return tl.load(at + column, mask=(offs_col < whole_vectors(columns))[None, :], other=0.0)
 
 
 @triton.jit
@@ -54,14 +62,15 @@ def to_type_of(matrix, value):
 
 @triton.jit
 def store_tile(matrix, row, column, value):
+    """What fills a row up to a multiple of 8 is nobody's, and may be written."""
     desc, ptr, stride, rows, columns = matrix
     value = to_type_of(matrix, value)
     if desc is not None:
         desc.store([row, column], value)
     else:
         offs_row, offs_col = row + tl.arange(0, value.shape[0]), column + tl.arange(0, value.shape[1])
-        at = offs_row.to(tl.int64)[:, None] * tl.multiple_of(stride, 8) + offs_col[None, :]
-        inside = (offs_row < rows)[:, None] & (offs_col < columns)[None, :]
+        at = offs_row.to(tl.int64)[:, None] * whole_vectors(stride) + offs_col[None, :]
+        inside = (offs_row < rows)[:, None] & (offs_col < whole_vectors(columns))[None, :]
         tl.store(ptr + at, value, mask=inside)
 
 

@@ -40,5 +40,6 @@ def matrix(
 ) -> tuple[TensorDescriptor | None, torch.Tensor | None]:
     """A descriptor of blocks of so many rows and columns, or the tensor itself: one of the two is None."""
     if tensor is None or not tile.described:
+        assert tensor is None or tensor.stride(1) == 1, "columns are contiguous"
         return None, tensor
     return described(tensor, rows, columns), None

@@ -1,7 +1,7 @@
-"""What each kind of GPU can do, and how our matmuls run there: nothing else asks for one. Nothing here needs Triton.
+"""What each kind of GPU can do, and how our matmuls run there: nothing else asks a device what it is. Without Triton.
 
-An architecture that is not listed is taken for the newest older one of its generation, as its machine code would be.
-Older ones than sm_80 have no bf16 matmuls: there, as on a CPU, BLAS makes fp32 logits.
+An NVIDIA GPU that is not listed is taken for the newest older one of its generation, as machine code would be. On any
+other, and on those before sm_80, which have no bf16 matmuls, BLAS makes fp32 logits.
 """
 
 import functools
@@ -12,6 +12,7 @@ import torch
 
 from .tiles import INTERPRETED, Tile, cdiv
 
+SHORT_HIDDEN = 2048
 RELATIVE_STRIP = 32 if INTERPRETED else 128  # columns that share one offset where relative logits are stored
 
 
@@ -19,23 +20,26 @@ class Gpu(NamedTuple):
     """One architecture. Of the tiles only Hopper's are measured on a GPU of its own."""
 
     name: str
-    shared: int  # bytes of shared memory that a program may have
+    shared: int  # bytes of shared memory that a program may have; tests hold the kernels to it
     multiprocessors: int  # of the GPU that a plan assumes where there is none to ask
     wide: Tile  # of the logits
     narrow: Tile  # few steps over hidden make the epilogue weigh: a second program there computes under it
-    product: Tile  # of the gradients' products
+    # of the gradients' products: its step over rows is within a tile of all others, behind whose end nobody has written
+    product: Tile
     few: tuple[Tile, ...] = ()  # of few rows, which take the time that the weight takes to be read
     own_dhidden: bool = False  # faster than BLAS's
-    short_hidden: int = 2048
     warp: int = 32
     fp32_products: str = "tf32x3"  # how small ones keep fp32's precision
+
+    def __str__(self) -> str:
+        return self.name
 
     def __hash__(self) -> int:
         return hash(self.name)  # a plan's sizes are looked up at each call
 
     def exp_tile(self, hidden: int) -> Tile:
         """Of the logits' matmul."""
-        return self.narrow if hidden <= self.short_hidden else self.wide
+        return self.narrow if hidden <= SHORT_HIDDEN else self.wide
 
     def exp_tile_of(self, rows: int, hidden: int, vocab: int) -> Tile:
         """The same for chunks of so many rows: whatever the tile, a row's strips are those of ``strips_of``."""
@@ -49,7 +53,7 @@ class Gpu(NamedTuple):
 
     def grad_tile(self, hidden: int) -> Tile:
         """Where logits are computed again and leave as gradients, which no strips hold to the tile before."""
-        return self.narrow if hidden <= self.short_hidden // 2 else self.wide
+        return self.narrow if hidden <= SHORT_HIDDEN // 2 else self.wide
 
     def strip_width(self, hidden: int, relative: bool) -> int:
         """Columns of a strip: of its own width where it has an offset of its own."""
@@ -71,7 +75,8 @@ def hopper(name: str, shared: int, multiprocessors: int) -> Gpu:
 
 
 def blackwell(name: str, shared: int, multiprocessors: int) -> Gpu:
-    """Tensor copies, sums in a memory of their own, from which 256 columns at a time would not fit the registers."""
+    """Tensor copies, sums in a memory of their own, from which 256 columns at a time would not fit the registers. Those
+    of the generation that have neither (sm_120) are as Ampere."""
     return Gpu(name, shared, multiprocessors, NARROW, NARROW, product=Tile())
 
 

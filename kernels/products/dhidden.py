@@ -121,6 +121,7 @@ def dhidden_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    EVEN_VOCAB: tl.constexpr,  # nothing fills a row of the gradient
     FLATTEN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -150,8 +151,8 @@ def dhidden_kernel(
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(first, last, BLOCK_K):
-            g = load_tile(g_matrix, row_start, k, BLOCK_M, BLOCK_K)
-            w = load_tile(w_matrix, k, column_start, BLOCK_K, BLOCK_N)
+            g = load_tile(g_matrix, row_start, k, BLOCK_M, BLOCK_K, not EVEN_VOCAB)
+            w = load_tile(w_matrix, k, column_start, BLOCK_K, BLOCK_N, False)
             if UPCAST:
                 g, w = g.to(tl.float32), w.to(tl.float32)
             acc = tl.dot(g, w, acc)
@@ -237,7 +238,7 @@ def finish_dhidden_kernel(
 ):
     """What ``dhidden_kernel`` does after its product."""
     row, column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
-    product = load_tile((None, product_ptr, hidden, rows, hidden), row, column, ROWS, COLUMNS)
+    product = load_tile((None, product_ptr, hidden, rows, hidden), row, column, ROWS, COLUMNS, False)
     store_dhidden(
         dhidden_ptr, product, weight_ptr, None, target_ptr, softmax_factor_ptr, target_factor_ptr,
         row, column, rows, hidden, False, ROWS, COLUMNS,

@@ -17,7 +17,7 @@ def add_or_store(matrix, row, column, value, ADD: tl.constexpr, BY_MEMORY: tl.co
         matrix[0].atomic_add([row, column], value)
     else:
         if ADD:
-            value += load_tile(matrix, row, column, value.shape[0], value.shape[1]).to(tl.float32)
+            value += load_tile(matrix, row, column, value.shape[0], value.shape[1], False).to(tl.float32)
         store_tile(matrix, row, column, value)
 
 
@@ -62,8 +62,8 @@ def dweight_kernel(
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, counted, BLOCK_K):
-            g = load_tile(g_matrix, k, row_start, BLOCK_K, BLOCK_M)
-            h = load_tile(h_matrix, k, column_start, BLOCK_K, BLOCK_N)
+            g = load_tile(g_matrix, k, row_start, BLOCK_K, BLOCK_M, False)
+            h = load_tile(h_matrix, k, column_start, BLOCK_K, BLOCK_N, False)
             if UPCAST:
                 g, h = g.to(tl.float32), h.to(tl.float32)
             acc = tl.dot(g.T, h, acc)

@@ -61,8 +61,8 @@ def dhidden(
         *matrix(grad, tile.block_m, tile.block_k, tile),
         matrix(weight, tile.block_k, tile.block_n, tile)[0],
         weight, counted.count, order, *factors, counted.first_row, rows, vocab, hidden, *split, row_stride(grad, tile),
-        BLOCK_K=tile.block_k, FLATTEN=tile.described, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
-        **shared, **FUSED,
+        BLOCK_K=tile.block_k, EVEN_VOCAB=tile.described or vocab % 8 == 0, FLATTEN=tile.described, UPCAST=INTERPRETED,
+        num_warps=tile.warps, num_stages=tile.stages, **shared, **FUSED,
     )  # fmt: skip
     if cut:
         tiles, joined = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n), min(16, tile.block_m)
@@ -146,7 +146,7 @@ def add_target_rows(
     else:
         piece_sum = scratch.view(-1).view(torch.uint8)[: piece_bytes(min(room, tokens), columns)].view(torch.float32)
     gpu = gpu_of(dweight.device)
-    precision = "tf32x3" if gpu is None else gpu.fp32_products
+    assert gpu is not None, "exponentials are kept on GPUs of the table alone"
     block = 128 if columns >= 128 else max(16, power_of_2(columns))
     wide = 4 * block  # nearly all programs of the second have nothing to add
     for first in range(0, tokens, max(room, 1)):
@@ -154,7 +154,8 @@ def add_target_rows(
         count, targets, pieces = at.stop - first, sorted_target[at], cdiv(at.stop - first, PIECE)
         add_target_rows_kernel[pieces, cdiv(columns, block)](
             dweight, piece_sum, hidden, order[at], None if rows is None else rows[at], targets, target_factor,
-            count, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, PRECISION=precision, num_warps=2, **FUSED,
+            count, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, PRECISION=gpu.fp32_products,
+            num_warps=2, **FUSED,
         )  # fmt: skip
         join_pieces_kernel[pieces, cdiv(columns, wide)](
             dweight, piece_sum, targets, count, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=wide,

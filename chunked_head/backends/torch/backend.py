@@ -35,7 +35,7 @@ def teacher_store(teacher: Teacher, store: Store) -> Literal["relative", "logits
 
 
 def traits(device: torch.device) -> dict[str, Any]:
-    return {"half_products": False, "scratch": 4 * tiles.TILE_ELEMENTS, "gpu": None, "multiprocessors": 0}
+    return {"half_products": False, "scratch": 4 * tiles.TILE_ELEMENTS}
 
 
 def read_targets(

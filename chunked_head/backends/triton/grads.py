@@ -31,7 +31,7 @@ class GradSession(OwnProducts):
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 
     def tile_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
-        # cuBLAS chooses by the number of rows, and computes all of them
+        # BLAS chooses by the number of rows, and computes all of them
         if rows.counted is None and not self.sizes.deterministic:
             super().tile_dhidden(dlogits, rows, weight, out, first)
         else:

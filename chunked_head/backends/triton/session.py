@@ -160,8 +160,8 @@ class OwnProducts(KernelSession):
         self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
     ) -> None:
         # a buffer of the caller's may start anywhere
-        described = out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
-        if gain is None and described and self.sizes.own_dweight:
+        aligned = out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
+        if gain is None and aligned and self.sizes.own_dweight:
             products.dweight(out, dlogits, operand, first, self.gpu.product, counted_of(rows))
         else:
             super().add_dweight(zero_uncounted_(dlogits, rows), rows, operand, out, first, gain)
