@@ -115,7 +115,7 @@ def main() -> None:
             compiled = kernel.warmup(*arguments, grid=(1,), **constants)
             code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             row |= {
-                "shared": compiled.metadata.shared, "may_share": GPUS[name].shared, "spilled": spilled(compiled),
+                "shared": compiled.metadata.shared, "spilled": spilled(compiled),
                 "holds": [name for name in INSTRUCTIONS if name in code],
             }  # fmt: skip
         except Exception as error:
