@@ -64,8 +64,8 @@ def launches() -> dict[Any, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 
         return launch
 
-    Launcher.__getitem__ = record  # type: ignore[method-assign]
-    backend.check = lambda *given: None  # type: ignore[assignment]
+    Launcher.__getitem__ = record
+    backend.check = lambda *given: None
     # what no kernel writes is read as an index
     torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
     calls()
@@ -94,7 +94,7 @@ def calls() -> None:
 
 def spilled(compiled: Any) -> int:
     if "cubin" not in compiled.asm:
-        return int(re.search(r"\.vgpr_spill_count:\s+(\d+)", compiled.asm["amdgcn"])[1])  # type: ignore[index]
+        return int(re.search(r"\.vgpr_spill_count:\s+(\d+)", compiled.asm["amdgcn"])[1])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -118,7 +118,7 @@ def main() -> None:
                 "shared": compiled.metadata.shared, "spilled": spilled(compiled),
                 "holds": [name for name in INSTRUCTIONS if name in code],
             }  # fmt: skip
-        except Exception as error:
+        except Exception as error:  # one kernel's failure shall not hide the others'; the test asks for none
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
         print(json.dumps(row, default=str), flush=True)
 

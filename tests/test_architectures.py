@@ -79,7 +79,7 @@ def test_plan_names_the_architecture(name: str) -> None:
     assert f"GPU{'':<29}{made.sizes.gpu.name}" in str(made)
 
 
-def test_plan_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_says_why() -> None:
     def buffer(dtype: torch.dtype, **options: object) -> str:
         lines = str(plan(4096, 4096, 32000, dtype, device="sm_89", backend="triton", **options)).splitlines()
         return next(line for line in lines if line.startswith("logits buffer"))

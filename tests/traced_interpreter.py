@@ -227,9 +227,9 @@ def watch(recorder: Recorder) -> Function:
             types[:] = [tensor.type for tensor in found]
             return tuple(tensor.handle for tensor in found)
 
-        of_handles.types = types  # type: ignore[attr-defined]
+        of_handles.types = types
         if recorder.node is None:
-            types = recorder.calls[0][1].types  # type: ignore[attr-defined]
+            types = recorder.calls[0][1].types
         handles = recorder.call("reduce", of_handles, *(tensor.handle for tensor in tensors))
         found = tuple(map(type(tensors[0]), handles, types))
         return found if isinstance(given, tuple) else found[0]
@@ -238,13 +238,13 @@ def watch(recorder: Recorder) -> Function:
     for name in names:
         setattr(builder, name, called(name, getattr(builder, name)))
     kind.apply, tl.tensor.T = reduce, property(tl.trans)
-    HANDLES[0].data = property(recorder.look, lambda self, data: vars(self).update(data=data))  # type: ignore[attr-defined]
+    HANDLES[0].data = property(recorder.look, lambda self, data: vars(self).update(data=data))
 
     def forget() -> None:
         for name in names:
             delattr(builder, name)
         kind.apply, tl.tensor.T = apply, transpose
-        del HANDLES[0].data  # type: ignore[attr-defined]
+        del HANDLES[0].data
 
     return forget
 
@@ -299,6 +299,8 @@ class Launch:
 
 def install(interpreter: Any) -> None:
     global HANDLES
+    # names that recording takes from Triton: where one is gone, nothing is traced
+    assert interpreter.interpreter_builder and interpreter.ReduceScanOpInterface.apply
     HANDLES = interpreter.TensorHandle, interpreter.TensorDescHandle
     traces: OrderedDict[Hashable, Trace] = OrderedDict()
     begin = interpreter.GridExecutor.__init__

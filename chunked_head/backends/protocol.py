@@ -181,14 +181,14 @@ def resolve(name: str | None, device: torch.device) -> Backend:
     """The backend called ``name``, or the device's own; never another one than was asked for."""
     check_name(name)
     if name is None:
-        name = "triton" if device.type == "cuda" and has_triton() and tried(device) else "torch"
+        name = "triton" if device.type == "cuda" and has_triton() and has_kernels(device) else "torch"
     if name == "triton" and not has_triton():
         raise ValueError("backend='triton' needs the package triton (pip install triton); use backend='torch'")
     return importlib.import_module(f".{name}.backend", __package__)
 
 
-def tried(device: torch.device) -> bool:
-    """Of AMD's GPUs those of the table; of NVIDIA's all, whatever matmuls they take."""
+def has_kernels(device: torch.device) -> bool:
+    """Whether our kernels are a GPU's default: NVIDIA's, and those of AMD's that they have been compiled for."""
     return torch.version.hip is None or gpu_of(device) is not None
 
 

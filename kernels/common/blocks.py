@@ -16,15 +16,17 @@ def column_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def whole_vectors(elements):
-    """A number of elements rounded up to 16 bytes of 16-bit ones, which the compiler sees that it is then."""
+    """Rounded up to a multiple of 8 (16 bytes of 16-bit elements), so that the compiler knows it for one."""
     return (elements + 7) // 8 * 8
 
 
 @triton.jit
 def load_tile(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
-    """A tile of a matrix, 0 past its end. ``matrix``: a descriptor, or None and a pointer to contiguous columns, their
-    rows' distance, a multiple of 8, and the numbers of rows and columns. Without EXACT what fills a row up to a
-    multiple of 8 is read as well, with it odd numbers of columns one by one."""
+    """A tile of a matrix, 0 past its end. ``matrix``: a descriptor, or None and a pointer to contiguous columns, the
+    distance from row to row, a multiple of 8, and the numbers of rows and columns.
+
+    Rows are padded to a multiple of 8 columns. EXACT reads the padding as 0, and then an odd number of columns one by
+    one; otherwise the tile holds whatever stands there, and 16 bytes are read at a time."""
     desc, ptr, stride, rows, columns = matrix
     if desc is not None:
         return desc.load([row, column])
@@ -38,8 +40,8 @@ def load_tile(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EX
 
 @triton.jit
 def load_rows(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """The same in less time, of columns that are a multiple of 8 and for a product whose rows past the end nobody
-    reads: there, any. ``EVEN``: no tile passes the last column."""
+    """The same in less time, where columns are a multiple of 8 and nobody reads what comes of rows past the end: these
+    are copies of the last row. EVEN: no tile passes the last column, and nothing is masked."""
     desc, ptr, stride, rows, columns = matrix
     if desc is not None:
         return desc.load([row, column])
@@ -54,6 +56,7 @@ def load_rows(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EV
 
 @triton.jit
 def to_type_of(matrix, value):
+    """A value in the dtype of the matrix."""
     if matrix[0] is not None:
         return value.to(matrix[0].dtype)
     else:

@@ -108,6 +108,7 @@ class RelativeSession(OwnProducts):
         )  # fmt: skip
 
     def put_by_blas(self, dlogits: Tensor, rows: Rows, out: Tensor, factors: products.Factors) -> None:
+        assert rows.order is None, "rows are moved where some are skipped, and then the products are ours"
         if factors.target is None:
             super().put_dhidden(dlogits, rows, out)
             return
