@@ -1,9 +1,10 @@
 """Compiles what an architecture's calls launch, on a machine without such a GPU:
-``CHUNKED_HEAD_ARCH=sm_80 python tests/compile_for.py [KERNEL ...]``.
+``CHUNKED_HEAD_ARCH=sm_80 python tests/compile_for.py [OTHER ...]``.
 
 The calls run on the CPU with launches that do nothing; each kind of launch is then compiled as Triton would compile it
-there. Prints a line of JSON for each: the kernel's name, its constants, bytes of shared memory, bytes that a thread
-spills, and which instructions the machine code holds.
+there. Matmuls are also compiled for the others, architectures whose calls launch the same. Prints a line of JSON for
+each: the architecture, the kernel's name, its constants, bytes of shared memory, bytes that a thread spills, and which
+instructions the machine code holds.
 """
 
 import json
@@ -25,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.backends.triton import backend
 
+MATMULS = "exp_logits_kernel", "grad_logits_kernel", "dhidden_kernel", "dweight_kernel"
 INSTRUCTIONS = (
     "st.global.b16",
     "ld.global.b16",
@@ -104,23 +106,25 @@ def spilled(compiled: Any) -> int:
 
 
 def main() -> None:
-    found = launches()
-    name = os.environ["CHUNKED_HEAD_ARCH"]
-    pretend(target_of(name))
-    for kernel, arguments, constants in found.values():
-        if sys.argv[1:] and kernel.fn.__name__ not in sys.argv[1:]:
-            continue
-        row = {"kernel": kernel.fn.__name__, "constants": {k: v for k, v in constants.items() if v is not None}}
-        try:
-            compiled = kernel.warmup(*arguments, grid=(1,), **constants)
-            code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
-            row |= {
-                "shared": compiled.metadata.shared, "spilled": spilled(compiled),
-                "holds": [name for name in INSTRUCTIONS if name in code],
-            }  # fmt: skip
-        except Exception as error:  # one kernel's failure shall not hide the others'; the test asks for none
-            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-        print(json.dumps(row, default=str), flush=True)
+    found = launches().values()
+    for name in (os.environ["CHUNKED_HEAD_ARCH"], *sys.argv[1:]):
+        pretend(target_of(name))
+        for kernel, arguments, constants in found:
+            if name not in sys.argv or kernel.fn.__name__ in MATMULS:
+                row = made(kernel, arguments, constants)
+                print(json.dumps({"architecture": name} | row, default=str), flush=True)
+
+
+def made(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> dict[str, Any]:
+    row = {"kernel": kernel.fn.__name__, "constants": {k: v for k, v in constants.items() if v is not None}}
+    try:
+        compiled = kernel.warmup(*arguments, grid=(1,), **constants)
+        code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+        holds = [name for name in INSTRUCTIONS if name in code]
+        row |= {"shared": compiled.metadata.shared, "spilled": spilled(compiled), "holds": holds}
+    except Exception as error:  # one kernel's failure shall not hide the others'; the test asks for none
+        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    return row
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@ import inspect
 import re
 from typing import Any
 
-import transformers
+from transformers import PretrainedConfig as Configuration
 
 from . import exceptions
-
-Configuration = transformers.PretrainedConfig
 
 VOCAB = 101  # odd, and no multiple of anything
 WIDTH = 64
