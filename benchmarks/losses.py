@@ -35,6 +35,7 @@ class Workload(NamedTuple):
     metrics: tuple[Metric, ...] = ()
     products: int = 3  # 1: no gradients
     must: tuple[float, ...] = ()  # the largest ratio that is accepted, for the first of SHAPES
+    temperature: float | tuple[float, float] = 1.0  # or one per token, drawn between these
 
 
 _CE, _POLICY, _DENSE = losses.cross_entropy(), ("old_logprobs", "advantages"), ("teacher_hidden", "teacher_weight")
@@ -46,6 +47,8 @@ WORKLOADS: dict[str, Workload] = {
     "ce+entropy+accuracy": Workload(_CE, (), (metrics.entropy(), metrics.accuracy()), must=(1.09, 1.13, 1.22)),
     "grpo": Workload(_GRPO - 0.01 * losses.entropy(), _POLICY, _SIX, must=(1.10, 1.15, 1.26)),
     "grpo+z+metrics": Workload(_GRPO, _POLICY, (metrics.entropy(), metrics.accuracy(), *_SIX)),
+    "grpo-temperature": Workload(_GRPO, _POLICY, temperature=0.8),
+    "grpo-temperatures": Workload(_GRPO, _POLICY, temperature=(0.6, 1.0)),
     "gspo": Workload(losses.gspo(), (*_POLICY, "segments"), must=(1.45,)),
     "dpo": Workload(losses.dpo(), ("ref_logprobs", "segments", "pairs"), must=(1.45,)),
     "topk": Workload(losses.topk_kl() + _CE, ("teacher_ids", "teacher_logprobs"), must=(1.12,)),
@@ -70,6 +73,10 @@ class Call:
     def __post_init__(self) -> None:
         self.loss, self.metrics = WORKLOADS[self.name].loss, WORKLOADS[self.name].metrics
         self.num_segments = int(self.batch["segments"].max()) + 1 if "segments" in self.batch else None
+        given = WORKLOADS[self.name].temperature
+        self.temperature: float | Tensor = (
+            given if isinstance(given, float) else torch.empty_like(self.batch["advantages"]).uniform_(*given)
+        )
 
     def __call__(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         if self.name == "cross-entropy":
@@ -83,7 +90,8 @@ class Call:
             return (-surrogate - 0.01 * entropy).mean()
         out = linear_loss(
             hidden, weight, target, self.loss,
-            batch=self.batch, num_segments=self.num_segments, metrics=self.metrics, **self.options,
+            batch=self.batch, num_segments=self.num_segments, metrics=self.metrics, temperature=self.temperature,
+            **self.options,
         )  # fmt: skip
         self.plan = out.plan
         return out.loss
@@ -130,9 +138,9 @@ def reference(call: Call, operands: Operands) -> tuple[float, Tensor, Tensor]:
     if "teacher_hidden" in call.batch:
         teacher_hidden, teacher_weight = (call.batch[name].to(wide) for name in _DENSE)
         fields["teacher_x"] = teacher_hidden @ teacher_weight.T
-    total = x.new_zeros(())
+    total, temperature = x.new_zeros(()), torch.as_tensor(call.temperature, dtype=wide, device=x.device).view(-1, 1)
     for coefficient, summand in call.loss.terms:
-        total = total + coefficient * formulas.values(summand.kind, x, operands.target, fields).mean()
+        total = total + coefficient * formulas.values(summand.kind, x / temperature, operands.target, fields).mean()
     (dlogits,) = torch.autograd.grad(total, x)
     return total.item(), dlogits @ weight, dlogits.T @ hidden
 

@@ -51,6 +51,7 @@ def make_data(dtype: torch.dtype = torch.float32, device: str = "cpu", tokens: i
         "teacher_ids": torch.randint(0, VOCAB, (*shape, 3), generator=made).to(device),
         "teacher_logprobs": normal(*shape, 3) * 0.1 - 3.0,
         "teacher_hidden": normal(*shape, 8), "teacher_weight": normal(VOCAB, 8),
+        "temperature": 0.5 + torch.rand(shape, generator=made).to(device),
     }  # fmt: skip
     operands = (normal(*shape, HIDDEN), normal(VOCAB, HIDDEN), normal(VOCAB))
     hidden, weight, bias = (t.to(dtype).requires_grad_() for t in operands)
@@ -119,7 +120,7 @@ def custom(d: Data) -> LossOutput:
 def logprobs(d: Data) -> Any:
     return linear_logprobs(
         d.hidden, d.weight, d.target, entropy=True, lse=True, argmax=True, top_k=3, mean_logit=True,
-        log_sum_sq_probs=True, mask=d.fields["mask"], shift=1,
+        log_sum_sq_probs=True, mask=d.fields["mask"], shift=1, temperature=d.fields["temperature"],
     )  # fmt: skip
 
 

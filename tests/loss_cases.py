@@ -1,6 +1,6 @@
 """The list of losses that every backend is held to, with fields that make them work."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,10 @@ class LossInputs:
     batch: dict[str, Tensor]
     head: dict[str, Any]
     num_segments: int | None
+
+    def head_of(self, tokens: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """The options of the head with those of each token as ``tokens`` has them of some."""
+        return {k: tokens(v) if k == "temperature" and isinstance(v, Tensor) else v for k, v in self.head.items()}
 
     def to(self, dtype: torch.dtype) -> "LossInputs":
         """In another dtype: the operands of matmuls and a dense teacher's."""
@@ -147,6 +151,8 @@ def inputs_of(
     head: dict[str, Any] = dict(case.head)
     if head.get("bias"):
         head["bias"] = normal(vocab).to(device, dtype)
+    if head.get("temperature") == "each":
+        head["temperature"] = torch.where(kept, 0.4 + 1.6 * torch.rand(tokens, generator=made), torch.nan).to(device)
     operand = ("teacher_hidden", "teacher_weight", "teacher_bias")
     batch = {name: value.to(device, dtype if name in operand else None) for name, value in batch.items()}
     target = torch.where(ignored, -100, target).to(device)
@@ -179,6 +185,8 @@ TOKEN_CASES = [
     case("two-temperatures", ("cross_entropy",), (0.5, "entropy", {"temperature": 2.0}), (0.1, "z_loss")),
     case("temperature", ("cross_entropy",), (-0.1, "entropy"), head={"temperature": 0.7, "softcap": 9.0}),
     case("entropy-head", (1.0, "cross_entropy"), (-0.1, "entropy"), head={"bias": True, "logit_scale": 0.6, "softcap": 8.0}),
+    case("temperatures", ("cross_entropy",), head={"temperature": "each", "logit_scale": 0.8}),
+    case("temperatures-cap", ("grpo",), (-0.1, "entropy"), (0.1, "z_loss"), batch=POLICY + " mask", head={"temperature": "each", "softcap": 9.0, "bias": True}),
     case("reinforce", ("reinforce", {"rollout": "truncate"}), batch=POLICY + " rollout_logprobs mask"),
     case("grpo", ("grpo",), batch=POLICY + " mask token_weights"),
     case("grpo-dual", ("grpo", {"clip_high": 0.28, "dual_clip": 1.5}), batch=POLICY),
@@ -215,6 +223,8 @@ TEACHER_CASES = [
     case("smaller-teacher-alone", ("reverse_kl",), batch=DENSE_HIDDEN, teacher_vocab=301),
     case("larger-teacher", ("jsd",), (0.1, "entropy"), batch="teacher_logits", teacher_vocab=350),
     case("capped-teacher", ("forward_kl", {"teacher_softcap": 3.0, "teacher_logit_scale": 0.8}), batch="teacher_logits", head={"softcap": 6.0}),
+    case("temperatures-teacher", ("reverse_kl", {"teacher_softcap": 5.0}), (0.5, "topk_kl"), batch=DENSE_HIDDEN + " teacher_ids teacher_logprobs", head={"temperature": "each", "softcap": 6.0}),
+    case("temperatures-own-teacher", ("jsd", {"teacher_temperature": 2.0}), (0.5, "cross_entropy", {"label_smoothing": 0.1}), batch="teacher_logits", head={"temperature": "each"}),
     case("topk-tail", ("topk_kl",), batch="teacher_ids teacher_logprobs"),
     case("topk-vocab", ("topk_kl", {"normalize": "vocab"}), (0.5, "cross_entropy"), batch="teacher_ids teacher_logprobs teacher_mask mask"),
     case("topk-topk", ("topk_kl", {"normalize": "topk", "divergence": "jsd"}), batch="teacher_ids teacher_logprobs teacher_mask"),

@@ -282,6 +282,11 @@ def test_bounds_that_bound_nothing() -> None:
         ({"batch": {3: torch.ones(4, 6)}}, ValueError, "batch has a field 3 "),
         ({"shift": 6}, ValueError, "shift must be below 6"),
         ({"temperature": float("nan")}, ValueError, "temperature must be finite"),
+        ({"temperature": torch.ones(6)}, ValueError, r"temperature must .* target's shape \(4, 6\), got shape \(6,\)"),
+        ({"temperature": torch.ones(4, 6).long()}, TypeError, "temperature must be a number or floating-point, got"),
+        ({"temperature": torch.ones(4, 6, requires_grad=True)}, ValueError, "temperature takes no gradient here"),
+        ({"temperature": torch.zeros(4, 6)}, ValueError, "temperature must be positive and finite, got 0"),
+        ({"temperature": torch.ones(4, 6), "loss": losses.entropy(temperature=2.0)}, ValueError, "entropy has a temperature"),
     ],
 )  # fmt: skip
 def test_what_a_call_is_given(given: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:

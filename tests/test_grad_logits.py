@@ -69,7 +69,7 @@ def softmax_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) -> None:
-    from chunked_head.kernels.common.operands import Stored
+    from chunked_head.kernels.common.operands import Stored, Transform
     from chunked_head.kernels.gradients import launch as gradients
     from chunked_head.kernels.gradients.launch import Softmax
 
@@ -103,12 +103,11 @@ def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) ->
     )  # fmt: skip
     common = (target, target_logit, first, second, c.get("beta"), c.get("kappa"))
     sliced = None if class_weights is None else class_weights[columns]
-    after = (case.first, case.logit_scale, case.softcap)
+    transform = Transform(case.logit_scale, case.softcap)
+    after = (case.first, transform)
 
     expected = torch.empty(case.rows, case.columns, device=place.device)
-    stored = Stored(
-        raw[:, columns].contiguous(), None, None if bias is None else bias[columns], case.logit_scale, case.softcap
-    )  # fmt: skip
+    stored = Stored(raw[:, columns].contiguous(), None, None if bias is None else bias[columns], transform)
     gradients.row_grad(expected, stored, sliced, *common, None, *after)
     assert (expected[target < 0] == 0).all()
     if case.coefficients:

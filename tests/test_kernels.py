@@ -96,6 +96,7 @@ def test_sort_targets(place: Place, kind: str, counted: bool, monkeypatch: pytes
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_clean_rows(place: Place, with_logits: bool) -> None:
+    from chunked_head.kernels.common.operands import Transform
     from chunked_head.kernels.statistics import launch as statistics
 
     source = torch.randn(9, 37, device=place.device).t()  # columns apart, rows adjacent
@@ -103,21 +104,22 @@ def test_clean_rows(place: Place, with_logits: bool) -> None:
     source[target < 0] = torch.nan
     order = torch.randperm(37, device=place.device)
     weight, bias = torch.randn(6, 9, device=place.device), torch.randn(6, device=place.device)
+    scale = torch.rand(37, device=place.device)
     out, logit = torch.empty(37, 9, device=place.device), torch.empty(37, device=place.device)
     for rows, given in ((source, None), (source[order.argsort()], order)):
-        head = (logit, weight, bias, 0.5, 3.0) if with_logits else ()
+        head = (logit, weight, bias, Transform(0.5, 3.0, scale)) if with_logits else ()
         statistics.clean_rows(out, rows, target, given, *head)
         assert torch.equal(out, torch.where((target < 0)[:, None], 0.0, source))
         if with_logits:
             counts = target >= 0
             raw = 0.5 * ((source[counts] * weight[target[counts]]).sum(1) + bias[target[counts]])
-            torch.testing.assert_close(logit[counts], 3.0 * torch.tanh(raw / 3.0))
+            torch.testing.assert_close(logit[counts], scale[counts] * 3.0 * torch.tanh(raw / 3.0))
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("width", [1, 40, 700])
 def test_level_rows_scales_hidden_states(place: Place, width: int) -> None:
-    from chunked_head.kernels.common.operands import Strips
+    from chunked_head.kernels.common.operands import Strips, Transform
     from chunked_head.kernels.gradients import launch as gradients
 
     rows, vocab = 37, 64
@@ -133,7 +135,7 @@ def test_level_rows_scales_hidden_states(place: Place, width: int) -> None:
     softmax, at_target = torch.empty(2, rows, device=device).unbind(0)
     gradients.level_rows(
         exp, softmax, at_target, hidden, target, Strips.empty(rows, 2, device).of_rows(rows), 32, level, level, start,
-        rest, logprob, alpha, beta, 2.0,
+        rest, logprob, alpha, beta, Transform(2.0),
     )  # fmt: skip
     counts = target >= 0
     expected = 2.0 * alpha * (level - start + rest).exp()
@@ -186,7 +188,7 @@ def run_exp_logits(
     states: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, offset: torch.Tensor | None, tile: Tile, **options
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Exponentials, and strips' offsets and sums, [rows, strips]; sums alone without an offset."""
-    from chunked_head.kernels.common.operands import Strips
+    from chunked_head.kernels.common.operands import PLAIN, Strips
     from chunked_head.kernels.statistics import launch as statistics
 
     (rows, vocab), count = (len(states), len(weight)), -(-len(weight) // tile.block_n)
@@ -194,7 +196,7 @@ def run_exp_logits(
     strips.offset.fill_(torch.nan)
     out = states.new_full((rows, -(-vocab // 8) * 8 + 8), torch.nan)[:, :vocab]  # rows further apart than long
     out = None if offset is None else out
-    options = {"logit_scale": None, "softcap": None} | options
+    options = {"transform": PLAIN} | options
     statistics.exp_logits(out, strips, states, weight, None, None, offset, target, **options, tile=tile)
     return out, strips.offset.t(), strips.sum.t()
 
@@ -222,9 +224,13 @@ def test_exponentials(
     place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, tile: Tile, scale: float | None
 ) -> None:
     """Relative to a row's offset, and their sums; the same bits every time."""
+    from chunked_head.kernels.common.operands import Transform
+
     states, weight, target, logits, offset = head_operands(place, sizes, dtype, spread=1.0)
     offset = offset * (scale or 1.0)
-    (out, _, sums), again = (run_exp_logits(states, weight, target, offset, tile, logit_scale=scale) for _ in range(2))
+    (out, _, sums), again = (
+        run_exp_logits(states, weight, target, offset, tile, transform=Transform(scale)) for _ in range(2)
+    )
     exact = (logits * (scale or 1.0) - offset.double()[:, None]).exp()
     assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps * exact + 1e-5).all()
     budget = 4e-6 + 2 * accumulation_error(states, weight)

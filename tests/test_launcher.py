@@ -245,7 +245,7 @@ def test_every_argument_is_of_a_known_kind() -> None:
 def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits both ways, first and again, of pointers that are aligned and that are not."""
     from chunked_head.kernels.common.gpus import run_as
-    from chunked_head.kernels.common.operands import Strips
+    from chunked_head.kernels.common.operands import PLAIN, Strips
     from chunked_head.kernels.gradients import launch as gradients
     from chunked_head.kernels.statistics import launch as statistics
 
@@ -265,7 +265,7 @@ def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         target = torch.zeros(rows, dtype=torch.int64, device="cuda")
         strips = Strips.empty(rows, 8, hidden.device).of_rows(rows)
         out = torch.zeros(rows, 1000, device="cuda", dtype=torch.bfloat16)
-        statistics.exp_logits(out, strips, hidden, weight, None, None, offset, target, None, None, tile)
+        statistics.exp_logits(out, strips, hidden, weight, None, None, offset, target, PLAIN, tile)
         return torch.cat([out.float().flatten(), strips.sum.flatten()])
 
     def all_of_them() -> list[torch.Tensor]:

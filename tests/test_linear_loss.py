@@ -189,7 +189,8 @@ def assert_metrics(out: LossOutput, wanted: list[Metric], case: LossCase, inputs
     x = x * inputs.head.get("logit_scale", 1.0)
     if "softcap" in inputs.head:
         x = inputs.head["softcap"] * torch.tanh(x / inputs.head["softcap"])
-    x = x / inputs.head.get("temperature", 1.0)
+    temperature = inputs.head.get("temperature", 1.0)
+    x = x / (temperature[:, None].nan_to_num(1.0) if isinstance(temperature, Tensor) else temperature)
     target = torch.zeros(len(x), dtype=torch.int64) if inputs.target is None else inputs.target.clamp(min=-1)
     if "mask" in inputs.batch:
         target = torch.where(inputs.batch["mask"], target, -1)

@@ -18,6 +18,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "tempered": {"temperature": 0.7},
     "capped": {"softcap": 6.0, "logit_scale": 1.3, "temperature": 1.4},
     "negative": {"logit_scale": -0.8},
+    "each": {"temperature": 0.3 + 1.7 * torch.rand(TOKENS, generator=torch.Generator().manual_seed(2)), "softcap": 6.0},
 }
 
 
@@ -32,13 +33,14 @@ def operands(dtype: torch.dtype, device: str, spread: float = 2.0) -> tuple[Tens
 
 def on_full_logits(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, softcap: float | None = None,
-    logit_scale: float = 1.0, temperature: float = 1.0,
+    logit_scale: float = 1.0, temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Log-probability, entropy, lse, mean logit and log of the sum of squared probabilities, 0 where a token does not
     count; and the logits."""
     x = torch.nn.functional.linear(hidden, weight, bias)
     x = x.to(torch.promote_types(x.dtype, torch.float32)) * logit_scale
-    x = (x if softcap is None else softcap * torch.tanh(x / softcap)) / temperature
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    x = x / (temperature[:, None].to(x.dtype) if isinstance(temperature, Tensor) else temperature)
     logs, counts = x.log_softmax(-1), target != -100
     own = logs.gather(1, target.clamp(min=0)[:, None])[:, 0]
     entropy = -(logs.exp() * logs).sum(-1)
@@ -60,10 +62,11 @@ def test_values_and_gradients(place: Place, dtype: torch.dtype, head: str) -> No
     bias = torch.randn(VOCAB).to(place.device, dtype)
     made = torch.Generator().manual_seed(1)
     upstream = [torch.randn(TOKENS, generator=made).to(place.device) for _ in NAMES]
+    given = {k: v.to(place.device) if isinstance(v, Tensor) else v for k, v in HEADS[head].items()}
 
     def run(call: Any, kind: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
         leaves = [t.detach().to(kind).requires_grad_() for t in (hidden, weight, bias)]
-        found = call(*leaves[:2], target, bias=leaves[2], **HEADS[head])[: len(NAMES)]
+        found = call(*leaves[:2], target, bias=leaves[2], **given)[: len(NAMES)]
         total = sum((u.to(f.dtype) * f).sum() for u, f in zip(upstream, found, strict=True))
         return [f.detach() for f in found], list(torch.autograd.grad(total, leaves))
 
@@ -259,3 +262,39 @@ def test_chunks_of_few_rows_change_nothing(threads: int, dtype: torch.dtype, voc
                 torch.testing.assert_close(found.lse, whole.lse, rtol=2e-7, atol=1e-6)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_temperature_per_token(place: Place, dtype: torch.dtype) -> None:
+    """It moves with the target, is not looked at where a token does not count, and a loss at the same one sees the same
+    log-probabilities; where all have one, it is as a number would be."""
+    hidden, weight, target = operands(dtype, place.device)
+    shape = 1, TOKENS
+    hidden, target = hidden.view(*shape, -1).requires_grad_(), target.view(shape)
+    each = torch.where(target == -100, torch.nan, 0.3 + 1.7 * torch.rand(shape).to(place.device))
+    old = linear_logprobs(hidden, weight, target, temperature=each, shift=1, backend=place.backend)
+    rows = hidden[:, :-1], weight, target[:, 1:]
+    torch.testing.assert_close(
+        old[:, 1:], linear_logprobs(*rows, temperature=each[:, 1:], backend=place.backend), rtol=0, atol=0
+    )
+    for at in (int(i) for i in (target[0] != -100).nonzero()[1:4]):
+        one = linear_logprobs(hidden, weight, target, temperature=float(each[0, at]), shift=1, backend=place.backend)
+        torch.testing.assert_close(old[0, at], one[0, at], rtol=1e-6, atol=1e-6)
+    batch = {"old_logprobs": old.detach(), "advantages": torch.randn(shape).to(place.device)}
+    for skip in (False, "wait"):
+        out = linear_loss(
+            hidden, weight, target, losses.grpo(), batch=batch, metrics=[metrics.ratio(reduce="max")], temperature=each,
+            shift=1, backend=place.backend, skip_ignored=skip,
+        )  # fmt: skip
+        assert abs(float(out.metrics["ratio_max"].value) - 1.0) <= 1e-5
+        assert out.loss.isfinite()
+    grads = []
+    for temperature in (0.5, torch.where(target == -100, torch.nan, 0.5)):
+        head = weight.detach().requires_grad_()
+        given = {"temperature": temperature, "backend": place.backend, "chunk_tokens": 16}
+        out = linear_loss(hidden, head, target, losses.grpo(), batch=batch, **given)
+        grads.append(torch.autograd.grad(out.loss, (hidden, head)))
+    for each, number in zip(*grads, strict=True):
+        assert number.any()
+        torch.testing.assert_close(each, number, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)

@@ -43,7 +43,8 @@ def spread(case: LossCase, inputs: LossInputs, at: Tensor) -> LossInputs:
     batch = {name: value if name in WHOLE else value[at].contiguous() for name, value in inputs.batch.items()}
     if "mask" in batch:
         batch["mask"] = batch["mask"] & ~ignored
-    return LossInputs(inputs.hidden[at].contiguous(), inputs.weight, target, batch, inputs.head, inputs.num_segments)
+    head = inputs.head_of(lambda each: each[at].contiguous())
+    return LossInputs(inputs.hidden[at].contiguous(), inputs.weight, target, batch, head, inputs.num_segments)
 
 
 def measured(case: LossCase) -> list[Any]:

@@ -77,9 +77,8 @@ def own_tokens(inputs: LossInputs, count: int, rank: int) -> LossInputs:
     if target is None:
         # a token that is not there does not count
         target = torch.zeros(len(inputs.hidden), dtype=torch.int64, device=inputs.hidden.device)
-    return LossInputs(
-        own(inputs.hidden, torch.nan), inputs.weight, own(target, -100), batch, inputs.head, inputs.num_segments
-    )
+    head = inputs.head_of(lambda each: own(each, -1))
+    return LossInputs(own(inputs.hidden, torch.nan), inputs.weight, own(target, -100), batch, head, inputs.num_segments)
 
 
 def measured(case: LossCase) -> list[Any]:

@@ -86,7 +86,7 @@ def linear_divergence(
     teacher_softcap: float | None = None,
     teacher_temperature: float | None = None,
     entropy: bool = False,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # or [...]
     mask: Tensor | None = None,  # [...] bool
     **options: Unpack[Head],
 ) -> Task[Tensor | Divergence]:
@@ -112,7 +112,8 @@ def linear_divergence(
         teacher_logits, or teacher_hidden with teacher_weight and perhaps teacher_bias: indexed like the hidden states;
             they take no gradient. Of vocabularies that differ the first ids, which both have, are compared.
         teacher_logit_scale, teacher_softcap: of the teacher's logits.
-        teacher_temperature: of the teacher alone; None: ``temperature``, which is the student's.
+        temperature: divides the logits; a number, or a tensor [...] with one per token.
+        teacher_temperature: of the teacher alone, a number; None: ``temperature``, which is the student's.
         entropy: whether to return the student's entropy too, in nats.
         mask: [...] bool, tokens that count, beside ``ignore_index``. The others have 0 and no gradient.
         The rest: as in ``linear_logprobs``.

@@ -22,7 +22,7 @@ def logits_logprobs(
     argmax: bool = False,
     mean_logit: bool = False,
     log_sum_sq_probs: bool = False,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # or [...]
     mask: Tensor | None = None,  # [...] bool
     ignore_index: int = -100,
     softcap: float | None = None,

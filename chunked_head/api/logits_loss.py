@@ -34,7 +34,7 @@ def logits_loss(
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # or [...]
     shift: int = 0,
     inplace: bool = False,
     vocab_size: int | None = None,

@@ -63,7 +63,7 @@ def linear_logprobs(
     top_k: int | None = None,
     mean_logit: bool = False,
     log_sum_sq_probs: bool = False,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # or [...]
     mask: Tensor | None = None,  # [...] bool
     **options: Unpack[Head],
 ) -> Task[Tensor | tuple[Tensor, ...]]:
@@ -94,7 +94,7 @@ def linear_logprobs(
         log_sum_sq_probs: ``log(sum_v p_v ** 2)`` in nats, [...] fp32: WPO's weight, less a sign Rényi's entropy of
             order 2. It takes a softmax at half the temperature beside the first.
         top_k: K largest log-probabilities and their ids: ``top_k_logprobs`` [..., K] fp32, ``top_k_ids`` [..., K].
-        temperature: divides the logits.
+        temperature: divides the logits; a number, or a tensor [...] with one per token, indexed like the target.
         mask: [...] bool, tokens that count, beside ``ignore_index``. The others have 0 everywhere (ids too), and no
             gradient.
         The rest: as in ``linear_cross_entropy``, ``accumulate_into`` added to in backward; values stand at their

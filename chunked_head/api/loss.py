@@ -54,7 +54,7 @@ def linear_loss(
     metrics: Sequence[Metric] = (),
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # or [...]
     upstream: float | Tensor | None = None,
     **options: Unpack[Head],
 ) -> Task[LossOutput]:
@@ -90,7 +90,8 @@ def linear_loss(
         normalizer: D of summands that name none and are means: a number or a 0-d tensor on the device. None: of each
             summand the tokens (segments, pairs) that count, 1 where there are none. 0 gives 0.
         temperature: divides the logits for every loss and metric that names no temperature of its own. A call may mix
-            two temperatures.
+            two temperatures. A tensor [...] has one per token, indexed like the target, for all of the call's losses
+            and metrics; it is read where a token counts alone, and takes no gradient.
         parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. Loss
             and parts are this rank's shares, of which an ``all_reduce(SUM)`` gives the whole batch's; D, sums over
             segments and metrics are of all ranks' tokens. ``num_segments``, ids of segments and the fields per segment

@@ -49,7 +49,7 @@ class AddsDlogits:
         """The chunk seen last, turned in place into the gradient of its raw logits [rows, vocab]."""
         raise NotImplementedError
 
-    def exchange_target_logits(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
+    def exchange_target_logits(self, hidden: Tensor, target: Tensor, scale: Tensor | None, out: RowStats) -> None:
         """Targets' logits come with the statistics."""
 
     def add_gradients(

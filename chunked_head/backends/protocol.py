@@ -31,13 +31,20 @@ class Session(Protocol):
     known_targets: bool
 
     def clean_rows(
-        self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None, stats: RowStats | None
+        self,
+        out: Tensor,
+        source: Tensor,
+        target: Tensor,
+        order: Tensor | None,
+        scale: Tensor | None,
+        stats: RowStats | None,
     ) -> None:
-        """``Backend.clean_rows``, before ``stats`` of these rows, which may have their targets' logits by it."""
+        """``Backend.clean_rows``, before ``stats`` of these rows, which may have their targets' logits by it; ``scale``
+        as in ``Rows``."""
 
-    def exchange_target_logits(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
+    def exchange_target_logits(self, hidden: Tensor, target: Tensor, scale: Tensor | None, out: RowStats) -> None:
         """Where ranks share the vocabulary, every token's target logit in one message if ``stats`` would send each
-        chunk's; ``hidden`` [tokens, hidden] as given, ``target`` [tokens] beside it."""
+        chunk's; ``hidden`` [tokens, hidden] as given, ``target`` and ``scale`` [tokens] beside it."""
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         """Logits of a chunk of rows into the buffer, and every statistic that ``out`` has room for, a teacher's beside

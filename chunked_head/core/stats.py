@@ -206,7 +206,8 @@ def sliced(vectors: Vectors, rows: slice) -> Vectors:
 class Head:
     """The operand of every matmul and what makes logits of the products: ``x = cap(scale * (h @ weight.T + bias))``.
 
-    The call's temperature is in scale and cap: ``cap tanh(s r / cap) / T = (cap / T) tanh((s / T) r / (cap / T))``.
+    The call's temperature is in scale and cap: ``cap tanh(s r / cap) / T = (cap / T) tanh((s / T) r / (cap / T))``. One
+    per token is ``Rows.scale``.
     """
 
     weight: Tensor  # [vocab, hidden]
@@ -228,7 +229,7 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """A dense teacher: its logits, or its hidden states and head; its temperature is in scale and cap."""
+    """A dense teacher: its logits, or its hidden states and head; its temperature is in scale and cap, or its rows'."""
 
     logits: Tensor | None  # [tokens, vocabulary], raw
     hidden: Tensor | None  # [tokens, width]
@@ -236,6 +237,7 @@ class Teacher:
     bias: Tensor | None  # [vocabulary]
     logit_scale: float = 1.0
     softcap: float | None = None
+    scaled: bool = False  # by the rows' scale, as the student's
     dtype: torch.dtype | None = None  # of the matmul, where autocast gives one; else that of hidden states and head
 
     @property
@@ -276,6 +278,7 @@ class Rows(NamedTuple):
     hidden: Tensor  # [rows, hidden], clean
     target: Tensor  # [rows] int64, -1 where a row does not count
     columns: Tensor | None = None  # [rows, K] int64, -1 for none
+    scale: Tensor | None = None  # [rows] of the statistics' dtype: what their logits are multiplied by; None for 1
     teacher: Teacher | None = None
     order: Tensor | None = None  # [rows] int64: where each stands among the call's tokens; None: in a row
     counted: Tensor | None = None  # [] int64: how many of the call's rows count, those first; None: any of them may
@@ -286,6 +289,7 @@ class Rows(NamedTuple):
         columns = None if self.columns is None else self.columns[rows]
         teacher = None if self.teacher is None else self.teacher.rows(rows)
         order = None if self.order is None else self.order[rows]
+        scale = None if self.scale is None else self.scale[rows]
         return Rows(
-            self.hidden[rows], self.target[rows], columns, teacher, order, self.counted, self.first + rows.start
+            self.hidden[rows], self.target[rows], columns, scale, teacher, order, self.counted, self.first + rows.start
         )

@@ -54,7 +54,10 @@ def scalar_objective(
     segmented, coupled = prepared.program.segmented, prepared.program.coupled
     gain = None
     if prepared.dtype == torch.float16 and not coupled:
-        gain = foreseen_gain(losses, factors, inputs.weights, prepared.batch, prepared.logit_scale)
+        slope: float | Tensor = abs(prepared.logit_scale)
+        if prepared.scale is not None and prepared.scale.numel():
+            slope = slope * prepared.scale.amax()
+        gain = foreseen_gain(losses, factors, inputs.weights, prepared.batch, slope)
         inputs = inputs._replace(factors=factors / gain)
     weights, counts = metric_counts(ordered_metrics(prepared), prepared)
     return ScalarObjective(
@@ -91,7 +94,7 @@ def common(prepared: PreparedCall) -> dict[str, Any]:
         class_weights = class_weights.detach().to(prepared.statistics_dtype, copy=True).contiguous()
     return {
         "demand": prepared.program.demand, "structure": prepared.needs.structure, "target": prepared.token_rows.target,
-        "columns": columns, "teacher": prepared.teacher, "class_weights": class_weights,
+        "columns": columns, "teacher": prepared.teacher, "class_weights": class_weights, "scale": prepared.scale,
         "one_or_nan": prepared.one_or_nan, "dtype": prepared.statistics_dtype, "fp16": prepared.dtype == torch.float16,
     }  # fmt: skip
 

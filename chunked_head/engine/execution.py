@@ -117,5 +117,5 @@ class Head(Execution, total=False):
 class PerTokenOptions(Head, total=False):
     """Keywords that functions of values per token share."""
 
-    temperature: float
+    temperature: float | Tensor  # [...], indexed like the target
     mask: Tensor | None

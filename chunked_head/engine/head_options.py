@@ -23,6 +23,7 @@ class OfRanks(ABC):
     """What options of a head and of logits have in common: the ranks that may share the call."""
 
     target: Tensor | None
+    temperature: float | Tensor
     shift: int
     vocab_size: int | None
     parallel: VocabParallel | TokenParallel | None
@@ -54,6 +55,21 @@ class OfRanks(ABC):
 
     @property
     @abstractmethod
+    def device(self) -> torch.device:
+        """Of all operands."""
+
+    @property
+    def temperatures(self) -> Tensor | None:
+        """One per token, where the call's temperature is no number."""
+        return self.temperature if isinstance(self.temperature, Tensor) else None
+
+    @property
+    def plain_temperature(self) -> float | None:
+        """The call's, None where each token has one."""
+        return None if isinstance(self.temperature, Tensor) else self.temperature
+
+    @property
+    @abstractmethod
     def options(self) -> tuple[Hashable, ...]:
         """Everything else that is static, as plain values."""
 
@@ -71,6 +87,8 @@ class OfRanks(ABC):
         """Raises what is wrong with options by themselves, and with ``shift`` along the target."""
         check_options({name: value for name, value in vars(self).items() if name in CHECKS})
         checks.check_shift_along(self.shift, self.leading)
+        if self.temperatures is not None:
+            checks.check_temperatures(self.temperatures, self.leading, self.device)
         if self.shard is None and self.vocab > self.held:
             raise ValueError(f"vocab_size is {self.vocab}, and {self.holds.format(self.held)}")
 
@@ -127,7 +145,7 @@ class HeadOptions(OfRanks):
     ignore_index: int = -100
     softcap: float | None = None
     logit_scale: float = 1.0
-    temperature: float = 1.0
+    temperature: float | Tensor = 1.0
     shift: int = 0
     memory_budget: int | str | None = None
     chunk_tokens: int | None = None
@@ -177,7 +195,7 @@ class HeadOptions(OfRanks):
 
     @property
     def rows(self) -> tuple[Tensor | None, ...]:
-        return self.hidden, self.target
+        return self.hidden, self.target, self.temperatures
 
     @property
     def whole(self) -> tuple[Tensor | None, ...]:
@@ -186,7 +204,7 @@ class HeadOptions(OfRanks):
     @property
     def options(self) -> tuple[Hashable, ...]:
         return (
-            self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.memory_budget,
+            self.ignore_index, self.softcap, self.logit_scale, self.plain_temperature, self.shift, self.memory_budget,
             self.chunk_tokens, self.accumulate_dtype, self.backend, self.accumulate_into is None, self.skip_ignored,
             self.deterministic, self.vocab_size, self.parallel,
         )  # fmt: skip
@@ -223,7 +241,12 @@ DEFAULTS = {field.name: field.default for field in fields(HeadOptions) if field.
 
 
 def head_of(
-    function: str, hidden: Tensor, weight: Tensor, target: Tensor | None, options: Head, temperature: float = 1.0
+    function: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | None,
+    options: Head,
+    temperature: float | Tensor = 1.0,
 ) -> HeadOptions:
     """The head of a call of a public function; a TypeError for keywords that are none of ``Head``'s."""
     unknown = options.keys() - DEFAULTS.keys()
@@ -246,7 +269,7 @@ class LogitsOptions(OfRanks):
     ignore_index: int
     softcap: float | None
     logit_scale: float
-    temperature: float
+    temperature: float | Tensor
     shift: int
     backend: str | None
     vocab_size: int | None = None
@@ -283,7 +306,7 @@ class LogitsOptions(OfRanks):
 
     @property
     def rows(self) -> tuple[Tensor | None, ...]:
-        return self.logits, self.target
+        return self.logits, self.target, self.temperatures
 
     @property
     def whole(self) -> tuple[Tensor | None, ...]:
@@ -292,7 +315,7 @@ class LogitsOptions(OfRanks):
     @property
     def options(self) -> tuple[Hashable, ...]:
         return (
-            self.ignore_index, self.softcap, self.logit_scale, self.temperature, self.shift, self.backend,
+            self.ignore_index, self.softcap, self.logit_scale, self.plain_temperature, self.shift, self.backend,
             self.vocab_size, self.parallel,
         )  # fmt: skip
 

@@ -67,8 +67,9 @@ class Call(OwnColumns):
         teacher, found, start = self.objective.teacher, [], 0
         for view in row_views(logits[..., : self.width]):
             at = slice(start, start + len(view))
-            columns = None if self.columns is None else self.columns[at]
-            found.append((at, Rows(view, self.target[at], columns, None if teacher is None else teacher.rows(at))))
+            columns, scale = (None if of is None else of[at] for of in (self.columns, self.objective.scale))
+            beside = None if teacher is None else teacher.rows(at)
+            found.append((at, Rows(view, self.target[at], columns, scale, beside)))
             start = at.stop
         return found
 

@@ -80,13 +80,15 @@ class Operands:
         target = self.call.target if count == self.tokens else self.call.target[rows]
         order = None if packing is None else packing.order[rows]
         out = self.buffer if count == self.buffer.shape[0] else self.buffer[:count]
+        scale = self.call.objective.scale
+        scale = scale if scale is None else scale[rows]
         if self.gathered is not None:
             # rows that are clean stand in the call's order
             self.raw, self.raw_order = self.gathered.chunk(rows)
-            session.clean_rows(out, self.raw, target, self.raw_order, stats)
+            session.clean_rows(out, self.raw, target, self.raw_order, scale, stats)
         else:
             whole = order is not None or count == self.tokens
-            session.clean_rows(out, self.hidden if whole else self.hidden[rows], target, order, stats)
+            session.clean_rows(out, self.hidden if whole else self.hidden[rows], target, order, scale, stats)
         teacher = self.teacher
         if teacher is not None and teacher.hidden is not None:
             clean = self.teacher_buffer[:count]
@@ -96,7 +98,7 @@ class Operands:
         elif teacher is not None:
             teacher = teacher.rows(rows)
         columns = None if self.call.columns is None else self.call.columns[rows]
-        return Rows(out, target, columns, teacher, order, None if packing is None else packing.count, rows.start)
+        return Rows(out, target, columns, scale, teacher, order, None if packing is None else packing.count, rows.start)
 
 
 def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
@@ -118,7 +120,7 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
     operands = Operands(call, hidden, plan.chunk_tokens)
     session = call.backend.session(head, plan, tiled=False)
     if call.shard is not None and operands.gathered is None and call.packing is None:
-        session.exchange_target_logits(hidden, call.target, stats)
+        session.exchange_target_logits(hidden, call.target, objective.scale, stats)
     for at in plan.token_chunks():
         chunk_stats = stats.at(at)
         rows = operands.rows(at, session, chunk_stats)

@@ -13,6 +13,7 @@ from ..losses.base import Field, Losses
 from ..metrics import Metric
 from ..parallel.tokens import Spread
 from ..program.demand import Needs
+from ..program.fields import TEMPERATURE
 from ..program.teachers import make_teacher
 from .head_options import HeadOptions, LogitsOptions
 from .packing import Packing
@@ -36,6 +37,7 @@ class PreparedCall:
     token_rows: TokenRows
     token_fields: frozenset[str]
     teacher: Teacher | None
+    scale: Tensor | None = None  # [tokens] what their logits are multiplied by, 1 / temperature
     packing: Packing | None = None
     spread: Spread | None = None  # over ranks, whose counts those of ``token_rows`` are then
 
@@ -104,13 +106,14 @@ class PreparedCall:
 def prepare(task: Task, program: Program) -> PreparedCall:
     """Lays fields beside rows; the first work on tensors, whose ids are checked on the way."""
     head, dtype, backend, needs = task.head, program.dtype, program.backend, program.needs
-    losses, batch, own = named_weights(task.losses, task.batch)
+    losses, batch, own = named_weights(task)
     known = {**program.known, **own}
     target, frame = head.target, frame_of(task, dtype)
     if isinstance(head, HeadOptions) and head.shard is not None and head.shard.parallel.sequence_sharded:
         target, batch, frame = of_all_ranks(head.shard, head, batch, program.wanted, known, frame)
     token_rows = prepare_fields(backend, target, batch, program.wanted, known, frame, head.ignore_index, head.vocab)
     fields, teacher, token_fields = token_rows.fields, None, NO_FIELDS
+    scale = fields.pop(TEMPERATURE, None)
     if fields:
         own_rows = Field("row")  # of what the preparation has made
         token_fields = frozenset(name for name in fields if known.get(name, own_rows).kind in ("token", "row"))
@@ -119,7 +122,8 @@ def prepare(task: Task, program: Program) -> PreparedCall:
             teacher = make_teacher(fields, needs.teacher, columns, dtype if program.autocast else None)
             fields = {name: value for name, value in fields.items() if name not in DENSE}
             token_rows = token_rows._replace(fields=fields)
-    prepared = PreparedCall(head, program, losses, task.metrics, token_rows, token_fields & frozenset(fields), teacher)
+    token_fields &= frozenset(fields)
+    prepared = PreparedCall(head, program, losses, task.metrics, token_rows, token_fields, teacher, scale)
     return packed(prepared, head.skip_ignored) if isinstance(head, HeadOptions) and head.skip_ignored else prepared
 
 
@@ -141,4 +145,5 @@ def packed(prepared: PreparedCall, skip: bool | str) -> PreparedCall:
             'teacher_hidden and teacher_weight, or skip_ignored="wait"'
         )
     token_rows = token_rows._replace(target=packing.pack(token_rows.target), fields=fields)
-    return replace(prepared, token_rows=token_rows, teacher=teacher, packing=packing)
+    scale = None if prepared.scale is None else packing.pack(prepared.scale)
+    return replace(prepared, token_rows=token_rows, teacher=teacher, scale=scale, packing=packing)

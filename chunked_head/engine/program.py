@@ -15,7 +15,7 @@ from ..losses.user.spread_check import check_over_ranks
 from ..metrics import Metric
 from ..program import checks
 from ..program.demand import Needs, needs_of
-from ..program.fields import Frame, check_fields, wanted_fields
+from ..program.fields import TEMPERATURE, Frame, check_fields, wanted_fields
 from ..program.planner import Request
 from ..program.teachers import check_dense_teacher
 from .head_options import LogitsOptions
@@ -79,7 +79,7 @@ def build(task: Task, lasting: bool = False) -> Program:
     for _, summand in task.losses.terms:
         for name, tensor in summand.tensors.items():
             checks.check_class_weights(tensor, head.vocab, head.device, f"{name} of {summand.label}")
-    losses, batch, own = named_weights(task.losses, task.batch)
+    losses, batch, own = named_weights(task)
     wanted, known = wanted_fields(losses, metrics, batch, own)
     parts: list[Summand | Metric] = [*(summand for _, summand in losses.terms), *metrics]
     reads = [part for part in parts if part.reads_target]
@@ -103,7 +103,7 @@ def build(task: Task, lasting: bool = False) -> Program:
     if teacher_vocab is not None:
         teacher_vocab = whole_teacher(head, batch, teacher_vocab)
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
-    needs = needs_of(losses, metrics, head.temperature, head.vocab, columns, teacher_vocab)
+    needs = needs_of(losses, metrics, head.plain_temperature, head.vocab, columns, teacher_vocab)
     segmented, coupled = coupling(losses, dtype)
     return Program(
         dtype, backend, without_tensors(needs), task.wants(needs.demand), tuple(wanted), known, autocast,
@@ -122,10 +122,10 @@ def frame_of(task: Task, dtype: torch.dtype) -> Frame:
     return Frame(task.head.leading, task.head.device, statistics, task.head.shift, task.num_segments)
 
 
-def named_weights(
-    losses: Losses, batch: Mapping[str, Tensor] | None
-) -> tuple[Losses, dict[str, Any], dict[str, Field]]:
-    """Token weights that a loss holds itself, as fields of a name of their own."""
+def named_weights(task: Task) -> tuple[Losses, dict[str, Any], dict[str, Field]]:
+    """The losses, the batch and its fields: token weights that a loss holds itself, and a temperature per token, are
+    fields of names of their own."""
+    losses, batch = task.losses, task.batch
     if batch is not None and not isinstance(batch, Mapping):
         raise TypeError(
             "batch must be a mapping of names to tensors, such as {'advantages': advantages}, or None, got "
@@ -140,7 +140,10 @@ def named_weights(
             fields[key], own[key] = summand.token_weights, Field("token")
             summand = replace(summand, token_weights=key)
         terms.append((coefficient, summand))
-    return Losses(tuple(terms)) if own else losses, fields, own
+    losses = Losses(tuple(terms)) if own else losses
+    if task.head.temperatures is not None:
+        fields[TEMPERATURE], own[TEMPERATURE] = task.head.temperatures, Field("token")
+    return losses, fields, own
 
 
 def without_tensors(needs: Needs) -> Needs:

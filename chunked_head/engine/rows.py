@@ -10,7 +10,7 @@ from ..backends import Backend, Targets
 from ..core.shift import shift_left
 from ..losses.base import Field
 from ..losses.topk import PADDING, entries
-from ..program.fields import Frame
+from ..program.fields import TEMPERATURE, Frame
 from ..program.plans import slices
 from ..program.teachers import TEACHER
 
@@ -93,9 +93,20 @@ def beside_rows(field: str, value: Tensor, kind: Field, counts: Tensor, frame: F
             in_range(field, value, frame.num_segments or 0, -1) if field in ("segments", "documents") else (value, None)
         )
     value = torch.where(here, value.to(frame.dtype), 0.0)
+    if field == TEMPERATURE:
+        return inverse_temperature(value, counts.view(value.shape))
     if field in LOGPROBS and value.device.type == "cpu" and value.numel():
         check_logprobs(field, float(value.max()))
     return value, None
+
+
+def inverse_temperature(temperature: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """1 / temperature [tokens], 1 where a token does not count; a ValueError on the CPU where one is not positive,
+    elsewhere whether one is not."""
+    wrong = counts & ~((temperature > 0) & (temperature < torch.inf))
+    if wrong.device.type == "cpu" and wrong.any():
+        raise ValueError(f"temperature must be positive and finite, got {float(temperature[wrong][0]):g} for a token")
+    return torch.where(counts, 1.0 / temperature, 1.0), wrong.any()
 
 
 def check_logprobs(field: str, largest: float) -> None:

@@ -195,7 +195,27 @@ def check_ignore_index(ignore_index: int) -> None:
         raise ValueError(f"ignore_index must fit int64 as targets do, got {ignore_index}")
 
 
-def check_temperature(temperature: float) -> None:
+def check_temperatures(temperatures: Tensor, leading: tuple[int, ...], device: torch.device) -> None:
+    """One per token."""
+    if tuple(temperatures.shape) != leading:
+        raise ValueError(
+            f"temperature must be a number or have the target's shape {leading}, got shape "
+            f"{tuple(temperatures.shape)}; nothing is broadcast: expand it to that shape"
+        )
+    if temperatures.device != device:
+        raise ValueError(f"temperature is on {temperatures.device}, the other operands on {device}; move one of them")
+
+
+def check_temperature(temperature: float | Tensor) -> None:
+    """Of a tensor, one number per token, what can be said without the tokens."""
+    if isinstance(temperature, Tensor):
+        if is_dtensor(temperature):
+            raise TypeError("temperature is a DTensor; pass .to_local(): that of this rank's tokens")
+        if not temperature.is_floating_point():
+            raise TypeError(f"temperature must be a number or floating-point, got {name(temperature.dtype)}; cast it")
+        if temperature.requires_grad:
+            raise ValueError("temperature takes no gradient here; pass it .detach()ed")
+        return
     check_number("temperature", temperature, 0.0, math.inf)
     if temperature == 0:
         raise ValueError("temperature must be positive, got 0; for greedy choices compare with the argmax")

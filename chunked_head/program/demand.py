@@ -57,7 +57,7 @@ class Needs(NamedTuple):
     structure: Structure
     demand: Demand
     temperature: float  # that of the first view, which goes into the head's scale and cap
-    teacher: Teacher | None  # its temperature resolved
+    teacher: Teacher | None  # its temperature resolved: None for that of each token
     weighted: int | None  # which summand has the class weights of weighted_sum
     segment_metrics: tuple[tuple[Metric, int], ...]  # those that must see all tokens
 
@@ -65,7 +65,7 @@ class Needs(NamedTuple):
 def needs_of(
     losses: Losses,
     metrics: Sequence[Metric],
-    temperature: float,  # the call's
+    temperature: float | None,  # the call's, None where each token has one
     vocab: int,
     columns: int = 0,  # K of teacher_ids
     teacher_vocab: int | None = None,  # of a dense teacher
@@ -73,6 +73,14 @@ def needs_of(
     """What a call needs; ValueError where one cannot have it all."""
     summands = [summand for _, summand in losses.terms]
     check_names(summands, metrics)
+    everything: list[Summand | Metric] = [*summands, *metrics]
+    own = [one.label for one in everything if one.temperature is not None]
+    per_token, temperature = temperature is None, 1.0 if temperature is None else temperature
+    if per_token and own:
+        raise ValueError(
+            f"{own[0]} has a temperature of its own, and the call one per token, which goes for all its losses and "
+            "metrics; leave out one of them, or make two calls"
+        )
     shared = teacher_vocab is not None and teacher_vocab < vocab
     limit = teacher_vocab if shared else None
 
@@ -80,7 +88,6 @@ def needs_of(
         dense = isinstance(one, Summand) and one.teacher is not None
         return temperature if one.temperature is None else float(one.temperature), limit if dense else None
 
-    everything: list[Summand | Metric] = [*summands, *metrics]
     asked = list(dict.fromkeys(wanted(one) for one in everything)) or [(temperature, None)]
     whole = [pair for pair in asked if pair[1] is None]
     # the first view is over the whole vocabulary: what becomes the head's scale, and is there in any case
@@ -103,7 +110,8 @@ def needs_of(
         leaves |= {found for name in summand.needs if (found := leaf(name, view)) is not None}
     statistics = {(name, index[wanted(one)]) for one in everything for name in one.needs}
     names = {name for name, _ in statistics}
-    teacher, pairing = pair_up(seen, names, vocab if teacher_vocab is None else min(vocab, teacher_vocab), ordered)
+    columns_shared = vocab if teacher_vocab is None else min(vocab, teacher_vocab)
+    teacher, pairing = pair_up(seen, names, columns_shared, [None if per_token else t for t, _ in ordered])
     differentiable = frozenset(leaves)
     used = {view for _, view in seen}
     demand = Demand(
@@ -138,7 +146,7 @@ def check_names(summands: Sequence[Summand], metrics: Sequence[Metric]) -> None:
 
 
 def pair_up(
-    seen: list[tuple[Summand, int]], names: set[str], columns: int, ordered: list[tuple[float, int | None]]
+    seen: list[tuple[Summand, int]], names: set[str], columns: int, temperatures: Sequence[float | None]
 ) -> tuple[Teacher | None, Pairing | None]:
     """The one dense teacher of a call and what is wanted of it."""
     dense = [(summand, view) for summand, view in seen if summand.teacher is not None]
@@ -148,7 +156,7 @@ def pair_up(
     def resolved(summand: Summand, view: int) -> Teacher:
         assert summand.teacher is not None
         own = summand.teacher.temperature
-        return summand.teacher._replace(temperature=ordered[view][0] if own is None else own, beta=None)
+        return summand.teacher._replace(temperature=temperatures[view] if own is None else own, beta=None)
 
     kinds = {(resolved(summand, view), view) for summand, view in dense}
     betas = {s.teacher.beta for s, _ in dense if s.teacher is not None and s.teacher.beta is not None}

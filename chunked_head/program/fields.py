@@ -13,6 +13,7 @@ from .checks import is_dtensor
 from .plans import name
 from .teachers import check_teacher
 
+TEMPERATURE = "temperature of each token"  # an argument of the call, laid beside rows as fields are
 TYPES = {"float": "floating-point", "int": "int64 or int32", "bool": "bool"}
 
 
@@ -56,7 +57,7 @@ def wanted_fields(
             f"{nearest(unknown[0], known)}; known are {', '.join(sorted(known))}; drop it, or declare it by "
             "losses.custom(fields=...)"
         )
-    wanted = [field for field in ("mask", "token_weights") if field in batch]
+    wanted = [field for field in ("mask", "token_weights", TEMPERATURE) if field in batch]
     for what, part in parts:
         for field in part.fields:
             if field not in batch:

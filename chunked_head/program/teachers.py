@@ -58,16 +58,17 @@ def check_dense_teacher(
 def make_teacher(
     fields: Mapping[str, Tensor], options: TeacherOptions, columns: int, dtype: torch.dtype | None
 ) -> Teacher:
-    """The teacher over the vocabulary that it shares with the student, its temperature in scale and cap; ``dtype``: of
-    its matmul, where autocast gives one."""
-    assert options.temperature is not None
+    """The teacher over the vocabulary that it shares with the student, its temperature in scale and cap, or that of
+    each token; ``dtype``: of its matmul, where autocast gives one."""
+    temperature = 1.0 if options.temperature is None else options.temperature
     weight, bias = fields.get("teacher_weight"), fields.get("teacher_bias")
     return Teacher(
         fields.get("teacher_logits"),
         fields.get("teacher_hidden"),
         None if weight is None else weight[:columns].detach(),
         None if bias is None else bias[:columns].detach().contiguous(),  # as kernels read it
-        options.logit_scale / options.temperature,
-        None if options.softcap is None else options.softcap / options.temperature,
+        options.logit_scale / temperature,
+        None if options.softcap is None else options.softcap / temperature,
+        options.temperature is None,
         dtype,
     )

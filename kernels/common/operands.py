@@ -20,14 +20,25 @@ class Counted(NamedTuple):
 ALL_ROWS = Counted()
 
 
+class Transform(NamedTuple):
+    """From raw logits to those that the softmax sees: ``row_scale * softcap * tanh(logit_scale * raw / softcap)``, each
+    None where there is none."""
+
+    logit_scale: float | None = None
+    softcap: float | None = None
+    row_scale: torch.Tensor | None = None  # [rows] fp32
+
+
+PLAIN = Transform()
+
+
 class Stored(NamedTuple):
     """Logits in a buffer: raw, or relative to the offsets of their strips."""
 
     logits: torch.Tensor  # [rows, columns], columns contiguous
     offset: torch.Tensor | None  # [strips, rows] fp32; then what follows is in the logits already
     bias: torch.Tensor | None = None
-    logit_scale: float | None = None
-    softcap: float | None = None
+    transform: Transform = PLAIN
 
 
 def strip_stride(*stored: Stored) -> int:

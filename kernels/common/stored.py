@@ -17,6 +17,7 @@ def load_row(
     inside,
     logit_scale,
     softcap,
+    row_scale,
     STRIP: tl.constexpr,
 ):
     """Columns ``offs`` of one row, as the softmax sees them; anything outside."""
@@ -26,7 +27,7 @@ def load_row(
     else:
         if bias_ptr is not None:
             x += tl.load(bias_ptr + offs, mask=inside, other=0.0).to(tl.float32)
-        x = transform_logits(x, logit_scale, softcap)
+        x = transform_logits(x, logit_scale, softcap, row_scale)
     return x
 
 
@@ -44,6 +45,7 @@ def load_block(
     in_columns,
     logit_scale,
     softcap,
+    row_scale,
     STRIP: tl.constexpr,
 ):
     """A block of rows and columns, as the softmax sees it; anything outside."""
@@ -55,5 +57,5 @@ def load_block(
     else:
         if bias_ptr is not None:
             x += tl.load(bias_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        x = transform_logits(x, logit_scale, softcap)
+        x = transform_logits(x, logit_scale, softcap, row_scale)
     return x

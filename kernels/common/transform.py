@@ -19,11 +19,14 @@ def transform_logits(
     x,  # hidden @ weight.T + bias, fp32
     logit_scale,  # float or None for 1
     softcap,  # float or None for no cap
+    row_scale,  # what a row's logits are multiplied by at last; None for 1
 ):
     if logit_scale is not None:
         x = x * logit_scale
     if softcap is not None:
         x = softcap * tanh(x / softcap)
+    if row_scale is not None:
+        x = x * row_scale
     return x
 
 
@@ -32,13 +35,19 @@ def transform_derivative(
     x,  # the transformed logit
     logit_scale,
     softcap,
+    row_scale,
 ):
     """d transformed / d raw, from the transformed logit; 1.0 where there is no transform."""
     slope = 1.0
     if softcap is not None:
-        slope = 1.0 - (x / softcap) * (x / softcap)
+        capped = x / softcap
+        if row_scale is not None:
+            capped = capped / row_scale
+        slope = 1.0 - capped * capped
     if logit_scale is not None:
         slope = slope * logit_scale
+    if row_scale is not None:
+        slope = slope * row_scale
     return slope
 
 

@@ -49,9 +49,11 @@ def column_grad_kernel(
     # scalars
     logit_scale,
     softcap,
+    row_scale_ptr,  # [rows] fp32 or None
     ratio2,
     teacher_scale,
     teacher_softcap,
+    teacher_row_scale_ptr,
     SECOND: tl.constexpr,
     LOG_BETA: tl.constexpr,
     LOG_REST: tl.constexpr,
@@ -89,6 +91,12 @@ def column_grad_kernel(
     theta = None
     omega = None
     log_q = None
+    row_scale = None
+    teacher_row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = tl.load(row_scale_ptr + row)
+    if teacher_row_scale_ptr is not None:
+        teacher_row_scale = tl.load(teacher_row_scale_ptr + row)
     if beta_ptr is not None:
         beta = tl.load(beta_ptr + row)
     if kappa_ptr is not None:
@@ -109,7 +117,7 @@ def column_grad_kernel(
         in_teacher = here & (offs < teacher_columns)
         y = load_row(
             teacher_ptr + row * teacher_stride, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs,
-            in_teacher, teacher_scale, teacher_softcap, STRIP,
+            in_teacher, teacher_scale, teacher_softcap, teacher_row_scale, STRIP,
         )  # fmt: skip
         log_q = (y - tl.load(teacher_start_ptr + row)) + tl.load(teacher_rest_ptr + row)
         log_q = tl.where(in_teacher, log_q, float("-inf"))
@@ -124,6 +132,7 @@ def column_grad_kernel(
     grad = logits_gradient(
         x, column == target, offs, omega, log_q, sparse, tl.load(target_logit_ptr + row), beta, kappa,
         tl.load(start_ptr + row), tl.load(rest_ptr + row), alpha, eta, start2, rest2, alpha2, eta2,
-        gamma, rho, tau, theta, logit_scale, softcap, ratio2, columns2, SECOND, LOG_BETA, LOG_REST, FLOOR, False,
+        gamma, rho, tau, theta, logit_scale, softcap, row_scale, ratio2, columns2, SECOND, LOG_BETA, LOG_REST, FLOOR,
+        False,
     )  # fmt: skip
     tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=here)

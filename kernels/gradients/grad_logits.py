@@ -45,6 +45,7 @@ def grad_half(
     # scalars
     logit_scale,
     softcap,
+    row_scale,
     ratio2,
     WIDTH: tl.constexpr,
     SPECIAL: tl.constexpr,  # some column is a target, or past the second softmax's last
@@ -53,7 +54,7 @@ def grad_half(
     x = acc
     if bias_ptr is not None:
         x += tl.load(bias_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
-    x = transform_logits(x, logit_scale, softcap)
+    x = transform_logits(x, logit_scale, softcap, row_scale)
     is_target = None
     if SPECIAL:
         is_target = offs[None, :] == target[:, None]
@@ -62,7 +63,7 @@ def grad_half(
         omega = tl.load(class_weights_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
     grad = logits_gradient(
         x, is_target, offs[None, :], omega, None, None, target_logit, beta, kappa, start, rest, alpha, eta,
-        start2, rest2, alpha2, eta2, None, None, None, None, logit_scale, softcap, ratio2,
+        start2, rest2, alpha2, eta2, None, None, None, None, logit_scale, softcap, row_scale, ratio2,
         columns2 if SPECIAL else None, False, 0.0, 0.0, 0.0, True,
     )  # fmt: skip
     # selection, whatever stands in a row that does not count
@@ -99,6 +100,7 @@ def grad_of_tile(
     # scalars
     logit_scale,
     softcap,
+    row_scale_ptr,
     ratio2,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -117,6 +119,9 @@ def grad_of_tile(
     rest2 = None
     alpha2 = None
     eta2 = None
+    row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = load_column(row_scale_ptr, offs_row, in_rows)
     start = load_column(start_ptr, offs_row, in_rows)
     rest = load_column(rest_ptr, offs_row, in_rows)
     if SPECIAL:
@@ -139,13 +144,13 @@ def grad_of_tile(
     grad = grad_half(
         dlogits, left, bias_ptr, class_weights_ptr, target, counts, target_logit, beta, kappa,
         start, rest, alpha, eta, start2, rest2, alpha2, eta2,
-        column_start, columns, columns2, logit_scale, softcap, ratio2, HALF, SPECIAL,
+        column_start, columns, columns2, logit_scale, softcap, row_scale, ratio2, HALF, SPECIAL,
     )  # fmt: skip
     store_tile(dlogits, row_start, column_start, grad)
     return grad_half(
         dlogits, right, bias_ptr, class_weights_ptr, target, counts, target_logit, beta, kappa,
         start, rest, alpha, eta, start2, rest2, alpha2, eta2,
-        column_start + HALF, columns, columns2, logit_scale, softcap, ratio2, HALF, SPECIAL,
+        column_start + HALF, columns, columns2, logit_scale, softcap, row_scale, ratio2, HALF, SPECIAL,
     )  # fmt: skip
 
 
@@ -185,6 +190,7 @@ def grad_logits_kernel(
     # scalars
     logit_scale,  # float or None for 1
     softcap,  # float or None
+    row_scale_ptr,  # [rows] fp32, or None for 1
     ratio2,  # of the second temperature, inverse, to the first; float or None for 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -222,12 +228,14 @@ def grad_logits_kernel(
             right = grad_of_tile(
                 dlogits, acc, bias_ptr, class_weights_ptr, target, counts, target_logit_ptr, beta_ptr, kappa_ptr,
                 start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr, alpha2_ptr, eta2_ptr,
-                row_start, column_start, rows, columns, columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, True,
+                row_start, column_start, rows, columns, columns2, logit_scale, softcap, row_scale_ptr, ratio2,
+                BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
         else:
             right = grad_of_tile(
                 dlogits, acc, bias_ptr, class_weights_ptr, target, counts, target_logit_ptr, beta_ptr, kappa_ptr,
                 start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr, alpha2_ptr, eta2_ptr,
-                row_start, column_start, rows, columns, columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, False,
+                row_start, column_start, rows, columns, columns2, logit_scale, softcap, row_scale_ptr, ratio2,
+                BLOCK_M, BLOCK_N, False,
             )  # fmt: skip
         store_tile(dlogits, row_start, column_start + BLOCK_N // 2, right)

@@ -90,6 +90,7 @@ def logits_gradient(
     # scalars
     logit_scale,
     softcap,
+    row_scale,
     ratio2,
     columns2,  # that the second softmax is over; None for all
     SECOND: tl.constexpr,  # p beside the teacher is of the second temperature
@@ -133,4 +134,4 @@ def logits_gradient(
     if log_q is not None:
         beside = log_p2 if SECOND else log_p
         grad += teacher_terms(beside, log_q, gamma, rho, tau, theta, LOG_BETA, LOG_REST, FLOOR)
-    return grad * transform_derivative(x, logit_scale, softcap)
+    return grad * transform_derivative(x, logit_scale, softcap, row_scale)

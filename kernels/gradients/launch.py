@@ -6,7 +6,7 @@ import torch
 
 from ..common.descriptors import even, matrix, row_stride
 from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
-from ..common.operands import ALL_ROWS, Counted, Stored, Strips, mixture, strip_stride
+from ..common.operands import ALL_ROWS, PLAIN, Counted, Stored, Strips, Transform, mixture, strip_stride
 from ..common.tiles import FUSED, INTERPRETED, Tile, cdiv, power_of_2, row_block
 from .column_grad import column_grad_kernel
 from .grad_logits import grad_logits_kernel
@@ -46,14 +46,14 @@ class Beside(NamedTuple):
     floor: float
 
 
-def beside_arguments(beside: Beside | None) -> tuple[tuple, tuple[int, int], tuple, dict]:
+def beside_arguments(beside: Beside | None) -> tuple[tuple, tuple[int, int], Transform, dict]:
     """A teacher as the kernels take it: tensors, columns and stride, scale and cap, constants; None for none."""
     if beside is None:
-        return (None,) * 9, (0, 0), (None, None), {"SECOND": False, **mixture(None), "FLOOR": 0.0}
+        return (None,) * 9, (0, 0), PLAIN, {"SECOND": False, **mixture(None), "FLOOR": 0.0}
     side = beside.stored
     tensors = (side.logits, side.offset, side.bias, *beside[1:3], *beside[5:9])
     constants = {"SECOND": beside.second, **mixture(beside.beta), "FLOOR": beside.floor}
-    return tensors, (beside.columns, side.logits.stride(0)), (side.logit_scale, side.softcap), constants
+    return tensors, (beside.columns, side.logits.stride(0)), side.transform, constants
 
 
 def row_grad(
@@ -68,8 +68,7 @@ def row_grad(
     kappa: torch.Tensor | None,
     beside: Beside | None,
     first_column: int,
-    logit_scale: float | None,
-    softcap: float | None,
+    transform: Transform,
     relative: tuple[int, int, int] = (8, 8, 4),  # rows, strips and warps of a program over relative logits
 ) -> None:
     rows, columns = dlogits.shape
@@ -90,7 +89,7 @@ def row_grad(
         rows, columns, first_column, second.columns, sizes[0],
         stored.logits.stride(0), dlogits.stride(0), sizes[1],
         strip_stride(stored) if beside is None else strip_stride(stored, beside.stored),
-        logit_scale, softcap, second.ratio, *scalars,
+        *transform, second.ratio, *scalars,
         **constants,
         COLUMN_PROGRAMS=column_programs, STRIP=RELATIVE_STRIP, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
         **FUSED,
@@ -111,8 +110,7 @@ def column_grad(
     kappa: torch.Tensor | None,
     beside: Beside | None,
     first_column: int,
-    logit_scale: float | None,
-    softcap: float | None,
+    transform: Transform,
 ) -> None:
     (rows, count), columns = ids.shape, dlogits.shape[1]
     teacher, sizes, scalars, constants = beside_arguments(beside)
@@ -121,7 +119,7 @@ def column_grad(
         *first[:4], *second[:4], *teacher,
         columns, first_column, second.columns, sizes[0], count, dlogits.stride(0), sizes[1],
         0 if beside is None else strip_stride(beside.stored),
-        logit_scale, softcap, second.ratio, *scalars, **constants,
+        *transform, second.ratio, *scalars, **constants,
         STRIP=RELATIVE_STRIP, BLOCK=power_of_2(count), num_warps=1, **FUSED,
     )  # fmt: skip
 
@@ -139,8 +137,7 @@ def grad_logits(
     beta: torch.Tensor | None,
     kappa: torch.Tensor | None,
     first_column: int,  # of these columns in the vocabulary
-    logit_scale: float | None,
-    softcap: float | None,
+    transform: Transform,
     tile: Tile,
     counted: Counted = ALL_ROWS,
 ) -> None:
@@ -156,7 +153,7 @@ def grad_logits(
         *matrix(weight, tile.block_n, tile.block_k, tile),
         bias, class_weights, target, target_logit, beta, kappa, *first[:4], *second[:4],
         counted.count, counted.first_row, rows, columns, width, first_column, second.columns, row_stride(dlogits, tile),
-        logit_scale, softcap, second.ratio,
+        *transform, second.ratio,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         EVEN_HIDDEN=even(width, tile), FLATTEN=tile.described, UPCAST=INTERPRETED, num_warps=tile.warps,
         num_stages=tile.stages, **FUSED,
@@ -178,7 +175,7 @@ def level_rows(
     logprob: torch.Tensor,
     alpha: torch.Tensor,
     beta: torch.Tensor,
-    logit_scale: float | None,
+    transform: Transform,  # without a cap
     counted: Counted = ALL_ROWS,
 ) -> None:
     rows, vocab = exp.shape
@@ -188,7 +185,8 @@ def level_rows(
     level_rows_kernel[(cdiv(rows, block_rows), splits)](
         exp, hidden, softmax_factor, target_factor,
         strips.offset, strips.sum, level, target, target_logit, start, rest, logprob, alpha, beta, counted.count,
-        counted.first_row, rows, vocab, count, strips.offset.stride(0), exp.stride(0), width, logit_scale,
+        counted.first_row, rows, vocab, count, strips.offset.stride(0), exp.stride(0), width,
+        transform.logit_scale, transform.row_scale,
         BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, BLOCK=min(power_of_2(max(width, 1)), 256),
         num_warps=4, **FUSED,
     )  # fmt: skip

@@ -38,6 +38,7 @@ def level_rows_kernel(
     hidden,
     # scalars
     logit_scale,  # float or None for 1
+    row_scale_ptr,  # [rows] fp32, or None for 1
     BLOCK_ROWS: tl.constexpr,
     STRIP: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -52,6 +53,9 @@ def level_rows_kernel(
         beta = tl.load(beta_ptr + offs_row, mask=in_rows, other=0.0)
         if logit_scale is not None:
             alpha, beta = alpha * logit_scale, beta * logit_scale
+        if row_scale_ptr is not None:
+            row_scale = tl.load(row_scale_ptr + offs_row, mask=in_rows, other=1.0)
+            alpha, beta = alpha * row_scale, beta * row_scale
         start = tl.load(start_ptr + offs_row, mask=in_rows, other=0.0)
         rest = tl.load(rest_ptr + offs_row, mask=in_rows, other=0.0)
         logprob = tl.load(logprob_ptr + offs_row, mask=in_rows, other=0.0)

@@ -51,9 +51,11 @@ def row_grad_kernel(
     # scalars
     logit_scale,
     softcap,
+    row_scale_ptr,  # [rows] fp32 or None
     ratio2,  # of the second temperature, inverse, to the first; float or None for 1
     teacher_scale,
     teacher_softcap,
+    teacher_row_scale_ptr,
     SECOND: tl.constexpr,  # p beside the teacher is of the second temperature
     LOG_BETA: tl.constexpr,
     LOG_REST: tl.constexpr,
@@ -86,6 +88,12 @@ def row_grad_kernel(
     rho = None
     tau = None
     theta = None
+    row_scale = None
+    teacher_row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = load_column(row_scale_ptr, offs_row, in_rows)
+    if teacher_row_scale_ptr is not None:
+        teacher_row_scale = load_column(teacher_row_scale_ptr, offs_row, in_rows)
     if beta_ptr is not None:
         beta = load_column(beta_ptr, offs_row, in_rows)
     if kappa_ptr is not None:
@@ -118,7 +126,7 @@ def row_grad_kernel(
         mask = in_rows[:, None] & in_columns[None, :]
         x = load_block(
             logits_ptr, strip_offset_ptr, bias_ptr, offs_row, in_rows, strip_stride, logits_stride, start, offs,
-            in_columns, logit_scale, softcap, STRIP,
+            in_columns, logit_scale, softcap, row_scale, STRIP,
         )  # fmt: skip
         omega = None
         if kappa_ptr is not None and class_weights_ptr is not None:
@@ -128,7 +136,7 @@ def row_grad_kernel(
             in_teacher = in_rows[:, None] & (offs < teacher_columns)[None, :]
             y = load_block(
                 teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, in_rows, strip_stride, teacher_stride,
-                start, offs, offs < teacher_columns, teacher_scale, teacher_softcap, STRIP,
+                start, offs, offs < teacher_columns, teacher_scale, teacher_softcap, teacher_row_scale, STRIP,
             )  # fmt: skip
             log_q = tl.where(in_teacher, (y - teacher_start) + teacher_rest, float("-inf"))
         # summed from zero on: ptxas takes 32 registers so for plain rows, and 49 where the first term begins the sum
@@ -136,7 +144,7 @@ def row_grad_kernel(
         grad = logits_gradient(
             x, offs[None, :] == target, offs[None, :], omega, log_q, zero, target_logit, beta, kappa,
             row_start, row_rest, alpha, eta, start2, rest2, alpha2, eta2, gamma, rho, tau, theta,
-            logit_scale, softcap, ratio2, columns2, SECOND, LOG_BETA, LOG_REST, FLOOR, False,
+            logit_scale, softcap, row_scale, ratio2, columns2, SECOND, LOG_BETA, LOG_REST, FLOOR, False,
         )  # fmt: skip
         # selection: where a row does not count a teacher's logits, or a bias, may be nan
         grad = tl.where(counts, grad, 0.0)

@@ -25,6 +25,7 @@ def clean_rows_kernel(
     # scalars
     logit_scale,
     softcap,
+    row_scale_ptr,  # [rows] fp32 or None
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -48,5 +49,8 @@ def clean_rows_kernel(
         x = tl.sum(lanes, 1)
         if bias_ptr is not None:
             x += tl.load(bias_ptr + column).to(tl.float32)
-        x = tl.where(here, transform_logits(x, logit_scale, softcap), 0.0)
+        row_scale = None
+        if row_scale_ptr is not None:
+            row_scale = tl.load(row_scale_ptr + row)
+        x = tl.where(here, transform_logits(x, logit_scale, softcap, row_scale), 0.0)
         tl.store(logit_ptr + row + tl.arange(0, 1), x)

@@ -23,11 +23,15 @@ def dot_columns_kernel(
     # scalars
     logit_scale,
     softcap,
+    row_scale_ptr,  # [rows] fp32 or None
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Gathered rows of the weight times the row of hidden states, in fp32."""
     row = tl.program_id(0).to(tl.int64)
+    row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = tl.load(row_scale_ptr + row)
     k = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     asked = tl.load(ids_ptr + row * count + k, mask=k < count, other=0)
     here = asked < ELSEWHERE
@@ -43,7 +47,7 @@ def dot_columns_kernel(
     x = tl.sum(lanes, 1)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + column).to(tl.float32)
-    x = tl.where(here, transform_logits(x, logit_scale, softcap), 0.0)
+    x = tl.where(here, transform_logits(x, logit_scale, softcap, row_scale), 0.0)
     tl.store(logit_ptr + row * count + k, x, mask=k < count)
 
 
@@ -61,13 +65,17 @@ def pick_columns_kernel(
     # scalars
     logit_scale,
     softcap,
+    row_scale_ptr,  # [rows] fp32 or None
     BLOCK: tl.constexpr,
 ):
     """The same out of stored raw logits."""
     row = tl.program_id(0).to(tl.int64)
+    row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = tl.load(row_scale_ptr + row)
     k = tl.arange(0, BLOCK)
     column = tl.load(ids_ptr + row * count + k, mask=k < count, other=-1)
     x = tl.load(logits_ptr + row * stride + column, mask=column >= 0, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + column, mask=column >= 0, other=0.0).to(tl.float32)
-    tl.store(logit_ptr + row * count + k, transform_logits(x, logit_scale, softcap), mask=k < count)
+    tl.store(logit_ptr + row * count + k, transform_logits(x, logit_scale, softcap, row_scale), mask=k < count)

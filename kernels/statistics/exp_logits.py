@@ -58,6 +58,7 @@ def exp_logits_kernel(
     # scalars
     logit_scale,  # float or None for 1
     softcap,  # float or None
+    row_scale_ptr,  # [rows] fp32, or None for 1
     ratio2,  # of a second temperature to that of the logits, inverse; float or None for 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -96,7 +97,10 @@ def exp_logits_kernel(
         if bias_ptr is not None:
             offs_col = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             x += tl.load(bias_ptr + offs_col, mask=offs_col < vocab, other=0.0).to(tl.float32)[None, :]
-        x = transform_logits(x, logit_scale, softcap)
+        row_scale = None
+        if row_scale_ptr is not None:
+            row_scale = tl.load(row_scale_ptr + offs_row, mask=in_rows, other=1.0)[:, None]
+        x = transform_logits(x, logit_scale, softcap, row_scale)
         row_offset, target = offs_row, offs_row
         special = tile_n < 0
         if GIVEN:

@@ -4,7 +4,7 @@ import torch
 
 from ..common.descriptors import even, matrix, row_stride
 from ..common.gpus import RELATIVE_STRIP, programs_of
-from ..common.operands import ALL_ROWS, Counted, Stored, Strips, mixture, strip_stride
+from ..common.operands import ALL_ROWS, PLAIN, Counted, Stored, Strips, Transform, mixture, strip_stride
 from ..common.tiles import FUSED, INTERPRETED, Tile, cdiv, power_of_2, row_block
 from .clean_rows import clean_rows_kernel
 from .columns import dot_columns_kernel, pick_columns_kernel
@@ -49,14 +49,13 @@ def clean_rows(
     logit: torch.Tensor | None = None,  # [rows] fp32
     weight: torch.Tensor | None = None,  # [vocab, hidden] contiguous
     bias: torch.Tensor | None = None,
-    logit_scale: float | None = None,
-    softcap: float | None = None,
+    transform: Transform = PLAIN,
 ) -> None:
     """``out = source[order]``, 0 where a row does not count; and the targets' logits where there is a weight."""
     rows, hidden = out.shape
     clean_rows_kernel[(rows,)](
         out, logit, source, weight, bias, target, order, hidden, source.stride(0), source.stride(1),
-        logit_scale, softcap, BLOCK=min(power_of_2(hidden), 2048), num_warps=4, **FUSED,
+        *transform, BLOCK=min(power_of_2(hidden), 2048), num_warps=4, **FUSED,
     )  # fmt: skip
 
 
@@ -83,8 +82,7 @@ def exp_logits(
     class_weights: torch.Tensor | None,
     row_offset: torch.Tensor | None,  # [rows] fp32: then exponentials are stored, else relative logits
     target: torch.Tensor | None,  # [rows] int64
-    logit_scale: float | None,
-    softcap: float | None,
+    transform: Transform,
     tile: Tile,
     ratio2: float | None = None,
     columns2: int = 0,
@@ -99,7 +97,7 @@ def exp_logits(
         *matrix(weight, tile.block_n, tile.block_k, tile),
         bias, class_weights, row_offset, target, counted.count,
         counted.first_row, rows, strips.offset.stride(0), row_stride(out, tile), vocab, hidden.shape[1],
-        columns2, logit_scale, softcap, ratio2,
+        columns2, *transform, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STRIP=tile.block_n // (strips.offset.shape[0] // cdiv(vocab, tile.block_n)),
         GROUP_M=tile.group_m, REACH=REACH,
@@ -158,7 +156,7 @@ def row_stats(
     row_stats_kernel[(logits.shape[0],)](
         lse, start, rest, logprob, target_logit, entropy, weighted_sum, top, argmax,
         logits, target, stored.bias, class_weights,
-        columns, logits.stride(0), stored.logit_scale, stored.softcap, ratio, BLOCK=block, num_warps=warps, **FUSED,
+        columns, logits.stride(0), *stored.transform, ratio, BLOCK=block, num_warps=warps, **FUSED,
     )  # fmt: skip
 
 
@@ -188,7 +186,7 @@ def pair_stats(
         student.logits, student.offset, student.bias, start, rest,
         teacher.logits, teacher.offset, teacher.bias, teacher_start, teacher_rest,
         strip_stride(student, teacher), columns, student.logits.stride(0), teacher.logits.stride(0),
-        student.logit_scale, student.softcap, ratio, teacher.logit_scale, teacher.softcap,
+        *student.transform, ratio, *teacher.transform,
         BETA=beta, **mixture(beta), FLOOR=floor, STRIP=RELATIVE_STRIP, BLOCK=block, num_warps=4, **FUSED,
     )  # fmt: skip
 
@@ -199,14 +197,13 @@ def dot_columns(
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     ids: torch.Tensor,  # [rows, count] int64 contiguous, -1 for none
     bias: torch.Tensor | None,
-    logit_scale: float | None,
-    softcap: float | None,
+    transform: Transform,
 ) -> None:
     rows, count = ids.shape
     # a target has a program of its own, whatever else is asked for: the same sum in the same order in every call
     at_once, block = (1, 2048) if count == 1 else (8, 512)
     dot_columns_kernel[(rows, cdiv(count, at_once))](
-        logit, hidden, weight, ids, bias, hidden.shape[1], hidden.stride(0), count, logit_scale, softcap,
+        logit, hidden, weight, ids, bias, hidden.shape[1], hidden.stride(0), count, *transform,
         AT_ONCE=at_once, BLOCK=min(power_of_2(hidden.shape[1]), block), num_warps=4, **FUSED,
     )  # fmt: skip
 
@@ -214,7 +211,7 @@ def dot_columns(
 def pick_columns(logit: torch.Tensor, stored: Stored, ids: torch.Tensor) -> None:
     rows, count = ids.shape
     pick_columns_kernel[(rows,)](
-        logit, stored.logits, ids, stored.bias, count, stored.logits.stride(0), stored.logit_scale, stored.softcap,
+        logit, stored.logits, ids, stored.bias, count, stored.logits.stride(0), *stored.transform,
         BLOCK=power_of_2(count), num_warps=1, **FUSED,
     )  # fmt: skip
 

@@ -40,9 +40,11 @@ def pair_stats_kernel(
     # scalars
     logit_scale,
     softcap,
+    row_scale_ptr,  # [rows] fp32 or None
     ratio,
     teacher_scale,
     teacher_softcap,
+    teacher_row_scale_ptr,
     BETA: tl.constexpr,
     LOG_BETA: tl.constexpr,
     LOG_REST: tl.constexpr,  # log(1 - beta)
@@ -52,6 +54,12 @@ def pair_stats_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
+    row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = tl.load(row_scale_ptr + row)
+    teacher_row_scale = None
+    if teacher_row_scale_ptr is not None:
+        teacher_row_scale = tl.load(teacher_row_scale_ptr + row)
     teacher_ptr += row * teacher_stride
     start_p, rest_p = tl.load(start_ptr + row), tl.load(rest_ptr + row)
     start_q, rest_q = tl.load(teacher_start_ptr + row), tl.load(teacher_rest_ptr + row)
@@ -66,11 +74,12 @@ def pair_stats_kernel(
         offs = start + tl.arange(0, BLOCK)
         inside = offs < columns
         x = load_row(
-            logits_ptr, strip_offset_ptr, bias_ptr, row, strip_stride, offs, inside, logit_scale, softcap, STRIP
+            logits_ptr, strip_offset_ptr, bias_ptr, row, strip_stride, offs, inside, logit_scale, softcap, row_scale,
+            STRIP,
         )  # fmt: skip
         y = load_row(
             teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs, inside, teacher_scale,
-            teacher_softcap, STRIP,
+            teacher_softcap, teacher_row_scale, STRIP,
         )  # fmt: skip
         if ratio is not None:
             x = x * ratio

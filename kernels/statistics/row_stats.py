@@ -30,18 +30,22 @@ def row_stats_kernel(
     # scalars
     logit_scale,  # float or None for 1
     softcap,  # float or None
+    row_scale_ptr,  # [rows] fp32, or None for 1
     ratio,  # of the temperature to that of the logits, inverse; float or None for 1
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
+    row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = tl.load(row_scale_ptr + row)
     if target_ptr is not None:
         target = tl.load(target_ptr + row)
         counts = (target >= 0) & (target < columns)
         raw = tl.load(logits_ptr + target, mask=counts, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             raw += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
-        target_logit = transform_logits(raw, logit_scale, softcap)
+        target_logit = transform_logits(raw, logit_scale, softcap, row_scale)
         if target_logit_ptr is not None:
             tl.store(target_logit_ptr + row, target_logit)
     # every lane keeps a maximum and sums of its own, so the loop has no reduction in it
@@ -53,7 +57,7 @@ def row_stats_kernel(
     for start in range(0, columns, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         inside = offs < columns
-        x = load_row(logits_ptr, None, bias_ptr, row, 0, offs, inside, logit_scale, softcap, 1)
+        x = load_row(logits_ptr, None, bias_ptr, row, 0, offs, inside, logit_scale, softcap, row_scale, 1)
         if weighted_sum_ptr is not None:
             omega = tl.where(inside, 1.0, 0.0)
             if class_weights_ptr is not None:

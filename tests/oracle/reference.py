@@ -92,11 +92,13 @@ def linear_loss(
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     shift: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and parts of ``chunked_head.linear_loss`` on full logits, by the formulas beside this file."""
     batch = dict(batch or {})
+    if isinstance(temperature, Tensor):
+        batch["temperature"] = temperature
     if target is None:
         target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     if shift:
@@ -117,6 +119,7 @@ def linear_loss(
     }
     fields["num_segments"] = num_segments
     x = logits(hidden[counts], weight, bias, logit_scale, softcap)
+    temperature = fields["temperature"][:, None].to(x.dtype) if isinstance(temperature, Tensor) else temperature
     y = target[counts]
     total, parts = x.sum() * 0.0, {}
     for term in terms:
@@ -133,7 +136,7 @@ def part(
     term: Term,
     reduction: str,
     normalizer: float | Tensor | None,
-    temperature: float,
+    temperature: float | Tensor,
 ) -> Tensor:
     """The reduced value of one loss."""
     common = {name: value for name, value in term.options.items() if name in SUMMAND_OPTIONS}
@@ -174,8 +177,10 @@ def part(
     return values.sum() * 0.0 if divisor == 0 else values.sum() / divisor
 
 
-def teacher_logits(fields: Mapping[str, Any], options: Mapping[str, Any], student_temperature: float) -> Tensor:
-    """A dense teacher's logits, capped and tempered."""
+def teacher_logits(
+    fields: Mapping[str, Any], options: Mapping[str, Any], student_temperature: float | Tensor
+) -> Tensor:
+    """A dense teacher's logits, capped and tempered; ``students``: the student's temperature."""
     if "teacher_logits" in fields:
         raw = fields["teacher_logits"]
         raw = raw.to(torch.promote_types(raw.dtype, torch.float32)) * options.get("teacher_logit_scale", 1.0)

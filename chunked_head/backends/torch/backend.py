@@ -99,10 +99,10 @@ class GivenLogits(TorchSession):
         if demand.pairing is not None:
             self.teacher_buffer = logits.new_empty(block * demand.pairing.columns, dtype=self.dtype)
 
-    def compute_logits(self, hidden: Tensor, head: Head) -> Tensor:
-        logits = self.buffer[: hidden.numel()].view(hidden.shape)
-        logits.copy_(hidden)
-        tiles.transform_(logits, None, head)
+    def compute_logits(self, rows: Rows, head: Head) -> Tensor:
+        logits = self.buffer[: rows.hidden.numel()].view(rows.hidden.shape)
+        logits.copy_(rows.hidden)
+        tiles.transform_(logits, None, head, rows.scale)
         return logits
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...core.stats import LOG_FLOOR, PAIR_STATS, Coefficients, Head, Rows, RowStats, Teacher, View
+from ...core.stats import LOG_FLOOR, PAIR_STATS, Coefficients, Head, Rows, RowStats, View
 from ...program.plans import Plan, slices
 from ..dlogits import AddsDlogits
 from ..matmul import again_rows, project_biased
@@ -24,16 +24,21 @@ class TorchSession(AddsDlogits):
             self.teacher_buffer = torch.empty(plan.teacher_elements(tiled), dtype=self.dtype, device=device)
 
     def clean_rows(
-        self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None, stats: RowStats | None
+        self,
+        out: Tensor,
+        source: Tensor,
+        target: Tensor,
+        order: Tensor | None,
+        scale: Tensor | None,
+        stats: RowStats | None,
     ) -> None:
         tiles.clean_rows(out, source, target, order)
 
     def read_both(self, rows: Rows) -> None:
         """Logits of the student and of a dense teacher."""
-        self.logits = self.compute_logits(rows.hidden, self.head)
+        self.logits = self.compute_logits(rows, self.head)
         if self.demand.pairing is not None:
-            assert rows.teacher is not None
-            self.teacher = self.teacher_logits(rows.teacher, slice(0, self.demand.pairing.columns))
+            self.teacher = self.teacher_logits(rows, slice(0, self.demand.pairing.columns))
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         self.read_both(rows)
@@ -51,13 +56,17 @@ class TorchSession(AddsDlogits):
         for block in tiles.row_blocks(self.logits):
             self.block_pair_stats(self.logits[block], self.teacher[block], out.at(block))
 
-    def compute_logits(self, hidden: Tensor, head: Head) -> Tensor:
+    def compute_logits(self, rows: Rows, head: Head) -> Tensor:
+        hidden = rows.hidden
         logits = self.buffer[: hidden.shape[0] * head.weight.shape[0]].view(hidden.shape[0], -1)
         at_once = again_rows(self.sizes, self.swept_rows, hidden, logits.shape[1])
-        tiles.transform_(logits, project_biased(hidden, head.weight, head.bias, logits, at_once), head)
+        bias = project_biased(hidden, head.weight, head.bias, logits, at_once)
+        tiles.transform_(logits, bias, head, rows.scale)
         return logits
 
-    def teacher_logits(self, teacher: Teacher, columns: slice) -> Tensor:
+    def teacher_logits(self, rows: Rows, columns: slice) -> Tensor:
+        teacher = rows.teacher
+        assert teacher is not None
         source = teacher.logits if teacher.logits is not None else teacher.hidden
         assert source is not None
         count = columns.stop - columns.start
@@ -69,7 +78,7 @@ class TorchSession(AddsDlogits):
             assert teacher.hidden is not None and teacher.weight is not None
             at_once = again_rows(self.sizes, self.swept_rows, teacher.hidden, count)
             bias = project_biased(teacher.hidden, teacher.weight[columns], bias, logits, at_once)
-        tiles.transform_(logits, bias, teacher)
+        tiles.transform_(logits, bias, teacher, rows.scale)
         return logits
 
     def block_stats(self, x: Tensor, target: Tensor, out: RowStats) -> None:
@@ -167,13 +176,11 @@ class TorchSession(AddsDlogits):
 
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         head = self.head.columns(tile)
-        logits = self.compute_logits(rows.hidden, head)
+        logits = self.compute_logits(rows, head)
         teacher = None
         if self.demand.pairing is not None and tile.start < self.demand.pairing.columns:
-            assert rows.teacher is not None
-            teacher = self.teacher_logits(
-                rows.teacher, slice(tile.start, min(tile.stop, self.demand.pairing.columns))
-            )  # fmt: skip
+            columns = slice(tile.start, min(tile.stop, self.demand.pairing.columns))
+            teacher = self.teacher_logits(rows, columns)
         return self.differentiate_(logits, head, tile.start, rows, stats, coefficients, teacher)
 
     def differentiate_(
@@ -193,21 +200,22 @@ class TorchSession(AddsDlogits):
         here = (target >= 0) & (target < columns) & (rows.target >= 0)
         if coefficients.beta is not None:
             index = target.clamp(0, columns - 1).unsqueeze(1)
-            beta = torch.where(here, coefficients.beta * tiles.slope(stats.target_logit, head), 0.0)
+            beta = torch.where(here, coefficients.beta * tiles.slope(stats.target_logit, head, rows.scale), 0.0)
         own = None
         if coefficients.columns is not None:
             assert rows.columns is not None and stats.column_logits is not None
             inside = (rows.columns >= first) & (rows.columns < first + columns)
             own = (rows.columns - first).clamp(0, columns - 1)
-            added = coefficients.columns * tiles.slope(stats.column_logits, head)
+            added = coefficients.columns * tiles.slope(stats.column_logits, head, rows.scale)
             added = torch.where(inside & (rows.target >= 0)[:, None], added, 0.0)
         for block in tiles.row_blocks(logits):
             for part in slices(columns, tiles.TILE_COLUMNS):
                 y = None
                 if teacher is not None and part.start < teacher.shape[1]:
                     y = teacher[block, part]
+                scale = None if rows.scale is None else rows.scale[block]
                 self.tile_gradient_(
-                    logits[block, part], y, head, part, first, stats.at(block), coefficients.at(block)
+                    logits[block, part], y, head, scale, part, first, stats.at(block), coefficients.at(block)
                 )  # fmt: skip
             if teacher is not None:
                 # selection: where a row does not count its teacher may be nan
@@ -223,13 +231,14 @@ class TorchSession(AddsDlogits):
         x: Tensor,
         y: Tensor | None,
         head: Head,
+        scale: Tensor | None,
         part: slice,
         first: int,
         stats: RowStats,
         c: Coefficients,
     ) -> None:
         """A tile of logits, and of the teacher's, to the gradient without what single columns get beside."""
-        bend = tiles.slope(x, head)
+        bend = tiles.slope(x, head, scale)
         pairing = self.demand.pairing
         second = None
         if stats.lse2 is not None:

@@ -54,9 +54,10 @@ def block_rows(columns: int) -> int:
     return max(1, TILE_ELEMENTS // max(1, min(columns, TILE_COLUMNS)))
 
 
-def transform_(x: Tensor, bias: Tensor | None, head: Head | Teacher) -> None:
-    """Bias, scale and cap in place, tile by tile."""
-    if bias is None and head.softcap is None and head.logit_scale == 1.0:
+def transform_(x: Tensor, bias: Tensor | None, head: Head | Teacher, scale: Tensor | None) -> None:
+    """Bias, scale and cap in place, and at last the rows' ``scale``, tile by tile."""
+    scale = None if isinstance(head, Teacher) and not head.scaled else scale
+    if bias is None and head.softcap is None and head.logit_scale == 1.0 and scale is None:
         return
     for rows in row_blocks(x):
         for columns in slices(x.shape[1], TILE_COLUMNS):
@@ -67,10 +68,16 @@ def transform_(x: Tensor, bias: Tensor | None, head: Head | Teacher) -> None:
                 part.mul_(head.logit_scale / head.softcap).tanh_().mul_(head.softcap)
             elif head.logit_scale != 1.0:
                 part.mul_(head.logit_scale)
+            if scale is not None:
+                part.mul_(scale[rows, None])
 
 
-def slope(x: Tensor, head: Head) -> Tensor | float:
-    """d x / d raw logit, from the transformed logit."""
+def slope(x: Tensor, head: Head, scale: Tensor | None) -> Tensor | float:
+    """d x / d raw logit, from the transformed logit; ``scale``: of the rows."""
+    if scale is not None:
+        scale = scale.view(-1, *[1] * (x.dim() - 1))
     if head.softcap is None:
-        return head.logit_scale
-    return (x / head.softcap).square_().neg_().add_(1.0).mul_(head.logit_scale)
+        return head.logit_scale if scale is None else head.logit_scale * scale
+    capped = x / head.softcap if scale is None else x / (head.softcap * scale)
+    bend = capped.square_().neg_().add_(1.0).mul_(head.logit_scale)
+    return bend if scale is None else bend.mul_(scale)

@@ -11,10 +11,9 @@ from ..matmul import again_rows, project_biased
 from .session import KernelSession, Normalizer, normalize_rows, ratio_of, transform
 
 
-def with_transform(raw: Stored, head: Head | Teacher) -> Stored:
+def with_transform(raw: Stored, head: Head | Teacher, rows: Rows) -> Stored:
     """Raw logits that are to be read with a head's scale and cap."""
-    scale, cap = transform(head)
-    return raw._replace(logit_scale=scale, softcap=cap)
+    return raw._replace(transform=transform(head, rows.scale))
 
 
 class LogitsSession(KernelSession):
@@ -35,7 +34,8 @@ class LogitsSession(KernelSession):
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         head = self.head
-        self.stored = with_transform(self.compute_logits(rows.hidden, head.weight, head.bias, self.buffer), head)
+        raw = self.compute_logits(rows.hidden, head.weight, head.bias, self.buffer)
+        self.stored = with_transform(raw, head, rows)
         logits = self.stored.logits
         statistics.row_stats(
             out.lse, out.start, out.rest, out.logprob, out.target_logit, out.entropy, out.weighted_sum, out.top,
@@ -62,16 +62,18 @@ class LogitsSession(KernelSession):
         self.teacher_stats(rows, out)
 
     def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
-        assert rows.teacher is not None and self.demand.pairing is not None
-        return self.teacher_logits(rows.teacher, slice(0, self.demand.pairing.columns), (start, rest))
+        assert self.demand.pairing is not None
+        return self.teacher_logits(rows, slice(0, self.demand.pairing.columns), (start, rest))
 
-    def teacher_logits(self, teacher: Teacher, columns: slice, normalize: Normalizer | None) -> Stored:
+    def teacher_logits(self, rows: Rows, columns: slice, normalize: Normalizer | None) -> Stored:
+        teacher = rows.teacher
+        assert teacher is not None
         if teacher.logits is not None:
-            return self.given_teacher(teacher, columns, normalize)
+            return self.given_teacher(rows, columns, normalize)
         assert teacher.hidden is not None and teacher.weight is not None
         bias = None if teacher.bias is None else teacher.bias[columns]
         found = self.compute_logits(teacher.hidden, teacher.weight[columns], bias, self.teacher_buffer)
-        stored = with_transform(found, teacher)
+        stored = with_transform(found, teacher, rows)
         if normalize is not None:
             normalize_rows(normalize, stored, stored.logits.shape[1])
         return stored
@@ -83,12 +85,12 @@ class LogitsSession(KernelSession):
 
     def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         head = self.head.columns(tile)
-        stored = with_transform(self.compute_logits(rows.hidden, head.weight, head.bias, self.buffer), head)
+        raw = self.compute_logits(rows.hidden, head.weight, head.bias, self.buffer)
+        stored = with_transform(raw, head, rows)
         teacher = None
         if self.demand.pairing is not None and tile.start < self.demand.pairing.columns:
-            assert rows.teacher is not None
             columns = slice(tile.start, min(tile.stop, self.demand.pairing.columns))
-            teacher = self.teacher_logits(rows.teacher, columns, None)
+            teacher = self.teacher_logits(rows, columns, None)
         dlogits = self.gradient_of(stored.logits)
         return self.differentiate_(dlogits, stored, head, tile.start, rows, stats, coefficients, teacher)
 
@@ -109,9 +111,9 @@ class GivenLogits(LogitsSession):
 
     def read_both(self, rows: Rows) -> None:
         """The student's logits and a dense teacher's, whose statistics are known."""
-        assert rows.teacher is not None and self.demand.pairing is not None
-        self.stored = with_transform(Stored(rows.hidden, None, None), self.head)
-        self.teacher_stored = self.given_teacher(rows.teacher, slice(0, self.demand.pairing.columns), None)
+        assert self.demand.pairing is not None
+        self.stored = with_transform(Stored(rows.hidden, None, None), self.head, rows)
+        self.teacher_stored = self.given_teacher(rows, slice(0, self.demand.pairing.columns), None)
 
     def gradient_of(self, logits: Tensor) -> Tensor:
         assert self.out is not None

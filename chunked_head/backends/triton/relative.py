@@ -44,15 +44,21 @@ class RelativeSession(OwnProducts):
             self.teacher_buffer = torch.empty(rows, sizes.teacher_columns, dtype=torch.float32, device=device)
 
     def clean_rows(
-        self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None, stats: RowStats | None
+        self,
+        out: Tensor,
+        source: Tensor,
+        target: Tensor,
+        order: Tensor | None,
+        scale: Tensor | None,
+        stats: RowStats | None,
     ) -> None:
         if stats is None or self.has_target_logits:
-            super().clean_rows(out, source, target, order, stats)
+            super().clean_rows(out, source, target, order, scale, stats)
             return
         head = self.head
         statistics.clean_rows(
-            out, source, target, order, stats.target_logit, head.weight, head.bias, *transform(head)
-        )  # fmt: skip
+            out, source, target, order, stats.target_logit, head.weight, head.bias, transform(head, scale)
+        )
         self.add_targets(stats)
 
     def add_targets(self, stats: RowStats) -> None:
@@ -68,11 +74,11 @@ class RelativeSession(OwnProducts):
         self, rows: Rows, out: RowStats, buffer: Tensor | None, row_offset: Tensor | None, level: Tensor | None
     ) -> None:
         head, count, vocab = self.head, rows.hidden.shape[0], self.sizes.vocab
-        scale_cap = transform(head)
+        made = transform(head, rows.scale)
         strips = self.strips.of_rows(count)
         if out.column_logits is not None:
             assert rows.columns is not None
-            statistics.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, *scale_cap)
+            statistics.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, made)
         stored = None if buffer is None else buffer[:count, :vocab]
         ratio2, columns2 = None, vocab
         if len(self.demand.views) > 1:
@@ -80,7 +86,7 @@ class RelativeSession(OwnProducts):
             ratio2, columns2 = ratio_of(view.ratio), view.columns or vocab
         statistics.exp_logits(
             stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target,
-            *scale_cap, self.tile, ratio2, columns2, counted_of(rows),
+            made, self.tile, ratio2, columns2, counted_of(rows),
         )  # fmt: skip
         statistics.merge_strips(
             out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
@@ -120,18 +126,18 @@ class RelativeSession(OwnProducts):
         teacher, count, columns = rows.teacher, rows.target.shape[0], self.sizes.teacher_columns
         assert teacher is not None
         if teacher.logits is not None:
-            return self.given_teacher(teacher, slice(columns), (start, rest))
+            return self.given_teacher(rows, slice(columns), (start, rest))
         assert teacher.hidden is not None and teacher.weight is not None
         buffer = self.teacher_buffer[:count, :columns]
         if self.sizes.teacher_store == "logits":
             project(teacher.hidden, teacher.weight, buffer)
-            stored = Stored(buffer, None, teacher.bias, *transform(teacher))
+            stored = Stored(buffer, None, teacher.bias, transform(teacher, rows.scale))
             normalize_rows((start, rest), stored, columns)
             return stored
         strips = self.teacher_strips.of_rows(count)
         statistics.exp_logits(
-            buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, *transform(teacher),
-            self.teacher_tile, counted=counted_of(rows),
+            buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None,
+            transform(teacher, rows.scale), self.teacher_tile, counted=counted_of(rows),
         )  # fmt: skip
         statistics.merge_strips(None, start, rest, None, None, None, None, None, None, strips, None, None, columns)
         return Stored(buffer, strips.offset)
@@ -167,12 +173,13 @@ class FastSession(RelativeSession):
         self.level, self.softmax_factor = torch.empty(2, plan.chunk_tokens, dtype=torch.float32, device=device).unbind()
         self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
 
-    def exchange_target_logits(self, hidden: Tensor, target: Tensor, out: RowStats) -> None:
+    def exchange_target_logits(self, hidden: Tensor, target: Tensor, scale: Tensor | None, out: RowStats) -> None:
         # nothing that ranks may differ in: whether there is such a message they all have to say alike
         if self.known_targets and self.sizes.hidden_dtype == self.sizes.dtype:
             head = self.head
             statistics.dot_columns(
-                out.target_logit.unsqueeze(1), hidden, head.weight, target.unsqueeze(1), head.bias, *transform(head)
+                out.target_logit.unsqueeze(1), hidden, head.weight, target.unsqueeze(1), head.bias,
+                transform(head, scale),
             )  # fmt: skip
             self.add_targets(out)
             self.has_target_logits = True
@@ -194,7 +201,7 @@ class FastSession(RelativeSession):
             exp, softmax_factor, target_factor, None if grads.weight is None else rows.hidden, rows.target,
             self.stored_strips, self.gpu.strip_width(self.sizes.hidden, relative=False),
             self.level, stats.target_logit, stats.start, stats.rest, stats.logprob, coefficients.alpha,
-            coefficients.beta, transform(self.head)[0], counted_of(rows),
+            coefficients.beta, transform(self.head, rows.scale), counted_of(rows),
         )  # fmt: skip
         if grads.hidden is not None:
             factors = products.Factors(rows.target, softmax_factor, target_factor)

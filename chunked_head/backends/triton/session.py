@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ...core.stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher
-from ...kernels.common.operands import Counted, Stored
+from ...kernels.common.operands import Counted, Stored, Transform
 from ...kernels.gradients import launch as gradients
 from ...kernels.gradients.launch import NO_SOFTMAX, Beside, Softmax
 from ...kernels.products import launch as products
@@ -12,9 +12,10 @@ from ...program.plans import Plan
 from ..dlogits import AddsDlogits
 
 
-def transform(head: Head | Teacher) -> tuple[float | None, float | None]:
-    """Scale and cap as the kernels take them: None for what there is none of, and then no code."""
-    return (None if head.logit_scale == 1.0 else float(head.logit_scale)), head.softcap
+def transform(head: Head | Teacher, scale: Tensor | None) -> Transform:
+    """As the kernels take it: None for what there is none of, and then no code. ``scale``: of the rows."""
+    scale = None if isinstance(head, Teacher) and not head.scaled else scale
+    return Transform(None if head.logit_scale == 1.0 else float(head.logit_scale), head.softcap, scale)
 
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
@@ -51,7 +52,13 @@ class KernelSession(AddsDlogits):
         self.vocab = self.sizes.vocab
 
     def clean_rows(
-        self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None, stats: RowStats | None
+        self,
+        out: Tensor,
+        source: Tensor,
+        target: Tensor,
+        order: Tensor | None,
+        scale: Tensor | None,
+        stats: RowStats | None,
     ) -> None:
         statistics.clean_rows(out, source, target, order)
 
@@ -78,10 +85,11 @@ class KernelSession(AddsDlogits):
         """The teacher's logits of a chunk, and what makes log-probabilities of them."""
         raise NotImplementedError
 
-    def given_teacher(self, teacher: Teacher, columns: slice, normalize: Normalizer | None) -> Stored:
+    def given_teacher(self, rows: Rows, columns: slice, normalize: Normalizer | None) -> Stored:
         """Logits that the caller holds."""
-        assert teacher.logits is not None
-        stored = Stored(teacher.logits[:, columns], None, None, *transform(teacher))
+        teacher = rows.teacher
+        assert teacher is not None and teacher.logits is not None
+        stored = Stored(teacher.logits[:, columns], None, None, transform(teacher, rows.scale))
         if normalize is not None:
             normalize_rows(normalize, stored, stored.logits.shape[1])
         return stored
@@ -116,8 +124,8 @@ class KernelSession(AddsDlogits):
             )  # fmt: skip
         common = self.terms(stats, c, first, columns)
         gradients.row_grad(
-            dlogits, stored, head.class_weights, rows.target, *common, beside, first, *transform(head)
-        )  # fmt: skip
+            dlogits, stored, head.class_weights, rows.target, *common, beside, first, transform(head, rows.scale)
+        )
         self.replace_columns_(dlogits, head, first, rows, stats, c, common, beside)
         return dlogits
 
@@ -144,7 +152,7 @@ class KernelSession(AddsDlogits):
         assert stats.column_logits is not None and rows.columns is not None
         gradients.column_grad(
             dlogits, stats.column_logits, rows.columns, coefficients.columns, head.class_weights, rows.target, *common,
-            beside, first, *transform(head),
+            beside, first, transform(head, rows.scale),
         )  # fmt: skip
 
 

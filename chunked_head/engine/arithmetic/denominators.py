@@ -101,7 +101,7 @@ def count_units(unit: str, prepared: PreparedCall) -> Tensor:
 
 
 def foreseen_gain(
-    losses: Losses, factors: Tensor, weights: list[Tensor | None], batch: Batch, logit_scale: float
+    losses: Losses, factors: Tensor, weights: list[Tensor | None], batch: Batch, slope: float | Tensor
 ) -> Tensor:
     """The gain of fp16 gradients that are made before all coefficients are known, from what is: weights and sizes."""
     largest = torch.zeros_like(factors[0])
@@ -112,7 +112,7 @@ def foreseen_gain(
         if weight is not None:
             size = size * weight.abs()
         size = torch.where(batch.mask, size, 0.0)
-        largest = largest + factor.abs() * abs(logit_scale) * (size.amax() if len(size) else 0.0)
+        largest = largest + factor.abs() * slope * (size.amax() if len(size) else 0.0)
     return gain_of(largest)
 
 

@@ -50,6 +50,7 @@ class Objective:
     columns: Tensor | None  # [tokens, K] int64, -1 for none
     teacher: Teacher | None
     class_weights: Tensor | None
+    scale: Tensor | None  # [tokens] what a token's logits are multiplied by, None for 1
     one_or_nan: Tensor  # [] nan where an id is out of range: then everything is, rather than something wrong
     dtype: torch.dtype  # of statistics and values
     fp16: bool
