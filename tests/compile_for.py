@@ -89,7 +89,8 @@ def calls() -> None:
     given = operands(256, 4096, 1024, torch.float16)
     mix = losses.grpo() + losses.entropy() + losses.cross_entropy(label_smoothing=0.1)
     asked = [metrics.entropy(), metrics.accuracy()]
-    linear_loss(*given, mix, batch=batch, metrics=asked, backend="triton").loss.backward()
+    options = {"batch": batch, "metrics": asked, "temperature": torch.ones(256), "backend": "triton"}
+    linear_loss(*given, mix, **options).loss.backward()
     with torch.no_grad():
         linear_logprobs(*operands(8, 4096, 1024, torch.bfloat16), entropy=True, backend="triton")
 
