@@ -91,6 +91,8 @@ def calls() -> None:
     asked = [metrics.entropy(), metrics.accuracy()]
     options = {"batch": batch, "metrics": asked, "temperature": torch.ones(256), "backend": "triton"}
     linear_loss(*given, mix, **options).loss.backward()
+    kept = {"kept_ids": torch.zeros(256, 8, dtype=torch.int64), "kept_everywhere": True}
+    linear_logprobs(*given, **kept, entropy=True, backend="triton")[0].sum().backward()
     with torch.no_grad():
         linear_logprobs(*operands(8, 4096, 1024, torch.bfloat16), entropy=True, backend="triton")
 

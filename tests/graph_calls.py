@@ -52,6 +52,7 @@ def make_data(dtype: torch.dtype = torch.float32, device: str = "cpu", tokens: i
         "teacher_logprobs": normal(*shape, 3) * 0.1 - 3.0,
         "teacher_hidden": normal(*shape, 8), "teacher_weight": normal(VOCAB, 8),
         "temperature": 0.5 + torch.rand(shape, generator=made).to(device),
+        "kept_ids": torch.randint(-40, VOCAB, (*shape, 4), generator=made).clamp(min=-1).to(device),
     }  # fmt: skip
     operands = (normal(*shape, HIDDEN), normal(VOCAB, HIDDEN), normal(VOCAB))
     hidden, weight, bias = (t.to(dtype).requires_grad_() for t in operands)
@@ -128,6 +129,16 @@ def logprobs_alone(d: Data) -> Tensor:
     return linear_logprobs(d.hidden, d.weight, d.target, temperature=0.7) * d.fields["advantages"]
 
 
+def kept(d: Data) -> LossOutput:
+    return linear_loss(
+        d.hidden, d.weight, d.target, losses.grpo(), batch=chosen(d, "old_logprobs", "advantages", "kept_ids"), shift=1
+    )
+
+
+def kept_logprobs(d: Data) -> Any:
+    return linear_logprobs(d.hidden, d.weight, d.target, entropy=True, kept_ids=d.fields["kept_ids"])
+
+
 def divergence(d: Data) -> Any:
     teacher = chosen(d, "teacher_hidden", "teacher_weight")
     return linear_divergence(
@@ -172,8 +183,8 @@ def unreduced_module(d: Data) -> Tensor:
 
 
 CALLS: list[Callable[[Data], Any]] = [
-    plain, weighted, unreduced, grpo, gspo, distilled, custom, logprobs, logprobs_alone, divergence, on_logits,
-    segments_on_logits, logprobs_of_logits, module, unreduced_module,
+    plain, weighted, unreduced, grpo, gspo, kept, kept_logprobs, distilled, custom, logprobs, logprobs_alone,
+    divergence, on_logits, segments_on_logits, logprobs_of_logits, module, unreduced_module,
 ]  # fmt: skip
 
 

@@ -138,6 +138,7 @@ def inputs_of(
         "teacher_ids": ids,
         "teacher_logprobs": top.values,
         "teacher_mask": teacher_mask,
+        "kept_ids": kept_ids_of(made, tokens, vocab),
     }
     batch = {name: fields[name] for name in names}
     kept = ~ignored if case.target else torch.ones(tokens, dtype=torch.bool)
@@ -164,6 +165,15 @@ def inputs_of(
     )  # fmt: skip
 
 
+def kept_ids_of(made: torch.Generator, tokens: int, vocab: int, most: int = 9, empty: float = 0.25) -> Tensor:
+    """Sets of ids [tokens, most], -1 for none: some empty, some of one, some that name an id twice."""
+    ids = torch.randint(0, vocab, (tokens, most), generator=made)
+    sizes = torch.randint(1, most + 1, (tokens, 1), generator=made)
+    ids = torch.where(torch.arange(most) < sizes, ids, -1)
+    ids[::3, -1] = ids[::3, 0]
+    return ids.masked_fill((torch.rand(tokens, generator=made) < empty)[:, None], -1)
+
+
 def case(name: str, *terms: tuple, batch: str = "", head: Mapping[str, Any] | None = None, **more: Any) -> LossCase:
     made = tuple(Term(*(term if isinstance(term[0], float) else (1.0, *term))) for term in terms)
     return LossCase(name, made, tuple(batch.split()), head or {}, **more)
@@ -187,6 +197,9 @@ TOKEN_CASES = [
     case("entropy-head", (1.0, "cross_entropy"), (-0.1, "entropy"), head={"bias": True, "logit_scale": 0.6, "softcap": 8.0}),
     case("temperatures", ("cross_entropy",), head={"temperature": "each", "logit_scale": 0.8}),
     case("temperatures-cap", ("grpo",), (-0.1, "entropy"), (0.1, "z_loss"), batch=POLICY + " mask", head={"temperature": "each", "softcap": 9.0, "bias": True}),
+    case("kept", ("grpo",), (-0.1, "entropy"), (0.1, "z_loss"), batch=POLICY + " kept_ids mask token_weights"),
+    case("kept-head", ("cispo",), (-0.1, "entropy", {"temperature": 2.0}), batch=POLICY + " kept_ids", head={"softcap": 8.0, "bias": True, "logit_scale": 0.7}),
+    case("kept-temperatures", ("cross_entropy",), batch="kept_ids", head={"temperature": "each"}),
     case("reinforce", ("reinforce", {"rollout": "truncate"}), batch=POLICY + " rollout_logprobs mask"),
     case("grpo", ("grpo",), batch=POLICY + " mask token_weights"),
     case("grpo-dual", ("grpo", {"clip_high": 0.28, "dual_clip": 1.5}), batch=POLICY),
@@ -199,6 +212,7 @@ TOKEN_CASES = [
 ]  # fmt: skip
 SEGMENT_CASES = [
     case("gspo", ("gspo",), batch=SEGMENTED + " mask"),
+    case("gspo-kept", ("gspo",), (0.01, "entropy"), batch=SEGMENTED + " kept_ids"),
     case("gspo-token", ("gspo", {"level": "token", "weighting": "token"}), (0.01, "entropy"), batch=SEGMENTED + " token_weights"),
     case("gmpo", ("gmpo",), batch=SEGMENTED),
     case("rloo", ("rloo",), (1e-2, "z_loss"), batch=SEGMENTED),

@@ -9,6 +9,7 @@ from budget import assert_within_budget
 from cases import PLACES, Place
 from full_stats import full_stats, make_batch
 from loss_cases import FEWER, LOSS_CASES, LossCase, LossInputs, assert_scalar, inputs_of, run_reference
+from oracle import reference
 from torch import Tensor
 
 from chunked_head import LossOutput, linear_loss, logits_loss, metrics
@@ -145,6 +146,8 @@ def test_smallest_calls(case: LossCase, setting: str, place: Place) -> None:
         if inputs.target is not None:
             inputs.target.masked_fill_(~counts, -100).clamp_(min=0 if counts.any() else -100)
     wanted = [metric for metric in every_metric() if case.target or not metric.reads_target]
+    if "kept_ids" in case.batch:
+        wanted = [metric for metric in wanted if "mean_logit" not in metric.needs]
     if number := LOSS_CASES.index(case):
         wanted = wanted[number % PARTS :: PARTS]
     options: dict[str, Any] = {"metrics": wanted} | ({"chunk_tokens": 3} if len(counts) > 3 else {})
@@ -189,6 +192,9 @@ def assert_metrics(out: LossOutput, wanted: list[Metric], case: LossCase, inputs
     x = x * inputs.head.get("logit_scale", 1.0)
     if "softcap" in inputs.head:
         x = inputs.head["softcap"] * torch.tanh(x / inputs.head["softcap"])
+    if "kept_ids" in inputs.batch and inputs.target is not None:
+        ids = inputs.batch["kept_ids"].masked_fill(inputs.target[:, None] < 0, -1)
+        x = reference.of_kept(x, ids.clamp(max=x.shape[1] - 1), inputs.target.clamp(0, x.shape[1] - 1))
     temperature = inputs.head.get("temperature", 1.0)
     x = x / (temperature[:, None].nan_to_num(1.0) if isinstance(temperature, Tensor) else temperature)
     target = torch.zeros(len(x), dtype=torch.int64) if inputs.target is None else inputs.target.clamp(min=-1)

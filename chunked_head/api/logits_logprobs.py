@@ -24,6 +24,9 @@ def logits_logprobs(
     log_sum_sq_probs: bool = False,
     temperature: float | Tensor = 1.0,  # or [...]
     mask: Tensor | None = None,  # [...] bool
+    kept_ids: Tensor | None = None,  # [n] int64, or [..., K]
+    kept_offsets: Tensor | None = None,  # [tokens + 1] int64
+    kept_everywhere: bool = False,
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -47,7 +50,8 @@ def logits_logprobs(
         "entropy": entropy, "lse": lse, "mean_logit": mean_logit, "log_sum_sq_probs": log_sum_sq_probs,
         "argmax": argmax,
     }  # fmt: skip
-    return logprobs_task("logits_logprobs", options, mask, flags, None)
+    fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
+    return logprobs_task("logits_logprobs", options, fields, flags, None, kept_everywhere)
 
 
 in_graph(logits_logprobs)(in_graph_logprobs)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..core.groups import TokenParallel, VocabParallel
+from ..core.options import flag
 from ..engine.arithmetic.objective import ScalarObjective
 from ..engine.call import Outcome, scalar_objective
 from ..engine.graph.operation import in_graph, operation
@@ -28,6 +29,7 @@ def logits_loss(
     *,
     batch: Mapping[str, Tensor] | None = None,
     num_segments: int | None = None,
+    kept_everywhere: bool = False,
     metrics: Sequence[Metric] = (),
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
@@ -109,7 +111,8 @@ def logits_loss(
         return loss_output(ran.prepared, ran.objective, ran.outputs[0], ran.stats, measured, None)
 
     return Task(
-        "logits_loss", options, loss, objective, result, measured, batch, num_segments, check, inplace=inplace
+        "logits_loss", options, loss, objective, result, measured, batch, num_segments, check, inplace=inplace,
+        kept_everywhere=flag("kept_everywhere", kept_everywhere),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from ..core.shift import all_at_targets
 from ..core.stats import Demand, View
 from ..engine.arithmetic.token_objectives import StatsObjective
 from ..engine.call import stats_objective
-from ..engine.execution import Head, PerTokenOptions
+from ..engine.execution import Head, KeptOptions
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, LogitsOptions, OfRanks, head_of
 from ..engine.prepared import PreparedCall
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @overload
-def linear_logprobs(hidden: Tensor, weight: Tensor, target: Tensor, **options: Unpack[PerTokenOptions]) -> Tensor: ...
+def linear_logprobs(hidden: Tensor, weight: Tensor, target: Tensor, **options: Unpack[KeptOptions]) -> Tensor: ...
 @overload
 def linear_logprobs(
     hidden: Tensor,
@@ -49,7 +49,7 @@ def linear_logprobs(
     top_k: int | None = None,
     mean_logit: bool = False,
     log_sum_sq_probs: bool = False,
-    **options: Unpack[PerTokenOptions],
+    **options: Unpack[KeptOptions],
 ) -> "LogProbs": ...
 @operation
 def linear_logprobs(
@@ -65,6 +65,9 @@ def linear_logprobs(
     log_sum_sq_probs: bool = False,
     temperature: float | Tensor = 1.0,  # or [...]
     mask: Tensor | None = None,  # [...] bool
+    kept_ids: Tensor | None = None,  # [n] int64, or [..., K]
+    kept_offsets: Tensor | None = None,  # [tokens + 1] int64
+    kept_everywhere: bool = False,
     **options: Unpack[Head],
 ) -> Task[Tensor | tuple[Tensor, ...]]:
     """Log-probabilities of targets, and what else is asked for. Same values and gradients as
@@ -97,6 +100,13 @@ def linear_logprobs(
         temperature: divides the logits; a number, or a tensor [...] with one per token, indexed like the target.
         mask: [...] bool, tokens that count, beside ``ignore_index``. The others have 0 everywhere (ids too), and no
             gradient.
+        kept_ids, kept_offsets: sets of ids that the softmaxes of tokens are over, as samplers keep them (top-p, top-k,
+            min-p): token t's are ``kept_ids[kept_offsets[t] : kept_offsets[t + 1]]``, or without offsets
+            ``kept_ids[t]``, -1 for none. They are indexed like the target, which is added where it is missing; a token
+            without ids has the whole vocabulary. Of tokens with a set no logits are made but those of its ids. Not with
+            mean_logit and top_k.
+        kept_everywhere: a promise that every token that counts has a set: then nothing is done over the vocabulary. On
+            the CPU it is found out; elsewhere a broken promise gives nan.
         The rest: as in ``linear_cross_entropy``, ``accumulate_into`` added to in backward; values stand at their
             target's place under ``shift``.
 
@@ -112,11 +122,17 @@ def linear_logprobs(
         "entropy": entropy, "lse": lse, "mean_logit": mean_logit, "log_sum_sq_probs": log_sum_sq_probs,
         "argmax": argmax,
     }  # fmt: skip
-    return logprobs_task("linear_logprobs", head, mask, flags, top_k)
+    fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
+    return logprobs_task("linear_logprobs", head, fields, flags, top_k, kept_everywhere)
 
 
 def logprobs_task(
-    function: str, head: HeadOptions | LogitsOptions, mask: Tensor | None, flags: Mapping[str, bool], top_k: int | None
+    function: str,
+    head: HeadOptions | LogitsOptions,
+    fields: Mapping[str, Tensor | None],
+    flags: Mapping[str, bool],
+    top_k: int | None,
+    kept_everywhere: bool,
 ) -> Task[Any]:
     """What a function does that returns statistics of each token, of hidden states or of logits."""
     check_flags(flags, top_k)
@@ -131,8 +147,9 @@ def logprobs_task(
 
     return Task(
         function, head, Losses(()), objective, lambda ran: laid_out(ran.outputs, names),
-        batch=None if mask is None else {"mask": mask}, check=check, options=(*flags.values(), top_k),
-        wants=lambda _: demand_of(names, top_k), per_token=names,
+        batch={name: value for name, value in fields.items() if value is not None}, check=check,
+        options=(*flags.values(), top_k), wants=lambda _: demand_of(names, top_k), per_token=names,
+        kept_everywhere=flag("kept_everywhere", kept_everywhere),
     )  # fmt: skip
 
 

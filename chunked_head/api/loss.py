@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ..core.options import flag
 from ..core.stats import RowStats
 from ..engine.arithmetic.compiled import SLOW
 from ..engine.arithmetic.objective import ScalarObjective
@@ -51,6 +52,7 @@ def linear_loss(
     *,
     batch: Mapping[str, Tensor] | None = None,
     num_segments: int | None = None,
+    kept_everywhere: bool = False,
     metrics: Sequence[Metric] = (),
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
@@ -82,8 +84,12 @@ def linear_loss(
         batch: tensors that go with the tokens, by name: what the losses and metrics ask for, ``mask`` [...] bool and
             ``token_weights`` [...]. Fields of the predicted token (mask, weights, log-probabilities, advantages,
             segments) are indexed like the target and move with it under ``shift``; ``teacher_*`` like the hidden
-            states. Nothing is broadcast, and no field takes a gradient. ``losses.FIELDS`` lists all. A log-probability
-            above 0 by more than rounding raises a ValueError on the CPU; elsewhere nobody looks.
+            states. ``kept_ids`` with ``kept_offsets``, or alone [..., K], are sets of ids that tokens' softmaxes are
+            over, for all losses and metrics, as in ``linear_logprobs``. Nothing is broadcast, and no field takes a
+            gradient. ``losses.FIELDS`` lists all. A log-probability above 0 by more than rounding raises a ValueError
+            on the CPU; elsewhere nobody looks.
+        kept_everywhere: a promise that every token that counts keeps a set of ids (``batch["kept_ids"]``): then nothing
+            is done over the vocabulary. On the CPU it is found out, elsewhere a broken promise gives nan.
         num_segments: how many segments ``batch["segments"]`` numbers, an int; ids in [0, num_segments), -1 for none.
         metrics: ``chunked_head.metrics``, of names that differ.
         reduction: of summands that name none: ``"mean"`` or ``"sum"``.
@@ -120,7 +126,10 @@ def linear_loss(
     def result(ran: Outcome) -> LossOutput:
         return loss_output(ran.prepared, ran.objective, ran.outputs[0], ran.stats, measured, ran.plan)
 
-    return Task("linear_loss", head, loss, objective, result, measured, batch, num_segments)
+    return Task(
+        "linear_loss", head, loss, objective, result, measured, batch, num_segments,
+        kept_everywhere=flag("kept_everywhere", kept_everywhere),
+    )  # fmt: skip
 
 
 @in_graph(linear_loss)

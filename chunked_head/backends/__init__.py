@@ -1,5 +1,16 @@
 """The two ways to compute: Triton kernels, and torch operations for every device without them."""
 
+from .kept import KeptColumns, KeptRows
 from .protocol import Backend, Layout, Session, Targets, VectorKernel, check_name, resolve
 
-__all__ = ["Backend", "Layout", "Session", "Targets", "VectorKernel", "check_name", "resolve"]
+__all__ = [
+    "Backend",
+    "KeptColumns",
+    "KeptRows",
+    "Layout",
+    "Session",
+    "Targets",
+    "VectorKernel",
+    "check_name",
+    "resolve",
+]

@@ -17,6 +17,7 @@ from ..parallel.merge import GatheredStats
 from ..program.plans import Plan
 from ..program.sizes import Store
 from .gradients import Gradients
+from .kept import KeptColumns, KeptRows
 
 BACKENDS = ("triton", "torch")
 
@@ -142,6 +143,9 @@ class Backend(Protocol):
 
     def session(self, head: Head, plan: Plan, tiled: bool) -> Session:
         """The buffer of a call's sweep over whole rows, or of its gradients' tiles where the plan recomputes."""
+
+    def kept_columns(self, head: Head, rows: KeptRows, demand: Demand) -> KeptColumns:
+        """What a call does with the rows whose softmax is over columns that they keep."""
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Statistics of the whole vocabulary from its pieces', as ``parallel.merge.merge_ranks``."""

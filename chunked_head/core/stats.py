@@ -140,6 +140,10 @@ class RowStats:
         """The statistics of a slice of rows, sharing memory."""
         return self if rows.start == 0 and rows.stop == self.lse.shape[0] else sliced(self, rows)
 
+    def zero_(self) -> None:
+        for value in present(self).values():
+            value.zero_()
+
     def named(self) -> dict[str, Tensor]:
         return present(self)
 
@@ -270,6 +274,42 @@ class Teacher:
 
     def with_hidden(self, hidden: Tensor) -> "Teacher":
         return replace(self, hidden=hidden)
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Sets of columns that rows keep: the softmax of such a row is over its set, and no matmul makes its logits.
+
+    Entries [n] are sorted by row and column; there are more of them than columns are kept.
+    """
+
+    offsets: Tensor  # [tokens + 1] int64: where a row's begin; it has none where its softmax is over the vocabulary
+    rows: Tensor  # [n] int64
+    columns: Tensor  # [n] int64, -1 where an entry is none: named twice, or another rank's
+    everywhere: bool  # every row that counts has a set
+
+    @classmethod
+    def of(cls, rows: Tensor, ids: Tensor, target: Tensor, vocab: int, everywhere: bool) -> "Kept":
+        """Of ids [m] for rows [m], -1 for none; the target of a row that has some is added."""
+        tokens = len(target)
+        has = torch.zeros(tokens + 1, dtype=torch.bool, device=target.device)
+        has.scatter_(0, torch.where(rows >= 0, rows, tokens), True)
+        own = torch.where(has[:tokens] & (target >= 0), torch.arange(tokens, device=target.device), -1)
+        rows, ids = torch.cat([own, rows]), torch.cat([target, ids])
+        nothing = torch.iinfo(torch.int64).max
+        keys = torch.where(rows >= 0, rows * vocab + ids, nothing).sort().values
+        there = keys < nothing
+        again = torch.zeros_like(there)
+        again[1:] = keys[1:] == keys[:-1]
+        rows = torch.where(there, keys // vocab, tokens)
+        offsets = torch.searchsorted(rows, torch.arange(tokens + 1, device=target.device))
+        columns = torch.where(there & ~again, keys % vocab, -1)
+        return cls(offsets, rows.clamp(max=tokens - 1), columns, everywhere)
+
+    @property
+    def has(self) -> Tensor:
+        """[tokens] which rows have a set."""
+        return self.offsets[1:] > self.offsets[:-1]
 
 
 class Rows(NamedTuple):

@@ -93,9 +93,10 @@ def common(prepared: PreparedCall) -> dict[str, Any]:
         # a copy: backward may read it, and would not notice that the caller had changed it
         class_weights = class_weights.detach().to(prepared.statistics_dtype, copy=True).contiguous()
     return {
-        "demand": prepared.program.demand, "structure": prepared.needs.structure, "target": prepared.token_rows.target,
+        "demand": prepared.program.demand, "structure": prepared.needs.structure, "target": prepared.target,
         "columns": columns, "teacher": prepared.teacher, "class_weights": class_weights, "scale": prepared.scale,
-        "one_or_nan": prepared.one_or_nan, "dtype": prepared.statistics_dtype, "fp16": prepared.dtype == torch.float16,
+        "kept": prepared.kept, "one_or_nan": prepared.one_or_nan, "dtype": prepared.statistics_dtype,
+        "fp16": prepared.dtype == torch.float16,
     }  # fmt: skip
 
 
@@ -287,7 +288,7 @@ def sizes_of(head: HeadOptions | LogitsOptions, program: Program, placed: Placed
         plain_weight=placed.plain_weight, plain_rows=placed.plain_rows,
         capped=head.softcap is not None, bias_grad=placed.wants.bias, demand=demand,
     )  # fmt: skip
-    store = backend.store(layout)
+    store = "kept" if program.kept_everywhere else backend.store(layout)
     return Sizes(
         placed.tokens, head.hidden.shape[-1], head.columns, program.dtype,
         spread=1 if head.shard is None else head.shard.spread,

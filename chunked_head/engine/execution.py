@@ -119,3 +119,11 @@ class PerTokenOptions(Head, total=False):
 
     temperature: float | Tensor  # [...], indexed like the target
     mask: Tensor | None
+
+
+class KeptOptions(PerTokenOptions, total=False):
+    """The same where tokens may keep sets of ids."""
+
+    kept_ids: Tensor | None
+    kept_offsets: Tensor | None
+    kept_everywhere: bool

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import Backend
+from ..backends import Backend, KeptColumns, KeptRows
 from ..core.options import flag
 from ..core.stats import Demand, Head, Rows, RowStats
 from ..parallel.shard import Shard, demand_words, local_demand
@@ -18,7 +18,7 @@ from .autograd import OnlyOnce, as_called
 from .head_options import LogitsOptions
 from .prepared import PreparedCall
 from .ranks.global_counts import described_options
-from .ranks.own_columns import OwnColumns
+from .ranks.own_columns import OwnColumns, of_others
 
 MOST_VIEWS = 64  # of rows that no one stride reaches; with more of them a copy is cheaper than so many launches
 
@@ -79,12 +79,17 @@ class Call(OwnColumns):
         stats = RowStats.empty(len(objective.target), objective.demand, objective.dtype, logits.device)
         parts = [(at, rows) for at, rows in self.rows(logits) if len(rows.target)]
         head, paired = self.head(logits), objective.demand.pairing is not None
-        for at, rows in parts:
+        for at, rows in parts if self.multiplies else ():
             backend.logits_stats(rows, head, self.demand, stats.at(at), paired and shard is None)
+        kept = self.kept_columns(logits)
+        if kept is not None:
+            if not self.multiplies:
+                stats.zero_()
+            kept.stats(slice(0, len(objective.target)), stats)
         if shard is None or not parts:
             return stats
         # one message for all: ranks' strides may differ, and with them the views
-        everything = Rows(logits, self.target, self.columns)
+        everything = Rows(logits, self.every_target, self.columns)
         shard.merge(backend.merge_ranks, everything, self.token_checks, stats, objective.demand, known_targets=False)
         if paired:
             for at, rows in parts:
@@ -101,12 +106,30 @@ class Call(OwnColumns):
         flat = None if self.inplace else grad.view(-1, grad.shape[-1])[:, : self.width]
         if self.width < grad.shape[-1]:
             grad[..., self.width :] = 0.0
-        head = self.head(logits)
+        head, kept = self.head(logits), self.kept_columns(logits)
+        if kept is not None:
+            kept.differentiate(slice(0, len(self.target)), stats, coefficients)
         for at, rows in self.rows(logits):
-            if len(rows.target):
-                out = rows.hidden if flat is None else flat[at]
-                self.backend.logits_grad(out, rows, head, self.demand, stats.at(at), coefficients.at(at))
+            if not len(rows.target):
+                continue
+            out, of_rows = rows.hidden if flat is None else flat[at], (stats.at(at), coefficients.at(at))
+            if kept is not None:
+                of_rows = of_others(kept.kept.has[at], *of_rows)
+            if self.multiplies:
+                self.backend.logits_grad(out, rows, head, self.demand, *of_rows)
+            else:
+                out.zero_()
+            if kept is not None:
+                kept.add_to(at, out)
         return grad
+
+    def kept_columns(self, logits: Tensor) -> KeptColumns | None:
+        """The rows whose softmaxes are over sets of columns."""
+        if self.kept is None:
+            return None
+        views = tuple((at, rows.hidden) for at, rows in self.rows(logits))
+        rows = KeptRows(self.kept, self.every_target, self.objective.scale, logits, None, views)
+        return self.backend.kept_columns(self.head(logits), rows, self.demand)
 
 
 def call_of(prepared: PreparedCall, objective: Objective, inplace: bool) -> tuple[Tensor, Call]:

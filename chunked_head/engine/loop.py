@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..backends import Backend, Session
+from ..backends import Backend, KeptColumns, KeptRows, Session
 from ..backends.dlogits import add_tile
 from ..backends.gradients import Gradients
 from ..core.stats import Coefficients, Head, Rows, RowStats
@@ -17,7 +17,7 @@ from ..program.planner import DEFAULT_REQUEST, Request, make_plan
 from ..program.plans import Plan
 from .arithmetic.objective import Objective
 from .packing import Packing
-from .ranks.own_columns import OwnColumns
+from .ranks.own_columns import OwnColumns, of_others
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +117,10 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
             grads.hidden.zero_()  # where a token does not count nothing is computed
     if plan.sizes.tokens == 0:
         return stats, grads
+    kept = kept_columns(call, hidden, head)
+    if not call.multiplies:
+        assert kept is not None
+        return stats, sweep_kept(call, kept, stats, grads)
     operands = Operands(call, hidden, plan.chunk_tokens)
     session = call.backend.session(head, plan, tiled=False)
     if call.shard is not None and operands.gathered is None and call.packing is None:
@@ -124,13 +128,19 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
     for at in plan.token_chunks():
         chunk_stats = stats.at(at)
         rows = operands.rows(at, session, chunk_stats)
-        whole_stats(call, session, rows, chunk_stats)
+        whole_stats(call, session, rows, chunk_stats, kept)
         coefficients = objective.visit(stats, at, gradient=grads is not None)
         if grads is not None:
             assert coefficients is not None
             # a buffer of the caller's cannot be scaled once all is added
             grads.gain = None if grads.gradient_buffer is None else objective.gain_so_far
-            session.add_gradients(at, rows, chunk_stats, coefficients, grads)
+            if kept is None:
+                session.add_gradients(at, rows, chunk_stats, coefficients, grads)
+            else:
+                # sums over ranks begin where a row is complete
+                session.add_gradients(at, rows, *of_others(kept.kept.has[at], chunk_stats, coefficients), grads.alone())
+                kept.add_gradients(at, chunk_stats, coefficients, grads, weight_gain=grads.gain)
+                grads.hidden_done(at, rows.order)
             if operands.gathered is not None:
                 # nobody has the call's hidden states all at once
                 session.finish(at, operands.raw, call.own_target[at], grads, operands.raw_order)
@@ -138,21 +148,59 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
         if operands.gathered is None:
             everything, order = slice(0, plan.sizes.tokens), None if call.packing is None else call.packing.order
             session.finish(everything, hidden, call.own_target, grads, order)
+        if kept is not None:
+            kept.finish(grads)
         grads.wait()
     return stats, grads
 
 
-def whole_stats(call: Call, session: Session, rows: Rows, out: RowStats) -> None:
-    """Statistics of a chunk of rows over all of the vocabulary, wherever it is."""
+def kept_columns(call: Call, hidden: Tensor, head: Head) -> KeptColumns | None:
+    """The session of the rows whose softmaxes are over sets of columns."""
+    if call.kept is None:
+        return None
+    order = None if call.packing is None else call.packing.order
+    rows = KeptRows(call.kept, call.every_target, call.objective.scale, hidden, order)
+    return call.backend.kept_columns(head, rows, call.objective.demand)
+
+
+def sweep_kept(call: Call, kept: KeptColumns, stats: RowStats, grads: Gradients | None) -> Gradients | None:
+    """The pass where no row's logits are a matmul's: all tokens at once."""
+    everything, objective = slice(0, call.plan.sizes.tokens), call.objective
+    stats.zero_()
+    kept.stats(everything, stats)
+    merge_stats(call, Rows(kept.rows.hidden, call.every_target), stats, kept.known_targets)
+    coefficients = objective.visit(stats, everything, gradient=grads is not None)
+    if grads is not None:
+        assert coefficients is not None
+        grads.gain = None if grads.gradient_buffer is None else objective.gain_so_far
+        grads.zero()
+        kept.add_gradients(everything, stats, coefficients, grads, weight_gain=grads.gain)
+        grads.hidden_done(everything, None if call.packing is None else call.packing.order)
+        kept.finish(grads)
+        grads.wait()
+    return grads
+
+
+def whole_stats(call: Call, session: Session, rows: Rows, out: RowStats, kept: KeptColumns | None = None) -> None:
+    """Statistics of a chunk of rows over all of the vocabulary, wherever it is, or over the columns that they keep."""
     session.stats(rows, out)
+    if kept is not None:
+        at = slice(rows.first, rows.first + rows.target.shape[0])
+        kept.stats(at, out)
+        rows = rows._replace(target=call.every_target[at])
     paired = call.objective.demand.pairing is not None
-    if call.shard is not None:
-        checks = call.token_checks[rows.first : rows.first + rows.target.shape[0]]
-        call.shard.merge(call.backend.merge_ranks, rows, checks, out, call.objective.demand, session.known_targets)
+    merge_stats(call, rows, out, session.known_targets)
     if paired:
         session.pair_stats(rows, out)
     if paired and call.shard is not None:
         call.shard.add_pairs(out)
+
+
+def merge_stats(call: Call, rows: Rows, out: RowStats, known_targets: bool) -> None:
+    """Statistics of this rank's columns become those of all ranks'."""
+    if call.shard is not None:
+        checks = call.token_checks[rows.first : rows.first + rows.target.shape[0]]
+        call.shard.merge(call.backend.merge_ranks, rows, checks, out, call.objective.demand, known_targets)
 
 
 def recompute(
@@ -172,7 +220,15 @@ def recompute(
         call.gradient_buffer.before_adding()
     grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device, call.gradient_buffer)
     grads.over_ranks = None if call.shard is None else call.shard.hidden_gradient()
-    if plan.sizes.tokens:
+    kept = kept_columns(call, hidden, head) if plan.sizes.tokens else None
+    if kept is not None and not call.multiplies:
+        everything = slice(0, plan.sizes.tokens)
+        grads.zero()
+        kept.add_gradients(everything, stats, coefficients, grads, weight_gain=gain, hidden_gain=gain)
+        grads.hidden_done(everything, None if call.packing is None else call.packing.order)
+        kept.finish(grads)
+        grads.wait()
+    elif plan.sizes.tokens:
         operands = Operands(call, hidden, plan.block_tokens)
         session = call.backend.session(head, plan, tiled=True)
         for block in plan.token_blocks():
@@ -184,8 +240,11 @@ def recompute(
                     d_rows = torch.zeros_like(d_rows, dtype=plan.hidden_accumulate)
                 elif plan.hidden_accumulate != d_rows.dtype:
                     d_rows = torch.empty_like(d_rows, dtype=plan.hidden_accumulate)
+            of_block = stats.at(block), coefficients.at(block)
+            if kept is not None:
+                of_block = of_others(kept.kept.has[block], *of_block)
             for tile in plan.column_tiles():
-                dlogits = session.tile_grad(rows, tile, stats.at(block), coefficients.at(block))
+                dlogits = session.tile_grad(rows, tile, *of_block)
                 add_tile(session, dlogits, rows, head.weight[tile], d_rows, grads, tile, block.start == 0, gain, plan)
             if d_rows is not None and grads.hidden is not None:
                 if gain is not None:
@@ -194,6 +253,11 @@ def recompute(
                     grads.hidden.index_copy_(0, rows.order, d_rows.to(grads.hidden.dtype))
                 elif d_rows.dtype != grads.hidden.dtype:
                     grads.hidden_rows(block).copy_(d_rows)
+            if kept is not None:
+                kept.add_gradients(block, stats.at(block), coefficients.at(block), grads, gain, gain)
+            if grads.hidden is not None:
                 grads.hidden_done(block, rows.order)
+        if kept is not None:
+            kept.finish(grads)
         grads.wait()
     return grads.finish(call.backend, [call.objective.one_or_nan], call.objective.one_or_nan, plan)

@@ -21,18 +21,26 @@ class Packing:
     waited: bool
 
     @classmethod
-    def of(cls, target: Tensor, wait: bool) -> "Packing":
-        """From each row's target, -1 where it does not count."""
+    def of(cls, target: Tensor, wait: bool, kept: Tensor | None = None) -> "Packing":
+        """From each row's target, -1 where it does not count; rows ``kept`` [tokens], which no matmul makes the logits
+        of, come after the others that count."""
         counts = target >= 0
-        count = counts.sum()
-        order = torch.sort((~counts).to(torch.uint8), stable=True).indices
+        last = (~counts).to(torch.uint8) * 2
+        first = counts if kept is None else counts & ~kept
+        order = torch.sort(last if kept is None else last | kept, stable=True).indices
         if wait:
-            order = order[: int(count)]
-        return cls(order, count, len(target), wait)
+            order = order[: int(counts.sum())]
+        return cls(order, first.sum(), len(target), wait)
 
     def pack(self, values: Tensor) -> Tensor:
         """Values [tokens, ...] in this order [kept, ...]."""
         return values.index_select(0, self.order)
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Where rows of the call stand in this order, -1 for those that are none."""
+        place = torch.full((self.tokens + 1,), -1, dtype=torch.int64, device=rows.device)
+        place[self.order] = torch.arange(len(self.order), device=rows.device)
+        return place[rows]  # -1 is the last
 
     def pack_fields(self, fields: Mapping[str, Tensor], token_fields: frozenset[str]) -> dict[str, Tensor]:
         return {name: self.pack(value) if name in token_fields else value for name, value in fields.items()}

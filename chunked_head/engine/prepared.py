@@ -1,6 +1,7 @@
 """A call with its fields beside rows: the first work on tensors."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,18 +9,18 @@ from torch import Tensor
 
 from ..backends import Backend
 from ..core.batch import Batch
-from ..core.stats import Teacher
+from ..core.stats import Kept, Teacher
 from ..losses.base import Field, Losses
 from ..metrics import Metric
 from ..parallel.tokens import Spread
 from ..program.demand import Needs
-from ..program.fields import TEMPERATURE
+from ..program.fields import TEMPERATURE, Frame
 from ..program.teachers import make_teacher
 from .head_options import HeadOptions, LogitsOptions
 from .packing import Packing
 from .program import Program, frame_of, named_weights
 from .ranks.gather import of_all_ranks
-from .rows import TokenRows, prepare_fields
+from .rows import TokenRows, kept_ids, prepare_fields
 from .task import Task
 
 NO_FIELDS: frozenset[str] = frozenset()
@@ -38,6 +39,7 @@ class PreparedCall:
     token_fields: frozenset[str]
     teacher: Teacher | None
     scale: Tensor | None = None  # [tokens] what their logits are multiplied by, 1 / temperature
+    kept: Kept | None = None  # columns of tokens whose softmax is over no others
     packing: Packing | None = None
     spread: Spread | None = None  # over ranks, whose counts those of ``token_rows`` are then
 
@@ -102,6 +104,10 @@ class PreparedCall:
     def one_or_nan(self) -> Tensor:
         return self.token_rows.one_or_nan
 
+    @property
+    def target(self) -> Tensor:
+        return self.token_rows.target
+
 
 def prepare(task: Task, program: Program) -> PreparedCall:
     """Lays fields beside rows; the first work on tensors, whose ids are checked on the way."""
@@ -124,14 +130,47 @@ def prepare(task: Task, program: Program) -> PreparedCall:
             token_rows = token_rows._replace(fields=fields)
     token_fields &= frozenset(fields)
     prepared = PreparedCall(head, program, losses, task.metrics, token_rows, token_fields, teacher, scale)
-    return packed(prepared, head.skip_ignored) if isinstance(head, HeadOptions) and head.skip_ignored else prepared
+    sets = None
+    if "kept_ids" in program.wanted and len(token_rows.target):
+        sets = sets_of(prepared, batch, frame, task.kept_everywhere)
+    if isinstance(head, HeadOptions) and head.skip_ignored:
+        prepared, sets = packed(prepared, head.skip_ignored, sets)
+    if sets is None:
+        return prepared
+    rows, ids, everywhere, _ = sets
+    return replace(prepared, kept=Kept.of(rows, ids, prepared.target, head.vocab, everywhere))
 
 
-def packed(prepared: PreparedCall, skip: bool | str) -> PreparedCall:
-    """The call with its tokens in an order in which those that count come first."""
+Sets = tuple[Tensor, Tensor, bool, Tensor]  # rows, their ids, whether every row that counts has some, which have
+
+
+def sets_of(prepared: PreparedCall, batch: Mapping[str, Tensor], frame: Frame, everywhere: bool) -> Sets:
+    """The sets that rows keep; what is wrong with them makes everything nan, on the CPU it raises."""
+    target, one_or_nan = prepared.target, prepared.one_or_nan
+    rows, ids, wrong = kept_ids(batch, target >= 0, frame, prepared.head.vocab)
+    has = torch.zeros(len(target) + 1, dtype=torch.bool, device=target.device)
+    has = has.scatter_(0, torch.where(rows >= 0, rows, len(target)), True)[:-1]
+    missing = (target >= 0) & ~has
+    if everywhere:
+        if missing.device.type == "cpu" and missing.any():
+            raise ValueError(
+                f"kept_everywhere=True, and {int(missing.sum())} tokens that count keep no ids; leave it False, then "
+                "their softmax is over the vocabulary"
+            )
+        wrong = wrong | missing.any()
+    elif missing.device.type == "cpu":  # to look costs nothing
+        everywhere = not missing.any()
+    for number in (one_or_nan, prepared.token_rows.inverse):
+        number.masked_fill_(wrong, torch.nan)
+    return rows, ids, everywhere, has
+
+
+def packed(prepared: PreparedCall, skip: bool | str, sets: Sets | None) -> tuple[PreparedCall, Sets | None]:
+    """The call with its tokens in an order in which those that count come first; and the sets that they keep."""
     token_rows, teacher = prepared.token_rows, prepared.teacher
     # on the CPU there is no device to wait for
-    packing = Packing.of(token_rows.target, wait=skip == "wait" or prepared.waits_for_nothing)
+    wait = skip == "wait" or prepared.waits_for_nothing
+    packing = Packing.of(token_rows.target, wait, None if sets is None else sets[3])
     fields = packing.pack_fields(token_rows.fields, prepared.token_fields)
     if teacher is not None and packing.waited:
         teacher = replace(
@@ -146,4 +185,7 @@ def packed(prepared: PreparedCall, skip: bool | str) -> PreparedCall:
         )
     token_rows = token_rows._replace(target=packing.pack(token_rows.target), fields=fields)
     scale = None if prepared.scale is None else packing.pack(prepared.scale)
-    return replace(prepared, token_rows=token_rows, teacher=teacher, scale=scale, packing=packing)
+    if sets is not None:
+        rows = packing.places(sets[0])
+        sets = rows, torch.where(rows >= 0, sets[1], -1), *sets[2:]
+    return replace(prepared, token_rows=token_rows, teacher=teacher, scale=scale, packing=packing), sets

@@ -14,11 +14,11 @@ from ..losses.base import Field, Losses, Summand
 from ..losses.user.spread_check import check_over_ranks
 from ..metrics import Metric
 from ..program import checks
-from ..program.demand import Needs, needs_of
+from ..program.demand import Needs, check_kept, needs_of
 from ..program.fields import TEMPERATURE, Frame, check_fields, wanted_fields
 from ..program.planner import Request
 from ..program.teachers import check_dense_teacher
-from .head_options import LogitsOptions
+from .head_options import HeadOptions, LogitsOptions
 from .ranks.gather import whole_teacher
 from .task import Signature, Task
 
@@ -40,6 +40,7 @@ class Program:
     late: bool  # upstream gradients are of each token, and come late
     segmented: bool  # a loss needs all tokens' statistics for its values
     coupled: bool  # gradients wait for all tokens' statistics
+    kept_everywhere: bool  # whether every token that counts keeps a set of columns
     lasting: bool  # whether all calls of its signature have it: its losses hold no tensors
 
     @property
@@ -105,11 +106,29 @@ def build(task: Task, lasting: bool = False) -> Program:
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
     needs = needs_of(losses, metrics, head.plain_temperature, head.vocab, columns, teacher_vocab)
     segmented, coupled = coupling(losses, dtype)
+    demand = task.wants(needs.demand)
+    if task.kept_everywhere and "kept_ids" not in wanted:
+        raise ValueError("kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing")
+    if "kept_ids" in wanted:
+        check_sets(head, demand)
+        # a rank's own part of the target's logit comes with its statistics
+        demand = demand if head.shard is None else demand._replace(rank_one=False)
     return Program(
-        dtype, backend, without_tensors(needs), task.wants(needs.demand), tuple(wanted), known, autocast,
-        head.request, bool(task.per_token), segmented, coupled and not task.per_token,
-        lasting,
+        dtype, backend, without_tensors(needs), demand, tuple(wanted), known, autocast,
+        head.request, bool(task.per_token), segmented, coupled and not task.per_token, task.kept_everywhere, lasting,
     )  # fmt: skip
+
+
+def check_sets(head: HeadOptions | LogitsOptions, demand: Demand) -> None:
+    """Raises for calls whose tokens cannot keep sets of columns."""
+    check_kept(demand)
+    if head.target is None:
+        raise ValueError("target is None, and batch['kept_ids'] are sets that targets belong to; pass token ids")
+    if head.shard is not None and head.shard.parallel.sequence_sharded:
+        raise ValueError(
+            "batch['kept_ids'] does not go with sequence_sharded=True, whose ranks hold hidden states of their own "
+            "tokens alone; gather hidden states and sets beforehand"
+        )
 
 
 def lasts(task: Task) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..backends import Backend, Targets
 from ..core.shift import shift_left
-from ..losses.base import Field
+from ..losses.base import KEPT_FIELDS, Field
 from ..losses.topk import PADDING, entries
 from ..program.fields import TEMPERATURE, Frame
 from ..program.plans import slices
@@ -48,7 +48,7 @@ def prepare_fields(
     target, counted, one_or_nan, inverse = read_targets(backend, target, mask, frame, ignore_index, vocab)
     wrongs: list[Tensor] = []
     fields: dict[str, Tensor] = {}
-    read = [field for field in wanted if field != "mask"]
+    read = [field for field in wanted if field != "mask" and field not in KEPT_FIELDS]
     counts = target >= 0 if read else target
     for field in read:
         value, kind = batch[field], known[field]
@@ -130,6 +130,28 @@ def in_range(field: str, ids: Tensor, number: int, none: int | None) -> tuple[Te
             + f", got {int(ids[wrong][0])}"
         )
     return torch.where(wrong, -1, ids), wrong.any()
+
+
+def kept_ids(batch: Mapping[str, Tensor], counts: Tensor, frame: Frame, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The sets that tokens keep, as ids [n] and the rows [n] that predict those tokens, -1 for none; and whether what
+    was given is wrong (on the CPU that raises)."""
+    ids, offsets = batch["kept_ids"], batch.get("kept_offsets")
+    flat, tokens, length = ids.reshape(-1).to(torch.int64), len(counts), frame.leading[-1] if frame.leading else 1
+    place = torch.arange(len(flat), device=flat.device)
+    broken = torch.zeros((), dtype=torch.bool, device=flat.device)
+    if offsets is None:
+        token = place // ids.shape[-1]
+    else:
+        broken = (offsets[0] != 0) | (offsets[-1] != len(flat)) | (offsets[1:] < offsets[:-1]).any()
+        if broken.device.type == "cpu" and broken:
+            raise ValueError(
+                f"batch['kept_offsets'] must rise from 0 to {len(flat)}, the number of kept_ids, got {offsets.tolist()}"
+            )
+        token = (torch.searchsorted(offsets, place, right=True) - 1).clamp(0, tokens - 1)
+    row = token - frame.shift
+    here = (token % length >= frame.shift) & counts[row.clamp(min=0)]
+    cleaned, wrong = in_range("kept_ids", torch.where(here, flat, -1), vocab, -1)
+    return torch.where(cleaned >= 0, row, -1), cleaned, wrong | broken
 
 
 def clean_ids(fields: Mapping[str, Tensor], target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:

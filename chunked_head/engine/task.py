@@ -1,5 +1,6 @@
 """What a public function was asked for, and the signature of that: whatever of it no tensor's content decides."""
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.groups import TokenParallel, VocabParallel
 from ..core.stats import Demand
-from ..losses.base import FIELDS, Field, Losses
+from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses
 from ..metrics import Metric
 from .head_options import HeadOptions, LogitsOptions
 
@@ -52,6 +53,7 @@ class Task(Generic[Result]):
     wants: Callable[[Demand], Demand] = as_it_is
     per_token: tuple[str, ...] = ()
     inplace: bool = False
+    kept_everywhere: bool = False  # whether every token that counts keeps a set of columns
 
     def signature(self) -> Signature | None:
         """Equal for calls that one program runs; None where it cannot be told."""
@@ -83,7 +85,7 @@ class Task(Generic[Result]):
             tuple([metadata(tensor) for tensor in held]),
             tuple([next(i for i, other in enumerate(held) if other is tensor) for tensor in held]),
             tuple([metric.signature for metric in self.metrics]),
-            options, tuple(map(type, options)),
+            options, tuple(map(type, options)), self.kept_everywhere,
             len(leading), head.shift > 1 and bool(leading) and 0 < leading[-1] <= head.shift, count is None,
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             torch.is_grad_enabled(),
@@ -111,6 +113,10 @@ def beginning(tensor: Tensor | None, leading: tuple[int, ...], what: str) -> Has
 def field_of(
     name: str, value: Tensor, own: Mapping[str, Field], leading: tuple[int, ...], segments: int | None
 ) -> Hashable:
+    if name in KEPT_FIELDS:  # of how many ids does not matter, and is another number at every step
+        ahead = value.shape[0] - math.prod(leading) if name == "kept_offsets" and value.dim() else 0
+        beside = tuple(value.shape[:-1]) == leading
+        return value.dim(), ahead, beside, value.dtype, value.device, value.layout, value.requires_grad
     field = own.get(name) or FIELDS.get(name)
     if field is None:
         return metadata(value)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core import options as shared
 
-Kind = Literal["token", "row", "segment", "pair", "constant"]
+Kind = Literal["token", "row", "segment", "pair", "constant", "kept"]
 Unit = Literal["token", "segment", "pair"]
 Scope = Literal["token", "segment"]
 
@@ -23,7 +23,8 @@ class Field(NamedTuple):
     """What is known of a field of ``batch``.
 
     ``token``: indexed like the target and moved with it by ``shift``; ``row``: indexed like the hidden states;
-    ``segment``: ``[num_segments, ...]``; ``pair``: ``[pairs, ...]``; ``constant``: used whole.
+    ``segment``: ``[num_segments, ...]``; ``pair``: ``[pairs, ...]``; ``constant``: used whole; ``kept``: the sets of
+    ids that tokens' softmaxes are over, which no loss reads but the call.
     """
 
     kind: Kind
@@ -51,8 +52,11 @@ FIELDS: dict[str, Field] = {
     "kl_baseline": Field("constant"),
     "teacher_weight": Field("constant", trailing=2),
     "teacher_bias": Field("constant", trailing=1),
+    "kept_ids": Field("kept", "int"),
+    "kept_offsets": Field("kept", "int"),
 }
 
+KEPT_FIELDS = ("kept_ids", "kept_offsets")
 TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")  # of a dense one
 # statistics that a loss may need beside `logprob` and `lse`, which are always there
 STATISTICS = ("entropy", "mean_logit", "weighted_sum", "argmax", "top_logprob", "topk_logprobs")

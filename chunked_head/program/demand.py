@@ -129,6 +129,19 @@ def needs_of(
     return Needs(structure, demand, first[0], teacher, smoothing_weights(summands, names), apart)
 
 
+def check_kept(demand: Demand) -> None:
+    """Raises where a call whose tokens keep sets of columns needs what is not of those alone."""
+    needs = {
+        "the mean logit, or label smoothing": demand.weighted_sum, "logits of a teacher's ids": demand.columns,
+        "top_k": demand.top_k, "a dense teacher": demand.pairing is not None,
+    }  # fmt: skip
+    refused = [what for what, wanted in needs.items() if wanted]
+    if refused:
+        raise ValueError(
+            f"batch['kept_ids'] does not go with {refused[0]}, which is of the whole vocabulary; make two calls"
+        )
+
+
 def leaf(name: str, view: int) -> str | None:
     """The statistic that a gradient goes to, None for one that takes none."""
     if name in ("entropy", "logprob", "lse"):

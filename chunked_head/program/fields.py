@@ -1,5 +1,6 @@
 """The tensors that travel with tokens, checked."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.options import nearest
-from ..losses.base import FIELDS, Field, Losses, Summand
+from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
 from ..metrics import Metric
 from .checks import is_dtensor
 from .plans import name
@@ -57,7 +58,7 @@ def wanted_fields(
             f"{nearest(unknown[0], known)}; known are {', '.join(sorted(known))}; drop it, or declare it by "
             "losses.custom(fields=...)"
         )
-    wanted = [field for field in ("mask", "token_weights", TEMPERATURE) if field in batch]
+    wanted = [field for field in ("mask", "token_weights", TEMPERATURE, *KEPT_FIELDS) if field in batch]
     for what, part in parts:
         for field in part.fields:
             if field not in batch:
@@ -104,6 +105,8 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
     if not right:
         raise TypeError(f"{where} must be {TYPES[kind.type]}, got {name(value.dtype)}; cast it")
     dims = len(frame.leading)
+    if field in KEPT_FIELDS:
+        return
     if field == "kl_baseline":
         if tuple(value.shape) not in ((), (1,), (frame.num_segments,)):
             raise ValueError(
@@ -146,6 +149,8 @@ def check_fields(batch: Mapping[str, Tensor], wanted: list[str], known: Mapping[
         check_field(field, batch[field], known[field], frame)
         if field in ("segments", "documents"):
             need_segments(f"batch[{field!r}]", frame)
+    if set(KEPT_FIELDS) & set(wanted):
+        check_kept(batch, frame)
     of_ids = [field for field in ("teacher_logprobs", "teacher_mask") if field in wanted and "teacher_ids" in wanted]
     for field in of_ids:
         if batch[field].shape != batch["teacher_ids"].shape:
@@ -153,3 +158,24 @@ def check_fields(batch: Mapping[str, Tensor], wanted: list[str], known: Mapping[
                 f"batch[{field!r}] must have the shape of teacher_ids, {tuple(batch['teacher_ids'].shape)}, got "
                 f"{tuple(batch[field].shape)}"
             )
+
+
+def check_kept(batch: Mapping[str, Tensor], frame: Frame) -> None:
+    """The sets that tokens keep: ids [n] with offsets [tokens + 1], or ids [..., K]."""
+    ids, offsets = batch.get("kept_ids"), batch.get("kept_offsets")
+    tokens = math.prod(frame.leading)
+    if ids is None:
+        raise ValueError("batch['kept_offsets'] goes with batch['kept_ids'], which is missing")
+    if offsets is None:
+        if tuple(ids.shape[:-1]) != frame.leading or ids.dim() != len(frame.leading) + 1:
+            raise ValueError(
+                f"batch['kept_ids'] without kept_offsets must have the target's shape {frame.leading} and one more "
+                f"dimension, -1 where there is no id, got {tuple(ids.shape)}"
+            )
+    elif ids.dim() != 1 or tuple(offsets.shape) != (tokens + 1,):
+        raise ValueError(
+            f"batch['kept_ids'] must be [n] and batch['kept_offsets'] [{tokens + 1}], one more than there are tokens, "
+            f"got {tuple(ids.shape)} and {tuple(offsets.shape)}"
+        )
+    if offsets is not None and offsets.dtype != torch.int64:
+        raise TypeError(f"batch['kept_offsets'] must be int64, got {name(offsets.dtype)}; cast it")

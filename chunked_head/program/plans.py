@@ -179,6 +179,7 @@ def table(plan: Plan) -> str:
                 "logits": f"{s.logit_bytes * 8}-bit logits",
                 "relative": "16-bit logits relative to strips of columns",
                 "fast": "16-bit exponentials relative to the target",
+                "kept": "none: every token keeps a set of ids",
             }[s.store]
             + reason(s),
         ),
@@ -208,7 +209,7 @@ def table(plan: Plan) -> str:
 
 def reason(s: Sizes) -> str:
     """Why nothing smaller or simpler is kept of the logits."""
-    if s.store == "fast":
+    if s.store in ("fast", "kept"):
         return ""
     if s.store == "relative":
         why = name(s.dtype) if s.dtype != torch.bfloat16 else "the gradient takes a pass over them"
@@ -222,8 +223,8 @@ def reason(s: Sizes) -> str:
 def matmuls(plan: Plan, gpu: Gpu) -> str:
     """Whose products run, and how."""
     s = plan.sizes
-    if s.store == "logits":
-        return "BLAS's"
+    if s.store in ("logits", "kept"):
+        return "BLAS's" if s.store == "logits" else "none"
     tile = gpu.exp_tile_of(plan.chunk_tokens, s.hidden, s.vocab)
     found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
     if plan.schedule == "forward" and s.hidden_grad:

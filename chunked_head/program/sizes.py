@@ -16,7 +16,7 @@ ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
 BYTES_PER_EVALUATED = 160
 BYTES_PER_COLUMN = 96
 PLAIN = Demand()
-Store = Literal["fast", "relative", "logits"]
+Store = Literal["fast", "relative", "logits", "kept"]  # the last: no logits, tokens keep sets of columns
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ class Sizes:
 
     def tile_bytes(self, tile: int) -> int:
         """Bytes of a row of a tile in the recompute schedule, the teacher's beside it."""
+        if self.store == "kept":
+            return 0
         if self.grads_in_matmul:
             return padded_columns(tile) * self.element
         # plain logits to differentiate, whatever the sweep stored
@@ -112,6 +114,8 @@ class Sizes:
     @property
     def kept_bytes(self) -> int:
         """A row of stored logits, and its teacher's."""
+        if self.store == "kept":
+            return 0
         teacher = 0
         if self.teacher_store == "logits":
             teacher = self.teacher_columns * max(4, self.element)
@@ -128,6 +132,8 @@ class Sizes:
         demand = self.demand
         # all ranks' statistics are gone before the losses' arithmetic begins
         evaluated = max(BYTES_PER_EVALUATED + BYTES_PER_COLUMN * demand.columns, self.merged_bytes)
+        if self.store == "kept":
+            return evaluated + (4 * self.hidden if self.scratch else 0)  # torch sums hidden's gradient apart
         rows = self.operand_bytes + self.teacher_width * self.element + evaluated
         if self.store == "logits":
             return rows
@@ -176,7 +182,7 @@ class Sizes:
     def own_dhidden(self) -> bool:
         """Whether dhidden's products are ours: where they are faster than BLAS's, or have to be."""
         faster = self.gpu is not None and self.gpu.own_dhidden
-        return self.store != "logits" and (faster or self.skips or self.deterministic)
+        return self.store not in ("logits", "kept") and (faster or self.skips or self.deterministic)
 
     @property
     def own_dweight(self) -> bool:

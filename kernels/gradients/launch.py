@@ -10,6 +10,7 @@ from ..common.operands import ALL_ROWS, PLAIN, Counted, Stored, Strips, Transfor
 from ..common.tiles import FUSED, INTERPRETED, Tile, cdiv, power_of_2, row_block
 from .column_grad import column_grad_kernel
 from .grad_logits import grad_logits_kernel
+from .kept import kept_dhidden_kernel, kept_grad_kernel
 from .level_rows import level_rows_kernel
 from .row_grad import row_grad_kernel
 from .scale import scale_kernel
@@ -209,4 +210,42 @@ def scale(
         cdiv(source.numel(), programs * block), 0 if more is None else cdiv(more.numel(), of_more * block), programs,
         BLOCK=block, EVEN=source.shape[-1] % 16 == 0, MORE_EVEN=more is not None and more.shape[-1] % 16 == 0,
         IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8, **FUSED,
+    )  # fmt: skip
+
+
+def kept_grad(
+    dlogit: torch.Tensor,  # [n] fp32
+    logit: torch.Tensor,  # [n] fp32
+    columns: torch.Tensor,  # [n] int64, -1 for none
+    offsets: torch.Tensor,  # [rows + 1] int64
+    target: torch.Tensor,  # [rows] int64
+    target_logit: torch.Tensor,
+    first: Softmax,
+    second: Softmax,
+    beta: torch.Tensor | None,
+    transform: Transform,
+) -> None:
+    """The gradients of the logits of columns that rows keep; other rows' entries stay as they are."""
+    second = second if second.alpha is not None else NO_SOFTMAX
+    kept_grad_kernel[(len(target),)](
+        dlogit, logit, columns, offsets, target, target_logit, beta, *first[:4], *second[:4], *transform, second.ratio,
+        BLOCK=128, num_warps=1, **FUSED,
+    )  # fmt: skip
+
+
+def kept_dhidden(
+    out: torch.Tensor,  # [rows or more, hidden] contiguous
+    dlogit: torch.Tensor,  # [n] fp32
+    weight: torch.Tensor,  # [vocab, hidden] contiguous
+    columns: torch.Tensor,
+    offsets: torch.Tensor,  # [rows + 1] int64
+    order: torch.Tensor | None,  # [rows] int64, rows of ``out``
+    gain: torch.Tensor | None,  # []
+) -> None:
+    """``out[row] = sum(dlogit * weight[column])`` over a row's columns, where it keeps some."""
+    rows, width = len(offsets) - 1, weight.shape[1]
+    block = min(power_of_2(width), 512)
+    kept_dhidden_kernel[(rows, cdiv(width, block))](
+        out, dlogit, weight, columns, offsets, order, gain, width, *weight.stride(),
+        AT_ONCE=8, BLOCK=block, num_warps=4, **FUSED,
     )  # fmt: skip

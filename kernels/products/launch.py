@@ -125,7 +125,7 @@ def sort_targets(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def add_target_rows(
     dweight: torch.Tensor,  # [vocab, hidden] contiguous
-    hidden: torch.Tensor,  # [tokens, hidden], columns contiguous
+    hidden: torch.Tensor,  # [tokens, hidden], or others with ``rows``; columns contiguous
     target: torch.Tensor,  # [tokens] int64
     target_factor: torch.Tensor,  # [tokens] fp32
     rows: torch.Tensor | None = None,  # [tokens] int64, rows of ``hidden``; None: in its order
@@ -135,7 +135,7 @@ def add_target_rows(
 
     Sorted tokens are dealt with in as few sections as the scratch has room for their sums.
     """
-    tokens, columns = hidden.shape
+    tokens, columns = target.shape[0], hidden.shape[1]
     sorted_target, order = sort_targets(target)
     if rows is not None:
         rows = rows.index_select(0, order)

@@ -9,6 +9,7 @@ from ..common.tiles import FUSED, INTERPRETED, Tile, cdiv, power_of_2, row_block
 from .clean_rows import clean_rows_kernel
 from .columns import dot_columns_kernel, pick_columns_kernel
 from .exp_logits import exp_logits_kernel
+from .kept import kept_logits_kernel, kept_stats_kernel
 from .merge_ranks import merge_ranks_kernel
 from .merge_strips import merge_strips_kernel
 from .pair_stats import pair_stats_kernel
@@ -240,4 +241,44 @@ def merge_ranks(
         start, rest, lse, logprob, target_logit, entropy, weighted_sum, top, argmax, gathered, zero_or_nan, target,
         ranks, numbers, rows, ratio, **places, KNOWN_TARGETS=known_targets, BLOCK=block, SCAN=1024,
         num_warps=4, **FUSED,
+    )  # fmt: skip
+
+
+def kept_logits(
+    logit: torch.Tensor,  # [n] fp32
+    hidden: torch.Tensor,  # [rows, hidden]
+    weight: torch.Tensor,  # [vocab, hidden] contiguous
+    bias: torch.Tensor | None,
+    sources: torch.Tensor,  # [n] int64, rows of hidden
+    rows: torch.Tensor,  # [n] int64, of the scale of rows
+    columns: torch.Tensor,  # [n] int64, -1 for none
+    transform: Transform,
+) -> None:
+    count, width, at_once = len(logit), hidden.shape[1], 8
+    kept_logits_kernel[(cdiv(count, at_once),)](
+        logit, hidden, weight, bias, sources, rows, columns, count, width, *hidden.stride(),
+        *weight.stride(), *transform,
+        AT_ONCE=at_once, BLOCK=min(power_of_2(width), 512), num_warps=4, **FUSED,
+    )  # fmt: skip
+
+
+def kept_stats(
+    lse: torch.Tensor,  # [rows] fp32, as all outputs but argmax
+    start: torch.Tensor,
+    rest: torch.Tensor,
+    logprob: torch.Tensor,
+    target_logit: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    top: torch.Tensor | None,
+    argmax: torch.Tensor | None,  # int32
+    logit: torch.Tensor,  # [n] fp32
+    columns: torch.Tensor,  # [n] int64
+    offsets: torch.Tensor,  # [rows + 1] int64
+    target: torch.Tensor,  # [rows] int64
+    ratio: float | None,
+) -> None:
+    """Of rows that keep columns; the others' stay as they are."""
+    kept_stats_kernel[(len(target),)](
+        lse, start, rest, logprob, target_logit, entropy, top, argmax, logit, columns, offsets, target, ratio,
+        BLOCK=128, num_warps=1, **FUSED,
     )  # fmt: skip

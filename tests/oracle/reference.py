@@ -65,6 +65,18 @@ def linear_cross_entropy(
     return total * 0.0 if normalizer == 0 else total / normalizer
 
 
+def of_kept(x: Tensor, ids: Tensor, target: Tensor) -> Tensor:
+    """Logits [n, V] of the columns ``ids`` [n, K] and of the target, of all where there are none; the others have a
+    probability of 0."""
+    inside = torch.zeros_like(x, dtype=torch.bool)
+    for row, own in enumerate(ids):
+        inside[row, own[own >= 0]] = True
+        inside[row, target[row]] = True
+        if (own < 0).all():
+            inside[row] = True
+    return torch.where(inside, x, -1e30)
+
+
 class Term(NamedTuple):
     """One loss of a sum: a coefficient, the name of a loss in ``chunked_head.losses``, and what is given to it."""
 
@@ -119,6 +131,8 @@ def linear_loss(
     }
     fields["num_segments"] = num_segments
     x = logits(hidden[counts], weight, bias, logit_scale, softcap)
+    if "kept_ids" in fields:
+        x = of_kept(x, fields.pop("kept_ids"), target[counts])
     temperature = fields["temperature"][:, None].to(x.dtype) if isinstance(temperature, Tensor) else temperature
     y = target[counts]
     total, parts = x.sum() * 0.0, {}

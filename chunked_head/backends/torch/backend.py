@@ -16,8 +16,10 @@ from ...core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 from ...parallel.merge import merge_ranks as merge_ranks
 from ...program.plans import Plan, slices
 from ...program.sizes import Store
+from ..kept import KeptColumns, KeptRows
 from ..protocol import Layout, Targets
 from . import tiles as tiles
+from .kept import TorchKeptColumns
 from .session import TorchSession
 from .tiles import clean_rows as clean_rows
 
@@ -104,6 +106,10 @@ class GivenLogits(TorchSession):
         logits.copy_(rows.hidden)
         tiles.transform_(logits, None, head, rows.scale)
         return logits
+
+
+def kept_columns(head: Head, rows: KeptRows, demand: Demand) -> KeptColumns:
+    return TorchKeptColumns(head, rows, demand)
 
 
 def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, pairs: bool) -> None:

@@ -27,9 +27,11 @@ from ...kernels.statistics import launch as statistics
 from ...parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ...program.plans import Plan
 from ...program.sizes import Store
+from ..kept import KeptColumns, KeptRows
 from ..matmul import sums_halves
 from ..protocol import Layout, Targets
 from .grads import GradSession
+from .kept import TritonKeptColumns
 from .logits import GivenLogits, LogitsSession
 from .relative import FastSession, RelativeSession
 from .session import TMA_BYTES
@@ -115,6 +117,10 @@ def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | GradSession |
     if tiled or plan.sizes.store == "logits":
         return LogitsSession(head, plan, tiled)
     return FastSession(head, plan) if plan.sizes.store == "fast" else RelativeSession(head, plan)
+
+
+def kept_columns(head: Head, rows: KeptRows, demand: Demand) -> KeptColumns:
+    return TritonKeptColumns(head, rows, demand)
 
 
 def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...backends import Backend
-from ...core.stats import Coefficients, Demand, RowStats, Teacher
+from ...core.stats import Coefficients, Demand, Kept, RowStats, Teacher
 from ...metrics import Metric, MetricValue
 from ...parallel.tokens import Spread, whole_metrics
 from ...program.demand import Structure
@@ -51,6 +51,7 @@ class Objective:
     teacher: Teacher | None
     class_weights: Tensor | None
     scale: Tensor | None  # [tokens] what a token's logits are multiplied by, None for 1
+    kept: Kept | None  # columns that tokens' softmaxes are over, None where all are over the vocabulary
     one_or_nan: Tensor  # [] nan where an id is out of range: then everything is, rather than something wrong
     dtype: torch.dtype  # of statistics and values
     fp16: bool
@@ -101,7 +102,7 @@ class Objective:
     @property
     def recordable(self) -> bool:
         """Whether a forward pass may be done again from a tape: it does nothing but what the program says."""
-        return self.teacher is None
+        return self.teacher is None and self.kept is None
 
     @property
     def gain_so_far(self) -> Tensor | None:
@@ -259,7 +260,7 @@ class ScalarObjective(Objective):
     @property
     def recordable(self) -> bool:
         parts: list[Any] = [part for part, _ in (*self.structure.summands, *self.structure.metrics)]
-        alone = self.teacher is None and self.spread is None and self.fuse is not None
+        alone = self.teacher is None and self.kept is None and self.spread is None and self.fuse is not None
         return alone and not (self.coupled or self.fp16 or self.segment_metrics) and all(map(is_own, parts))
 
     @property

@@ -1,9 +1,12 @@
 """What an objective is to one rank: its own columns of a vocabulary that ranks may share."""
 
 import functools
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from ...core.stats import Coefficients, Kept, RowStats
 from ...kernels.common.elsewhere import ELSEWHERE
 from ...parallel.shard import Shard
 from ..arithmetic.objective import Objective
@@ -16,11 +19,30 @@ class OwnColumns:
     shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
 
     @functools.cached_property
-    def target(self) -> Tensor:
+    def every_target(self) -> Tensor:
         """[tokens] int64: columns of this rank's, -1 where a token does not count, ``ELSEWHERE`` where it does and its
         column is another rank's."""
         target = self.objective.target
         return target if self.shard is None else self.shard.local_targets(target)
+
+    @functools.cached_property
+    def target(self) -> Tensor:
+        """The same as matmuls take them: -1 too where the softmax is over a set of columns."""
+        kept, target = self.objective.kept, self.every_target
+        return target if kept is None else target.masked_fill(kept.has, -1)
+
+    @functools.cached_property
+    def kept(self) -> Kept | None:
+        """Sets of this rank's columns."""
+        kept = self.objective.kept
+        if kept is None or self.shard is None:
+            return kept
+        return replace(kept, columns=self.shard.local_columns(kept.columns))
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether there may be rows whose logits are a matmul's."""
+        return self.objective.kept is None or not self.objective.kept.everywhere
 
     @functools.cached_property
     def own_target(self) -> Tensor:
@@ -44,3 +66,12 @@ class OwnColumns:
         """Of this rank's columns."""
         weights = self.objective.class_weights
         return weights if weights is None or self.shard is None else weights[self.shard.here].contiguous()
+
+
+def of_others(has: Tensor, stats: RowStats, coefficients: Coefficients) -> tuple[RowStats, Coefficients]:
+    """Statistics and coefficients without the rows that keep columns: probabilities and coefficients of 0."""
+    found = replace(stats, start=stats.start.masked_fill(has, torch.inf), rest=stats.rest.masked_fill(has, 0.0))
+    if stats.start2 is not None and stats.rest2 is not None:
+        second = stats.start2.masked_fill(has, torch.inf), stats.rest2.masked_fill(has, 0.0)
+        found = replace(found, start2=second[0], rest2=second[1])
+    return found, Coefficients(**{name: value.masked_fill(has, 0.0) for name, value in coefficients.named().items()})

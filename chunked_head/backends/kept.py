@@ -1,0 +1,111 @@
+"""Rows whose softmax is over columns that they keep: gathered rows of the weight in the place of matmuls.
+
+Every backend's functions work on entries, one for each column of a row's set (``core.stats.Kept``).
+"""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.stats import Coefficients, Demand, Head, Kept, RowStats
+from .gradients import Gradients
+from .torch.tiles import transform_
+
+
+class KeptRows(NamedTuple):
+    """The rows of a call as they keep columns."""
+
+    kept: Kept
+    target: Tensor  # [tokens] int64, of these columns, -1 where a row does not count
+    scale: Tensor | None  # [tokens] what their logits are multiplied by
+    hidden: Tensor  # [tokens, hidden] as given
+    order: Tensor | None  # [tokens] int64: rows of ``hidden`` and of its gradient; None: as they stand
+    logits: tuple[tuple[slice, Tensor], ...] = ()  # of rows, where they exist already
+
+
+class KeptColumns(ABC):
+    """One call's logits of kept columns [n] fp32 (fp64), and what is made of them; statistics and gradients of rows
+    without a set are left as they are."""
+
+    known_targets = False
+
+    def __init__(self, head: Head, rows: KeptRows, demand: Demand):
+        self.head, self.rows, self.kept, self.demand = head, rows, rows.kept, demand
+        self.wide = torch.promote_types(head.weight.dtype, torch.float32)
+        count, device = len(self.kept.columns), head.weight.device
+        # where an entry's hidden states are, and its gradient
+        self.sources = self.kept.rows if rows.order is None else rows.order[self.kept.rows]
+        self.logits = torch.empty(count, dtype=self.wide, device=device)
+        self.dlogits = torch.zeros(count, dtype=self.wide, device=device)
+        if rows.logits:
+            self.pick_logits()
+        else:
+            self.make_logits()
+
+    def among(self, at: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Which entries [n] are of rows ``at``; their rows there and their columns, 0 for the others."""
+        rows, columns = self.kept.rows, self.kept.columns
+        here = (rows >= at.start) & (rows < at.stop) & (columns >= 0)
+        return here, torch.where(here, rows - at.start, 0), torch.where(here, columns, 0)
+
+    def pick_logits(self) -> None:
+        """Out of logits that exist."""
+        self.logits.fill_(-torch.inf)
+        for at, view in self.rows.logits:
+            here, rows, columns = self.among(at)
+            self.logits.copy_(torch.where(here, view[rows, columns].to(self.wide), self.logits))
+        scale = None if self.rows.scale is None else self.rows.scale[self.kept.rows]
+        transform_(self.logits.unsqueeze(1), None, self.head, scale)
+        self.logits.masked_fill_(self.kept.columns < 0, -torch.inf)
+
+    def add_to(self, at: slice, out: Tensor) -> None:
+        """The entries' gradients, into the gradient of logits ``at``, where it is 0."""
+        here, rows, columns = self.among(at)
+        values = torch.where(here, self.dlogits, 0.0).to(out.dtype)
+        out.index_put_((rows, columns), values, accumulate=True)
+
+    @abstractmethod
+    def make_logits(self) -> None:
+        """The entries' logits."""
+
+    @abstractmethod
+    def stats(self, at: slice, out: RowStats) -> None:
+        """Statistics of rows ``at`` of the call, of these columns alone."""
+
+    @abstractmethod
+    def differentiate(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
+        """The entries' gradients for rows ``at``."""
+
+    @abstractmethod
+    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
+        """Hidden states' gradients of rows ``at`` into ``out``: those rows, or with ``rows.order`` all of them."""
+
+    @abstractmethod
+    def add_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor) -> None:
+        """``out[column] += dlogits * hidden[row]`` for all entries."""
+
+    def add_gradients(
+        self,
+        at: slice,
+        stats: RowStats,
+        coefficients: Coefficients,
+        grads: Gradients,
+        weight_gain: Tensor | None = None,
+        hidden_gain: Tensor | None = None,
+    ) -> None:
+        """Gradients of rows ``at``, from their statistics; the weight's wait for ``finish``."""
+        self.differentiate(at, stats, coefficients)
+        self.weight_gain = weight_gain
+        if grads.hidden is not None:
+            self.put_dhidden(at, grads.hidden_rows(at, self.rows.order), hidden_gain)
+
+    def finish(self, grads: Gradients) -> None:
+        """The weight's and the bias's gradients, of all rows."""
+        dlogits = self.dlogits if self.weight_gain is None else self.dlogits * self.weight_gain
+        if grads.weight is not None:
+            self.add_dweight(grads.weight, self.rows.hidden, dlogits)
+        if grads.bias is not None:
+            ones = torch.ones(len(self.rows.hidden), 1, dtype=self.wide, device=dlogits.device)
+            self.add_dweight(grads.bias.unsqueeze(1), ones, dlogits)

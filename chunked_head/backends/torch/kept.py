@@ -1,0 +1,118 @@
+"""Rows that keep columns, in torch operations."""
+
+import torch
+from torch import Tensor
+
+from ...core.stats import Coefficients, RowStats
+from ...program.plans import slices
+from ..kept import KeptColumns
+from . import tiles
+
+GATHERED = 1 << 22  # elements of gathered rows at a time
+
+
+class TorchKeptColumns(KeptColumns):
+    def blocks(self) -> list[slice]:
+        """Entries whose gathered rows are some mebibytes."""
+        return list(slices(len(self.kept.columns), max(1, GATHERED // max(1, self.head.weight.shape[1]))))
+
+    def make_logits(self) -> None:
+        head, columns = self.head, self.kept.columns
+        there = columns >= 0
+        for at in self.blocks():
+            h = self.rows.hidden[self.sources[at]].to(head.weight.dtype).to(self.wide)
+            w = head.weight[columns[at].clamp(min=0)].to(self.wide)
+            self.logits[at] = (h * w).sum(1)
+        if head.bias is not None:
+            self.logits += head.bias[columns.clamp(min=0)].to(self.wide)
+        scale = None if self.rows.scale is None else self.rows.scale[self.kept.rows]
+        tiles.transform_(self.logits.unsqueeze(1), None, head, scale)
+        self.logits.masked_fill_(~there, -torch.inf)
+
+    def place(self, at: slice) -> Tensor:
+        """[n] the row of each entry within ``at``, one behind for those of others and for none."""
+        here, rows, _ = self.among(at)
+        return torch.where(here, rows, at.stop - at.start)
+
+    def stats(self, at: slice, out: RowStats) -> None:
+        place, count = self.place(at), at.stop - at.start
+        has = self.kept.has[at]
+        is_target = self.kept.columns == self.rows.target[self.kept.rows]
+
+        def summed(values: Tensor) -> Tensor:
+            return values.new_zeros(count + 1).index_add_(0, place, values)[:count]
+
+        def put(name: str, value: Tensor) -> None:
+            into = getattr(out, name)
+            into.copy_(torch.where(has, value.to(into.dtype), into))
+
+        x = self.logits
+        target_logit = summed(torch.where(is_target, x, 0.0))
+        put("target_logit", target_logit)
+        for suffix, view in zip(("", "2"), self.demand.views, strict=False):
+            self.softmax_stats(x * view.ratio, target_logit * view.ratio, place, suffix, view, out, put, summed)
+        if out.top is not None:
+            top = x.new_full((count + 1,), -torch.inf).scatter_reduce_(0, place, x, "amax")
+            first = torch.where(x == top[place], self.kept.columns, torch.iinfo(torch.int64).max)
+            ids = torch.full_like(top, torch.iinfo(torch.int64).max, dtype=torch.int64)
+            ids = ids.scatter_reduce_(0, place, first, "amin")[:count]
+            put("top", top[:count])
+            put("argmax", torch.where(ids == torch.iinfo(torch.int64).max, 0, ids))
+
+    def softmax_stats(self, x, target_logit, place, suffix, view, out, put, summed) -> None:
+        count = len(target_logit)
+        top = x.new_full((count + 1,), -torch.inf).scatter_reduce_(0, place, x, "amax")
+        z = x - torch.where(top == -torch.inf, 0.0, top)[place]
+        e = z.exp()
+        total, top = summed(e), top[:count]
+        log_sum = total.log()
+        put("lse" + suffix, top + log_sum)
+        put("start" + suffix, top)
+        put("rest" + suffix, -log_sum)
+        put("logprob" + suffix, (target_logit - top) - log_sum)
+        if getattr(out, "entropy" + suffix) is not None:
+            put("entropy" + suffix, log_sum - summed(torch.where(e > 0, e * z, 0.0)) / total)
+
+    def differentiate(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
+        place = self.place(at)
+        inside, c = place < at.stop - at.start, coefficients
+        row = place.clamp(max=max(0, at.stop - at.start - 1))
+        grad = torch.zeros_like(self.logits)
+        views = ((stats.start, stats.rest, c.alpha, c.eta), (stats.start2, stats.rest2, c.alpha2, c.eta2))
+        for view, (start, rest, alpha, eta) in zip(self.demand.views, views, strict=False):
+            if alpha is None or start is None or rest is None:
+                continue
+            log_p = (self.logits * view.ratio - start[row]) + rest[row]
+            p = log_p.exp()
+            factor = alpha[row] if eta is None else alpha[row] + eta[row] * log_p
+            grad += torch.where(p > 0, p * factor, 0.0)
+        if c.beta is not None:
+            is_target = self.kept.columns == self.rows.target[self.kept.rows]
+            grad -= torch.where(is_target, c.beta[row], 0.0)
+        scale = None if self.rows.scale is None else self.rows.scale[self.kept.rows]
+        grad = grad * tiles.slope(self.logits, self.head, scale)
+        self.dlogits.copy_(torch.where(inside, grad, self.dlogits))
+
+    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
+        place, count = self.place(at), at.stop - at.start
+        made = torch.zeros(count + 1, out.shape[1], dtype=self.wide, device=out.device)
+        for part in self.blocks():
+            w = self.head.weight[self.kept.columns[part].clamp(min=0)].to(self.wide)
+            made.index_add_(0, place[part], w * self.dlogits[part].unsqueeze(1))
+        made = made[:count] if gain is None else made[:count] * gain
+        order = None if self.rows.order is None else self.rows.order[at]
+        into = out if order is None else out[order]
+        into = torch.where(self.kept.has[at].unsqueeze(1), made.to(out.dtype), into)
+        if order is None:
+            out.copy_(into)
+        else:
+            out[order] = into
+
+    def add_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor) -> None:
+        there = self.kept.columns >= 0
+        columns, inverse = torch.unique(torch.where(there, self.kept.columns, 0), return_inverse=True)
+        made = torch.zeros(len(columns), hidden.shape[1], dtype=self.wide, device=out.device)
+        for at in self.blocks():
+            h = hidden[self.sources[at]].to(self.head.weight.dtype).to(self.wide)
+            made.index_add_(0, inverse[at], torch.where(there[at].unsqueeze(1), h * dlogits[at].unsqueeze(1), 0.0))
+        out[columns] = (out[columns].to(self.wide) + made).to(out.dtype)

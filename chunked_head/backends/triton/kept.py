@@ -1,0 +1,54 @@
+"""Rows that keep columns, in Triton kernels."""
+
+from torch import Tensor
+
+from ...core.stats import Coefficients, RowStats
+from ...kernels.gradients import launch as gradients
+from ...kernels.gradients.launch import NO_SOFTMAX, Softmax
+from ...kernels.products import launch as products
+from ...kernels.statistics import launch as statistics
+from ..kept import KeptColumns
+from .session import ratio_of, transform
+
+
+class TritonKeptColumns(KeptColumns):
+    def make_logits(self) -> None:
+        head, kept = self.head, self.kept
+        statistics.kept_logits(
+            self.logits, self.rows.hidden, head.weight, head.bias, self.sources, kept.rows, kept.columns,
+            transform(head, self.rows.scale),
+        )  # fmt: skip
+
+    def of(self, at: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """The entries' columns, where rows ``at`` have theirs among them, and those rows' targets."""
+        return self.kept.columns, self.kept.offsets[at.start : at.stop + 1], self.rows.target[at]
+
+    def stats(self, at: slice, out: RowStats) -> None:
+        statistics.kept_stats(
+            out.lse, out.start, out.rest, out.logprob, out.target_logit, out.entropy, out.top, out.argmax,
+            self.logits, *self.of(at), None,
+        )  # fmt: skip
+        if out.lse2 is not None and out.start2 is not None and out.rest2 is not None and out.logprob2 is not None:
+            statistics.kept_stats(
+                out.lse2, out.start2, out.rest2, out.logprob2, None, out.entropy2, None, None,
+                self.logits, *self.of(at), ratio_of(self.demand.views[1].ratio),
+            )  # fmt: skip
+
+    def differentiate(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
+        c, second = coefficients, NO_SOFTMAX
+        if len(self.demand.views) > 1:
+            second = Softmax(stats.start2, stats.rest2, c.alpha2, c.eta2, ratio_of(self.demand.views[1].ratio))
+        scale = None if self.rows.scale is None else self.rows.scale[at]
+        gradients.kept_grad(
+            self.dlogits, self.logits, *self.of(at), stats.target_logit,
+            Softmax(stats.start, stats.rest, c.alpha, c.eta), second, c.beta, transform(self.head, scale),
+        )  # fmt: skip
+
+    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
+        columns, offsets, _ = self.of(at)
+        order = None if self.rows.order is None else self.rows.order[at]
+        gradients.kept_dhidden(out, self.dlogits, self.head.weight, columns, offsets, order, gain)
+
+    def add_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor) -> None:
+        rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+        products.add_target_rows(out, rows, self.kept.columns, dlogits, self.sources)

@@ -1,0 +1,112 @@
+"""Rows whose softmax is over columns that they keep: the gradients of their logits, and hidden states' of those."""
+
+import triton.language as tl
+
+from ..common.kernel import kernel
+from .identity import logits_gradient
+
+
+@kernel
+def kept_grad_kernel(
+    # outputs
+    dlogit_ptr,  # [n] fp32, of raw logits
+    # inputs
+    logit_ptr,  # [n] fp32
+    column_ptr,  # [n] int64, -1 for none
+    offset_ptr,  # [rows + 1] int64: where a row's entries begin
+    target_ptr,  # [rows] int64
+    target_logit_ptr,  # [rows] fp32, like all that follow
+    beta_ptr,  # or None
+    start_ptr,  # log p = (x - start) + rest
+    rest_ptr,
+    alpha_ptr,  # or None, with eta
+    eta_ptr,  # or None
+    start2_ptr,  # at the second temperature, or None with all that follow
+    rest2_ptr,
+    alpha2_ptr,
+    eta2_ptr,  # or None
+    # scalars
+    logit_scale,
+    softcap,
+    row_scale_ptr,  # [rows] fp32 or None
+    ratio2,
+    BLOCK: tl.constexpr,
+):
+    """The identity, for the columns of each row that are there."""
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(offset_ptr + row), tl.load(offset_ptr + row + 1)
+    target = tl.load(target_ptr + row)
+    beta = None
+    alpha = None
+    eta = None
+    start2 = None
+    rest2 = None
+    alpha2 = None
+    eta2 = None
+    row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = tl.load(row_scale_ptr + row)
+    if beta_ptr is not None:
+        beta = tl.load(beta_ptr + row)
+    if alpha_ptr is not None:
+        alpha = tl.load(alpha_ptr + row)
+        if eta_ptr is not None:
+            eta = tl.load(eta_ptr + row)
+    if alpha2_ptr is not None:
+        start2, rest2 = tl.load(start2_ptr + row), tl.load(rest2_ptr + row)
+        alpha2 = tl.load(alpha2_ptr + row)
+        if eta2_ptr is not None:
+            eta2 = tl.load(eta2_ptr + row)
+    target_logit = tl.load(target_logit_ptr + row)
+    start, rest = tl.load(start_ptr + row), tl.load(rest_ptr + row)
+    for first in range(begin, end, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        column = tl.load(column_ptr + entry, mask=entry < end, other=-1)
+        here = column >= 0
+        x = tl.load(logit_ptr + entry, mask=here, other=0.0)
+        grad = logits_gradient(
+            x, here & (column == target), column, None, None, None, target_logit, beta, None, start, rest, alpha, eta,
+            start2, rest2, alpha2, eta2, None, None, None, None, logit_scale, softcap, row_scale, ratio2, None,
+            False, 0.0, 0.0, 0.0, False,
+        )  # fmt: skip
+        tl.store(dlogit_ptr + entry, tl.where(here, grad, 0.0), mask=entry < end)
+
+
+@kernel
+def kept_dhidden_kernel(
+    # outputs
+    dhidden_ptr,  # [rows or more, hidden], of rows that keep columns alone
+    # inputs
+    dlogit_ptr,  # [n] fp32
+    weight_ptr,  # [vocab, hidden]
+    column_ptr,  # [n] int64, -1 for none
+    offset_ptr,  # [rows + 1] int64: where a row's entries begin
+    order_ptr,  # [rows] int64: rows of dhidden; None: as they stand
+    gain_ptr,  # [] or None for 1
+    # sizes
+    hidden,
+    weight_row_stride,
+    weight_column_stride,
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(offset_ptr + row), tl.load(offset_ptr + row + 1)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < tl.where(end > begin, hidden, 0)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(begin, end, AT_ONCE):
+        entry = first + tl.arange(0, AT_ONCE)
+        column = tl.load(column_ptr + entry, mask=entry < end, other=-1)
+        g = tl.load(dlogit_ptr + entry, mask=column >= 0, other=0.0)
+        mask = (column >= 0)[:, None] & inside[None, :]
+        at = weight_ptr + column[:, None] * weight_row_stride + offs.to(tl.int64)[None, :] * weight_column_stride
+        w = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(w * g[:, None], 0)
+    if gain_ptr is not None:
+        total = total * tl.load(gain_ptr)
+    out = row
+    if order_ptr is not None:
+        out = tl.load(order_ptr + row)
+    at = dhidden_ptr + out * hidden + offs
+    tl.store(at, total.to(dhidden_ptr.dtype.element_ty), mask=inside)

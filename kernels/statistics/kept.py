@@ -1,0 +1,130 @@
+"""Rows whose softmax is over columns that they keep: their logits one by one, and statistics of those."""
+
+import triton.language as tl
+
+from ..common.kernel import kernel
+from ..common.transform import ln_2, log2_e, transform_logits
+
+
+@kernel
+def kept_logits_kernel(
+    # outputs
+    logit_ptr,  # [n] fp32, -inf where an entry is none
+    # inputs
+    hidden_ptr,  # [rows, hidden]
+    weight_ptr,  # [vocab, hidden]
+    bias_ptr,  # [vocab] or None
+    source_ptr,  # [n] int64, rows of hidden
+    row_ptr,  # [n] int64, of row_scale
+    column_ptr,  # [n] int64, -1 for none
+    # sizes
+    count,
+    hidden,
+    row_stride,
+    column_stride,
+    weight_row_stride,
+    weight_column_stride,
+    # scalars
+    logit_scale,
+    softcap,
+    row_scale_ptr,  # [rows] fp32 or None
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gathered rows of the weight times gathered rows of hidden states, in fp32."""
+    entry = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    column = tl.load(column_ptr + entry, mask=entry < count, other=-1)
+    here = column >= 0
+    source = tl.load(source_ptr + entry, mask=here, other=0)
+    lanes = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
+    for start in range(0, hidden, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        mask = here[:, None] & (offs < hidden)[None, :]
+        at = hidden_ptr + source[:, None] * row_stride + offs.to(tl.int64)[None, :] * column_stride
+        h = tl.load(at, mask=mask, other=0.0).to(weight_ptr.dtype.element_ty).to(tl.float32)
+        at = weight_ptr + column[:, None] * weight_row_stride + offs.to(tl.int64)[None, :] * weight_column_stride
+        w = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        lanes += h * w
+    x = tl.sum(lanes, 1)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)
+    row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = tl.load(row_scale_ptr + tl.load(row_ptr + entry, mask=here, other=0), mask=here, other=1.0)
+    x = transform_logits(x, logit_scale, softcap, row_scale)
+    tl.store(logit_ptr + entry, tl.where(here, x, float("-inf")), mask=entry < count)
+
+
+@kernel
+def kept_stats_kernel(
+    # outputs, of rows that keep columns alone
+    lse_ptr,  # [rows] fp32, as all but argmax
+    start_ptr,  # log p = (x - start) + rest
+    rest_ptr,
+    logprob_ptr,
+    target_logit_ptr,  # 0 where the target is elsewhere; None where another launch writes it
+    entropy_ptr,  # or None
+    top_ptr,  # or None
+    argmax_ptr,  # [rows] int32 or None: the first column that has the largest logit
+    # inputs
+    logit_ptr,  # [n] fp32
+    column_ptr,  # [n] int64, rising within a row, -1 for none
+    offset_ptr,  # [rows + 1] int64: where a row's entries begin
+    target_ptr,  # [rows] int64
+    # scalars
+    ratio,  # of the temperature to that of the logits, inverse; float or None for 1
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(offset_ptr + row), tl.load(offset_ptr + row + 1)
+    target = tl.load(target_ptr + row)
+    lane_max = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    lane_sum = tl.zeros((BLOCK,), dtype=tl.float32)
+    lane_shifted = tl.zeros((BLOCK,), dtype=tl.float32)
+    lane_target = tl.zeros((BLOCK,), dtype=tl.float32)
+    lane_argmax = tl.full((BLOCK,), 2147483647, dtype=tl.int32)
+    for first in range(begin, end, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        column = tl.load(column_ptr + entry, mask=entry < end, other=-1)
+        here = column >= 0
+        x = tl.load(logit_ptr + entry, mask=here, other=float("-inf"))
+        lane_target += tl.where(here & (column == target), x, 0.0)
+        if argmax_ptr is not None:
+            lane_argmax = tl.where(x > lane_max, column.to(tl.int32), lane_argmax)
+        if ratio is not None:
+            x = x * ratio
+        new_max = tl.maximum(lane_max, x)
+        offset = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2((lane_max - offset) * log2_e)
+        z = x - offset
+        e = tl.exp2(z * log2_e)
+        if entropy_ptr is not None:
+            moved = tl.where(lane_max == float("-inf"), 0.0, lane_max - offset)
+            lane_shifted = rescale * (lane_shifted + lane_sum * moved) + tl.where(e > 0.0, e * z, 0.0)
+        lane_sum = lane_sum * rescale + e
+        lane_max = new_max
+    row_max = tl.max(lane_max, 0)
+    offset = tl.where(row_max == float("-inf"), 0.0, row_max)
+    distance = lane_max - offset
+    weight = tl.exp2(distance * log2_e)
+    row_sum = tl.sum(lane_sum * weight, 0)
+    log_sum = tl.log2(row_sum) * ln_2
+    target_logit = tl.sum(lane_target, 0)
+    # a branch would be on what is loaded
+    one = row + tl.arange(0, 1)
+    mine = one < tl.where(end > begin, row + 1, row)
+    if target_logit_ptr is not None:
+        tl.store(target_logit_ptr + one, target_logit, mask=mine)
+    tl.store(lse_ptr + one, row_max + log_sum, mask=mine)
+    tl.store(start_ptr + one, row_max, mask=mine)
+    tl.store(rest_ptr + one, -log_sum, mask=mine)
+    if ratio is not None:
+        target_logit = target_logit * ratio
+    tl.store(logprob_ptr + one, (target_logit - row_max) - log_sum, mask=mine)
+    if entropy_ptr is not None:
+        shifted = tl.sum(tl.where(weight > 0.0, weight * (lane_shifted + lane_sum * distance), 0.0), 0)
+        tl.store(entropy_ptr + one, log_sum - shifted / row_sum, mask=mine)
+    if argmax_ptr is not None:
+        argmax = tl.min(tl.where(lane_max == row_max, lane_argmax, 2147483647), 0)
+        tl.store(top_ptr + one, row_max, mask=mine)
+        tl.store(argmax_ptr + one, tl.where(argmax == 2147483647, 0, argmax), mask=mine)

@@ -1,0 +1,241 @@
+"""Sets of ids that tokens keep, beside the list of losses: ways to give them, what is not done, sampling replayed."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budget import assert_within_budget
+from cases import PLACES, Place
+from loss_cases import kept_ids_of
+from oracle.reference import of_kept
+from test_deterministic import OURS
+from torch import Tensor
+
+from chunked_head import linear_logprobs, linear_loss, logits_logprobs, losses, metrics
+
+TOKENS, HIDDEN, VOCAB = 41, 32, 211
+POLICY = losses.grpo() - 0.1 * losses.entropy()
+
+
+def operands(dtype: torch.dtype, device: str, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+    made = torch.Generator().manual_seed(4)
+    hidden, weight = torch.randn(tokens, HIDDEN, generator=made), torch.randn(VOCAB, HIDDEN, generator=made)
+    target = torch.randint(0, VOCAB, (tokens,), generator=made)
+    target[torch.rand(tokens, generator=made) < 0.2] = -100
+    weight = weight * 2.0 / HIDDEN**0.5
+    return hidden.to(device, dtype).requires_grad_(), weight.to(device, dtype).requires_grad_(), target.to(device)
+
+
+def sets(device: str, empty: float = 0.3, most: int = 9, tokens: int = TOKENS) -> Tensor:
+    return kept_ids_of(torch.Generator().manual_seed(5), tokens, VOCAB, most, empty).to(device)
+
+
+def fields(device: str) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(6)
+    both = {"old_logprobs": -3 * torch.rand(TOKENS, generator=made), "advantages": torch.randn(TOKENS, generator=made)}
+    return {name: value.to(device) for name, value in both.items()}
+
+
+def rows_of(ids: Tensor) -> dict[str, Tensor]:
+    """The same as ids [n] with offsets."""
+    offsets = F.pad((ids >= 0).sum(-1).flatten().cumsum(0), (1, 0))
+    return {"kept_ids": ids[ids >= 0], "kept_offsets": offsets}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("most", [1, 9, 300])
+def test_logprobs(place: Place, dtype: torch.dtype, most: int) -> None:
+    """Values and gradients of what comes late, for sets of one id, of some, and of more than a block of the kernels."""
+    hidden, weight, target = operands(dtype, place.device)
+    ids = sets(place.device, most=most)
+    upstream = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(1)).to(place.device)
+
+    def plain(h: Tensor, w: Tensor) -> list[Tensor]:
+        x = of_kept((h @ w.t()).to(torch.promote_types(h.dtype, torch.float32)), ids, target.clamp(min=0))
+        logs, counts = x.log_softmax(-1), target != -100
+        own = logs.gather(1, target.clamp(min=0)[:, None])[:, 0]
+        values = own, -(logs.exp() * logs).sum(-1), x.logsumexp(-1)
+        return [torch.where(counts, value, 0.0) for value in values]
+
+    def run(call: Any, kind: torch.dtype) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        leaves = [t.detach().to(kind).requires_grad_() for t in (hidden, weight)]
+        values = call(*leaves)
+        total = sum((u.to(v.dtype) * v).sum() for u, v in zip(upstream, values, strict=True))
+        return [v.detach() for v in values], torch.autograd.grad(total, leaves)
+
+    def ours(h: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        found = linear_logprobs(
+            h, w, target, entropy=True, lse=True, argmax=True, backend=place.backend, **rows_of(ids), chunk_tokens=16
+        )
+        x = of_kept((h @ w.t()).float(), ids, target.clamp(min=0))
+        assert torch.equal(found.argmax, torch.where(target != -100, x.argmax(-1), 0))
+        return found[:3]
+
+    (mine, grads), (eager, rough), (exact, truth) = run(ours, dtype), run(plain, dtype), run(plain, torch.float64)
+    for a, b, c in zip(mine, eager, exact, strict=True):
+        assert_within_budget(a, b, c, torch.float32, "values")
+    for a, b, c in zip(grads, rough, truth, strict=True):
+        assert_within_budget(a, b, c, dtype, "gradients")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ways_to_give_them(place: Place) -> None:
+    """Offsets, or ids beside tokens; moved with the target by ``shift``; a loss sees the same log-probabilities."""
+    hidden, weight, target = operands(torch.float32, place.device)
+    ids, shape = sets(place.device), (1, TOKENS)
+    given = hidden.view(*shape, -1), weight, target.view(shape)
+    common: dict[str, Any] = {"shift": 1, "backend": place.backend}
+    padded = linear_logprobs(*given, kept_ids=ids.view(*shape, -1), **common)
+    assert torch.equal(padded, linear_logprobs(*given, **rows_of(ids), **common))
+    shifted = linear_logprobs(hidden[:-1], weight, target[1:], kept_ids=ids[1:], backend=place.backend)
+    torch.testing.assert_close(padded[0, 1:], shifted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(padded, linear_logprobs(*given, kept_ids=ids.int().view(*shape, -1), **common))
+    batch = {"old_logprobs": padded.detach(), "advantages": fields(place.device)["advantages"].view(shape)}
+    for skip in (False, "wait"):
+        out = linear_loss(
+            *given, losses.grpo(), batch=batch | rows_of(ids), metrics=[metrics.ratio(reduce="max")], skip_ignored=skip,
+            **common,
+        )  # fmt: skip
+        assert abs(float(out.metrics["ratio_max"].value) - 1.0) <= 1e-5
+    x = F.linear(hidden, weight).view(*shape, -1)
+    of_logits = logits_logprobs(x, given[2], kept_ids=ids.view(*shape, -1), **common)
+    torch.testing.assert_close(of_logits, padded, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", OURS)
+@pytest.mark.parametrize("empty", [0.0, 0.3])
+def test_rows_that_matmuls_skip(place: Place, empty: float) -> None:
+    """Where matmuls stop at a number on the device, rows with a set are none of theirs."""
+    hidden, weight, target = operands(torch.bfloat16, place.device)
+    batch = fields(place.device) | {"kept_ids": sets(place.device, empty)}
+    found = []
+    for options in ({}, {"skip_ignored": True}, {"skip_ignored": "wait"}):
+        out = linear_loss(hidden, weight, target, POLICY, batch=batch, backend="triton", chunk_tokens=16, **options)
+        found.append((out.loss.detach(), *torch.autograd.grad(out.loss, (hidden, weight))))
+    for other in found[1:]:
+        for ours, theirs in zip(other, found[0], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("late", [False, True])
+def test_nothing_is_done_over_the_vocabulary(place: Place, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every token keeps a set; and what no set names of a caller's buffer stays as it is."""
+    hidden, weight, target = operands(torch.float32, place.device)
+    ids = sets(place.device, empty=0.0)
+    promise = {"kept_everywhere": True, "backend": place.backend}
+    buffer = torch.full((VOCAB, HIDDEN), 0.1, device=place.device)
+    batch = fields(place.device) | {"kept_ids": ids}
+
+    def step(**options: Any) -> tuple[Tensor, ...]:
+        if late:
+            value = (linear_logprobs(hidden, weight, target, kept_ids=ids, **options) * batch["advantages"]).sum()
+        else:
+            value = linear_loss(hidden, weight, target, POLICY, batch=batch, **options).loss
+        leaves = (hidden,) if "accumulate_into" in options else (hidden, weight)
+        return torch.autograd.grad(value, leaves)
+
+    usual = step(**promise)
+    from chunked_head.backends import resolve
+
+    def refuse(*given: Any, **more: Any) -> None:
+        raise AssertionError("logits of the whole vocabulary")
+
+    backend = resolve(place.backend, torch.device(place.device))
+    monkeypatch.setattr(backend, "session", refuse)
+    again = step(**promise)
+    assert all(map(torch.equal, again, usual))
+    named = torch.zeros(VOCAB, dtype=torch.bool, device=place.device)
+    counts = target >= 0
+    named[ids[counts][ids[counts] >= 0]] = True
+    named[target[counts]] = True
+    assert not usual[1][~named].any() and usual[1][named].any()
+    step(**promise, accumulate_into=buffer)
+    assert (buffer[~named] == 0.1).all()
+    torch.testing.assert_close(buffer - 0.1, usual[1], rtol=1e-4, atol=1e-6)
+
+
+def test_no_id_is_serial() -> None:
+    """One id in every set is summed as any other."""
+    hidden, weight, target = operands(torch.float32, "cpu", 400)
+    ids = sets("cpu", empty=0.0, tokens=400)
+    ids[:, 0] = 7
+    value = linear_logprobs(hidden, weight, target, kept_ids=ids).sum()
+    grads = torch.autograd.grad(value, (hidden, weight))
+    x = of_kept((hidden.double() @ weight.double().t()), ids, target.clamp(min=0))
+    own = x.log_softmax(-1).gather(1, target.clamp(min=0)[:, None])[:, 0]
+    truth = torch.autograd.grad(torch.where(target >= 0, own, 0.0).sum(), (hidden, weight))
+    for ours, theirs in zip(grads, truth, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+IDS = torch.zeros(4, 6, 3, dtype=torch.int64)
+FLAT, OFFSETS = torch.arange(24), torch.arange(25)
+
+
+@pytest.mark.parametrize(
+    ("batch", "more", "error", "message"),
+    [
+        ({"kept_offsets": OFFSETS}, {}, ValueError, "goes with batch\\['kept_ids'\\], which is missing"),
+        ({"kept_ids": IDS[0]}, {}, ValueError, r"must have the target's shape \(4, 6\) and one more dimension"),
+        ({"kept_ids": FLAT, "kept_offsets": OFFSETS[:-1]}, {}, ValueError, r"kept_offsets'\] \[25\], one more than"),
+        ({"kept_ids": FLAT, "kept_offsets": OFFSETS.int()}, {}, TypeError, "kept_offsets.* must be int64"),
+        ({"kept_ids": FLAT, "kept_offsets": OFFSETS * 2}, {}, ValueError, "must rise from 0 to 24"),
+        ({"kept_ids": IDS.float()}, {}, TypeError, "kept_ids.* must be int64 or int32"),
+        ({"kept_ids": IDS + 100}, {}, IndexError, r"kept_ids'\] must be in \[0, 10\)"),
+        ({"kept_ids": IDS - 1}, {"kept_everywhere": True}, ValueError, "kept_everywhere=True, and 24 tokens"),
+        ({"kept_ids": IDS}, {"loss": losses.cross_entropy(label_smoothing=0.1)}, ValueError, "go with the mean"),
+        ({"kept_ids": IDS}, {"metrics": [metrics.mean_logit()]}, ValueError, "does not go with the mean logit"),
+        ({"kept_ids": IDS}, {"target": None, "loss": losses.entropy()}, ValueError, "sets that targets belong to"),
+        ({"kept_ids": IDS}, {"kept_everywhere": 1}, TypeError, "kept_everywhere"),
+    ],
+)  # fmt: skip
+def test_errors(batch: dict[str, Tensor], more: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = {"target": torch.zeros(4, 6, dtype=torch.int64), "loss": losses.cross_entropy()} | more
+    with pytest.raises(error, match=message):
+        linear_loss(
+            torch.randn(4, 6, 8), torch.randn(10, 8), given.pop("target"), given.pop("loss"), batch=batch, **given
+        )
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_sampling_replayed(place: Place) -> None:
+    """Tokens drawn with top-p by transformers, their sets given back: the trainer's log-probabilities are the
+    sampler's, which those of the whole vocabulary miss by the mass that was left out."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).to(place.device)
+    torch.nn.init.normal_(model.lm_head.weight, std=0.6)
+    processors = transformers.LogitsProcessorList([transformers.TopPLogitsWarper(0.8)])
+    tokens = torch.randint(0, 97, (2, 1), device=place.device)
+    kept, old = [], []
+    with torch.no_grad():
+        for _ in range(12):
+            scores = processors(tokens, model(tokens).logits[:, -1].float())
+            drawn = torch.multinomial(scores.softmax(-1), 1)
+            kept.append([row.isfinite().nonzero()[:, 0] for row in scores])
+            old.append(scores.log_softmax(-1).gather(1, drawn))
+            tokens = torch.cat([tokens, drawn], 1)
+        hidden = model.model(tokens).last_hidden_state
+    each = [[torch.zeros(0, dtype=torch.int64, device=place.device)] + [step[row] for step in kept] for row in (0, 1)]
+    lengths = [len(ids) for row in each for ids in row]
+    batch = {
+        "kept_ids": torch.cat([ids for row in each for ids in row]),
+        "kept_offsets": torch.tensor([0, *lengths], device=place.device).cumsum(0),
+        "old_logprobs": F.pad(torch.cat(old, 1), (1, 0)), "advantages": torch.ones_like(tokens, dtype=torch.float32),
+    }  # fmt: skip
+    asked = [metrics.ratio(reduce="max"), metrics.ratio(reduce="min")]
+    head = hidden, model.lm_head.weight, tokens, losses.grpo()
+    whole = {name: value for name, value in batch.items() if not name.startswith("kept")}
+    for fields, error in ((batch, 0.0), (whole, None)):
+        out = linear_loss(*head, batch=fields, metrics=asked, shift=1, backend=place.backend)
+        ratios = [float(out.metrics[name].value) for name in ("ratio_max", "ratio_min")]
+        if error is None:
+            assert ratios[1] < 0.9 and ratios[0] < 1.0, "the surviving mass"
+        else:
+            assert max(abs(ratio - 1.0) for ratio in ratios) <= 1e-5, ratios
