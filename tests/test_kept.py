@@ -157,6 +157,31 @@ def test_nothing_is_done_over_the_vocabulary(place: Place, late: bool, monkeypat
     torch.testing.assert_close(buffer - 0.1, usual[1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_teachers_ids_alone(place: Place, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A divergence over K ids needs the logits of these; a metric beside it those of the vocabulary."""
+    hidden, weight, _ = operands(torch.float32, place.device)
+    top = torch.randn(TOKENS, VOCAB, generator=torch.Generator().manual_seed(3)).to(place.device).topk(5)
+    batch = {"teacher_ids": top.indices, "teacher_logprobs": top.values}
+    loss = losses.topk_kl("reverse", normalize="topk")
+    asked = [metrics.entropy()] if beside else []
+    made = []
+    from chunked_head.backends import resolve
+
+    backend = resolve(place.backend, torch.device(place.device))
+    usual = backend.session
+    monkeypatch.setattr(backend, "session", lambda *given, **more: made.append(usual(*given, **more)) or made[-1])
+    out = linear_loss(hidden, weight, None, loss, batch=batch, metrics=asked, backend=place.backend)
+    assert bool(made) == beside and (out.plan.sizes.store == "kept") != beside
+    grads = torch.autograd.grad(out.loss, (hidden, weight))
+    p = (hidden @ weight.t()).gather(1, top.indices).log_softmax(-1)
+    truth = (p.exp() * (p - top.values.log_softmax(-1))).sum(-1).mean()
+    torch.testing.assert_close(out.loss, truth, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(grads, torch.autograd.grad(truth, (hidden, weight)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
 def test_no_id_is_serial() -> None:
     """One id in every set is summed as any other."""
     hidden, weight, target = operands(torch.float32, "cpu", 400)

@@ -42,7 +42,8 @@ def test_one_buffer_of_logits(place: Place, case: LossCase, monkeypatch: pytest.
         call(case, inputs, place, chunk_tokens=CHUNK).loss.backward()
     teacher = any(name.startswith(("teacher_logits", "teacher_hidden")) for name in case.batch)
     in_place = place.backend == "triton" and "teacher_logits" in case.batch
-    assert tracker.most_large == 1 + (teacher and not in_place)
+    of_columns = case.name == "topk-topk"  # needs the logits of a teacher's ids alone
+    assert tracker.most_large == (0 if of_columns else 1 + (teacher and not in_place))
     if place.backend == "triton":
         touching = {"_softmax", "_log_softmax", "logsumexp", "exp", "gather", "sub", "mul", "where", "clone"}
         assert not tracker.large_operations & touching, tracker.large_operations

@@ -120,6 +120,7 @@ def plan(
         raise ValueError("label_smoothing goes with loss=None; give it to losses.cross_entropy")
     loss = as_losses(loss)
     demand = needs_of(loss, measured, temperature, vocab, teacher_k, teacher_vocab).demand
+    demand = demand._replace(columns_alone=demand.columns_alone and not sequence_sharded)
     pairing, bias_grad = demand.pairing, bias and weight_grad
     traits = chosen.traits(place)
     if absent is not None and "gpu" in traits:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, Head, Kept, RowStats
 from .gradients import Gradients
-from .torch.tiles import transform_
+from .torch.tiles import slope, transform_
 
 
 class KeptRows(NamedTuple):
@@ -70,13 +70,32 @@ class KeptColumns(ABC):
     def make_logits(self) -> None:
         """The entries' logits."""
 
-    @abstractmethod
     def stats(self, at: slice, out: RowStats) -> None:
         """Statistics of rows ``at`` of the call, of these columns alone."""
+        if not self.demand.columns_alone:
+            self.softmax_stats(at, out)
+        elif out.column_logits is not None:
+            x = self.logits.masked_fill(self.kept.columns < 0, 0.0).view(-1, self.demand.columns)
+            out.column_logits.copy_(x[at])
 
-    @abstractmethod
     def differentiate(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
         """The entries' gradients for rows ``at``."""
+        if not self.demand.columns_alone:
+            self.softmax_grad(at, stats, coefficients)
+        elif coefficients.columns is not None:
+            scale = None if self.rows.scale is None else self.rows.scale[self.kept.rows]
+            here = slice(at.start * self.demand.columns, at.stop * self.demand.columns)
+            bend = slope(self.logits, self.head, scale)
+            grad = coefficients.columns.flatten() * (bend[here] if isinstance(bend, Tensor) else bend)
+            self.dlogits[here] = grad.masked_fill(self.kept.columns[here] < 0, 0.0)
+
+    @abstractmethod
+    def softmax_stats(self, at: slice, out: RowStats) -> None:
+        """Statistics of rows' softmaxes."""
+
+    @abstractmethod
+    def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
+        """What their gradients are."""
 
     @abstractmethod
     def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:

@@ -48,6 +48,7 @@ class Demand(NamedTuple):
     top_k: int = 0  # largest logits and their columns
     pairing: Pairing | None = None
     rank_one: bool = True  # the gradient is alpha p - beta 1[target] at the first view, and nothing else
+    columns_alone: bool = False  # nothing but the logits of each row's own columns, up to a constant of the row
 
     @property
     def one_sweep(self) -> bool:
@@ -305,6 +306,14 @@ class Kept:
         offsets = torch.searchsorted(rows, torch.arange(tokens + 1, device=target.device))
         columns = torch.where(there & ~again, keys % vocab, -1)
         return cls(offsets, rows.clamp(max=tokens - 1), columns, everywhere)
+
+    @classmethod
+    def columns_of(cls, columns: Tensor) -> "Kept":
+        """Of each row's own columns [tokens, K], as they stand: no softmax is over them."""
+        tokens, each = columns.shape
+        offsets = torch.arange(0, tokens * each + 1, each, device=columns.device)
+        rows = torch.arange(tokens, device=columns.device).repeat_interleave(each, output_size=tokens * each)
+        return cls(offsets, rows, columns.reshape(-1), everywhere=True)
 
     @property
     def has(self) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backends import Layout
 from ..core.shift import all_at_targets, in_backward
-from ..core.stats import RowStats, Teacher
+from ..core.stats import Kept, RowStats, Teacher
 from ..metrics import Metric
 from ..program.planner import Request, make_plan
 from ..program.plans import Plan
@@ -92,10 +92,13 @@ def common(prepared: PreparedCall) -> dict[str, Any]:
     if class_weights is not None:
         # a copy: backward may read it, and would not notice that the caller had changed it
         class_weights = class_weights.detach().to(prepared.statistics_dtype, copy=True).contiguous()
+    kept = prepared.kept
+    if prepared.program.demand.columns_alone and columns is not None and len(columns):
+        kept = Kept.columns_of(columns)
     return {
         "demand": prepared.program.demand, "structure": prepared.needs.structure, "target": prepared.target,
         "columns": columns, "teacher": prepared.teacher, "class_weights": class_weights, "scale": prepared.scale,
-        "kept": prepared.kept, "one_or_nan": prepared.one_or_nan, "dtype": prepared.statistics_dtype,
+        "kept": kept, "one_or_nan": prepared.one_or_nan, "dtype": prepared.statistics_dtype,
         "fp16": prepared.dtype == torch.float16,
     }  # fmt: skip
 

@@ -107,6 +107,8 @@ def build(task: Task, lasting: bool = False) -> Program:
     needs = needs_of(losses, metrics, head.plain_temperature, head.vocab, columns, teacher_vocab)
     segmented, coupled = coupling(losses, dtype)
     demand = task.wants(needs.demand)
+    if isinstance(head, LogitsOptions) or (head.shard is not None and head.shard.parallel.sequence_sharded):
+        demand = demand._replace(columns_alone=False)
     if task.kept_everywhere and "kept_ids" not in wanted:
         raise ValueError("kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing")
     if "kept_ids" in wanted:

@@ -113,6 +113,7 @@ class Summand:
     size: Callable[..., Tensor] | None = None
     # whether no coefficient is larger than weight and size by more than a factor of hundreds, whatever the statistics
     bounded: bool = False
+    of_columns: bool = False  # reads logits of the token's ``teacher_ids`` alone, up to a constant of the token
     compiled: bool = True
     lasting: bool = True  # whether the function may be kept: it holds no tensors
     temperature: float | None = None

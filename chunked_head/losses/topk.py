@@ -69,6 +69,7 @@ def topk_kl(
         fields=("teacher_ids", "teacher_logprobs"),
         optional_fields=("teacher_mask",),
         reads_target=False,
+        of_columns=normalize == "topk",
     )
 
 

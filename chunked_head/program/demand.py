@@ -122,6 +122,10 @@ def needs_of(
         columns=columns if "topk_logprobs" in names else 0,
         pairing=pairing,
         rank_one=used <= {0} and differentiable <= {"logprob", "lse"},
+        columns_alone=bool(columns and summands)
+        and all(s.of_columns for s in summands)
+        and not metrics
+        and len(views) == 1,
     )
     local = tuple(pair for pair in measured if pair[0].scope == "token")
     structure = Structure(tuple(seen), local, views, pairing, differentiable, vocab)

@@ -34,7 +34,7 @@ class TorchKeptColumns(KeptColumns):
         here, rows, _ = self.among(at)
         return torch.where(here, rows, at.stop - at.start)
 
-    def stats(self, at: slice, out: RowStats) -> None:
+    def softmax_stats(self, at: slice, out: RowStats) -> None:
         place, count = self.place(at), at.stop - at.start
         has = self.kept.has[at]
         is_target = self.kept.columns == self.rows.target[self.kept.rows]
@@ -50,7 +50,7 @@ class TorchKeptColumns(KeptColumns):
         target_logit = summed(torch.where(is_target, x, 0.0))
         put("target_logit", target_logit)
         for suffix, view in zip(("", "2"), self.demand.views, strict=False):
-            self.softmax_stats(x * view.ratio, target_logit * view.ratio, place, suffix, view, out, put, summed)
+            self.one_softmax(x * view.ratio, target_logit * view.ratio, place, suffix, view, out, put, summed)
         if out.top is not None:
             top = x.new_full((count + 1,), -torch.inf).scatter_reduce_(0, place, x, "amax")
             first = torch.where(x == top[place], self.kept.columns, torch.iinfo(torch.int64).max)
@@ -59,7 +59,7 @@ class TorchKeptColumns(KeptColumns):
             put("top", top[:count])
             put("argmax", torch.where(ids == torch.iinfo(torch.int64).max, 0, ids))
 
-    def softmax_stats(self, x, target_logit, place, suffix, view, out, put, summed) -> None:
+    def one_softmax(self, x, target_logit, place, suffix, view, out, put, summed) -> None:
         count = len(target_logit)
         top = x.new_full((count + 1,), -torch.inf).scatter_reduce_(0, place, x, "amax")
         z = x - torch.where(top == -torch.inf, 0.0, top)[place]
@@ -73,7 +73,7 @@ class TorchKeptColumns(KeptColumns):
         if getattr(out, "entropy" + suffix) is not None:
             put("entropy" + suffix, log_sum - summed(torch.where(e > 0, e * z, 0.0)) / total)
 
-    def differentiate(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
+    def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
         place = self.place(at)
         inside, c = place < at.stop - at.start, coefficients
         row = place.clamp(max=max(0, at.stop - at.start - 1))

@@ -1,5 +1,6 @@
 """Rows that keep columns, in Triton kernels."""
 
+import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, RowStats
@@ -9,6 +10,8 @@ from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
 from ..kept import KeptColumns
 from .session import ratio_of, transform
+
+SUMS = 32 * 2**20  # bytes
 
 
 class TritonKeptColumns(KeptColumns):
@@ -23,7 +26,7 @@ class TritonKeptColumns(KeptColumns):
         """The entries' columns, where rows ``at`` have theirs among them, and those rows' targets."""
         return self.kept.columns, self.kept.offsets[at.start : at.stop + 1], self.rows.target[at]
 
-    def stats(self, at: slice, out: RowStats) -> None:
+    def softmax_stats(self, at: slice, out: RowStats) -> None:
         statistics.kept_stats(
             out.lse, out.start, out.rest, out.logprob, out.target_logit, out.entropy, out.top, out.argmax,
             self.logits, *self.of(at), None,
@@ -34,7 +37,7 @@ class TritonKeptColumns(KeptColumns):
                 self.logits, *self.of(at), ratio_of(self.demand.views[1].ratio),
             )  # fmt: skip
 
-    def differentiate(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
+    def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
         c, second = coefficients, NO_SOFTMAX
         if len(self.demand.views) > 1:
             second = Softmax(stats.start2, stats.rest2, c.alpha2, c.eta2, ratio_of(self.demand.views[1].ratio))
@@ -51,4 +54,6 @@ class TritonKeptColumns(KeptColumns):
 
     def add_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor) -> None:
         rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-        products.add_target_rows(out, rows, self.kept.columns, dlogits, self.sources)
+        # sums of entries that are dealt with at a time
+        scratch = torch.empty(SUMS // 4, dtype=torch.float32, device=out.device)
+        products.add_target_rows(out, rows, self.kept.columns, dlogits, self.sources, scratch)
