@@ -113,8 +113,8 @@ def build(task: Task, lasting: bool = False) -> Program:
         raise ValueError("kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing")
     if "kept_ids" in wanted:
         check_sets(head, demand)
-        # a rank's own part of the target's logit comes with its statistics
-        demand = demand if head.shard is None else demand._replace(rank_one=False)
+        # exponentials would be relative to a target's logit, which is not there for rows that keep columns
+        demand = demand._replace(rank_one=False)
     return Program(
         dtype, backend, without_tensors(needs), demand, tuple(wanted), known, autocast,
         head.request, bool(task.per_token), segmented, coupled and not task.per_token, task.kept_everywhere, lasting,
