@@ -121,12 +121,18 @@ def custom(d: Data) -> LossOutput:
 def logprobs(d: Data) -> Any:
     return linear_logprobs(
         d.hidden, d.weight, d.target, entropy=True, lse=True, argmax=True, top_k=3, mean_logit=True,
-        log_sum_sq_probs=True, mask=d.fields["mask"], shift=1, temperature=d.fields["temperature"],
+        log_sum_sq_probs=True, mask=d.fields["mask"], shift=1,
     )  # fmt: skip
 
 
 def logprobs_alone(d: Data) -> Tensor:
     return linear_logprobs(d.hidden, d.weight, d.target, temperature=0.7) * d.fields["advantages"]
+
+
+def tempered(d: Data) -> Any:
+    return linear_logprobs(
+        d.hidden, d.weight, d.target, log_sum_sq_probs=True, shift=1, softcap=9.0, temperature=d.fields["temperature"]
+    )
 
 
 def kept(d: Data) -> LossOutput:
@@ -183,7 +189,7 @@ def unreduced_module(d: Data) -> Tensor:
 
 
 CALLS: list[Callable[[Data], Any]] = [
-    plain, weighted, unreduced, grpo, gspo, kept, kept_logprobs, distilled, custom, logprobs, logprobs_alone,
+    plain, weighted, unreduced, grpo, gspo, tempered, kept, kept_logprobs, distilled, custom, logprobs, logprobs_alone,
     divergence, on_logits, segments_on_logits, logprobs_of_logits, module, unreduced_module,
 ]  # fmt: skip
 

@@ -93,7 +93,7 @@ def test_calls(call: Callable[[Data], Any], on_cpu: None) -> None:
 @pytest.mark.parametrize("call", [*graph_calls.CALLS, mixed], ids=lambda call: call.__name__)
 def test_calls_on_a_gpu(call: Callable[[Data], Any], dtype: torch.dtype) -> None:
     # the arithmetic of class weights and of metrics of two components has no kernel
-    tapes = call in (graph_calls.logprobs, graph_calls.logprobs_alone)
+    tapes = call in (graph_calls.logprobs, graph_calls.logprobs_alone, graph_calls.tempered)
     tapes = tapes or (call in (graph_calls.plain, mixed) and dtype != torch.float16)
     with torch.compiler.set_stance("force_eager"):
         assert_replayed(round_of(call, "cuda", dtype), int(tapes))

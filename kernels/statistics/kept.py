@@ -18,7 +18,7 @@ def kept_logits_kernel(
     row_ptr,  # [n] int64, of row_scale
     column_ptr,  # [n] int64, -1 for none
     # sizes
-    count,
+    entries,
     hidden,
     row_stride,
     column_stride,
@@ -33,7 +33,7 @@ def kept_logits_kernel(
 ):
     """Gathered rows of the weight times gathered rows of hidden states, in fp32."""
     entry = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    column = tl.load(column_ptr + entry, mask=entry < count, other=-1)
+    column = tl.load(column_ptr + entry, mask=entry < entries, other=-1)
     here = column >= 0
     source = tl.load(source_ptr + entry, mask=here, other=0)
     lanes = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
@@ -52,7 +52,7 @@ def kept_logits_kernel(
     if row_scale_ptr is not None:
         row_scale = tl.load(row_scale_ptr + tl.load(row_ptr + entry, mask=here, other=0), mask=here, other=1.0)
     x = transform_logits(x, logit_scale, softcap, row_scale)
-    tl.store(logit_ptr + entry, tl.where(here, x, float("-inf")), mask=entry < count)
+    tl.store(logit_ptr + entry, tl.where(here, x, float("-inf")), mask=entry < entries)
 
 
 @kernel

@@ -109,7 +109,7 @@ class Synthetic:
             "top_logprob": logprob * 0.5,
             "topk_logprobs": self._uniform(TOKENS, TRAILING).softmax(-1).log() - 0.2,
         }
-        kinds = {name: kind for name, kind in FIELDS.items() if kind.kind != "kept"} | dict(extra)
+        kinds = {name: kind for name, kind in (FIELDS | dict(extra)).items() if kind.kind != "kept"}
         fields = {name: self._field(kind) for name, kind in kinds.items()}
         for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"):  # near, as ratios are
             fields[name] = logprob + 0.3 * fields[name]
