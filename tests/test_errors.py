@@ -285,6 +285,7 @@ def test_bounds_that_bound_nothing() -> None:
         ({"temperature": torch.ones(6)}, ValueError, r"temperature must .* target's shape \(4, 6\), got shape \(6,\)"),
         ({"temperature": torch.ones(4, 6).long()}, TypeError, "temperature must be a number or floating-point, got"),
         ({"temperature": torch.ones(4, 6, requires_grad=True)}, ValueError, "temperature takes no gradient here"),
+        ({"temperature": torch.ones(4, 6), "batch": {"temperature": torch.ones(4, 6)}}, ValueError, "is an argument of the call"),
         ({"temperature": torch.zeros(4, 6)}, ValueError, "temperature must be positive and finite, got 0"),
         ({"temperature": torch.ones(4, 6), "loss": losses.entropy(temperature=2.0)}, ValueError, "entropy has a temperature"),
     ],

@@ -295,6 +295,6 @@ def test_a_temperature_per_token(place: Place, dtype: torch.dtype) -> None:
         given = {"temperature": temperature, "backend": place.backend, "chunk_tokens": 16}
         out = linear_loss(hidden, head, target, losses.grpo(), batch=batch, **given)
         grads.append(torch.autograd.grad(out.loss, (hidden, head)))
-    for each, number in zip(*grads, strict=True):
+    for number, each in zip(*grads, strict=True):
         assert number.any()
         torch.testing.assert_close(each, number, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)

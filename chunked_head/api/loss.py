@@ -96,8 +96,9 @@ def linear_loss(
         normalizer: D of summands that name none and are means: a number or a 0-d tensor on the device. None: of each
             summand the tokens (segments, pairs) that count, 1 where there are none. 0 gives 0.
         temperature: divides the logits for every loss and metric that names no temperature of its own. A call may mix
-            two temperatures. A tensor [...] has one per token, indexed like the target, for all of the call's losses
-            and metrics; it is read where a token counts alone, and takes no gradient.
+            two temperatures. A tensor [...] has one per token, indexed like the target; losses and metrics with a
+            temperature of their own are refused beside it. It is read only where a token counts, and takes no gradient.
+            One that is not positive and finite raises a ValueError on the CPU, and makes everything nan elsewhere.
         parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. Loss
             and parts are this rank's shares, of which an ``all_reduce(SUM)`` gives the whole batch's; D, sums over
             segments and metrics are of all ranks' tokens. ``num_segments``, ids of segments and the fields per segment

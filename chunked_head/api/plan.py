@@ -119,6 +119,8 @@ def plan(
     elif label_smoothing:
         raise ValueError("label_smoothing goes with loss=None; give it to losses.cross_entropy")
     loss = as_losses(loss)
+    if isinstance(temperature, torch.Tensor):
+        raise TypeError("temperature of plan is a number; a call with one per token is planned as one at 1 is")
     demand = needs_of(loss, measured, temperature, vocab, teacher_k, teacher_vocab).demand
     demand = demand._replace(columns_alone=demand.columns_alone and not sequence_sharded)
     pairing, bias_grad = demand.pairing, bias and weight_grad

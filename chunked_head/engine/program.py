@@ -162,6 +162,8 @@ def named_weights(task: Task) -> tuple[Losses, dict[str, Any], dict[str, Field]]
             summand = replace(summand, token_weights=key)
         terms.append((coefficient, summand))
     losses = Losses(tuple(terms)) if own else losses
+    if TEMPERATURE in fields or (task.head.temperatures is not None and "temperature" in fields):
+        raise ValueError("temperature is an argument of the call and no field of batch; pass temperature=")
     if task.head.temperatures is not None:
         fields[TEMPERATURE], own[TEMPERATURE] = task.head.temperatures, Field("token")
     return losses, fields, own

@@ -53,6 +53,7 @@ def wanted_fields(
     known = kinds_of(part for _, part in parts) | dict(own)
     unknown = sorted(set(batch) - set(known), key=str)
     if unknown:
+        known.pop(TEMPERATURE, None)
         raise ValueError(
             f"batch has a field {unknown[0]!r} that neither the library nor a loss declares"
             f"{nearest(unknown[0], known)}; known are {', '.join(sorted(known))}; drop it, or declare it by "

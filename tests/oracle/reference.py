@@ -194,7 +194,7 @@ def part(
 def teacher_logits(
     fields: Mapping[str, Any], options: Mapping[str, Any], student_temperature: float | Tensor
 ) -> Tensor:
-    """A dense teacher's logits, capped and tempered; ``students``: the student's temperature."""
+    """A dense teacher's logits, capped and tempered."""
     if "teacher_logits" in fields:
         raw = fields["teacher_logits"]
         raw = raw.to(torch.promote_types(raw.dtype, torch.float32)) * options.get("teacher_logit_scale", 1.0)

@@ -59,7 +59,10 @@ class OwnColumns:
     def token_checks(self) -> Tensor:
         """[tokens] what has to be equal on ranks that share the vocabulary."""
         assert self.shard is not None
-        return self.shard.token_checks(self.objective.target, self.objective.dtype)
+        told, scale = self.objective.target, self.objective.scale
+        if scale is not None:
+            told = told + scale.float().view(torch.int32)
+        return self.shard.token_checks(told, self.objective.dtype)
 
     @property
     def class_weights(self) -> Tensor | None:
