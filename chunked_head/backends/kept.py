@@ -3,6 +3,7 @@
 Every backend's functions work on entries, one for each column of a row's set (``core.stats.Kept``).
 """
 
+import functools
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -44,6 +45,11 @@ class KeptColumns(ABC):
         else:
             self.make_logits()
 
+    @functools.cached_property
+    def scale(self) -> Tensor | None:
+        """[n] what an entry's logit is multiplied by."""
+        return None if self.rows.scale is None else self.rows.scale[self.kept.rows]
+
     def among(self, at: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Which entries [n] are of rows ``at``; their rows there and their columns, 0 for the others."""
         rows, columns = self.kept.rows, self.kept.columns
@@ -56,8 +62,7 @@ class KeptColumns(ABC):
         for at, view in self.rows.logits:
             here, rows, columns = self.among(at)
             self.logits.copy_(torch.where(here, view[rows, columns].to(self.wide), self.logits))
-        scale = None if self.rows.scale is None else self.rows.scale[self.kept.rows]
-        transform_(self.logits.unsqueeze(1), None, self.head, scale)
+        transform_(self.logits.unsqueeze(1), None, self.head, self.scale)
         self.logits.masked_fill_(self.kept.columns < 0, -torch.inf)
 
     def add_to(self, at: slice, out: Tensor) -> None:
@@ -83,9 +88,8 @@ class KeptColumns(ABC):
         if not self.demand.columns_alone:
             self.softmax_grad(at, stats, coefficients)
         elif coefficients.columns is not None:
-            scale = None if self.rows.scale is None else self.rows.scale[self.kept.rows]
             here = slice(at.start * self.demand.columns, at.stop * self.demand.columns)
-            bend = slope(self.logits, self.head, scale)
+            bend = slope(self.logits, self.head, self.scale)
             grad = coefficients.columns.flatten() * (bend[here] if isinstance(bend, Tensor) else bend)
             self.dlogits[here] = grad.masked_fill(self.kept.columns[here] < 0, 0.0)
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -221,6 +221,7 @@ class Head:
     logit_scale: float = 1.0
     softcap: float | None = None
     add_targets: Callable[[Tensor], None] | None = None  # over ranks that hold other columns: target logits, in place
+    scaled: ClassVar[bool] = True  # by the rows' scale
 
     def columns(self, tile: slice) -> "Head":
         """The head of a slice of the vocabulary, sharing memory."""

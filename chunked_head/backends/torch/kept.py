@@ -25,8 +25,7 @@ class TorchKeptColumns(KeptColumns):
             self.logits[at] = (h * w).sum(1)
         if head.bias is not None:
             self.logits += head.bias[columns.clamp(min=0)].to(self.wide)
-        scale = None if self.rows.scale is None else self.rows.scale[self.kept.rows]
-        tiles.transform_(self.logits.unsqueeze(1), None, head, scale)
+        tiles.transform_(self.logits.unsqueeze(1), None, head, self.scale)
         self.logits.masked_fill_(~there, -torch.inf)
 
     def place(self, at: slice) -> Tensor:
@@ -89,8 +88,7 @@ class TorchKeptColumns(KeptColumns):
         if c.beta is not None:
             is_target = self.kept.columns == self.rows.target[self.kept.rows]
             grad -= torch.where(is_target, c.beta[row], 0.0)
-        scale = None if self.rows.scale is None else self.rows.scale[self.kept.rows]
-        grad = grad * tiles.slope(self.logits, self.head, scale)
+        grad = grad * tiles.slope(self.logits, self.head, self.scale)
         self.dlogits.copy_(torch.where(inside, grad, self.dlogits))
 
     def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:

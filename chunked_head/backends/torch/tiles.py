@@ -56,7 +56,7 @@ def block_rows(columns: int) -> int:
 
 def transform_(x: Tensor, bias: Tensor | None, head: Head | Teacher, scale: Tensor | None) -> None:
     """Bias, scale and cap in place, and at last the rows' ``scale``, tile by tile."""
-    scale = None if isinstance(head, Teacher) and not head.scaled else scale
+    scale = scale if head.scaled else None
     if bias is None and head.softcap is None and head.logit_scale == 1.0 and scale is None:
         return
     for rows in row_blocks(x):

@@ -14,8 +14,8 @@ from ..dlogits import AddsDlogits
 
 def transform(head: Head | Teacher, scale: Tensor | None) -> Transform:
     """As the kernels take it: None for what there is none of, and then no code. ``scale``: of the rows."""
-    scale = None if isinstance(head, Teacher) and not head.scaled else scale
-    return Transform(None if head.logit_scale == 1.0 else float(head.logit_scale), head.softcap, scale)
+    logit_scale = None if head.logit_scale == 1.0 else float(head.logit_scale)
+    return Transform(logit_scale, head.softcap, scale if head.scaled else None)
 
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
