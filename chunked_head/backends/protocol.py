@@ -31,17 +31,9 @@ class Session(Protocol):
 
     known_targets: bool
 
-    def clean_rows(
-        self,
-        out: Tensor,
-        source: Tensor,
-        target: Tensor,
-        order: Tensor | None,
-        scale: Tensor | None,
-        stats: RowStats | None,
-    ) -> None:
-        """``Backend.clean_rows``, before ``stats`` of these rows, which may have their targets' logits by it; ``scale``
-        as in ``Rows``."""
+    def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
+        """``Backend.clean_rows`` of the source into ``rows.hidden``, before ``stats`` of these rows, which may have
+        their targets' logits by it."""
 
     def exchange_target_logits(self, hidden: Tensor, target: Tensor, scale: Tensor | None, out: RowStats) -> None:
         """Where ranks share the vocabulary, every token's target logit in one message if ``stats`` would send each

@@ -82,13 +82,6 @@ class Operands:
         out = self.buffer if count == self.buffer.shape[0] else self.buffer[:count]
         scale = self.call.objective.scale
         scale = scale if scale is None else scale[rows]
-        if self.gathered is not None:
-            # rows that are clean stand in the call's order
-            self.raw, self.raw_order = self.gathered.chunk(rows)
-            session.clean_rows(out, self.raw, target, self.raw_order, scale, stats)
-        else:
-            whole = order is not None or count == self.tokens
-            session.clean_rows(out, self.hidden if whole else self.hidden[rows], target, order, scale, stats)
         teacher = self.teacher
         if teacher is not None and teacher.hidden is not None:
             clean = self.teacher_buffer[:count]
@@ -98,7 +91,15 @@ class Operands:
         elif teacher is not None:
             teacher = teacher.rows(rows)
         columns = None if self.call.columns is None else self.call.columns[rows]
-        return Rows(out, target, columns, scale, teacher, order, None if packing is None else packing.count, rows.start)
+        made = Rows(out, target, columns, scale, teacher, order, None if packing is None else packing.count, rows.start)
+        if self.gathered is not None:
+            # rows that are clean stand in the call's order
+            self.raw, self.raw_order = self.gathered.chunk(rows)
+            session.clean_rows(made, self.raw, self.raw_order, stats)
+        else:
+            whole = order is not None or count == self.tokens
+            session.clean_rows(made, self.hidden if whole else self.hidden[rows], order, stats)
+        return made
 
 
 def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:

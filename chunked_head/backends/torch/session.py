@@ -23,16 +23,8 @@ class TorchSession(AddsDlogits):
         if self.demand.pairing is not None:
             self.teacher_buffer = torch.empty(plan.teacher_elements(tiled), dtype=self.dtype, device=device)
 
-    def clean_rows(
-        self,
-        out: Tensor,
-        source: Tensor,
-        target: Tensor,
-        order: Tensor | None,
-        scale: Tensor | None,
-        stats: RowStats | None,
-    ) -> None:
-        tiles.clean_rows(out, source, target, order)
+    def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
+        tiles.clean_rows(rows.hidden, source, rows.target, order)
 
     def read_both(self, rows: Rows) -> None:
         """Logits of the student and of a dense teacher."""

@@ -43,22 +43,15 @@ class RelativeSession(OwnProducts):
         elif sizes.teacher_store == "logits":
             self.teacher_buffer = torch.empty(rows, sizes.teacher_columns, dtype=torch.float32, device=device)
 
-    def clean_rows(
-        self,
-        out: Tensor,
-        source: Tensor,
-        target: Tensor,
-        order: Tensor | None,
-        scale: Tensor | None,
-        stats: RowStats | None,
-    ) -> None:
+    def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
         if stats is None or self.has_target_logits:
-            super().clean_rows(out, source, target, order, scale, stats)
+            super().clean_rows(rows, source, order, stats)
             return
         head = self.head
         statistics.clean_rows(
-            out, source, target, order, stats.target_logit, head.weight, head.bias, transform(head, scale)
-        )
+            rows.hidden, source, rows.target, order, stats.target_logit, head.weight, head.bias,
+            transform(head, rows.scale),
+        )  # fmt: skip
         self.add_targets(stats)
 
     def add_targets(self, stats: RowStats) -> None:

@@ -51,16 +51,8 @@ class KernelSession(AddsDlogits):
         self.head, self.sizes, self.demand = head, plan.sizes, plan.sizes.demand
         self.vocab = self.sizes.vocab
 
-    def clean_rows(
-        self,
-        out: Tensor,
-        source: Tensor,
-        target: Tensor,
-        order: Tensor | None,
-        scale: Tensor | None,
-        stats: RowStats | None,
-    ) -> None:
-        statistics.clean_rows(out, source, target, order)
+    def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
+        statistics.clean_rows(rows.hidden, source, rows.target, order)
 
     def teacher_stats(self, rows: Rows, out: RowStats) -> None:
         """A teacher's own."""
