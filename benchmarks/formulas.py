@@ -30,6 +30,8 @@ def values(kind: str, x: Tensor, target: Tensor, fields: Mapping[str, Any]) -> T
         return -F.logsigmoid(0.1 * (chosen - rejected))
     if kind == "topk_kl":
         return topk_kl(logs, fields["teacher_ids"], fields["teacher_logprobs"])
+    if kind == "topk_alone":
+        return topk_alone(logs, fields["teacher_ids"], fields["teacher_logprobs"])
     teacher = fields["teacher_x"].log_softmax(-1)
     if kind == "forward_kl":
         return kl(teacher, logs)
@@ -55,6 +57,21 @@ def topk_kl(logs: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
     teacher = torch.zeros_like(logs).scatter_reduce(1, ids, logprobs.exp().to(logs.dtype), "amax")
     rest, others = (1 - teacher.sum(1)).clamp(min=0), (logs.exp() * (teacher == 0)).sum(1)
     return F.kl_div(logs, teacher, reduction="none").sum(1) + F.kl_div(others.log(), rest, reduction="none")
+
+
+def topk_alone(logs: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
+    """The same where there are no others: both are normalised over the ids that the teacher names."""
+    teacher = torch.zeros_like(logs).scatter_reduce(1, ids, logprobs.exp().to(logs.dtype), "amax")
+    named = logs.masked_fill(teacher == 0, -math.inf).log_softmax(1).masked_fill(teacher == 0, 0.0)
+    return F.kl_div(named, teacher / teacher.sum(1, keepdim=True), reduction="none").sum(1)
+
+
+def kept(x: Tensor, target: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+    """Logits of columns outside of a token's set (its target belongs to it) are -inf; no set is all of them."""
+    inside = F.one_hot(target, x.shape[1]).bool()
+    for token, some in enumerate(ids.tensor_split(offsets[1:-1].cpu())):
+        inside[token, some if len(some) else slice(None)] = True
+    return x.masked_fill(~inside, -math.inf)
 
 
 def kl(log_a: Tensor, log_b: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ class Workload(NamedTuple):
     products: int = 3  # 1: no gradients
     must: tuple[float, ...] = ()  # the largest ratio that is accepted, for the first of SHAPES
     temperature: float | tuple[float, float] = 1.0  # or one per token, drawn between these
+    kept: float = 0.0  # the share of tokens that keep a set of ids
+    everywhere: bool = False  # whether the call promises that all do
 
 
 _CE, _POLICY, _DENSE = losses.cross_entropy(), ("old_logprobs", "advantages"), ("teacher_hidden", "teacher_weight")
@@ -47,11 +49,15 @@ WORKLOADS: dict[str, Workload] = {
     "ce+entropy+accuracy": Workload(_CE, (), (metrics.entropy(), metrics.accuracy()), must=(1.09, 1.13, 1.22)),
     "grpo": Workload(_GRPO - 0.01 * losses.entropy(), _POLICY, _SIX, must=(1.10, 1.15, 1.26)),
     "grpo+z+metrics": Workload(_GRPO, _POLICY, (metrics.entropy(), metrics.accuracy(), *_SIX)),
-    "grpo-temperature": Workload(_GRPO, _POLICY, temperature=0.8),
-    "grpo-temperatures": Workload(_GRPO, _POLICY, temperature=(0.6, 1.0)),
+    "grpo-temperature": Workload(losses.grpo(), _POLICY, temperature=0.8),
+    "grpo-temperatures": Workload(losses.grpo(), _POLICY, temperature=(0.6, 1.0)),
+    "grpo-kept": Workload(losses.grpo(), _POLICY, must=(0.05, 0.08, 0.10), kept=1.0),
+    "grpo-kept-everywhere": Workload(losses.grpo(), _POLICY, must=(0.05, 0.08, 0.10), kept=1.0, everywhere=True),
+    "grpo-kept-mixed": Workload(losses.grpo(), _POLICY, must=(0.18,), kept=0.9),
     "gspo": Workload(losses.gspo(), (*_POLICY, "segments"), must=(1.45,)),
     "dpo": Workload(losses.dpo(), ("ref_logprobs", "segments", "pairs"), must=(1.45,)),
     "topk": Workload(losses.topk_kl() + _CE, ("teacher_ids", "teacher_logprobs"), must=(1.12,)),
+    "topk-alone": Workload(losses.topk_kl(normalize="topk"), ("teacher_ids", "teacher_logprobs"), must=(0.10,)),
     "dense-kl": Workload(losses.forward_kl(), _DENSE, products=4, must=(1.10,)),
     "reverse-kl": Workload(losses.reverse_kl(), _DENSE, products=4),
     "jsd": Workload(losses.jsd(), _DENSE, products=4),
@@ -91,7 +97,7 @@ class Call:
         out = linear_loss(
             hidden, weight, target, self.loss,
             batch=self.batch, num_segments=self.num_segments, metrics=self.metrics, temperature=self.temperature,
-            **self.options,
+            kept_everywhere=WORKLOADS[self.name].everywhere, **self.options,
         )  # fmt: skip
         self.plan = out.plan
         return out.loss
@@ -112,9 +118,10 @@ def plan_of(step: measure.Step) -> Plan:
 def make_step(name: str, operands: Operands, options: dict[str, Any], upstream: float = 1.0) -> measure.Step:
     """A workload's step; its fields are drawn here and count as inputs."""
     workload = WORKLOADS[name]
-    own = linear_logprobs(operands.hidden.detach(), operands.weight.detach(), operands.target)
+    kept: dict[str, Any] = shapes.draw_kept(operands, workload.kept) if workload.kept else {}
+    own = linear_logprobs(operands.hidden.detach(), operands.weight.detach(), operands.target, **kept)
     segments = min(16, len(own) // 4 * 2) if "pairs" in workload.fields else len(own) // 512
-    batch = shapes.draw_fields(workload.fields, operands, own, max(2, segments))
+    batch = shapes.draw_fields(workload.fields, operands, own, max(2, segments)) | kept
     return measure.Step(Call(name, batch, options), operands, upstream, workload.products > 1)
 
 
@@ -133,15 +140,18 @@ def reference(call: Call, operands: Operands) -> tuple[float, Tensor, Tensor]:
     """Loss and gradients from whole logits in float32 (float64 for float64), by plain formulas."""
     wide = torch.promote_types(operands.hidden.dtype, torch.float32)
     hidden, weight = operands.hidden.detach().to(wide), operands.weight.detach().to(wide)
-    x = (hidden @ weight.T).requires_grad_()
+    logits = x = (hidden @ weight.T).requires_grad_()
     fields = dict(call.batch)
     if "teacher_hidden" in call.batch:
         teacher_hidden, teacher_weight = (call.batch[name].to(wide) for name in _DENSE)
         fields["teacher_x"] = teacher_hidden @ teacher_weight.T
+    if "kept_ids" in fields:
+        x = formulas.kept(x, operands.target, fields["kept_ids"], fields["kept_offsets"])
     total, temperature = x.new_zeros(()), torch.as_tensor(call.temperature, dtype=wide, device=x.device).view(-1, 1)
     for coefficient, summand in call.loss.terms:
-        total = total + coefficient * formulas.values(summand.kind, x / temperature, operands.target, fields).mean()
-    (dlogits,) = torch.autograd.grad(total, x)
+        kind = "topk_alone" if summand.options.get("normalize") == "topk" else summand.kind
+        total = total + coefficient * formulas.values(kind, x / temperature, operands.target, fields).mean()
+    (dlogits,) = torch.autograd.grad(total, logits)
     return total.item(), dlogits @ weight, dlogits.T @ hidden
 
 

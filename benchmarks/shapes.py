@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Hidden size and vocabulary rows of published models' lm_head.
@@ -217,6 +218,18 @@ def draw_fields(
         "teacher_weight": lambda: teacher().weight.detach(),
     }
     return {name: draw[name]() for name in names}
+
+
+def draw_kept(operands: Operands, share: float, seed: int = 0) -> dict[str, Tensor]:
+    """Sets of ids, about 8 and at most 128, that a share of the tokens keep: frequencies fall as one over the id."""
+    tokens, vocab, device = len(operands.target), len(operands.weight), operands.hidden.device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    each = 1.0 - torch.rand(tokens, device=device, generator=generator)
+    sizes = (-each.log() * 7.5).long().clamp(max=127) + 1
+    sizes[torch.rand(tokens, device=device, generator=generator) >= share] = 0
+    drawn = torch.rand(int(sizes.sum()), dtype=torch.float64, device=device, generator=generator)
+    offsets = F.pad(sizes.cumsum(0), (1, 0))
+    return {"kept_ids": (vocab**drawn).long().clamp(max=vocab) - 1, "kept_offsets": offsets}
 
 
 def draw_segments(tokens: int, count: int, device: torch.device, generator: torch.Generator) -> Tensor:

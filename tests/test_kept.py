@@ -149,7 +149,10 @@ def test_nothing_is_done_over_the_vocabulary(place: Place, late: bool, monkeypat
     backend = resolve(place.backend, torch.device(place.device))
     monkeypatch.setattr(backend, "session", refuse)
     again = step(**promise)
-    assert all(map(torch.equal, again, usual))
+    for a, b in zip(again, usual, strict=True):
+        # torch's sums on a GPU are in any order
+        exact = {} if (place.device, place.backend) == ("cuda", "torch") else {"rtol": 0.0, "atol": 0.0}
+        torch.testing.assert_close(a, b, **exact)
     named = torch.zeros(VOCAB, dtype=torch.bool, device=place.device)
     counts = target >= 0
     named[ids[counts][ids[counts] >= 0]] = True

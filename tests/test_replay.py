@@ -19,7 +19,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
 from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
-from chunked_head.engine import call, rows
+from chunked_head.engine import call, prepared, rows
 from chunked_head.engine.arithmetic import compiled
 from chunked_head.engine.prepared import PreparedCall
 from chunked_head.engine.replay import kinds, replay
@@ -35,13 +35,9 @@ ROUNDS = 4  # as it is, recorded, replayed twice
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on the CPU replay as those on a GPU: without looks at ids, and with arithmetic that may be recorded."""
     monkeypatch.setattr(kinds, "DEVICES", {"cpu"})
-    monkeypatch.setattr(rows, "LOGPROBS", ())
+    for module in (prepared, rows):
+        monkeypatch.setattr(module, "may_look", lambda tensor: False)
     monkeypatch.setattr(compiled, "refuse", lambda *reason, **never: None)
-
-    def unlooked(backend: Any, target: Tensor, mask: Tensor | None, frame: Any, ignore_index: int, vocab: int) -> Any:
-        return backend.read_targets(target, mask, frame.shift, ignore_index, vocab, frame.dtype)
-
-    monkeypatch.setattr(rows, "read_targets", unlooked)
 
 
 def assert_replayed(call: Callable[[int], list[Tensor | None]], expected_tapes: int = 1) -> None:
@@ -76,7 +72,7 @@ def mixed(d: Data) -> LossOutput:
 
 RECORDED = [
     graph_calls.plain, graph_calls.weighted, graph_calls.grpo, graph_calls.logprobs, graph_calls.logprobs_alone,
-    mixed,
+    graph_calls.tempered, graph_calls.kept, graph_calls.kept_logprobs, mixed,
 ]  # fmt: skip
 
 
@@ -94,7 +90,9 @@ def test_calls(call: Callable[[Data], Any], on_cpu: None) -> None:
 def test_calls_on_a_gpu(call: Callable[[Data], Any], dtype: torch.dtype) -> None:
     # the arithmetic of class weights and of metrics of two components has no kernel
     tapes = call in (graph_calls.logprobs, graph_calls.logprobs_alone, graph_calls.tempered)
-    tapes = tapes or (call in (graph_calls.plain, mixed) and dtype != torch.float16)
+    tapes = tapes or (call in (graph_calls.plain, graph_calls.kept, mixed) and dtype != torch.float16)
+    # elsewhere rows that keep sets are put after the others, and values per token back
+    tapes = tapes or (call is graph_calls.kept_logprobs and dtype == torch.float32)
     with torch.compiler.set_stance("force_eager"):
         assert_replayed(round_of(call, "cuda", dtype), int(tapes))
 

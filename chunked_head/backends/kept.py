@@ -36,8 +36,6 @@ class KeptColumns(ABC):
         self.head, self.rows, self.kept, self.demand = head, rows, rows.kept, demand
         self.wide = torch.promote_types(head.weight.dtype, torch.float32)
         count, device = len(self.kept.columns), head.weight.device
-        # where an entry's hidden states are, and its gradient
-        self.sources = self.kept.rows if rows.order is None else rows.order[self.kept.rows]
         self.logits = torch.empty(count, dtype=self.wide, device=device)
         self.dlogits = torch.zeros(count, dtype=self.wide, device=device)
         if rows.logits:

@@ -282,44 +282,28 @@ class Teacher:
 class Kept:
     """Sets of columns that rows keep: the softmax of such a row is over its set, and no matmul makes its logits.
 
-    Entries [n] are sorted by row and column; there are more of them than columns are kept.
+    A row's entries stand together; there are more of them than columns are kept.
     """
 
-    offsets: Tensor  # [tokens + 1] int64: where a row's begin; it has none where its softmax is over the vocabulary
-    rows: Tensor  # [n] int64
+    starts: Tensor  # [tokens] int64: where a row's entries begin
+    ends: Tensor  # [tokens] int64: and end, where they begin if its softmax is over the vocabulary
+    rows: Tensor  # [n] int64, -1 for none
     columns: Tensor  # [n] int64, -1 where an entry is none: named twice, or another rank's
     everywhere: bool  # every row that counts has a set
-
-    @classmethod
-    def of(cls, rows: Tensor, ids: Tensor, target: Tensor, vocab: int, everywhere: bool) -> "Kept":
-        """Of ids [m] for rows [m], -1 for none; the target of a row that has some is added."""
-        tokens = len(target)
-        has = torch.zeros(tokens + 1, dtype=torch.bool, device=target.device)
-        has.scatter_(0, torch.where(rows >= 0, rows, tokens), True)
-        own = torch.where(has[:tokens] & (target >= 0), torch.arange(tokens, device=target.device), -1)
-        rows, ids = torch.cat([own, rows]), torch.cat([target, ids])
-        nothing = torch.iinfo(torch.int64).max
-        keys = torch.where(rows >= 0, rows * vocab + ids, nothing).sort().values
-        there = keys < nothing
-        again = torch.zeros_like(there)
-        again[1:] = keys[1:] == keys[:-1]
-        rows = torch.where(there, keys // vocab, tokens)
-        offsets = torch.searchsorted(rows, torch.arange(tokens + 1, device=target.device))
-        columns = torch.where(there & ~again, keys % vocab, -1)
-        return cls(offsets, rows.clamp(max=tokens - 1), columns, everywhere)
+    sources: Tensor  # [n] int64: the rows of the hidden states, where ``rows`` stand in another order
 
     @classmethod
     def columns_of(cls, columns: Tensor) -> "Kept":
         """Of each row's own columns [tokens, K], as they stand: no softmax is over them."""
         tokens, each = columns.shape
-        offsets = torch.arange(0, tokens * each + 1, each, device=columns.device)
+        starts = torch.arange(0, tokens * each, each, device=columns.device)
         rows = torch.arange(tokens, device=columns.device).repeat_interleave(each, output_size=tokens * each)
-        return cls(offsets, rows, columns.reshape(-1), everywhere=True)
+        return cls(starts, starts + each, rows, columns.reshape(-1), True, rows)
 
-    @property
+    @functools.cached_property
     def has(self) -> Tensor:
         """[tokens] which rows have a set."""
-        return self.offsets[1:] > self.offsets[:-1]
+        return self.ends > self.starts
 
 
 class Rows(NamedTuple):

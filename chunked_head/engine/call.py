@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import Layout
 from ..core.shift import all_at_targets, in_backward
 from ..core.stats import Kept, RowStats, Teacher
 from ..metrics import Metric
@@ -24,7 +23,7 @@ from .logits_call import LogitsLoss
 from .logits_call import call_of as logits_call_of
 from .loop import Call
 from .packing import Packing
-from .prepared import PreparedCall, prepare
+from .prepared import PreparedCall, is_plain, layout_of, prepare
 from .program import Program
 from .ranks.global_counts import agreed_batch, described_options, kind_of, with_global_counts
 from .task import Task
@@ -219,7 +218,7 @@ def planned(prepared: PreparedCall, wants: Wants, again: bool = False) -> Planne
         copied = rows.numel() > 0
     placed = Placed(
         prepared.token_rows.target.shape[0], wants, again, packing is not None, copied,
-        weight.is_contiguous() and weight.data_ptr() % 16 == 0, rows.stride(1) == 1 or rows.shape[1] == 1,
+        is_plain(weight), rows.stride(1) == 1 or rows.shape[1] == 1,
         None if head.gradient_buffer is None else head.gradient_buffer.buffer.dtype,
     )  # fmt: skip
     lasting = program.lasting and head.shard is None and prepared.teacher is None
@@ -286,11 +285,7 @@ def sizes_of(head: HeadOptions | LogitsOptions, program: Program, placed: Placed
     backend, demand, pairing = program.backend, program.demand, program.demand.pairing
     assert isinstance(head, HeadOptions)
     traits = backend.traits(head.device)
-    layout = Layout(
-        traits.get("gpu"), program.dtype, head.weight.shape[1],
-        plain_weight=placed.plain_weight, plain_rows=placed.plain_rows,
-        capped=head.softcap is not None, bias_grad=placed.wants.bias, demand=demand,
-    )  # fmt: skip
+    layout = layout_of(head, program, placed.plain_weight, placed.plain_rows, placed.wants.bias)
     store = "kept" if program.kept_everywhere else backend.store(layout)
     return Sizes(
         placed.tokens, head.hidden.shape[-1], head.columns, program.dtype,

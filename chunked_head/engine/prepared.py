@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..backends import Backend
+from ..backends import Backend, Layout
 from ..core.batch import Batch
 from ..core.stats import Kept, Teacher
 from ..losses.base import Field, Losses
@@ -20,7 +20,7 @@ from .head_options import HeadOptions, LogitsOptions
 from .packing import Packing
 from .program import Program, frame_of, named_weights
 from .ranks.gather import of_all_ranks
-from .rows import TokenRows, kept_ids, prepare_fields
+from .rows import TokenRows, in_range, may_look, prepare_fields
 from .task import Task
 
 NO_FIELDS: frozenset[str] = frozenset()
@@ -81,7 +81,7 @@ class PreparedCall:
     @property
     def waits_for_nothing(self) -> bool:
         """Whether the host may look at tensors for free."""
-        return self.head.device.type == "cpu" and not self.backend.bounds_rows("fast")
+        return may_look(self.target) and not self.backend.bounds_rows("fast")
 
     @property
     def counts(self) -> Tensor:
@@ -130,47 +130,72 @@ def prepare(task: Task, program: Program) -> PreparedCall:
             token_rows = token_rows._replace(fields=fields)
     token_fields &= frozenset(fields)
     prepared = PreparedCall(head, program, losses, task.metrics, token_rows, token_fields, teacher, scale)
-    sets = None
     if "kept_ids" in program.wanted and len(token_rows.target):
-        sets = sets_of(prepared, batch, frame, task.kept_everywhere)
-    if isinstance(head, HeadOptions) and head.skip_ignored:
-        prepared, sets = packed(prepared, head.skip_ignored, sets)
-    if sets is None:
-        return prepared
-    rows, ids, everywhere, _ = sets
-    return replace(prepared, kept=Kept.of(rows, ids, prepared.target, head.vocab, everywhere))
+        kept = sets_of(prepared, batch, frame, task.kept_everywhere)
+        prepared = replace(prepared, kept=kept)
+    skip = isinstance(head, HeadOptions) and (head.skip_ignored or keeps_some(prepared, head))
+    return packed(prepared, skip) if skip else prepared
 
 
-Sets = tuple[Tensor, Tensor, bool, Tensor]  # rows, their ids, whether every row that counts has some, which have
+def keeps_some(prepared: PreparedCall, head: HeadOptions) -> bool:
+    """Whether some rows keep sets that others do not, and matmuls can leave them out without anybody waiting."""
+    program, kept = prepared.program, prepared.kept
+    if kept is None or kept.everywhere or prepared.waits_for_nothing:
+        return kept is not None and not kept.everywhere
+    layout = layout_of(head, program, is_plain(head.weight), plain_rows=True, bias_grad=False)
+    return program.backend.bounds_rows(program.backend.store(layout))
 
 
-def sets_of(prepared: PreparedCall, batch: Mapping[str, Tensor], frame: Frame, everywhere: bool) -> Sets:
+def is_plain(weight: Tensor) -> bool:
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0
+
+
+def layout_of(head: HeadOptions, program: Program, plain_weight: bool, plain_rows: bool, bias_grad: bool) -> Layout:
+    """What a backend decides by what it keeps of the logits."""
+    return Layout(
+        program.backend.traits(head.device).get("gpu"), program.dtype, head.weight.shape[1], plain_weight=plain_weight,
+        plain_rows=plain_rows, capped=head.softcap is not None, bias_grad=bias_grad, demand=program.demand,
+    )  # fmt: skip
+
+
+def sets_of(prepared: PreparedCall, batch: Mapping[str, Tensor], frame: Frame, everywhere: bool) -> Kept:
     """The sets that rows keep; what is wrong with them makes everything nan, on the CPU it raises."""
-    target, one_or_nan = prepared.target, prepared.one_or_nan
-    rows, ids, wrong = kept_ids(batch, target >= 0, frame, prepared.head.vocab)
-    has = torch.zeros(len(target) + 1, dtype=torch.bool, device=target.device)
-    has = has.scatter_(0, torch.where(rows >= 0, rows, len(target)), True)[:-1]
-    missing = (target >= 0) & ~has
-    if everywhere:
-        if missing.device.type == "cpu" and missing.any():
-            raise ValueError(
-                f"kept_everywhere=True, and {int(missing.sum())} tokens that count keep no ids; leave it False, then "
-                "their softmax is over the vocabulary"
-            )
-        wrong = wrong | missing.any()
-    elif missing.device.type == "cpu":  # to look costs nothing
-        everywhere = not missing.any()
-    for number in (one_or_nan, prepared.token_rows.inverse):
-        number.masked_fill_(wrong, torch.nan)
-    return rows, ids, everywhere, has
+    target, vocab = prepared.target, prepared.head.vocab
+    ids, offsets = batch["kept_ids"].reshape(-1), batch.get("kept_offsets")
+    starts, ends = target.new_empty(2, len(target)).unbind()
+    rows, columns = target.new_full((2, len(ids) + len(target)), -1).unbind()
+    numbers, length = (prepared.one_or_nan, prepared.token_rows.inverse), frame.leading[-1] if frame.leading else 1
+    of = None if offsets is None else offsets.contiguous()
+    prepared.backend.kept_sets(
+        starts, ends, rows, columns, *numbers, ids, of, target, length, frame.shift, vocab, everywhere
+    )
+    if may_look(target):
+        missing = int(((target >= 0) & (ends == starts)).sum())
+        if prepared.one_or_nan.isnan():
+            refuse_sets(ids, offsets, vocab, missing if everywhere else 0)
+        everywhere = not missing
+    return Kept(starts, ends, rows, columns, everywhere, rows)
 
 
-def packed(prepared: PreparedCall, skip: bool | str, sets: Sets | None) -> tuple[PreparedCall, Sets | None]:
-    """The call with its tokens in an order in which those that count come first; and the sets that they keep."""
-    token_rows, teacher = prepared.token_rows, prepared.teacher
+def refuse_sets(ids: Tensor, offsets: Tensor | None, vocab: int, missing: int) -> None:
+    if offsets is not None and (offsets[0] != 0 or offsets[-1] != len(ids) or (offsets[1:] < offsets[:-1]).any()):
+        raise ValueError(
+            f"batch['kept_offsets'] must rise from 0 to {len(ids)}, the number of kept_ids, got {offsets.tolist()}"
+        )
+    if missing:
+        raise ValueError(
+            f"kept_everywhere=True, and {missing} tokens that count keep no ids; leave it False, then their softmax is "
+            "over the vocabulary"
+        )
+    in_range("kept_ids", ids, vocab, -1)
+
+
+def packed(prepared: PreparedCall, skip: bool | str) -> PreparedCall:
+    """The call with its tokens in an order in which those that count come first."""
+    token_rows, teacher, kept = prepared.token_rows, prepared.teacher, prepared.kept
     # on the CPU there is no device to wait for
     wait = skip == "wait" or prepared.waits_for_nothing
-    packing = Packing.of(token_rows.target, wait, None if sets is None else sets[3])
+    packing = Packing.of(token_rows.target, wait, None if kept is None else kept.has)
     fields = packing.pack_fields(token_rows.fields, prepared.token_fields)
     if teacher is not None and packing.waited:
         teacher = replace(
@@ -185,7 +210,10 @@ def packed(prepared: PreparedCall, skip: bool | str, sets: Sets | None) -> tuple
         )
     token_rows = token_rows._replace(target=packing.pack(token_rows.target), fields=fields)
     scale = None if prepared.scale is None else packing.pack(prepared.scale)
-    if sets is not None:
-        rows = packing.places(sets[0])
-        sets = rows, torch.where(rows >= 0, sets[1], -1), *sets[2:]
-    return replace(prepared, token_rows=token_rows, teacher=teacher, scale=scale, packing=packing), sets
+    if kept is not None:
+        places = packing.places(kept.rows)
+        kept = replace(
+            kept, starts=packing.pack(kept.starts), ends=packing.pack(kept.ends), rows=places,
+            sources=places if packing.waited else kept.rows,
+        )  # fmt: skip
+    return replace(prepared, token_rows=token_rows, teacher=teacher, scale=scale, kept=kept, packing=packing)

@@ -18,6 +18,11 @@ LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
 LARGEST_LOGPROB = 1.0  # 16-bit logits of a hundred, less their own logsumexp, may be rounded so far
 
 
+def may_look(tensor: Tensor) -> bool:
+    """Whether nobody waits for what looks into it."""
+    return tensor.device.type == "cpu"
+
+
 class TokenRows(NamedTuple):
     """Per row of hidden states; what does not count is 0 (ids -1)."""
 
@@ -95,7 +100,7 @@ def beside_rows(field: str, value: Tensor, kind: Field, counts: Tensor, frame: F
     value = torch.where(here, value.to(frame.dtype), 0.0)
     if field == TEMPERATURE:
         return inverse_temperature(value, counts.view(value.shape))
-    if field in LOGPROBS and value.device.type == "cpu" and value.numel():
+    if field in LOGPROBS and may_look(value) and value.numel():
         check_logprobs(field, float(value.max()))
     return value, None
 
@@ -104,7 +109,7 @@ def inverse_temperature(temperature: Tensor, counts: Tensor) -> tuple[Tensor, Te
     """1 / temperature [tokens], 1 where a token does not count; a ValueError on the CPU where one is not positive,
     elsewhere whether one is not."""
     wrong = counts & ~((temperature > 0) & (temperature < torch.inf))
-    if wrong.device.type == "cpu" and wrong.any():
+    if may_look(wrong) and wrong.any():
         raise ValueError(f"temperature must be positive and finite, got {float(temperature[wrong][0]):g} for a token")
     return torch.where(counts, 1.0 / temperature, 1.0), wrong.any()
 
@@ -123,35 +128,13 @@ def in_range(field: str, ids: Tensor, number: int, none: int | None) -> tuple[Te
     wrong = (ids < 0) | (ids >= number)
     if none is not None:
         wrong &= ids != none
-    if ids.device.type == "cpu" and wrong.any():
+    if may_look(ids) and wrong.any():
         raise IndexError(
             f"batch[{field!r}] must be in [0, {number})"
             + (f" or {none} for none" if none is not None else "")
             + f", got {int(ids[wrong][0])}"
         )
     return torch.where(wrong, -1, ids), wrong.any()
-
-
-def kept_ids(batch: Mapping[str, Tensor], counts: Tensor, frame: Frame, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The sets that tokens keep, as ids [n] and the rows [n] that predict those tokens, -1 for none; and whether what
-    was given is wrong (on the CPU that raises)."""
-    ids, offsets = batch["kept_ids"], batch.get("kept_offsets")
-    flat, tokens, length = ids.reshape(-1).to(torch.int64), len(counts), frame.leading[-1] if frame.leading else 1
-    place = torch.arange(len(flat), device=flat.device)
-    broken = torch.zeros((), dtype=torch.bool, device=flat.device)
-    if offsets is None:
-        token = place // ids.shape[-1]
-    else:
-        broken = (offsets[0] != 0) | (offsets[-1] != len(flat)) | (offsets[1:] < offsets[:-1]).any()
-        if broken.device.type == "cpu" and broken:
-            raise ValueError(
-                f"batch['kept_offsets'] must rise from 0 to {len(flat)}, the number of kept_ids, got {offsets.tolist()}"
-            )
-        token = (torch.searchsorted(offsets, place, right=True) - 1).clamp(0, tokens - 1)
-    row = token - frame.shift
-    here = (token % length >= frame.shift) & counts[row.clamp(min=0)]
-    cleaned, wrong = in_range("kept_ids", torch.where(here, flat, -1), vocab, -1)
-    return torch.where(cleaned >= 0, row, -1), cleaned, wrong | broken
 
 
 def clean_ids(fields: Mapping[str, Tensor], target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
@@ -178,7 +161,7 @@ def read_targets(
 ) -> Targets:
     """Targets beside the rows that predict them; on the CPU an IndexError names one that is out of range."""
     found = backend.read_targets(target, mask, frame.shift, ignore_index, vocab, frame.dtype)
-    if target.device.type == "cpu" and found.one_or_nan.isnan():
+    if may_look(target) and found.one_or_nan.isnan():
         paired = shift_left(target, frame.shift, ignore_index).reshape(-1)
         wrong = (paired != ignore_index) & ((paired < 0) | (paired >= vocab))
         if mask is not None:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from . import elsewhere
 
-ELSEWHERE = tl.constexpr(elsewhere.ELSEWHERE)
+ELSEWHERE, BEHIND = tl.constexpr(elsewhere.ELSEWHERE), tl.constexpr(elsewhere.BEHIND)
 
 
 @triton.jit

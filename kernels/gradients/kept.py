@@ -13,7 +13,8 @@ def kept_grad_kernel(
     # inputs
     logit_ptr,  # [n] fp32
     column_ptr,  # [n] int64, -1 for none
-    offset_ptr,  # [rows + 1] int64: where a row's entries begin
+    begin_ptr,  # [rows] int64: where a row's entries begin
+    end_ptr,  # [rows] int64: and end
     target_ptr,  # [rows] int64
     target_logit_ptr,  # [rows] fp32, like all that follow
     beta_ptr,  # or None
@@ -34,7 +35,7 @@ def kept_grad_kernel(
 ):
     """The identity, for the columns of each row that are there."""
     row = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(offset_ptr + row), tl.load(offset_ptr + row + 1)
+    begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
     target = tl.load(target_ptr + row)
     beta = None
     alpha = None
@@ -80,7 +81,8 @@ def kept_dhidden_kernel(
     dlogit_ptr,  # [n] fp32
     weight_ptr,  # [vocab, hidden]
     column_ptr,  # [n] int64, -1 for none
-    offset_ptr,  # [rows + 1] int64: where a row's entries begin
+    begin_ptr,  # [rows] int64: where a row's entries begin
+    end_ptr,  # [rows] int64: and end
     order_ptr,  # [rows] int64: rows of dhidden; None: as they stand
     gain_ptr,  # [] or None for 1
     # sizes
@@ -91,7 +93,7 @@ def kept_dhidden_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(offset_ptr + row), tl.load(offset_ptr + row + 1)
+    begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < tl.where(end > begin, hidden, 0)
     total = tl.zeros((BLOCK,), dtype=tl.float32)

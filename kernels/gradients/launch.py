@@ -217,7 +217,8 @@ def kept_grad(
     dlogit: torch.Tensor,  # [n] fp32
     logit: torch.Tensor,  # [n] fp32
     columns: torch.Tensor,  # [n] int64, -1 for none
-    offsets: torch.Tensor,  # [rows + 1] int64
+    begins: torch.Tensor,  # [rows] int64
+    ends: torch.Tensor,  # [rows] int64
     target: torch.Tensor,  # [rows] int64
     target_logit: torch.Tensor,
     first: Softmax,
@@ -228,8 +229,8 @@ def kept_grad(
     """The gradients of the logits of columns that rows keep; other rows' entries stay as they are."""
     second = second if second.alpha is not None else NO_SOFTMAX
     kept_grad_kernel[(len(target),)](
-        dlogit, logit, columns, offsets, target, target_logit, beta, *first[:4], *second[:4], *transform, second.ratio,
-        BLOCK=128, num_warps=1, **FUSED,
+        dlogit, logit, columns, begins, ends, target, target_logit, beta, *first[:4], *second[:4], *transform,
+        second.ratio, BLOCK=128, num_warps=1, **FUSED,
     )  # fmt: skip
 
 
@@ -238,14 +239,15 @@ def kept_dhidden(
     dlogit: torch.Tensor,  # [n] fp32
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     columns: torch.Tensor,
-    offsets: torch.Tensor,  # [rows + 1] int64
+    begins: torch.Tensor,  # [rows] int64
+    ends: torch.Tensor,  # [rows] int64
     order: torch.Tensor | None,  # [rows] int64, rows of ``out``
     gain: torch.Tensor | None,  # []
 ) -> None:
     """``out[row] = sum(dlogit * weight[column])`` over a row's columns, where it keeps some."""
-    rows, width = len(offsets) - 1, weight.shape[1]
+    rows, width = len(begins), weight.shape[1]
     block = min(power_of_2(width), 512)
     kept_dhidden_kernel[(rows, cdiv(width, block))](
-        out, dlogit, weight, columns, offsets, order, gain, width, *weight.stride(),
+        out, dlogit, weight, columns, begins, ends, order, gain, width, *weight.stride(),
         AT_ONCE=8, BLOCK=block, num_warps=4, **FUSED,
     )  # fmt: skip

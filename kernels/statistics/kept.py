@@ -68,15 +68,16 @@ def kept_stats_kernel(
     argmax_ptr,  # [rows] int32 or None: the first column that has the largest logit
     # inputs
     logit_ptr,  # [n] fp32
-    column_ptr,  # [n] int64, rising within a row, -1 for none
-    offset_ptr,  # [rows + 1] int64: where a row's entries begin
+    column_ptr,  # [n] int64, -1 for none
+    begin_ptr,  # [rows] int64: where a row's entries begin
+    end_ptr,  # [rows] int64: and end
     target_ptr,  # [rows] int64
     # scalars
     ratio,  # of the temperature to that of the logits, inverse; float or None for 1
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(offset_ptr + row), tl.load(offset_ptr + row + 1)
+    begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
     target = tl.load(target_ptr + row)
     lane_max = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     lane_sum = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -90,7 +91,8 @@ def kept_stats_kernel(
         x = tl.load(logit_ptr + entry, mask=here, other=float("-inf"))
         lane_target += tl.where(here & (column == target), x, 0.0)
         if argmax_ptr is not None:
-            lane_argmax = tl.where(x > lane_max, column.to(tl.int32), lane_argmax)
+            same = tl.where(x == lane_max, tl.minimum(lane_argmax, column.to(tl.int32)), lane_argmax)
+            lane_argmax = tl.where(x > lane_max, column.to(tl.int32), tl.where(here, same, lane_argmax))
         if ratio is not None:
             x = x * ratio
         new_max = tl.maximum(lane_max, x)

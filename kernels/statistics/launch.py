@@ -9,13 +9,13 @@ from ..common.tiles import FUSED, INTERPRETED, Tile, cdiv, power_of_2, row_block
 from .clean_rows import clean_rows_kernel
 from .columns import dot_columns_kernel, pick_columns_kernel
 from .exp_logits import exp_logits_kernel
+from .ids import kept_entries_kernel, kept_rows_kernel, read_targets_kernel
 from .kept import kept_logits_kernel, kept_stats_kernel
 from .merge_ranks import merge_ranks_kernel
 from .merge_strips import merge_strips_kernel
 from .pair_stats import pair_stats_kernel
 from .row_stats import row_stats_kernel
 from .sum_rows import sum_rows_kernel
-from .targets import read_targets_kernel
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = 60.0
@@ -244,6 +244,36 @@ def merge_ranks(
     )  # fmt: skip
 
 
+def kept_sets(
+    begins: torch.Tensor,  # [tokens] int64
+    ends: torch.Tensor,  # [tokens] int64
+    rows: torch.Tensor,  # [entries + tokens] int64
+    columns: torch.Tensor,  # [entries + tokens] int64
+    one_or_nan: torch.Tensor,  # [] fp32
+    inverse: torch.Tensor,  # [] fp32
+    ids: torch.Tensor,  # [entries] int
+    offsets: torch.Tensor | None,  # [tokens + 1] int64; None: each token has as many
+    target: torch.Tensor,  # [tokens] int64
+    length: int,  # of the last dimension
+    shift: int,
+    vocab: int,
+    everywhere: bool,
+) -> None:
+    """Sets as entries of rows; both numbers become nan where an id or an offset is wrong."""
+    tokens, entries, block = len(target), len(ids), 128
+    numbers = entries, entries // tokens, tokens, length
+    wrong, shifts = (one_or_nan, inverse), (shift, shift % length)
+    kept_rows_kernel[(tokens,)](
+        begins, ends, rows, columns, *wrong, ids, offsets, target, *numbers, *shifts,
+        EVERYWHERE=everywhere, BLOCK=block, num_warps=1, **FUSED,
+    )  # fmt: skip
+    if entries:
+        kept_entries_kernel[(cdiv(entries, block),)](
+            rows, columns, *wrong, ids, offsets, target, *numbers, vocab, tokens.bit_length(), *shifts,
+            BLOCK=block, num_warps=4, **FUSED,
+        )  # fmt: skip
+
+
 def kept_logits(
     logit: torch.Tensor,  # [n] fp32
     hidden: torch.Tensor,  # [rows, hidden]
@@ -273,12 +303,13 @@ def kept_stats(
     argmax: torch.Tensor | None,  # int32
     logit: torch.Tensor,  # [n] fp32
     columns: torch.Tensor,  # [n] int64
-    offsets: torch.Tensor,  # [rows + 1] int64
+    begins: torch.Tensor,  # [rows] int64
+    ends: torch.Tensor,  # [rows] int64
     target: torch.Tensor,  # [rows] int64
     ratio: float | None,
 ) -> None:
     """Of rows that keep columns; the others' stay as they are."""
     kept_stats_kernel[(len(target),)](
-        lse, start, rest, logprob, target_logit, entropy, top, argmax, logit, columns, offsets, target, ratio,
+        lse, start, rest, logprob, target_logit, entropy, top, argmax, logit, columns, begins, ends, target, ratio,
         BLOCK=128, num_warps=1, **FUSED,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from ..kept import KeptColumns, KeptRows
 from ..protocol import Layout, Targets
 from . import tiles as tiles
 from .kept import TorchKeptColumns
+from .kept import kept_sets as kept_sets
 from .session import TorchSession
 from .tiles import clean_rows as clean_rows
 

@@ -4,11 +4,54 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, RowStats
+from ...kernels.common.elsewhere import BEHIND
 from ...program.plans import slices
 from ..kept import KeptColumns
 from . import tiles
 
 GATHERED = 1 << 22  # elements of gathered rows at a time
+
+
+def kept_sets(
+    starts: Tensor,
+    ends: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    one_or_nan: Tensor,
+    inverse: Tensor,
+    ids: Tensor,
+    offsets: Tensor | None,
+    target: Tensor,
+    length: int,
+    shift: int,
+    vocab: int,
+    everywhere: bool,
+) -> None:
+    token, at = (torch.arange(count, device=ids.device) for count in (len(target), len(ids)))
+    if offsets is None:
+        offsets = torch.cat([token, token[-1:] + 1]) * (len(ids) // len(target))
+    wrong = (offsets[0] != 0) | (offsets[1:] < offsets[:-1]).any() | (offsets[-1] > len(ids))
+    wrong = wrong | ((at >= offsets[-1]) & (ids != BEHIND)).any()
+    offsets = torch.where(wrong, 0, offsets)
+    within = token % length
+    # tokens that no row predicts go with rows that predict none
+    row = token - within + (within - shift) % length
+    counts = (within >= shift) & (target[row] >= 0)
+    of = (torch.searchsorted(offsets, at, right=True) - 1).clamp(max=len(target) - 1)  # each id's token
+    real, known = (at < offsets[of + 1]) & counts[of] & (ids != -1), (ids >= 0) & (ids < vocab)
+    has = torch.zeros_like(token).index_add_(0, of, real.long()) > 0
+    # the first of equals stays, and the target has an entry of its own
+    keys = torch.where(real, of * vocab + ids, torch.iinfo(torch.int64).max).sort(stable=True)
+    again = ids == target[row][of]
+    again[keys.indices[1:]] |= keys.values[1:] == keys.values[:-1]
+    first = offsets[:-1] + token
+    starts[row], ends[row] = first, torch.where(has, offsets[1:] + token + 1, first)
+    rows[first], columns[first] = row, torch.where(has, target[row], -1)
+    rows[at + of + 1], columns[at + of + 1] = row[of], torch.where(real & known & ~again, ids.long(), -1)
+    wrong = wrong | (real & ~known).any()
+    wrong = wrong | (counts & ~has).any() if everywhere else wrong
+    for number in (one_or_nan, inverse):
+        number.masked_fill_(wrong, torch.nan)
 
 
 class TorchKeptColumns(KeptColumns):
@@ -20,7 +63,7 @@ class TorchKeptColumns(KeptColumns):
         head, columns = self.head, self.kept.columns
         there = columns >= 0
         for at in self.blocks():
-            h = self.rows.hidden[self.sources[at]].to(head.weight.dtype).to(self.wide)
+            h = self.rows.hidden[self.kept.sources[at]].to(head.weight.dtype).to(self.wide)
             w = head.weight[columns[at].clamp(min=0)].to(self.wide)
             self.logits[at] = (h * w).sum(1)
         if head.bias is not None:
@@ -107,10 +150,12 @@ class TorchKeptColumns(KeptColumns):
             out[order] = into
 
     def add_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor) -> None:
-        there = self.kept.columns >= 0
-        columns, inverse = torch.unique(torch.where(there, self.kept.columns, 0), return_inverse=True)
-        made = torch.zeros(len(columns), hidden.shape[1], dtype=self.wide, device=out.device)
+        # equal columns together: each block of entries adds one row for each of its columns
+        columns, order = self.kept.columns.sort(stable=True)
         for at in self.blocks():
-            h = hidden[self.sources[at]].to(self.head.weight.dtype).to(self.wide)
-            made.index_add_(0, inverse[at], torch.where(there[at].unsqueeze(1), h * dlogits[at].unsqueeze(1), 0.0))
-        out[columns] = (out[columns].to(self.wide) + made).to(out.dtype)
+            mine, entries = columns[at].clamp(min=0), order[at]
+            place = torch.cat([torch.ones_like(mine[:1]), (mine[1:] != mine[:-1]).long()]).cumsum(0) - 1
+            h = hidden[self.kept.sources[entries]].to(self.head.weight.dtype).to(self.wide)
+            terms = torch.where(columns[at, None] >= 0, h * dlogits[entries, None], 0.0)
+            made = torch.zeros_like(terms).index_add_(0, place, terms)
+            out.index_add_(0, torch.zeros_like(mine).scatter_(0, place, mine), made.to(out.dtype))

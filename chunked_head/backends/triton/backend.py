@@ -24,6 +24,7 @@ from ...kernels.common.gpus import gpu_of, multiprocessors_of
 from ...kernels.common.tiles import INTERPRETED
 from ...kernels.gradients import launch as gradients
 from ...kernels.statistics import launch as statistics
+from ...kernels.statistics.launch import kept_sets as kept_sets
 from ...parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ...program.plans import Plan
 from ...program.sizes import Store

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, RowStats
+from ...kernels.common.tiles import piece_bytes
 from ...kernels.gradients import launch as gradients
 from ...kernels.gradients.launch import NO_SOFTMAX, Softmax
 from ...kernels.products import launch as products
@@ -18,13 +19,13 @@ class TritonKeptColumns(KeptColumns):
     def make_logits(self) -> None:
         head, kept = self.head, self.kept
         statistics.kept_logits(
-            self.logits, self.rows.hidden, head.weight, head.bias, self.sources, kept.rows, kept.columns,
+            self.logits, self.rows.hidden, head.weight, head.bias, kept.sources, kept.rows, kept.columns,
             transform(head, self.rows.scale),
         )  # fmt: skip
 
-    def of(self, at: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """The entries' columns, where rows ``at`` have theirs among them, and those rows' targets."""
-        return self.kept.columns, self.kept.offsets[at.start : at.stop + 1], self.rows.target[at]
+    def of(self, at: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The entries' columns, where those of rows ``at`` begin and end, and those rows' targets."""
+        return self.kept.columns, self.kept.starts[at], self.kept.ends[at], self.rows.target[at]
 
     def softmax_stats(self, at: slice, out: RowStats) -> None:
         statistics.kept_stats(
@@ -48,12 +49,13 @@ class TritonKeptColumns(KeptColumns):
         )  # fmt: skip
 
     def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
-        columns, offsets, _ = self.of(at)
+        columns, begins, ends, _ = self.of(at)
         order = None if self.rows.order is None else self.rows.order[at]
-        gradients.kept_dhidden(out, self.dlogits, self.head.weight, columns, offsets, order, gain)
+        gradients.kept_dhidden(out, self.dlogits, self.head.weight, columns, begins, ends, order, gain)
 
     def add_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor) -> None:
         rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()
         # sums of entries that are dealt with at a time
-        scratch = torch.empty(SUMS // 4, dtype=torch.float32, device=out.device)
-        products.add_target_rows(out, rows, self.kept.columns, dlogits, self.sources, scratch)
+        room = min(SUMS, piece_bytes(len(dlogits), rows.shape[1]))
+        scratch = torch.empty(room // 4, dtype=torch.float32, device=out.device)
+        products.add_target_rows(out, rows, self.kept.columns, dlogits, self.kept.sources, scratch)

@@ -102,7 +102,7 @@ class Objective:
     @property
     def recordable(self) -> bool:
         """Whether a forward pass may be done again from a tape: it does nothing but what the program says."""
-        return self.teacher is None and self.kept is None
+        return self.teacher is None
 
     @property
     def gain_so_far(self) -> Tensor | None:
@@ -260,7 +260,7 @@ class ScalarObjective(Objective):
     @property
     def recordable(self) -> bool:
         parts: list[Any] = [part for part, _ in (*self.structure.summands, *self.structure.metrics)]
-        alone = self.teacher is None and self.kept is None and self.spread is None and self.fuse is not None
+        alone = self.teacher is None and self.spread is None and self.fuse is not None
         return alone and not (self.coupled or self.fp16 or self.segment_metrics) and all(map(is_own, parts))
 
     @property

@@ -4,9 +4,11 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.shift import in_backward
+from ...kernels.common.elsewhere import BEHIND
 from ...losses.base import Losses
 from ...metrics import Metric
 from ...program import checks
@@ -16,6 +18,21 @@ from ..task import TENSORS
 Kind = tuple[Hashable, ...]
 PLAIN = {type(None), bool, int, float, str, torch.dtype}
 DEVICES = {"cuda"}  # where the device would wait for the host
+
+
+def with_even_sets(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same with a number of ``kept_ids`` that other calls have too, on a GPU: each step of a training run has
+    another, and what follows from it is found anew for each."""
+    batch = kwargs.get("batch")
+    if isinstance(batch, Mapping) and "kept_offsets" in batch:
+        return {**kwargs, "batch": with_even_sets(batch)}
+    ids = kwargs.get("kept_ids")
+    if kwargs.get("kept_offsets") is None or not isinstance(ids, Tensor) or ids.device.type not in DEVICES:
+        return kwargs
+    if ids.dim() != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        return kwargs  # the call says what is wrong
+    step = 1 << max(10, len(ids).bit_length() - 4)  # at most an eighth more
+    return {**kwargs, "kept_ids": F.pad(ids, (0, -len(ids) % step), value=BEHIND)}
 
 
 class Arguments:

@@ -27,7 +27,7 @@ from ..head_options import HeadOptions
 from ..loop import Call
 from ..program import Program, program_of
 from ..task import Result, Task
-from .kinds import Arguments, Kind
+from .kinds import Arguments, Kind, with_even_sets
 from .recorder import NotRecordedError, Recorder
 from .steps import Place
 from .tape import Tape
@@ -67,6 +67,8 @@ def execute(
     function: Callable[..., Task[Result]], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Result:
     """Does what a public function's task says, at once and differentiable. ``names``: of its parameters."""
+    if "batch" in kwargs or "kept_offsets" in kwargs:
+        kwargs = with_even_sets(kwargs)
     arguments = Arguments(function, dict(zip(names, args, strict=False)), kwargs)
     kind = arguments.kind
     replay = None if kind is None else REPLAYS.get(kind)

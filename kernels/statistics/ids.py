@@ -1,0 +1,163 @@
+"""Ids that come with a call: targets beside the rows that predict them, and sets that tokens keep as entries of those
+rows."""
+
+import triton.language as tl
+
+from ..common.blocks import BEHIND
+from ..common.kernel import kernel
+
+
+@kernel
+def read_targets_kernel(
+    # outputs
+    paired_ptr,  # [tokens] int64, -1 where a row does not count
+    counted_ptr,  # [] fp32: how many do
+    one_or_nan_ptr,  # [] fp32: 1, or nan where an id is out of range
+    inverse_ptr,  # [] fp32: that divided by how many count, or by 1 where none does
+    # inputs
+    target_ptr,  # [tokens] int64
+    mask_ptr,  # [tokens] bytes, or None for 1
+    # sizes
+    tokens,
+    length,  # of the dimension that the shift runs along
+    vocab,
+    # scalars
+    shift,
+    ignore_index,
+    BLOCK: tl.constexpr,
+):
+    """One program walks over all of them: a few microseconds beside any matmul, and nothing to be set to 0 before."""
+    counted = tl.zeros((BLOCK,), dtype=tl.int32)
+    wrong = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, tokens, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        there = (row < tokens) & (row % length + shift < length)
+        target = tl.load(target_ptr + row + shift, mask=there, other=-1)
+        counts = there & (target != ignore_index)
+        if mask_ptr is not None:
+            counts &= tl.load(mask_ptr + row + shift, mask=there, other=0) != 0
+        inside = (target >= 0) & (target < vocab)
+        tl.store(paired_ptr + row, tl.where(counts & inside, target, -1), mask=row < tokens)
+        counted += (counts & inside).to(tl.int32)
+        wrong += (counts & (inside == 0)).to(tl.int32)
+    number = tl.sum(counted, 0).to(tl.float32)
+    one_or_nan = tl.where(tl.sum(wrong, 0) > 0, float("nan"), 1.0)
+    tl.store(counted_ptr, number)
+    tl.store(one_or_nan_ptr, one_or_nan)
+    tl.store(inverse_ptr, tl.div_rn(one_or_nan, tl.maximum(number, 1.0)))
+
+
+@kernel
+def kept_rows_kernel(
+    # outputs
+    begin_ptr,  # [tokens] int64: where a row's entries begin
+    end_ptr,  # [tokens] int64: and end, where they begin for a row that keeps none
+    row_ptr,  # [entries + tokens] int64: a row's target comes before the others
+    column_ptr,  # [entries + tokens] int64
+    one_or_nan_ptr,  # [] fp32: nan where something is wrong
+    inverse_ptr,  # [] fp32: likewise
+    # inputs
+    ids_ptr,  # [entries] int, -1 for none
+    offset_ptr,  # [tokens + 1] int64: where a token's ids begin; None where each has as many
+    target_ptr,  # [tokens] int64, of rows, -1 where one does not count
+    # sizes
+    entries,
+    each,
+    tokens,
+    length,
+    # scalars
+    shift,
+    turn,  # shift % length
+    EVERYWHERE: tl.constexpr,  # whether a row that counts and keeps none is wrong
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    within = token % length
+    # tokens that no row predicts go with rows that predict none
+    row = token - within + (within - turn + length) % length
+    target = tl.load(target_ptr + row)
+    counts = (within >= shift) & (target >= 0)
+    begin, end = token * each, (token + 1) * each
+    wrong = token < 0
+    if offset_ptr is not None:
+        begin, end = tl.load(offset_ptr + token), tl.load(offset_ptr + token + 1)
+        wrong = (begin < 0) | (end < begin) | (end > entries) | ((token == 0) & (begin != 0))
+        behind = tl.load(ids_ptr + end, mask=(token == tokens - 1) & (wrong == 0) & (end < entries), other=BEHIND)
+        wrong = wrong | (behind != BEHIND)
+        begin, end = tl.where(wrong, 0, begin), tl.where(wrong, 0, end)
+    lanes = tl.zeros((BLOCK,), dtype=tl.int32)
+    for first in range(begin, end, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        lanes |= (tl.load(ids_ptr + at, mask=at < end, other=-1) != -1).to(tl.int32)
+    has = counts & (tl.max(lanes, 0) > 0)
+    if EVERYWHERE:
+        wrong = wrong | (counts & (has == 0))
+    start = begin + token
+    tl.store(begin_ptr + row, start)
+    tl.store(end_ptr + row, tl.where(has, end + token + 1, start))
+    tl.store(row_ptr + start, row)
+    tl.store(column_ptr + start, tl.where(has, target, -1))
+    one = tl.arange(0, 1)
+    tl.store(one_or_nan_ptr + one, float("nan"), mask=(one == 0) & wrong)
+    tl.store(inverse_ptr + one, float("nan"), mask=(one == 0) & wrong)
+
+
+@kernel
+def kept_entries_kernel(
+    # outputs
+    row_ptr,  # [entries + tokens] int64
+    column_ptr,  # [entries + tokens] int64, -1 for ids that are none, that stand twice in a set, or are its target
+    one_or_nan_ptr,  # [] fp32: nan where something is wrong
+    inverse_ptr,  # [] fp32: likewise
+    # inputs
+    ids_ptr,  # [entries] int, -1 for none
+    offset_ptr,  # [tokens + 1] int64: where a token's ids begin; None where each has as many
+    target_ptr,  # [tokens] int64, of rows, -1 where one does not count
+    # sizes
+    entries,
+    each,
+    tokens,
+    length,
+    vocab,
+    steps,  # to find a token by halving
+    # scalars
+    shift,
+    turn,
+    BLOCK: tl.constexpr,
+):
+    """As many ids for each program, however many a token has."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < entries
+    if offset_ptr is None:
+        token = tl.where(inside, at // each, 0)
+        begin, end = token * each, (token + 1) * each
+    else:
+        token, high = tl.zeros((BLOCK,), dtype=tl.int64), tl.zeros((BLOCK,), dtype=tl.int64) + tokens
+        for _ in range(steps):
+            middle = (token + high) // 2
+            below = tl.load(offset_ptr + middle) <= at
+            token, high = tl.where(below, middle, token), tl.where(below, high, middle)
+        token = tl.minimum(token, tokens - 1)
+        begin, end = tl.load(offset_ptr + token), tl.load(offset_ptr + token + 1)
+    inside = inside & (at >= begin) & (at < end)
+    within = token % length
+    row = token - within + (within - turn + length) % length
+    target = tl.load(target_ptr + row)
+    id = tl.load(ids_ptr + at, mask=inside, other=-1).to(tl.int64)
+    real = (within >= shift) & (target >= 0) & (id != -1)
+    known = (id >= 0) & (id < vocab)
+    wrong = tl.max((real & (known == 0)).to(tl.int32), 0) > 0
+    # the first of equals stays, and the target has an entry of its own
+    again = (id == target).to(tl.int32)
+    least = tl.maximum(tl.min(tl.where(inside, begin, entries), 0), 0)
+    for first in range(least, tl.max(tl.where(inside, at, -1), 0) + 1, BLOCK):
+        other_at = first + tl.arange(0, BLOCK)
+        other = tl.load(ids_ptr + other_at, mask=other_at < entries, other=-1).to(tl.int64)
+        earlier = (other_at[None, :] >= begin[:, None]) & (other_at[None, :] < at[:, None])
+        again |= tl.max((earlier & (other[None, :] == id[:, None])).to(tl.int32), 1)
+    place = at + token + 1
+    tl.store(row_ptr + place, row, mask=inside)
+    tl.store(column_ptr + place, tl.where(real & known & (again == 0), id, -1), mask=inside)
+    one = tl.arange(0, 1)
+    tl.store(one_or_nan_ptr + one, float("nan"), mask=(one == 0) & wrong)
+    tl.store(inverse_ptr + one, float("nan"), mask=(one == 0) & wrong)
