@@ -37,7 +37,7 @@ class KeptColumns(ABC):
         self.wide = torch.promote_types(head.weight.dtype, torch.float32)
         count, device = len(self.kept.columns), head.weight.device
         self.logits = torch.empty(count, dtype=self.wide, device=device)
-        self.dlogits = torch.zeros(count, dtype=self.wide, device=device)
+        self.dlogits = torch.empty(count, dtype=self.wide, device=device)
         if rows.logits:
             self.pick_logits()
         else:

@@ -70,6 +70,7 @@ def row_grad(
     beside: Beside | None,
     first_column: int,
     transform: Transform,
+    counted: Counted = ALL_ROWS,  # rows behind the last that counts may stay as they are, but for some
     relative: tuple[int, int, int] = (8, 8, 4),  # rows, strips and warps of a program over relative logits
 ) -> None:
     rows, columns = dlogits.shape
@@ -90,8 +91,8 @@ def row_grad(
         rows, columns, first_column, second.columns, sizes[0],
         stored.logits.stride(0), dlogits.stride(0), sizes[1],
         strip_stride(stored) if beside is None else strip_stride(stored, beside.stored),
-        *transform, second.ratio, *scalars,
-        **constants,
+        *counted, *transform, second.ratio, *scalars,
+        **constants, PRODUCT_ROWS=128,  # more than any product of ours reads at a time
         COLUMN_PROGRAMS=column_programs, STRIP=RELATIVE_STRIP, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
         **FUSED,
     )  # fmt: skip
@@ -246,8 +247,8 @@ def kept_dhidden(
 ) -> None:
     """``out[row] = sum(dlogit * weight[column])`` over a row's columns, where it keeps some."""
     rows, width = len(begins), weight.shape[1]
-    block = min(power_of_2(width), 512)
+    block = min(power_of_2(width), 256)
     kept_dhidden_kernel[(rows, cdiv(width, block))](
         out, dlogit, weight, columns, begins, ends, order, gain, width, *weight.stride(),
-        AT_ONCE=8, BLOCK=block, num_warps=4, **FUSED,
+        AT_ONCE=8, BLOCK=block, num_warps=1, **FUSED,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import triton.language as tl
 
+from ..common.blocks import counted_rows
 from ..common.kernel import kernel
 from ..common.stored import load_block
 from .identity import logits_gradient
@@ -48,6 +49,8 @@ def row_grad_kernel(
     dlogits_stride,
     teacher_stride,
     strip_stride,  # from strip to strip of both offsets; 0 for raw logits
+    count_ptr,  # [] int64: how many rows of the call count, or None for all
+    first_row,  # of these rows in the call
     # scalars
     logit_scale,
     softcap,
@@ -61,6 +64,7 @@ def row_grad_kernel(
     LOG_REST: tl.constexpr,
     FLOOR: tl.constexpr,
     COLUMN_PROGRAMS: tl.constexpr,
+    PRODUCT_ROWS: tl.constexpr,
     STRIP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # STRIP where logits are relative
@@ -68,6 +72,11 @@ def row_grad_kernel(
     column_program = tl.program_id(0) % COLUMN_PROGRAMS
     offs_row = (tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
+    last = columns
+    if count_ptr is not None:
+        # products read as many rows as a tile has
+        behind = tl.cdiv(counted_rows(count_ptr, first_row, rows), PRODUCT_ROWS) * PRODUCT_ROWS
+        last = tl.where((tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS < behind, columns, 0)
     wide_row = offs_row.to(tl.int64)[:, None]
     target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)[:, None]
     counts = target >= 0
@@ -120,7 +129,7 @@ def row_grad_kernel(
             tau = load_column(tau_ptr, offs_row, in_rows)
         if theta_ptr is not None:
             theta = load_column(theta_ptr, offs_row, in_rows)
-    for start in range(column_program * BLOCK, columns, COLUMN_PROGRAMS * BLOCK):
+    for start in range(column_program * BLOCK, last, COLUMN_PROGRAMS * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         in_columns = offs < columns
         mask = in_rows[:, None] & in_columns[None, :]

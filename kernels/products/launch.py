@@ -154,8 +154,8 @@ def add_target_rows(
         count, targets, pieces = at.stop - first, sorted_target[at], cdiv(at.stop - first, PIECE)
         add_target_rows_kernel[pieces, cdiv(columns, block)](
             dweight, piece_sum, hidden, order[at], None if rows is None else rows[at], targets, target_factor,
-            count, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, PRECISION=gpu.fp32_products,
-            num_warps=2, **FUSED,
+            count, columns, hidden.stride(0), PIECE=PIECE, STEP=16, BLOCK=block,
+            SPLIT=hidden.dtype == torch.bfloat16 and not INTERPRETED, PRECISION=gpu.fp32_products, num_warps=2, **FUSED,
         )  # fmt: skip
         join_pieces_kernel[pieces, cdiv(columns, wide)](
             dweight, piece_sum, targets, count, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=wide,

@@ -98,8 +98,8 @@ def kept_rows_kernel(
     tl.store(row_ptr + start, row)
     tl.store(column_ptr + start, tl.where(has, target, -1))
     one = tl.arange(0, 1)
-    tl.store(one_or_nan_ptr + one, float("nan"), mask=(one == 0) & wrong)
-    tl.store(inverse_ptr + one, float("nan"), mask=(one == 0) & wrong)
+    tl.store(one_or_nan_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))
+    tl.store(inverse_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))
 
 
 @kernel
@@ -124,6 +124,7 @@ def kept_entries_kernel(
     shift,
     turn,
     BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """As many ids for each program, however many a token has."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -150,14 +151,15 @@ def kept_entries_kernel(
     # the first of equals stays, and the target has an entry of its own
     again = (id == target).to(tl.int32)
     least = tl.maximum(tl.min(tl.where(inside, begin, entries), 0), 0)
-    for first in range(least, tl.max(tl.where(inside, at, -1), 0) + 1, BLOCK):
-        other_at = first + tl.arange(0, BLOCK)
-        other = tl.load(ids_ptr + other_at, mask=other_at < entries, other=-1).to(tl.int64)
-        earlier = (other_at[None, :] >= begin[:, None]) & (other_at[None, :] < at[:, None])
-        again |= tl.max((earlier & (other[None, :] == id[:, None])).to(tl.int32), 1)
+    small_id, small_at, small_begin = id.to(tl.int32), (at - least).to(tl.int32), (begin - least).to(tl.int32)
+    for first in range(0, tl.max(tl.where(inside, small_at, -1), 0) + 1, AT_ONCE):
+        other_at = first + tl.arange(0, AT_ONCE)
+        other = tl.load(ids_ptr + least + other_at, mask=least + other_at < entries, other=-1).to(tl.int32)
+        earlier = (other_at[None, :] >= small_begin[:, None]) & (other_at[None, :] < small_at[:, None])
+        again |= tl.max((earlier & (other[None, :] == small_id[:, None])).to(tl.int32), 1)
     place = at + token + 1
     tl.store(row_ptr + place, row, mask=inside)
     tl.store(column_ptr + place, tl.where(real & known & (again == 0), id, -1), mask=inside)
     one = tl.arange(0, 1)
-    tl.store(one_or_nan_ptr + one, float("nan"), mask=(one == 0) & wrong)
-    tl.store(inverse_ptr + one, float("nan"), mask=(one == 0) & wrong)
+    tl.store(one_or_nan_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))
+    tl.store(inverse_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))

@@ -270,7 +270,7 @@ def kept_sets(
     if entries:
         kept_entries_kernel[(cdiv(entries, block),)](
             rows, columns, *wrong, ids, offsets, target, *numbers, vocab, tokens.bit_length(), *shifts,
-            BLOCK=block, num_warps=4, **FUSED,
+            BLOCK=block, AT_ONCE=16, num_warps=4, **FUSED,
         )  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def kept_logits(
     kept_logits_kernel[(cdiv(count, at_once),)](
         logit, hidden, weight, bias, sources, rows, columns, count, width, *hidden.stride(),
         *weight.stride(), *transform,
-        AT_ONCE=at_once, BLOCK=min(power_of_2(width), 512), num_warps=4, **FUSED,
+        AT_ONCE=at_once, BLOCK=min(power_of_2(width), 256), num_warps=4, **FUSED,
     )  # fmt: skip
 
 
