@@ -62,13 +62,6 @@ class Gradients:
         """The same tensors, not to be summed over ranks yet."""
         return replace(self, over_ranks=None)
 
-    def zero(self) -> None:
-        """All of them but the caller's buffer: what follows is added."""
-        weight = None if self.gradient_buffer is not None else self.weight
-        for value in (self.hidden, weight, self.bias):
-            if value is not None:
-                value.zero_()
-
     def set_aside(self, vocab: int) -> None:
         """The rows that stand for no id, whose gradient is 0."""
         if self.weight is not None:

@@ -100,12 +100,13 @@ class KeptColumns(ABC):
         """What their gradients are."""
 
     @abstractmethod
-    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
-        """Hidden states' gradients of rows ``at`` into ``out``: those rows, or with ``rows.order`` all of them."""
+    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None, fill: bool) -> None:
+        """Hidden states' gradients of rows ``at`` into ``out``: those rows, or with ``rows.order`` all of them;
+        ``fill``: 0 for rows that keep none."""
 
     @abstractmethod
-    def add_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor) -> None:
-        """``out[column] += dlogits * hidden[row]`` for all entries."""
+    def put_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor, add: bool) -> None:
+        """``out[column] (+)= dlogits * hidden[row]`` for all entries; without ``add`` 0 for columns that have none."""
 
     def add_gradients(
         self,
@@ -116,17 +117,18 @@ class KeptColumns(ABC):
         weight_gain: Tensor | None = None,
         hidden_gain: Tensor | None = None,
     ) -> None:
-        """Gradients of rows ``at``, from their statistics; the weight's wait for ``finish``."""
+        """Gradients of rows ``at``, from their statistics, which are all there is where every row keeps a set; the
+        weight's wait for ``finish``."""
         self.differentiate(at, stats, coefficients)
         self.weight_gain = weight_gain
         if grads.hidden is not None:
-            self.put_dhidden(at, grads.hidden_rows(at, self.rows.order), hidden_gain)
+            self.put_dhidden(at, grads.hidden_rows(at, self.rows.order), hidden_gain, fill=self.kept.everywhere)
 
     def finish(self, grads: Gradients) -> None:
         """The weight's and the bias's gradients, of all rows."""
         dlogits = self.dlogits if self.weight_gain is None else self.dlogits * self.weight_gain
         if grads.weight is not None:
-            self.add_dweight(grads.weight, self.rows.hidden, dlogits)
+            self.put_dweight(grads.weight, self.rows.hidden, dlogits, not grads.stores(self.kept.everywhere))
         if grads.bias is not None:
             ones = torch.ones(len(self.rows.hidden), 1, dtype=self.wide, device=dlogits.device)
-            self.add_dweight(grads.bias.unsqueeze(1), ones, dlogits)
+            self.put_dweight(grads.bias.unsqueeze(1), ones, dlogits, not self.kept.everywhere)

@@ -174,7 +174,6 @@ def sweep_kept(call: Call, kept: KeptColumns, stats: RowStats, grads: Gradients 
     if grads is not None:
         assert coefficients is not None
         grads.gain = None if grads.gradient_buffer is None else objective.gain_so_far
-        grads.zero()
         kept.add_gradients(everything, stats, coefficients, grads, weight_gain=grads.gain)
         grads.hidden_done(everything, None if call.packing is None else call.packing.order)
         kept.finish(grads)
@@ -224,7 +223,6 @@ def recompute(
     kept = kept_columns(call, hidden, head) if plan.sizes.tokens else None
     if kept is not None and not call.multiplies:
         everything = slice(0, plan.sizes.tokens)
-        grads.zero()
         kept.add_gradients(everything, stats, coefficients, grads, weight_gain=gain, hidden_gain=gain)
         grads.hidden_done(everything, None if call.packing is None else call.packing.order)
         kept.finish(grads)

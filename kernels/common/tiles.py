@@ -19,7 +19,7 @@ def power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-PIECE = 64  # tokens of equal or neighbouring targets whose rows of dweight are summed by one program
+PIECE = 16  # tokens of equal or neighbouring targets whose rows of dweight are summed at a time
 LEAST_SECTION = 16 * PIECE  # tokens that are dealt with at a time where there is no room for the sums of more
 
 

@@ -89,13 +89,16 @@ def kept_dhidden_kernel(
     hidden,
     weight_row_stride,
     weight_column_stride,
+    FILL: tl.constexpr,  # 0 where a row keeps none, instead of what is there
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = offs < tl.where(end > begin, hidden, 0)
+    inside = offs < hidden
+    if not FILL:
+        inside = offs < tl.where(end > begin, hidden, 0)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(begin, end, AT_ONCE):
         entry = first + tl.arange(0, AT_ONCE)

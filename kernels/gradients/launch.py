@@ -244,11 +244,12 @@ def kept_dhidden(
     ends: torch.Tensor,  # [rows] int64
     order: torch.Tensor | None,  # [rows] int64, rows of ``out``
     gain: torch.Tensor | None,  # []
+    fill: bool,
 ) -> None:
-    """``out[row] = sum(dlogit * weight[column])`` over a row's columns, where it keeps some."""
+    """``out[row] = sum(dlogit * weight[column])`` over a row's columns, if it keeps some; else 0 with ``fill``."""
     rows, width = len(begins), weight.shape[1]
     block = min(power_of_2(width), 256)
     kept_dhidden_kernel[(rows, cdiv(width, block))](
         out, dlogit, weight, columns, begins, ends, order, gain, width, *weight.stride(),
-        AT_ONCE=8, BLOCK=block, num_warps=1, **FUSED,
+        FILL=fill, AT_ONCE=8, BLOCK=block, num_warps=1, **FUSED,
     )  # fmt: skip

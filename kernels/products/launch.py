@@ -19,11 +19,13 @@ from ..common.tiles import (
     piece_bytes,
     power_of_2,
 )  # fmt: skip
+from .column_rows import column_pieces_kernel, column_rows_kernel
 from .dhidden import dhidden_kernel, finish_dhidden_kernel, join_parts_kernel
 from .dweight import dweight_kernel
 from .sort_targets import sort_targets_kernel
 from .target_terms import add_target_rows_kernel, join_pieces_kernel
 
+COLUMN_PIECE = 256  # entries of one column that a program adds up
 MOST_COUNTED = 8192  # tokens that are sorted by comparing each with each: one launch instead of ten
 
 
@@ -154,10 +156,34 @@ def add_target_rows(
         count, targets, pieces = at.stop - first, sorted_target[at], cdiv(at.stop - first, PIECE)
         add_target_rows_kernel[pieces, cdiv(columns, block)](
             dweight, piece_sum, hidden, order[at], None if rows is None else rows[at], targets, target_factor,
-            count, columns, hidden.stride(0), PIECE=PIECE, STEP=16, BLOCK=block,
-            SPLIT=hidden.dtype == torch.bfloat16 and not INTERPRETED, PRECISION=gpu.fp32_products, num_warps=2, **FUSED,
+            count, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, PRECISION=gpu.fp32_products,
+            num_warps=2, **FUSED,
         )  # fmt: skip
         join_pieces_kernel[pieces, cdiv(columns, wide)](
             dweight, piece_sum, targets, count, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=wide,
             num_warps=4, **FUSED,
         )  # fmt: skip
+
+
+def put_column_rows(
+    dweight: torch.Tensor,  # [vocab, hidden] contiguous
+    hidden: torch.Tensor,  # [rows, hidden], columns contiguous
+    columns: torch.Tensor,  # [entries] int64, -1 for none
+    factors: torch.Tensor,  # [entries] fp32
+    rows: torch.Tensor,  # [entries] int64, of ``hidden``
+    add: bool,
+) -> None:
+    """``dweight[columns[i]] (+)= factors[i] * hidden[rows[i]]``, the sum over all entries of a column rounded once."""
+    (vocab, width), entries = dweight.shape, len(columns)
+    ordered, order = torch.sort(columns.to(torch.int32), stable=True)
+    begins = torch.searchsorted(
+        ordered, torch.arange(vocab + 1, dtype=torch.int32, device=columns.device), out_int32=True
+    )
+    rows, factors = rows.index_select(0, order), factors.index_select(0, order)
+    block, pieces = max(16, min(power_of_2(width), 1024)), cdiv(entries, COLUMN_PIECE)
+    piece_sum = torch.empty(pieces, width, dtype=torch.float32, device=columns.device)
+    given, sizes = (hidden, rows, factors, begins), (width, hidden.stride(0))
+    shared = {"PIECE": COLUMN_PIECE, "AT_ONCE": 4, "BLOCK": block, "num_warps": max(1, block // 256)}
+    if pieces > 1:
+        column_pieces_kernel[pieces - 1, cdiv(width, block)](piece_sum, *given, ordered, *sizes, **shared, **FUSED)
+    column_rows_kernel[vocab, cdiv(width, block)](dweight, piece_sum, *given, *sizes, ADD=add, **shared, **FUSED)

@@ -21,70 +21,51 @@ def add_target_rows_kernel(
     hidden,
     hidden_stride,
     PIECE: tl.constexpr,
-    STEP: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,  # factors into three bf16 numbers each, beside hidden states that are bf16
     PRECISION: tl.constexpr,  # of fp32 operands
 ):
-    """``dweight[target[i]] += target_factor[i] * hidden[i]``, tokens in sorted pieces of a fixed size, some at a time.
+    """``dweight[target[i]] += target_factor[i] * hidden[i]``, tokens in sorted pieces of a fixed size.
 
     A target whose tokens all lie in one piece is finished here. One that spans pieces, at most one at either end of
     each, leaves its sums to ``join_pieces_kernel``: whatever the targets, the order of every sum is fixed, and no
     program walks over more than a piece.
     """
     piece = tl.program_id(0)
-    begin, end = piece * PIECE, tl.minimum((piece + 1) * PIECE, tokens)
+    at = piece * PIECE + tl.arange(0, PIECE)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_cols = cols < hidden
-    in_step = tl.arange(0, STEP)
-    first_target = tl.load(sorted_target_ptr + begin)
-    came_before = tl.load(sorted_target_ptr + begin - 1, mask=begin > 0, other=-2) == first_target
-    carry = tl.zeros((BLOCK,), dtype=tl.float32)  # of a target that goes on
-    for start in range(begin, end, STEP):
-        at = start + in_step
-        target = tl.load(sorted_target_ptr + at, mask=at < tokens, other=-1)
-        before = tl.load(sorted_target_ptr + at - 1, mask=(at > 0) & (at < tokens), other=-2)
-        after = tl.load(sorted_target_ptr + start + STEP, mask=start + STEP < tokens, other=-2)
-        token = tl.load(order_ptr + at, mask=at < tokens, other=0)
-        row = token
-        if row_ptr is not None:
-            row = tl.load(row_ptr + at, mask=at < tokens, other=0)
-        counts = target >= 0
-        # a row for each target of the step, where it stands first, gathers all of them
-        first = counts & ((in_step == 0) | (before != target))
-        carried = (in_step == 0) & (before == target) & (start > begin)
-        from_before = came_before & (target == first_target)
-        open_ = target == after
-        whole = first & (from_before == 0) & (open_ == 0)
-        # all that is read stands before the sum, so that it is waited for once
-        factor = tl.load(target_factor_ptr + token, mask=counts, other=0.0)
-        of_hidden = hidden_ptr + row[:, None] * hidden_stride + cols[None, :]
-        h = tl.load(of_hidden, mask=counts[:, None] & in_cols[None, :], other=0.0)
-        out = dweight_ptr + target.to(tl.int64)[:, None] * hidden + cols[None, :]
-        mask = whole[:, None] & in_cols[None, :]
-        sum_so_far = tl.load(out, mask=mask, other=0.0)
+    target = tl.load(sorted_target_ptr + at, mask=at < tokens, other=-1)
+    before = tl.load(sorted_target_ptr + at - 1, mask=(at > 0) & (at < tokens), other=-2)
+    end = (piece + 1) * PIECE
+    after = tl.load(sorted_target_ptr + end, mask=end < tokens, other=-2)
+    token = tl.load(order_ptr + at, mask=at < tokens, other=0)
+    row = token
+    if row_ptr is not None:
+        row = tl.load(row_ptr + at, mask=at < tokens, other=0)
+    counts = target >= 0
+    in_piece = tl.arange(0, PIECE)
+    # a row for each target of the piece, where it stands first, gathers all of them
+    first = counts & ((in_piece == 0) | (before != target))
+    from_before = (in_piece == 0) & (before == target)
+    whole = first & (from_before == 0) & (target != after)
+    # all that is read stands before the sum, so that it is waited for once
+    factor = tl.load(target_factor_ptr + token, mask=counts, other=0.0)
+    h = tl.load(
+        hidden_ptr + row[:, None] * hidden_stride + cols[None, :], mask=counts[:, None] & in_cols[None, :], other=0.0
+    ).to(tl.float32)
+    out = dweight_ptr + target.to(tl.int64)[:, None] * hidden + cols[None, :]
+    mask = whole[:, None] & in_cols[None, :]
+    sum_so_far = tl.load(out, mask=mask, other=0.0)
 
-        gather = first[:, None] & (target[:, None] == target[None, :])
-        total = tl.where(carried[:, None], carry[None, :], 0.0)
-        if SPLIT:
-            left = tl.where(gather, factor[None, :], 0.0)
-            for _ in tl.static_range(3):
-                part = left.to(tl.bfloat16)
-                total = tl.dot(part, h, total)
-                left -= part.to(tl.float32)
-        else:
-            # ones are exact, and this splits the rest
-            terms = factor[:, None] * h.to(tl.float32)
-            total = tl.dot(tl.where(gather, 1.0, 0.0), terms, total, input_precision=PRECISION)
-        tl.store(out, (sum_so_far.to(tl.float32) + total).to(dweight_ptr.dtype.element_ty), mask=mask)
-        carry = tl.sum(tl.where((first & open_)[:, None], total, 0.0), 0)
-        last = start + STEP >= end
-        partial = first & ((from_before & ((open_ == 0) | last)) | (open_ & last))
-        slot = 2 * piece + tl.where(from_before, 0, 1)
-        tl.store(
-            piece_sum_ptr + slot.to(tl.int64)[:, None] * hidden + cols[None, :], total,
-            mask=partial[:, None] & in_cols[None, :],
-        )  # fmt: skip
+    gather = tl.where(first[:, None] & (target[:, None] == target[None, :]), 1.0, 0.0)
+    total = tl.dot(gather, factor[:, None] * h, input_precision=PRECISION)  # ones are exact, and this splits the rest
+    tl.store(out, (sum_so_far.to(tl.float32) + total).to(dweight_ptr.dtype.element_ty), mask=mask)
+    slot = 2 * piece + tl.where(from_before, 0, 1)
+    partial = first & (whole == 0)
+    tl.store(
+        piece_sum_ptr + slot.to(tl.int64)[:, None] * hidden + cols[None, :], total,
+        mask=partial[:, None] & in_cols[None, :],
+    )  # fmt: skip
 
 
 @kernel

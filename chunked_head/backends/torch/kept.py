@@ -134,7 +134,9 @@ class TorchKeptColumns(KeptColumns):
         grad = grad * tiles.slope(self.logits, self.head, self.scale)
         self.dlogits.copy_(torch.where(inside, grad, self.dlogits))
 
-    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
+    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None, fill: bool) -> None:
+        if fill:
+            out.zero_()
         place, count = self.place(at), at.stop - at.start
         made = torch.zeros(count + 1, out.shape[1], dtype=self.wide, device=out.device)
         for part in self.blocks():
@@ -149,7 +151,9 @@ class TorchKeptColumns(KeptColumns):
         else:
             out[order] = into
 
-    def add_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor) -> None:
+    def put_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor, add: bool) -> None:
+        if not add:
+            out.zero_()
         # equal columns together: each block of entries adds one row for each of its columns
         columns, order = self.kept.columns.sort(stable=True)
         for at in self.blocks():

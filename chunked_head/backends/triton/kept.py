@@ -1,18 +1,14 @@
 """Rows that keep columns, in Triton kernels."""
 
-import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, RowStats
-from ...kernels.common.tiles import piece_bytes
 from ...kernels.gradients import launch as gradients
 from ...kernels.gradients.launch import NO_SOFTMAX, Softmax
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
 from ..kept import KeptColumns
 from .session import ratio_of, transform
-
-SUMS = 32 * 2**20  # bytes
 
 
 class TritonKeptColumns(KeptColumns):
@@ -48,14 +44,11 @@ class TritonKeptColumns(KeptColumns):
             Softmax(stats.start, stats.rest, c.alpha, c.eta), second, c.beta, transform(self.head, scale),
         )  # fmt: skip
 
-    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
+    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None, fill: bool) -> None:
         columns, begins, ends, _ = self.of(at)
         order = None if self.rows.order is None else self.rows.order[at]
-        gradients.kept_dhidden(out, self.dlogits, self.head.weight, columns, begins, ends, order, gain)
+        gradients.kept_dhidden(out, self.dlogits, self.head.weight, columns, begins, ends, order, gain, fill)
 
-    def add_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor) -> None:
+    def put_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor, add: bool) -> None:
         rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-        # sums of entries that are dealt with at a time
-        room = min(SUMS, piece_bytes(len(dlogits), rows.shape[1]))
-        scratch = torch.empty(room // 4, dtype=torch.float32, device=out.device)
-        products.add_target_rows(out, rows, self.kept.columns, dlogits, self.kept.sources, scratch)
+        products.put_column_rows(out, rows, self.kept.columns, dlogits, self.kept.sources, add)

@@ -13,7 +13,7 @@ from ...program.plans import Plan
 from ...program.sizes import padded_columns
 from ..gradients import Gradients
 from ..matmul import add_dhidden, project
-from .session import OwnProducts, counted_of, normalize_rows, ratio_of, transform
+from .session import OwnProducts, counted_of, normalize_rows, ratio_of, transform, zero_uncounted_
 
 
 class RelativeSession(OwnProducts):
@@ -138,7 +138,8 @@ class RelativeSession(OwnProducts):
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
         dlogits = self.stored.logits.view(self.sizes.dtype)
         teacher = None if self.demand.pairing is None else self.teacher_stored
-        return self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher)
+        dlogits = self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher)
+        return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 
 
 def padded(rows: int, columns: int, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ...core.stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher
-from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Transform
+from ...kernels.common.operands import Counted, Stored, Transform
 from ...kernels.gradients import launch as gradients
 from ...kernels.gradients.launch import NO_SOFTMAX, Beside, Softmax
 from ...kernels.products import launch as products
@@ -117,7 +117,7 @@ class KernelSession(AddsDlogits):
         common = self.terms(stats, c, first, columns)
         gradients.row_grad(
             dlogits, stored, head.class_weights, rows.target, *common, beside, first, transform(head, rows.scale),
-            ALL_ROWS if self.sizes.bias_grad else counted_of(rows),
+            counted_of(rows),
         )  # fmt: skip
         self.replace_columns_(dlogits, head, first, rows, stats, c, common, beside)
         return dlogits
