@@ -74,10 +74,13 @@ class KeptColumns(ABC):
         """The entries' logits."""
 
     def stats(self, at: slice, out: RowStats) -> None:
-        """Statistics of rows ``at`` of the call, of these columns alone."""
+        """Statistics of rows ``at`` of the call, of these columns alone; where every row that counts keeps some, the
+        others' are 0."""
         if not self.demand.columns_alone:
             self.softmax_stats(at, out)
-        elif out.column_logits is not None:
+            return
+        out.zero_()
+        if out.column_logits is not None:
             x = self.logits.masked_fill(self.kept.columns < 0, 0.0).view(-1, self.demand.columns)
             out.column_logits.copy_(x[at])
 

@@ -83,8 +83,6 @@ class Call(OwnColumns):
             backend.logits_stats(rows, head, self.demand, stats.at(at), paired and shard is None)
         kept = self.kept_columns(logits)
         if kept is not None:
-            if not self.multiplies:
-                stats.zero_()
             kept.stats(slice(0, len(objective.target)), stats)
         if shard is None or not parts:
             return stats

@@ -167,7 +167,6 @@ def kept_columns(call: Call, hidden: Tensor, head: Head) -> KeptColumns | None:
 def sweep_kept(call: Call, kept: KeptColumns, stats: RowStats, grads: Gradients | None) -> Gradients | None:
     """The pass where no row's logits are a matmul's: all tokens at once."""
     everything, objective = slice(0, call.plan.sizes.tokens), call.objective
-    stats.zero_()
     kept.stats(everything, stats)
     merge_stats(call, Rows(kept.rows.hidden, call.every_target), stats, kept.known_targets)
     coefficients = objective.visit(stats, everything, gradient=grads is not None)

@@ -7,13 +7,16 @@ from ..common.kernel import kernel
 
 
 @triton.jit
-def sum_of_rows(hidden_ptr, row_ptr, factor_ptr, begin, end, cols, mask, hidden_stride, AT_ONCE: tl.constexpr):
-    """Of ``factor[i] * hidden[row[i]]`` for entries from ``begin`` to ``end``."""
+def sum_of_rows(
+    hidden_ptr, order_ptr, row_ptr, factor_ptr, begin, end, cols, mask, hidden_stride, AT_ONCE: tl.constexpr
+):
+    """Of ``factor[i] * hidden[row[i]]`` for the sorted entries from ``begin`` to ``end``."""
     total = tl.zeros(cols.shape, dtype=tl.float32)
     for first in range(begin, end, AT_ONCE):
         at = first + tl.arange(0, AT_ONCE)
-        row = tl.load(row_ptr + at, mask=at < end, other=0)
-        factor = tl.load(factor_ptr + at, mask=at < end, other=0.0)
+        entry = tl.load(order_ptr + at, mask=at < end, other=0)
+        row = tl.load(row_ptr + entry, mask=at < end, other=0)
+        factor = tl.load(factor_ptr + entry, mask=at < end, other=0.0)
         of_rows = hidden_ptr + row[:, None] * hidden_stride + cols[None, :]
         h = tl.load(of_rows, mask=(at < end)[:, None] & mask[None, :], other=0.0).to(tl.float32)
         total += tl.sum(h * factor[:, None], 0)
@@ -26,6 +29,7 @@ def column_pieces_kernel(
     piece_sum_ptr,  # [pieces, hidden] fp32, of a column that began before the piece
     # inputs
     hidden_ptr,  # [rows, hidden]
+    order_ptr,  # [entries] int64: entries sorted by column
     row_ptr,  # [entries] int64, of hidden
     factor_ptr,  # [entries] fp32
     begin_ptr,  # [vocab + 1] int32: where a column's entries begin
@@ -47,7 +51,7 @@ def column_pieces_kernel(
         end = tl.minimum(tl.load(begin_ptr + column + 1), begin + PIECE)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < tl.where(end > begin, hidden, 0)
-    total = sum_of_rows(hidden_ptr, row_ptr, factor_ptr, begin, end, cols, mask, hidden_stride, AT_ONCE)
+    total = sum_of_rows(hidden_ptr, order_ptr, row_ptr, factor_ptr, begin, end, cols, mask, hidden_stride, AT_ONCE)
     tl.store(piece_sum_ptr + piece.to(tl.int64) * hidden + cols, total, mask=mask)
 
 
@@ -58,6 +62,7 @@ def column_rows_kernel(
     # inputs
     piece_sum_ptr,  # [pieces, hidden] fp32
     hidden_ptr,  # [rows, hidden]
+    order_ptr,  # [entries] int64: entries sorted by column
     row_ptr,  # [entries] int64, of hidden
     factor_ptr,  # [entries] fp32
     begin_ptr,  # [vocab + 1] int32: where a column's entries begin
@@ -78,7 +83,7 @@ def column_rows_kernel(
         mask = cols < tl.where(end > begin, hidden, 0)
     following = begin // PIECE + 1
     mine = tl.minimum(end, following * PIECE)
-    total = sum_of_rows(hidden_ptr, row_ptr, factor_ptr, begin, mine, cols, mask, hidden_stride, AT_ONCE)
+    total = sum_of_rows(hidden_ptr, order_ptr, row_ptr, factor_ptr, begin, mine, cols, mask, hidden_stride, AT_ONCE)
     wide = tl.zeros((), dtype=tl.int64) + hidden
     for piece in range(following, tl.cdiv(end, PIECE)):
         total += tl.load(piece_sum_ptr + piece * wide + cols, mask=mask, other=0.0)

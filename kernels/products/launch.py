@@ -179,11 +179,10 @@ def put_column_rows(
     begins = torch.searchsorted(
         ordered, torch.arange(vocab + 1, dtype=torch.int32, device=columns.device), out_int32=True
     )
-    rows, factors = rows.index_select(0, order), factors.index_select(0, order)
     block, pieces = max(16, min(power_of_2(width), 1024)), cdiv(entries, COLUMN_PIECE)
     piece_sum = torch.empty(pieces, width, dtype=torch.float32, device=columns.device)
-    given, sizes = (hidden, rows, factors, begins), (width, hidden.stride(0))
-    shared = {"PIECE": COLUMN_PIECE, "AT_ONCE": 4, "BLOCK": block, "num_warps": max(1, block // 256)}
+    given, sizes = (hidden, order, rows, factors, begins), (width, hidden.stride(0))
+    shared = {"PIECE": COLUMN_PIECE, "AT_ONCE": 2, "BLOCK": block, "num_warps": max(1, block // 256)}
     if pieces > 1:
         column_pieces_kernel[pieces - 1, cdiv(width, block)](piece_sum, *given, ordered, *sizes, **shared, **FUSED)
     column_rows_kernel[vocab, cdiv(width, block)](dweight, piece_sum, *given, *sizes, ADD=add, **shared, **FUSED)

@@ -74,6 +74,7 @@ def kept_stats_kernel(
     target_ptr,  # [rows] int64
     # scalars
     ratio,  # of the temperature to that of the logits, inverse; float or None for 1
+    FILL: tl.constexpr,  # 0 for a row that keeps none, instead of what is there
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -114,7 +115,11 @@ def kept_stats_kernel(
     target_logit = tl.sum(lane_target, 0)
     # a branch would be on what is loaded
     one = row + tl.arange(0, 1)
-    mine = one < tl.where(end > begin, row + 1, row)
+    mine = one < tl.where((end > begin) | FILL, row + 1, row)
+    if FILL:
+        row_max = tl.where(end > begin, row_max, 0.0)
+        row_sum = tl.where(end > begin, row_sum, 1.0)
+        log_sum = tl.where(end > begin, log_sum, 0.0)
     if target_logit_ptr is not None:
         tl.store(target_logit_ptr + one, target_logit, mask=mine)
     tl.store(lse_ptr + one, row_max + log_sum, mask=mine)

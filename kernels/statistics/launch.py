@@ -307,9 +307,10 @@ def kept_stats(
     ends: torch.Tensor,  # [rows] int64
     target: torch.Tensor,  # [rows] int64
     ratio: float | None,
+    fill: bool,
 ) -> None:
-    """Of rows that keep columns; the others' stay as they are."""
+    """Of rows that keep columns; the others' stay as they are, or are 0 with ``fill``."""
     kept_stats_kernel[(len(target),)](
         lse, start, rest, logprob, target_logit, entropy, top, argmax, logit, columns, begins, ends, target, ratio,
-        BLOCK=128, num_warps=1, **FUSED,
+        FILL=fill, BLOCK=128, num_warps=1, **FUSED,
     )  # fmt: skip

@@ -86,7 +86,7 @@ class TorchKeptColumns(KeptColumns):
 
         def put(name: str, value: Tensor) -> None:
             into = getattr(out, name)
-            into.copy_(torch.where(has, value.to(into.dtype), into))
+            into.copy_(torch.where(has, value.to(into.dtype), into.new_zeros(()) if self.kept.everywhere else into))
 
         x = self.logits
         target_logit = summed(torch.where(is_target, x, 0.0))

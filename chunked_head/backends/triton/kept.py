@@ -26,12 +26,12 @@ class TritonKeptColumns(KeptColumns):
     def softmax_stats(self, at: slice, out: RowStats) -> None:
         statistics.kept_stats(
             out.lse, out.start, out.rest, out.logprob, out.target_logit, out.entropy, out.top, out.argmax,
-            self.logits, *self.of(at), None,
+            self.logits, *self.of(at), None, self.kept.everywhere,
         )  # fmt: skip
         if out.lse2 is not None and out.start2 is not None and out.rest2 is not None and out.logprob2 is not None:
             statistics.kept_stats(
                 out.lse2, out.start2, out.rest2, out.logprob2, None, out.entropy2, None, None,
-                self.logits, *self.of(at), ratio_of(self.demand.views[1].ratio),
+                self.logits, *self.of(at), ratio_of(self.demand.views[1].ratio), self.kept.everywhere,
             )  # fmt: skip
 
     def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
