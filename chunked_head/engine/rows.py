@@ -54,11 +54,11 @@ def prepare_fields(
     wrongs: list[Tensor] = []
     fields: dict[str, Tensor] = {}
     read = [field for field in wanted if field != "mask" and field not in KEPT_FIELDS]
-    counts = target >= 0 if read else target
+    ignored = target < 0 if read else target
     for field in read:
         value, kind = batch[field], known[field]
         if kind.kind in ("token", "row"):
-            value, wrong = beside_rows(field, value, kind, counts, frame)
+            value, wrong = beside_rows(field, value, kind, ignored, frame)
             wrongs += [] if wrong is None else [wrong]
         elif field == "pairs":
             value, wrong = in_range(field, value.to(torch.int64), frame.num_segments or 0, None)
@@ -78,8 +78,8 @@ def prepare_fields(
     return TokenRows(target, counted, one_or_nan, inverse, fields, frame.num_segments)
 
 
-def beside_rows(field: str, value: Tensor, kind: Field, counts: Tensor, frame: Frame) -> tuple[Tensor, Tensor | None]:
-    """A field of tokens [tokens, ...], in the order of the hidden states' rows, of which ``counts`` do."""
+def beside_rows(field: str, value: Tensor, kind: Field, ignored: Tensor, frame: Frame) -> tuple[Tensor, Tensor | None]:
+    """A field of tokens [tokens, ...], in the order of the hidden states' rows, 0 (ids -1) where ``ignored``."""
     dims = len(frame.leading)
     if kind.kind == "token":
         fill = -1 if kind.type == "int" else 0
@@ -89,17 +89,17 @@ def beside_rows(field: str, value: Tensor, kind: Field, counts: Tensor, frame: F
         if value.stride(1) != 1 and value.shape[1] != 1:
             raise ValueError(f"batch[{field!r}] must be contiguous along its last dimension; pass .contiguous()")
         return value, None
-    here = counts.reshape(-1, *[1] * (value.dim() - 1))
+    nowhere = ignored.reshape(-1, *[1] * (value.dim() - 1))
     if kind.type == "bool":
-        return value & here, None
+        return value & ~nowhere, None
     if kind.type == "int":
-        value = torch.where(here, value.to(torch.int64), -1)
+        value = value.to(torch.int64).masked_fill(nowhere, -1)
         return (
             in_range(field, value, frame.num_segments or 0, -1) if field in ("segments", "documents") else (value, None)
         )
-    value = torch.where(here, value.to(frame.dtype), 0.0)
+    value = value.to(frame.dtype).masked_fill(nowhere, 0.0)
     if field == TEMPERATURE:
-        return inverse_temperature(value, counts.view(value.shape))
+        return inverse_temperature(value, ~ignored.view(value.shape))
     if field in LOGPROBS and may_look(value) and value.numel():
         check_logprobs(field, float(value.max()))
     return value, None

@@ -6,6 +6,27 @@ import triton.language as tl
 from ..common.kernel import kernel
 
 
+@kernel
+def column_begins_kernel(
+    # outputs
+    begin_ptr,  # [vocab + 1] int32: how many entries are of smaller columns
+    # inputs
+    sorted_ptr,  # [entries] int64
+    # sizes
+    entries,
+    vocab,
+    steps,  # to find a place by halving
+    BLOCK: tl.constexpr,
+):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low, high = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32) + entries
+    for _ in range(steps):
+        middle = (low + high) // 2
+        smaller = tl.load(sorted_ptr + middle, mask=low < high, other=0) < column
+        low, high = tl.where((low < high) & smaller, middle + 1, low), tl.where(smaller, high, middle)
+    tl.store(begin_ptr + column, low, mask=column <= vocab)
+
+
 @triton.jit
 def sum_of_rows(
     hidden_ptr, order_ptr, row_ptr, factor_ptr, begin, end, cols, mask, hidden_stride, AT_ONCE: tl.constexpr
@@ -33,7 +54,7 @@ def column_pieces_kernel(
     row_ptr,  # [entries] int64, of hidden
     factor_ptr,  # [entries] fp32
     begin_ptr,  # [vocab + 1] int32: where a column's entries begin
-    sorted_ptr,  # [entries] int32: columns, -1 first
+    sorted_ptr,  # [entries] int64: columns, -1 first
     # sizes
     hidden,
     hidden_stride,

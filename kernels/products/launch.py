@@ -19,7 +19,7 @@ from ..common.tiles import (
     piece_bytes,
     power_of_2,
 )  # fmt: skip
-from .column_rows import column_pieces_kernel, column_rows_kernel
+from .column_rows import column_begins_kernel, column_pieces_kernel, column_rows_kernel
 from .dhidden import dhidden_kernel, finish_dhidden_kernel, join_parts_kernel
 from .dweight import dweight_kernel
 from .sort_targets import sort_targets_kernel
@@ -175,9 +175,10 @@ def put_column_rows(
 ) -> None:
     """``dweight[columns[i]] (+)= factors[i] * hidden[rows[i]]``, the sum over all entries of a column rounded once."""
     (vocab, width), entries = dweight.shape, len(columns)
-    ordered, order = torch.sort(columns.to(torch.int32), stable=True)
-    begins = torch.searchsorted(
-        ordered, torch.arange(vocab + 1, dtype=torch.int32, device=columns.device), out_int32=True
+    ordered, order = torch.sort(columns, stable=True)
+    begins = torch.empty(vocab + 1, dtype=torch.int32, device=columns.device)
+    column_begins_kernel[(cdiv(vocab + 1, 256),)](
+        begins, ordered, entries, vocab, entries.bit_length(), BLOCK=256, num_warps=4, **FUSED
     )
     block, pieces = max(16, min(power_of_2(width), 1024)), cdiv(entries, COLUMN_PIECE)
     piece_sum = torch.empty(pieces, width, dtype=torch.float32, device=columns.device)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.shift import in_backward
@@ -32,7 +31,8 @@ def with_even_sets(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     if ids.dim() != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
         return kwargs  # the call says what is wrong
     step = 1 << max(10, len(ids).bit_length() - 4)  # at most an eighth more
-    return {**kwargs, "kept_ids": F.pad(ids, (0, -len(ids) % step), value=BEHIND)}
+    more = -len(ids) % step
+    return {**kwargs, "kept_ids": torch.cat([ids, ids.new_full((more,), BEHIND)])} if more else kwargs
 
 
 class Arguments:
