@@ -65,7 +65,7 @@ ROWS = ("teacher_logits", "teacher_hidden", *TOPK)
 WHOLE = ("pairs", "segment_labels", "kl_baseline", "teacher_weight", "teacher_bias")
 # what one call cannot do, and says so
 REFUSALS = ("two softmaxes", "smooths over", "different temperatures", "skip_ignored=True", "memory_budget",
-            "cannot move the rows of batch['teacher_logits']")  # fmt: skip
+            "cannot move the rows of batch['teacher_logits']", "which is of the whole vocabulary")  # fmt: skip
 HEAD = ("ignore_index", "softcap", "logit_scale", "shift")
 
 
@@ -204,6 +204,7 @@ class Call:
             "teacher_weight": self.real(taught, 4), "teacher_bias": self.real(taught),
             "teacher_ids": top, "teacher_logprobs": self.real(*lead, k).log_softmax(-1) - 0.2,
             "teacher_mask": self.some(*lead, k, share=0.8), "token_weights": self.real(*lead).abs(),
+            "kept_ids": torch.randint(-2, vocab, (*lead, 4), generator=self.made).clamp(min=-1),
         }  # fmt: skip
 
     def batch(self, names: set[str], dtype: torch.dtype, ours: bool) -> dict[str, Tensor]:
@@ -348,6 +349,11 @@ class Call:
         if given["reduction"] == "mean":
             given["normalizer"] = self.pick([None, 4.0, 0.0])
         foretold = self.pick([None, 0.37])
+        later = random.Random(-self.seed)  # drawn apart from the rest
+        names |= later.choice([set(), set(), set(), {"kept_ids"}])
+        each = later.choice([False, False, False, True])
+        if each:
+            given["temperature"] = (0.5 + torch.rand(self.leading, generator=self.made)).to(self.device)
         on_logits = self.function == "logits_loss"
         if on_logits:
             self.accumulate = False
@@ -360,6 +366,8 @@ class Call:
                 "batch": self.batch(names, self.dtype, ours=True), "num_segments": segments,
                 "metrics": [make() for make, _ in measured],
             }  # fmt: skip
+            if each:
+                common["temperature"] = self.nonsense(given["temperature"], ~self.counts.to(self.device))
             target, loss = self.targets(ours=True), self.sum_of(terms)
             if on_logits:
                 logits = self.logits(self.dtype).requires_grad_()

@@ -270,3 +270,70 @@ def test_sampling_replayed(place: Place) -> None:
             assert ratios[1] < 0.9 and ratios[0] < 1.0, "the surviving mass"
         else:
             assert max(abs(ratio - 1.0) for ratio in ratios) <= 1e-5, ratios
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "each"])
+def test_candidates(place: Place, shared: bool, temperature: Any) -> None:
+    """Of each token or of all, some named twice and some the target, with a bias of each: a dense mask in float64."""
+    made = torch.Generator().manual_seed(8)
+    hidden, weight, target = operands(torch.float32, place.device)
+    shape = (12,) if shared else (TOKENS, 12)
+    ids, bias = torch.randint(0, VOCAB, shape, generator=made), torch.randn(shape, generator=made)
+    ids[..., 3] = ids[..., 5]
+    if shared:
+        target[:20] = ids[4]
+    else:
+        ids[:20, 7], ids[::4, 2] = target[:20].cpu().clamp(min=0), -1
+    ids, bias = ids.to(place.device), bias.to(place.device)
+    each = 0.5 + torch.rand(TOKENS, generator=made).to(place.device)
+    how = each if temperature == "each" else temperature
+
+    def plain(h: Tensor, w: Tensor) -> Tensor:
+        x, own = h @ w.t(), target.clamp(min=0)
+        added = torch.full_like(x, -torch.inf).scatter_(1, own[:, None], 0.0)
+        for k in reversed(range(12)):  # the first of equals is the one that counts
+            at, value = ids.expand(TOKENS, 12)[:, k, None], bias.expand(TOKENS, 12)[:, k, None].to(x.dtype)
+            row = torch.arange(TOKENS, device=x.device)[at[:, 0] >= 0]
+            added[row, at[row, 0]] = value[row, 0]
+        x = (x + added) / (how[:, None].to(x.dtype) if isinstance(how, Tensor) else how)
+        return F.cross_entropy(x, target)
+
+    def ours(h: Tensor, w: Tensor) -> Tensor:
+        common: dict[str, Any] = {"candidates": ids, "candidate_bias": bias, "temperature": how}
+        out = linear_loss(h, w, target, losses.cross_entropy(), backend=place.backend, **common)
+        with torch.no_grad():
+            own = linear_logprobs(h, w, target, backend=place.backend, **common)
+        torch.testing.assert_close(-own.sum() / (target >= 0).sum(), out.loss.detach(), rtol=1e-5, atol=1e-6)
+        return out.loss
+
+    found = []
+    for call, kind in ((ours, torch.float32), (plain, torch.float32), (plain, torch.float64)):
+        leaves = [t.detach().to(kind).requires_grad_() for t in (hidden, weight)]
+        value = call(*leaves)
+        found.append((value.detach(), *torch.autograd.grad(value, leaves)))
+    for mine, eager, exact in zip(*found, strict=True):
+        assert_within_budget(mine, eager, exact, torch.float32, "candidates")
+
+
+def test_candidates_that_are_wrong() -> None:
+    hidden, weight, target = operands(torch.float32, "cpu")
+    ids, bias = torch.arange(6), torch.zeros(6)
+
+    def call(loss: Any = None, **options: Any) -> None:
+        linear_loss(hidden, weight, target, loss or losses.cross_entropy(), **options)
+
+    for message, options in {
+        "goes with candidates": {"candidate_bias": bias},
+        r"must be \[K\], or": {"candidates": ids.view(2, 3)},
+        "shape of candidates": {"candidates": ids, "candidate_bias": bias[:3]},
+        "pass one of them": {"candidates": ids, "batch": {"kept_ids": sets("cpu")}},
+        "softcap": {"candidates": ids, "candidate_bias": bias, "softcap": 5.0},
+        "takes no gradient": {"candidates": ids, "candidate_bias": bias.clone().requires_grad_()},
+        "label smoothing": {"candidates": ids, "loss": losses.cross_entropy(label_smoothing=0.1)},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call(**options)
+    with pytest.raises(IndexError, match="kept_ids"):
+        call(candidates=ids + VOCAB)

@@ -16,7 +16,7 @@ from chunked_head import losses, metrics
 NOT_DRAWN = {
     "parallel": "test_vocab_parallel*.py, test_token_*.py: a call of several processes",
     "deterministic": "test_deterministic.py: two calls of Hopper's, compared with each other",
-    **dict.fromkeys(("kept_ids", "kept_offsets", "kept_everywhere"), "test_kept.py, and cases of the list of losses"),
+    **dict.fromkeys(("kept_offsets", "kept_everywhere", "candidates", "candidate_bias"), "test_kept.py"),
 }
 
 

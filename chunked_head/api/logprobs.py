@@ -19,6 +19,7 @@ from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
 from ..program import checks
+from .candidates import sets_of
 
 if TYPE_CHECKING:
 
@@ -68,6 +69,8 @@ def linear_logprobs(
     kept_ids: Tensor | None = None,  # [n] int64, or [..., K]
     kept_offsets: Tensor | None = None,  # [tokens + 1] int64
     kept_everywhere: bool = False,
+    candidates: Tensor | None = None,  # [K] int64, or [..., K]
+    candidate_bias: Tensor | None = None,  # of their shape
     **options: Unpack[Head],
 ) -> Task[Tensor | tuple[Tensor, ...]]:
     """Log-probabilities of targets, and what else is asked for. Same values and gradients as
@@ -107,6 +110,7 @@ def linear_logprobs(
             mean_logit and top_k.
         kept_everywhere: a promise that every token that counts has a set: then nothing is done over the vocabulary. On
             the CPU it is found out; elsewhere a broken promise gives nan.
+        candidates, candidate_bias: as in ``linear_loss``.
         The rest: as in ``linear_cross_entropy``, ``accumulate_into`` added to in backward; values stand at their
             target's place under ``shift``.
 
@@ -123,7 +127,9 @@ def linear_logprobs(
         "argmax": argmax,
     }  # fmt: skip
     fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
-    return logprobs_task("linear_logprobs", head, fields, flags, top_k, kept_everywhere)
+    given = {name: value for name, value in fields.items() if value is not None}
+    given, everywhere = sets_of(head, given, kept_everywhere, candidates, candidate_bias)
+    return logprobs_task("linear_logprobs", head, given, flags, top_k, everywhere)
 
 
 def logprobs_task(

@@ -7,7 +7,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ..core.options import flag
 from ..core.stats import RowStats
 from ..engine.arithmetic.compiled import SLOW
 from ..engine.arithmetic.objective import ScalarObjective
@@ -24,6 +23,7 @@ from ..metrics import Metric, MetricValue
 from ..metrics.values import as_metrics
 from ..program import checks
 from ..program.plans import Plan
+from .candidates import sets_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +53,8 @@ def linear_loss(
     batch: Mapping[str, Tensor] | None = None,
     num_segments: int | None = None,
     kept_everywhere: bool = False,
+    candidates: Tensor | None = None,  # [K] int64, or [..., K]
+    candidate_bias: Tensor | None = None,  # of their shape
     metrics: Sequence[Metric] = (),
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
@@ -90,6 +92,11 @@ def linear_loss(
             on the CPU; elsewhere nobody looks.
         kept_everywhere: a promise that every token that counts keeps a set of ids (``batch["kept_ids"]``): then nothing
             is done over the vocabulary. On the CPU it is found out, elsewhere a broken promise gives nan.
+        candidates: ids [K] that all tokens share, or [..., K] beside the targets (-1 for none): the softmax is over
+            them alone, and the target where it is none of them. It costs gathered rows of the weight for each token,
+            so K should be small beside the vocabulary: at vocab / 200 the whole softmax is as quick.
+        candidate_bias: of their shape, added to their logits before any temperature, as ``-log q`` of sampled softmax
+            (Jean et al. 2015); 0 for a target that is none of them. It takes no gradient, and no softcap.
         num_segments: how many segments ``batch["segments"]`` numbers, an int; ids in [0, num_segments), -1 for none.
         metrics: ``chunked_head.metrics``, of names that differ.
         reduction: of summands that name none: ``"mean"`` or ``"sum"``.
@@ -119,6 +126,7 @@ def linear_loss(
     """
     head = head_of("linear_loss", hidden, weight, target, options, temperature)
     checks.check_tensor("hidden", head.hidden, optional=False)
+    batch, everywhere = sets_of(head, batch, kept_everywhere, candidates, candidate_bias)
     loss, measured = check_loss(head.device, loss, metrics, reduction, normalizer, upstream)
 
     def objective(prepared: PreparedCall) -> ScalarObjective:
@@ -129,7 +137,7 @@ def linear_loss(
 
     return Task(
         "linear_loss", head, loss, objective, result, measured, batch, num_segments,
-        kept_everywhere=flag("kept_everywhere", kept_everywhere),
+        kept_everywhere=everywhere,
     )  # fmt: skip
 
 

@@ -42,6 +42,8 @@ class KeptColumns(ABC):
             self.pick_logits()
         else:
             self.make_logits()
+        if self.kept.bias is not None:
+            self.logits += self.kept.bias if self.scale is None else self.kept.bias * self.scale
 
     @functools.cached_property
     def scale(self) -> Tensor | None:

@@ -142,10 +142,12 @@ class Backend(Protocol):
         ends: Tensor,
         rows: Tensor,
         columns: Tensor,
+        entry_bias: Tensor | None,
         one_or_nan: Tensor,
         inverse: Tensor,
         ids: Tensor,
         offsets: Tensor | None,
+        bias: Tensor | None,
         target: Tensor,
         length: int,
         shift: int,
@@ -154,8 +156,9 @@ class Backend(Protocol):
     ) -> None:
         """Sets of ids [n], -1 for none, that tokens keep (from ``offsets`` [tokens + 1] of the token, or as many each)
         as entries of the rows that predict them ``shift`` before along a dimension of ``length``: the first four are
-        those of ``Kept``, filled with -1. Ids behind the last offset are ``BEHIND``. What is wrong, with
-        ``everywhere`` also a row that counts without a set, makes both numbers nan."""
+        those of ``Kept``, filled with -1, and ``entry_bias``, filled with 0, takes the ids' ``bias`` [n]. Ids behind
+        the last offset are ``BEHIND``. What is wrong, with ``everywhere`` also a row that counts without a set, makes
+        both numbers nan."""
 
     def kept_columns(self, head: Head, rows: KeptRows, demand: Demand) -> KeptColumns:
         """What a call does with the rows whose softmax is over columns that they keep."""

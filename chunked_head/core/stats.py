@@ -291,6 +291,7 @@ class Kept:
     columns: Tensor  # [n] int64, -1 where an entry is none: named twice, or another rank's
     everywhere: bool  # every row that counts has a set
     sources: Tensor  # [n] int64: the rows of the hidden states, where ``rows`` stand in another order
+    bias: Tensor | None = None  # [n] added to the entries' logits, before a temperature per token
 
     @classmethod
     def columns_of(cls, columns: Tensor) -> "Kept":

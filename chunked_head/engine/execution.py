@@ -127,3 +127,5 @@ class KeptOptions(PerTokenOptions, total=False):
     kept_ids: Tensor | None
     kept_offsets: Tensor | None
     kept_everywhere: bool
+    candidates: Tensor | None
+    candidate_bias: Tensor | None

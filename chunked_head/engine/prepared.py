@@ -161,20 +161,24 @@ def layout_of(head: HeadOptions, program: Program, plain_weight: bool, plain_row
 def sets_of(prepared: PreparedCall, batch: Mapping[str, Tensor], frame: Frame, everywhere: bool) -> Kept:
     """The sets that rows keep; what is wrong with them makes everything nan, on the CPU it raises."""
     target, vocab = prepared.target, prepared.head.vocab
-    ids, offsets = batch["kept_ids"].reshape(-1), batch.get("kept_offsets")
+    ids, offsets = batch["kept_ids"].reshape(-1).contiguous(), batch.get("kept_offsets")
     starts, ends = target.new_empty(2, len(target)).unbind()
     rows, columns = target.new_full((2, len(ids) + len(target)), -1).unbind()
     numbers, length = (prepared.one_or_nan, prepared.token_rows.inverse), frame.leading[-1] if frame.leading else 1
     of = None if offsets is None else offsets.contiguous()
+    given, bias = batch.get("candidate_bias"), None
+    if given is not None:
+        given = (given.reshape(-1).to(prepared.statistics_dtype) / prepared.needs.temperature).contiguous()
+        bias = given.new_zeros(len(rows))
     prepared.backend.kept_sets(
-        starts, ends, rows, columns, *numbers, ids, of, target, length, frame.shift, vocab, everywhere
+        starts, ends, rows, columns, bias, *numbers, ids, of, given, target, length, frame.shift, vocab, everywhere
     )
     if may_look(target):
         missing = int(((target >= 0) & (ends == starts)).sum())
         if prepared.one_or_nan.isnan():
             refuse_sets(ids, offsets, vocab, missing if everywhere else 0)
         everywhere = not missing
-    return Kept(starts, ends, rows, columns, everywhere, rows)
+    return Kept(starts, ends, rows, columns, everywhere, rows, bias)
 
 
 def refuse_sets(ids: Tensor, offsets: Tensor | None, vocab: int, missing: int) -> None:

@@ -112,7 +112,7 @@ def build(task: Task, lasting: bool = False) -> Program:
     if task.kept_everywhere and "kept_ids" not in wanted:
         raise ValueError("kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing")
     if "kept_ids" in wanted:
-        check_sets(head, demand)
+        check_sets(head, demand, "candidate_bias" in wanted)
         # exponentials would be relative to a target's logit, which is not there for rows that keep columns
         demand = demand._replace(rank_one=False)
     return Program(
@@ -121,9 +121,11 @@ def build(task: Task, lasting: bool = False) -> Program:
     )  # fmt: skip
 
 
-def check_sets(head: HeadOptions | LogitsOptions, demand: Demand) -> None:
+def check_sets(head: HeadOptions | LogitsOptions, demand: Demand, biased: bool) -> None:
     """Raises for calls whose tokens cannot keep sets of columns."""
     check_kept(demand)
+    if biased and head.softcap is not None:
+        raise ValueError("candidate_bias does not go with softcap, whose slope is that of logits without it")
     if head.target is None:
         raise ValueError("target is None, and batch['kept_ids'] are sets that targets belong to; pass token ids")
     if head.shard is not None and head.shard.parallel.sequence_sharded:

@@ -54,9 +54,10 @@ FIELDS: dict[str, Field] = {
     "teacher_bias": Field("constant", trailing=1),
     "kept_ids": Field("kept", "int"),
     "kept_offsets": Field("kept", "int"),
+    "candidate_bias": Field("kept"),
 }
 
-KEPT_FIELDS = ("kept_ids", "kept_offsets")
+KEPT_FIELDS = ("kept_ids", "kept_offsets", "candidate_bias")
 TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")  # of a dense one
 # statistics that a loss may need beside `logprob` and `lse`, which are always there
 STATISTICS = ("entropy", "mean_logit", "weighted_sum", "argmax", "top_logprob", "topk_logprobs")

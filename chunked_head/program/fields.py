@@ -167,6 +167,11 @@ def check_kept(batch: Mapping[str, Tensor], frame: Frame) -> None:
     tokens = math.prod(frame.leading)
     if ids is None:
         raise ValueError("batch['kept_offsets'] goes with batch['kept_ids'], which is missing")
+    if "candidate_bias" in batch and batch["candidate_bias"].shape != ids.shape:
+        raise ValueError(
+            f"batch['candidate_bias'] must have the shape of kept_ids, {tuple(ids.shape)}, got "
+            f"{tuple(batch['candidate_bias'].shape)}"
+        )
     if offsets is None:
         if tuple(ids.shape[:-1]) != frame.leading or ids.dim() != len(frame.leading) + 1:
             raise ValueError(

@@ -107,11 +107,13 @@ def kept_entries_kernel(
     # outputs
     row_ptr,  # [entries + tokens] int64
     column_ptr,  # [entries + tokens] int64, -1 for ids that are none, that stand twice in a set, or are its target
+    entry_bias_ptr,  # [entries + tokens] fp32 or None
     one_or_nan_ptr,  # [] fp32: nan where something is wrong
     inverse_ptr,  # [] fp32: likewise
     # inputs
     ids_ptr,  # [entries] int, -1 for none
     offset_ptr,  # [tokens + 1] int64: where a token's ids begin; None where each has as many
+    bias_ptr,  # [entries] fp32 or None
     target_ptr,  # [tokens] int64, of rows, -1 where one does not count
     # sizes
     entries,
@@ -149,7 +151,7 @@ def kept_entries_kernel(
     known = (id >= 0) & (id < vocab)
     wrong = tl.max((real & (known == 0)).to(tl.int32), 0) > 0
     # the first of equals stays, and the target has an entry of its own
-    again = (id == target).to(tl.int32)
+    again = tl.zeros((BLOCK,), dtype=tl.int32)
     least = tl.maximum(tl.min(tl.where(inside, begin, entries), 0), 0)
     small_id, small_at, small_begin = id.to(tl.int32), (at - least).to(tl.int32), (begin - least).to(tl.int32)
     for first in range(0, tl.max(tl.where(inside, small_at, -1), 0) + 1, AT_ONCE):
@@ -159,7 +161,12 @@ def kept_entries_kernel(
         again |= tl.max((earlier & (other[None, :] == small_id[:, None])).to(tl.int32), 1)
     place = at + token + 1
     tl.store(row_ptr + place, row, mask=inside)
-    tl.store(column_ptr + place, tl.where(real & known & (again == 0), id, -1), mask=inside)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + at, mask=inside, other=0.0)
+        tl.store(entry_bias_ptr + place, bias, mask=inside)
+        tl.store(entry_bias_ptr + begin + token, bias, mask=inside & real & (again == 0) & (id == target))
+    other_one = (again == 0) & (id != target)
+    tl.store(column_ptr + place, tl.where(real & known & other_one, id, -1), mask=inside)
     one = tl.arange(0, 1)
     tl.store(one_or_nan_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))
     tl.store(inverse_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))

@@ -249,10 +249,12 @@ def kept_sets(
     ends: torch.Tensor,  # [tokens] int64
     rows: torch.Tensor,  # [entries + tokens] int64
     columns: torch.Tensor,  # [entries + tokens] int64
+    entry_bias: torch.Tensor | None,  # [entries + tokens] fp32
     one_or_nan: torch.Tensor,  # [] fp32
     inverse: torch.Tensor,  # [] fp32
     ids: torch.Tensor,  # [entries] int
     offsets: torch.Tensor | None,  # [tokens + 1] int64; None: each token has as many
+    bias: torch.Tensor | None,  # [entries] fp32
     target: torch.Tensor,  # [tokens] int64
     length: int,  # of the last dimension
     shift: int,
@@ -269,8 +271,8 @@ def kept_sets(
     )  # fmt: skip
     if entries:
         kept_entries_kernel[(cdiv(entries, block),)](
-            rows, columns, *wrong, ids, offsets, target, *numbers, vocab, tokens.bit_length(), *shifts,
-            BLOCK=block, AT_ONCE=16, num_warps=4, **FUSED,
+            rows, columns, entry_bias, *wrong, ids, offsets, bias, target, *numbers, vocab, tokens.bit_length(),
+            *shifts, BLOCK=block, AT_ONCE=16, num_warps=4, **FUSED,
         )  # fmt: skip
 
 

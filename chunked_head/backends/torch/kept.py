@@ -17,10 +17,12 @@ def kept_sets(
     ends: Tensor,
     rows: Tensor,
     columns: Tensor,
+    entry_bias: Tensor | None,
     one_or_nan: Tensor,
     inverse: Tensor,
     ids: Tensor,
     offsets: Tensor | None,
+    bias: Tensor | None,
     target: Tensor,
     length: int,
     shift: int,
@@ -42,9 +44,14 @@ def kept_sets(
     has = torch.zeros_like(token).index_add_(0, of, real.long()) > 0
     # the first of equals stays, and the target has an entry of its own
     keys = torch.where(real, of * vocab + ids, torch.iinfo(torch.int64).max).sort(stable=True)
-    again = ids == target[row][of]
-    again[keys.indices[1:]] |= keys.values[1:] == keys.values[:-1]
+    again, own = torch.zeros_like(real), ids == target[row][of]
+    again[keys.indices[1:]] = keys.values[1:] == keys.values[:-1]
     first = offsets[:-1] + token
+    if bias is not None and entry_bias is not None:
+        named = torch.where(real & own & ~again, first[of], len(entry_bias))
+        entry_bias.copy_(torch.cat([entry_bias, bias[:1]]).scatter_(0, named, bias)[:-1])
+        entry_bias[at + of + 1] = bias
+    again = again | own
     starts[row], ends[row] = first, torch.where(has, offsets[1:] + token + 1, first)
     rows[first], columns[first] = row, torch.where(has, target[row], -1)
     rows[at + of + 1], columns[at + of + 1] = row[of], torch.where(real & known & ~again, ids.long(), -1)

@@ -1,0 +1,40 @@
+"""Candidates in the place of the vocabulary: sets of ids that every token keeps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..core.options import flag
+from ..engine.head_options import HeadOptions
+from ..program import checks
+
+
+def sets_of(
+    head: HeadOptions, batch: Any, kept_everywhere: bool, candidates: Tensor | None, candidate_bias: Tensor | None
+) -> tuple[Any, bool]:
+    """The fields of a call with its candidates among them, and whether every token keeps a set."""
+    everywhere = flag("kept_everywhere", kept_everywhere)
+    if candidates is None:
+        if candidate_bias is not None:
+            raise ValueError("candidate_bias goes with candidates, which are missing")
+        return batch, everywhere
+    checks.check_tensor("candidates", candidates, optional=False)
+    checks.check_tensor("candidate_bias", candidate_bias, optional=True)
+    if isinstance(batch, Mapping) and not {"kept_ids", "kept_offsets"}.isdisjoint(batch):
+        raise ValueError("candidates are sets that all tokens keep, and kept_ids are others; pass one of them")
+    given = candidates.shape
+    if candidates.dim() != 1 and (candidates.dim() != len(head.leading) + 1 or given[:-1] != head.leading):
+        raise ValueError(
+            f"candidates must be [K], or the target's shape {head.leading} and one more dimension, got {tuple(given)}"
+        )
+    if candidate_bias is not None and candidate_bias.shape != given:
+        raise ValueError(
+            f"candidate_bias must have the shape of candidates, {tuple(given)}, got {tuple(candidate_bias.shape)}"
+        )
+    fields = {"kept_ids": candidates, "candidate_bias": candidate_bias}
+    # those that all tokens share are each token's
+    shape = *head.leading, given[-1]
+    return {
+        **(batch or {}), **{name: value.expand(shape) for name, value in fields.items() if value is not None},
+    }, True  # fmt: skip
