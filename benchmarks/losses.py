@@ -39,6 +39,11 @@ class Workload(NamedTuple):
     kept: float = 0.0  # the share of tokens that keep a set of ids
     everywhere: bool = False  # whether the call promises that all do
 
+    @property
+    def gathers(self) -> bool:
+        """Whether nothing is multiplied between whose launches others could be listed."""
+        return self.kept == 1.0 or any(summand.of_columns for _, summand in self.loss.terms)
+
 
 _CE, _POLICY, _DENSE = losses.cross_entropy(), ("old_logprobs", "advantages"), ("teacher_hidden", "teacher_weight")
 _CLIPPED = metrics.clip_fraction(side="low"), metrics.clip_fraction(side="high")
@@ -214,7 +219,7 @@ def _examine(row: dict[str, Any], shape: Shape, step: measure.Step, args: argpar
         peak, failure = measure.peak(step, Request(name, shape, row["dtype"], row["upstream"], options=options))
         found |= {"memory_error": failure.record()} if failure else peak or {}
     once = row["upstream"] == args.upstream[0]
-    if args.profile and once:
+    if args.profile and once and not WORKLOADS[name].gathers:
         launched, failure = measure.attempt(lambda: measure.launched_between(step, plan_of(step), device))
         found |= {"launches_error": failure.record()} if failure else {"launches": launched}
     if args.check and once:

@@ -249,6 +249,7 @@ def failures(rank: int) -> dict[str, str]:
         "statistics": ranks.said(lambda: linear_logprobs(s.hidden, s.weight, s.target, entropy=rank == 1, **s.options)),
         "tokens": ranks.said(lambda: linear_cross_entropy(s.hidden[rank:], s.weight, s.target[rank:], **s.options)),
         "targets": ranks.said(lambda: linear_cross_entropy(s.hidden, s.weight, other, **s.options).item()),
+        "sets": ranks.said(lambda: any_loss(batch={"kept_ids": torch.arange(4).expand(30, 4) + 2 * rank}).loss.item()),
         "hidden states": ranks.said(
             lambda: linear_loss(s.hidden.roll(rank, 0), s.weight, None, losses.entropy(), **s.options).loss.item()
         ),
@@ -389,6 +390,7 @@ def test_shares_of_the_gradient(found: list[dict[str, Any]]) -> None:
         ("tokens", "the shape of the tokens is {[30]|[29]} here and {[29]|[30]} there"),
         ("tokens of sequences", "the number of tokens is {15|14} here and {14|15} there"),
         ("targets", "nan"),
+        ("sets", "nan"),
         ("hidden states", "nan"),
         ("known kinds", "label_smoothing of losses.cross_entropy is {0.1|0.2} here and {0.2|0.1} there"),
         ("known kinds on a GPU", "'nan']"),

@@ -59,7 +59,9 @@ class OwnColumns:
     def token_checks(self) -> Tensor:
         """[tokens] what has to be equal on ranks that share the vocabulary."""
         assert self.shard is not None
-        told, scale = self.objective.target, self.objective.scale
+        told, scale, kept = self.objective.target, self.objective.scale, self.objective.kept
+        if kept is not None:
+            told = torch.index_add(told, 0, kept.rows.clamp(min=0), kept.columns)
         if scale is not None:
             told = told + scale.float().view(torch.int32)
         return self.shard.token_checks(told, self.objective.dtype)
