@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
+from ..core.stats import Coefficients, Demand, Head, Kept, Rows, RowStats, Sets, Teacher
 from ..kernels.common.gpus import Gpu, gpu_of
 from ..parallel.merge import GatheredStats
 from ..program.plans import Plan
@@ -136,29 +136,9 @@ class Backend(Protocol):
     def session(self, head: Head, plan: Plan, tiled: bool) -> Session:
         """The buffer of a call's sweep over whole rows, or of its gradients' tiles where the plan recomputes."""
 
-    def kept_sets(
-        self,
-        starts: Tensor,
-        ends: Tensor,
-        rows: Tensor,
-        columns: Tensor,
-        entry_bias: Tensor | None,
-        one_or_nan: Tensor,
-        inverse: Tensor,
-        ids: Tensor,
-        offsets: Tensor | None,
-        bias: Tensor | None,
-        target: Tensor,
-        length: int,
-        shift: int,
-        vocab: int,
-        everywhere: bool,
-    ) -> None:
-        """Sets of ids [n], -1 for none, that tokens keep (from ``offsets`` [tokens + 1] of the token, or as many each)
-        as entries of the rows that predict them ``shift`` before along a dimension of ``length``: the first four are
-        those of ``Kept``, filled with -1, and ``entry_bias``, filled with 0, takes the ids' ``bias`` [n]. Ids behind
-        the last offset are ``BEHIND``. What is wrong, with ``everywhere`` also a row that counts without a set, makes
-        both numbers nan."""
+    def kept_sets(self, out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
+        """The sets that tokens keep as entries of the rows that predict them: ``out`` holds -1, and 0 for a bias. What
+        is wrong with them makes both ``numbers`` nan."""
 
     def kept_columns(self, head: Head, rows: KeptRows, demand: Demand) -> KeptColumns:
         """What a call does with the rows whose softmax is over columns that they keep."""

@@ -307,6 +307,18 @@ class Kept:
         return self.ends > self.starts
 
 
+class Sets(NamedTuple):
+    """Sets of ids as tokens keep them."""
+
+    ids: Tensor  # [n] int, -1 for none, contiguous; those behind the last offset are ``BEHIND``
+    offsets: Tensor | None  # [tokens + 1] int64: where a token's ids begin; None where each has as many
+    bias: Tensor | None  # [n] of their logits
+    length: int  # of the dimension along which rows predict tokens
+    shift: int  # how far before them
+    vocab: int
+    everywhere: bool  # whether a row that counts and keeps no set is wrong
+
+
 class Rows(NamedTuple):
     """The rows of a chunk as a session takes them."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backends import Backend, Layout
 from ..core.batch import Batch
-from ..core.stats import Kept, Teacher
+from ..core.stats import Kept, Sets, Teacher
 from ..losses.base import Field, Losses
 from ..metrics import Metric
 from ..parallel.tokens import Spread
@@ -161,24 +161,22 @@ def layout_of(head: HeadOptions, program: Program, plain_weight: bool, plain_row
 def sets_of(prepared: PreparedCall, batch: Mapping[str, Tensor], frame: Frame, everywhere: bool) -> Kept:
     """The sets that rows keep; what is wrong with them makes everything nan, on the CPU it raises."""
     target, vocab = prepared.target, prepared.head.vocab
-    ids, offsets = batch["kept_ids"].reshape(-1).contiguous(), batch.get("kept_offsets")
+    ids, offsets, given = batch["kept_ids"].reshape(-1).contiguous(), batch.get("kept_offsets"), None
+    if "candidate_bias" in batch:
+        bias = batch["candidate_bias"].reshape(-1).to(prepared.statistics_dtype)
+        given = (bias / prepared.needs.temperature).contiguous()
     starts, ends = target.new_empty(2, len(target)).unbind()
     rows, columns = target.new_full((2, len(ids) + len(target)), -1).unbind()
-    numbers, length = (prepared.one_or_nan, prepared.token_rows.inverse), frame.leading[-1] if frame.leading else 1
-    of = None if offsets is None else offsets.contiguous()
-    given, bias = batch.get("candidate_bias"), None
-    if given is not None:
-        given = (given.reshape(-1).to(prepared.statistics_dtype) / prepared.needs.temperature).contiguous()
-        bias = given.new_zeros(len(rows))
-    prepared.backend.kept_sets(
-        starts, ends, rows, columns, bias, *numbers, ids, of, given, target, length, frame.shift, vocab, everywhere
-    )
-    if may_look(target):
-        missing = int(((target >= 0) & (ends == starts)).sum())
-        if prepared.one_or_nan.isnan():
-            refuse_sets(ids, offsets, vocab, missing if everywhere else 0)
-        everywhere = not missing
-    return Kept(starts, ends, rows, columns, everywhere, rows, bias)
+    kept = Kept(starts, ends, rows, columns, everywhere, rows, None if given is None else given.new_zeros(len(rows)))
+    length, of = frame.leading[-1] if frame.leading else 1, None if offsets is None else offsets.contiguous()
+    sets = Sets(ids, of, given, length, frame.shift, vocab, everywhere)
+    prepared.backend.kept_sets(kept, sets, target, (prepared.one_or_nan, prepared.token_rows.inverse))
+    if not may_look(target):
+        return kept
+    missing = int(((target >= 0) & ~kept.has).sum())
+    if prepared.one_or_nan.isnan():
+        refuse_sets(ids, offsets, vocab, missing if everywhere else 0)
+    return replace(kept, everywhere=not missing)
 
 
 def refuse_sets(ids: Tensor, offsets: Tensor | None, vocab: int, missing: int) -> None:

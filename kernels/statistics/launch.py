@@ -252,10 +252,10 @@ def kept_sets(
     entry_bias: torch.Tensor | None,  # [entries + tokens] fp32
     one_or_nan: torch.Tensor,  # [] fp32
     inverse: torch.Tensor,  # [] fp32
+    target: torch.Tensor,  # [tokens] int64
     ids: torch.Tensor,  # [entries] int
     offsets: torch.Tensor | None,  # [tokens + 1] int64; None: each token has as many
     bias: torch.Tensor | None,  # [entries] fp32
-    target: torch.Tensor,  # [tokens] int64
     length: int,  # of the last dimension
     shift: int,
     vocab: int,

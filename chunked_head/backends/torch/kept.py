@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...core.stats import Coefficients, RowStats
+from ...core.stats import Coefficients, Kept, RowStats, Sets
 from ...kernels.common.elsewhere import BEHIND
 from ...program.plans import slices
 from ..kept import KeptColumns
@@ -12,23 +12,8 @@ from . import tiles
 GATHERED = 1 << 22  # elements of gathered rows at a time
 
 
-def kept_sets(
-    starts: Tensor,
-    ends: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    entry_bias: Tensor | None,
-    one_or_nan: Tensor,
-    inverse: Tensor,
-    ids: Tensor,
-    offsets: Tensor | None,
-    bias: Tensor | None,
-    target: Tensor,
-    length: int,
-    shift: int,
-    vocab: int,
-    everywhere: bool,
-) -> None:
+def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
+    ids, offsets, bias, length, shift, vocab, everywhere = sets
     token, at = (torch.arange(count, device=ids.device) for count in (len(target), len(ids)))
     if offsets is None:
         offsets = torch.cat([token, token[-1:] + 1]) * (len(ids) // len(target))
@@ -47,17 +32,18 @@ def kept_sets(
     again, own = torch.zeros_like(real), ids == target[row][of]
     again[keys.indices[1:]] = keys.values[1:] == keys.values[:-1]
     first = offsets[:-1] + token
-    if bias is not None and entry_bias is not None:
-        named = torch.where(real & own & ~again, first[of], len(entry_bias))
-        entry_bias.copy_(torch.cat([entry_bias, bias[:1]]).scatter_(0, named, bias)[:-1])
-        entry_bias[at + of + 1] = bias
+    if bias is not None and out.bias is not None:
+        named = torch.where(real & own & ~again, first[of], len(out.bias))
+        out.bias.copy_(torch.cat([out.bias, bias[:1]]).scatter_(0, named, bias)[:-1])
+        out.bias[at + of + 1] = bias
     again = again | own
-    starts[row], ends[row] = first, torch.where(has, offsets[1:] + token + 1, first)
-    rows[first], columns[first] = row, torch.where(has, target[row], -1)
-    rows[at + of + 1], columns[at + of + 1] = row[of], torch.where(real & known & ~again, ids.long(), -1)
+    out.starts[row], out.ends[row] = first, torch.where(has, offsets[1:] + token + 1, first)
+    out.rows[first], out.columns[first] = row, torch.where(has, target[row], -1)
+    out.rows[at + of + 1] = row[of]
+    out.columns[at + of + 1] = torch.where(real & known & ~again, ids.long(), -1)
     wrong = wrong | (real & ~known).any()
     wrong = wrong | (counts & ~has).any() if everywhere else wrong
-    for number in (one_or_nan, inverse):
+    for number in numbers:
         number.masked_fill_(wrong, torch.nan)
 
 

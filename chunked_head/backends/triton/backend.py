@@ -19,12 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
+from ...core.stats import Coefficients, Demand, Head, Kept, Rows, RowStats, Sets, Teacher
 from ...kernels.common.gpus import gpu_of, multiprocessors_of
 from ...kernels.common.tiles import INTERPRETED
 from ...kernels.gradients import launch as gradients
 from ...kernels.statistics import launch as statistics
-from ...kernels.statistics.launch import kept_sets as kept_sets
 from ...parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ...program.plans import Plan
 from ...program.sizes import Store
@@ -120,6 +119,10 @@ def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | GradSession |
     if tiled or plan.sizes.store == "logits":
         return LogitsSession(head, plan, tiled)
     return FastSession(head, plan) if plan.sizes.store == "fast" else RelativeSession(head, plan)
+
+
+def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
+    statistics.kept_sets(out.starts, out.ends, out.rows, out.columns, out.bias, *numbers, target, *sets)
 
 
 def kept_columns(head: Head, rows: KeptRows, demand: Demand) -> KeptColumns:
