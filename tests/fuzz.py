@@ -353,7 +353,7 @@ class Call:
         names |= later.choice([set(), set(), set(), {"kept_ids"}])
         each = later.choice([False, False, False, True])
         if each:
-            given["temperature"] = (0.5 + torch.rand(self.leading, generator=self.made)).to(self.device)
+            given["temperature"] = 0.5 + torch.rand(self.leading, generator=self.made)
         on_logits = self.function == "logits_loss"
         if on_logits:
             self.accumulate = False
@@ -367,7 +367,7 @@ class Call:
                 "metrics": [make() for make, _ in measured],
             }  # fmt: skip
             if each:
-                common["temperature"] = self.nonsense(given["temperature"], ~self.counts.to(self.device))
+                common["temperature"] = self.nonsense(given["temperature"], ~self.counts).to(self.device)
             target, loss = self.targets(ours=True), self.sum_of(terms)
             if on_logits:
                 logits = self.logits(self.dtype).requires_grad_()
@@ -391,6 +391,9 @@ class Call:
             assert all(torch.isfinite(value) for value in finite.values()), f"metrics {finite}"
             return Drawn(values, self.taken(out.loss * self.declared(foretold), leaves))
 
+        def moved(value: Any) -> Any:
+            return value.to(self.device) if isinstance(value, Tensor) else value
+
         def theirs(dtype: torch.dtype) -> Drawn:
             leaves, weight, bias = self.reference_operands(dtype)
             hidden: Any = leaves[0]
@@ -404,7 +407,7 @@ class Call:
                 weight = weight[: self.vocab]
             loss, parts = reference.linear_loss(
                 hidden, weight, self.targets(ours=False), terms, batch=self.batch(names, dtype, ours=False),
-                num_segments=segments, bias=bias, **given, **self.head,
+                num_segments=segments, bias=bias, **{n: moved(v) for n, v in given.items()}, **self.head,
             )  # fmt: skip
             values = {"loss": loss.detach()} | {f"part {name}": value.detach() for name, value in parts.items()}
             return Drawn(values, self.taken_plain(loss * self.declared(foretold), leaves))

@@ -22,6 +22,10 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
+def head_on(name: str, device: str) -> dict[str, Any]:
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in HEADS[name].items()}
+
+
 def operands(dtype: torch.dtype, device: str, spread: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
     made = torch.Generator().manual_seed(9)
     hidden = torch.randn(TOKENS, HIDDEN, generator=made)
@@ -62,7 +66,7 @@ def test_values_and_gradients(place: Place, dtype: torch.dtype, head: str) -> No
     bias = torch.randn(VOCAB).to(place.device, dtype)
     made = torch.Generator().manual_seed(1)
     upstream = [torch.randn(TOKENS, generator=made).to(place.device) for _ in NAMES]
-    given = {k: v.to(place.device) if isinstance(v, Tensor) else v for k, v in HEADS[head].items()}
+    given = head_on(head, place.device)
 
     def run(call: Any, kind: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
         leaves = [t.detach().to(kind).requires_grad_() for t in (hidden, weight, bias)]
@@ -125,12 +129,12 @@ def test_squares_of_small_probabilities(place: Place) -> None:
 def test_largest(place: Place, head: str) -> None:
     """argmax and the K largest, ids and log-probabilities, under a bias, a cap and a negative scale too."""
     hidden, weight, target = operands(torch.float32, place.device)
-    bias = torch.randn(VOCAB, device=place.device)
+    bias, given = torch.randn(VOCAB, device=place.device), head_on(head, place.device)
     found = linear_logprobs(
-        hidden, weight, target, bias=bias, argmax=True, top_k=7, backend=place.backend, chunk_tokens=32, **HEADS[head]
+        hidden, weight, target, bias=bias, argmax=True, top_k=7, backend=place.backend, chunk_tokens=32, **given
     )
     assert found._fields == ("logprobs", "argmax", "top_k_logprobs", "top_k_ids")
-    own, *_, x = on_full_logits(hidden.double(), weight.double(), target, bias.double(), **HEADS[head])
+    own, *_, x = on_full_logits(hidden.double(), weight.double(), target, bias.double(), **given)
     counts = target != -100
     values, ids = x.log_softmax(-1).topk(7)
     torch.testing.assert_close(found.logprobs.double(), own, rtol=1e-5, atol=2e-5)
