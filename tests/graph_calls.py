@@ -54,6 +54,7 @@ def make_data(dtype: torch.dtype = torch.float32, device: str = "cpu", tokens: i
         "temperature": 0.5 + torch.rand(shape, generator=made).to(device),
         "kept_ids": torch.randint(-40, VOCAB, (*shape, 4), generator=made).clamp(min=-1).to(device),
     }  # fmt: skip
+    fields["kept_ids"][..., ::3, :] = -1
     operands = (normal(*shape, HIDDEN), normal(VOCAB, HIDDEN), normal(VOCAB))
     hidden, weight, bias = (t.to(dtype).requires_grad_() for t in operands)
     return Data(

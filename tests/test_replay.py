@@ -239,6 +239,36 @@ def test_an_operand_changed_before_a_second_backward_raises(on_cpu: None) -> Non
     assert replay.REPLAYS
 
 
+@pytest.mark.parametrize("sets", ["candidates", "offsets"])
+def test_sets_accumulated_into(sets: str, on_cpu: None) -> None:
+    """The rows of the buffer that are watched are those of targets; ids come in another number each time."""
+
+    def once(i: int) -> list[Tensor | None]:
+        hidden, weight, target = operands(i)
+        buffer, given = torch.full_like(weight, 0.5), torch.randint(0, len(weight), (3,))
+        options: dict[str, Any] = {"candidates": given, "candidate_bias": torch.randn(3)}
+        if sets == "offsets":
+            ends = torch.arange(target.numel() + 1) * (2 + i % 2)
+            ids = torch.randint(0, len(weight), (int(ends[-1]),))
+            options = {"batch": {"kept_ids": ids, "kept_offsets": ends, "candidate_bias": torch.randn(len(ids))}}
+            options["kept_everywhere"] = True
+        out = linear_loss(
+            hidden, weight, target, losses.cross_entropy(), accumulate_into=buffer, metrics=[metrics.entropy()],
+            **options,
+        )  # fmt: skip
+        out.loss.backward()
+        return [out.loss.detach(), hidden.grad, buffer]
+
+    made = torch.random.get_rng_state()
+
+    def again(i: int) -> list[Tensor | None]:
+        torch.random.set_rng_state(made)
+        torch.manual_seed(i)
+        return once(i)
+
+    assert_replayed(again)
+
+
 def test_accumulated_into(on_cpu: None) -> None:
     def once(i: int) -> list[Tensor | None]:
         hidden, weight, target = operands(i)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.options import flag
@@ -21,12 +22,17 @@ def sets_of(
         return batch, everywhere
     checks.check_tensor("candidates", candidates, optional=False)
     checks.check_tensor("candidate_bias", candidate_bias, optional=True)
-    if isinstance(batch, Mapping) and not {"kept_ids", "kept_offsets"}.isdisjoint(batch):
+    if candidates.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"candidates must be ids, int64 or int32, got {candidates.dtype}; cast them")
+    if batch is not None and not isinstance(batch, Mapping):
+        return batch, everywhere  # the call says so
+    if not {"kept_ids", "kept_offsets"}.isdisjoint(batch or {}):
         raise ValueError("candidates are sets that all tokens keep, and kept_ids are others; pass one of them")
     given = candidates.shape
-    if candidates.dim() != 1 and (candidates.dim() != len(head.leading) + 1 or given[:-1] != head.leading):
+    if not given or given[-1] == 0 or (len(given) > 1 and given[:-1] != head.leading):
         raise ValueError(
-            f"candidates must be [K], or the target's shape {head.leading} and one more dimension, got {tuple(given)}"
+            f"candidates must be [K], or the target's shape {head.leading} and one more dimension, K at least 1, got "
+            f"{tuple(given)}"
         )
     if candidate_bias is not None and candidate_bias.shape != given:
         raise ValueError(

@@ -92,9 +92,10 @@ def linear_loss(
             on the CPU; elsewhere nobody looks.
         kept_everywhere: a promise that every token that counts keeps a set of ids (``batch["kept_ids"]``): then nothing
             is done over the vocabulary. On the CPU it is found out, elsewhere a broken promise gives nan.
-        candidates: ids [K] that all tokens share, or [..., K] beside the targets (-1 for none): the softmax is over
-            them alone, and the target where it is none of them. It costs gathered rows of the weight for each token,
-            so K should be small beside the vocabulary: at vocab / 200 the whole softmax is as quick.
+        candidates: ids [K] that all tokens share, or [..., K] beside the targets (-1 for none, and one at least where a
+            token counts): the softmax is over them alone, and the target where it is none of them. It costs gathered
+            rows of the weight for each token, so K should be small beside the vocabulary: at vocab / 200 the whole
+            softmax is as quick.
         candidate_bias: of their shape, added to their logits before any temperature, as ``-log q`` of sampled softmax
             (Jean et al. 2015); 0 for a target that is none of them. It takes no gradient, and no softcap.
         num_segments: how many segments ``batch["segments"]`` numbers, an int; ids in [0, num_segments), -1 for none.

@@ -138,10 +138,10 @@ def prepare(task: Task, program: Program) -> PreparedCall:
 
 
 def keeps_some(prepared: PreparedCall, head: HeadOptions) -> bool:
-    """Whether some rows keep sets that others do not, and matmuls can leave them out without anybody waiting."""
+    """Whether some rows keep sets that others do not, and matmuls can stop at a number that the device knows."""
     program, kept = prepared.program, prepared.kept
-    if kept is None or kept.everywhere or prepared.waits_for_nothing:
-        return kept is not None and not kept.everywhere
+    if kept is None or kept.everywhere:
+        return False
     layout = layout_of(head, program, is_plain(head.weight), plain_rows=True, bias_grad=False)
     return program.backend.bounds_rows(program.backend.store(layout))
 
@@ -186,8 +186,8 @@ def refuse_sets(ids: Tensor, offsets: Tensor | None, vocab: int, missing: int) -
         )
     if missing:
         raise ValueError(
-            f"kept_everywhere=True, and {missing} tokens that count keep no ids; leave it False, then their softmax is "
-            "over the vocabulary"
+            f"kept_everywhere=True and candidates say that every token keeps ids, and {missing} tokens that count keep "
+            "none; give them some, or leave kept_everywhere False: then their softmax is over the vocabulary"
         )
     in_range("kept_ids", ids, vocab, -1)
 

@@ -127,7 +127,7 @@ def check_sets(head: HeadOptions | LogitsOptions, demand: Demand, biased: bool) 
     if biased and head.softcap is not None:
         raise ValueError("candidate_bias does not go with softcap, whose slope is that of logits without it")
     if head.target is None:
-        raise ValueError("target is None, and batch['kept_ids'] are sets that targets belong to; pass token ids")
+        raise ValueError("target is None, and kept_ids or candidates are sets that targets belong to; pass token ids")
     if head.shard is not None and head.shard.parallel.sequence_sharded:
         raise ValueError(
             "batch['kept_ids'] does not go with sequence_sharded=True, whose ranks hold hidden states of their own "

@@ -166,7 +166,8 @@ def check_kept(batch: Mapping[str, Tensor], frame: Frame) -> None:
     ids, offsets = batch.get("kept_ids"), batch.get("kept_offsets")
     tokens = math.prod(frame.leading)
     if ids is None:
-        raise ValueError("batch['kept_offsets'] goes with batch['kept_ids'], which is missing")
+        first = "candidate_bias" if offsets is None else "kept_offsets"
+        raise ValueError(f"batch[{first!r}] goes with batch['kept_ids'], which is missing")
     if "candidate_bias" in batch and batch["candidate_bias"].shape != ids.shape:
         raise ValueError(
             f"batch['candidate_bias'] must have the shape of kept_ids, {tuple(ids.shape)}, got "

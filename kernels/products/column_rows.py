@@ -21,7 +21,7 @@ def column_begins_kernel(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low, high = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32) + entries
     for _ in range(steps):
-        middle = (low + high) // 2
+        middle = low + (high - low) // 2
         smaller = tl.load(sorted_ptr + middle, mask=low < high, other=0) < column
         low, high = tl.where((low < high) & smaller, middle + 1, low), tl.where(smaller, high, middle)
     tl.store(begin_ptr + column, low, mask=column <= vocab)

@@ -142,7 +142,7 @@ def kept_entries_kernel(
             token, high = tl.where(below, middle, token), tl.where(below, high, middle)
         token = tl.minimum(token, tokens - 1)
         begin, end = tl.load(offset_ptr + token), tl.load(offset_ptr + token + 1)
-    inside = inside & (at >= begin) & (at < end)
+    inside = inside & (begin >= 0) & (at >= begin) & (at < end)
     within = token % length
     row = token - within + (within - turn + length) % length
     target = tl.load(target_ptr + row)

@@ -34,7 +34,7 @@ def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tens
     first = offsets[:-1] + token
     if bias is not None and out.bias is not None:
         named = torch.where(real & own & ~again, first[of], len(out.bias))
-        out.bias.copy_(torch.cat([out.bias, bias[:1]]).scatter_(0, named, bias)[:-1])
+        out.bias.copy_(torch.cat([out.bias, bias.new_zeros(1)]).scatter_(0, named, bias)[:-1])
         out.bias[at + of + 1] = bias
     again = again | own
     out.starts[row], out.ends[row] = first, torch.where(has, offsets[1:] + token + 1, first)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, Head, Rows, RowStats
-from ...kernels.common.operands import Stored, Strips
+from ...kernels.common.operands import ALL_ROWS, Stored, Strips
 from ...kernels.gradients import launch as gradients
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
@@ -13,7 +13,7 @@ from ...program.plans import Plan
 from ...program.sizes import padded_columns
 from ..gradients import Gradients
 from ..matmul import add_dhidden, project
-from .session import OwnProducts, counted_of, normalize_rows, ratio_of, transform, zero_uncounted_
+from .session import OwnProducts, counted_of, normalize_rows, ratio_of, transform
 
 
 class RelativeSession(OwnProducts):
@@ -138,8 +138,9 @@ class RelativeSession(OwnProducts):
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
         dlogits = self.stored.logits.view(self.sizes.dtype)
         teacher = None if self.demand.pairing is None else self.teacher_stored
-        dlogits = self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher)
-        return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
+        # a bias's gradient sums over all rows
+        counted = ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
+        return self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher, counted)
 
 
 def padded(rows: int, columns: int, device: torch.device) -> Tensor:

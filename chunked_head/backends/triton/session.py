@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ...core.stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher
-from ...kernels.common.operands import Counted, Stored, Transform
+from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Transform
 from ...kernels.gradients import launch as gradients
 from ...kernels.gradients.launch import NO_SOFTMAX, Beside, Softmax
 from ...kernels.products import launch as products
@@ -104,6 +104,7 @@ class KernelSession(AddsDlogits):
         stats: RowStats,
         coefficients: Coefficients,
         teacher: Stored | None,
+        counted: Counted = ALL_ROWS,
     ) -> Tensor:
         c, pairing, columns = coefficients, self.demand.pairing, dlogits.shape[1]
         beside = None
@@ -117,7 +118,7 @@ class KernelSession(AddsDlogits):
         common = self.terms(stats, c, first, columns)
         gradients.row_grad(
             dlogits, stored, head.class_weights, rows.target, *common, beside, first, transform(head, rows.scale),
-            counted_of(rows),
+            counted,
         )  # fmt: skip
         self.replace_columns_(dlogits, head, first, rows, stats, c, common, beside)
         return dlogits

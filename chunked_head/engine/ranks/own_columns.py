@@ -46,8 +46,9 @@ class OwnColumns:
 
     @functools.cached_property
     def own_target(self) -> Tensor:
-        """The same with -1 where the column is another rank's."""
-        return self.target if self.shard is None else self.target.masked_fill(self.target == ELSEWHERE, -1)
+        """The same with -1 where the column is another rank's; of rows with sets too where all have some."""
+        target = self.target if self.multiplies else self.every_target
+        return target if self.shard is None else target.masked_fill(target == ELSEWHERE, -1)
 
     @functools.cached_property
     def columns(self) -> Tensor | None:
@@ -61,7 +62,8 @@ class OwnColumns:
         assert self.shard is not None
         told, scale, kept = self.objective.target, self.objective.scale, self.objective.kept
         if kept is not None:
-            told = torch.index_add(told, 0, kept.rows.clamp(min=0), kept.columns)
+            entries = kept.columns if kept.bias is None else kept.columns + kept.bias.float().view(torch.int32)
+            told = torch.index_add(told, 0, kept.rows.clamp(min=0), entries)
         if scale is not None:
             told = told + scale.float().view(torch.int32)
         return self.shard.token_checks(told, self.objective.dtype)

@@ -31,8 +31,13 @@ def with_even_sets(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     if ids.dim() != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
         return kwargs  # the call says what is wrong
     step = 1 << max(10, len(ids).bit_length() - 4)  # at most an eighth more
-    more = -len(ids) % step
-    return {**kwargs, "kept_ids": torch.cat([ids, ids.new_full((more,), BEHIND)])} if more else kwargs
+    more, bias = -len(ids) % step, kwargs.get("candidate_bias")
+    if not more or (bias is not None and (not isinstance(bias, Tensor) or bias.shape != ids.shape)):
+        return kwargs
+    even = {"kept_ids": torch.cat([ids, ids.new_full((more,), BEHIND)])}
+    if bias is not None:
+        even["candidate_bias"] = torch.cat([bias, bias.new_zeros(more)])
+    return {**kwargs, **even}
 
 
 class Arguments:
