@@ -176,7 +176,7 @@ def sets_of(prepared: PreparedCall, batch: Mapping[str, Tensor], frame: Frame, e
     missing = int(((target >= 0) & ~kept.has).sum())
     if prepared.one_or_nan.isnan():
         refuse_sets(ids, offsets, vocab, missing if everywhere else 0)
-    return replace(kept, everywhere=not missing)
+    return replace(kept, everywhere=everywhere or not missing)
 
 
 def refuse_sets(ids: Tensor, offsets: Tensor | None, vocab: int, missing: int) -> None:
