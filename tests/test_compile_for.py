@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from chunked_head.kernels.common.gpus import GPUS
+from chunked_head.kernels.common.tiles import PRODUCT_ROWS
 from compile_for import MATMULS
 
 ROOT = Path(__file__).parents[1]
@@ -58,3 +59,7 @@ def test_those_alike_launch_the_same() -> None:
     for name, others in (*ALIKE.items(), ("sm_100", ["sm_103"]), ("gfx942", ["gfx950"])):
         own = {"name": None, "shared": None, "multiprocessors": None}
         assert all(GPUS[other]._replace(**own) == GPUS[name]._replace(**own) for other in others)
+
+
+def test_products_read_no_rows_that_nobody_wrote() -> None:
+    assert all(gpu.product.block_k <= PRODUCT_ROWS for gpu in GPUS.values())

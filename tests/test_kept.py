@@ -16,7 +16,7 @@ from chunked_head import linear_logprobs, linear_loss, logits_logprobs, losses, 
 
 TOKENS, HIDDEN, VOCAB = 41, 32, 211
 POLICY = losses.grpo() - 0.1 * losses.entropy()
-POLICY_FREE = losses.cross_entropy() - 0.1 * losses.entropy()
+SUPERVISED = losses.cross_entropy() - 0.1 * losses.entropy()
 
 
 def operands(dtype: torch.dtype, device: str, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,7 +112,7 @@ def test_rows_that_matmuls_skip(place: Place, empty: float, spread: float) -> No
     """Where matmuls stop at a number on the device, rows with a set are none of theirs; and where they do not, nothing
     of such rows gets into other gradients, whatever their logits are."""
     hidden, weight, target = operands(torch.bfloat16, place.device)
-    loss, batch = POLICY_FREE, {"kept_ids": sets(place.device, empty)}
+    loss, batch = SUPERVISED, {"kept_ids": sets(place.device, empty)}
     for options in ({}, {"skip_ignored": True}, {"skip_ignored": "wait"}):
         found = []
         for kind, how in ((torch.bfloat16, {"backend": "triton", **options}), (torch.float64, {"backend": "torch"})):
@@ -134,7 +134,7 @@ def test_rows_far_behind_those_that_count(place: Place) -> None:
         try:
             leaves = [t.detach().to(kind).requires_grad_() for t in (hidden, weight)]
             bias = torch.zeros(VOCAB, device=place.device, dtype=kind, requires_grad=True)
-            out = linear_loss(*leaves, target, POLICY_FREE, batch=batch, bias=bias, backend=backend)
+            out = linear_loss(*leaves, target, SUPERVISED, batch=batch, bias=bias, backend=backend)
             found.append((out.loss.detach(), *torch.autograd.grad(out.loss, (*leaves, bias))))
         finally:
             torch.use_deterministic_algorithms(before)

@@ -11,10 +11,10 @@ from ..engine.head_options import HeadOptions
 from ..program import checks
 
 
-def sets_of(
+def with_candidates(
     head: HeadOptions, batch: Any, kept_everywhere: bool, candidates: Tensor | None, candidate_bias: Tensor | None
 ) -> tuple[Any, bool]:
-    """The fields of a call with its candidates among them, and whether every token keeps a set."""
+    """``batch`` with the candidates as each token's ``kept_ids``, and whether every token keeps a set."""
     everywhere = flag("kept_everywhere", kept_everywhere)
     if candidates is None:
         if candidate_bias is not None:
@@ -25,8 +25,8 @@ def sets_of(
     if candidates.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"candidates must be ids, int64 or int32, got {candidates.dtype}; cast them")
     if batch is not None and not isinstance(batch, Mapping):
-        return batch, everywhere  # the call says so
-    if not {"kept_ids", "kept_offsets"}.isdisjoint(batch or {}):
+        return batch, everywhere  # the call raises what is wrong with it
+    if any((batch or {}).get(name) is not None for name in ("kept_ids", "kept_offsets")):
         raise ValueError("candidates are sets that all tokens keep, and kept_ids are others; pass one of them")
     given = candidates.shape
     if not given or given[-1] == 0 or (len(given) > 1 and given[:-1] != head.leading):
@@ -39,8 +39,6 @@ def sets_of(
             f"candidate_bias must have the shape of candidates, {tuple(given)}, got {tuple(candidate_bias.shape)}"
         )
     fields = {"kept_ids": candidates, "candidate_bias": candidate_bias}
-    # those that all tokens share are each token's
-    shape = *head.leading, given[-1]
-    return {
-        **(batch or {}), **{name: value.expand(shape) for name, value in fields.items() if value is not None},
-    }, True  # fmt: skip
+    shape = *head.leading, given[-1]  # [K] of all tokens becomes each token's
+    expanded = {name: value.expand(shape) for name, value in fields.items() if value is not None}
+    return {**(batch or {}), **expanded}, True

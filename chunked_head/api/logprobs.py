@@ -19,7 +19,7 @@ from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
 from ..program import checks
-from .candidates import sets_of
+from .candidates import with_candidates
 
 if TYPE_CHECKING:
 
@@ -127,9 +127,8 @@ def linear_logprobs(
         "argmax": argmax,
     }  # fmt: skip
     fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
-    given = {name: value for name, value in fields.items() if value is not None}
-    given, everywhere = sets_of(head, given, kept_everywhere, candidates, candidate_bias)
-    return logprobs_task("linear_logprobs", head, given, flags, top_k, everywhere)
+    fields, everywhere = with_candidates(head, fields, kept_everywhere, candidates, candidate_bias)
+    return logprobs_task("linear_logprobs", head, fields, flags, top_k, everywhere)
 
 
 def logprobs_task(

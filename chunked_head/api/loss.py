@@ -23,7 +23,7 @@ from ..metrics import Metric, MetricValue
 from ..metrics.values import as_metrics
 from ..program import checks
 from ..program.plans import Plan
-from .candidates import sets_of
+from .candidates import with_candidates
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +93,8 @@ def linear_loss(
         kept_everywhere: a promise that every token that counts keeps a set of ids (``batch["kept_ids"]``): then nothing
             is done over the vocabulary. On the CPU it is found out, elsewhere a broken promise gives nan.
         candidates: ids [K] that all tokens share, or [..., K] beside the targets (-1 for none, and one at least where a
-            token counts): the softmax is over them alone, and the target where it is none of them. It costs gathered
-            rows of the weight for each token, so K should be small beside the vocabulary: at vocab / 200 the whole
-            softmax is as quick.
+            token counts): the softmax is over them alone, and the target where it is none of them. Every token and
+            candidate costs a gathered row of the weight, also where all tokens share them: it is for small K.
         candidate_bias: of their shape, added to their logits before any temperature, as ``-log q`` of sampled softmax
             (Jean et al. 2015); 0 for a target that is none of them. It takes no gradient, and no softcap.
         num_segments: how many segments ``batch["segments"]`` numbers, an int; ids in [0, num_segments), -1 for none.
@@ -127,7 +126,7 @@ def linear_loss(
     """
     head = head_of("linear_loss", hidden, weight, target, options, temperature)
     checks.check_tensor("hidden", head.hidden, optional=False)
-    batch, everywhere = sets_of(head, batch, kept_everywhere, candidates, candidate_bias)
+    batch, everywhere = with_candidates(head, batch, kept_everywhere, candidates, candidate_bias)
     loss, measured = check_loss(head.device, loss, metrics, reduction, normalizer, upstream)
 
     def objective(prepared: PreparedCall) -> ScalarObjective:

@@ -105,9 +105,9 @@ class KeptColumns(ABC):
         """What their gradients are."""
 
     @abstractmethod
-    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None, fill: bool) -> None:
-        """Hidden states' gradients of rows ``at`` into ``out``: those rows, or with ``rows.order`` all of them;
-        ``fill``: 0 for rows that keep none."""
+    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
+        """Hidden states' gradients of rows ``at`` into ``out``: those rows, or with ``rows.order`` all of them. Where
+        every row that counts keeps some the others' are 0, elsewhere they stay as they are."""
 
     @abstractmethod
     def put_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor, add: bool) -> None:
@@ -127,7 +127,7 @@ class KeptColumns(ABC):
         self.differentiate(at, stats, coefficients)
         self.weight_gain = weight_gain
         if grads.hidden is not None:
-            self.put_dhidden(at, grads.hidden_rows(at, self.rows.order), hidden_gain, fill=self.kept.everywhere)
+            self.put_dhidden(at, grads.hidden_rows(at, self.rows.order), hidden_gain)
 
     def finish(self, grads: Gradients) -> None:
         """The weight's and the bias's gradients, of all rows."""

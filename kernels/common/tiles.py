@@ -23,6 +23,9 @@ PIECE = 16  # tokens of equal or neighbouring targets whose rows of dweight are 
 LEAST_SECTION = 16 * PIECE  # tokens that are dealt with at a time where there is no room for the sums of more
 
 
+PRODUCT_ROWS = 128  # the most rows of logits' gradients that a product for dweight reads at a time
+
+
 def piece_bytes(tokens: int, columns: int) -> int:
     """Of the sums of targets that lie in several pieces: two of each piece, in fp32."""
     return 2 * cdiv(tokens, PIECE) * columns * 4

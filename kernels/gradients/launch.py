@@ -7,7 +7,7 @@ import torch
 from ..common.descriptors import even, matrix, row_stride
 from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
 from ..common.operands import ALL_ROWS, PLAIN, Counted, Stored, Strips, Transform, mixture, strip_stride
-from ..common.tiles import FUSED, INTERPRETED, Tile, cdiv, power_of_2, row_block
+from ..common.tiles import FUSED, INTERPRETED, PRODUCT_ROWS, Tile, cdiv, power_of_2, row_block
 from .column_grad import column_grad_kernel
 from .grad_logits import grad_logits_kernel
 from .kept import kept_dhidden_kernel, kept_grad_kernel
@@ -92,7 +92,7 @@ def row_grad(
         stored.logits.stride(0), dlogits.stride(0), sizes[1],
         strip_stride(stored) if beside is None else strip_stride(stored, beside.stored),
         *counted, *transform, second.ratio, *scalars,
-        **constants, PRODUCT_ROWS=128,  # more than any product of ours reads at a time
+        **constants, PRODUCT_ROWS=PRODUCT_ROWS,
         COLUMN_PROGRAMS=column_programs, STRIP=RELATIVE_STRIP, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
         **FUSED,
     )  # fmt: skip

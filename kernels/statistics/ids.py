@@ -1,6 +1,7 @@
 """Ids that come with a call: targets beside the rows that predict them, and sets that tokens keep as entries of those
 rows."""
 
+import triton
 import triton.language as tl
 
 from ..common.blocks import BEHIND
@@ -47,6 +48,24 @@ def read_targets_kernel(
     tl.store(inverse_ptr, tl.div_rn(one_or_nan, tl.maximum(number, 1.0)))
 
 
+@triton.jit
+def predicting_row(token, target_ptr, length, shift):
+    """The row that predicts a token, whether it does and counts, and its target; tokens that no row predicts go with
+    rows that predict none."""
+    within = token % length
+    row = token - within + (within - shift % length + length) % length
+    target = tl.load(target_ptr + row)
+    return row, (within >= shift) & (target >= 0), target
+
+
+@triton.jit
+def make_nan(one_or_nan_ptr, inverse_ptr, wrong):
+    # a branch would be on what is loaded
+    one = tl.arange(0, 1)
+    tl.store(one_or_nan_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))
+    tl.store(inverse_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))
+
+
 @kernel
 def kept_rows_kernel(
     # outputs
@@ -67,16 +86,11 @@ def kept_rows_kernel(
     length,
     # scalars
     shift,
-    turn,  # shift % length
     EVERYWHERE: tl.constexpr,  # whether a row that counts and keeps none is wrong
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    within = token % length
-    # tokens that no row predicts go with rows that predict none
-    row = token - within + (within - turn + length) % length
-    target = tl.load(target_ptr + row)
-    counts = (within >= shift) & (target >= 0)
+    row, counts, target = predicting_row(token, target_ptr, length, shift)
     begin, end = token * each, (token + 1) * each
     wrong = token < 0
     if offset_ptr is not None:
@@ -97,9 +111,7 @@ def kept_rows_kernel(
     tl.store(end_ptr + row, tl.where(has, end + token + 1, start))
     tl.store(row_ptr + start, row)
     tl.store(column_ptr + start, tl.where(has, target, -1))
-    one = tl.arange(0, 1)
-    tl.store(one_or_nan_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))
-    tl.store(inverse_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))
+    make_nan(one_or_nan_ptr, inverse_ptr, wrong)
 
 
 @kernel
@@ -124,7 +136,6 @@ def kept_entries_kernel(
     steps,  # to find a token by halving
     # scalars
     shift,
-    turn,
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
@@ -143,11 +154,9 @@ def kept_entries_kernel(
         token = tl.minimum(token, tokens - 1)
         begin, end = tl.load(offset_ptr + token), tl.load(offset_ptr + token + 1)
     inside = inside & (begin >= 0) & (at >= begin) & (at < end)
-    within = token % length
-    row = token - within + (within - turn + length) % length
-    target = tl.load(target_ptr + row)
+    row, counts, target = predicting_row(token, target_ptr, length, shift)
     id = tl.load(ids_ptr + at, mask=inside, other=-1).to(tl.int64)
-    real = (within >= shift) & (target >= 0) & (id != -1)
+    real = counts & (id != -1)
     known = (id >= 0) & (id < vocab)
     wrong = tl.max((real & (known == 0)).to(tl.int32), 0) > 0
     # the first of equals stays, and the target has an entry of its own
@@ -167,6 +176,4 @@ def kept_entries_kernel(
         tl.store(entry_bias_ptr + begin + token, bias, mask=inside & real & (again == 0) & (id == target))
     other_one = (again == 0) & (id != target)
     tl.store(column_ptr + place, tl.where(real & known & other_one, id, -1), mask=inside)
-    one = tl.arange(0, 1)
-    tl.store(one_or_nan_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))
-    tl.store(inverse_ptr + one, float("nan"), mask=one < wrong.to(tl.int32))
+    make_nan(one_or_nan_ptr, inverse_ptr, wrong)

@@ -264,15 +264,15 @@ def kept_sets(
     """Sets as entries of rows; both numbers become nan where an id or an offset is wrong."""
     tokens, entries, block = len(target), len(ids), 128
     numbers = entries, entries // tokens, tokens, length
-    wrong, shifts = (one_or_nan, inverse), (shift, shift % length)
+    wrong = one_or_nan, inverse
     kept_rows_kernel[(tokens,)](
-        begins, ends, rows, columns, *wrong, ids, offsets, target, *numbers, *shifts,
+        begins, ends, rows, columns, *wrong, ids, offsets, target, *numbers, shift,
         EVERYWHERE=everywhere, BLOCK=block, num_warps=1, **FUSED,
     )  # fmt: skip
     if entries:
         kept_entries_kernel[(cdiv(entries, block),)](
             rows, columns, entry_bias, *wrong, ids, offsets, bias, target, *numbers, vocab, tokens.bit_length(),
-            *shifts, BLOCK=block, AT_ONCE=16, num_warps=4, **FUSED,
+            shift, BLOCK=block, AT_ONCE=16, num_warps=4, **FUSED,
         )  # fmt: skip
 
 

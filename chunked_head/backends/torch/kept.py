@@ -127,8 +127,8 @@ class TorchKeptColumns(KeptColumns):
         grad = grad * tiles.slope(self.logits, self.head, self.scale)
         self.dlogits.copy_(torch.where(inside, grad, self.dlogits))
 
-    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None, fill: bool) -> None:
-        if fill:
+    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
+        if self.kept.everywhere:
             out.zero_()
         place, count = self.place(at), at.stop - at.start
         made = torch.zeros(count + 1, out.shape[1], dtype=self.wide, device=out.device)

@@ -44,10 +44,12 @@ class TritonKeptColumns(KeptColumns):
             Softmax(stats.start, stats.rest, c.alpha, c.eta), second, c.beta, transform(self.head, scale),
         )  # fmt: skip
 
-    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None, fill: bool) -> None:
+    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
         columns, begins, ends, _ = self.of(at)
         order = None if self.rows.order is None else self.rows.order[at]
-        gradients.kept_dhidden(out, self.dlogits, self.head.weight, columns, begins, ends, order, gain, fill)
+        gradients.kept_dhidden(
+            out, self.dlogits, self.head.weight, columns, begins, ends, order, gain, self.kept.everywhere
+        )
 
     def put_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor, add: bool) -> None:
         rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()

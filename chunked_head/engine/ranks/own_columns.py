@@ -60,13 +60,13 @@ class OwnColumns:
     def token_checks(self) -> Tensor:
         """[tokens] what has to be equal on ranks that share the vocabulary."""
         assert self.shard is not None
-        told, scale, kept = self.objective.target, self.objective.scale, self.objective.kept
+        numbers, scale, kept = self.objective.target, self.objective.scale, self.objective.kept
         if kept is not None:
             entries = kept.columns if kept.bias is None else kept.columns + kept.bias.float().view(torch.int32)
-            told = torch.index_add(told, 0, kept.rows.clamp(min=0), entries)
+            numbers = torch.index_add(numbers, 0, kept.rows.clamp(min=0), entries)
         if scale is not None:
-            told = told + scale.float().view(torch.int32)
-        return self.shard.token_checks(told, self.objective.dtype)
+            numbers = numbers + scale.float().view(torch.int32)
+        return self.shard.token_checks(numbers, self.objective.dtype)
 
     @property
     def class_weights(self) -> Tensor | None:

@@ -20,8 +20,8 @@ DEVICES = {"cuda"}  # where the device would wait for the host
 
 
 def with_even_sets(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same with a number of ``kept_ids`` that other calls have too, on a GPU: each step of a training run has
-    another, and what follows from it is found anew for each."""
+    """The same with ``kept_ids`` padded to one of few numbers of ids, on a GPU: each step of a training run has another
+    number, and a replay is for tensors of the same shapes."""
     batch = kwargs.get("batch")
     if isinstance(batch, Mapping) and "kept_offsets" in batch:
         return {**kwargs, "batch": with_even_sets(batch)}
