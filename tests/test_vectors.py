@@ -26,6 +26,7 @@ def measured(case: LossCase) -> tuple[metrics.Metric, ...]:
     found += (metrics.accuracy(), metrics.perplexity()) if case.target else ()
     if {"old_logprobs", "advantages"} <= set(case.batch):
         found += (metrics.ratio(), metrics.kl_old(), metrics.clip_fraction(side="low"), metrics.advantage())
+        found += (metrics.effective_sample_size(),)
     return found
 
 

@@ -54,7 +54,7 @@ class KeptColumns(ABC):
         """Which entries [n] are of rows ``at``; their rows there and their columns, 0 for the others."""
         rows, columns = self.kept.rows, self.kept.columns
         here = (rows >= at.start) & (rows < at.stop) & (columns >= 0)
-        return here, torch.where(here, rows - at.start, 0), torch.where(here, columns, 0)
+        return here, torch.where(here, rows - at.start, 0), torch.where(here, columns, 0).long()
 
     def pick_logits(self) -> None:
         """Out of logits that exist."""

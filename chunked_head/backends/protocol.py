@@ -112,6 +112,9 @@ class Backend(Protocol):
         """Targets [...] beside the rows whose hidden states predict them, ``shift`` before them along the last
         dimension; ``mask`` [...] bool says which count, beside ``ignore_index``. ``dtype``: of the statistics."""
 
+    def read_fields(self, values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Fields [...] likewise beside rows [tokens], in the statistics' dtype; 0 where the row's ``target`` is -1."""
+
     def store(self, layout: Layout) -> Store:
         """What this backend keeps of the logits between statistics and gradient."""
 
@@ -137,8 +140,8 @@ class Backend(Protocol):
         """The buffer of a call's sweep over whole rows, or of its gradients' tiles where the plan recomputes."""
 
     def kept_sets(self, out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
-        """The sets that tokens keep as entries of the rows that predict them: ``out`` holds -1, and 0 for a bias. What
-        is wrong with them makes both ``numbers`` nan."""
+        """The sets that tokens keep as entries of the rows that predict them: ``out`` holds 0 for a bias. What is wrong
+        with them makes both ``numbers`` nan."""
 
     def kept_columns(self, head: Head, rows: KeptRows, demand: Demand) -> KeptColumns:
         """What a call does with the rows whose softmax is over columns that they keep."""

@@ -288,7 +288,7 @@ class Kept:
     starts: Tensor  # [tokens] int64: where a row's entries begin
     ends: Tensor  # [tokens] int64: and end, where they begin if its softmax is over the vocabulary
     rows: Tensor  # [n] int64, -1 for none
-    columns: Tensor  # [n] int64, -1 where an entry is none: named twice, or another rank's
+    columns: Tensor  # [n] int32, -1 where an entry is none: named twice, or another rank's
     everywhere: bool  # every row that counts has a set
     sources: Tensor  # [n] int64: the rows of the hidden states, where ``rows`` stand in another order
     bias: Tensor | None = None  # [n] added to the entries' logits, before a temperature per token
@@ -299,7 +299,7 @@ class Kept:
         tokens, each = columns.shape
         starts = torch.arange(0, tokens * each, each, device=columns.device)
         rows = torch.arange(tokens, device=columns.device).repeat_interleave(each, output_size=tokens * each)
-        return cls(starts, starts + each, rows, columns.reshape(-1), True, rows)
+        return cls(starts, starts + each, rows, columns.reshape(-1).int(), True, rows)
 
     @functools.cached_property
     def has(self) -> Tensor:

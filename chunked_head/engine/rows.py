@@ -54,8 +54,16 @@ def prepare_fields(
     wrongs: list[Tensor] = []
     fields: dict[str, Tensor] = {}
     read = [field for field in wanted if field != "mask" and field not in KEPT_FIELDS]
-    ignored = target < 0 if read else target
-    for field in read:
+    numbers = [field for field in read if known[field] == Field("token") and field != TEMPERATURE]
+    if numbers:
+        values = backend.read_fields([batch[field] for field in numbers], target, frame.shift, frame.dtype)
+        fields.update(zip(numbers, values, strict=True))
+    for field in LOGPROBS:
+        if field in fields and may_look(target) and len(target):
+            check_logprobs(field, float(fields[field].max()))
+    others = [field for field in read if field not in numbers]
+    ignored = target < 0 if others else target
+    for field in others:
         value, kind = batch[field], known[field]
         if kind.kind in ("token", "row"):
             value, wrong = beside_rows(field, value, kind, ignored, frame)
@@ -100,8 +108,6 @@ def beside_rows(field: str, value: Tensor, kind: Field, ignored: Tensor, frame: 
     value = value.to(frame.dtype).masked_fill(nowhere, 0.0)
     if field == TEMPERATURE:
         return inverse_temperature(value, ~ignored.view(value.shape))
-    if field in LOGPROBS and may_look(value) and value.numel():
-        check_logprobs(field, float(value.max()))
     return value, None
 
 

@@ -12,7 +12,7 @@ def kept_grad_kernel(
     dlogit_ptr,  # [n] fp32, of raw logits
     # inputs
     logit_ptr,  # [n] fp32
-    column_ptr,  # [n] int64, -1 for none
+    column_ptr,  # [n] int32, -1 for none
     begin_ptr,  # [rows] int64: where a row's entries begin
     end_ptr,  # [rows] int64: and end
     target_ptr,  # [rows] int64
@@ -80,7 +80,7 @@ def kept_dhidden_kernel(
     # inputs
     dlogit_ptr,  # [n] fp32
     weight_ptr,  # [vocab, hidden]
-    column_ptr,  # [n] int64, -1 for none
+    column_ptr,  # [n] int32, -1 for none
     begin_ptr,  # [rows] int64: where a row's entries begin
     end_ptr,  # [rows] int64: and end
     order_ptr,  # [rows] int64: rows of dhidden; None: as they stand
@@ -102,7 +102,7 @@ def kept_dhidden_kernel(
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(begin, end, AT_ONCE):
         entry = first + tl.arange(0, AT_ONCE)
-        column = tl.load(column_ptr + entry, mask=entry < end, other=-1)
+        column = tl.load(column_ptr + entry, mask=entry < end, other=-1).to(tl.int64)
         g = tl.load(dlogit_ptr + entry, mask=column >= 0, other=0.0)
         mask = (column >= 0)[:, None] & inside[None, :]
         at = weight_ptr + column[:, None] * weight_row_stride + offs.to(tl.int64)[None, :] * weight_column_stride

@@ -11,7 +11,7 @@ def column_begins_kernel(
     # outputs
     begin_ptr,  # [vocab + 1] int32: how many entries are of smaller columns
     # inputs
-    sorted_ptr,  # [entries] int64
+    sorted_ptr,  # [entries] int32
     # sizes
     entries,
     vocab,
@@ -54,7 +54,7 @@ def column_pieces_kernel(
     row_ptr,  # [entries] int64, of hidden
     factor_ptr,  # [entries] fp32
     begin_ptr,  # [vocab + 1] int32: where a column's entries begin
-    sorted_ptr,  # [entries] int64: columns, -1 first
+    sorted_ptr,  # [entries] int32: columns, -1 first
     # sizes
     hidden,
     hidden_stride,

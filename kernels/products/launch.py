@@ -168,7 +168,7 @@ def add_target_rows(
 def put_column_rows(
     dweight: torch.Tensor,  # [vocab, hidden] contiguous
     hidden: torch.Tensor,  # [rows, hidden], columns contiguous
-    columns: torch.Tensor,  # [entries] int64, -1 for none
+    columns: torch.Tensor,  # [entries] int32, -1 for none
     factors: torch.Tensor,  # [entries] fp32
     rows: torch.Tensor,  # [entries] int64, of ``hidden``
     add: bool,

@@ -1,5 +1,5 @@
-"""Ids that come with a call: targets beside the rows that predict them, and sets that tokens keep as entries of those
-rows."""
+"""What comes with a call: targets and fields beside the rows that predict them, and sets that tokens keep as entries of
+those rows."""
 
 import triton
 import triton.language as tl
@@ -49,6 +49,38 @@ def read_targets_kernel(
 
 
 @triton.jit
+def put_field(out_ptr, value_ptr, row, rows, counts, shift):
+    if value_ptr is not None:
+        value = tl.load(value_ptr + row + shift, mask=counts, other=0.0)
+        tl.store(out_ptr + row, value.to(out_ptr.dtype.element_ty), mask=row < rows)
+
+
+@kernel
+def read_fields_kernel(
+    # outputs
+    out_ptr,  # [4 or fewer, tokens] fp32, 0 where a row does not count
+    # inputs
+    first_ptr,  # [tokens] floating point
+    second_ptr,  # or None, like those that follow
+    third_ptr,
+    fourth_ptr,
+    target_ptr,  # [tokens] int64, of rows, -1 where one does not count
+    # sizes
+    tokens,
+    # scalars
+    shift,
+    BLOCK: tl.constexpr,
+):
+    """Rows that count predict a token ``shift`` behind them."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    counts = tl.load(target_ptr + row, mask=row < tokens, other=-1) >= 0
+    put_field(out_ptr, first_ptr, row, tokens, counts, shift)
+    put_field(out_ptr + tokens, second_ptr, row, tokens, counts, shift)
+    put_field(out_ptr + 2 * tokens, third_ptr, row, tokens, counts, shift)
+    put_field(out_ptr + 3 * tokens, fourth_ptr, row, tokens, counts, shift)
+
+
+@triton.jit
 def predicting_row(token, target_ptr, length, shift):
     """The row that predicts a token, whether it does and counts, and its target; tokens that no row predicts go with
     rows that predict none."""
@@ -71,8 +103,6 @@ def kept_rows_kernel(
     # outputs
     begin_ptr,  # [tokens] int64: where a row's entries begin
     end_ptr,  # [tokens] int64: and end, where they begin for a row that keeps none
-    row_ptr,  # [entries + tokens] int64: a row's target comes before the others
-    column_ptr,  # [entries + tokens] int64
     one_or_nan_ptr,  # [] fp32: nan where something is wrong
     inverse_ptr,  # [] fp32: likewise
     # inputs
@@ -90,7 +120,7 @@ def kept_rows_kernel(
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    row, counts, target = predicting_row(token, target_ptr, length, shift)
+    row, counts, _ = predicting_row(token, target_ptr, length, shift)
     begin, end = token * each, (token + 1) * each
     wrong = token < 0
     if offset_ptr is not None:
@@ -106,23 +136,23 @@ def kept_rows_kernel(
     has = counts & (tl.max(lanes, 0) > 0)
     if EVERYWHERE:
         wrong = wrong | (counts & (has == 0))
-    start = begin + token
+    start = begin + token  # a row's target comes before the others
     tl.store(begin_ptr + row, start)
     tl.store(end_ptr + row, tl.where(has, end + token + 1, start))
-    tl.store(row_ptr + start, row)
-    tl.store(column_ptr + start, tl.where(has, target, -1))
     make_nan(one_or_nan_ptr, inverse_ptr, wrong)
 
 
 @kernel
 def kept_entries_kernel(
     # outputs
-    row_ptr,  # [entries + tokens] int64
-    column_ptr,  # [entries + tokens] int64, -1 for ids that are none, that stand twice in a set, or are its target
-    entry_bias_ptr,  # [entries + tokens] fp32 or None
+    row_ptr,  # [entries + tokens] int64, -1 behind the last set
+    column_ptr,  # [entries + tokens] int32, -1 for ids that are none, that stand twice in a set, or are its target
+    entry_bias_ptr,  # [entries + tokens] fp32 or None, 0 at first
     one_or_nan_ptr,  # [] fp32: nan where something is wrong
     inverse_ptr,  # [] fp32: likewise
     # inputs
+    begin_ptr,  # [tokens] int64: where a row's entries begin, its target's first
+    end_ptr,  # [tokens] int64: and end, where they begin for a row that keeps none
     ids_ptr,  # [entries] int, -1 for none
     offset_ptr,  # [tokens + 1] int64: where a token's ids begin; None where each has as many
     bias_ptr,  # [entries] fp32 or None
@@ -139,41 +169,43 @@ def kept_entries_kernel(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """As many ids for each program, however many a token has."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < entries
+    """As many entries for each program, however many a token has; each is written, whatever the offsets are."""
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < entries + tokens
     if offset_ptr is None:
-        token = tl.where(inside, at // each, 0)
+        token = tl.where(inside, entry // (each + 1), 0)
         begin, end = token * each, (token + 1) * each
     else:
         token, high = tl.zeros((BLOCK,), dtype=tl.int64), tl.zeros((BLOCK,), dtype=tl.int64) + tokens
         for _ in range(steps):
             middle = (token + high) // 2
-            below = tl.load(offset_ptr + middle) <= at
+            below = tl.load(offset_ptr + middle) + middle <= entry
             token, high = tl.where(below, middle, token), tl.where(below, high, middle)
         token = tl.minimum(token, tokens - 1)
         begin, end = tl.load(offset_ptr + token), tl.load(offset_ptr + token + 1)
-    inside = inside & (begin >= 0) & (at >= begin) & (at < end)
+    at = entry - token - 1
+    of_target, of_id = inside & (at == begin - 1), inside & (begin >= 0) & (at >= begin) & (at < end) & (at < entries)
     row, counts, target = predicting_row(token, target_ptr, length, shift)
-    id = tl.load(ids_ptr + at, mask=inside, other=-1).to(tl.int64)
+    id = tl.load(ids_ptr + at, mask=of_id, other=-1).to(tl.int64)
     real = counts & (id != -1)
     known = (id >= 0) & (id < vocab)
     wrong = tl.max((real & (known == 0)).to(tl.int32), 0) > 0
     # the first of equals stays, and the target has an entry of its own
     again = tl.zeros((BLOCK,), dtype=tl.int32)
-    least = tl.maximum(tl.min(tl.where(inside, begin, entries), 0), 0)
+    least = tl.maximum(tl.min(tl.where(of_id, begin, entries), 0), 0)
     small_id, small_at, small_begin = id.to(tl.int32), (at - least).to(tl.int32), (begin - least).to(tl.int32)
-    for first in range(0, tl.max(tl.where(inside, small_at, -1), 0) + 1, AT_ONCE):
+    for first in range(0, tl.max(tl.where(of_id, small_at, -1), 0) + 1, AT_ONCE):
         other_at = first + tl.arange(0, AT_ONCE)
         other = tl.load(ids_ptr + least + other_at, mask=least + other_at < entries, other=-1).to(tl.int32)
         earlier = (other_at[None, :] >= small_begin[:, None]) & (other_at[None, :] < small_at[:, None])
         again |= tl.max((earlier & (other[None, :] == small_id[:, None])).to(tl.int32), 1)
-    place = at + token + 1
-    tl.store(row_ptr + place, row, mask=inside)
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + at, mask=inside, other=0.0)
-        tl.store(entry_bias_ptr + place, bias, mask=inside)
-        tl.store(entry_bias_ptr + begin + token, bias, mask=inside & real & (again == 0) & (id == target))
-    other_one = (again == 0) & (id != target)
-    tl.store(column_ptr + place, tl.where(real & known & other_one, id, -1), mask=inside)
+        bias = tl.load(bias_ptr + at, mask=of_id, other=0.0)
+        tl.store(entry_bias_ptr + entry, bias, mask=of_id)
+        tl.store(entry_bias_ptr + begin + token, bias, mask=of_id & real & (again == 0) & (id == target))
+    has = tl.load(end_ptr + row) > tl.load(begin_ptr + row)
+    column = tl.where(real & known & (again == 0) & (id != target), id, -1)
+    column = tl.where(of_target & has, target, column)
+    tl.store(row_ptr + entry, tl.where(of_target | of_id, row, -1), mask=inside)
+    tl.store(column_ptr + entry, column, mask=inside)
     make_nan(one_or_nan_ptr, inverse_ptr, wrong)

@@ -16,7 +16,7 @@ def kept_logits_kernel(
     bias_ptr,  # [vocab] or None
     source_ptr,  # [n] int64, rows of hidden
     row_ptr,  # [n] int64, of row_scale
-    column_ptr,  # [n] int64, -1 for none
+    column_ptr,  # [n] int32, -1 for none
     # sizes
     entries,
     hidden,
@@ -33,7 +33,7 @@ def kept_logits_kernel(
 ):
     """Gathered rows of the weight times gathered rows of hidden states, in fp32."""
     entry = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    column = tl.load(column_ptr + entry, mask=entry < entries, other=-1)
+    column = tl.load(column_ptr + entry, mask=entry < entries, other=-1).to(tl.int64)
     here = column >= 0
     source = tl.load(source_ptr + entry, mask=here, other=0)
     lanes = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
@@ -68,7 +68,7 @@ def kept_stats_kernel(
     argmax_ptr,  # [rows] int32 or None: the first column that has the largest logit
     # inputs
     logit_ptr,  # [n] fp32
-    column_ptr,  # [n] int64, -1 for none
+    column_ptr,  # [n] int32, -1 for none
     begin_ptr,  # [rows] int64: where a row's entries begin
     end_ptr,  # [rows] int64: and end
     target_ptr,  # [rows] int64
@@ -92,8 +92,8 @@ def kept_stats_kernel(
         x = tl.load(logit_ptr + entry, mask=here, other=float("-inf"))
         lane_target += tl.where(here & (column == target), x, 0.0)
         if argmax_ptr is not None:
-            same = tl.where(x == lane_max, tl.minimum(lane_argmax, column.to(tl.int32)), lane_argmax)
-            lane_argmax = tl.where(x > lane_max, column.to(tl.int32), tl.where(here, same, lane_argmax))
+            same = tl.where(x == lane_max, tl.minimum(lane_argmax, column), lane_argmax)
+            lane_argmax = tl.where(x > lane_max, column, tl.where(here, same, lane_argmax))
         if ratio is not None:
             x = x * ratio
         new_max = tl.maximum(lane_max, x)

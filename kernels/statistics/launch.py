@@ -1,5 +1,7 @@
 """Launching the kernels of statistics on torch tensors: grids, block sizes and warps, and nothing of losses."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..common.descriptors import even, matrix, row_stride
@@ -9,7 +11,7 @@ from ..common.tiles import FUSED, INTERPRETED, Tile, cdiv, power_of_2, row_block
 from .clean_rows import clean_rows_kernel
 from .columns import dot_columns_kernel, pick_columns_kernel
 from .exp_logits import exp_logits_kernel
-from .ids import kept_entries_kernel, kept_rows_kernel, read_targets_kernel
+from .ids import kept_entries_kernel, kept_rows_kernel, read_fields_kernel, read_targets_kernel
 from .kept import kept_logits_kernel, kept_stats_kernel
 from .merge_ranks import merge_ranks_kernel
 from .merge_strips import merge_strips_kernel
@@ -40,6 +42,21 @@ def read_targets(
         target.contiguous(), None if mask is None else mask.contiguous().view(torch.uint8),
         paired.shape[0], length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16, **FUSED,
     )  # fmt: skip
+
+
+def read_fields(
+    outs: torch.Tensor,  # [fields, tokens] fp32
+    values: Sequence[torch.Tensor],  # [...] floating point each, tokens in all
+    target: torch.Tensor,  # [tokens] int64, -1 where a row does not count
+    shift: int,
+) -> None:
+    """Fields as ``read_targets`` has laid the targets beside rows."""
+    tokens, block = len(target), 1024
+    for first in range(0, len(values) if tokens else 0, 4):
+        given = [value.contiguous() for value in values[first : first + 4]]
+        read_fields_kernel[(cdiv(tokens, block),)](
+            outs[first], *given, *[None] * (4 - len(given)), target, tokens, shift, BLOCK=block, num_warps=4, **FUSED
+        )
 
 
 def clean_rows(
@@ -248,7 +265,7 @@ def kept_sets(
     begins: torch.Tensor,  # [tokens] int64
     ends: torch.Tensor,  # [tokens] int64
     rows: torch.Tensor,  # [entries + tokens] int64
-    columns: torch.Tensor,  # [entries + tokens] int64
+    columns: torch.Tensor,  # [entries + tokens] int32
     entry_bias: torch.Tensor | None,  # [entries + tokens] fp32
     one_or_nan: torch.Tensor,  # [] fp32
     inverse: torch.Tensor,  # [] fp32
@@ -266,14 +283,13 @@ def kept_sets(
     numbers = entries, entries // tokens, tokens, length
     wrong = one_or_nan, inverse
     kept_rows_kernel[(tokens,)](
-        begins, ends, rows, columns, *wrong, ids, offsets, target, *numbers, shift,
+        begins, ends, *wrong, ids, offsets, target, *numbers, shift,
         EVERYWHERE=everywhere, BLOCK=block, num_warps=1, **FUSED,
     )  # fmt: skip
-    if entries:
-        kept_entries_kernel[(cdiv(entries, block),)](
-            rows, columns, entry_bias, *wrong, ids, offsets, bias, target, *numbers, vocab, tokens.bit_length(),
-            shift, BLOCK=block, AT_ONCE=16, num_warps=4, **FUSED,
-        )  # fmt: skip
+    kept_entries_kernel[(cdiv(entries + tokens, block),)](
+        rows, columns, entry_bias, *wrong, begins, ends, ids, offsets, bias, target, *numbers, vocab,
+        tokens.bit_length(), shift, BLOCK=block, AT_ONCE=16, num_warps=4, **FUSED,
+    )  # fmt: skip
 
 
 def kept_logits(
@@ -283,7 +299,7 @@ def kept_logits(
     bias: torch.Tensor | None,
     sources: torch.Tensor,  # [n] int64, rows of hidden
     rows: torch.Tensor,  # [n] int64, of the scale of rows
-    columns: torch.Tensor,  # [n] int64, -1 for none
+    columns: torch.Tensor,  # [n] int32, -1 for none
     transform: Transform,
 ) -> None:
     count, width, at_once = len(logit), hidden.shape[1], 8
@@ -304,7 +320,7 @@ def kept_stats(
     top: torch.Tensor | None,
     argmax: torch.Tensor | None,  # int32
     logit: torch.Tensor,  # [n] fp32
-    columns: torch.Tensor,  # [n] int64
+    columns: torch.Tensor,  # [n] int32
     begins: torch.Tensor,  # [rows] int64
     ends: torch.Tensor,  # [rows] int64
     target: torch.Tensor,  # [rows] int64

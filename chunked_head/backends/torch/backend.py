@@ -58,6 +58,12 @@ def read_targets(
     return Targets(torch.where(counts, paired, -1), counted, one_or_nan, one_or_nan / counted.clamp(min=1.0))
 
 
+def read_fields(values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> list[Tensor]:
+    ignored = target < 0
+    shifted = [shift_left(value, shift, 0).reshape(-1) for value in values]
+    return [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
+
+
 def bounds_rows(store: Store) -> bool:
     return False
 

@@ -14,6 +14,8 @@ GATHERED = 1 << 22  # elements of gathered rows at a time
 
 def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
     ids, offsets, bias, length, shift, vocab, everywhere = sets
+    for entries in (out.rows, out.columns):
+        entries.fill_(-1)
     token, at = (torch.arange(count, device=ids.device) for count in (len(target), len(ids)))
     if offsets is None:
         offsets = torch.cat([token, token[-1:] + 1]) * (len(ids) // len(target))
@@ -38,9 +40,9 @@ def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tens
         out.bias[at + of + 1] = bias
     again = again | own
     out.starts[row], out.ends[row] = first, torch.where(has, offsets[1:] + token + 1, first)
-    out.rows[first], out.columns[first] = row, torch.where(has, target[row], -1)
+    out.rows[first], out.columns[first] = row, torch.where(has, target[row], -1).int()
     out.rows[at + of + 1] = row[of]
-    out.columns[at + of + 1] = torch.where(real & known & ~again, ids.long(), -1)
+    out.columns[at + of + 1] = torch.where(real & known & ~again, ids, -1).int()
     wrong = wrong | (real & ~known).any()
     wrong = wrong | (counts & ~has).any() if everywhere else wrong
     for number in numbers:
@@ -88,7 +90,7 @@ class TorchKeptColumns(KeptColumns):
             self.one_softmax(x * view.ratio, target_logit * view.ratio, place, suffix, view, out, put, summed)
         if out.top is not None:
             top = x.new_full((count + 1,), -torch.inf).scatter_reduce_(0, place, x, "amax")
-            first = torch.where(x == top[place], self.kept.columns, torch.iinfo(torch.int64).max)
+            first = torch.where(x == top[place], self.kept.columns.long(), torch.iinfo(torch.int64).max)
             ids = torch.full_like(top, torch.iinfo(torch.int64).max, dtype=torch.int64)
             ids = ids.scatter_reduce_(0, place, first, "amin")[:count]
             put("top", top[:count])
@@ -148,7 +150,7 @@ class TorchKeptColumns(KeptColumns):
         if not add:
             out.zero_()
         # equal columns together: each block of entries adds one row for each of its columns
-        columns, order = self.kept.columns.sort(stable=True)
+        columns, order = self.kept.columns.long().sort(stable=True)
         for at in self.blocks():
             mine, entries = columns[at].clamp(min=0), order[at]
             place = torch.cat([torch.ones_like(mine[:1]), (mine[1:] != mine[:-1]).long()]).cumsum(0) - 1

@@ -85,6 +85,12 @@ def read_targets(
     return Targets(paired, *numbers)
 
 
+def read_fields(values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> Sequence[Tensor]:
+    outs = torch.empty(len(values), len(target), dtype=dtype, device=target.device)
+    statistics.read_fields(outs, values, target, shift)
+    return outs.unbind()
+
+
 def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
     statistics.clean_rows(out, source, target, order)
 

@@ -8,6 +8,7 @@ an operation that ``ARITHMETIC`` does not have) has no kernel.
 import itertools
 import linecache
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -173,6 +174,8 @@ class Writer:
     def value(self, node: fx.Node) -> str:
         if node.op != "call_function":
             raise NoKernelError(node.op)
+        if node.target is operator.getitem:
+            return self.cast(self.part(*node.args), node.meta["val"].dtype)  # type: ignore[arg-type]
         operation, dtype = name_of(node), node.meta["val"].dtype
         if node.meta["val"].dim() > 1 or dtype not in NAMES:
             raise NoKernelError(str(node))
@@ -210,6 +213,16 @@ class Writer:
         if operation in LOGICAL:
             return self.computed(LOGICAL[operation], node.args, torch.bool)
         raise NoKernelError(str(operation))
+
+    def part(self, unbound: fx.Node, i: int) -> fx.Node:
+        """One of the tensors [rows] that were stacked to columns."""
+        whole: Any = unbound.args[0]
+        if name_of(unbound) != "unbind" or name_of(whole) != "stack":
+            raise NoKernelError(str(unbound))
+        dims = *unbound.args[1:], *whole.args[1:]
+        if len(dims) != 2 or not {1, -1}.issuperset(dims):
+            raise NoKernelError(str(unbound))
+        return whole.args[0][i]
 
     def row(self, whole: fx.Node, dim: int, i: int) -> str:
         """A row of an input [rows] or [rows, n]."""

@@ -156,17 +156,15 @@ def values_of(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -
         coefficients = coefficients_of(structure, grads, leaves)
     else:
         coefficients, values = {}, [summand_values(i, wanted) for i in range(len(structure.summands))]
-    values = values + metric_values(structure, leaves, batch, inputs)
+    columns = [[value] for value in values] + metric_values(structure, leaves, batch, inputs)
     units = [*(summand.unit for summand, _ in structure.summands), *(metric.unit for metric, _ in structure.metrics)]
     rows: list[Tensor] = []
     widths: list[int] = []
     apart: list[Tensor] = []
-    for unit, value in zip(units, values, strict=True):
-        parts = [] if unit != "token" else [value] if value.dim() == 1 else list(value.unbind(1))
-        rows += parts
-        widths.append(len(parts))
-        if unit != "token":
-            apart.append(value)
+    for unit, own in zip(units, columns, strict=True):
+        rows += own if unit == "token" else []
+        widths.append(len(own) if unit == "token" else 0)
+        apart += own if unit != "token" else []
     dtype = leaves["lse"].dtype
     return Values(coefficients, [row.to(dtype) for row in rows], widths, apart)
 
@@ -183,13 +181,17 @@ def weighted_values(
     return masked(values, share_mask(summand.unit, batch))
 
 
-def metric_values(structure: Structure, leaves: Mapping[str, Tensor], batch: Batch, inputs: Inputs) -> list[Tensor]:
-    """What sums (or extrema) are taken of: 0 (or an infinity) where a unit does not count; [n] or [n, c]."""
+def metric_values(
+    structure: Structure, leaves: Mapping[str, Tensor], batch: Batch, inputs: Inputs
+) -> list[list[Tensor]]:
+    """What sums (or extrema) are taken of: 0 (or an infinity) where a unit does not count. Tokens' are a list of [n],
+    others' one tensor [n] or [n, c]."""
     found = []
     for metric, view in structure.metrics:
         values = metric.values(stats_at(structure, view, leaves), batch)
         weights = inputs.metric_weights.get(metric.weighting) if metric.unit == "token" else None
-        found.append(selected(metric, values, share_mask(metric.unit, batch), weights))
+        columns = values.unbind(1) if metric.unit == "token" and values.dim() == 2 else [values]
+        found.append([selected(metric, column, share_mask(metric.unit, batch), weights) for column in columns])
     return found
 
 

@@ -63,7 +63,7 @@ class OwnColumns:
         numbers, scale, kept = self.objective.target, self.objective.scale, self.objective.kept
         if kept is not None:
             entries = kept.columns if kept.bias is None else kept.columns + kept.bias.float().view(torch.int32)
-            numbers = torch.index_add(numbers, 0, kept.rows.clamp(min=0), entries)
+            numbers = torch.index_add(numbers, 0, kept.rows.clamp(min=0), entries.long())
         if scale is not None:
             numbers = numbers + scale.float().view(torch.int32)
         return self.shard.token_checks(numbers, self.objective.dtype)
