@@ -38,11 +38,12 @@ class Workload(NamedTuple):
     temperature: float | tuple[float, float] = 1.0  # or one per token, drawn between these
     kept: float = 0.0  # the share of tokens that keep a set of ids
     everywhere: bool = False  # whether the call promises that all do
+    lengths: bool = False  # whether the host knows those of segments
 
     @property
-    def gathers(self) -> bool:
-        """Whether nothing is multiplied between whose launches others could be listed."""
-        return self.kept == 1.0 or any(summand.of_columns for _, summand in self.loss.terms)
+    def unlisted(self) -> bool:
+        """Whether no launches are listed: nothing is multiplied between them, or chunks are other than the plan's."""
+        return self.lengths or self.kept == 1.0 or any(summand.of_columns for _, summand in self.loss.terms)
 
 
 _CE, _POLICY, _DENSE = losses.cross_entropy(), ("old_logprobs", "advantages"), ("teacher_hidden", "teacher_weight")
@@ -61,6 +62,8 @@ WORKLOADS: dict[str, Workload] = {
     "grpo-kept-mixed": Workload(losses.grpo(), _POLICY, must=(0.18,), kept=0.9),
     "gspo": Workload(losses.gspo(), (*_POLICY, "segments"), must=(1.45,)),
     "dpo": Workload(losses.dpo(), ("ref_logprobs", "segments", "pairs"), must=(1.45,)),
+    "gspo-lengths": Workload(losses.gspo(), (*_POLICY, "segments"), must=(1.06, 1.12, 1.18), lengths=True),
+    "dpo-lengths": Workload(losses.dpo(), ("ref_logprobs", "segments", "pairs"), must=(1.06, 1.12, 1.18), lengths=True),
     "topk": Workload(losses.topk_kl() + _CE, ("teacher_ids", "teacher_logprobs"), must=(1.12,)),
     "topk-alone": Workload(losses.topk_kl(normalize="topk"), ("teacher_ids", "teacher_logprobs"), must=(0.10,)),
     "dense-kl": Workload(losses.forward_kl(), _DENSE, products=4, must=(1.10,)),
@@ -84,6 +87,14 @@ class Call:
     def __post_init__(self) -> None:
         self.loss, self.metrics = WORKLOADS[self.name].loss, WORKLOADS[self.name].metrics
         self.num_segments = int(self.batch["segments"].max()) + 1 if "segments" in self.batch else None
+        self.segment_lengths: list[int] | None = None
+        self.reference_batch = self.batch
+        if WORKLOADS[self.name].lengths:
+            self.segment_lengths, self.num_segments = self.batch["segments"].bincount().tolist(), None
+            self.batch = {name: value for name, value in self.batch.items() if name != "segments"}
+            if "pairs" in self.batch:  # the chosen ones before all that were rejected, and on the host
+                self.batch["pairs"] = torch.arange(len(self.segment_lengths)).view(2, -1).t().contiguous()
+                self.reference_batch = {**self.reference_batch, "pairs": self.batch["pairs"]}
         given = WORKLOADS[self.name].temperature
         self.temperature: float | Tensor = (
             given if isinstance(given, float) else torch.empty_like(self.batch["advantages"]).uniform_(*given)
@@ -101,8 +112,9 @@ class Call:
             return (-surrogate - 0.01 * entropy).mean()
         out = linear_loss(
             hidden, weight, target, self.loss,
-            batch=self.batch, num_segments=self.num_segments, metrics=self.metrics, temperature=self.temperature,
-            kept_everywhere=WORKLOADS[self.name].everywhere, **self.options,
+            batch=self.batch, num_segments=self.num_segments, segment_lengths=self.segment_lengths,
+            metrics=self.metrics, temperature=self.temperature, kept_everywhere=WORKLOADS[self.name].everywhere,
+            **self.options,
         )  # fmt: skip
         self.plan = out.plan
         return out.loss
@@ -146,7 +158,7 @@ def reference(call: Call, operands: Operands) -> tuple[float, Tensor, Tensor]:
     wide = torch.promote_types(operands.hidden.dtype, torch.float32)
     hidden, weight = operands.hidden.detach().to(wide), operands.weight.detach().to(wide)
     logits = x = (hidden @ weight.T).requires_grad_()
-    fields = dict(call.batch)
+    fields = dict(call.reference_batch)
     if "teacher_hidden" in call.batch:
         teacher_hidden, teacher_weight = (call.batch[name].to(wide) for name in _DENSE)
         fields["teacher_x"] = teacher_hidden @ teacher_weight.T
@@ -219,7 +231,7 @@ def _examine(row: dict[str, Any], shape: Shape, step: measure.Step, args: argpar
         peak, failure = measure.peak(step, Request(name, shape, row["dtype"], row["upstream"], options=options))
         found |= {"memory_error": failure.record()} if failure else peak or {}
     once = row["upstream"] == args.upstream[0]
-    if args.profile and once and not WORKLOADS[name].gathers:
+    if args.profile and once and not WORKLOADS[name].unlisted:
         launched, failure = measure.attempt(lambda: measure.launched_between(step, plan_of(step), device))
         found |= {"launches_error": failure.record()} if failure else {"launches": launched}
     if args.check and once:

@@ -52,7 +52,7 @@ def test_all_workloads_end_to_end(tmp_path, capsys, monkeypatch, no_memory_proce
         assert row["plan"]["chunks"] == 2 and row["plan"]["peak_bytes"] > 0
         assert row["must"] is None, "a shape of no target has one"
         assert ("check" in row) == (upstream == 1.0)
-        assert ("launches" in row) == (upstream == 1.0 and not losses.WORKLOADS[name].gathers)
+        assert ("launches" in row) == (upstream == 1.0 and not losses.WORKLOADS[name].unlisted)
         if upstream == 1.0:
             check_examined(name, row, printed)
     products = {name: rows[name, 1.0]["products"] for name in losses.WORKLOADS}
@@ -102,7 +102,7 @@ def test_the_plan_is_that_of_the_call(name, monkeypatch):
 
 def test_ours_fed_back_are_near_and_the_batch_fits_the_workload():
     mine = operands(shapes.Shape(4096, 8, 50))
-    batches = {name: losses.make_step(name, mine, {}).loss.batch for name in losses.WORKLOADS}
+    batches = {name: losses.make_step(name, mine, {}).loss.reference_batch for name in losses.WORKLOADS}
     for name, workload in losses.WORKLOADS.items():
         assert tuple(batches[name]) == workload.fields + ("kept_ids", "kept_offsets") * (workload.kept > 0)
     own = torch.log_softmax(mine.hidden.detach() @ mine.weight.detach().T, -1).gather(1, mine.target[:, None])[:, 0]

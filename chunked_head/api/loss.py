@@ -24,6 +24,7 @@ from ..metrics.values import as_metrics
 from ..program import checks
 from ..program.plans import Plan
 from .candidates import with_candidates
+from .segments import with_segments
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,7 @@ def linear_loss(
     *,
     batch: Mapping[str, Tensor] | None = None,
     num_segments: int | None = None,
+    segment_lengths: Sequence[int] | Tensor | None = None,
     kept_everywhere: bool = False,
     candidates: Tensor | None = None,  # [K] int64, or [..., K]
     candidate_bias: Tensor | None = None,  # of their shape
@@ -98,6 +100,10 @@ def linear_loss(
         candidate_bias: of their shape, added to their logits before any temperature, as ``-log q`` of sampled softmax
             (Jean et al. 2015); 0 for a target that is none of them. It takes no gradient, and no softcap.
         num_segments: how many segments ``batch["segments"]`` numbers, an int; ids in [0, num_segments), -1 for none.
+        segment_lengths: instead of both, the lengths of segments that lie one after the other in the flattened tokens:
+            a list or an int tensor on the CPU that adds up to their number. Prompts and padding are in the lengths;
+            they count for nothing by ``ignore_index`` or ``batch["mask"]``. ``batch["pairs"]`` is on the CPU then. Not
+            with ``TokenParallel`` or ``sequence_sharded``.
         metrics: ``chunked_head.metrics``, of names that differ.
         reduction: of summands that name none: ``"mean"`` or ``"sum"``.
         normalizer: D of summands that name none and are means: a number or a 0-d tensor on the device. None: of each
@@ -113,7 +119,10 @@ def linear_loss(
 
     Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
     gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
-    and ``accumulate_into`` is added to there.
+    and ``accumulate_into`` is added to there. With ``segment_lengths`` chunks end where segments (and pairs, which are
+    brought together) end, and three matmuls are enough; a segment longer than a chunk has its logits computed again,
+    alone. It stays at four for losses of ``losses.custom``, in float16, and where rows are moved for another reason
+    (``skip_ignored``, sets that some tokens keep); ``out.plan`` tells. In ``torch.compile`` they break the graph.
 
     Inside of ``torch.compile`` the call is an operator; losses and metrics may be made in the compiled function or
     before it, those of ``losses.custom`` before it alone, and a plain function as ``loss`` breaks the graph. There a
@@ -127,6 +136,7 @@ def linear_loss(
     head = head_of("linear_loss", hidden, weight, target, options, temperature)
     checks.check_tensor("hidden", head.hidden, optional=False)
     batch, everywhere = with_candidates(head, batch, kept_everywhere, candidates, candidate_bias)
+    batch, num_segments, segments = with_segments(head, batch, num_segments, segment_lengths)
     loss, measured = check_loss(head.device, loss, metrics, reduction, normalizer, upstream)
 
     def objective(prepared: PreparedCall) -> ScalarObjective:
@@ -137,7 +147,7 @@ def linear_loss(
 
     return Task(
         "linear_loss", head, loss, objective, result, measured, batch, num_segments,
-        kept_everywhere=everywhere,
+        kept_everywhere=everywhere, segments=segments,
     )  # fmt: skip
 
 

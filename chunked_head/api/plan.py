@@ -10,7 +10,7 @@ from ..core.groups import chunked
 from ..core.options import flag
 from ..core.stats import Teacher
 from ..engine.execution import check_options
-from ..engine.program import coupling
+from ..engine.program import alone, coupling
 from ..kernels.common.gpus import GPUS, Gpu
 from ..losses.base import Losses
 from ..losses.user.closures import Function
@@ -52,6 +52,7 @@ def plan(
     teacher_hidden: int | None = None,
     teacher_dtype: torch.dtype | None = None,
     skip_ignored: bool = False,
+    segment_lengths: bool = False,
     deterministic: bool = False,
     ranks: int = 1,
     sequence_sharded: bool = False,
@@ -67,10 +68,10 @@ def plan(
     them differ. ``teacher_k`` is the K of ``teacher_ids``; a dense teacher has ``teacher_vocab`` rows (None: the
     student's) and, where it gives hidden states, ``teacher_hidden`` columns of ``teacher_dtype``. ``device`` defaults
     to the GPU where there is one; an architecture's name, such as ``"sm_89"``, plans for a GPU that is not there.
-    ``accumulate_into``, True or a dtype: the weight's gradient is added to a buffer of the caller's. With ``ranks`` the
-    plan is that of the first of so many that share the vocabulary in ``torch.chunk``'s pieces (``VocabParallel``), all
-    the call's tokens and all of the vocabulary named here; ``sequence_sharded`` as there. ValueError where the request
-    cannot be met.
+    ``accumulate_into``, True or a dtype: the weight's gradient is added to a buffer of the caller's.
+    ``segment_lengths``: whether the call is given them. With ``ranks`` the plan is that of the first of so many that
+    share the vocabulary in ``torch.chunk``'s pieces (``VocabParallel``), all the call's tokens and all of the
+    vocabulary named here; ``sequence_sharded`` as there. ValueError where the request cannot be met.
     """
     least = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0}
     for argument, size in zip(least, (tokens, hidden, vocab, ranks, teacher_k), strict=True):
@@ -85,7 +86,7 @@ def plan(
             checks.check_dtype(argument, other)
     flags = {
         "hidden_grad": hidden_grad, "weight_grad": weight_grad, "bias": bias, "skip_ignored": skip_ignored,
-        "sequence_sharded": sequence_sharded,
+        "segment_lengths": segment_lengths, "sequence_sharded": sequence_sharded,
     }  # fmt: skip
     for argument, value in flags.items():
         flag(argument, value)
@@ -139,12 +140,13 @@ def plan(
         autocast = {hidden_dtype, weight_dtype} - {None, dtype}
         teacher = Teacher(logits, rows, rows, None, dtype=dtype if autocast else None)
         teacher_store = chosen.teacher_store(teacher, store)
+    by_segments = segment_lengths and not skip_ignored and alone(loss, dtype)
     sizes = Sizes(
         tokens, hidden, vocab, dtype,
         hidden_dtype=hidden_dtype or dtype, weight_dtype=weight_dtype or dtype,
         hidden_grad=hidden_grad, weight_grad=weight_grad, bias_grad=bias_grad,
         late_upstream=reduction == "none",
-        coupled=coupling(loss, dtype)[1], demand=demand,
+        coupled=coupling(loss, dtype)[1] and not by_segments, by_segments=by_segments, demand=demand,
         teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
         teacher_cast=teacher is not None and teacher.casts,
         store=store, buffer_dtype=added_to, skips=skip_ignored, deterministic=deterministic,

@@ -12,6 +12,7 @@ from ..core.stats import Kept, RowStats, Teacher
 from ..metrics import Metric
 from ..program.planner import Request, make_plan
 from ..program.plans import Plan
+from ..program.segments import Spans, spans_of
 from ..program.sizes import Sizes
 from .arithmetic.denominators import foreseen_gain, inverses, kept, metric_counts, stacked, times
 from .arithmetic.evaluate import Inputs
@@ -189,15 +190,19 @@ class Planned(NamedTuple):
     packing: Packing | None
     request: Request
     plan: Plan
+    spans: Spans | None
 
     def call(self, prepared: PreparedCall, objective: Objective) -> Call:
         """With what the ranks know of each other."""
         head, shard = prepared.head, prepared.head.shard
         assert isinstance(head, HeadOptions)
         if shard is not None:
-            shard = shard.agreed(self.plan, described_options(prepared, objective), self.rows.device)
-        options = prepared.logit_scale, prepared.softcap, self.request, head.gradient_buffer, self.packing, shard
-        return Call(self.plan, prepared.backend, objective, *options)
+            words = described_options(prepared, objective)
+            if self.spans is not None:
+                words["segment_lengths"] = str(self.spans)
+            shard = shard.agreed(self.plan, words, self.rows.device)
+        options = prepared.logit_scale, prepared.softcap, self.request, head.gradient_buffer, self.packing, self.spans
+        return Call(self.plan, prepared.backend, objective, *options, shard)
 
 
 # by program and by what else a plan depends on; of calls among ranks, or with a teacher's tensors, they are made anew
@@ -217,7 +222,7 @@ def planned(prepared: PreparedCall, wants: Wants, again: bool = False) -> Planne
         rows, packing = packing.pack(rows), None
         copied = rows.numel() > 0
     placed = Placed(
-        prepared.token_rows.target.shape[0], wants, again, packing is not None, copied,
+        prepared.token_rows.target.shape[0], wants, again, packing is not None, prepared.groups is not None, copied,
         is_plain(weight), rows.stride(1) == 1 or rows.shape[1] == 1,
         None if head.gradient_buffer is None else head.gradient_buffer.buffer.dtype,
     )  # fmt: skip
@@ -234,7 +239,10 @@ def planned(prepared: PreparedCall, wants: Wants, again: bool = False) -> Planne
             if len(PLANS) >= MOST_PLANS:
                 PLANS.clear()
             PLANS[key] = plan
-    return Planned(rows, packing, program.request, plan)
+    spans = None
+    if prepared.groups is not None and plan.schedule == "forward" and plan.chunks > 1:
+        spans = spans_of(prepared.groups.sizes, plan.chunk_tokens)
+    return Planned(rows, packing, program.request, plan, spans)
 
 
 class Placed(NamedTuple):
@@ -244,6 +252,7 @@ class Placed(NamedTuple):
     wants: Wants
     again: bool
     skips: bool
+    by_segments: bool  # chunks end where segments do
     copied: bool  # hidden states that no view flattens
     plain_weight: bool  # contiguous and aligned to 16 bytes
     plain_rows: bool  # columns of hidden states contiguous
@@ -295,7 +304,8 @@ def sizes_of(head: HeadOptions | LogitsOptions, program: Program, placed: Placed
         hidden_dtype=head.hidden.dtype, weight_dtype=head.weight.dtype,
         hidden_grad=placed.wants.hidden, weight_grad=placed.wants.weight,
         bias_grad=placed.wants.bias, bias_dtype=None if head.bias is None else head.bias.dtype,
-        late_upstream=program.late or placed.again, coupled=program.coupled, demand=demand,
+        late_upstream=program.late or placed.again, demand=demand,
+        coupled=program.coupled and not placed.by_segments, by_segments=placed.by_segments,
         teacher_columns=0 if pairing is None else pairing.columns,
         teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         teacher_cast=teacher is not None and teacher.casts,

@@ -15,6 +15,7 @@ from ..parallel.shard import Shard
 from ..program.gradient_buffer import GradientBuffer
 from ..program.planner import DEFAULT_REQUEST, Request, make_plan
 from ..program.plans import Plan
+from ..program.segments import Spans
 from .arithmetic.objective import Objective
 from .packing import Packing
 from .ranks.own_columns import OwnColumns, of_others
@@ -32,6 +33,7 @@ class Call(OwnColumns):
     request: Request = DEFAULT_REQUEST
     gradient_buffer: GradientBuffer | None = None  # where the weight's gradient goes, instead of back
     packing: Packing | None = None  # of tokens that only the device can tell from those that do not count
+    spans: Spans | None = None  # of rows whose gradients wait for each other alone; None: as the plan says
     shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
 
     def without_teacher(self) -> "Call":
@@ -126,15 +128,28 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
     session = call.backend.session(head, plan, tiled=False)
     if call.shard is not None and operands.gathered is None and call.packing is None:
         session.exchange_target_logits(hidden, call.target, objective.scale, stats)
-    for at in plan.token_chunks():
+
+    def swept(at: slice) -> tuple[Rows, RowStats]:
         chunk_stats = stats.at(at)
         rows = operands.rows(at, session, chunk_stats)
         whole_stats(call, session, rows, chunk_stats, kept)
-        coefficients = objective.visit(stats, at, gradient=grads is not None)
-        if grads is not None:
-            assert coefficients is not None
-            # a buffer of the caller's cannot be scaled once all is added
-            grads.gain = None if grads.gradient_buffer is None else objective.gain_so_far
+        return rows, chunk_stats
+
+    for span in call.spans or [(at,) for at in plan.token_chunks()]:
+        for at in span:
+            rows, chunk_stats = swept(at)
+        first, last = span[0].start, span[-1].stop
+        found = objective.visit(stats, slice(first, last), gradient=grads is not None, closed=call.spans is not None)
+        if grads is None:
+            continue
+        assert found is not None
+        # a buffer of the caller's cannot be scaled once all is added
+        grads.gain = None if grads.gradient_buffer is None else objective.gain_so_far
+        for at in span:
+            coefficients = found
+            if len(span) > 1:  # only the last one's logits are still there
+                rows, chunk_stats = swept(at)
+                coefficients = found.at(slice(at.start - first, at.stop - first))
             if kept is None:
                 session.add_gradients(at, rows, chunk_stats, coefficients, grads)
             else:

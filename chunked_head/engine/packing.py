@@ -1,4 +1,5 @@
-"""Tokens that count moved before those that do not, so that what does not count costs no matmul."""
+"""Tokens in another order: those that count before those that do not, which then cost no matmul, or segments that
+belong together side by side."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """An order of a call's tokens: those that count first, in the order in which they stand.
+    """An order of a call's tokens: ``of``, those that count first, in the order in which they stand.
 
     Without ``waited`` nobody but the device knows how many they are: all tokens are kept, and the matmuls stop at
     ``count``. With it the host has waited for the number, and ``order`` holds those that count alone.
@@ -31,6 +32,11 @@ class Packing:
         if wait:
             order = order[: int(counts.sum())]
         return cls(order, first.sum(), len(target), wait)
+
+    @classmethod
+    def moved(cls, order: Tensor) -> "Packing":
+        """Of all tokens, in an order that the host knows."""
+        return cls(order, order.new_full((), len(order)), len(order), True)
 
     def pack(self, values: Tensor) -> Tensor:
         """Values [tokens, ...] in this order [kept, ...]."""

@@ -15,6 +15,7 @@ from ..metrics import Metric
 from ..parallel.tokens import Spread
 from ..program.demand import Needs
 from ..program.fields import TEMPERATURE, Frame
+from ..program.segments import Groups, groups_of
 from ..program.teachers import make_teacher
 from .head_options import HeadOptions, LogitsOptions
 from .packing import Packing
@@ -41,6 +42,7 @@ class PreparedCall:
     scale: Tensor | None = None  # [tokens] what their logits are multiplied by, 1 / temperature
     kept: Kept | None = None  # columns of tokens whose softmax is over no others
     packing: Packing | None = None
+    groups: Groups | None = None  # of rows whose gradients wait for each other alone
     spread: Spread | None = None  # over ranks, whose counts those of ``token_rows`` are then
 
     def spread_as(self, token_rows: TokenRows, spread: Spread) -> "PreparedCall":
@@ -133,8 +135,15 @@ def prepare(task: Task, program: Program) -> PreparedCall:
     if "kept_ids" in program.wanted and len(token_rows.target):
         kept = sets_of(prepared, batch, frame, task.kept_everywhere)
         prepared = replace(prepared, kept=kept)
-    skip = isinstance(head, HeadOptions) and (head.skip_ignored or keeps_some(prepared, head))
-    return packed(prepared, skip) if skip else prepared
+    if isinstance(head, HeadOptions) and (head.skip_ignored or keeps_some(prepared, head)):
+        return packed(prepared, packing_of(prepared, head.skip_ignored))
+    if not (program.by_segments and task.segments is not None and len(token_rows.target)):
+        return prepared
+    groups = groups_of(task.segments, frame.leading[-1] if frame.leading else 1, frame.shift)
+    prepared = replace(prepared, groups=groups)
+    if groups.order is None:
+        return prepared
+    return packed(prepared, Packing.moved(groups.order.to(head.device, non_blocking=True)))
 
 
 def keeps_some(prepared: PreparedCall, head: HeadOptions) -> bool:
@@ -193,12 +202,16 @@ def refuse_sets(ids: Tensor, offsets: Tensor | None, vocab: int, missing: int) -
     in_range("kept_ids", ids, vocab, -1)
 
 
-def packed(prepared: PreparedCall, skip: bool | str) -> PreparedCall:
-    """The call with its tokens in an order in which those that count come first."""
-    token_rows, teacher, kept = prepared.token_rows, prepared.teacher, prepared.kept
+def packing_of(prepared: PreparedCall, skip: bool | str) -> Packing:
+    """Of tokens that count before those that do not."""
     # on the CPU there is no device to wait for
     wait = skip == "wait" or prepared.waits_for_nothing
-    packing = Packing.of(token_rows.target, wait, None if kept is None else kept.has)
+    return Packing.of(prepared.target, wait, None if prepared.kept is None else prepared.kept.has)
+
+
+def packed(prepared: PreparedCall, packing: Packing) -> PreparedCall:
+    """The call with its tokens in another order."""
+    token_rows, teacher, kept = prepared.token_rows, prepared.teacher, prepared.kept
     fields = packing.pack_fields(token_rows.fields, prepared.token_fields)
     if teacher is not None and packing.waited:
         teacher = replace(

@@ -40,6 +40,7 @@ class Program:
     late: bool  # upstream gradients are of each token, and come late
     segmented: bool  # a loss needs all tokens' statistics for its values
     coupled: bool  # gradients wait for all tokens' statistics
+    by_segments: bool  # those of a segment's, or a pair's, are all that is waited for
     kept_everywhere: bool  # whether every token that counts keeps a set of columns
     lasting: bool  # whether all calls of its signature have it: its losses hold no tensors
 
@@ -117,7 +118,9 @@ def build(task: Task, lasting: bool = False) -> Program:
         demand = demand._replace(rank_one=False)
     return Program(
         dtype, backend, without_tensors(needs), demand, tuple(wanted), known, autocast,
-        head.request, bool(task.per_token), segmented, coupled and not task.per_token, task.kept_everywhere, lasting,
+        head.request, bool(task.per_token), segmented, coupled and not task.per_token,
+        isinstance(head, HeadOptions) and not head.skip_ignored and not task.per_token and alone(losses, dtype),
+        task.kept_everywhere, lasting,
     )  # fmt: skip
 
 
@@ -182,6 +185,12 @@ def without_tensors(needs: Needs) -> Needs:
         )  # fmt: skip
         summands.append((bare, view))
     return needs._replace(structure=replace(needs.structure, summands=tuple(summands)))
+
+
+def alone(losses: Losses, dtype: torch.dtype) -> bool:
+    """Whether gradients wait for the statistics of their own segments (pairs) alone. fp16's wait for the largest of
+    all."""
+    return coupling(losses, dtype)[0] and all(summand.alone for _, summand in losses.terms) and dtype != torch.float16
 
 
 def coupling(losses: Losses, dtype: torch.dtype) -> tuple[bool, bool]:

@@ -12,6 +12,7 @@ from ..core.groups import TokenParallel, VocabParallel
 from ..core.stats import Demand
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses
 from ..metrics import Metric
+from ..program.segments import Segments
 from .head_options import HeadOptions, LogitsOptions
 
 Result = TypeVar("Result")
@@ -54,6 +55,7 @@ class Task(Generic[Result]):
     per_token: tuple[str, ...] = ()
     inplace: bool = False
     kept_everywhere: bool = False  # whether every token that counts keeps a set of columns
+    segments: Segments | None = None  # where the host knows them
 
     def signature(self) -> Signature | None:
         """Equal for calls that one program runs; None where it cannot be told."""

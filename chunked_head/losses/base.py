@@ -105,6 +105,7 @@ class Summand:
     optional_fields: tuple[str, ...] = ()
     extra_fields: Mapping[str, Field] = field(default_factory=dict)  # of a user's loss: what FIELDS does not know
     scope: Scope = "token"
+    alone: bool = True  # of scope "segment": a segment's (a pair's) tokens are all that its values depend on
     unit: Unit = "token"
     reads_target: bool = True
     teacher: Teacher | None = None

@@ -47,7 +47,8 @@ def common_terms(sizes: Sizes) -> tuple[Term, ...]:
     cast += sizes.teacher_columns * sizes.teacher_width * sizes.element if sizes.teacher_cast else 0
     teacher = 0 if sizes.spread == 1 else sizes.tokens * sizes.teacher_width * sizes.element
     # a loss that sees all tokens at once does its arithmetic for all of them at once
-    evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns if sizes.coupled else 0
+    at_once = sizes.coupled or sizes.by_segments
+    evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns if at_once else 0
     vectors = sizes.tokens * (BYTES_PER_TOKEN + 8 * sizes.demand.vectors + 16 * sizes.demand.columns + evaluated)
     return (
         Term("contiguous hidden states", copy, copy, copy),

@@ -35,6 +35,7 @@ class Sizes:
     bias_dtype: torch.dtype | None = None  # where it is not the weight's
     late_upstream: bool = False  # the upstream gradient is not a scalar: gradients wait for it
     coupled: bool = False  # a token's gradient depends on other tokens' statistics: all of them come first
+    by_segments: bool = False  # on those of its segment alone: chunks end where segments do
     demand: Demand = PLAIN  # the statistics
     teacher_columns: int = 0  # of a dense teacher's vocabulary that the student has too
     teacher_width: int = 0  # of its hidden states, 0 where it gives logits

@@ -209,7 +209,9 @@ def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tens
     sums = table.sum(1)
     if structure.metrics:
         sums = sums * one_or_nan
-    apart, row, found, widths = iter(evaluations[0].apart), 0, [], evaluations[0].widths
+    # a chunk's own segments are those that count in it
+    apart = (torch.cat(of_chunks) for of_chunks in zip(*[e.apart for e in evaluations], strict=True))
+    row, found, widths = 0, [], evaluations[0].widths
     reductions = ["mean"] * len(structure.summands) + [metric.reduce for metric, _ in structure.metrics]
     if all(width == 1 for width in widths) and all(reduce == "mean" for reduce in reductions):
         return list(sums.unbind(0))

@@ -82,9 +82,9 @@ class Objective:
     def teacher_tensors(self) -> list[Tensor]:
         return [] if self.teacher is None else self.teacher.tensors
 
-    def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
+    def visit(self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False) -> Coefficients | None:
         """Statistics of the tokens ``rows`` of all have been made; their coefficients, where gradients are made along
-        with them."""
+        with them. ``closed``: no other tokens belong to their segments."""
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         """What the call returns, once all chunks have been visited."""
@@ -148,8 +148,8 @@ class ScalarObjective(Objective):
     def how(self) -> Mapping[str, str]:
         return self.reduced
 
-    def visit(self, stats: RowStats, rows: slice, gradient: bool) -> Coefficients | None:
-        if self.coupled and not (rows.start == 0 and rows.stop == self.target.shape[0]):
+    def visit(self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False) -> Coefficients | None:
+        if self.coupled and not closed and not (rows.start == 0 and rows.stop == self.target.shape[0]):
             return None
         if self.together:
             evaluation = self.exchange(stats)

@@ -49,7 +49,15 @@ def deferred(task: Task, program: Program, wants: Wants) -> Deferred:
 def few_sizes(task: Task, program: Program, wants: Wants) -> Sizes:
     """The call's sizes for no tokens, its tensors taken to be aligned."""
     placed = Placed(
-        0, wants, again=False, skips=False, copied=False, plain_weight=True, plain_rows=True, buffer_dtype=None
+        0,
+        wants,
+        again=False,
+        skips=False,
+        by_segments=False,
+        copied=False,
+        plain_weight=True,
+        plain_rows=True,
+        buffer_dtype=None,
     )
     sizes = sizes_of(task.head, program, placed, None)
     # while a graph is made they may be symbols

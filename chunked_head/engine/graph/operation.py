@@ -40,7 +40,9 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
             given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
-            whole = given.get("parallel") is None and not given.get("inplace") and not any_dtensor(given)
+            # lengths of segments are other numbers at every step
+            eager = given.get("parallel") is not None or given.get("segment_lengths") is not None
+            whole = not eager and not given.get("inplace") and not any_dtensor(given)
             if whole and ("loss" not in given or isinstance(given["loss"], Losses)):
                 return as_operator(name, given)
             from ...core.outside import outside

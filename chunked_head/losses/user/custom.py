@@ -163,6 +163,7 @@ def custom(
         optional_fields=tuple(sorted(optional - required)),
         extra_fields=extra,
         scope=scope,
+        alone=scope == "token",
         unit=unit,
         compiled=compiled,
         lasting=identity is not None,

@@ -1,0 +1,268 @@
+"""Segments whose lengths the host knows: the oracle's values and gradients, in chunks that end where segments end."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import ranks
+import torch
+from budget import assert_within_budget
+from cases import PLACES, Place
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import reference
+from oracle.reference import Term
+from torch import Tensor
+
+from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
+from chunked_head.engine import loop
+from chunked_head.program.segments import Segments, groups_of, spans_of
+
+VOCAB, HIDDEN, CHUNK = 61, 24, 16
+# a line, whole lines, and lines that hold several segments; one is empty, some are longer than a chunk
+LAYOUTS = {
+    "packed": ((64,), [7, 0, 14, 5, 23, 15]),
+    "padded": ((6, 12), [12] * 6),
+    "lines": ((2, 30), [10, 9, 11, 3, 17, 10]),
+    "long": ((2, 40), [70, 1, 3, 6]),
+}
+LOSSES: dict[str, list[Term]] = {
+    "gspo": [Term(1.0, "gspo")],
+    "gspo-token": [Term(1.0, "gspo", {"weighting": "token"}), Term(0.1, "entropy")],
+    "gmpo": [Term(1.0, "gmpo")],
+    "rloo": [Term(1.0, "rloo"), Term(0.05, "kl_to_reference")],
+    "rollout": [Term(1.0, "grpo", {"rollout": "truncate", "rollout_level": "segment"})],
+    "kto": [Term(1.0, "kto")],
+    "dpo": [Term(1.0, "dpo")],
+    "orpo": [Term(1.0, "orpo"), Term(1.0, "cross_entropy")],
+}
+PAIRED = ("dpo", "orpo")
+
+
+def made(layout: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    leading, lengths = LAYOUTS[layout]
+    g = torch.Generator().manual_seed(len(lengths))
+    hidden = torch.randn(*leading, HIDDEN, generator=g).to(device, dtype)
+    weight = torch.randn(VOCAB, HIDDEN, generator=g).mul(0.5).to(device, dtype)
+    target = torch.randint(VOCAB, leading, generator=g).masked_fill(torch.rand(leading, generator=g) < 0.2, -100)
+    batch = {name: -3 * torch.rand(leading, generator=g) for name in ("old_logprobs", "ref_logprobs")}
+    batch["rollout_logprobs"] = batch["old_logprobs"] + 0.05 * torch.randn(leading, generator=g)
+    batch |= {"advantages": torch.randn(leading, generator=g)}
+    batch["segment_labels"] = torch.rand(len(lengths), generator=g) < 0.5
+    half = len(lengths) // 2  # as TRL and Liger lay them: the chosen ones first
+    batch["pairs"] = torch.tensor([[i, half + i] for i in range(half)])
+    return hidden, weight, target.to(device), {name: value.to(device) for name, value in batch.items()}
+
+
+def fields_of(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU what the host reads."""
+    return {
+        key: value.cpu() if key == "pairs" else value
+        for key, value in batch.items()
+        if key != "pairs" or name in PAIRED
+    }
+
+
+def step(
+    name: str, layout: str, dtype: torch.dtype, place: Place, shift: int, **options: Any
+) -> tuple[Any, Tensor, Tensor]:
+    hidden, weight, target, batch = made(layout, dtype, place.device)
+    loss = sum(term.coefficient * getattr(losses, term.kind)(**term.options) for term in LOSSES[name])
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    out = linear_loss(
+        hidden, weight, target, loss, batch=fields_of(name, batch), segment_lengths=LAYOUTS[layout][1], shift=shift,
+        metrics=[metrics.ratio(level="segment"), metrics.entropy()], backend=place.backend,
+        **{"chunk_tokens": CHUNK, **options},
+    )  # fmt: skip
+    (out.loss * 0.37).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return out, hidden.grad, weight.grad
+
+
+def oracle(name: str, layout: str, dtype: torch.dtype, wide: torch.dtype, shift: int) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, target, batch = made(layout, dtype, "cpu")
+    hidden, weight = hidden.to(wide).requires_grad_(), weight.to(wide).requires_grad_()
+    leading, lengths = LAYOUTS[layout]
+    batch = {key: value.to(wide) if value.is_floating_point() else value for key, value in batch.items()}
+    batch["segments"] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(leading)
+    loss, _ = reference.linear_loss(
+        hidden, weight, target, LOSSES[name], batch=batch, num_segments=len(lengths), shift=shift
+    )
+    (loss * 0.37).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return loss.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("shift", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_three_matmuls(name: str, layout: str, shift: int, place: Place) -> None:
+    out, *grads = step(name, layout, torch.float32, place, shift)
+    assert out.plan.schedule == "forward"
+    truth, eager = (oracle(name, layout, torch.float32, wide, shift) for wide in (torch.float64, torch.float32))
+    for what, ours, *others in zip(("loss", "hidden", "weight"), (out.loss, *grads), eager, truth, strict=True):
+        assert_within_budget(ours, *others, torch.float32, what)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["gspo", "dpo"])
+def test_16_bits(name: str, place: Place) -> None:
+    """bf16, whose dot products the interpreter gets wrong: fp16 keeps to four matmuls."""
+    half = torch.bfloat16 if place.device == "cuda" or place.backend == "torch" else torch.float16
+    out, *grads = step(name, "packed", half, place, 1)
+    assert out.plan.schedule == ("forward" if half == torch.bfloat16 else "recompute")
+    truth, eager = (oracle(name, "packed", half, wide, 1) for wide in (torch.float64, half))
+    for what, ours, *others in zip(("hidden", "weight"), grads, eager[1:], truth[1:], strict=True):
+        assert_within_budget(ours, *others, half, what)
+
+
+def test_metrics_and_parts_are_those_of_two_passes() -> None:
+    place = Place("torch", "cpu")
+    out, *_ = step("orpo", "packed", torch.float64, place, 1)
+    whole, *_ = step("orpo", "packed", torch.float64, place, 1, chunk_tokens=64)
+    assert whole.plan.chunks == 1 and out.plan.chunks > 1
+    for label, part in whole.parts.items():
+        torch.testing.assert_close(out.parts[label], part)
+    for label, measured in whole.metrics.items():
+        torch.testing.assert_close(out.metrics[label].value, measured.value)
+
+
+def swept(layout: str) -> list[int]:
+    """Rows of each chunk whose logits are made."""
+    counts: list[int] = []
+    real = loop.whole_stats
+
+    def noted(call: Any, session: Any, rows: Any, *others: Any) -> None:
+        counts.append(len(rows.target))
+        real(call, session, rows, *others)
+
+    with mock.patch.object(loop, "whole_stats", noted):
+        step("gspo", layout, torch.float32, Place("torch", "cpu"), 0)
+    return counts
+
+
+def test_only_segments_longer_than_a_chunk_are_swept_twice() -> None:
+    assert swept("padded") == [12] * 6
+    assert swept("packed") == [7, 14, 5, 16, 7, 16, 7, 15]  # 23 tokens, twice
+    assert sum(swept("long")) == 2 * 70 + 10
+
+
+def test_the_callers_buffer_is_added_to_in_the_forward_pass() -> None:
+    place, buffer = Place("torch", "cpu"), torch.zeros(VOCAB, HIDDEN)
+    _, _, expected = step("dpo", "lines", torch.float32, place, 1)
+    hidden, weight, target, batch = made("lines", torch.float32, "cpu")
+    linear_loss(
+        hidden, weight.requires_grad_(), target, losses.dpo(), batch=batch, segment_lengths=LAYOUTS["lines"][1],
+        shift=1, chunk_tokens=CHUNK, accumulate_into=buffer,
+    )  # fmt: skip
+    torch.testing.assert_close(buffer * 0.37, expected)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 50))
+def test_chunks_hold_whole_groups(sizes: list[int], most: int) -> None:
+    spans = spans_of(sizes, most)
+    chunks = [chunk for span in spans for chunk in span]
+    assert all(0 < chunk.stop - chunk.start <= most for chunk in chunks)
+    assert [row for chunk in chunks for row in range(chunk.start, chunk.stop)] == list(range(sum(sizes)))
+    first = 0
+    for size in filter(None, sizes):
+        mine = [span for span in spans if span[0].start < first + size and first < span[-1].stop]
+        assert len(mine) == 1
+        assert size > most or all(len(span) == 1 for span in mine)
+        first += size
+
+
+@given(st.data())
+def test_groups_are_of_pairs(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
+    count, ids = len(lengths), st.integers(-1, len(lengths) - 1)
+    pairs = data.draw(st.lists(st.tuples(ids, ids), max_size=8))
+    groups = groups_of(Segments(tuple(lengths), tuple(pairs)), max(1, sum(lengths)), 0)
+    order = torch.arange(sum(lengths)) if groups.order is None else groups.order
+    assert sorted(order.tolist()) == list(range(sum(lengths))) and sum(groups.sizes) == sum(lengths)
+    segment_of = torch.arange(count).repeat_interleave(torch.tensor(lengths))[order]
+    group_of = torch.arange(len(groups.sizes)).repeat_interleave(torch.tensor(groups.sizes))
+    for one, other in [*pairs, *((segment, segment) for segment in range(count))]:
+        assert len(set(group_of[(segment_of == one) | (segment_of == other)].tolist())) <= 1 or min(one, other) < 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (losses.custom(lambda stats, batch: batch.segment_sum(stats.logprob), scope="segment", unit="segment"), {}),
+        (losses.kto(), {"skip_ignored": "wait"}),
+        (losses.kto(), {"dtype": torch.float16}),
+    ],
+    ids=["custom", "skip_ignored", "fp16"],
+)
+def test_four_matmuls_where_three_would_be_wrong(loss: Any, options: dict[str, Any]) -> None:
+    """What else a chunk's gradients wait for; the numbers are the same."""
+    found = []
+    for known in (True, False):
+        dtype = options.get("dtype", torch.float32)
+        hidden, weight, target, batch = made("lines", dtype, "cpu")
+        leading, lengths = LAYOUTS["lines"]
+        segments = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(leading)
+        given = {"segment_lengths": torch.tensor(lengths)} if known else {"num_segments": len(lengths)}
+        batch |= {} if known else {"segments": segments}
+        hidden.requires_grad_(), weight.requires_grad_()
+        own = {"chunk_tokens": CHUNK} | {name: value for name, value in options.items() if name != "dtype"}
+        out = linear_loss(hidden, weight, target, loss, batch=batch, **given, **own)
+        assert out.plan is not None and out.plan.schedule == "recompute"
+        out.loss.backward()
+        found.append((out.loss, hidden.grad, weight.grad))
+    torch.testing.assert_close(*found)
+
+
+def of_two_ranks(rank: int, device: str) -> dict[str, Any]:
+    found = {}
+    for name in ("dpo", "gspo"):
+        for layout in ("packed", "long"):
+            hidden, weight, target, batch = made(layout, torch.float32, device)
+            own = weight.chunk(2)[rank]
+            hidden, own = hidden.requires_grad_(), own.clone().requires_grad_()
+            out = linear_loss(
+                hidden, own, target, getattr(losses, name)(), batch=fields_of(name, batch), shift=1,
+                segment_lengths=LAYOUTS[layout][1], chunk_tokens=CHUNK, parallel=VocabParallel(), vocab_size=VOCAB,
+            )  # fmt: skip
+            assert out.plan is not None and out.plan.schedule == "forward"
+            (out.loss * 0.37).backward()
+            found[f"{name} {layout}"] = out.loss.detach(), hidden.grad, own.grad
+    with pytest.raises(ValueError, match="with TokenParallel"):
+        linear_loss(hidden, own, target, losses.gspo(), segment_lengths=[80], parallel=TokenParallel())
+    return found
+
+
+def test_vocab_parallel(tmp_path: Path) -> None:
+    first, second = ranks.run(of_two_ranks, 2, tmp_path)
+    for key, (loss, d_hidden, d_weight) in first.items():
+        name, layout = key.split()
+        expected, *grads = step(name, layout, torch.float32, Place("torch", "cpu"), 1)
+        for ours, alone in zip(
+            (loss, d_hidden, torch.cat([d_weight, second[key][2]])), (expected.loss, *grads), strict=True
+        ):
+            torch.testing.assert_close(ours, alone.detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fields", "options", "says"),
+    [
+        ([30, 29], {}, {}, "add up to the tokens, 60"),
+        ([61, -1], {}, {}, "add up to the tokens, 60"),
+        ([], {}, {}, "of one segment or more"),
+        ([30.0, 30.0], {}, {}, "must be a list of ints"),
+        (torch.ones(60), {}, {}, "one-dimensional int tensor on the CPU"),
+        ([60], {}, {"num_segments": 1}, "leave out num_segments"),
+        ([60], {"segments": torch.zeros(2, 30, dtype=torch.int64)}, {}, "leave out num_segments"),
+        ([60], {"pairs": torch.zeros(1, 2, dtype=torch.int64, device="meta")}, {}, "on the CPU"),
+        ([30, 30], {"pairs": torch.tensor([[0, 2]])}, {}, r"must be in \[0, 2\)"),
+    ],
+)
+def test_errors(lengths: Any, fields: dict[str, Tensor], options: dict[str, Any], says: str) -> None:
+    hidden, weight, target, batch = made("lines", torch.float32, "cpu")
+    own = {name: value for name, value in batch.items() if name.endswith("logprobs") or name == "advantages"}
+    loss = losses.dpo() if "pairs" in fields else losses.gspo()
+    with pytest.raises((ValueError, TypeError, IndexError), match=says):
+        linear_loss(hidden, weight, target, loss, batch=own | fields, segment_lengths=lengths, **options)
