@@ -88,9 +88,9 @@ def test_calls(call: Callable[[Data], Any], on_cpu: None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("call", [*graph_calls.CALLS, mixed], ids=lambda call: call.__name__)
 def test_calls_on_a_gpu(call: Callable[[Data], Any], dtype: torch.dtype) -> None:
-    # the arithmetic of class weights and of metrics of two components has no kernel
+    # the arithmetic of class weights has no kernel
     tapes = call in (graph_calls.logprobs, graph_calls.logprobs_alone, graph_calls.tempered)
-    tapes = tapes or (call in (graph_calls.plain, graph_calls.kept, mixed) and dtype != torch.float16)
+    tapes = tapes or (call in (graph_calls.plain, graph_calls.grpo, graph_calls.kept, mixed) and dtype != torch.float16)
     # elsewhere rows that keep sets are put after the others, and values per token back
     tapes = tapes or (call is graph_calls.kept_logprobs and dtype == torch.float32)
     with torch.compiler.set_stance("force_eager"):

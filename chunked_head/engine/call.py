@@ -63,7 +63,8 @@ def scalar_objective(
     return ScalarObjective(
         **common(prepared), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
         declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=prepared.needs.segment_metrics,
-        fuse=None if segmented else prepared.backend, spread=spread,
+        # done once for a call it is not worth compiling
+        fuse=None if segmented and prepared.groups is None else prepared.backend, spread=spread,
         together=spread is not None and segmented,
         reduced=how,
     )  # fmt: skip
