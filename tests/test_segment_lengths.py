@@ -46,10 +46,10 @@ def made(
     leading, lengths = LAYOUTS[layout]
     g = torch.Generator().manual_seed(len(lengths) + 100 * seed)
     hidden = torch.randn(*leading, HIDDEN, generator=g).to(device, dtype)
-    weight = torch.randn(VOCAB, HIDDEN, generator=g).mul(0.1).to(device, dtype)
+    weight = torch.randn(VOCAB, HIDDEN, generator=g).mul(0.05).to(device, dtype)
     target = torch.randint(VOCAB, leading, generator=g).masked_fill(torch.rand(leading, generator=g) < 0.2, -100)
     # near the model's own: sums of log-ratios are exponents
-    batch = {name: 0.3 * torch.randn(leading, generator=g) - 4.2 for name in ("old_logprobs", "ref_logprobs")}
+    batch = {name: 0.2 * torch.randn(leading, generator=g) - 4.1 for name in ("old_logprobs", "ref_logprobs")}
     batch["rollout_logprobs"] = batch["old_logprobs"] + 0.05 * torch.randn(leading, generator=g)
     batch |= {"advantages": torch.randn(leading, generator=g)}
     batch["segment_labels"] = torch.rand(len(lengths), generator=g) < 0.5
@@ -103,7 +103,7 @@ def assert_loss(ours: Tensor, name: str, layout: str, shift: int) -> None:
     """One number, of which eager's error is one draw that may be next to nothing: the largest of several."""
     pairs = [
         [oracle(name, layout, torch.float32, wide, shift, seed)[0] for wide in (torch.float32, torch.float64)]
-        for seed in range(12)
+        for seed in range(6)
     ]
     truth = pairs[0][1]
     error = max(abs(float(eager.double() - exact)) for eager, exact in pairs)
