@@ -11,7 +11,7 @@ from ..core.shift import all_at_targets, in_backward
 from ..core.stats import Kept, RowStats, Teacher
 from ..metrics import Metric
 from ..program.planner import Request, make_plan
-from ..program.plans import Plan
+from ..program.plans import LEAST_SLACK, Plan
 from ..program.segments import Spans, spans_of
 from ..program.sizes import Sizes
 from .arithmetic.denominators import foreseen_gain, inverses, kept, metric_counts, stacked, times
@@ -242,7 +242,8 @@ def planned(prepared: PreparedCall, wants: Wants, again: bool = False) -> Planne
             PLANS[key] = plan
     spans = None
     if prepared.groups is not None and plan.schedule == "forward" and plan.chunks > 1:
-        spans = spans_of(prepared.groups.sizes, plan.chunk_tokens)
+        slack = LEAST_SLACK if program.request.chunk_tokens is None else 1.0
+        spans = spans_of(prepared.groups.sizes, plan.chunk_tokens, slack)
     return Planned(rows, packing, program.request, plan, spans)
 
 

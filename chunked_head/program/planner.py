@@ -20,6 +20,7 @@ from .plans import (
     name,
     parse_bytes,
     rows_of,
+    uneven,
 )
 from .sizes import Sizes
 from .tiles import best_tile, hidden_accumulator
@@ -153,7 +154,8 @@ def plan_forward(
         chunks = -(-sizes.tokens // rows) if enough else 0
         chunks *= 2 if sizes.by_segments and chunks > 1 else 1
         if enough and (not most_chunks or chunks <= most_chunks):
-            equal = balanced(sizes.tokens, rows)
+            named = request.chunk_tokens is not None
+            equal = balanced(sizes.tokens, rows) if named or not sizes.by_segments else uneven(sizes.tokens, rows)
             # parts of dhidden may take more of fewer rows
             rows = equal if request.chunk_tokens is not None or extra(equal) <= budget else rows
             return assemble(sizes, budget, "forward", rows, terms(rows), hidden_acc, weight_acc)

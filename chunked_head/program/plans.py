@@ -15,6 +15,9 @@ from .sizes import ROUNDING_ERROR, Sizes
 DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares, and that has no more rows than this is for
 # fewer rows than this leave the matmuls starved and make every pass over the gradient of the weight count
 GOOD_CHUNK = 2048
+# by how much chunks that end where segments do may be larger than equal ones, so that there are no more of them: at
+# most, and where the budget is near at least
+SLACK, LEAST_SLACK = 1.25, 1.1
 # so many rows dweight's product takes at a time
 HALF_TILE = 64
 # sums of 16-bit roundings: the error of a 16-bit accumulator grows as sqrt((chunks + 1) / 2)
@@ -30,12 +33,13 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     hidden states are as long on any number of ranks, so from 16 on it stays.
     """
     share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
-    logits = GOOD_CHUNK * sizes.vocab * sizes.element
+    rows = int(GOOD_CHUNK * SLACK) if sizes.by_segments else GOOD_CHUNK
+    logits = rows * sizes.vocab * sizes.element
     if logits <= share:
         return share
     # a copy of all hidden states is no part of a chunk
-    terms = forward_terms(replace(sizes, copied=False), GOOD_CHUNK, sizes.hidden_dtype, sizes.weight_dtype)
-    return logits + extra_of(terms) - GOOD_CHUNK * sizes.kept_bytes
+    terms = forward_terms(replace(sizes, copied=False), rows, sizes.hidden_dtype, sizes.weight_dtype)
+    return logits + extra_of(terms) - rows * sizes.kept_bytes
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,11 @@ def balanced(tokens: int, most: int) -> int:
     rows = math.ceil(tokens / math.ceil(tokens / most))
     rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, HALF_TILE, 16))
     return next((choice for choice in rounded if choice <= most), rows)
+
+
+def uneven(tokens: int, most: int) -> int:
+    """Rows that the largest of chunks may have that end where segments do, of at most ``most``."""
+    return min(most, tokens, int(balanced(tokens, max(1, int(most / LEAST_SLACK))) * SLACK))
 
 
 def rows_of(tokens: int, chunks: int) -> int:

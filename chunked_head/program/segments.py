@@ -5,6 +5,7 @@ on several of its own, whose logits alone are computed twice.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -66,12 +67,17 @@ def joined_by(pairs: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     return list(groups.values())
 
 
-def spans_of(sizes: Sequence[int], most: int) -> Spans:
-    """Chunks of at most ``most`` rows that hold whole groups; several for a group that is longer."""
+def spans_of(sizes: Sequence[int], most: int, slack: float = 1.0) -> Spans:
+    """Chunks of at most ``most`` rows that hold whole groups, several for a group that is longer; as many, where that
+    can be, as there were of ``most / slack`` rows."""
     spans: list[tuple[slice, ...]] = []
+    total = max(1, sum(sizes))
+    aim = total / math.ceil(total * slack / most)
     start = end = 0
     for size in sizes:
-        if end > start and end - start + size > most:
+        # as near to the end of an equal part as a group ends
+        full = end - start + size > most or end + size / 2 > (round(start / aim) + 1) * aim
+        if end > start and full:
             spans.append((slice(start, end),))
             start = end
         end += size
