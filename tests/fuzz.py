@@ -43,6 +43,7 @@ LOSSES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("kl_to_reference", {"estimator": "k1", "bias_correction": True}, ("ref_logprobs", "old_logprobs")),
     ("kl_to_reference", {"estimator": "k3+", "kl_clamp": 10.0, "log_ratio_clamp": None}, ("ref_logprobs",)),
     ("dpo", {}, PAIRED), ("dpo", {"variant": "ipo"}, PAIRED), ("simpo", {}, ("segments", "pairs")),
+    ("vespo", {"ratio_clamp": 3.0}, (*POLICY, "segments")), ("dpo", {"ld_alpha": 0.4, "divergence": "js"}, PAIRED),
     ("cpo", {}, ("segments", "pairs")), ("orpo", {}, ("segments", "pairs")),
     ("kto", {}, ("ref_logprobs", "segments", "segment_labels", "kl_baseline")), ("forward_kl", {}, (DENSE,)),
     ("forward_kl", {"form": "cross_entropy", "teacher_temperature": 2.0}, (DENSE,)),

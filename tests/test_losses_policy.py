@@ -99,9 +99,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         for low, high, clamp in ((0.2, 0.2, 20.0), (0.02, 0.03, None), (0.2, 0.1, 0.15))
         for weighting in ("segment", "token")
         for level in ("segment", "token")
-    ],
+    ]
+    + [{"delta": delta, "level": level} for delta in (0.7, 1.05, 1.3) for level in ("segment", "token")],
     "gmpo": [{}, {"clip_low": 0.1, "clip_high": 0.2}, {"ratio_clamp": None}, {"ratio_clamp": 0.3}],
-    "rloo": [{}, {"clip_low": 0.05, "clip_high": 0.6}, {"ratio_clamp": None}, {"ratio_clamp": 0.1}],
+    "rloo": [{}, {"clip_low": 0.05, "clip_high": 0.6}, {"ratio_clamp": None}, {"ratio_clamp": 0.1}, {"delta": 1.3}],
+    "vespo": [{}, {"k_pos": 0.5, "lambda_pos": 0.2, "k_neg": 1.5, "lambda_neg": 0.3}, {"ratio_clamp": 0.1}],
 }
 
 
@@ -178,7 +180,9 @@ def test_rollout_weights_stay_finite() -> None:
 def test_kl_to_reference(estimator: str, clamps: dict[str, Any], on_policy: bool) -> None:
     compare("kl_to_reference", on_policy=on_policy, estimator=estimator, **clamps)
     if not estimator.endswith("+"):
-        compare("kl_to_reference", on_policy=on_policy, estimator=estimator, bias_correction=True, **clamps)
+        for level in ("token", "segment"):
+            own = {"bias_correction": True, "level": level, **clamps}
+            compare("kl_to_reference", on_policy=on_policy, estimator=estimator, **own)
 
 
 def test_kl_gradients_in_closed_form() -> None:
@@ -620,3 +624,20 @@ def test_kl_and_rollout_weights_against_liger(level: str, bias_correction: bool)
 def test_wrong_options(wrong: Callable[[], Losses], error: type, named: str) -> None:
     with pytest.raises(error, match=named):
         wrong()
+
+
+@pytest.mark.parametrize("rollout", [False, True])
+def test_vespo_against_trl(rollout: bool) -> None:
+    trainer = pytest.importorskip("trl").GRPOTrainer
+    rows, length = 4, 6
+    x = torch.randn(rows * length, V, dtype=F64)
+    target, mask = torch.randint(V, (rows * length,)), torch.ones(rows, length, dtype=F64)
+    logprobs = torch.log_softmax(x, -1).gather(-1, target[:, None])[:, 0]
+    old, advantages = logprobs + 0.2 * torch.randn(rows * length, dtype=F64), torch.randn(rows, 1, dtype=F64)
+    fields = {"old_logprobs": old, "advantages": advantages.expand(rows, length).flatten()}
+    fields |= {"segments": torch.arange(rows).repeat_interleave(length), "rollout_logprobs": old - 0.1}
+    weights = torch.full((rows, length), math.exp(0.1), dtype=F64) if rollout else None
+    phi = trainer.get_gamma_weights(advantages, (logprobs - old).view(rows, length), mask, weights)
+    losses = policy.vespo(rollout="truncate") if rollout else policy.vespo()
+    values = only(losses).values(Stats({"logprob": logprobs}), Batch(fields, target, rows, V), {})
+    torch.testing.assert_close(values.view(rows, length), -phi * advantages * logprobs.view(rows, length))

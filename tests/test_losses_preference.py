@@ -1,6 +1,7 @@
 """Preference losses against the oracle: values and gradients, in float64 on whole logits."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"variant": "exo_pair", "label_smoothing": 1e-3}),
     ("dpo", {"variant": "discopop", "discopop_tau": 0.3}),
     *[("dpo", {"variant": variant}) for variant in preference.DPO_VARIANTS if variant != "exo_pair"],
+    ("dpo", {"variant": "aot", "label_smoothing": 0.1}),
+    ("dpo", {"variant": "aot", "reference_free": True, "average": True}),
+    *[("dpo", {"divergence": kind, "variant": "hinge"}) for kind in ("forward_kl", "js", "alpha")],
+    ("dpo", {"divergence": "alpha", "divergence_alpha": 1.7, "average": True}),
+    ("dpo", {"ld_alpha": 0.3}),
+    ("dpo", {"ld_alpha": 0.1, "variant": "ipo", "divergence": "js"}),
+    ("simpo", {"alpha": 0.25}),
+    ("cpo", {"alpha": -0.5, "average": True}),
     ("simpo", {}),
     ("simpo", {"beta": 2.0, "gamma": 1.4}),
     ("simpo", {"beta": 2.0, "label_smoothing": 0.1}),
@@ -132,7 +141,9 @@ def test_kto_baseline(baseline: float | str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [options for kind, options in CASES if kind == "dpo" and "reference_free" not in options], ids=str
+    "options",
+    [one for kind, one in CASES if kind == "dpo" and not {"reference_free", "divergence", "ld_alpha"} & set(one)],
+    ids=str,
 )
 def test_policy_is_reference(options: dict[str, Any]) -> None:
     """Equal policies: each loss has the value of a difference of 0."""
@@ -144,6 +155,7 @@ def test_policy_is_reference(options: dict[str, Any]) -> None:
         "sigmoid": log2, "sigmoid_norm": log2, "robust": log2, "nca_pair": 2 * log2, "bco_pair": 2 * log2,
         "hinge": 1.0, "ipo": 0.25 / beta**2, "sppo_hard": 0.5 / beta**2, "apo_zero": 1.0, "apo_down": 1.0,
         "exo_pair": -0.5 * math.log(4 * eps * (1 - eps)) if eps else None, "discopop": 0.5 * log2 + 0.5,
+        "aot": log2, "aot_unpaired": log2,
     }[options.get("variant", "sigmoid")]  # fmt: skip
     torch.testing.assert_close(mine, torch.full_like(mine, expected), rtol=1e-6, atol=1e-6)
 
@@ -341,7 +353,9 @@ class Rectangular:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)  # Liger's softmax is float32
 
 
-@pytest.mark.parametrize("variant", sorted(set(preference.DPO_VARIANTS) - {"ipo", "sigmoid_norm"}))
+@pytest.mark.parametrize(
+    "variant", sorted(set(preference.DPO_VARIANTS) - {"ipo", "sigmoid_norm", "aot", "aot_unpaired"})
+)
 def test_liger_dpo(variant: str) -> None:
     """IPO is not in Liger; its sigmoid ignores label smoothing."""
     liger = pytest.importorskip("liger_kernel.chunked_loss")
@@ -372,3 +386,16 @@ def test_liger_kto() -> None:
         ref_weight=data.weight, kl=torch.tensor(0.4),
     )[0]  # fmt: skip
     data.assert_same(data.ours(preference.kto(0.3), kl_baseline=torch.tensor(0.4)), loss)
+
+
+@pytest.mark.parametrize("variant", ["sigmoid", "hinge", "ipo", "simpo"])
+def test_alphapo_against_trl(variant: str) -> None:
+    trainer = pytest.importorskip("trl.experimental.cpo").CPOTrainer
+    u, v = -torch.rand(2, 5, dtype=torch.float64)
+    given = {"alpha": 0.3, "loss_type": variant, "beta": 0.4, "label_smoothing": 0.0, "simpo_gamma": 0.5}
+    theirs, *_ = trainer.cpo_loss(SimpleNamespace(**given, accelerator=SimpleNamespace(device="cpu")), u, v)
+    ours = preference.simpo(0.4, 0.5, alpha=0.3) if variant == "simpo" else preference.cpo(0.4, variant, alpha=0.3)
+    pairs, segments = torch.arange(10).view(2, 5).t(), torch.arange(10)
+    batch = Batch({"segments": segments, "pairs": pairs}, torch.zeros(10, dtype=torch.int64), 10, VOCAB)
+    values = only(ours).values(Stats({"logprob": torch.cat([u, v])}), batch, {})
+    torch.testing.assert_close(values, theirs)

@@ -1,5 +1,6 @@
-"""Normalisers of policy losses: against loops over sequences and Liger's reductions."""
+"""Normalisers and token weights: against loops over sequences, Liger's reductions and TRL's masks."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,3 +184,52 @@ def test_against_liger(data, kind: str) -> None:
 def test_wrong_arguments(wrong, error: type, named: str) -> None:
     with pytest.raises(error, match=named):
         wrong()
+
+
+def test_the_largest_entropies() -> None:
+    entropy, mask = torch.rand(4, 9), torch.rand(4, 9) < 0.6
+    for fraction in (0.01, 0.2, 0.5, 1.0):
+        expected = mask & (entropy >= torch.quantile(entropy[mask], 1 - fraction))
+        found = weights.entropy_quantile(torch.where(mask, entropy, torch.nan), mask, fraction)["token_weights"]
+        assert torch.equal(found, expected.float())
+    assert not weights.entropy_quantile(entropy, torch.zeros_like(mask), 0.2)["token_weights"].any()
+
+
+def test_against_trl_on_one_process() -> None:
+    trainer = pytest.importorskip("trl").GRPOTrainer
+    entropy, mask = torch.rand(4, 9), torch.rand(4, 9) < 0.6
+    alone = SimpleNamespace(pad_across_processes=lambda tensor, **_: tensor, gather=lambda tensor: tensor)
+    theirs = trainer.get_high_entropy_mask(SimpleNamespace(accelerator=alone), entropy, mask.int(), 0.7)
+    assert torch.equal(weights.entropy_quantile(entropy, mask, 0.3)["token_weights"], theirs.float())
+
+
+def test_covariances() -> None:
+    logprobs, advantages, mask = torch.randn(8, 40) * 2, torch.randn(8, 40), torch.rand(8, 40) < 0.7
+    covariance = (logprobs - logprobs[mask].mean()) * (advantages - advantages[mask].mean())
+    garbage = [torch.where(mask, values, torch.nan) for values in (logprobs, advantages)]
+    count = int(0.05 * mask.sum())
+    largest = covariance.masked_fill(~mask, -torch.inf).flatten().topk(count).indices
+    found = weights.kl_cov(*garbage, mask, fraction=0.05)["token_weights"]
+    assert set(found.flatten().nonzero()[:, 0].tolist()) == set(largest.tolist())
+    assert weights.kl_cov(*garbage, mask)["token_weights"].sum() == 1
+
+    inside, clipped = mask & (covariance > 1.0) & (covariance < 5.0), torch.rand(8, 40) < 0.3
+    allowed = inside & ~clipped
+    assert int(allowed.sum()) > count
+    draws = [weights.clip_cov(*garbage, mask, fraction=0.05, clipped=clipped)["token_weights"] == 0 for _ in range(9)]
+    assert all(int(drawn.sum()) == count and not (drawn & ~allowed).any() for drawn in draws)
+    assert any(not torch.equal(drawn, draws[0]) for drawn in draws)
+    assert torch.equal(weights.clip_cov(*garbage, mask, fraction=1.0)["token_weights"] == 0, inside)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda x, m: weights.entropy_quantile(x, m, 0.0), "above 0 and at most 1"),
+        (lambda x, m: weights.entropy_quantile(x, m.float(), 0.5), "must be a bool tensor"),
+        (lambda x, m: weights.kl_cov(x, x[:1], m), "advantages of weights.kl_cov must be"),
+    ],
+)
+def test_what_is_wrong_with_a_first_pass(call: Any, says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        call(torch.rand(3, 4), torch.rand(3, 4) < 0.5)

@@ -52,6 +52,17 @@ class Batch(Mapping[str, Tensor]):
         own = zeros.index_add(0, index, torch.where(kept, values, 0.0).to(wide))[:-1].to(values.dtype)
         return own if self.spread is None else self.spread.segment_sum(own, values, self.fields, name)
 
+    def segment_place(self, name: str = "segments") -> Tensor:
+        """How many tokens that count stand before each [n] in its segment, in the order of the tokens."""
+        if self.spread is not None:
+            raise ValueError("a token's place in its segment is not known where ranks hold different tokens of it")
+        ids = self.fields[name]
+        last = torch.where(self.mask & (ids >= 0), ids, ids.new_full((), 2**62))
+        groups, order = last.sort(stable=True)
+        place = torch.arange(len(ids), device=ids.device)
+        begins = torch.searchsorted(groups, groups)
+        return torch.empty_like(place).scatter_(0, order, place - begins)
+
     def segment_count(self, name: str = "segments") -> Tensor:
         """Tokens that count in each segment [num_segments], fp32."""
         if self.spread is not None and name in self.spread.counts:

@@ -4,7 +4,7 @@ from .base import FIELDS, Field, Losses, Summand, Teacher
 from .distillation import forward_kl, jsd, reverse_kl, tvd
 from .label import cross_entropy, entropy, focal, unlikelihood, z_loss
 from .policy import cispo, grpo, kl_to_reference, reinforce, sapo
-from .policy_segments import gmpo, gspo, rloo
+from .policy_segments import gmpo, gspo, rloo, vespo
 from .preference import cpo, dpo, kto, orpo, simpo
 from .topk import topk_kl
 from .user.custom import custom
@@ -12,5 +12,5 @@ from .user.custom import custom
 __all__ = [
     "FIELDS", "Field", "Losses", "Summand", "Teacher", "cispo", "cpo", "cross_entropy", "custom", "dpo", "entropy",
     "focal", "forward_kl", "gmpo", "grpo", "gspo", "jsd", "kl_to_reference", "kto", "orpo", "reinforce", "reverse_kl",
-    "rloo", "sapo", "simpo", "topk_kl", "tvd", "unlikelihood", "z_loss",
+    "rloo", "sapo", "simpo", "topk_kl", "tvd", "unlikelihood", "vespo", "z_loss",
 ]  # fmt: skip

@@ -12,7 +12,11 @@ from .base import Losses, flag, make, number
 
 
 def cross_entropy(
-    label_smoothing: float = 0.0, class_weights: Tensor | None = None, token_scaling: bool = False, **summand: Any
+    label_smoothing: float = 0.0,
+    class_weights: Tensor | None = None,
+    token_scaling: bool = False,
+    entropy_scaling: float | None = None,
+    **summand: Any,
 ) -> Losses:
     """``-log p_y``; with smoothing e and class weights c, as ``torch.nn.functional.cross_entropy``:
     ``-(1 - e) c_y log p_y - e / V sum_j c_j log p_j``.
@@ -22,12 +26,18 @@ def cross_entropy(
     ``label_smoothing`` in [0, 1] is PyTorch's e; Megatron's formula is e V / (V - 1) here.
     ``token_scaling`` multiplies a token's whole value by its detached probability (DFT, arXiv 2508.05629); the
     denominator stays the count, as in TRL. Liger scales its z-loss too: here that is a summand of its own.
+    ``entropy_scaling`` a multiplies it by ``H^a``, H the detached entropy in nats (EAFT, arXiv 2601.02151): tokens of
+    which the model is sure learn little. H is that of the whole softmax, where LLaMA-Factory and Axolotl take the 20
+    largest logits', and is not divided: 3, LLaMA-Factory's divisor, goes into the coefficient as ``1 / 3 ** a``.
     Defaults: PyTorch's. ``summand``: ``SummandOptions``.
     """
     smoothing = number("cross_entropy", "label_smoothing", label_smoothing, 0.0, 1.0)
     options = {"label_smoothing": smoothing, "token_scaling": flag("cross_entropy", "token_scaling", token_scaling)}
+    needs = set() if entropy_scaling is None else {"entropy"}
+    if entropy_scaling is not None:
+        options["entropy_scaling"] = number("cross_entropy", "entropy_scaling", entropy_scaling, 0.0)
     if class_weights is None:
-        needs = {"mean_logit"} if smoothing else set()
+        needs |= {"mean_logit"} if smoothing else set()
         return make("cross_entropy", _cross_entropy, summand, options, needs=frozenset(needs), bounded=True)
     _check_per_class("cross_entropy", "class_weights", class_weights)
 
@@ -37,7 +47,7 @@ def cross_entropy(
         summand,
         options,
         tensors={"class_weights": class_weights},
-        needs=frozenset({"weighted_sum"} if smoothing else ()),
+        needs=frozenset(needs | ({"weighted_sum"} if smoothing else set())),
         counted=_target_weight,
         size=functools.partial(_smoothed_weight, smoothing) if smoothing else _target_weight,
         bounded=True,
@@ -54,7 +64,12 @@ def _smoothed_weight(smoothing: float, batch: Batch, class_weights: Tensor) -> T
 
 
 def _cross_entropy(
-    stats: Stats, batch: Batch, label_smoothing: float, token_scaling: bool, class_weights: Tensor | None = None
+    stats: Stats,
+    batch: Batch,
+    label_smoothing: float,
+    token_scaling: bool,
+    entropy_scaling: float | None = None,
+    class_weights: Tensor | None = None,
 ) -> Tensor:
     values = -stats.logprob
     if class_weights is not None:
@@ -66,7 +81,9 @@ def _cross_entropy(
         else:
             uniform = (class_weights.sum() * stats.lse - stats.weighted_sum) / batch.vocab
         values = (1 - label_smoothing) * values + label_smoothing * uniform
-    return values * stats.logprob.detach().exp() if token_scaling else values
+    if token_scaling:
+        values = values * stats.logprob.detach().exp()
+    return values if entropy_scaling is None else values * stats.entropy.detach().clamp(min=0.0) ** entropy_scaling
 
 
 def focal(gamma: float = 2.0, alpha: float | Tensor | None = None, **summand: Any) -> Losses:

@@ -14,7 +14,7 @@ from ..core.batch import Batch
 from ..core.estimates import clamped, kl_estimate
 from ..core.loss_stats import Stats
 from .base import Losses, bound, choice, flag, make, number
-from .policy_segments import gmpo, gspo, rloo
+from .policy_segments import gmpo, gspo, rloo, vespo
 from .policy_shared import (
     PolicyOptions,
     Rollout,
@@ -23,11 +23,13 @@ from .policy_shared import (
     make_policy,
     ratio_bounds,
     token_log_ratio,
+    two_sided,
     weighted,
 )
 
 __all__ = [
     "ESTIMATORS", "PolicyOptions", "cispo", "gmpo", "grpo", "gspo", "kl_to_reference", "reinforce", "rloo", "sapo",
+    "vespo",
 ]  # fmt: skip
 
 
@@ -72,9 +74,7 @@ def grpo(
     if delta is not None and dual_clip is not None:
         raise ValueError("losses.grpo takes delta or dual_clip, which bound the same ratio, not both")
     if delta is not None:
-        # clip(r) caps what the min sees of A > 0 and stays a floor of what it sees of A < 0
-        delta = bound("grpo", "delta", delta, open_=True)
-        ceiling, high = max(delta, high), min(delta, high)
+        high, ceiling = two_sided("grpo", high, delta)
     if dual_clip is not None:
         ceiling = bound("grpo", "dual_clip", dual_clip, 1.0, open_=True)
     options = {"low": low, "high": high, "ceiling": ceiling, "ratio_clamp": checked_clamp("grpo", ratio_clamp)}
@@ -178,6 +178,7 @@ def kl_to_reference(
     log_ratio_clamp: float | None = 20.0,
     kl_clamp: float | None = None,
     ratio_clamp: float | None = 20.0,
+    level: str = "token",
     **summand: Any,
 ) -> Losses:
     """An estimate of KL(policy || reference) from the target alone, with ``d = ref_logprobs - logprob``:
@@ -188,7 +189,8 @@ def kl_to_reference(
     another divergence). "k1+", "abs+" and "k3+" have the value of the first and the gradient of k2, as verl's;
     NeMo-RL's default, k3 with the score function, has the gradient of "k3+".
     ``bias_correction``: times r = exp(logprob - old_logprobs), with its gradient (DeepSeek-V3.2; TRL and Liger
-    ``use_bias_correction_kl``); r is 1 with its gradient where old_logprobs are missing.
+    ``use_bias_correction_kl``); r is 1 with its gradient where old_logprobs are missing. With ``level="segment"`` r is
+    that of the token's segment, of the mean of its log-ratios (TRL with sequence-level importance sampling).
     ``log_ratio_clamp`` c: d is clamped to [-c, c]; ``kl_clamp`` c: the value, before the correction. No gradient where
     a clamp acts, but ``kl_clamp`` leaves the gradient of a "+" (as verl). verl: 20 and 10 (k3); NeMo-RL the same;
     PipelineRL 10 and None; TRL and Liger None and None. The default keeps k3 finite and is out of
@@ -196,6 +198,9 @@ def kl_to_reference(
     ``summand``: ``SummandOptions``; rollout weights don't apply to it.
     """
     choice("kl_to_reference", "estimator", estimator, ESTIMATORS)
+    choice("kl_to_reference", "level", level, ("token", "segment"))
+    if level == "segment" and not bias_correction:
+        raise ValueError('level="segment" of losses.kl_to_reference is of its bias_correction, which is False')
     if flag("kl_to_reference", "bias_correction", bias_correction) and estimator.endswith("+"):
         raise ValueError(
             f"bias_correction of losses.kl_to_reference corrects the gradient that estimator {estimator!r} replaces; "
@@ -207,10 +212,12 @@ def kl_to_reference(
         "log_ratio_clamp": checked_clamp("kl_to_reference", log_ratio_clamp, "log_ratio_clamp"),
         "kl_clamp": checked_clamp("kl_to_reference", kl_clamp, "kl_clamp"),
         "ratio_clamp": checked_clamp("kl_to_reference", ratio_clamp),
+        "level": level,
     }
     optional = ("old_logprobs",) if bias_correction else ()
-    fields = ("ref_logprobs",)
-    return make("kl_to_reference", estimated_kl, summand, options, fields=fields, optional_fields=optional)
+    fields = ("ref_logprobs", "segments") if level == "segment" else ("ref_logprobs",)
+    scope: Any = level
+    return make("kl_to_reference", estimated_kl, summand, options, fields=fields, optional_fields=optional, scope=scope)
 
 
 def clamped_estimate(d: Tensor, estimator: str, bound: float | None) -> Tensor:
@@ -232,6 +239,7 @@ def estimated_kl(
     log_ratio_clamp: float | None,
     kl_clamp: float | None,
     ratio_clamp: float | None,
+    level: str = "token",
 ) -> Tensor:
     d = clamped(batch["ref_logprobs"] - stats.logprob, log_ratio_clamp)
     values = clamped_estimate(d, estimator.removesuffix("+"), kl_clamp)
@@ -239,5 +247,7 @@ def estimated_kl(
         k2 = kl_estimate(d, "k2")
         return values.detach() + (k2 - k2.detach())
     if bias_correction:
-        return values * clamped(token_log_ratio(stats, batch), ratio_clamp).exp()
+        log_ratio = token_log_ratio(stats, batch)
+        log_ratio = batch.per_token(batch.segment_mean(log_ratio)) if level == "segment" else log_ratio
+        return values * clamped(log_ratio, ratio_clamp).exp()
     return values

@@ -1,5 +1,6 @@
-"""Losses of policy gradients whose ratio is one of a whole segment: ``gspo``, ``gmpo`` and ``rloo``."""
+"""Losses of policy gradients whose ratio is one of a whole segment: ``gspo``, ``gmpo``, ``rloo`` and ``vespo``."""
 
+import math
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from ..core.batch import Batch
 from ..core.estimates import clamped
 from ..core.loss_stats import Stats
-from .base import Losses, bound, choice
+from .base import Losses, bound, choice, number
 from .policy_shared import (
     Rollout,
     checked_clamp,
@@ -18,6 +19,7 @@ from .policy_shared import (
     rollout_weights,
     token_log_ratio,
     token_size,
+    two_sided,
     weighted,
 )
 
@@ -27,6 +29,7 @@ def gspo(
     clip_high: float = 0.2,
     weighting: str = "segment",
     level: str = "segment",
+    delta: float | None = None,
     ratio_clamp: float | None = 20.0,
     **policy: Any,
 ) -> Losses:
@@ -39,15 +42,18 @@ def gspo(
     "token" with the number of segments as ``normalizer``. Tokens of segment -1 have value 0; by tokens they count.
     ``level``: "segment"; or "token", GSPO-token (verl's GSPO): ``R_t = sg(R) exp(logprob - sg(logprob))`` with each
     token's own advantage, averaged over the segment by weighting "segment".
+    ``delta``: the two-sided clip of ``grpo`` (TRL with sequence-level importance sampling).
     ``ratio_clamp`` c: log R is clamped to [-c, c], without gradient outside (verl: at most 10; others none: None).
     The paper clips at 3e-4 and 4e-4; 0.2 is what TRL, verl and Fast-LLM do unless told. ``policy``: ``PolicyOptions``.
     """
     low, high = ratio_bounds("gspo", clip_low, clip_high)
+    high, ceiling = two_sided("gspo", high, delta)
     choice("gspo", "weighting", weighting, ("segment", "token"))
     choice("gspo", "level", level, ("segment", "token"))
     options = {
         "low": low,
         "high": high,
+        "ceiling": ceiling,
         "weighting": weighting,
         "level": level,
         "ratio_clamp": checked_clamp("gspo", ratio_clamp),
@@ -61,6 +67,7 @@ def _gspo(
     batch: Batch,
     low: float,
     high: float,
+    ceiling: float | None,
     weighting: str,
     level: str,
     ratio_clamp: float | None,
@@ -71,11 +78,11 @@ def _gspo(
         advantages = torch.where(batch["segments"] >= 0, batch["advantages"], 0.0)
         # R's value, each token's own gradient
         log_ratio = batch.per_token(log_ratio).detach() + (stats.logprob - stats.logprob.detach())
-        values = -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, low, high)
+        values = -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, low, high, ceiling)
         values = weighted(values, stats, batch, rollout)
         return values if weighting == "token" else batch.segment_mean(values)
     advantages = batch.segment_mean(batch["advantages"])
-    values = -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, low, high)
+    values = -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, low, high, ceiling)
     if weighting == "token":
         return weighted(batch.per_token(values), stats, batch, rollout)
     return _weighted_segments(values, stats, batch, rollout)
@@ -113,26 +120,98 @@ def _gmpo(
     return _weighted_segments(values, stats, batch, rollout)
 
 
-def rloo(clip_low: float = 0.2, clip_high: float = 0.2, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
+def rloo(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    delta: float | None = None,
+    ratio_clamp: float | None = 20.0,
+    **policy: Any,
+) -> Losses:
     """``-min(R A_s, clip(R, 1 - clip_low, 1 + clip_high) A_s)`` per segment s, ``log R`` the sum over s of ``logprob -
     old_logprobs``: the ratio of whole completions (arXiv 2402.14740, as TRL's trainer).
 
     One value per segment; ``A_s``, the mean of the segment's advantages, is the caller's leave-one-out advantage.
     Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1 with its gradient).
-    ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c]. Defaults: TRL's. ``policy``: ``PolicyOptions``.
+    ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c]. Defaults:
+    TRL's. ``policy``: ``PolicyOptions``.
     """
     low, high = ratio_bounds("rloo", clip_low, clip_high)
-    options = {"low": low, "high": high, "ratio_clamp": checked_clamp("rloo", ratio_clamp)}
+    high, ceiling = two_sided("rloo", high, delta)
+    options = {"low": low, "high": high, "ceiling": ceiling, "ratio_clamp": checked_clamp("rloo", ratio_clamp)}
     return make_policy("rloo", _rloo, options, policy, unit="segment", size=_segment_size)
 
 
 def _rloo(
-    stats: Stats, batch: Batch, low: float, high: float, ratio_clamp: float | None, rollout: Rollout | None
+    stats: Stats,
+    batch: Batch,
+    low: float,
+    high: float,
+    ceiling: float | None,
+    ratio_clamp: float | None,
+    rollout: Rollout | None,
 ) -> Tensor:
     advantages = batch.segment_mean(batch["advantages"])
     log_ratio = clamped(batch.segment_sum(token_log_ratio(stats, batch)), ratio_clamp)
-    values = -advantages * clipped_ratio(log_ratio, advantages, low, high)
+    values = -advantages * clipped_ratio(log_ratio, advantages, low, high, ceiling)
     return _weighted_segments(values, stats, batch, rollout)
+
+
+LEAST_WEIGHT = 1e-8  # of a segment's ratio in VESPO, as TRL
+
+
+def vespo(
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+    ratio_clamp: float = 20.0,
+    **policy: Any,
+) -> Losses:
+    """``-sg(phi(w)) A logprob`` with ``phi(w) = w^k exp(lambda (1 - w))``, where ``w`` is the ratio of the token's
+    whole segment, the exponential of the sum of ``logprob - old_logprobs``: a soft bound in place of the clip (VESPO,
+    arXiv 2602.10693, as TRL).
+
+    One value per token, 0 for tokens of segment -1. ``k_pos`` and ``lambda_pos`` where A >= 0, ``k_neg`` and
+    ``lambda_neg`` elsewhere; lambda is at least 1e-4. ``ratio_clamp`` c: a token's log-ratio is clamped to [-c, c], and
+    log w to [log 1e-8, c]. Rollout weights, of ``rollout_level="token"`` alone, are part of w: their logarithms, in the
+    same range, are added to log w, and the value is not multiplied by them.
+    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them w = 1). Defaults: TRL's,
+    whose normaliser is ``weights.token_mean``. ``policy``: ``PolicyOptions``.
+    """
+    if policy.get("rollout_level", "token") != "token":
+        raise ValueError('rollout_level of losses.vespo must be "token": a segment\'s weight is a sum over its tokens')
+    options = {
+        "k_pos": number("vespo", "k_pos", k_pos, 0.0),
+        "lambda_pos": max(1e-4, number("vespo", "lambda_pos", lambda_pos, 0.0)),
+        "k_neg": number("vespo", "k_neg", k_neg, 0.0),
+        "lambda_neg": max(1e-4, number("vespo", "lambda_neg", lambda_neg, 0.0)),
+        "ratio_clamp": bound("vespo", "ratio_clamp", ratio_clamp, open_=True),
+    }
+    return make_policy("vespo", _vespo, options, policy, unit="token", segments=True)
+
+
+def _vespo(
+    stats: Stats,
+    batch: Batch,
+    k_pos: float,
+    lambda_pos: float,
+    k_neg: float,
+    lambda_neg: float,
+    ratio_clamp: float,
+    rollout: Rollout | None,
+) -> Tensor:
+    advantages, least = batch["advantages"], math.log(LEAST_WEIGHT)
+    log_ratio = clamped(token_log_ratio(stats, batch).detach(), ratio_clamp)
+    if rollout is not None:
+        log_ratio = log_ratio + rollout_weights(stats, batch, rollout).log().clamp(least, ratio_clamp)
+    log_w = batch.per_token(batch.segment_sum(log_ratio).clamp(least, ratio_clamp))
+    gamma = torch.where(
+        advantages >= 0,
+        k_pos * log_w + lambda_pos * (1 - log_w.exp()),
+        k_neg * log_w + lambda_neg * (1 - log_w.exp()),
+    ).exp()
+    inside = (batch["segments"] >= 0) & (advantages != 0)
+    return -torch.where(inside, gamma * advantages, 0.0) * torch.where(inside, stats.logprob, 0.0)
 
 
 def _weighted_segments(values: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:

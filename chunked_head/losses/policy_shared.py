@@ -97,6 +97,7 @@ def make_policy(
     policy: dict[str, Any],
     unit: str | None = None,  # None: a loss of tokens that knows no segments
     size: Any = token_size,
+    segments: bool = False,  # whether one of tokens reads them
 ) -> Losses:
     """The loss with its rollout weights taken out of ``policy``."""
     refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
@@ -104,7 +105,7 @@ def make_policy(
     names = ("rollout", "rollout_level", "rollout_max", "rollout_min")
     given = {name: policy.pop(name) for name in names if name in policy}
     rollout = _rollout(kind, **given)
-    segments = unit is not None or (rollout is not None and rollout.level == "segment")
+    segments = segments or unit is not None or (rollout is not None and rollout.level == "segment")
     fields = ["advantages"]
     if segments:
         fields.append("segments")
@@ -148,6 +149,15 @@ def _rollout(
 def ratio_bounds(where: str, clip_low: float, clip_high: float) -> tuple[float, float]:
     """The least and the largest ratio, which is at least 0."""
     return 1.0 - number(where, "clip_low", clip_low, 0.0, 1.0), 1.0 + bound(where, "clip_high", clip_high)
+
+
+def two_sided(where: str, high: float, delta: float | None) -> tuple[float, float | None]:
+    """The largest ratio where A > 0, and where A < 0, for a ratio that is at most ``delta`` unclipped."""
+    if delta is None:
+        return high, None
+    # clip(r) caps what the min sees of A > 0 and stays a floor of what it sees of A < 0
+    delta = bound(where, "delta", delta, open_=True)
+    return min(delta, high), max(delta, high)
 
 
 def checked_clamp(where: str, value: float | None, argument: str = "ratio_clamp") -> float | None:

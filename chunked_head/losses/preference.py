@@ -17,11 +17,15 @@ from .base import Losses, choice, flag, make, number
 
 DPO_VARIANTS = (
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
-    "apo_down", "discopop",
+    "apo_down", "discopop", "aot", "aot_unpaired",
 )  # fmt: skip
 CPO_VARIANTS = ("sigmoid", "hinge", "ipo")
 AVERAGED = ("ipo", "sigmoid_norm")  # variants that score a segment by its mean unless told otherwise
-SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair")
+SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
+SORTED = ("aot", "aot_unpaired")  # variants that compare a pair with all others
+DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
+OF_MARGINS = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop")  # that take a divergence
+MOST_EXPONENT = 80.0  # whose exponential fp32 holds
 
 
 def dpo(
@@ -32,6 +36,9 @@ def dpo(
     average: bool | None = None,
     reference_free: bool = False,
     discopop_tau: float = 0.05,
+    divergence: str = "reverse_kl",
+    divergence_alpha: float = 0.5,
+    ld_alpha: float | None = None,
     **summand: Any,
 ) -> Losses:
     """Direct preference optimisation and its relatives (arXiv 2305.18290; names and defaults as TRL's ``loss_type``).
@@ -49,6 +56,16 @@ def dpo(
     - ``sppo_hard`` (2405.00675): ``(u - 0.5 / beta) ** 2 + (v + 0.5 / beta) ** 2``.
     - ``apo_zero`` (2408.06266): ``s(-beta * u) + s(beta * v)``. ``apo_down``: ``s(beta * u) + s(-d)``.
     - ``discopop`` (2406.08414): ``-log s(d) * (1 - M) + exp(-d) * M``, ``M = s(d / discopop_tau)``.
+    - ``aot`` (2406.05882): ``sigmoid`` of ``d = beta * (w_(i) - r_(i))``, where ``w`` are the pairs' differences of
+      log-probabilities in ascending order, ``r`` those of the reference. ``aot_unpaired``: ``beta * (u_(i) - v_(i))``.
+
+    ``divergence`` (f-DPO, 2309.16240) puts ``f'(e^u)`` in the place of u, and of v likewise: ``forward_kl``
+    ``1 - exp(-u)``; ``js`` ``log 2 + log s(u)``; ``alpha`` ``(exp((a - 1) * u) - 1) / (a - 1)`` with
+    ``a = divergence_alpha``, 1 for reverse KL. It goes with the variants that read ``u - v`` alone. Exponents are at
+    most 80, without gradient beyond.
+
+    ``ld_alpha`` in [0, 1] (LD-DPO, 2409.06411): tokens of a pair's longer segment that stand behind the shorter one's
+    length weigh so much; a segment of several pairs is as long as its shortest. Not with ``TokenParallel``.
 
     Fields: ``segments``, ``pairs`` [P, 2] of (chosen, rejected) segment ids, and ``ref_logprobs`` unless
     ``reference_free``. One value per pair; the mean is over pairs. ``average`` scores segments by their mean instead
@@ -60,18 +77,38 @@ def dpo(
     choice("dpo", "variant", variant, DPO_VARIANTS)
     discopop_tau = number("dpo", "discopop_tau", discopop_tau, 0.0, math.inf, open_=True)
     reference = not flag("dpo", "reference_free", reference_free)
-    return paired("dpo", beta, variant, label_smoothing, average, reference, summand, tau=discopop_tau)
+    choice("dpo", "divergence", divergence, DIVERGENCES)
+    power = {"reverse_kl": 0.0, "forward_kl": -1.0, "js": None}.get(
+        divergence, number("dpo", "divergence_alpha", divergence_alpha) - 1.0
+    )
+    if power != 0.0 and variant not in OF_MARGINS:
+        raise ValueError(
+            f"divergence={divergence!r} of losses.dpo goes with variants {', '.join(OF_MARGINS)}, got {variant!r}"
+        )
+    if ld_alpha is not None:
+        ld_alpha = number("dpo", "ld_alpha", ld_alpha, 0.0, 1.0)
+        if variant in SORTED:
+            raise ValueError(f"ld_alpha of losses.dpo weighs the tokens of pairs, which {variant!r} takes apart")
+    return paired(
+        "dpo", beta, variant, label_smoothing, average, reference, summand, tau=discopop_tau, power=power,
+        ld_alpha=ld_alpha,
+    )  # fmt: skip
 
 
-def simpo(beta: float = 0.1, gamma: float = 0.5, *, label_smoothing: float = 0.0, **summand: Any) -> Losses:
+def simpo(
+    beta: float = 0.1, gamma: float = 0.5, *, label_smoothing: float = 0.0, alpha: float = 0.0, **summand: Any
+) -> Losses:
     """SimPO (arXiv 2405.14734): ``-log s(d)`` with ``d = beta * (u - v) - gamma`` of mean log-probabilities.
 
-    ``label_smoothing`` as in ``dpo``. Fields: ``segments``, ``pairs``; no reference. The margin is TRL's and Liger's
+    ``alpha`` other than 0 is AlphaPO (2501.03884): ``(1 - exp(-alpha * u)) / alpha`` in the place of u, and of v
+    likewise, the exponents at most 80. ``label_smoothing`` as in ``dpo``.
+    Fields: ``segments``, ``pairs``; no reference. The margin is TRL's and Liger's
     ``simpo_gamma``, as are the defaults; the paper's code says ``gamma_beta_ratio = gamma / beta`` and trains with
     beta 2 to 10. TRL and Liger can add the chosen segments' NLL: ``cpo`` says how to.
     """
     gamma = number("simpo", "gamma", gamma)
-    return paired("simpo", beta, "sigmoid", label_smoothing, True, False, summand, margin=gamma)
+    power = -number("simpo", "alpha", alpha)
+    return paired("simpo", beta, "sigmoid", label_smoothing, True, False, summand, margin=gamma, power=power)
 
 
 def cpo(
@@ -80,11 +117,13 @@ def cpo(
     *,
     label_smoothing: float = 0.0,
     average: bool | None = None,
+    alpha: float = 0.0,
     **summand: Any,
 ) -> Losses:
     """Contrastive preference optimisation (arXiv 2401.08417): ``dpo`` without a reference, the pair term alone.
 
-    ``variant``: ``sigmoid``, ``hinge`` or ``ipo``, as in ``dpo``. Scores are sums except for ``ipo``'s. Fields:
+    ``variant``: ``sigmoid``, ``hinge`` or ``ipo``, as in ``dpo``. Scores are sums except for ``ipo``'s; ``alpha`` as in
+    ``simpo``, of sums (TRL) or, with ``average``, of means as in AlphaPO's paper. Fields:
     ``segments``, ``pairs``.
 
     The papers and TRL add the chosen segments' negative log-likelihood (``cpo_alpha`` 1), which is a summand of its
@@ -93,7 +132,7 @@ def cpo(
     it the mean over those tokens; without one it is divided by all tokens that count.
     """
     choice("cpo", "variant", variant, CPO_VARIANTS)
-    return paired("cpo", beta, variant, label_smoothing, average, False, summand)
+    return paired("cpo", beta, variant, label_smoothing, average, False, summand, power=-number("cpo", "alpha", alpha))
 
 
 def orpo(beta: float = 0.1, **summand: Any) -> Losses:
@@ -159,6 +198,8 @@ def paired(
     summand: dict[str, Any],
     margin: float = 0.0,
     tau: float = 0.05,
+    power: float | None = 0.0,
+    ld_alpha: float | None = None,
 ) -> Losses:
     """A loss of a pair's two scores, its options checked."""
     smoothing = number(kind, "label_smoothing", label_smoothing, 0.0, 1.0)
@@ -182,9 +223,12 @@ def paired(
         "reference": reference,
         "margin": margin,
         "tau": tau,
+        "power": power,
+        "ld_alpha": ld_alpha,
     }
     fields = ("segments", "pairs") + (("ref_logprobs",) if reference else ())
-    return make(kind, _paired, summand, options, fields=fields, scope="segment", unit="pair")
+    alone = variant not in SORTED
+    return make(kind, _paired, summand, options, fields=fields, scope="segment", unit="pair", alone=alone)
 
 
 def _paired(
@@ -197,11 +241,16 @@ def _paired(
     reference: bool,
     margin: float,
     tau: float,
+    power: float | None,
+    ld_alpha: float | None,
 ) -> Tensor:
-    u, v = of_pairs(scores(stats, batch, average, reference), batch)
+    if variant in SORTED:
+        u, v = sorted_scores(stats, batch, average, reference, variant == "aot")
+    else:
+        u, v = of_pairs(bent(scores(stats, batch, average, reference, ld_alpha), power), batch)
     d = beta * (u - v) - margin
     eps = label_smoothing
-    if variant in ("sigmoid", "sigmoid_norm"):
+    if variant in ("sigmoid", "sigmoid_norm", *SORTED):
         return -(1 - eps) * F.logsigmoid(d) - eps * F.logsigmoid(-d)
     if variant == "hinge":
         return torch.relu(1 - d)
@@ -252,10 +301,52 @@ def _kto(
     )
 
 
-def scores(stats: Stats, batch: Batch, average: bool, reference: bool) -> Tensor:
+def scores(stats: Stats, batch: Batch, average: bool, reference: bool, ld_alpha: float | None = None) -> Tensor:
     """[num_segments]"""
     values = stats.logprob - batch["ref_logprobs"] if reference else stats.logprob
+    if ld_alpha is not None:
+        values = torch.where(beyond_shorter(batch), values * ld_alpha, values)
     return batch.segment_mean(values) if average else batch.segment_sum(values)
+
+
+def bent(scores: Tensor, power: float | None) -> Tensor:
+    """``(exp(power * x) - 1) / power``, x itself for 0; None: what the Jensen-Shannon divergence makes of x."""
+    if power is None:
+        return math.log(2.0) + F.logsigmoid(scores)
+    # near 0 it is x, whose gradient would be lost to the division
+    if abs(power) < 1e-6:
+        return scores
+    return torch.expm1((power * scores).clamp(max=MOST_EXPONENT)) / power
+
+
+def beyond_shorter(batch: Batch) -> Tensor:
+    """Which tokens [n] stand behind the length of the segment that their own is paired with."""
+    count = batch.segment_count()
+    chosen, rejected = batch["pairs"].unbind(1)
+    paired = (chosen >= 0) & (rejected >= 0)
+    shared = torch.where(paired, torch.minimum(*of_pairs(count, batch)), torch.inf)
+    for segment in (chosen, rejected):
+        count = count.scatter_reduce(0, torch.where(paired, segment, 0), shared, "amin")
+    return batch.segment_place() >= batch.per_token(count)
+
+
+def sorted_scores(stats: Stats, batch: Batch, average: bool, reference: bool, whole: bool) -> tuple[Tensor, Tensor]:
+    """Two numbers for each pair, of which the second comes from whichever pair it is at the first one's rank: the
+    pair's difference and the reference's where ``whole``, else the chosen and the rejected score."""
+    counted = of_pairs(batch.segment_count() > 0, batch)
+    counts = counted[0] & counted[1] & (batch["pairs"] >= 0).all(1)
+    if whole:
+        chosen, rejected = of_pairs(scores(stats, batch, average, False), batch)
+        known = batch["ref_logprobs"] if reference else torch.zeros_like(stats.logprob)
+        known = batch.segment_mean(known) if average else batch.segment_sum(known)
+        of_chosen, of_rejected = of_pairs(known, batch)
+        first, second = chosen - rejected, of_chosen - of_rejected
+    else:
+        first, second = of_pairs(scores(stats, batch, average, reference), batch)
+    # pairs that do not count come last in both orders
+    ahead = torch.where(counts, first.detach(), torch.inf).sort(stable=True).indices
+    behind = torch.where(counts, second.detach(), torch.inf).sort(stable=True).indices
+    return first, second[torch.empty_like(behind).scatter_(0, ahead, behind)]
 
 
 def of_pairs(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

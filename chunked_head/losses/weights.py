@@ -1,4 +1,4 @@
-"""Normalisers of policy losses as arguments of a loss: ``losses.grpo(**weights.sequence_mean(mask))``.
+"""Normalisers and token weights as arguments of a loss: ``losses.grpo(**weights.sequence_mean(mask))``.
 
 A loss is ``sum(m w l) / D``. Each function gives ``normalizer`` D and, where it differs from 1, ``token_weights`` w of
 the target's shape. What counts is global: with micro-batches and ranks, pass totals over all of them (one all-reduce of
@@ -95,6 +95,100 @@ def dr_grpo(num_sequences: float | Tensor, max_completion_length: int) -> dict[s
     Liger."""
     _count("dr_grpo", "max_completion_length", max_completion_length)
     return {"normalizer": _count("dr_grpo", "num_sequences", num_sequences) * max_completion_length}
+
+
+# ---- token weights from a first pass, ``linear_logprobs(..., entropy=True)`` under ``torch.no_grad()``
+
+
+def entropy_quantile(entropy: Tensor, mask: Tensor, fraction: float) -> dict[str, Any]:
+    """1 for the ``fraction`` of tokens with the largest entropy, else 0: ``H >= quantile(H of the tokens, 1 -
+    fraction)``, interpolated linearly (arXiv 2506.01939; TRL's ``top_entropy_quantile``).
+
+    ``entropy`` and ``mask`` bool of target's shape. The denominator stays the count of all tokens, as TRL's. TRL's
+    quantile is of all ranks' tokens: gather both beforehand for that.
+    """
+    _fraction("entropy_quantile", fraction)
+    _alike("entropy_quantile", mask, entropy=entropy)
+    ascending = torch.where(mask, entropy, torch.inf).flatten().sort().values
+    at = (mask.sum() - 1).clamp(min=0) * (1.0 - fraction)
+    below, above = ascending[at.floor().long()], ascending[at.ceil().long()]
+    return {
+        "token_weights": (mask & (entropy >= torch.lerp(below, above, at.frac().to(below.dtype)))).to(entropy.dtype)
+    }
+
+
+def clip_cov(
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    fraction: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    clipped: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> dict[str, Any]:
+    """0 for randomly chosen tokens whose ``(A - mean A) (logprob - mean logprob)`` lies between ``low`` and ``high``,
+    so many as ``fraction`` of all, one at least; else 1 (Clip-Cov, arXiv 2505.22617, as verl, whose defaults these
+    are).
+
+    All of target's shape; ``mask`` bool: the tokens that count. ``clipped`` bool: tokens whose ratio the loss clips
+    already, which are not chosen.
+    """
+    _fraction("clip_cov", fraction)
+    covariance = _covariance("clip_cov", logprobs, advantages, mask)
+    inside = mask & (covariance > low) & (covariance < high)
+    inside = inside if clipped is None else inside & ~clipped
+    drawn = torch.rand(mask.shape, device=mask.device, generator=generator)
+    chosen = _smallest(torch.where(inside, drawn, torch.inf), mask, fraction)
+    return {"token_weights": (~(chosen & inside)).to(logprobs.dtype)}
+
+
+def kl_cov(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, fraction: float = 2e-4) -> dict[str, Any]:
+    """1 for the ``fraction`` of tokens with the largest ``(A - mean A) (logprob - mean logprob)``, one at least, else
+    0: of a penalty of these alone (KL-Cov, arXiv 2505.22617, as verl). With ``batch["ref_logprobs"]`` the old ones,
+
+        losses.grpo(clip_low=1.0, clip_high=math.inf) + losses.kl_to_reference("abs", **weights.kl_cov(...))
+
+    All of target's shape; ``mask`` bool: the tokens that count.
+    """
+    _fraction("kl_cov", fraction)
+    covariance = _covariance("kl_cov", logprobs, advantages, mask)
+    return {"token_weights": (mask & _smallest(-covariance, mask, fraction)).to(logprobs.dtype)}
+
+
+def _covariance(where: str, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Each token's part of it, -inf where one does not count."""
+    _alike(where, mask, logprobs=logprobs, advantages=advantages)
+    count = mask.sum().clamp(min=1)
+
+    def centred(values: Tensor) -> Tensor:
+        values = torch.where(mask, values, 0.0)
+        return values - values.sum() / count
+
+    return torch.where(mask, centred(logprobs) * centred(advantages), -torch.inf)
+
+
+def _smallest(values: Tensor, mask: Tensor, fraction: float) -> Tensor:
+    """Which are among as many as ``fraction`` of the tokens that count, one at least."""
+    last = (mask.sum() * fraction).long().clamp(min=1) - 1
+    return values <= values.flatten().sort().values[last]
+
+
+def _alike(where: str, mask: Tensor, **values: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.numel():
+        raise TypeError(f"mask of weights.{where} must be a bool tensor of one token or more, got {mask!r}")
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.shape != mask.shape or not value.is_floating_point():
+            raise ValueError(
+                f"{name} of weights.{where} must be a floating-point tensor of mask's shape {tuple(mask.shape)}, got "
+                f"{tuple(value.shape) if isinstance(value, Tensor) else value!r}"
+            )
+
+
+def _fraction(where: str, fraction: Any) -> None:
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise ValueError(f"fraction of weights.{where} must be above 0 and at most 1, got {fraction!r}")
 
 
 def _count(where: str, argument: str, value: Any) -> float | Tensor:

@@ -18,10 +18,13 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     class_weights: Tensor | None = None,
     token_scaling: bool = False,
+    entropy_scaling: float | None = None,
 ) -> Tensor:
     values = F.cross_entropy(x, target, class_weights, reduction="none", label_smoothing=label_smoothing)
     if token_scaling:
         values = values * torch.softmax(x, -1).gather(-1, target[:, None])[:, 0].detach()
+    if entropy_scaling is not None:
+        values = values * entropy(x, target, fields).detach() ** entropy_scaling
     return values
 
 

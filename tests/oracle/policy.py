@@ -1,5 +1,6 @@
 """Policy losses on full logits: the formulas as published, one segment after another."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,9 +33,12 @@ def members(fields: Fields) -> list[Tensor]:
     return [torch.nonzero(fields["segments"] == s)[:, 0] for s in range(fields["num_segments"])]
 
 
-def surrogate(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def surrogate(
+    ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, delta: float | None = None
+) -> Tensor:
     clipped = clamp(ratio, 1 - clip_low, 1 + clip_high)
-    return -torch.min(ratio * advantage, clipped * advantage)
+    free = ratio if delta is None else torch.clamp(ratio, max=delta)
+    return -torch.min(free * advantage, clipped * advantage)
 
 
 def rollout_weights(
@@ -138,6 +142,7 @@ def gspo(
     clip_high: float = 0.2,
     weighting: str = "segment",
     level: str = "segment",
+    delta: float | None = None,
     ratio_clamp: float | None = 20.0,
     rollout: str | None = None,
     **options,
@@ -156,7 +161,7 @@ def gspo(
         else:
             moving = new[tokens] - new[tokens].detach()
             ratio = limited(log_ratio.detach() + moving, ratio_clamp).exp()
-        values = surrogate(ratio, advantage, clip_low, clip_high) * factors[tokens]
+        values = surrogate(ratio, advantage, clip_low, clip_high, delta) * factors[tokens]
         tokens_values = tokens_values.index_put((tokens,), values)
         segment_values.append(values.mean())
     return torch.stack(segment_values) if weighting == "segment" else tokens_values
@@ -195,6 +200,7 @@ def rloo(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    delta: float | None = None,
     ratio_clamp: float | None = 20.0,
     rollout: str | None = None,
     **options,
@@ -207,9 +213,39 @@ def rloo(
             values.append(x.sum() * 0)
             continue
         ratio = limited(differences[tokens].sum(), ratio_clamp).exp()
-        value = surrogate(ratio, fields["advantages"][tokens].mean(), clip_low, clip_high)
+        value = surrogate(ratio, fields["advantages"][tokens].mean(), clip_low, clip_high, delta)
         values.append(value * factors[tokens].mean())
     return torch.stack(values)
+
+
+def vespo(
+    x: Tensor,
+    target: Tensor,
+    fields: Fields,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+    ratio_clamp: float = 20.0,
+    rollout: str | None = None,
+    **options,
+) -> Tensor:
+    logs = limited(log_ratios(x, target, fields).detach(), ratio_clamp)
+    if rollout is not None:
+        weights = rollout_weights(x, target, fields, rollout, **options)
+        logs = logs + torch.tensor([max(w, 1e-8) for w in weights.tolist()], dtype=x.dtype).log()
+    values = torch.zeros_like(logs)
+    for tokens in members(fields):
+        w = min(max(float(logs[tokens].sum()), math.log(1e-8)), ratio_clamp)
+        for token in tokens.tolist():
+            advantage = float(fields["advantages"][token])
+            k, rate = (k_pos, lambda_pos) if advantage >= 0 else (k_neg, lambda_neg)
+            phi = math.exp(w) ** k * math.exp(rate * (1 - math.exp(w)))
+            values = values.index_put(
+                (torch.tensor([token]),), -phi * advantage * logprobs(x, target)[token : token + 1]
+            )
+    return values
 
 
 def kl_to_reference(
@@ -222,6 +258,7 @@ def kl_to_reference(
     log_ratio_clamp: float | None = 20.0,
     kl_clamp: float | None = None,
     ratio_clamp: float | None = 20.0,
+    level: str = "token",
 ) -> Tensor:
     d = limited(fields["ref_logprobs"] - logprobs(x, target), log_ratio_clamp)
     formulas = {"k1": -d, "abs": torch.abs(d), "k2": d**2 / 2, "k3": torch.exp(d) - d - 1}
@@ -229,5 +266,10 @@ def kl_to_reference(
     if estimator.endswith("+"):
         values = values.detach() + d**2 / 2 - (d**2 / 2).detach()
     if bias_correction:
-        values = values * limited(log_ratios(x, target, fields), ratio_clamp).exp()
+        logs = log_ratios(x, target, fields)
+        if level == "segment":
+            own, logs = logs, torch.zeros_like(logs)
+            for tokens in members(fields):
+                logs = logs.index_put((tokens,), own[tokens].mean().expand(len(tokens)))
+        values = values * limited(logs, ratio_clamp).exp()
     return values

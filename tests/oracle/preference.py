@@ -19,13 +19,59 @@ def dpo(
     average: bool | None = None,
     reference_free: bool = False,
     discopop_tau: float = 0.05,
+    divergence: str = "reverse_kl",
+    divergence_alpha: float = 0.5,
+    ld_alpha: float | None = None,
 ) -> Tensor:
     """[P]"""
     if average is None:
         average = variant in ("ipo", "sigmoid_norm")
-    token = log_likelihood(x, target) - (0.0 if reference_free else fields["ref_logprobs"].to(x.dtype))
+    reference = torch.zeros_like(x[:, 0]) if reference_free else fields["ref_logprobs"].to(x.dtype)
+    token = log_likelihood(x, target) - reference
+    if variant in ("aot", "aot_unpaired"):
+        return sorted_pairs(token, reference, fields, average, variant, beta, label_smoothing, x)
     pairs = chosen_and_rejected(token, fields, average)
-    return stacked([of_pair(u, v, variant, beta, label_smoothing, discopop_tau) for u, v in pairs], x)
+    if ld_alpha is not None:
+        pairs = desensitized(token, fields, ld_alpha, average)
+    bent = {
+        "reverse_kl": lambda u: u,
+        "forward_kl": lambda u: 1 - 1 / u.exp(),
+        "js": lambda u: torch.log(2 * u.exp() / (u.exp() + 1)),
+        "alpha": lambda u: (u.exp() ** (divergence_alpha - 1) - 1) / (divergence_alpha - 1),
+    }[divergence]
+    return stacked([of_pair(bent(u), bent(v), variant, beta, label_smoothing, discopop_tau) for u, v in pairs], x)
+
+
+def desensitized(token: Tensor, fields: Mapping[str, Any], alpha: float, average: bool) -> list[tuple[Tensor, Tensor]]:
+    """Scores with what a segment has more than the shortest of those it is paired with multiplied by alpha."""
+    pairs = fields["pairs"].tolist()
+
+    def one(segment: int) -> Tensor:
+        own = token[fields["segments"] == segment]
+        shared = min(int((fields["segments"] == other).sum()) for pair in pairs if segment in pair for other in pair)
+        score = own[:shared].sum() + alpha * own[shared:].sum()
+        return score / max(1, len(own)) if average else score
+
+    return [(one(chosen), one(rejected)) for chosen, rejected in pairs]
+
+
+def sorted_pairs(
+    token: Tensor, reference: Tensor, fields: Mapping[str, Any], average: bool, variant: str, beta: float, eps: float,
+    x: Tensor,
+) -> Tensor:  # fmt: skip
+    """AOT: each pair's number beside the one of its rank; 0 for pairs of a segment without tokens."""
+    pairs = fields["pairs"].tolist()
+    there = [i for i, pair in enumerate(pairs) if all((fields["segments"] == one).any() for one in pair)]
+    if variant == "aot":
+        whole = [u - v for u, v in chosen_and_rejected(token + reference, fields, average)]
+        other = [u - v for u, v in chosen_and_rejected(reference, fields, average)]
+    else:
+        whole, other = map(list, zip(*chosen_and_rejected(token, fields, average), strict=True))
+    values = [x.sum() * 0.0 for _ in pairs]
+    behind = sorted(there, key=lambda i: other[i].item())
+    for i, j in zip(sorted(there, key=lambda i: whole[i].item()), behind, strict=True):
+        values[i] = of_pair(whole[i], other[j], "sigmoid", beta, eps, 1.0)
+    return stacked(values, x)
 
 
 def of_pair(u: Tensor, v: Tensor, variant: str, beta: float, eps: float, tau: float) -> Tensor:
@@ -64,10 +110,12 @@ def simpo(
     beta: float = 0.1,
     gamma: float = 0.5,
     label_smoothing: float = 0.0,
+    alpha: float = 0.0,
 ) -> Tensor:
     """[P]"""
     values = []
     for u, v in chosen_and_rejected(log_likelihood(x, target), fields, average=True):
+        u, v = (rewards(score, alpha) for score in (u, v))
         margin = beta * u - beta * v - gamma
         values.append(-(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin))
     return stacked(values, x)
@@ -82,12 +130,18 @@ def cpo(
     variant: str = "sigmoid",
     label_smoothing: float = 0.0,
     average: bool | None = None,
+    alpha: float = 0.0,
 ) -> Tensor:
     """[P]"""
-    return dpo(
-        x, target, fields, beta=beta, variant=variant, label_smoothing=label_smoothing, average=average,
-        reference_free=True,
-    )  # fmt: skip
+    average = variant == "ipo" if average is None else average
+    pairs = chosen_and_rejected(log_likelihood(x, target), fields, average)
+    values = [of_pair(rewards(u, alpha), rewards(v, alpha), variant, beta, label_smoothing, 1.0) for u, v in pairs]
+    return stacked(values, x)
+
+
+def rewards(score: Tensor, alpha: float) -> Tensor:
+    """AlphaPO's, of a log-probability."""
+    return score if alpha == 0 else (1 - score.exp() ** -alpha) / alpha
 
 
 def orpo(x: Tensor, target: Tensor, fields: Mapping[str, Any], *, beta: float = 0.1) -> Tensor:

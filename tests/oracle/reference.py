@@ -220,7 +220,7 @@ ORACLE: dict[str, Callable[..., Tensor]] = {
     name: getattr(module, name)
     for module, names in (
         (label, ("cross_entropy", "focal", "unlikelihood", "z_loss", "entropy")),
-        (policy, ("reinforce", "grpo", "cispo", "sapo", "gspo", "gmpo", "rloo", "kl_to_reference")),
+        (policy, ("reinforce", "grpo", "cispo", "sapo", "gspo", "gmpo", "rloo", "vespo", "kl_to_reference")),
         (preference, ("dpo", "simpo", "cpo", "orpo", "kto")),
         (distillation, (*DENSE, "topk_kl")),
     )
