@@ -12,7 +12,7 @@ from loss_cases import FEWER, LOSS_CASES, LossCase, LossInputs, assert_scalar, i
 from oracle import reference
 from torch import Tensor
 
-from chunked_head import LossOutput, linear_loss, logits_loss, metrics
+from chunked_head import LossOutput, linear_loss, logits_loss, losses, metrics
 from chunked_head.engine.arithmetic.evaluate import unit_mask
 from chunked_head.metrics import Metric, unit_weights
 from chunked_head.metrics.values import selected
@@ -204,3 +204,57 @@ def assert_metrics(out: LossOutput, wanted: list[Metric], case: LossCase, inputs
     found = {name: value.value.cpu().double() for name, value in out.metrics.items()}
     truth = {metric.label: measured(metric, x, target, inputs.batch, inputs.num_segments) for metric in wanted}
     torch.testing.assert_close(found, truth, rtol=1e-5, atol=3e-5)
+
+
+def has_values_per_token(case: LossCase) -> bool:
+    parts = [part for _, part in case.losses.terms]
+    own = [(part.reduction, part.normalizer, part.token_weights) for part in parts]
+    return all(part.scope == "token" for part in parts) and set(own) == {(None, None, None)}
+
+
+UNREDUCED = [case for case in LOSS_CASES if has_values_per_token(case)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", UNREDUCED, ids=lambda case: case.name)
+def test_unreduced(case: LossCase, place: Place) -> None:
+    """Each token's value, and gradients of any sum of them: those of the sum with these token weights."""
+    inputs = inputs_of(case, torch.float32, place.device)
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    shared = {"backend": place.backend, "chunk_tokens": 32, **inputs.head}
+    out = linear_loss(hidden, weight, inputs.target, case.losses, batch=inputs.batch, reduction="none", **shared)
+    assert out.loss.shape == inputs.hidden.shape[:-1] and not out.parts and not out.metrics
+    factors = torch.rand(out.loss.shape, generator=torch.Generator().manual_seed(1)).to(place.device) - 0.3
+    found = torch.autograd.grad((out.loss * factors).sum(), [hidden, weight])
+    batch = {**inputs.batch, "token_weights": inputs.batch.get("token_weights", 1.0) * factors}
+    whole = linear_loss(hidden, weight, inputs.target, case.losses, batch=batch, reduction="sum", **shared).loss
+    torch.testing.assert_close((out.loss * factors).sum(), whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, torch.autograd.grad(whole, [hidden, weight]), rtol=1e-4, atol=1e-5)
+
+
+def test_unreduced_logits() -> None:
+    case = next(case for case in LOSS_CASES if case.name == "grpo-sum")
+    inputs = inputs_of(case, torch.float32, "cpu")
+    logits = (inputs.hidden @ inputs.weight.T).requires_grad_()
+    alone = logits_loss(logits, inputs.target, case.losses, batch=inputs.batch, reduction="none").loss
+    of_head = linear_loss(
+        inputs.hidden, inputs.weight, inputs.target, case.losses, batch=inputs.batch, reduction="none"
+    ).loss
+    torch.testing.assert_close(alone, of_head)
+    (found,) = torch.autograd.grad(alone.square().sum(), logits)
+    assert found.isfinite().all() and found.any()
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "says"),
+    [
+        (losses.gspo(), {}, "puts a segment's tokens together"),
+        (losses.cross_entropy(reduction="sum"), {}, "names a reduction or normalizer of its own"),
+        (losses.cross_entropy(), {"metrics": [metrics.entropy()]}, "metrics go with one loss"),
+        (losses.cross_entropy(), {"upstream": 2.0}, "upstream go with one loss"),
+        (losses.cross_entropy(), {"normalizer": 2.0}, 'normalizer goes with reduction="mean"'),
+    ],
+)
+def test_what_has_no_value_per_token(loss: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        linear_loss(torch.randn(3, 8), torch.randn(9, 8), torch.arange(3), loss, reduction="none", **options)

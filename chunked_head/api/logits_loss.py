@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ..core.groups import TokenParallel, VocabParallel
 from ..core.options import flag
-from ..engine.arithmetic.objective import ScalarObjective
-from ..engine.call import Outcome, scalar_objective
+from ..engine.arithmetic.objective import Objective
+from ..engine.call import Outcome, scalar_objective, token_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import LogitsOptions
 from ..engine.logits_call import check_inplace
@@ -95,6 +95,7 @@ def logits_loss(
     checks.check_tensor("logits", logits, optional=False)
     loss, measured = check_loss(logits.device, loss, metrics, reduction, normalizer, None)
     check_inplace(logits, inplace)
+    per_token = reduction == "none"
 
     def check() -> None:
         if isinstance(batch, Mapping) and "teacher_hidden" in batch:
@@ -104,15 +105,20 @@ def logits_loss(
                 "linear_loss, which holds the logits of neither"
             )
 
-    def objective(prepared: PreparedCall) -> ScalarObjective:
-        return scalar_objective(prepared, reduction, normalizer, None)
+        if per_token:
+            options.refuse_average()
+
+    def objective(prepared: PreparedCall) -> Objective:
+        return token_objective(prepared) if per_token else scalar_objective(prepared, reduction, normalizer, None)
 
     def result(ran: Outcome) -> LossOutput:
+        if per_token:
+            return LossOutput(ran.outputs[0], {}, {}, None)
         return loss_output(ran.prepared, ran.objective, ran.outputs[0], ran.stats, measured, None)
 
     return Task(
         "logits_loss", options, loss, objective, result, measured, batch, num_segments, check, inplace=inplace,
-        kept_everywhere=flag("kept_everywhere", kept_everywhere),
+        per_token=("values",) if per_token else (), kept_everywhere=flag("kept_everywhere", kept_everywhere),
     )  # fmt: skip
 
 

@@ -7,10 +7,11 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ..core.shift import at_targets
 from ..core.stats import RowStats
 from ..engine.arithmetic.compiled import SLOW
-from ..engine.arithmetic.objective import ScalarObjective
-from ..engine.call import Outcome, ordered_metrics, scalar_objective
+from ..engine.arithmetic.objective import Objective, ScalarObjective
+from ..engine.call import Outcome, ordered_metrics, scalar_objective, token_objective
 from ..engine.execution import Head
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import head_of
@@ -31,11 +32,12 @@ from .segments import with_segments
 class LossOutput:
     """What ``linear_loss`` and ``logits_loss`` return.
 
-    ``loss``: 0-d, differentiable. ``parts``: each summand's own reduced value, 0-d and detached; ``loss`` is their sum
-    with the coefficients. ``metrics``: by name, each with ``.sum`` and ``.count`` or ``.extremum``, and ``.value``; on
-    the device. With ``TokenParallel`` loss and parts are this rank's shares, metrics the whole batch's. ``plan``: how
-    the call ran; None for ``logits_loss``, which has nothing to plan, and inside of ``torch.compile``, where a graph
-    may run at other lengths.
+    ``loss``: 0-d, or [...] as the target with ``reduction="none"``, differentiable. ``parts``: each summand's own
+    reduced value, 0-d and detached; ``loss`` is their sum with the coefficients. ``metrics``: by name, each with
+    ``.sum`` and ``.count`` or ``.extremum``, and ``.value``; on the device. Both are empty with ``reduction="none"``.
+    With ``TokenParallel`` loss and parts are this rank's shares, metrics the whole batch's. ``plan``: how the call ran;
+    None for ``logits_loss``, which has nothing to plan, and inside of ``torch.compile``, where a graph may run at other
+    lengths.
     """
 
     loss: Tensor
@@ -105,7 +107,9 @@ def linear_loss(
             they count for nothing by ``ignore_index`` or ``batch["mask"]``. ``batch["pairs"]`` is on the CPU then. Not
             with ``TokenParallel`` or ``sequence_sharded``.
         metrics: ``chunked_head.metrics``, of names that differ.
-        reduction: of summands that name none: ``"mean"`` or ``"sum"``.
+        reduction: of summands that name none: ``"mean"`` or ``"sum"``. ``"none"``, for losses of tokens and without
+            metrics: ``loss`` [...] is each token's ``sum(c * w * l)``, 0 where one does not count. Its upstream
+            gradients come late: logits are computed again in ``backward``.
         normalizer: D of summands that name none and are means: a number or a 0-d tensor on the device. None: of each
             summand the tokens (segments, pairs) that count, 1 where there are none. 0 gives 0.
         temperature: divides the logits for every loss and metric that names no temperature of its own. A call may mix
@@ -139,20 +143,32 @@ def linear_loss(
     batch, num_segments, segments = with_segments(head, batch, num_segments, segment_lengths)
     loss, measured = check_loss(head.device, loss, metrics, reduction, normalizer, upstream)
 
-    def objective(prepared: PreparedCall) -> ScalarObjective:
-        return scalar_objective(prepared, reduction, normalizer, upstream)
+    per_token = reduction == "none"
+
+    def check() -> None:
+        if per_token:
+            head.refuse_average()
+
+    def objective(prepared: PreparedCall) -> Objective:
+        return token_objective(prepared) if per_token else scalar_objective(prepared, reduction, normalizer, upstream)
 
     def result(ran: Outcome) -> LossOutput:
+        if per_token:
+            return LossOutput(ran.outputs[0], {}, {}, ran.plan)
         return loss_output(ran.prepared, ran.objective, ran.outputs[0], ran.stats, measured, ran.plan)
 
     return Task(
-        "linear_loss", head, loss, objective, result, measured, batch, num_segments,
-        kept_everywhere=everywhere, segments=segments,
+        "linear_loss", head, loss, objective, result, measured, batch, num_segments, check,
+        per_token=("values",) if per_token else (), kept_everywhere=everywhere, segments=segments,
     )  # fmt: skip
 
 
 @in_graph(linear_loss)
 def in_graph_loss(outputs: list[Tensor], given: dict[str, Any]) -> LossOutput:
+    if given.get("reduction") == "none":
+        operand, target = given["hidden"] if "hidden" in given else given["logits"], given["target"]
+        leading = operand.shape[:-1] if target is None else target.shape
+        return LossOutput(at_targets(outputs[0], leading, given.get("shift", 0)), {}, {}, None)
     value, packed = outputs[0], outputs[1]
     parts, measured, at = {}, {}, 0
     for _, summand in given["loss"].terms:
@@ -180,7 +196,9 @@ def check_loss(
 ) -> tuple[Losses, tuple[Metric, ...]]:
     """Raises what is wrong with the arguments but the head's and ``batch``; the loss and the metrics."""
     loss, measured = as_losses(loss), as_metrics(metrics)
-    checks.check_reduction(reduction, ("mean", "sum"), "; per-token values come from linear_logprobs")
+    checks.check_reduction(reduction)
+    if reduction == "none":
+        check_unreduced(loss, measured, upstream)
     checks.check_scalar("normalizer", normalizer, device, reduction == "mean", 'reduction="mean"')
     checks.check_scalar("upstream", upstream, device, True, "")
     for _, summand in loss.terms:
@@ -190,6 +208,20 @@ def check_loss(
         elif not mean:
             raise ValueError(f'{name} goes with reduction="mean" only; multiply the result instead')
     return loss, measured
+
+
+def check_unreduced(loss: Losses, metrics: tuple[Metric, ...], upstream: float | Tensor | None) -> None:
+    if metrics or upstream is not None:
+        what = "metrics" if metrics else "upstream"
+        raise ValueError(f"{what} go with one loss of the call, which reduction='none' does not have; leave them out")
+    for _, summand in loss.terms:
+        if summand.scope != "token":
+            raise ValueError(
+                f'reduction="none" is for losses of tokens, and {summand.label} puts a segment\'s tokens together; use '
+                '"mean" or "sum"'
+            )
+        if summand.reduction is not None or summand.normalizer is not None:
+            raise ValueError(f'{summand.label} names a reduction or normalizer of its own beside reduction="none"')
 
 
 def loss_output(
