@@ -9,6 +9,7 @@ import ranks
 import torch
 from budget import assert_within_budget
 from cases import PLACES, Place
+from fuzz import compare
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import reference
@@ -44,7 +45,7 @@ def made(
     layout: str, dtype: torch.dtype, device: str, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     leading, lengths = LAYOUTS[layout]
-    g = torch.Generator().manual_seed(len(lengths) + 100 * seed)
+    g = torch.Generator().manual_seed(len(lengths))
     hidden = torch.randn(*leading, HIDDEN, generator=g).to(device, dtype)
     weight = torch.randn(VOCAB, HIDDEN, generator=g).mul(0.05).to(device, dtype)
     target = torch.randint(VOCAB, leading, generator=g).masked_fill(torch.rand(leading, generator=g) < 0.2, -100)
@@ -83,10 +84,8 @@ def step(
     return out, hidden.grad, weight.grad
 
 
-def oracle(
-    name: str, layout: str, dtype: torch.dtype, wide: torch.dtype, shift: int, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, weight, target, batch = made(layout, dtype, "cpu", seed)
+def oracle(name: str, layout: str, dtype: torch.dtype, wide: torch.dtype, shift: int) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, target, batch = made(layout, dtype, "cpu")
     hidden, weight = hidden.to(wide).requires_grad_(), weight.to(wide).requires_grad_()
     leading, lengths = LAYOUTS[layout]
     batch = {key: value.to(wide) if value.is_floating_point() else value for key, value in batch.items()}
@@ -99,17 +98,6 @@ def oracle(
     return loss.detach(), hidden.grad, weight.grad
 
 
-def assert_loss(ours: Tensor, name: str, layout: str, shift: int) -> None:
-    """One number, of which eager's error is one draw that may be next to nothing: the largest of several."""
-    pairs = [
-        [oracle(name, layout, torch.float32, wide, shift, seed)[0] for wide in (torch.float32, torch.float64)]
-        for seed in range(6)
-    ]
-    truth = pairs[0][1]
-    error = max(abs(float(eager.double() - exact)) for eager, exact in pairs)
-    assert_within_budget(ours, truth + error, truth, torch.float32, "loss")
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("shift", [0, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -117,8 +105,8 @@ def assert_loss(ours: Tensor, name: str, layout: str, shift: int) -> None:
 def test_three_matmuls(name: str, layout: str, shift: int, place: Place) -> None:
     out, *grads = step(name, layout, torch.float32, place, shift)
     assert out.plan.schedule == "forward"
-    assert_loss(out.loss, name, layout, shift)
     truth, eager = (oracle(name, layout, torch.float32, wide, shift) for wide in (torch.float64, torch.float32))
+    compare(out.loss.detach(), eager[0], truth[0], torch.float32, 1.0, "loss")  # of values of about 1 and either sign
     for what, ours, *others in zip(("hidden", "weight"), grads, eager[1:], truth[1:], strict=True):
         assert_within_budget(ours, *others, torch.float32, what)
 

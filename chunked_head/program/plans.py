@@ -35,10 +35,11 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
     rows = int(GOOD_CHUNK * SLACK) if sizes.by_segments else GOOD_CHUNK
     logits = rows * sizes.vocab * sizes.element
+    # a copy of all hidden states is no part of a chunk; where it brings pairs together it comes on top
+    copy = sizes.own_tokens * sizes.hidden * sizes.hidden_dtype.itemsize if sizes.copied and sizes.by_segments else 0
     if logits <= share:
-        return share
-    # a copy of all hidden states is no part of a chunk
-    terms = forward_terms(replace(sizes, copied=False), rows, sizes.hidden_dtype, sizes.weight_dtype)
+        return share + copy
+    terms = forward_terms(replace(sizes, copied=copy > 0), rows, sizes.hidden_dtype, sizes.weight_dtype)
     return logits + extra_of(terms) - rows * sizes.kept_bytes
 
 
