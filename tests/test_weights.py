@@ -233,3 +233,31 @@ def test_covariances() -> None:
 def test_what_is_wrong_with_a_first_pass(call: Any, says: str) -> None:
     with pytest.raises((TypeError, ValueError), match=says):
         call(torch.rand(3, 4), torch.rand(3, 4) < 0.5)
+
+
+def test_wpo_by_pairs() -> None:
+    """As TRL weighs them: rows are segments, the chosen ones first."""
+    rows, length = 6, 7
+    x = torch.randn(rows, length, 11, dtype=F64)
+    target, mask = torch.randint(11, (rows, length)), torch.rand(rows, length) < 0.7
+    mask[:, 0] = True
+    hidden = torch.eye(11, dtype=F64)  # a head that makes hidden states the logits
+    logprobs = x.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+    squares = x.log_softmax(-1).mul(2).logsumexp(-1)
+    pairs = torch.arange(rows).view(2, -1).t()
+    aligned = [(logprobs - squares)[i][mask[i]] for i in range(rows)]
+    each = [own.mean().exp() if len(own) else torch.ones((), dtype=F64) for own in aligned]
+    expected = torch.stack([each[i] * each[rows // 2 + i] for i in range(rows // 2)])
+    segments = torch.arange(rows)[:, None].expand(rows, length)
+    found = weights.wpo(logprobs, squares, mask, segments, rows, pairs)
+    torch.testing.assert_close(found, expected)
+
+    batch = {"segments": segments, "pairs": pairs, "ref_logprobs": torch.zeros(rows, length, dtype=F64), "mask": mask}
+
+    def summed(**more: Tensor) -> Tensor:
+        loss = losses.dpo(reduction="sum")
+        return linear_loss(x, hidden, target, loss, batch=batch | more, num_segments=rows).loss
+
+    each_alone = torch.stack([summed(pairs=pair[None]) for pair in pairs])
+    torch.testing.assert_close(summed(pair_weights=found), (each_alone * found).sum())
+    assert not torch.equal(summed(), summed(pair_weights=found))

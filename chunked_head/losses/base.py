@@ -49,6 +49,7 @@ FIELDS: dict[str, Field] = {
     "teacher_mask": Field("row", "bool", trailing=1),
     "segment_labels": Field("segment", "bool"),
     "pairs": Field("pair", "int", trailing=1),
+    "pair_weights": Field("pair"),
     "kl_baseline": Field("constant"),
     "teacher_weight": Field("constant", trailing=2),
     "teacher_bias": Field("constant", trailing=1),

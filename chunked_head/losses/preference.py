@@ -1,5 +1,7 @@
 """Losses of pairs of segments, and of segments with a label: DPO and its variants, SimPO, CPO, ORPO, KTO.
 
+``pair_weights`` [P] of a batch, constants, multiply the values of pairs (of DPO, SimPO and CPO; ``weights.wpo``).
+
 A segment's score is the sum or the mean over its counted tokens of ``logprob - ref_logprobs``, subtracted token by
 token: the difference of two long sums would lose what the loss is about. A segment without a counted token has score 0.
 """
@@ -69,7 +71,8 @@ def dpo(
 
     Fields: ``segments``, ``pairs`` [P, 2] of (chosen, rejected) segment ids, and ``ref_logprobs`` unless
     ``reference_free``. One value per pair; the mean is over pairs. ``average`` scores segments by their mean instead
-    of their sum; by default ``ipo`` and ``sigmoid_norm`` do.
+    of their sum; by default ``ipo`` and ``sigmoid_norm`` do. ``batch["pair_weights"]`` [P], if it is there, multiplies
+    the values (not those of ``aot``); it is no part of the denominator.
 
     Where sources differ: OpenRLHF's IPO takes sums (``average=False``), TRL's means. Liger has no smoothing of
     ``sigmoid``. Fast-LLM sums the differences of all pairs under one log-sigmoid: not offered.
@@ -228,10 +231,20 @@ def paired(
     }
     fields = ("segments", "pairs") + (("ref_logprobs",) if reference else ())
     alone = variant not in SORTED
-    return make(kind, _paired, summand, options, fields=fields, scope="segment", unit="pair", alone=alone)
+    # pairs that are compared with all others have no weight of their own
+    weighted = ("pair_weights",) if alone else ()
+    return make(
+        kind, _paired, summand, options, fields=fields, optional_fields=weighted, scope="segment", unit="pair",
+        alone=alone,
+    )  # fmt: skip
 
 
-def _paired(
+def _paired(stats: Stats, batch: Batch, **options: Any) -> Tensor:
+    values = _unweighted(stats, batch, **options)
+    return values * batch["pair_weights"].to(values.dtype) if "pair_weights" in batch else values
+
+
+def _unweighted(
     stats: Stats,
     batch: Batch,
     beta: float,

@@ -157,6 +157,25 @@ def kl_cov(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, fraction: floa
     return {"token_weights": (mask & _smallest(-covariance, mask, fraction)).to(logprobs.dtype)}
 
 
+def wpo(
+    logprobs: Tensor, log_sum_sq_probs: Tensor, mask: Tensor, segments: Tensor, num_segments: int, pairs: Tensor
+) -> Tensor:
+    """``batch["pair_weights"]`` [P] of WPO (arXiv 2406.11827, as TRL's ``use_weighting``): of both segments the
+    exponential of the mean of ``logprob - log sum_j p_j^2``, multiplied; 0 for pairs with an id below 0.
+
+    From ``linear_logprobs(..., log_sum_sq_probs=True)`` under ``torch.no_grad()``, all of target's shape; ``mask``
+    bool: the tokens that count. ``segments`` int with ids below ``num_segments``, -1 for none; ``pairs`` [P, 2].
+    """
+    _alike("wpo", mask, logprobs=logprobs, log_sum_sq_probs=log_sum_sq_probs)
+    inside = mask & (segments >= 0)
+    ids = torch.where(inside, segments, num_segments).flatten().long()
+    aligned = torch.where(inside, logprobs - log_sum_sq_probs, 0.0).flatten()
+    sums = aligned.new_zeros(num_segments + 1).index_add(0, ids, aligned)
+    counts = torch.zeros_like(sums).index_add(0, ids, torch.ones_like(aligned)).clamp(min=1.0)
+    of_segments = (sums / counts).exp()
+    return torch.where((pairs >= 0).all(1), of_segments[pairs.clamp(min=0)].prod(1), 0.0)
+
+
 def _covariance(where: str, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Each token's part of it, -inf where one does not count."""
     _alike(where, mask, logprobs=logprobs, advantages=advantages)
