@@ -737,7 +737,7 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (IndexError, r"target must be in \[0, 11\) .* got 11", {"target": torch.full((4, 6), 11)}),
     (TypeError, "loss must be made of chunked_head.losses, got str", {"loss": "cross_entropy"}),
     (TypeError, "metrics must hold chunked_head.metrics", {"metrics": [metrics.accuracy]}),
-    (ValueError, "reduction must be one of 'mean', 'sum', got 'none'", {"reduction": "none"}),
+    (ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'avg'", {"reduction": "avg"}),
     (ValueError, 'normalizer goes with reduction="mean"', {"reduction": "sum", "normalizer": 3.0}),
     (ValueError, r"loss reinforce needs batch\['advantages'\]", {"loss": losses.reinforce()}),
     (ValueError, "teacher_hidden: pass F.linear", {"batch": {"teacher_hidden": torch.randn(4, 6, 3)}}),

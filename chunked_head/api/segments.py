@@ -25,6 +25,11 @@ def with_segments(
             "segment_lengths are of all tokens of the batch, and with TokenParallel or sequence_sharded=True each rank "
             "holds others: pass batch['segments'] and num_segments"
         )
+    if head.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "segment_lengths are other numbers at every step, and a CUDA graph would keep these: pass "
+            "batch['segments'] and num_segments"
+        )
     if not lengths or min(lengths) < 0 or sum(lengths) != tokens:
         raise ValueError(
             f"segment_lengths must be of one segment or more and add up to the tokens, {tokens}, padding and prompts "

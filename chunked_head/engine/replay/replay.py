@@ -136,7 +136,8 @@ def finish_of(task: Task[Any], ran: Outcome, result: Any, place: Callable[[Tenso
     """What makes the function's result, and of which slots."""
     first, function, leading, shift = ran.outputs[0], task.result, task.head.leading, task.head.shift
     if task.per_token:
-        return lambda outputs, held: function(Outcome(all_at_targets(outputs, leading, shift), ran.plan)), set()
+        plan = ran.plan  # and nothing else of what was recorded
+        return lambda outputs, held: function(Outcome(all_at_targets(outputs, leading, shift), plan)), set()
     if result is first:
         return lambda outputs, held: outputs[0], set()
     # the loss itself has a gradient: it comes after all that the slots hold
