@@ -18,7 +18,7 @@ from torch import Tensor
 
 from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
 from chunked_head.engine import loop
-from chunked_head.program.segments import Segments, groups_of, spans_of
+from chunked_head.program.segments import Segments, groups_of, order_of, spans_of
 
 VOCAB, HIDDEN, CHUNK = 61, 24, 16
 # a line, whole lines, and lines that hold several segments; one is empty, some are longer than a chunk
@@ -185,7 +185,8 @@ def test_groups_are_of_pairs(data: st.DataObject) -> None:
     count, ids = len(lengths), st.integers(-1, len(lengths) - 1)
     pairs = data.draw(st.lists(st.tuples(ids, ids), max_size=8))
     groups = groups_of(Segments(tuple(lengths), tuple(pairs)), max(1, sum(lengths)), 0)
-    order = torch.arange(sum(lengths)) if groups.order is None else groups.order
+    order = torch.arange(sum(lengths))
+    order = order if groups.order is None else order_of(groups.order, order.device)
     assert sorted(order.tolist()) == list(range(sum(lengths))) and sum(groups.sizes) == sum(lengths)
     segment_of = torch.arange(count).repeat_interleave(torch.tensor(lengths))[order]
     group_of = torch.arange(len(groups.sizes)).repeat_interleave(torch.tensor(groups.sizes))
@@ -271,3 +272,43 @@ def test_errors(lengths: Any, fields: dict[str, Tensor], options: dict[str, Any]
     loss = losses.dpo() if "pairs" in fields else losses.gspo()
     with pytest.raises((ValueError, TypeError, IndexError), match=says):
         linear_loss(hidden, weight, target, loss, batch=own | fields, segment_lengths=lengths, **options)
+
+
+def test_a_call_that_fits_is_one_chunk() -> None:
+    for lengths in ([300], [150, 150], [10, 280, 10]):
+        hidden, weight = torch.randn(300, HIDDEN, requires_grad=True), torch.randn(VOCAB, HIDDEN, requires_grad=True)
+        batch = {"advantages": torch.randn(300)}
+        target = torch.randint(VOCAB, (300,))
+        out = linear_loss(hidden, weight, target, losses.gspo(), batch=batch, segment_lengths=lengths)
+        assert out.plan is not None and (out.plan.chunks, out.plan.schedule) == (1, "forward")
+
+
+def test_16_bit_sums_are_of_few_chunks() -> None:
+    """Segments that end just behind a chunk take three chunks for one: too many to be added up in 16 bits."""
+    for lengths, schedule, chunks in (([1, 65] * 3 + [1, 50], "recompute", 4), ([60] * 3 + [69], "forward", 5)):
+        tokens = sum(lengths)
+        hidden = torch.randn(tokens, HIDDEN).bfloat16().requires_grad_()
+        weight = torch.randn(VOCAB, HIDDEN).bfloat16().requires_grad_()
+        out = linear_loss(
+            hidden, weight, torch.randint(VOCAB, (tokens,)), losses.gspo(), batch={"advantages": torch.randn(tokens)},
+            segment_lengths=lengths, chunk_tokens=64, accumulate_dtype=torch.bfloat16, backend="torch",
+        )  # fmt: skip
+        assert out.plan is not None and (out.plan.schedule, out.plan.chunks) == (schedule, chunks)
+
+
+def test_places_in_a_segment_are_those_of_the_caller() -> None:
+    """Also where rows are moved: tokens that do not count, or that keep sets, behind the others."""
+    hidden, weight, target, batch = made("packed", torch.float32, "cpu")
+    lengths = LAYOUTS["packed"][1]
+    batch["segments"] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    batch["kept_ids"] = torch.randint(VOCAB, (64, 3)).masked_fill(torch.arange(64)[:, None] % 3 > 0, -1)
+    found = []
+    for skip in (False, True, "wait"):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = linear_loss(
+            *leaves, target, losses.dpo(ld_alpha=0.3), batch=batch, num_segments=len(lengths), chunk_tokens=CHUNK,
+            skip_ignored=skip, backend="torch",
+        )  # fmt: skip
+        found.append((out.loss.detach(), *torch.autograd.grad(out.loss, leaves)))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PLACES = "places"  # field of rows in another order than the caller's: where each stands in his
+
 
 class Batch(Mapping[str, Tensor]):
     """Fields of some tokens [n, ...]; segment, pair and constant fields whole.
@@ -58,7 +60,12 @@ class Batch(Mapping[str, Tensor]):
             raise ValueError("a token's place in its segment is not known where ranks hold different tokens of it")
         ids = self.fields[name]
         last = torch.where(self.mask & (ids >= 0), ids, ids.new_full((), 2**62))
-        groups, order = last.sort(stable=True)
+        if PLACES in self.fields:
+            order = self.fields[PLACES].argsort()
+            groups, within = last[order].sort(stable=True)
+            order = order[within]
+        else:
+            groups, order = last.sort(stable=True)
         place = torch.arange(len(ids), device=ids.device)
         begins = torch.searchsorted(groups, groups)
         return torch.empty_like(place).scatter_(0, order, place - begins)

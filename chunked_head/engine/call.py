@@ -11,7 +11,7 @@ from ..core.shift import all_at_targets, in_backward
 from ..core.stats import Kept, RowStats, Teacher
 from ..metrics import Metric
 from ..program.planner import Request, make_plan
-from ..program.plans import LEAST_SLACK, Plan
+from ..program.plans import LEAST_SLACK, MAX_HALF_CHUNKS, Plan
 from ..program.segments import Spans, spans_of
 from ..program.sizes import Sizes
 from .arithmetic.denominators import foreseen_gain, inverses, kept, metric_counts, stacked, times
@@ -227,6 +227,20 @@ def planned(prepared: PreparedCall, wants: Wants, again: bool = False) -> Planne
         is_plain(weight), rows.stride(1) == 1 or rows.shape[1] == 1,
         None if head.gradient_buffer is None else head.gradient_buffer.buffer.dtype,
     )  # fmt: skip
+    plan, spans = plan_placed(prepared, placed), None
+    if prepared.groups is not None and plan.schedule == "forward" and plan.chunks > 1:
+        slack = LEAST_SLACK if program.request.chunk_tokens is None else 1.0
+        spans = spans_of(prepared.groups.sizes, plan.chunk_tokens, slack)
+        plan = replace(plan, ending=sum(map(len, spans)))
+        if plan.sums_halves and plan.chunks > MAX_HALF_CHUNKS:
+            # segments are too uneven for so few bits
+            plan, spans = plan_placed(prepared, placed._replace(by_segments=False)), None
+    return Planned(rows, packing, program.request, plan, spans)
+
+
+def plan_placed(prepared: PreparedCall, placed: "Placed") -> Plan:
+    head, program = prepared.head, prepared.program
+    assert isinstance(head, HeadOptions)
     lasting = program.lasting and head.shard is None and prepared.teacher is None
     key = program, placed
     plan = PLANS.get(key) if lasting else None
@@ -234,17 +248,13 @@ def planned(prepared: PreparedCall, wants: Wants, again: bool = False) -> Planne
         sizes = sizes_of(head, program, placed, prepared.teacher)
         check_own_matmuls(prepared, sizes)
         # computed again in backward, a call recomputes whatever its request was made for
-        wish = Request(memory_budget=program.request.memory_budget) if again else program.request
+        wish = Request(memory_budget=program.request.memory_budget) if placed.again else program.request
         plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
         if lasting:
             if len(PLANS) >= MOST_PLANS:
                 PLANS.clear()
             PLANS[key] = plan
-    spans = None
-    if prepared.groups is not None and plan.schedule == "forward" and plan.chunks > 1:
-        slack = LEAST_SLACK if program.request.chunk_tokens is None else 1.0
-        spans = spans_of(prepared.groups.sizes, plan.chunk_tokens, slack)
-    return Planned(rows, packing, program.request, plan, spans)
+    return plan
 
 
 class Placed(NamedTuple):

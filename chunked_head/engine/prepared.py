@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ..backends import Backend, Layout
-from ..core.batch import Batch
+from ..core.batch import PLACES, Batch
 from ..core.stats import Kept, Sets, Teacher
 from ..losses.base import Field, Losses
 from ..metrics import Metric
 from ..parallel.tokens import Spread
 from ..program.demand import Needs
 from ..program.fields import TEMPERATURE, Frame
-from ..program.segments import Groups, groups_of
+from ..program.segments import Groups, groups_of, order_of
 from ..program.teachers import make_teacher
 from .head_options import HeadOptions, LogitsOptions
 from .packing import Packing
@@ -141,9 +141,7 @@ def prepare(task: Task, program: Program) -> PreparedCall:
         return prepared
     groups = groups_of(task.segments, frame.leading[-1] if frame.leading else 1, frame.shift)
     prepared = replace(prepared, groups=groups)
-    if groups.order is None:
-        return prepared
-    return packed(prepared, Packing.moved(groups.order.to(head.device, non_blocking=True)))
+    return prepared if groups.order is None else packed(prepared, Packing.moved(order_of(groups.order, head.device)))
 
 
 def keeps_some(prepared: PreparedCall, head: HeadOptions) -> bool:
@@ -212,7 +210,10 @@ def packing_of(prepared: PreparedCall, skip: bool | str) -> Packing:
 def packed(prepared: PreparedCall, packing: Packing) -> PreparedCall:
     """The call with its tokens in another order."""
     token_rows, teacher, kept = prepared.token_rows, prepared.teacher, prepared.kept
-    fields = packing.pack_fields(token_rows.fields, prepared.token_fields)
+    fields, token_fields = packing.pack_fields(token_rows.fields, prepared.token_fields), prepared.token_fields
+    if "segments" in fields and prepared.groups is None:
+        # a segment's tokens do not stand in their order any more
+        fields[PLACES], token_fields = packing.order, token_fields | {PLACES}
     if teacher is not None and packing.waited:
         teacher = replace(
             teacher,
@@ -232,4 +233,7 @@ def packed(prepared: PreparedCall, packing: Packing) -> PreparedCall:
             kept, starts=packing.pack(kept.starts), ends=packing.pack(kept.ends), rows=places,
             sources=places if packing.waited else kept.rows,
         )  # fmt: skip
-    return replace(prepared, token_rows=token_rows, teacher=teacher, scale=scale, kept=kept, packing=packing)
+    return replace(
+        prepared, token_rows=token_rows, token_fields=token_fields, teacher=teacher, scale=scale, kept=kept,
+        packing=packing,
+    )  # fmt: skip

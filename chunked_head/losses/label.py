@@ -33,12 +33,13 @@ def cross_entropy(
     """
     smoothing = number("cross_entropy", "label_smoothing", label_smoothing, 0.0, 1.0)
     options = {"label_smoothing": smoothing, "token_scaling": flag("cross_entropy", "token_scaling", token_scaling)}
-    needs = set() if entropy_scaling is None else {"entropy"}
+    # an entropy of 12 nats to a power is a large factor
+    needs, bounded = set() if entropy_scaling is None else {"entropy"}, entropy_scaling is None
     if entropy_scaling is not None:
         options["entropy_scaling"] = number("cross_entropy", "entropy_scaling", entropy_scaling, 0.0)
     if class_weights is None:
         needs |= {"mean_logit"} if smoothing else set()
-        return make("cross_entropy", _cross_entropy, summand, options, needs=frozenset(needs), bounded=True)
+        return make("cross_entropy", _cross_entropy, summand, options, needs=frozenset(needs), bounded=bounded)
     _check_per_class("cross_entropy", "class_weights", class_weights)
 
     return make(
@@ -50,7 +51,7 @@ def cross_entropy(
         needs=frozenset(needs | ({"weighted_sum"} if smoothing else set())),
         counted=_target_weight,
         size=functools.partial(_smoothed_weight, smoothing) if smoothing else _target_weight,
-        bounded=True,
+        bounded=bounded,
     )
 
 

@@ -150,10 +150,7 @@ def plan_forward(
 
         rows = chunk_rows(sizes, request, extra, budget, last=hidden_acc == choices[-1])
         enough = rows >= max(1, min(least, sizes.tokens)) if request.chunk_tokens is None else rows > 0
-        # two chunks that follow each other hold more than one could, where they end with segments
-        chunks = -(-sizes.tokens // rows) if enough else 0
-        chunks *= 2 if sizes.by_segments and chunks > 1 else 1
-        if enough and (not most_chunks or chunks <= most_chunks):
+        if enough and (not most_chunks or -(-sizes.tokens // rows) <= most_chunks):
             named = request.chunk_tokens is not None
             equal = balanced(sizes.tokens, rows) if named or not sizes.by_segments else uneven(sizes.tokens, rows)
             # parts of dhidden may take more of fewer rows

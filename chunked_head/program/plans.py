@@ -62,6 +62,7 @@ class Plan:
     terms: tuple[Term, ...]
     note: str = ""
     arithmetic: str = ""  # how the losses' own is done, where it is not compiled as it could be
+    ending: int | None = None  # chunks of a call that end where its segments do: as many as there are
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
@@ -69,7 +70,14 @@ class Plan:
 
     @property
     def chunks(self) -> int:
+        if self.ending is not None:
+            return self.ending
         return math.ceil(self.sizes.tokens / self.chunk_tokens)
+
+    @property
+    def sums_halves(self) -> bool:
+        """Whether chunks of the weight's gradient are added in 16 bits."""
+        return self.sizes.own_weight_grad and self.weight_accumulate.itemsize < 4
 
     @property
     def blocks(self) -> int:
@@ -154,6 +162,8 @@ def balanced(tokens: int, most: int) -> int:
 
 def uneven(tokens: int, most: int) -> int:
     """Rows that the largest of chunks may have that end where segments do, of at most ``most``."""
+    if most >= tokens:
+        return max(tokens, 1)
     return min(most, tokens, int(balanced(tokens, max(1, int(most / LEAST_SLACK))) * SLACK))
 
 

@@ -26,7 +26,7 @@ class Groups(NamedTuple):
     """Rows that belong together."""
 
     sizes: tuple[int, ...]  # rows of each, one after the other
-    order: Tensor | None  # [rows] int64: of the call's rows, where groups do not stand together; on the CPU
+    order: tuple[range, ...] | None  # the call's rows in this order, where groups do not stand together
 
 
 Spans = tuple[tuple[slice, ...], ...]  # of rows: the chunks of each
@@ -43,7 +43,17 @@ def groups_of(segments: Segments, length: int, shift: int) -> Groups:
     order = [segment for group in joined for segment in group if len(rows[segment])]
     if all(one < next for one, next in itertools.pairwise(order)):
         return Groups(sizes, None)
-    return Groups(sizes, torch.cat([torch.arange(rows[s].start, rows[s].stop) for s in order]))
+    return Groups(sizes, tuple([rows[segment] for segment in order]))
+
+
+def order_of(ranges: Sequence[range], device: torch.device) -> Tensor:
+    """[rows] int64: their numbers one after the other, made where they are needed of few that the host sends."""
+    ends = itertools.accumulate(map(len, ranges))
+    # by how much a row's number differs from its place
+    moves = [part.stop - end for part, end in zip(ranges, ends, strict=True)]
+    sent = torch.tensor([moves, list(map(len, ranges))]).to(device, non_blocking=True)
+    total = sum(map(len, ranges))
+    return torch.repeat_interleave(sent[0], sent[1], output_size=total) + torch.arange(total, device=device)
 
 
 def joined_by(pairs: Sequence[Sequence[int]], count: int) -> list[list[int]]:
