@@ -16,6 +16,7 @@ from chunked_head.core.loss_stats import Stats
 from chunked_head.losses import preference
 from chunked_head.losses.base import Losses, Summand
 from chunked_head.losses.preference import log_odds
+from chunked_head.losses.user.spread_check import check_over_ranks
 
 VOCAB, SEGMENTS = 13, 9
 EMPTY = 4  # the segment without a token
@@ -399,3 +400,8 @@ def test_alphapo_against_trl(variant: str) -> None:
     batch = Batch({"segments": segments, "pairs": pairs}, torch.zeros(10, dtype=torch.int64), 10, VOCAB)
     values = only(ours).values(Stats({"logprob": torch.cat([u, v])}), batch, {})
     torch.testing.assert_close(values, theirs)
+
+
+def test_places_in_a_segment_are_refused_over_ranks() -> None:
+    with pytest.raises(ValueError, match="needs each token's place in its segment"):
+        check_over_ranks(only(preference.dpo(ld_alpha=0.5)), "loss", frozenset(), {})

@@ -32,6 +32,11 @@ class Piece(Batch):
 
 def check_over_ranks(part: Any, what: str, given: frozenset[str], known: Mapping[str, Field]) -> None:
     """Raises where ``part``, a Summand or a Metric, has other values on made-up tokens that two ranks share."""
+    if part.options.get("ld_alpha") is not None:
+        raise ValueError(
+            f"ld_alpha of {what} {part.label} needs each token's place in its segment, which no rank knows where ranks "
+            "hold different tokens of it; leave it out, or leave out parallel=TokenParallel(...)"
+        )
     if part.scope != "segment" or getattr(part.function, "__module__", "").startswith(OWN):
         return
     tensors = getattr(part, "tensors", None)
