@@ -192,7 +192,7 @@ def table(plan: Plan) -> str:
     rows = [
         ("tokens x hidden x vocab", f"{s.tokens} x {s.hidden} x {s.vocab}, {name(s.dtype)}"),
         ("schedule", plan.schedule + (f" ({plan.note})" if plan.note else "")),
-        ("chunks", f"{plan.chunks} of {plan.chunk_tokens} tokens"),
+        ("chunks", f"{plan.chunks} of {plan.chunk_tokens} tokens" + (" at most" if plan.ending else "")),
         (
             "logits buffer",
             {
