@@ -258,3 +258,15 @@ def test_unreduced_logits() -> None:
 def test_what_has_no_value_per_token(loss: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         linear_loss(torch.randn(3, 8), torch.randn(9, 8), torch.arange(3), loss, reduction="none", **options)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_power_of_the_entropy_stays_within_fp16(place: Place) -> None:
+    """Six nats to the fifth power are a factor that no scale chosen beforehand leaves room for."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(16, 32, generator=generator).to(place.device, torch.float16).requires_grad_()
+    weight = (0.1 * torch.randn(512, 32, generator=generator)).to(place.device, torch.float16).requires_grad_()
+    target = torch.arange(16, device=place.device)
+    loss = 1e-9 * losses.cross_entropy(entropy_scaling=5.0)
+    linear_loss(hidden, weight, target, loss, backend=place.backend).loss.backward()
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
