@@ -132,6 +132,11 @@ def test_no_wait_for_the_device(data) -> None:
         weights.token_mean(torch.tensor(3.0))
         weights.dr_grpo(torch.tensor(3.0), 10)
         weights.sequence_sum(torch.tensor(3.0))
+        values, segments = torch.rand(5, 6), torch.zeros(5, 6, dtype=torch.int64)
+        weights.entropy_quantile(values, mask, 0.3)
+        weights.clip_cov(values, -values, mask)
+        weights.kl_cov(values, -values, mask)
+        weights.wpo(values, values, mask, segments, 1, torch.zeros(2, 2, dtype=torch.int64))
     assert len(seen) > 10 and not waits()
     with Watch():
         mask.sum().item()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """An order of a call's tokens: ``of``, those that count first, in the order in which they stand.
+    """An order of a call's tokens: those that count first, in the order in which they stand, or one the host names.
 
     Without ``waited`` nobody but the device knows how many they are: all tokens are kept, and the matmuls stop at
     ``count``. With it the host has waited for the number, and ``order`` holds those that count alone.

@@ -72,11 +72,8 @@ def sequence_mean(
                 f"{tuple(mask.shape)}, got num_segments={num_segments!r}, shape {tuple(segments.shape)}"
             )
         mask = mask & (segments >= 0)
-        # what belongs nowhere is counted in one segment more
-        ids = torch.where(mask, segments, num_segments).flatten().long()
-        counts = torch.zeros(num_segments + 1, dtype=wide, device=mask.device)
-        counts = counts.index_add(0, ids, mask.flatten().to(wide))[:-1]
-        per_token = torch.cat((counts, counts.new_ones(1)))[ids].view(mask.shape)
+        (counts,) = _segment_sums(mask, segments, num_segments, mask)
+        per_token = counts[torch.where(mask, segments, 0).long()]
     token_weights = torch.where(mask, 1.0 / per_token.clamp(min=1.0), 0.0)
     if num_sequences is not None:
         normalizer = _count("sequence_mean", "num_sequences", num_sequences)
@@ -111,10 +108,10 @@ def entropy_quantile(entropy: Tensor, mask: Tensor, fraction: float) -> dict[str
     _alike("entropy_quantile", mask, entropy=entropy)
     ascending = torch.where(mask, entropy, torch.inf).flatten().sort().values
     at = (mask.sum() - 1).clamp(min=0) * (1.0 - fraction)
-    below, above = ascending[at.floor().long()], ascending[at.ceil().long()]
-    return {
-        "token_weights": (mask & (entropy >= torch.lerp(below, above, at.frac().to(below.dtype)))).to(entropy.dtype)
-    }
+    # an index would be read by the host
+    below, above = ascending.take(at.floor().long()), ascending.take(at.ceil().long())
+    least = torch.lerp(below, above, at.frac().to(below.dtype))
+    return {"token_weights": (mask & (entropy >= least)).to(entropy.dtype)}
 
 
 def clip_cov(
@@ -168,12 +165,19 @@ def wpo(
     """
     _alike("wpo", mask, logprobs=logprobs, log_sum_sq_probs=log_sum_sq_probs)
     inside = mask & (segments >= 0)
-    ids = torch.where(inside, segments, num_segments).flatten().long()
-    aligned = torch.where(inside, logprobs - log_sum_sq_probs, 0.0).flatten()
-    sums = aligned.new_zeros(num_segments + 1).index_add(0, ids, aligned)
-    counts = torch.zeros_like(sums).index_add(0, ids, torch.ones_like(aligned)).clamp(min=1.0)
-    of_segments = (sums / counts).exp()
+    aligned = torch.where(inside, logprobs - log_sum_sq_probs, 0.0)
+    sums, counts = _segment_sums(inside, segments, num_segments, aligned, inside)
+    of_segments = (sums / counts.clamp(min=1.0)).exp().to(logprobs.dtype)
     return torch.where((pairs >= 0).all(1), of_segments[pairs.clamp(min=0)].prod(1), 0.0)
+
+
+def _segment_sums(inside: Tensor, segments: Tensor, num_segments: int, *values: Tensor) -> list[Tensor]:
+    """Sums [num_segments] at the tokens ``inside``, in float64 where there is one: a GPU adds in any order."""
+    wide = torch.float32 if inside.device.type == "mps" else torch.float64
+    # what belongs nowhere is counted in one segment more
+    ids = torch.where(inside, segments, num_segments).flatten().long()
+    zeros = torch.zeros(num_segments + 1, dtype=wide, device=inside.device)
+    return [zeros.index_add(0, ids, each.flatten().to(wide))[:-1] for each in values]
 
 
 def _covariance(where: str, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -191,7 +195,7 @@ def _covariance(where: str, logprobs: Tensor, advantages: Tensor, mask: Tensor) 
 def _smallest(values: Tensor, mask: Tensor, fraction: float) -> Tensor:
     """Which are among as many as ``fraction`` of the tokens that count, one at least."""
     last = (mask.sum() * fraction).long().clamp(min=1) - 1
-    return values <= values.flatten().sort().values[last]
+    return values <= values.flatten().sort().values.take(last)
 
 
 def _alike(where: str, mask: Tensor, **values: Tensor) -> None:
