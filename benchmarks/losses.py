@@ -39,11 +39,17 @@ class Workload(NamedTuple):
     kept: float = 0.0  # the share of tokens that keep a set of ids
     everywhere: bool = False  # whether the call promises that all do
     lengths: bool = False  # whether the host knows those of segments
+    streams: int = 0  # of which each has its part of the tokens; 0: none
 
     @property
     def unlisted(self) -> bool:
         """Whether no launches are listed: nothing is multiplied between them, or chunks are other than the plan's."""
-        return self.lengths or self.kept == 1.0 or any(summand.of_columns for _, summand in self.loss.terms)
+        return (
+            self.lengths
+            or self.streams > 0
+            or self.kept == 1.0
+            or any(summand.of_columns for _, summand in self.loss.terms)
+        )
 
 
 _CE, _POLICY, _DENSE = losses.cross_entropy(), ("old_logprobs", "advantages"), ("teacher_hidden", "teacher_weight")
@@ -52,6 +58,7 @@ _SIX = (metrics.ratio(), metrics.kl_old(), *_CLIPPED, metrics.advantage(), metri
 _GRPO = losses.grpo() + 1e-4 * losses.z_loss()
 WORKLOADS: dict[str, Workload] = {
     "cross-entropy": Workload(_CE),
+    "streams": Workload(_CE, streams=4),
     "ce+entropy+accuracy": Workload(_CE, (), (metrics.entropy(), metrics.accuracy()), must=(1.09, 1.13, 1.22)),
     "grpo": Workload(_GRPO - 0.01 * losses.entropy(), _POLICY, _SIX, must=(1.10, 1.15, 1.26)),
     "grpo+z+metrics": Workload(_GRPO, _POLICY, (metrics.entropy(), metrics.accuracy(), *_SIX)),
@@ -103,6 +110,11 @@ class Call:
     def __call__(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         if self.name == "cross-entropy":
             return linear_cross_entropy(hidden, weight, target, **self.options)
+        if WORKLOADS[self.name].streams:
+            parts = [tensor.unflatten(0, (WORKLOADS[self.name].streams, -1)).unbind() for tensor in (hidden, target)]
+            out = linear_loss(parts[0], weight, parts[1], self.loss, **self.options)
+            self.plan = out.streams[0].plan
+            return out.loss / len(parts[0])
         if self.name == "logprobs":
             return -linear_logprobs(hidden, weight, target, **self.options).mean()
         if self.name == "logprobs+entropy-grad":

@@ -53,6 +53,7 @@ def full_stats(
         values["reverse_kl"] = kl(p, log_p, log_q)
         values["jsd"] = beta * kl(q, log_q, log_m) + (1 - beta) * kl(p, log_p, log_m)
         values["tvd"] = 0.5 * (p - q).abs().sum(-1)
+        values["overlap"] = torch.minimum(p, q).sum(-1)
         values["teacher_entropy"] = -torch.where(q > 0, q * torch.where(q > 0, log_q, 0.0), 0.0).sum(-1)
     rows = {
         name: torch.where(mask[:, None] if value.dim() == 2 else mask, value, 0.0) for name, value in values.items()

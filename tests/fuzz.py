@@ -48,6 +48,7 @@ LOSSES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("kto", {}, ("ref_logprobs", "segments", "segment_labels", "kl_baseline")), ("forward_kl", {}, (DENSE,)),
     ("forward_kl", {"form": "cross_entropy", "teacher_temperature": 2.0}, (DENSE,)),
     ("reverse_kl", {"teacher_softcap": 4.0}, (DENSE,)), ("jsd", {"beta": 0.3}, (DENSE,)), ("tvd", {}, (DENSE,)),
+    ("lk", {}, (DENSE,)), ("lk", {"form": "hybrid", "eta": 1.0}, (DENSE,)),
     ("topk_kl", {}, TOPK), ("topk_kl", {"normalize": "vocab", "divergence": "jsd", "beta": 0.2}, TOPK),
     ("topk_kl", {"normalize": "topk"}, TOPK), ("topk_kl", {"divergence": "reverse"}, TOPK),
 ]  # fmt: skip

@@ -36,6 +36,8 @@ DENSE: list[tuple[str, dict[str, Any]]] = [
     ("jsd", {"beta": 1.0, "teacher_logit_scale": 0.5}),
     ("tvd", {}),
     ("tvd", {"temperature": 3.0, "t_squared": True}),
+    ("lk", {"temperature": 2.0, "t_squared": True}),
+    ("lk", {"form": "hybrid", "eta": 1.0}),
 ]
 
 TOPK: list[dict[str, Any]] = [
@@ -138,9 +140,13 @@ def test_dense_teacher_is_student(kind: str, options: dict[str, Any]) -> None:
     x = torch.randn(TOKENS, VOCAB).double().mul_(3).requires_grad_()
     summand = getattr(distillation, kind)(**options, temperature=2.0)
     values, gradient = with_gradient(dense(summand, x / 2, x.detach()), x)
-    entropy = full_stats(x / 2, torch.zeros(TOKENS).long()).entropy if "form" in options else torch.zeros(TOKENS)
+    entropy = (
+        full_stats(x / 2, torch.zeros(TOKENS).long()).entropy
+        if options.get("form") == "cross_entropy"
+        else torch.zeros(TOKENS)
+    )
     torch.testing.assert_close(values, entropy.double(), atol=1e-14, rtol=1e-12)
-    if kind != "tvd":  # whose gradient has the sign of a difference that may round to either side of 0
+    if kind not in ("tvd", "lk"):  # whose gradient has the sign of a difference that may round to either side of 0
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-14, rtol=0.0)
     other, other_gradient = with_gradient(dense(summand, x / 2, x.detach().flip(-1)), x)
     assert (other > values + 1e-3).all() and other_gradient.abs().max() > 1e-3

@@ -19,7 +19,7 @@ from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
 from ..program import checks
-from .candidates import with_candidates
+from .fields import with_candidates
 
 if TYPE_CHECKING:
 

@@ -16,6 +16,7 @@ from ..engine.execution import Head
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import head_of
 from ..engine.prepared import PreparedCall
+from ..engine.streams.run import Streams
 from ..engine.task import Task
 from ..losses.base import Losses
 from ..losses.user.closures import Function
@@ -24,8 +25,8 @@ from ..metrics import Metric, MetricValue
 from ..metrics.values import as_metrics
 from ..program import checks
 from ..program.plans import Plan
-from .candidates import with_candidates
-from .segments import with_segments
+from .fields import with_candidates, with_segments
+from .streams import streams_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,23 +38,26 @@ class LossOutput:
     ``.sum`` and ``.count`` or ``.extremum``, and ``.value``; on the device. Both are empty with ``reduction="none"``.
     With ``TokenParallel`` loss and parts are this rank's shares, metrics the whole batch's. ``plan``: how the call ran;
     None for ``logits_loss``, which has nothing to plan, and inside of ``torch.compile``, where a graph may run at other
-    lengths.
+    lengths. ``streams``: of a call on several streams each one's own, its loss detached and without the stream's
+    weight; ``parts`` and ``plan`` of such a call are theirs alone, its ``metrics`` those that go over streams.
     """
 
     loss: Tensor
     parts: dict[str, Tensor]
     metrics: dict[str, MetricValue]
     plan: Plan | None
+    streams: "tuple[LossOutput, ...]" = ()
 
 
 @operation
 def linear_loss(
-    hidden: Tensor,  # [..., hidden]
+    hidden: Tensor | Sequence[Tensor],  # [..., hidden], of one stream or of several
     weight: Tensor,  # [vocab, hidden]
-    target: Tensor | None,  # [...] int64
-    loss: Losses | Function,
+    target: Tensor | Sequence[Tensor] | None,  # [...] int64
+    loss: Losses | Function | Sequence[Losses | Function],
     *,
-    batch: Mapping[str, Tensor] | None = None,
+    stream_weights: Sequence[float | Tensor] | None = None,
+    batch: Mapping[str, Any] | None = None,  # of tensors
     num_segments: int | None = None,
     segment_lengths: Sequence[int] | Tensor | None = None,
     kept_everywhere: bool = False,
@@ -65,7 +69,7 @@ def linear_loss(
     temperature: float | Tensor = 1.0,  # or [...]
     upstream: float | Tensor | None = None,
     **options: Unpack[Head],
-) -> Task[LossOutput]:
+) -> Task[LossOutput] | Streams[LossOutput]:
     """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
@@ -121,6 +125,19 @@ def linear_loss(
             segments and metrics are of all ranks' tokens. ``num_segments``, ids of segments and the fields per segment
             and per pair are the whole batch's. ``VocabParallel``: they hold different rows of the head.
 
+    Several streams go through one head where ``hidden`` is a list, as for heads of multi-token prediction (DeepSeek-V3,
+    2412.19437) or the steps of a drafter in training (EAGLE-3, 2503.01840). The same value and gradients as
+
+        outs = [linear_loss(h, weight, target, loss, shift=k, ...) for h, k in zip(hidden, shift)]
+        loss = sum(w * out.loss for w, out in zip(stream_weights, outs))
+
+    with one accumulation of the weight's gradient, and each stream's own denominator. ``stream_weights``: numbers or
+    0-d tensors, None for 1 each. ``target``, ``loss``, ``shift``, ``temperature``, ``normalizer``, ``candidates`` and
+    each tensor of ``batch`` are one for all streams or a list of one each; everything else is the same for all.
+    ``out.streams[i]`` has each stream's loss, parts, metrics and plan. ``memory_budget`` holds one accumulator and one
+    chunk of one stream; where it holds no accumulator a ValueError says so. Inside of ``torch.compile`` such a call
+    breaks the graph. ``metrics.accepted_length`` goes over the streams.
+
     Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
     gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
     and ``accumulate_into`` is added to there. With ``segment_lengths`` chunks end where segments (and pairs, which are
@@ -137,6 +154,41 @@ def linear_loss(
         IndexError: on the CPU, for a target, segment or teacher id out of range; elsewhere loss, metrics and gradients
             become nan.
     """
+    if isinstance(hidden, list | tuple):
+        given = {
+            "batch": batch, "num_segments": num_segments, "segment_lengths": segment_lengths,
+            "kept_everywhere": kept_everywhere, "candidates": candidates, "candidate_bias": candidate_bias,
+            "metrics": metrics, "reduction": reduction, "normalizer": normalizer, "temperature": temperature,
+            "upstream": upstream, **options,
+        }  # fmt: skip
+        return streams_of(loss_task, hidden, weight, target, loss, stream_weights, given)
+    if stream_weights is not None:
+        raise ValueError("stream_weights go with several streams: pass hidden as a list, or leave them out")
+    return loss_task(
+        hidden, weight, target, loss, batch, num_segments, segment_lengths, kept_everywhere, candidates,
+        candidate_bias, metrics, reduction, normalizer, temperature, upstream, **options,
+    )  # fmt: skip
+
+
+def loss_task(
+    hidden: Any,  # the first four as ``linear_loss`` takes them of one stream
+    weight: Tensor,
+    target: Any,
+    loss: Any,
+    batch: Mapping[str, Tensor] | None,
+    num_segments: int | None,
+    segment_lengths: Sequence[int] | Tensor | None,
+    kept_everywhere: bool,
+    candidates: Tensor | None,
+    candidate_bias: Tensor | None,
+    metrics: Sequence[Metric],
+    reduction: str,
+    normalizer: float | Tensor | None,
+    temperature: float | Tensor,
+    upstream: float | Tensor | None,
+    **options: Unpack[Head],
+) -> Task[LossOutput]:
+    """The call on one stream."""
     head = head_of("linear_loss", hidden, weight, target, options, temperature)
     checks.check_tensor("hidden", head.hidden, optional=False)
     batch, everywhere = with_candidates(head, batch, kept_everywhere, candidates, candidate_bias)
@@ -196,6 +248,9 @@ def check_loss(
 ) -> tuple[Losses, tuple[Metric, ...]]:
     """Raises what is wrong with the arguments but the head's and ``batch``; the loss and the metrics."""
     loss, measured = as_losses(loss), as_metrics(metrics)
+    for metric in measured:
+        if metric.over_streams:
+            raise ValueError(f"metrics.{metric.kind} goes over several streams: pass hidden as a list to linear_loss")
     checks.check_reduction(reduction)
     if reduction == "none":
         check_unreduced(loss, measured, upstream)

@@ -95,7 +95,7 @@ class Gradients:
 
     def stores(self, first: bool) -> bool:
         """Whether a product is stored in the weight's gradient rather than added."""
-        return first and self.gradient_buffer is None
+        return first and (self.gradient_buffer is None or self.gradient_buffer.fresh)
 
     def finish(
         self, backend: Scaling, factors: Sequence[Tensor], one_or_nan: Tensor, plan: Plan

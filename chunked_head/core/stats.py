@@ -12,7 +12,7 @@ from torch import Tensor
 LOG_FLOOR = -1e4
 
 # of a dense teacher beside the student: sums over columns, made once the softmaxes of the whole vocabulary are known
-PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "sign")
+PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "sign", "overlap")
 
 Vectors = TypeVar("Vectors", "RowStats", "Coefficients")
 
@@ -32,6 +32,7 @@ class Pairing(NamedTuple):
     reverse_kl: bool
     entropy: bool
     tvd: bool
+    overlap: bool
     beta: float | None  # of the Jensen-Shannon divergence, or None
     columns: int  # that both vocabularies have
 
@@ -60,7 +61,7 @@ class Demand(NamedTuple):
         """Statistics per token beside the first three."""
         two, pairing = len(self.views) > 1, self.pairing
         count = sum(self.entropy) + self.weighted_sum + 2 * self.top + self.columns + 3 * self.top_k + 4 * two
-        return count + (9 if pairing is not None else 0)
+        return count + (10 if pairing is not None else 0)
 
 
 def sent(demand: Demand) -> tuple[str, ...]:
@@ -92,7 +93,8 @@ class RowStats:
     ``logprob``: of the target, 0 where a row does not count. ``target_logit``: anything where it does not.
     ``weighted_sum``: ``sum(omega * x)``, omega the class weights or 1. ``top``, ``argmax``: the largest logit and the
     first column that has it. ``column_logits`` [tokens, K]. ``*2``: at the second view. With a teacher ``q`` and
-    ``m = beta q + (1 - beta) p``: ``kl_mixture`` is KL(p || m), ``sign`` is ``sum p sign(p - q)``.
+    ``m = beta q + (1 - beta) p``: ``kl_mixture`` is KL(p || m), ``sign`` is ``sum p sign(p - q)``, ``overlap``
+    ``sum min(p, q)``.
     """
 
     lse: Tensor
@@ -121,6 +123,7 @@ class RowStats:
     jsd: Tensor | None = None
     tvd: Tensor | None = None
     sign: Tensor | None = None
+    overlap: Tensor | None = None
 
     @classmethod
     def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":
@@ -162,7 +165,7 @@ def vector_names(demand: Demand) -> tuple[str, ...]:
             "teacher_start": True, "teacher_rest": True, "forward_kl": pairing.forward_kl,
             "reverse_kl": pairing.reverse_kl, "teacher_entropy": pairing.entropy,
             "kl_mixture": pairing.beta is not None, "jsd": pairing.beta is not None, "tvd": pairing.tvd,
-            "sign": pairing.tvd,
+            "sign": pairing.tvd or pairing.overlap, "overlap": pairing.overlap,
         }  # fmt: skip
     always = ("lse", "start", "rest", "logprob", "target_logit")
     return *always, *(name for name, here in wanted.items() if here)

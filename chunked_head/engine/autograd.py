@@ -100,28 +100,36 @@ class HeadLoss(torch.autograd.Function):
             made.gradient_buffer.check_there()
         with torch.no_grad(), as_called(first.device):
             if grads is not None:
-                finished = handed_over(ctx, made, grads, upstream[0])
+                if made.exchanges:
+                    # for these an activation checkpoint computes the forward pass again, messages and all: on every
+                    # rank or on none, whichever of them find their gradients waiting
+                    ctx.saved_tensors  # noqa: B018
+                if made.canary is not None:
+                    ctx.made = made._replace(canary=None)
+                finished = handed_over(made, grads, upstream[0])
             else:
                 finished = made_late(made, ctx.saved_tensors, upstream)
-        if torch.is_grad_enabled():  # create_graph: constants here would silently drop a gradient penalty
-            inputs = [t for t in ctx.saved_tensors[:3] if t is not None]
-            finished = tuple(None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in finished)
-        return *finished, None, None
+        return *only_once(ctx, finished), None, None
 
 
-def handed_over(ctx: Any, made: Forward, grads: Gradients, given: Tensor | None) -> tuple[Tensor | None, ...]:
+def only_once(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients that nobody can differentiate, where a graph of them is made (create_graph): constants there would
+    silently drop a gradient penalty."""
+    if not torch.is_grad_enabled():
+        return grads
+    inputs = [tensor for tensor in ctx.saved_tensors if tensor is not None and tensor.requires_grad]
+    return tuple(None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in grads)
+
+
+def handed_over(made: Forward, grads: Gradients, given: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of a forward pass, times what is left of the upstream gradient."""
     assert made.expected is not None and given is not None
-    if made.exchanges:
-        # for these an activation checkpoint computes the forward pass again, messages and all: on every rank or on
-        # none, whichever of them find their gradients waiting
-        ctx.saved_tensors  # noqa: B018
     factors, one_or_nan = made.expected.factors(given), made.expected.one_or_nan
-    if made.gradient_buffer is not None:
+    if made.gradient_buffer is not None and grads.weight is not None:
         # it was promised, and only as promised can what has been added stay
         one_or_nan = made.expected.one_or_nan_for(given)
         if made.canary is not None:
-            one_or_nan, ctx.made = one_or_nan * made.canary.one_or_nan(), made._replace(canary=None)
+            one_or_nan = one_or_nan * made.canary.one_or_nan()
         factors = *factors[:1], one_or_nan
     return grads.finish(made.backend, factors, one_or_nan, made.plan)
 

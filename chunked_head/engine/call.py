@@ -211,8 +211,15 @@ PLANS: dict[tuple, Plan] = {}
 MOST_PLANS = 4096
 
 
-def planned(prepared: PreparedCall, wants: Wants, again: bool = False) -> Planned:
-    """``again``: inside of a backward."""
+def planned(
+    prepared: PreparedCall,
+    wants: Wants,
+    again: bool = False,
+    request: Request | None = None,
+    buffer_dtype: torch.dtype | None = None,
+) -> Planned:
+    """``again``: inside of a backward. ``request``: other than the call's own. ``buffer_dtype``: of a buffer that the
+    weight's gradient is added to, where it is none of the caller's."""
     head, program, packing = prepared.head, prepared.program, prepared.packing
     assert isinstance(head, HeadOptions)
     hidden, weight = head.hidden, head.weight
@@ -225,17 +232,17 @@ def planned(prepared: PreparedCall, wants: Wants, again: bool = False) -> Planne
     placed = Placed(
         prepared.token_rows.target.shape[0], wants, again, packing is not None, prepared.groups is not None, copied,
         is_plain(weight), rows.stride(1) == 1 or rows.shape[1] == 1,
-        None if head.gradient_buffer is None else head.gradient_buffer.buffer.dtype,
+        buffer_dtype if head.gradient_buffer is None else head.gradient_buffer.buffer.dtype, request,
     )  # fmt: skip
     plan, spans = plan_placed(prepared, placed), None
     if prepared.groups is not None and plan.schedule == "forward" and plan.chunks > 1:
-        slack = LEAST_SLACK if program.request.chunk_tokens is None else 1.0
+        slack = LEAST_SLACK if (request or program.request).chunk_tokens is None else 1.0
         spans = spans_of(prepared.groups.sizes, plan.chunk_tokens, slack)
         plan = replace(plan, ending=sum(map(len, spans)))
         if plan.sums_halves and plan.chunks > MAX_HALF_CHUNKS:
             # segments are too uneven for so few bits
             plan, spans = plan_placed(prepared, placed._replace(by_segments=False)), None
-    return Planned(rows, packing, program.request, plan, spans)
+    return Planned(rows, packing, request or program.request, plan, spans)
 
 
 def plan_placed(prepared: PreparedCall, placed: "Placed") -> Plan:
@@ -248,7 +255,8 @@ def plan_placed(prepared: PreparedCall, placed: "Placed") -> Plan:
         sizes = sizes_of(head, program, placed, prepared.teacher)
         check_own_matmuls(prepared, sizes)
         # computed again in backward, a call recomputes whatever its request was made for
-        wish = Request(memory_budget=program.request.memory_budget) if placed.again else program.request
+        request = placed.request or program.request
+        wish = Request(memory_budget=request.memory_budget) if placed.again else request
         plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
         if lasting:
             if len(PLANS) >= MOST_PLANS:
@@ -269,6 +277,7 @@ class Placed(NamedTuple):
     plain_weight: bool  # contiguous and aligned to 16 bytes
     plain_rows: bool  # columns of hidden states contiguous
     buffer_dtype: torch.dtype | None
+    request: Request | None = None  # None: the call's own
 
 
 def check_own_matmuls(prepared: PreparedCall, sizes: Sizes) -> None:

@@ -1,7 +1,7 @@
 """The losses: functions that return sums of losses, to be added, subtracted and multiplied by numbers."""
 
 from .base import FIELDS, Field, Losses, Summand, Teacher
-from .distillation import forward_kl, jsd, reverse_kl, tvd
+from .distillation import forward_kl, jsd, lk, reverse_kl, tvd
 from .label import cross_entropy, entropy, focal, unlikelihood, z_loss
 from .policy import cispo, grpo, kl_to_reference, reinforce, sapo
 from .policy_segments import gmpo, gspo, rloo, vespo
@@ -11,6 +11,6 @@ from .user.custom import custom
 
 __all__ = [
     "FIELDS", "Field", "Losses", "Summand", "Teacher", "cispo", "cpo", "cross_entropy", "custom", "dpo", "entropy",
-    "focal", "forward_kl", "gmpo", "grpo", "gspo", "jsd", "kl_to_reference", "kto", "orpo", "reinforce", "reverse_kl",
-    "rloo", "sapo", "simpo", "topk_kl", "tvd", "unlikelihood", "vespo", "z_loss",
+    "focal", "forward_kl", "gmpo", "grpo", "gspo", "jsd", "kl_to_reference", "kto", "lk", "orpo", "reinforce",
+    "reverse_kl", "rloo", "sapo", "simpo", "topk_kl", "tvd", "unlikelihood", "vespo", "z_loss",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 Throughout, ``p`` is the student's distribution and ``q`` the teacher's, which takes no gradient.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, choice, make,
 from .temperatures import positive, squared
 from .topk import topk_kl
 
-__all__ = ["TeacherOptions", "forward_kl", "jsd", "reverse_kl", "topk_kl", "tvd"]
+__all__ = ["TeacherOptions", "forward_kl", "jsd", "lk", "reverse_kl", "topk_kl", "tvd"]
 
 
 class TeacherOptions(SummandOptions, total=False):
@@ -59,7 +60,7 @@ def reverse_kl(**teacher: Any) -> Losses:
     Where the teacher excludes an id (a logit of -inf) that the student does not, the divergence is infinite; its
     ``log q`` is taken to be -1e4 there, so that value and gradient are large but finite. ``jsd`` is bounded.
     """
-    return dense("reverse_kl", ("reverse_kl",), teacher)
+    return dense("reverse_kl", ("reverse_kl",), teacher, bounded=False)  # log q may be as low as it likes
 
 
 def jsd(beta: float = 0.5, **teacher: Any) -> Losses:
@@ -81,8 +82,39 @@ def tvd(**teacher: Any) -> Losses:
     return dense("tvd", ("tvd",), teacher)
 
 
-def dense(kind: str, statistics: tuple[str, ...], given: dict[str, Any], beta: float | None = None) -> Losses:
-    """The loss that is the sum of these statistics; ``given``: ``TeacherOptions``."""
+def lk(form: str = "log", eta: float = 3.0, least: float = 1e-5, **teacher: Any) -> Losses:
+    """What a drafter is trained by whose tokens a verifier accepts with probability ``a = sum_j min(p_j, q_j)``, ``q``
+    being the verifier (Samarin et al., 2602.23881; ``speculators``): fields and other options as ``forward_kl``.
+
+    ``form="log"``: ``-log(max(a, least))``, whose gradient is that of ``tvd`` over ``a``: 0 below ``least``.
+    ``form="hybrid"``: ``w * KL(q || p) + (1 - w) * tvd`` with ``w = exp(-eta * a)``, which takes no gradient.
+    """
+    choice("lk", "form", form, ("log", "hybrid"))
+    eta, least = number("lk", "eta", eta, 0.0), number("lk", "least", least, 0.0, 1.0, open_=True)
+    if form == "log":
+        return dense("lk", ("overlap",), teacher, None, _log_acceptance, {"least": least}, bounded=False)
+    return dense("lk", ("forward_kl", "tvd"), teacher, None, _hybrid_acceptance, {"eta": eta})
+
+
+def _log_acceptance(stats: Stats, batch: Batch, factor: float, least: float) -> Tensor:
+    return -stats.overlap.clamp(min=least).log() * factor
+
+
+def _hybrid_acceptance(stats: Stats, batch: Batch, factor: float, eta: float) -> Tensor:
+    share = ((stats.tvd.detach() - 1.0) * eta).exp()
+    return (share * stats.forward_kl + (1.0 - share) * stats.tvd) * factor
+
+
+def dense(
+    kind: str,
+    statistics: tuple[str, ...],
+    given: dict[str, Any],
+    beta: float | None = None,
+    function: Callable[..., Tensor] | None = None,
+    options: dict[str, Any] | None = None,
+    bounded: bool = True,
+) -> Losses:
+    """The loss that is a function of these statistics, or their sum; ``given``: ``TeacherOptions``."""
     refuse_unknown("losses", kind, given, TeacherOptions.__annotations__)
     summand = dict(given)
     temperature, softcap = summand.pop("teacher_temperature", None), summand.pop("teacher_softcap", None)
@@ -96,17 +128,17 @@ def dense(kind: str, statistics: tuple[str, ...], given: dict[str, Any], beta: f
     )
     return make(
         kind,
-        _dense,
+        function or _sum_of,
         summand,
-        {"factor": factor, "statistics": statistics},
+        {"factor": factor, **({"statistics": statistics} if options is None else options)},
         needs=frozenset(statistics),
         optional_fields=TEACHER_FIELDS,
         reads_target=False,
-        bounded=kind != "reverse_kl",  # whose log q may be as low as it likes
+        bounded=bounded,
         teacher=teacher,
     )
 
 
-def _dense(stats: Stats, batch: Batch, factor: float, statistics: tuple[str, ...]) -> Tensor:
+def _sum_of(stats: Stats, batch: Batch, factor: float, statistics: tuple[str, ...]) -> Tensor:
     first, *others = (getattr(stats, name) for name in statistics)
     return sum(others, first) * factor

@@ -2,6 +2,8 @@
 
 from .functions import (
     AGAINST,
+    acceptance,
+    accepted_length,
     accuracy,
     advantage,
     clip_fraction,
@@ -30,7 +32,8 @@ from .values import (
 )
 
 __all__ = [
-    "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "accuracy", "advantage",
-    "all_reduce", "clip_fraction", "combine", "effective_sample_size", "entropy", "kl_old", "kl_reference", "logprob",
-    "lse", "mean_logit", "merge", "perplexity", "ratio", "top_probability", "unit_weights",
+    "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "acceptance",
+    "accepted_length", "accuracy", "advantage", "all_reduce", "clip_fraction", "combine", "effective_sample_size",
+    "entropy", "kl_old", "kl_reference", "logprob", "lse", "mean_logit", "merge", "perplexity", "ratio",
+    "top_probability", "unit_weights",
 ]  # fmt: skip

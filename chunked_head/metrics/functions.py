@@ -277,3 +277,26 @@ def advantage(reduce: Reduce = "mean", **common: Any) -> Metric:
 
 def _advantage(stats: Any, batch: Any) -> Tensor:
     return batch["advantages"].to(stats.lse.dtype)
+
+
+def acceptance(reduce: Reduce = "mean", **common: Any) -> Metric:
+    """``sum_j min(p_j, q_j)``: the probability that a verifier ``q`` accepts a token that a drafter ``p`` has sampled
+    (Leviathan et al., 2211.17192). ``q`` is the dense teacher of a loss of the call, at that loss's softmaxes."""
+    needs = frozenset({"overlap"})
+    return _made("acceptance", _acceptance, common, reduce=reduce, needs=needs, reads_target=False)
+
+
+def accepted_length(**common: Any) -> Metric:
+    """How many tokens in a row a verifier accepts on average: ``a_1 + a_1 a_2 + ...`` with ``a_i`` the acceptance of a
+    token in the i-th stream of ``linear_loss``, 0 where it does not count there; of the tokens that count in the first.
+
+    Streams hold the same tokens, the i-th drafted i tokens ahead.
+    """
+    if common.get("weighting") is not None:
+        raise ValueError("weighting of metrics.accepted_length has no meaning: it goes over all tokens")
+    needs = frozenset({"overlap"})
+    return _made("accepted_length", _acceptance, common, needs=needs, reads_target=False, over_streams=True)
+
+
+def _acceptance(stats: Any, batch: Any) -> Tensor:
+    return stats.overlap

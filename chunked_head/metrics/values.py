@@ -55,6 +55,7 @@ class Metric:
     finish: Finish = "mean"  # from sums and count to .value
     temperature: float | None = None
     name: str | None = None
+    over_streams: bool = False  # of products of the values of a token in each stream of a call
 
     def __post_init__(self) -> None:
         where = f"metrics.{self.kind}"

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..core.stats import Demand, Pairing, View
-from ..losses.base import Losses, Summand, Teacher
+from ..losses.base import DENSE, Losses, Summand, Teacher
 from ..metrics import Metric
 
 # what a loss asks for -> the statistic that it is made of
 LEAF = {"mean_logit": "weighted_sum", "weighted_sum": "weighted_sum", "topk_logprobs": "column_logits"}
-DENSE_LEAVES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+DENSE_LEAVES = ("forward_kl", "reverse_kl", "jsd", "tvd", "overlap")
 
 
 SUFFIX = ("", "2")  # of the names of statistics, by view
@@ -84,7 +84,12 @@ def needs_of(
     shared = teacher_vocab is not None and teacher_vocab < vocab
     limit = teacher_vocab if shared else None
 
+    of_teacher = [summand for summand in summands if summand.teacher is not None]
+
     def wanted(one: Summand | Metric) -> tuple[float, int | None]:
+        if isinstance(one, Metric) and one.needs & set(DENSE):
+            check_beside_teacher(one, of_teacher)
+            one = of_teacher[0]
         dense = isinstance(one, Summand) and one.teacher is not None
         return temperature if one.temperature is None else float(one.temperature), limit if dense else None
 
@@ -146,6 +151,19 @@ def check_kept(demand: Demand) -> None:
         )
 
 
+def check_beside_teacher(metric: Metric, dense: Sequence[Summand]) -> None:
+    """Raises for a metric of a dense teacher that no loss of the call has, or at a softmax of its own."""
+    if not dense:
+        raise ValueError(
+            f"metrics.{metric.kind} is of a dense teacher, and no loss of the call has one; add one, such as 0.0 * "
+            "losses.tvd()"
+        )
+    if metric.temperature is not None:
+        raise ValueError(
+            f"metrics.{metric.kind} sees the softmaxes of losses.{dense[0].kind}; leave out its temperature"
+        )
+
+
 def leaf(name: str, view: int) -> str | None:
     """The statistic that a gradient goes to, None for one that takes none."""
     if name in ("entropy", "logprob", "lse"):
@@ -185,7 +203,7 @@ def pair_up(
     ((teacher, view),) = kinds
     pairing = Pairing(
         view, "forward_kl" in names, "reverse_kl" in names, "teacher_entropy" in names, "tvd" in names,
-        next(iter(betas), None), columns,
+        "overlap" in names, next(iter(betas), None), columns,
     )  # fmt: skip
     return teacher, pairing
 

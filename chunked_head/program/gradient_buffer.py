@@ -50,6 +50,11 @@ class GradientBuffer:
         )
 
     @property
+    def fresh(self) -> bool:
+        """Whether nothing has been added yet to what nobody has set to 0."""
+        return False
+
+    @property
     def place(self) -> Place:
         return str(self.buffer.device), self.buffer.data_ptr(), self.buffer.numel()
 
@@ -69,6 +74,28 @@ class GradientBuffer:
             LEDGERS[self.place] = ledger = Ledger(self.buffer)
         ledger.note(target)
         return Canary(ledger, ledger.cleared)
+
+
+class StreamsBuffer(GradientBuffer):
+    """The gradient that the streams of one call add to: nobody else sees it before the call's backward returns it."""
+
+    def __init__(self, weight: Tensor, vocab: int, dtype: torch.dtype):
+        super().__init__(weight, torch.empty(weight.shape, dtype=dtype, device=weight.device), None)
+        self.buffer[vocab:].zero_()  # rows that stand for no id
+        self.added: list[bool] = []  # for each stream so far, whether it had a token
+
+    @property
+    def fresh(self) -> bool:
+        return not any(self.added)
+
+    def handed_over(self) -> None:
+        """The backward of all streams returns it, once."""
+
+    def before_adding(self) -> None:
+        """Nobody can have zeroed it."""
+
+    def canary(self, target: Tensor) -> None:
+        """None is needed."""
 
 
 class Ledger:

@@ -213,7 +213,7 @@ def table(plan: Plan) -> str:
         rows.append(("accumulation", f"weight {name(plan.weight_accumulate)}, hidden {name(plan.hidden_accumulate)}"))
     if s.buffer_dtype is not None and s.weight_grad:
         phase = "forward pass" if plan.schedule == "forward" else "backward pass"
-        rows.append(("gradient of weight", f"added to the caller's {name(s.buffer_dtype)} buffer in the {phase}"))
+        rows.append(("gradient of weight", f"added to a {name(s.buffer_dtype)} buffer in the {phase}"))
     if plan.arithmetic:
         rows.append(("losses", plan.arithmetic))
     if plan.weight_error is not None:

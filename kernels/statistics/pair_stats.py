@@ -20,6 +20,7 @@ def pair_stats_kernel(
     jsd_ptr,  # beta KL(q || m) + (1 - beta) KL(p || m)
     tvd_ptr,  # sum |p - q| / 2
     sign_ptr,  # sum p sign(p - q)
+    overlap_ptr,  # sum min(p, q)
     # inputs: p
     logits_ptr,  # [rows, columns or more]
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
@@ -70,6 +71,7 @@ def pair_stats_kernel(
     q_to_mixture = tl.zeros((BLOCK,), dtype=tl.float32)
     variation = tl.zeros((BLOCK,), dtype=tl.float32)
     sign = tl.zeros((BLOCK,), dtype=tl.float32)
+    overlap = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, columns, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         inside = offs < columns
@@ -100,6 +102,9 @@ def pair_stats_kernel(
             q_to_mixture += tl.where(q > 0.0, q * (log_q - log_m), 0.0)
         if tvd_ptr is not None:
             variation += 0.5 * tl.abs(p - q)
+        if overlap_ptr is not None:
+            overlap += tl.minimum(p, q)
+        if sign_ptr is not None:
             sign += tl.where(p > q, p, tl.where(p < q, -p, 0.0))
     if forward_kl_ptr is not None:
         tl.store(forward_kl_ptr + row, tl.sum(forward, 0))
@@ -113,4 +118,7 @@ def pair_stats_kernel(
         tl.store(jsd_ptr + row, BETA * tl.sum(q_to_mixture, 0) + (1.0 - BETA) * kl_mixture)
     if tvd_ptr is not None:
         tl.store(tvd_ptr + row, tl.sum(variation, 0))
+    if overlap_ptr is not None:
+        tl.store(overlap_ptr + row, tl.sum(overlap, 0))
+    if sign_ptr is not None:
         tl.store(sign_ptr + row, tl.sum(sign, 0))

@@ -75,6 +75,28 @@ def tvd(
     return stacked(values, x) * factor(temperature, t_squared)
 
 
+def lk(
+    x: Tensor,
+    target: Tensor | None,
+    fields: Mapping[str, Any],
+    *,
+    form: str = "log",
+    eta: float = 3.0,
+    least: float = 1e-5,
+    temperature: float | None = None,
+    t_squared: bool = False,
+    **teacher: Any,
+) -> Tensor:
+    """[n]"""
+    values = []
+    for log_p, log_q in both(x, fields["teacher_x"]):
+        accepted = torch.minimum(log_p.exp(), log_q.exp()).sum()
+        weight = (-eta * accepted.detach()).exp()
+        hybrid = weight * kl(log_q, log_p) + (1 - weight) * (1 - accepted)
+        values.append(hybrid if form == "hybrid" else -accepted.clamp(min=least).log())
+    return stacked(values, x) * factor(temperature, t_squared)
+
+
 def topk_kl(
     x: Tensor,
     target: Tensor | None,

@@ -215,7 +215,7 @@ def kind_of(field: str) -> str:
     return "other" if field in ("pairs", "segment_labels", "kl_baseline", "teacher_weight", "teacher_bias") else "token"
 
 
-DENSE = ("forward_kl", "reverse_kl", "jsd", "tvd")
+DENSE = ("forward_kl", "reverse_kl", "jsd", "tvd", "lk")
 ORACLE: dict[str, Callable[..., Tensor]] = {
     name: getattr(module, name)
     for module, names in (

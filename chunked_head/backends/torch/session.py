@@ -158,6 +158,9 @@ class TorchSession(AddsDlogits):
                 sums["jsd"] += pairing.beta * q_to_mixture + (1.0 - pairing.beta) * kl
             if "tvd" in wanted:
                 sums["tvd"] += (p - q).abs().sum(1) / 2
+            if "overlap" in wanted:
+                sums["overlap"] += torch.minimum(p, q).sum(1)
+            if "sign" in wanted:
                 sums["sign"] += (p * (p - q).sign()).sum(1)
         for name, value in sums.items():
             wanted[name].copy_(value)

@@ -68,6 +68,7 @@ class KernelSession(AddsDlogits):
         assert start is not None and rest is not None
         statistics.pair_stats(
             out.forward_kl, out.reverse_kl, out.teacher_entropy, out.kl_mixture, out.jsd, out.tvd, out.sign,
+            out.overlap,
             self.stored, start, rest, ratio_of(demand.views[pairing.view].ratio),
             self.teacher_stored, out.teacher_start, out.teacher_rest,
             pairing.columns, pairing.beta, LOG_FLOOR,

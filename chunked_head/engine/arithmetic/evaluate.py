@@ -240,7 +240,7 @@ def coefficients_of(
 
         d logprob = 1[target] - p,   d lse = p,   d entropy = -p (log p + H),   d weighted_sum = omega,
         d KL(q || p) = p - q,   d KL(p || q) = p (log p - log q - KL),   d JSD = (1 - b) p (log p - log m - KL(p || m)),
-        d TVD = p (sign(p - q) - sum p sign) / 2,   d x_k = 1[k]
+        d TVD = p (sign(p - q) - sum p sign) / 2 = -d overlap,   d x_k = 1[k]
 
     each times the ratio of the softmax's temperature to that of the logits (inverse).
     """
@@ -281,8 +281,10 @@ def coefficients_of(
             g = (1.0 - structure.pairing.beta) * r * grads["jsd"]
             add("alpha" + suffix, -g * leaves["kl_mixture"])
             add("tau", g)
-        if "tvd" in grads:
-            g = 0.5 * r * grads["tvd"]
+        for name, sign in (("tvd", 0.5), ("overlap", -0.5)):
+            if name not in grads:
+                continue
+            g = sign * r * grads[name]
             add("alpha" + suffix, -g * leaves["sign"])
             add("theta", g)
     return total

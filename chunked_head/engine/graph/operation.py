@@ -3,7 +3,8 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, get_args
+from types import UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ...program.checks import is_dtensor
 from ..execution import Head
 from ..head_options import DEFAULTS
 from ..replay.replay import execute
+from ..streams.run import Streams
 from ..task import Task
 from . import logits_operators, operators
 from .recipes import TASKS, described
@@ -24,7 +26,7 @@ OPERANDS = ("hidden", "weight", "bias", "logits")
 results: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}  # from an operator's outputs, by function
 
 
-def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
+def operation(function: Callable[P, Task[Result] | Streams[Result]]) -> Callable[P, Result]:
     """A public function of one that checks its arguments and says what to do.
 
     Under ``torch.compile`` the checks run on tensors without data while the graph is made, and raise there.
@@ -42,6 +44,7 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
             given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
             # lengths of segments are other numbers at every step
             eager = given.get("parallel") is not None or given.get("segment_lengths") is not None
+            eager = eager or isinstance(given.get("hidden"), list | tuple)  # several streams
             whole = not eager and not given.get("inplace") and not any_dtensor(given)
             if whole and ("loss" not in given or isinstance(given["loss"], Losses)):
                 return as_operator(name, given)
@@ -50,7 +53,8 @@ def operation(function: Callable[P, Task[Result]]) -> Callable[P, Result]:
             return outside(run, *args, **kwargs)  # between two graphs: what ranks exchange is no operator of either
         return run(*args, **kwargs)
 
-    (result,) = get_args(signature.return_annotation)
+    returned = signature.return_annotation
+    (result,) = get_args(get_args(returned)[0] if get_origin(returned) in (Union, UnionType) else returned)
     public.__annotations__ = function.__annotations__ | {"return": result}
     public.__signature__ = spelled_out(signature).replace(return_annotation=result)  # type: ignore[attr-defined]
     return public

@@ -24,7 +24,7 @@ from ..task import Task
 SUMMAND, METRIC = tuple(Summand.__dataclass_fields__), tuple(Metric.__dataclass_fields__)
 PACKAGE = __name__.partition(".")[0] + "."
 
-TASKS: dict[str, Callable[..., Task]] = {}  # public functions, by name
+TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
 RECIPES: dict[str, "Recipe"] = {}
 _tokens: dict[Any, str] = {}  # of functions that are not the library's own
 

@@ -26,6 +26,7 @@ from ..call import Outcome, run
 from ..head_options import HeadOptions
 from ..loop import Call
 from ..program import Program, program_of
+from ..streams.run import Streams
 from ..task import Result, Task
 from .kinds import Arguments, Kind, with_even_sets
 from .recorder import NotRecordedError, Recorder
@@ -64,7 +65,10 @@ SEEN: dict[Kind, int] = {}  # how often a call without one has run
 
 
 def execute(
-    function: Callable[..., Task[Result]], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable[..., Task[Result] | Streams[Result]],
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Result:
     """Does what a public function's task says, at once and differentiable. ``names``: of its parameters."""
     if "batch" in kwargs or "kept_offsets" in kwargs:
@@ -75,6 +79,8 @@ def execute(
     if replay is not None and replay.tape.usable():
         return replayed(replay, arguments)
     task = function(*args, **kwargs)
+    if isinstance(task, Streams):
+        return task.run()
     program = program_of(task)
     times = 0 if kind is None else SEEN.get(kind, 0)
     hooked = times > 0 and under_hooks()  # hooks on what autograd saves would be recorded as well

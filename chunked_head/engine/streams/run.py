@@ -1,0 +1,100 @@
+"""How a call on several streams runs: each as a call of its own, with one accumulator for the weight's gradient."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from ...core.shift import in_backward
+from ...losses.base import Losses
+from ...program.planner import Request, make_plan
+from ...program.plans import MAX_HALF_CHUNKS, Plan, name
+from ..autograd import Forward
+from ..call import Outcome, Placed, Wants, planned, sizes_of
+from ..head_options import HeadOptions
+from ..prepared import PreparedCall, is_plain, prepare
+from ..program import program_of
+from ..task import Result, Task
+from .autograd import StreamCalls, StreamsLoss
+
+
+@dataclass(frozen=True, eq=False)
+class Streams(Generic[Result]):
+    """A call on several streams as it was made: a task for each, whose losses have the stream's weight as a factor."""
+
+    tasks: tuple[Task[Any], ...]
+    losses: tuple[Losses, ...]  # of each stream, without its weight
+    result: Callable[[Tensor, list[Outcome]], Result]
+
+    def run(self) -> Result:
+        programs = [program_of(task) for task in self.tasks]
+        prepared = [prepare(task, program) for task, program in zip(self.tasks, programs, strict=True)]
+        heads = [head_of(one) for one in prepared]
+        weight, bias = heads[0].weight, heads[0].bias
+        wants = [Wants.of(head.hidden, weight, bias) for head in heads]
+        shared = wants[0].weight and heads[0].gradient_buffer is None
+        buffer_dtype, request = common_accumulator(prepared, wants) if shared else (None, None)
+        plans = [
+            planned(one, want, again=in_backward(), request=request, buffer_dtype=buffer_dtype)
+            for one, want in zip(prepared, wants, strict=True)
+        ]
+        objectives = [task.objective(one) for task, one in zip(self.tasks, prepared, strict=True)]
+        calls = [plan.call(*pair) for plan, *pair in zip(plans, prepared, objectives, strict=True)]
+        found: list[Forward] = []
+        streams = StreamCalls(calls, heads[0].columns, buffer_dtype)
+        total = StreamsLoss.apply(streams, found, weight, bias, *(plan.rows for plan in plans))
+        outcomes = []
+        for i, call in enumerate(calls):
+            with torch.no_grad():
+                parts = zip(objectives[i].parts, self.losses[i].terms, strict=True)
+                value = sum((part * coefficient for part, (coefficient, _) in parts), torch.zeros_like(total))
+            stats = found[i].stats
+            outcomes.append(Outcome((value,), call.plan, prepared[i], objectives[i], stats, call, found[i]))
+        return self.result(total, outcomes)
+
+
+def head_of(prepared: PreparedCall) -> HeadOptions:
+    """A stream is of hidden states."""
+    assert isinstance(prepared.head, HeadOptions)
+    return prepared.head
+
+
+def common_accumulator(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> tuple[torch.dtype, Request]:
+    """The dtype in which all streams' chunks add up, and what each stream's plan is to be made by: as one call on all
+    of their tokens would have it."""
+    again, tokens = in_backward(), sum(len(one.target) for one in prepared)
+    found = []
+    for one, want in zip(prepared, wants, strict=True):
+        head = head_of(one)
+        placed = Placed(tokens, want, again, one.packing is not None, False, True, is_plain(head.weight), True, None)
+        found.append(sizes_of(head, one.program, placed, one.teacher))
+    sizes = replace(max(found, key=lambda each: each.row_bytes), coupled=False, late_upstream=False)
+    first, request = head_of(prepared[0]), prepared[0].program.request
+
+    def plan_with(wish: Request) -> Plan:
+        return make_plan(sizes, wish) if first.shard is None else first.shard.plan(sizes, wish)
+
+    waits = again or any(one.program.coupled for one in prepared)  # for a backward, in blocks of tokens
+    plan = plan_with(request)
+    chunks = sum(-(-len(one.target) // plan.chunk_tokens) for one in prepared)
+    half = sizes.weight_dtype.itemsize < 4
+    few = plan.schedule == "forward" and not waits and chunks <= MAX_HALF_CHUNKS
+    if half and not few and (plan.weight_accumulate.itemsize < 4 or plan.schedule != "forward"):
+        if request.accumulate_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"accumulate_dtype={name(request.accumulate_dtype)} is accurate over at most {MAX_HALF_CHUNKS} "
+                f"chunks, and these streams have {chunks} or more; raise memory_budget or chunk_tokens, or leave "
+                "accumulate_dtype=None"
+            )
+        plan = plan_with(replace(request, accumulate_dtype=torch.float32))
+    if plan.schedule != "forward":
+        raise ValueError(
+            f"memory_budget={request.memory_budget!r} is too small for streams, which add up the weight's gradient in "
+            f"the forward pass; raise it, or call linear_loss once for each stream\n{plan}"
+        )
+    if not request.explicit:
+        return plan.weight_accumulate, Request(chunk_tokens=plan.chunk_tokens)
+    waiting = 0 if plan.weight_accumulate == sizes.weight_dtype else sizes.weight_elements * 4
+    return plan.weight_accumulate, Request(request.budget - waiting, request.chunk_tokens)

@@ -1,0 +1,383 @@
+"""Several streams of hidden states through one head: the oracle's sum of losses, and one gradient of the weight."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.nn.functional as F
+from budget import assert_within_budget
+from cases import PLACES, Place
+from oracle import reference
+from oracle.reference import Term
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
+
+VOCAB, HIDDEN, LINE, CHUNK = 61, 24, 20, 16
+WEIGHTS, UPSTREAM = (1.0, 0.3, 0.1), 0.37
+TERMS = [Term(1.0, "cross_entropy"), Term(1e-2, "z_loss")]
+
+
+def made(dtype: torch.dtype, device: str = "cpu", count: int = 3) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Hidden states of each stream, weight, bias, target; the first line begins with tokens that do not count."""
+    g = torch.Generator().manual_seed(7)
+    hidden = [torch.randn(2, LINE, HIDDEN, generator=g).to(device, dtype).requires_grad_() for _ in range(count)]
+    weight = torch.randn(VOCAB, HIDDEN, generator=g).mul(0.3).to(device, dtype).requires_grad_()
+    bias = torch.randn(VOCAB, generator=g).mul(0.1).to(device, dtype).requires_grad_()
+    target = torch.randint(VOCAB, (2, LINE), generator=g)
+    target[0, :5] = -100
+    return hidden, weight, bias, target.to(device)
+
+
+def loss_of(terms: list[Term]) -> losses.Losses:
+    return sum(term.coefficient * getattr(losses, term.kind)(**term.options) for term in terms)
+
+
+def grads_of(*leaves: Tensor) -> list[Tensor]:
+    found = [leaf.grad for leaf in leaves]
+    assert all(grad is not None for grad in found)
+    for leaf in leaves:
+        leaf.grad = None
+    return found
+
+
+def oracle(dtype: torch.dtype, wide: torch.dtype, terms: list[Term], **options: Any) -> list[Tensor]:
+    hidden, weight, bias, target = made(dtype)
+    hidden = [states.detach().to(wide).requires_grad_() for states in hidden]
+    weight, bias = (one.detach().to(wide).requires_grad_() for one in (weight, bias))
+    total = torch.zeros((), dtype=wide)
+    for i, (states, factor) in enumerate(zip(hidden, WEIGHTS, strict=True)):
+        loss, _ = reference.linear_loss(states, weight, target, terms, bias=bias, shift=i + 1, **options)
+        total = total + factor * loss
+    (total * UPSTREAM).backward()
+    return [total.detach(), *grads_of(weight, bias, *hidden)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["float32", "16 bits", "wide sums", "twice"])
+def test_values_and_gradients(kind: str, place: Place) -> None:
+    """bf16's dot products are wrong in the interpreter. ``twice``: a second backward makes the gradients anew."""
+    half = torch.bfloat16 if place.device == "cuda" or place.backend == "torch" else torch.float16
+    dtype = half if kind in ("16 bits", "wide sums") else torch.float32
+    hidden, weight, bias, target = made(dtype, place.device)
+    out = linear_loss(
+        hidden, weight, target, loss_of(TERMS), bias=bias, shift=(1, 2, 3), stream_weights=WEIGHTS,
+        chunk_tokens=CHUNK if kind == "wide sums" else LINE, backend=place.backend,
+        accumulate_dtype=torch.bfloat16 if kind == "16 bits" and dtype == torch.bfloat16 else None,
+    )  # fmt: skip
+    assert [stream.plan.schedule for stream in out.streams] == ["forward"] * 3
+    wide = torch.float32 if kind == "wide sums" or dtype == torch.float16 else dtype
+    assert {stream.plan.weight_accumulate for stream in out.streams} == {wide}
+    if kind == "twice":
+        (out.loss * UPSTREAM).backward(retain_graph=True)
+        once = grads_of(weight, bias, *hidden)
+    (out.loss * UPSTREAM).backward()
+    ours = [out.loss.detach(), *grads_of(weight, bias, *hidden)]
+    truth, eager = (oracle(dtype, precision, TERMS) for precision in (torch.float64, dtype))
+    for i, name in enumerate(["loss", "weight", "bias", *(f"hidden {i}" for i in range(3))]):
+        precision = torch.promote_types(dtype, torch.float32) if name == "loss" else dtype
+        assert_within_budget(ours[i], eager[i], truth[i], precision, name)
+        if kind == "twice" and i:
+            assert_within_budget(once[i - 1], eager[i], truth[i], dtype, f"{name}, of the first backward")
+
+
+def alone(hidden: list[Tensor], weight: Tensor, target: Tensor, loss: Any, **options: Any) -> list[Any]:
+    given = [{name: value[i] if isinstance(value, list) else value for name, value in options.items()} for i in (0, 1)]
+    return [linear_loss(h, weight, target, loss, **own) for h, own in zip(hidden, given, strict=True)]
+
+
+def compared(hidden: list[Tensor], weight: Tensor, target: Tensor, loss: Any, **options: Any) -> Any:
+    """The two streams' call, after holding it to a call for each."""
+    out = linear_loss(hidden, weight, target, loss, stream_weights=[1.0, 0.5], **options)
+    (out.loss * UPSTREAM).backward()
+    found = grads_of(weight, *hidden)
+    outs = alone(hidden, weight, target, loss, **options)
+    total = outs[0].loss + 0.5 * outs[1].loss
+    (total * UPSTREAM).backward()
+    torch.testing.assert_close([out.loss.detach(), *found], [total.detach(), *grads_of(weight, *hidden)])
+    for stream, other in zip(out.streams, outs, strict=True):
+        torch.testing.assert_close(stream.loss, other.loss.detach())
+        torch.testing.assert_close(stream.parts, other.parts)
+        assert stream.metrics.keys() == other.metrics.keys()
+        for name, value in stream.metrics.items():
+            torch.testing.assert_close(value.value, other.metrics[name].value)
+    return out
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one chunk": {},
+    "chunks": {"chunk_tokens": CHUNK},
+    "skipped": {"skip_ignored": True},
+    "budget": {"memory_budget": "40KiB"},
+    "promised": {"upstream": UPSTREAM, "normalizer": [7.0, 5.0], "temperature": [1.0, 0.7]},
+    "capped": {"softcap": 5.0, "vocab_size": VOCAB - 3},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_as_a_call_for_each(name: str) -> None:
+    hidden, weight, _, target = made(torch.float64, count=2)
+    target = target.clamp(max=VOCAB - 4)
+    measured = [metrics.entropy(), metrics.accuracy()]
+    compared(hidden, weight, target, loss_of(TERMS), shift=[1, 2], metrics=tuple(measured), **OPTIONS[name])
+
+
+@pytest.mark.parametrize("chunk", [LINE * 2, CHUNK])
+@pytest.mark.parametrize("kind", ["all wait", "one waits"])
+def test_losses_that_wait_for_all_tokens(kind: str, chunk: int) -> None:
+    """Their gradients are made in backward where a chunk does not hold all tokens, and added to those of the others."""
+    hidden, weight, _, target = made(torch.float64, count=2)
+    g = torch.Generator().manual_seed(3)
+    batch = {
+        "advantages": torch.randn(2, LINE, generator=g).double(),
+        "segments": torch.arange(2)[:, None].expand(2, LINE),
+    }
+    loss = [losses.gspo(), losses.gspo() if kind == "all wait" else losses.cross_entropy()]
+    out = linear_loss(
+        hidden, weight, target, loss, batch=batch, num_segments=2, shift=(1, 2), stream_weights=(1.0, 0.5),
+        chunk_tokens=chunk,
+    )  # fmt: skip
+    waits = "recompute" if chunk == CHUNK else "forward"
+    assert [stream.plan.schedule for stream in out.streams] == [waits, waits if kind == "all wait" else "forward"]
+    (out.loss * UPSTREAM).backward()
+    found = grads_of(weight, *hidden)
+    total = sum(
+        factor * linear_loss(h, weight, target, one, batch=batch, num_segments=2, shift=shift).loss
+        for h, one, shift, factor in zip(hidden, loss, (1, 2), (1.0, 0.5), strict=True)
+    )
+    (total * UPSTREAM).backward()
+    torch.testing.assert_close([out.loss.detach(), *found], [total.detach(), *grads_of(weight, *hidden)])
+
+
+def test_a_buffer_of_the_callers() -> None:
+    hidden, weight, _, target = made(torch.float32, count=2)
+    linear_loss(hidden, weight, target, losses.cross_entropy(), shift=(1, 2)).loss.backward()
+    expected = grads_of(weight, *hidden)
+    buffer = torch.ones(VOCAB, HIDDEN)
+    linear_loss(hidden, weight, target, losses.cross_entropy(), shift=(1, 2), accumulate_into=buffer).loss.backward()
+    assert weight.grad is None
+    torch.testing.assert_close([buffer - 1, *(states.grad for states in hidden)], expected)
+
+
+def test_what_takes_no_gradient() -> None:
+    hidden, weight, _, target = made(torch.float32, count=2)
+    frozen = [hidden[0].detach(), hidden[1]]
+    linear_loss(frozen, weight.detach(), target, losses.cross_entropy()).loss.backward()
+    (expected,) = torch.autograd.grad(linear_loss(hidden[1], weight, target, losses.cross_entropy()).loss, hidden[1])
+    torch.testing.assert_close(hidden[1].grad, expected)
+    with torch.no_grad():
+        assert not linear_loss(hidden, weight, target, losses.cross_entropy()).loss.requires_grad
+
+
+@pytest.mark.parametrize("empty", [(0,), (1,), (0, 1)])
+def test_a_stream_without_tokens(empty: tuple[int, ...]) -> None:
+    hidden, weight, _, target = made(torch.float32, count=2)
+    given = [h[:, :0] if i in empty else h for i, h in enumerate(hidden)]
+    targets = [target[:, :0] if i in empty else target for i in range(2)]
+    linear_loss(given, weight, targets, losses.cross_entropy()).loss.backward()
+    total = sum(linear_loss(h, weight, t, losses.cross_entropy()).loss for h, t in zip(given, targets, strict=True))
+    torch.testing.assert_close(weight.grad, torch.autograd.grad(total, weight)[0])
+
+
+def test_under_an_activation_checkpoint() -> None:
+    hidden, weight, _, target = made(torch.float32, count=2)
+
+    def run(first: Tensor, second: Tensor, weight: Tensor) -> Tensor:
+        return linear_loss([first * 1.0, second], weight, target, losses.cross_entropy(), chunk_tokens=CHUNK).loss
+
+    run(*hidden, weight).backward()
+    expected = grads_of(weight, *hidden)
+    checkpoint(run, *hidden, weight, use_reentrant=False).backward()
+    torch.testing.assert_close(grads_of(weight, *hidden), expected)
+
+
+def test_an_id_out_of_range_makes_everything_nan() -> None:
+    """Of any stream; on the CPU it raises, and so it is done to the statistics here."""
+    hidden, weight, _, target = made(torch.float32, count=2)
+    with pytest.raises(IndexError, match="target must be in"):
+        linear_loss(hidden, weight, [target, target.masked_fill(target > 5, VOCAB)], losses.cross_entropy())
+
+
+def draft(count: int = 2) -> tuple[list[Tensor], Tensor, Tensor, dict[str, Any]]:
+    hidden, weight, _, target = made(torch.float64, count=count)
+    g = torch.Generator().manual_seed(11)
+    verifier = [torch.randn(2, LINE, HIDDEN, generator=g).double() for _ in range(count)]
+    batch = {"teacher_hidden": verifier, "teacher_weight": torch.randn(VOCAB, HIDDEN, generator=g).double().mul(0.3)}
+    return hidden, weight, target, batch
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_accepted_length(skip: bool) -> None:
+    hidden, weight, target, batch = draft()
+    targets = [target, target.clone()]
+    targets[1][1, 4:9] = -100
+    out = linear_loss(
+        hidden, weight, targets, losses.lk(), batch=batch, metrics=[metrics.acceptance(), metrics.accepted_length()],
+        skip_ignored=skip,
+    )  # fmt: skip
+    accepted, counts = [], []
+    for states, verifier, labels in zip(hidden, batch["teacher_hidden"], targets, strict=True):
+        p, q = (states @ weight.t()).softmax(-1), (verifier @ batch["teacher_weight"].t()).softmax(-1)
+        accepted.append(torch.minimum(p, q).sum(-1) * (labels != -100))
+        counts.append((labels != -100).sum())
+    expected = (accepted[0] + accepted[0] * accepted[1]).sum() / counts[0]
+    torch.testing.assert_close(out.metrics["accepted_length"].value, expected.detach())
+    for stream, values, count in zip(out.streams, accepted, counts, strict=True):
+        assert set(stream.metrics) == {"acceptance"}
+        torch.testing.assert_close(stream.metrics["acceptance"].value, (values.sum() / count).detach())
+
+
+def of_two_ranks(rank: int, device: str) -> dict[str, Any]:
+    hidden, weight, target, batch = draft()
+    hidden = [states.to(device).detach().requires_grad_() for states in hidden]
+    batch = {"teacher_hidden": batch["teacher_hidden"], "teacher_weight": batch["teacher_weight"].chunk(2)[rank]}
+    own = weight.detach().chunk(2)[rank].clone().requires_grad_()
+    out = linear_loss(
+        hidden, own, target, losses.lk() + losses.cross_entropy(), batch=batch, shift=(1, 2), chunk_tokens=CHUNK,
+        metrics=[metrics.accepted_length()], parallel=VocabParallel(), vocab_size=VOCAB,
+    )  # fmt: skip
+    out.loss.backward()
+    found = {"vocabulary": (out.loss.detach(), out.metrics["accepted_length"].value, own.grad, *grads_of(*hidden))}
+    lines = [states[rank : rank + 1].detach() for states in hidden]
+    whole = weight.detach().requires_grad_()
+    own_batch = {"teacher_hidden": [states[rank : rank + 1] for states in batch["teacher_hidden"]]}
+    own_batch["teacher_weight"] = draft()[3]["teacher_weight"]
+    out = linear_loss(
+        lines, whole, target[rank : rank + 1], losses.lk() + losses.cross_entropy(), batch=own_batch, shift=(1, 2),
+        metrics=[metrics.accepted_length()], parallel=TokenParallel(),
+    )  # fmt: skip
+    out.loss.backward()
+    found["tokens"] = out.loss.detach(), out.metrics["accepted_length"].value, whole.grad
+    return found
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    first, second = ranks.run(of_two_ranks, 2, tmp_path)
+    hidden, weight, target, batch = draft()
+    out = linear_loss(
+        hidden, weight, target, losses.lk() + losses.cross_entropy(), batch=batch, shift=(1, 2),
+        metrics=[metrics.accepted_length()],
+    )  # fmt: skip
+    out.loss.backward()
+    loss, length, *others = first["vocabulary"]
+    expected = [out.loss.detach(), out.metrics["accepted_length"].value, *grads_of(weight, *hidden)]
+    torch.testing.assert_close([loss, length, torch.cat([others[0], second["vocabulary"][2]]), *others[1:]], expected)
+    (one, length, d_one), (two, _, d_two) = first["tokens"], second["tokens"]
+    torch.testing.assert_close([one + two, length, d_one + d_two], expected[:3])
+
+
+def test_compiled() -> None:
+    """The call breaks the graph, and is right."""
+    hidden, weight, _, target = made(torch.float32, count=2)
+
+    def run(first: Tensor, second: Tensor) -> Tensor:
+        return linear_loss([first, second], weight, target, losses.cross_entropy(), shift=(1, 2)).loss * 2
+
+    torch.testing.assert_close(torch.compile(run, backend="eager")(*hidden), run(*hidden))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"hidden": []}, "hidden must be a tensor or a list of one tensor or more"),
+        ({"stream_weights": [1.0]}, "stream_weights must be a list of 2"),
+        ({"stream_weights": [1.0, float("inf")]}, "finite numbers or 0-d tensors"),
+        ({"shift": (1, 2, 3)}, "shift must be one for all 2 streams or a list of 2, got 3"),
+        ({"batch": {"mask": [torch.ones(2, LINE).bool()]}}, r"batch\['mask'\] must be one for all 2 streams"),
+        ({"reduction": "none"}, "call linear_loss once for each stream"),
+        ({"memory_budget": "1KiB", "dtype": torch.bfloat16}, "memory_budget"),
+        (
+            {"accumulate_dtype": torch.bfloat16, "chunk_tokens": 8, "dtype": torch.bfloat16},
+            "accurate over at most 8 chunks",
+        ),
+        ({"metrics": [metrics.acceptance()]}, "no loss of the call has one"),
+        ({"hidden": "one", "metrics": [metrics.accepted_length()]}, "goes over several streams"),
+        ({"hidden": "one", "stream_weights": [1.0]}, "stream_weights go with several streams"),
+        ({"hidden": "uneven", "metrics": [metrics.accepted_length()]}, "have other tokens"),
+    ],
+)
+def test_errors(options: dict[str, Any], says: str) -> None:
+    options = dict(options)
+    hidden, weight, _, target = made(options.pop("dtype", torch.float32), count=2)
+    kinds = {"one": hidden[0], "uneven": [hidden[0], hidden[1][:, 1:]], "": hidden}
+    which = options.pop("hidden", "")
+    states = kinds[which] if isinstance(which, str) else which
+    target = [target, target[:, 1:]] if which == "uneven" else target
+    with pytest.raises(ValueError, match=says):
+        linear_loss(states, weight, target, losses.cross_entropy(), **options)
+
+
+class Tiny(nn.Module):
+    """A recurrent model of bytes with a head, and two further depths of prediction."""
+
+    def __init__(self, depths: int):
+        super().__init__()
+        self.embedding, self.trunk = nn.Embedding(VOCAB, HIDDEN), nn.GRU(HIDDEN, HIDDEN, batch_first=True)
+        self.depths = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(depths))
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> list[Tensor]:
+        hidden = [self.trunk(self.embedding(ids))[0]]
+        for depth in self.depths:
+            hidden.append(hidden[-1] + torch.tanh(depth(hidden[-1])))
+        return hidden
+
+
+def trained(chunked: bool) -> tuple[list[float], list[Tensor]]:
+    """Two depths of prediction, and then a drafter for the trained model, whose head it shares in part."""
+    torch.manual_seed(5)
+    model, ids = Tiny(1).double(), torch.randint(VOCAB, (4, LINE)).cumsum(1) % VOCAB
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(4):
+        hidden = model(ids)
+        if chunked:
+            loss = linear_loss(
+                hidden, model.head.weight, ids, losses.cross_entropy(), shift=(1, 2), stream_weights=(1.0, 0.3),
+                chunk_tokens=CHUNK,
+            ).loss  # fmt: skip
+        else:
+            each = [
+                F.cross_entropy(model.head(states[:, : -i - 1]).flatten(0, 1), ids[:, i + 1 :].flatten())
+                for i, states in enumerate(hidden)
+            ]
+            loss = each[0] + 0.3 * each[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    verifier, drafter = model(ids)[0].detach(), Tiny(1).double()
+    optimizer = torch.optim.SGD(drafter.parameters(), lr=0.5)
+    ahead = [verifier, F.pad(verifier[:, 1:], (0, 0, 0, 1))]  # what the verifier says where each step's token stands
+    mask = torch.ones(2, *ids.shape, dtype=torch.bool)
+    mask[1, :, -1] = False
+    for _ in range(4):
+        hidden = drafter(ids)
+        if chunked:
+            batch = {"teacher_hidden": ahead, "teacher_weight": model.head.weight.detach(), "mask": list(mask)}
+            loss = linear_loss(
+                hidden, drafter.head.weight, None, losses.lk(form="hybrid"), batch=batch, stream_weights=(1.0, 0.8)
+            ).loss
+        else:
+            each = []
+            for states, other, counts in zip(hidden, ahead, mask, strict=True):
+                log_p, log_q = drafter.head(states).log_softmax(-1), model.head(other).log_softmax(-1).detach()
+                accepted = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+                share = (-3.0 * accepted.detach()).exp()
+                kl = (log_q.exp() * (log_q - log_p)).sum(-1)
+                each.append((share * kl + (1 - share) * (1 - accepted))[counts].mean())
+            loss = each[0] + 0.8 * each[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return seen, [p.detach() for p in (*model.parameters(), *drafter.parameters())]
+
+
+def test_two_depths_and_a_drafter_are_trained() -> None:
+    seen, parameters = trained(chunked=True)
+    expected, others = trained(chunked=False)
+    torch.testing.assert_close([seen, parameters], [expected, others])
+    assert seen[3] < seen[0] and seen[7] < seen[4]
