@@ -41,7 +41,7 @@ class Session(Protocol):
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         """Logits of a chunk of rows into the buffer, and every statistic that ``out`` has room for, a teacher's beside
-        the student apart."""
+        the student apart, and a teacher's where ``Plan.teacher_last``."""
 
     def pair_stats(self, rows: Rows, out: RowStats) -> None:
         """Those, once ``out`` holds the softmaxes of both."""
@@ -49,7 +49,8 @@ class Session(Protocol):
     def add_gradients(
         self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
     ) -> None:
-        """Gradients of the chunk that ``stats`` saw last, rows ``at`` of the call, added to ``grads``."""
+        """Gradients of the chunk that ``stats`` saw last, rows ``at`` of the call, added to ``grads``. Where
+        ``Plan.teacher_last``, ``stats`` receives a teacher's statistics, alone and beside the student."""
 
     def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         """What was left over until rows ``at``, all of the call's where there are all, had been seen.

@@ -35,6 +35,7 @@ class Pairing(NamedTuple):
     overlap: bool
     beta: float | None  # of the Jensen-Shannon divergence, or None
     columns: int  # that both vocabularies have
+    last: bool = False  # no gradient depends on what is wanted: it may be made along with the gradient
 
 
 class Demand(NamedTuple):

@@ -40,7 +40,7 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     if logits <= share:
         return share + copy
     terms = forward_terms(replace(sizes, copied=copy > 0), rows, sizes.hidden_dtype, sizes.weight_dtype)
-    return logits + extra_of(terms) - rows * sizes.kept_bytes
+    return logits + extra_of(terms) - sizes.gradient_kept_bytes(rows)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,11 @@ class Plan:
         if self.weight_accumulate == self.sizes.weight_dtype:
             roundings = self.blocks if self.schedule == "recompute" else self.chunks
         return ROUNDING_ERROR[self.sizes.weight_dtype] * math.sqrt((roundings + 1) / 2)
+
+    @property
+    def teacher_last(self) -> bool:
+        """Whether a dense teacher's logits, and its statistics beside the student, are made along with gradients."""
+        return self.schedule == "forward" and self.sizes.teacher_last
 
     def buffer_elements(self, tiled: bool) -> int:
         """Logits that a call holds at a time: a chunk's, or a block's tile in the recompute schedule's backward."""

@@ -4,19 +4,21 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, Head, Rows, RowStats
-from ...kernels.common.operands import ALL_ROWS, Stored, Strips
+from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Strips, strip_rows
 from ...kernels.gradients import launch as gradients
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
 from ...program.memory import part_sums
-from ...program.plans import Plan
+from ...program.plans import Plan, slices
 from ...program.sizes import padded_columns
 from ..gradients import Gradients
 from ..matmul import add_dhidden, project
-from .session import OwnProducts, counted_of, normalize_rows, ratio_of, transform
+from .session import NO_PARTS, OwnProducts, Parts, counted_of, normalize_rows, ratio_of, transform
 
 
 class RelativeSession(OwnProducts):
+    parts: Parts = NO_PARTS
+
     def __init__(self, head: Head, plan: Plan):
         super().__init__(head, plan)
         sizes, demand = self.sizes, self.demand
@@ -35,13 +37,23 @@ class RelativeSession(OwnProducts):
             two and demand.entropy[1],
         )  # fmt: skip
         self.has_target_logits = False  # the target's logits of all tokens are there
+        self.teacher_last = plan.teacher_last
+        self.teacher_rows = sizes.teacher_rows(rows) if self.teacher_last else rows
         if sizes.teacher_store == "relative":
-            self.teacher_buffer = padded(rows, sizes.teacher_columns, device)
-            self.teacher_tile = gpu.exp_tile_of(rows, sizes.teacher_width, sizes.teacher_columns)
+            self.teacher_buffer = padded(self.teacher_rows, sizes.teacher_columns, device)
+            self.teacher_tile = gpu.exp_tile_of(self.teacher_rows, sizes.teacher_width, sizes.teacher_columns)
             strip_count = gpu.strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
+            # a kernel that reads both takes one distance from strip to strip
             self.teacher_strips = Strips.empty(rows, strip_count, device)
         elif sizes.teacher_store == "logits":
-            self.teacher_buffer = torch.empty(rows, sizes.teacher_columns, dtype=torch.float32, device=device)
+            buffer = torch.empty(self.teacher_rows, sizes.teacher_columns, dtype=torch.float32, device=device)
+            self.teacher_buffer = buffer
+        if self.teacher_last:
+            assert demand.pairing is not None
+            wanted = demand.pairing.forward_kl, demand.pairing.entropy
+            programs, stride = gradients.row_programs(sizes.vocab), strip_rows(rows)
+            made = iter(torch.empty(sum(wanted), programs, stride, dtype=torch.float32, device=device).unbind())
+            self.parts = next(made) if wanted[0] else None, next(made) if wanted[1] else None
 
     def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
         if stats is None or self.has_target_logits:
@@ -61,7 +73,8 @@ class RelativeSession(OwnProducts):
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         self.first_stats(rows, out, self.buffer, None, None)
-        self.teacher_stats(rows, out)
+        if not self.teacher_last:
+            self.teacher_stats(rows, out)
 
     def first_stats(
         self, rows: Rows, out: RowStats, buffer: Tensor | None, row_offset: Tensor | None, level: Tensor | None
@@ -137,10 +150,32 @@ class RelativeSession(OwnProducts):
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
         dlogits = self.stored.logits.view(self.sizes.dtype)
+        if self.teacher_last:
+            return self.grad_beside_(dlogits, rows, stats, coefficients)
         teacher = None if self.demand.pairing is None else self.teacher_stored
-        # a bias's gradient sums over all rows
-        counted = ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
+        counted = self.differentiated(rows)
         return self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher, counted)
+
+    def differentiated(self, rows: Rows) -> Counted:
+        # a bias's gradient sums over all rows
+        return ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
+
+    def grad_beside_(self, dlogits: Tensor, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        """The gradient beside a teacher whose logits are made here, some rows at a time, and its statistics: the pass
+        over both makes the divergence too."""
+        count, offset = len(dlogits), self.stored_strips.offset
+        for at in slices(count, self.teacher_rows):
+            some, out = rows.at(at), stats.at(at)
+            self.teacher_stats(some, out)
+            stored = self.stored._replace(logits=self.stored.logits[at], offset=offset[:, at])
+            forward_kl, entropy = (None if part is None else part[:, at] for part in self.parts)
+            self.differentiate_(
+                dlogits[at], stored, self.head, 0, some, out, coefficients.at(at), self.teacher_stored,
+                self.differentiated(some), (forward_kl, entropy),
+            )  # fmt: skip
+        parts = [None if part is None else part[:, :count] for part in self.parts]
+        gradients.add_parts((stats.forward_kl, stats.teacher_entropy), parts)
+        return dlogits
 
 
 def padded(rows: int, columns: int, device: torch.device) -> Tensor:

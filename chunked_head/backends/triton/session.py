@@ -22,6 +22,9 @@ TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
 Normalizer = tuple[Tensor, Tensor]  # start and rest: log p = (x - start) + rest
 # the target's logit, the two softmaxes, beta and kappa, as the kernels take them
 Terms = tuple[Tensor, Softmax, Softmax, Tensor | None, Tensor | None]
+# of KL(q || p) and of q's entropy, what each program of a gradient's kernel has summed [programs, rows]
+Parts = tuple[Tensor | None, Tensor | None]
+NO_PARTS: Parts = (None, None)
 
 
 def normalize_rows(normalize: Normalizer, stored: Stored, columns: int) -> None:
@@ -106,6 +109,7 @@ class KernelSession(AddsDlogits):
         coefficients: Coefficients,
         teacher: Stored | None,
         counted: Counted = ALL_ROWS,
+        parts: Parts = NO_PARTS,
     ) -> Tensor:
         c, pairing, columns = coefficients, self.demand.pairing, dlogits.shape[1]
         beside = None
@@ -114,7 +118,7 @@ class KernelSession(AddsDlogits):
             beside = Beside(
                 teacher, stats.teacher_start, stats.teacher_rest,
                 min(max(pairing.columns - first, 0), columns), pairing.view == 1,
-                c.gamma, c.rho, c.tau, c.theta, pairing.beta, LOG_FLOOR,
+                c.gamma, c.rho, c.tau, c.theta, pairing.beta, LOG_FLOOR, *parts,
             )  # fmt: skip
         common = self.terms(stats, c, first, columns)
         gradients.row_grad(
