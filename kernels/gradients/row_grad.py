@@ -134,9 +134,9 @@ def row_grad_kernel(
         if theta_ptr is not None:
             theta = load_column(theta_ptr, offs_row, in_rows)
     if forward_kl_ptr is not None:
-        forward = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
+        forward = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     if teacher_entropy_ptr is not None:
-        entropy = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
+        entropy = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     for start in range(column_program * BLOCK, last, COLUMN_PROGRAMS * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         in_columns = offs < columns
@@ -160,10 +160,10 @@ def row_grad_kernel(
         if forward_kl_ptr is not None:
             q = tl.exp2(log_q * log2_e)
             log_p = log_probability(x, row_start, row_rest, start2, rest2, ratio2, SECOND)
-            forward += tl.where(q > 0.0, q * (log_q - log_p), 0.0)
+            forward += tl.sum(tl.where(q > 0.0, q * (log_q - log_p), 0.0), 1)
         if teacher_entropy_ptr is not None:
             q = tl.exp2(log_q * log2_e)
-            entropy -= tl.where(q > 0.0, q * log_q, 0.0)
+            entropy -= tl.sum(tl.where(q > 0.0, q * log_q, 0.0), 1)
         # summed from zero on: ptxas takes 32 registers so for plain rows, and 49 where the first term begins the sum
         zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         grad = logits_gradient(
@@ -178,6 +178,6 @@ def row_grad_kernel(
         at = dlogits_ptr + wide_row * dlogits_stride + offs[None, :]
         tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
     if forward_kl_ptr is not None:
-        tl.store(forward_kl_ptr + column_program * parts_stride + offs_row, tl.sum(forward, 1), mask=in_rows)
+        tl.store(forward_kl_ptr + column_program * parts_stride + offs_row, forward, mask=in_rows)
     if teacher_entropy_ptr is not None:
-        tl.store(teacher_entropy_ptr + column_program * parts_stride + offs_row, tl.sum(entropy, 1), mask=in_rows)
+        tl.store(teacher_entropy_ptr + column_program * parts_stride + offs_row, entropy, mask=in_rows)
