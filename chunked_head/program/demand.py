@@ -202,7 +202,8 @@ def pair_up(
         )
     ((teacher, view),) = kinds
     # d KL(q || p) is p - q whatever the divergence is; a user's loss may be any function of it
-    last = names.isdisjoint({"reverse_kl", "jsd", "tvd", "overlap"}) and all(summand.kind != "custom" for summand, _ in seen)
+    others = {"reverse_kl", "jsd", "tvd", "overlap"}
+    last = names.isdisjoint(others) and all(summand.kind != "custom" for summand, _ in seen)
     pairing = Pairing(
         view, "forward_kl" in names, "reverse_kl" in names, "teacher_entropy" in names, "tvd" in names,
         "overlap" in names, next(iter(betas), None), columns, last,
