@@ -98,7 +98,8 @@ def calls() -> None:
     kept = {"kept_ids": torch.zeros(256, 8, dtype=torch.int64), "kept_everywhere": True}
     linear_logprobs(*given, **kept, entropy=True, backend="triton")[0].sum().backward()
     with torch.no_grad():
-        linear_logprobs(*operands(8, 4096, 1024, torch.bfloat16), entropy=True, backend="triton")
+        # few rows, of which the vocabulary is summed in blocks
+        linear_logprobs(*operands(8, 4096, 1024, torch.bfloat16), entropy=True, deterministic=True, backend="triton")
 
 
 def spilled(compiled: Any) -> int:

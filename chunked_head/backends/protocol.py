@@ -27,9 +27,12 @@ class Session(Protocol):
 
     ``known_targets``: its ``stats`` leave the target's logit whole where ranks share the vocabulary, not each rank's
     part.
+    ``pieces``: statistics that its last ``stats`` left of blocks of the vocabulary instead, [blocks, numbers, rows] as
+    in ``GatheredStats``, its first row of the target's logit unwritten; or None.
     """
 
     known_targets: bool
+    pieces: Tensor | None
 
     def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
         """``Backend.clean_rows`` of the source into ``rows.hidden``, before ``stats`` of these rows, which may have

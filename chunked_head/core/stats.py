@@ -58,6 +58,11 @@ class Demand(NamedTuple):
         return len(self.views) == 1 and self.pairing is None and self.top_k == 0
 
     @property
+    def ratio2(self) -> float:
+        """Of the second softmax."""
+        return self.views[1].ratio if len(self.views) > 1 else 1.0
+
+    @property
     def vectors(self) -> int:
         """Statistics per token beside the first three."""
         two, pairing = len(self.views) > 1, self.pairing

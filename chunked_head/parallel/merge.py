@@ -1,12 +1,12 @@
 """Statistics of pieces of the vocabulary, merged into those of the whole: the same on every rank, to the bit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.stats import RowStats
+from ..core.stats import Demand, RowStats, sent
 
 # of each softmax over logits, student's and teacher's: where its logarithms are
 SOFTMAXES = (("start", "rest"), ("start2", "rest2"), ("teacher_start", "teacher_rest"))
@@ -17,9 +17,9 @@ OF_TOKENS = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2",
 
 
 class GatheredStats(NamedTuple):
-    """Statistics of a chunk's rows from all ranks, each of its own columns."""
+    """Statistics of a chunk's rows, of each rank's own columns or of blocks of them: pieces of the vocabulary."""
 
-    message: Tensor  # [ranks, numbers + 1, rows] of ``names``, and last a check of the tokens that they are of
+    message: Tensor  # [pieces, numbers + 1, rows] of ``names``, and last a check of the tokens that they are of
     names: tuple[str, ...]
     target: Tensor  # [rows] int64, -1 where a row does not count
     ratio2: float  # of the second softmax
@@ -50,6 +50,28 @@ def unpack(packed: Tensor, stats: RowStats, names: Sequence[str]) -> dict[str, T
         found[name] = part.squeeze(1) if getattr(stats, name).dim() == 1 else part.transpose(1, 2)
         at += width
     return found
+
+
+def complete_blocks(pieces: Tensor, stats: RowStats, names: Sequence[str]) -> None:
+    """``pieces`` [blocks, numbers + 1, rows] with what a row has one of: the first block's, 0 for the others."""
+    found = unpack(pieces[:1], stats, names)
+    for name in ("target_logit", "column_logits"):
+        if name in found:
+            found[name].copy_(getattr(stats, name))
+
+
+def merge_blocks(
+    merge: Callable[[GatheredStats, RowStats], None],
+    pieces: Tensor,
+    target: Tensor,
+    stats: RowStats,
+    demand: Demand,
+) -> None:
+    """The same of all blocks of a vocabulary, which are here."""
+    names = sent(demand)
+    complete_blocks(pieces, stats, names)
+    zero = pieces[0, -1, 0]  # nobody has written there, and nothing tells tokens of one process apart
+    merge(GatheredStats(pieces, names, target, demand.ratio2, False, zero), stats)
 
 
 def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:

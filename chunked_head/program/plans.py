@@ -75,6 +75,12 @@ class Plan:
         return math.ceil(self.sizes.tokens / self.chunk_tokens)
 
     @property
+    def vocab_block(self) -> int | None:
+        """Ids of a block, where statistics are those of blocks first: of logits that nobody stores."""
+        sizes = self.sizes
+        return None if self.schedule == "forward" or sizes.store == "kept" or sizes.keeps_sweep else sizes.block
+
+    @property
     def sums_halves(self) -> bool:
         """Whether chunks of the weight's gradient are added in 16 bits."""
         return self.sizes.own_weight_grad and self.weight_accumulate.itemsize < 4
@@ -250,7 +256,7 @@ def matmuls(plan: Plan, gpu: Gpu) -> str:
     s = plan.sizes
     if s.store in ("logits", "kept"):
         return "BLAS's" if s.store == "logits" else "none"
-    tile = gpu.exp_tile_of(plan.chunk_tokens, s.hidden, s.vocab)
+    tile = gpu.exp_tile_of(plan.chunk_tokens, s.hidden, plan.vocab_block or s.vocab)
     found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
     if plan.schedule == "forward" and s.hidden_grad:
         parts = s.dhidden_split(plan.chunk_tokens).parts

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from ..core.groups import BLOCKS
 from ..core.stats import Demand, numbers_sent
 from ..kernels.common.gpus import RELATIVE_STRIP, Gpu
 from ..kernels.common.tiles import PRODUCT_ROWS, STRIPS_AT_ONCE, WHOLE, DhiddenSplit, dhidden_split
@@ -54,6 +55,7 @@ class Sizes:
     gpu: Gpu | None = None  # whose own matmuls run; None: BLAS's
     multiprocessors: int = 0  # that are there
     deterministic: bool = False  # a token's numbers do not depend on the others, nor on how many there are
+    block: int | None = None  # ids of a block, which statistics are summed in before the sum of blocks; of such a call
     skips: bool = False  # products stop at a number of rows that only the device knows
     buffer_dtype: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
 
@@ -134,6 +136,8 @@ class Sizes:
     @property
     def keeps_sweep(self) -> bool:
         """Whether a pass that makes no gradient stores its logits."""
+        if self.store != "logits" and self.block is not None:
+            return self.demand.pairing is not None
         return self.store == "logits" or not self.demand.one_sweep
 
     @property
@@ -168,7 +172,8 @@ class Sizes:
         if self.store == "logits":
             return rows
         assert self.gpu is not None
-        return rows + self.gpu.strips_of(self.vocab, self.hidden, kept and self.store == "relative") * (
+        relative, block = kept and self.store == "relative", None if kept else self.block
+        return rows + self.gpu.strips_of(self.vocab, self.hidden, relative, block) * (
             8
             + 4 * demand.entropy[0]
             + 4 * demand.weighted_sum
@@ -179,12 +184,13 @@ class Sizes:
 
     @property
     def merged_bytes(self) -> int:
-        """All ranks' statistics of a row: as they come, as fp64, and what their softmaxes are merged by."""
-        if self.ranks == 1:
+        """All pieces' statistics of a row: as they come, as fp64, and what their softmaxes are merged by."""
+        pieces = self.ranks if self.block is None else max(self.ranks, BLOCKS)
+        if pieces == 1:
             return 0
         numbers, demand = 1 + numbers_sent(self.demand), self.demand
         largest = 8 * 2 * demand.top_k + 8 * demand.columns
-        return self.ranks * (12 * numbers + 48 + largest) + 8 * numbers
+        return pieces * (12 * numbers + 48 + largest) + 8 * numbers
 
     @property
     def own_tokens(self) -> int:

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
-from ...core.stats import Coefficients, Head, Rows, RowStats
+from ...core.stats import Coefficients, Head, Rows, RowStats, numbers_sent, sent
 from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Strips, strip_rows
+from ...kernels.common.tiles import cdiv
 from ...kernels.gradients import launch as gradients
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
+from ...parallel.merge import unpack
 from ...program.memory import part_sums
 from ...program.plans import Plan, slices
 from ...program.sizes import padded_columns
@@ -24,14 +26,15 @@ class RelativeSession(OwnProducts):
         sizes, demand = self.sizes, self.demand
         rows, device = plan.chunk_tokens, head.weight.device
         # a sweep that makes no gradient and is not passed over again keeps nothing
-        keep = plan.schedule == "forward" or not demand.one_sweep
+        keep = plan.schedule == "forward" or sizes.keeps_sweep
+        self.block = plan.vocab_block
         self.buffer = padded(rows, sizes.vocab, device) if keep else None
         if sizes.hidden_grad and plan.schedule == "forward":
             self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
         two = len(demand.views) > 1
         gpu = self.gpu
-        self.tile = gpu.exp_tile_of(rows, sizes.hidden, sizes.vocab)
-        strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative")
+        self.tile = gpu.exp_tile_of(rows, sizes.hidden, self.block or sizes.vocab)
+        strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative", self.block)
         self.strips = Strips.empty(
             rows, strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
             two and demand.entropy[1],
@@ -92,17 +95,24 @@ class RelativeSession(OwnProducts):
             ratio2, columns2 = ratio_of(view.ratio), view.columns or vocab
         statistics.exp_logits(
             stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target,
-            made, self.tile, ratio2, columns2, counted_of(rows),
+            made, self.tile, ratio2, columns2, counted_of(rows), self.block,
         )  # fmt: skip
+        into, numbers = out.named(), None
+        if self.block is not None:
+            numbers = numbers_sent(self.demand) + 1
+            self.pieces = out.lse.new_zeros(cdiv(vocab, self.block), numbers, count)
+            into = unpack(self.pieces, out, sent(self.demand))
+        one = into.get
         statistics.merge_strips(
-            out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
-            strips, out.target_logit, rows.target, vocab,
+            one("lse"), into["start"], into["rest"], one("logprob"), one("entropy"), one("weighted_sum"),
+            one("top"), one("argmax"), level, strips, out.target_logit, rows.target, vocab,
+            block=self.block, numbers=numbers,
         )  # fmt: skip
-        if out.start2 is not None and out.rest2 is not None:
+        if "start2" in into:
             second = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2, weighted_sum=None)
             statistics.merge_strips(
-                out.lse2, out.start2, out.rest2, out.logprob2, out.entropy2, None, None, None, None,
-                second, out.target_logit, rows.target, columns2, ratio2, second=True,
+                one("lse2"), into["start2"], into["rest2"], one("logprob2"), one("entropy2"), None, None, None,
+                None, second, out.target_logit, rows.target, columns2, ratio2, True, self.block, numbers,
             )  # fmt: skip
         if stored is not None:
             self.stored, self.stored_strips = Stored(stored, strips.offset), strips
