@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from cases import GPU, TRITON, Place
@@ -66,7 +67,7 @@ class Operands:
     """Of a vocabulary in eight blocks, the last one smaller than the others; its padding is nan."""
 
     def __init__(self, place: Place):
-        gpu = place.device == "cuda"
+        gpu = place.device != "cpu"
         self.tokens, self.vocab, width = (300, 8000 - 24, 512) if gpu else (20, 600, 64)
         self.padded = 8 * block_of(self.vocab)
         made = torch.Generator().manual_seed(5)
@@ -93,7 +94,7 @@ class Operands:
     def values(self, options: dict[str, Any], rows: slice = slice(None), tokens: Any = slice(None)) -> list[Tensor]:
         """Log-probabilities, and what else is asked for, as rows of the head and tokens have them."""
         given = dict(options)
-        if "entropy" in options:
+        if "temperature" in options:
             given |= {"bias": self.bias[rows].clone(), "temperature": options["temperature"][tokens]}
         found = linear_logprobs(self.hidden[tokens], self.weight[rows].clone(), self.target[tokens], **given)
         return [found] if isinstance(found, Tensor) else list(found)
@@ -152,6 +153,38 @@ def test_any_batch(place: Place) -> None:
                     given.weight.requires_grad_(gradient)
                     (values,) = given.values(options | {"chunk_tokens": chunk}, tokens=tokens)
                     assert values.requires_grad == gradient and torch.equal(values, alone[tokens])
+
+
+@pytest.mark.parametrize("place", OURS)
+def test_whatever_else_is_asked_for(place: Place) -> None:
+    given = Operands(place)
+    options = given.options("plain")
+    with torch.no_grad():
+        (alone,) = given.values(options)
+        for asked in (("entropy",), ("argmax", "mean_logit"), EVERYTHING):
+            assert torch.equal(given.values(options | dict.fromkeys(asked, True))[0], alone), asked
+
+
+def of_gpus(rank: int, device: str) -> dict[str, Any]:
+    """Alone, and as one of the ranks, on GPUs of their own."""
+    given, parallel = Operands(Place("triton", device)), VocabParallel()
+    own = slice(given.padded // parallel.ranks * rank, given.padded // parallel.ranks * (rank + 1))
+    found = {}
+    for kind in ("plain", "everything"):
+        options = given.options(kind)
+        with torch.no_grad():
+            found[kind] = given.values(options), given.values(options | {"parallel": parallel}, own)
+    return found
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("count", [2, 4])
+def test_gpus(count: int) -> None:
+    found = ranks.run_in_a_folder(of_gpus, count, "cuda")
+    for rank in found:
+        for kind, (alone, ours) in rank.items():
+            assert_same(ours, alone)
+            assert_same(alone, found[0][kind][0])
 
 
 @pytest.mark.parametrize("place", OURS)

@@ -114,7 +114,8 @@ def finish_strip(
     in_rows = offs_row < rows
     in_vocab = offs_col < vocab
     stats_at = strip.to(tl.int64) * strip_stride + offs_row
-    RELATIVE: tl.constexpr = STORED and not GIVEN
+    # in blocks exponentials are rounded alike whatever sums are asked for
+    RELATIVE: tl.constexpr = (STORED and not GIVEN) or moved is not None
     SHIFTED: tl.constexpr = strip_shifted_sum_ptr is not None
     SECOND: tl.constexpr = strip_sum2_ptr is not None
     SHIFTED2: tl.constexpr = strip_shifted_sum2_ptr is not None
