@@ -112,9 +112,10 @@ class Call:
             return linear_cross_entropy(hidden, weight, target, **self.options)
         if WORKLOADS[self.name].streams:
             parts = [tensor.unflatten(0, (WORKLOADS[self.name].streams, -1)).unbind() for tensor in (hidden, target)]
-            out = linear_loss(parts[0], weight, parts[1], self.loss, **self.options)
+            shares = [1 / len(parts[0])] * len(parts[0])
+            out = linear_loss(parts[0], weight, parts[1], self.loss, stream_weights=shares, **self.options)
             self.plan = out.streams[0].plan
-            return out.loss / len(parts[0])
+            return out.loss
         if self.name == "logprobs":
             return -linear_logprobs(hidden, weight, target, **self.options).mean()
         if self.name == "logprobs+entropy-grad":
