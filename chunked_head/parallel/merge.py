@@ -11,6 +11,7 @@ from ..core.stats import Demand, RowStats, sent
 # of each softmax over logits, student's and teacher's: where its logarithms are
 SOFTMAXES = (("start", "rest"), ("start2", "rest2"), ("teacher_start", "teacher_rest"))
 ADDED = ("target_logit", "weighted_sum")
+ARGMAX = {"top": "argmax", "teacher_top": "teacher_argmax"}
 ENTROPIES = {"start": "entropy", "start2": "entropy2"}
 # statistics on which all that is made of a row depends
 OF_TOKENS = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2", "entropy2", "weighted_sum")
@@ -106,12 +107,13 @@ def merge_softmaxes(pieces: dict[str, Tensor], gathered: GatheredStats, out: Row
         logprob = (out.target_logit.double() * ratio - whole_start) + whole_rest
         getattr(out, "logprob" + suffix).copy_(torch.where(gathered.target >= 0, logprob, 0.0))
         getattr(out, "lse" + suffix).copy_(whole_start - whole_rest)
-    if "top" in pieces:
-        assert out.top is not None and out.argmax is not None
-        out.top.copy_(pieces["top"].amax(0))
-        # of equal logits the first column's
-        ids = torch.where(pieces["top"] == out.top, pieces["argmax"], torch.inf).amin(0)
-        out.argmax.copy_(torch.where(ids.isinf(), pieces["argmax"][0], ids))
+    for top, argmax in ARGMAX.items():
+        if top in pieces:
+            largest = pieces[top].amax(0)
+            getattr(out, top).copy_(largest)
+            # of equal logits the first column's
+            ids = torch.where(pieces[top] == largest, pieces[argmax], torch.inf).amin(0)
+            getattr(out, argmax).copy_(torch.where(ids.isinf(), pieces[argmax][0], ids))
 
 
 def merge_lists(pieces: dict[str, Tensor], out: RowStats) -> None:

@@ -162,8 +162,9 @@ class Shard:
         out of each other's tokens, and get nan. ``pieces``: statistics of blocks of this rank's columns as a session
         leaves them, in place of one piece.
         """
-        if stats.argmax is not None:
-            stats.argmax.add_(self.here.start)
+        for ids in (stats.argmax, stats.teacher_argmax):
+            if ids is not None:
+                ids.add_(self.here.start)
         if stats.top_k_ids is not None:
             stats.top_k_ids.add_(self.here.start)
         if stats.column_logits is not None:

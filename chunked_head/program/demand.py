@@ -206,7 +206,7 @@ def pair_up(
     last = names.isdisjoint(others) and all(summand.kind != "custom" for summand, _ in seen)
     pairing = Pairing(
         view, "forward_kl" in names, "reverse_kl" in names, "teacher_entropy" in names, "tvd" in names,
-        "overlap" in names, next(iter(betas), None), columns, last,
+        "overlap" in names, "teacher_argmax" in names, next(iter(betas), None), columns, last,
     )  # fmt: skip
     return teacher, pairing
 

@@ -15,7 +15,7 @@ from ...program.plans import Plan, slices
 from ...program.sizes import padded_columns
 from ..gradients import Gradients
 from ..matmul import add_dhidden, project
-from .session import NO_PARTS, OwnProducts, Parts, counted_of, normalize_rows, ratio_of, transform
+from .session import NO_PARTS, Normalizer, OwnProducts, Parts, counted_of, normalize_rows, ratio_of, transform
 
 
 class RelativeSession(OwnProducts):
@@ -47,7 +47,8 @@ class RelativeSession(OwnProducts):
             self.teacher_tile = gpu.exp_tile_of(self.teacher_rows, sizes.teacher_width, sizes.teacher_columns)
             strip_count = gpu.strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
             # a kernel that reads both takes one distance from strip to strip
-            self.teacher_strips = Strips.empty(rows, strip_count, device)
+            assert demand.pairing is not None
+            self.teacher_strips = Strips.empty(rows, strip_count, device, top=demand.pairing.top)
         elif sizes.teacher_store == "logits":
             buffer = torch.empty(self.teacher_rows, sizes.teacher_columns, dtype=torch.float32, device=device)
             self.teacher_buffer = buffer
@@ -138,24 +139,25 @@ class RelativeSession(OwnProducts):
         add_dhidden(dlogits, self.head.weight, product, first=True)
         products.finish_dhidden(out, product, self.head.weight, factors)
 
-    def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
+    def store_teacher(self, rows: Rows, normalize: Normalizer) -> Stored:
         teacher, count, columns = rows.teacher, rows.target.shape[0], self.sizes.teacher_columns
         assert teacher is not None
         if teacher.logits is not None:
-            return self.given_teacher(rows, slice(columns), (start, rest))
+            return self.given_teacher(rows, slice(columns), normalize)
         assert teacher.hidden is not None and teacher.weight is not None
         buffer = self.teacher_buffer[:count, :columns]
         if self.sizes.teacher_store == "logits":
             project(teacher.hidden, teacher.weight, buffer)
             stored = Stored(buffer, None, teacher.bias, transform(teacher, rows.scale))
-            normalize_rows((start, rest), stored, columns)
+            normalize_rows(normalize, stored, columns)
             return stored
         strips = self.teacher_strips.of_rows(count)
         statistics.exp_logits(
             buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None,
             transform(teacher, rows.scale), self.teacher_tile, counted=counted_of(rows),
         )  # fmt: skip
-        statistics.merge_strips(None, start, rest, None, None, None, None, None, None, strips, None, None, columns)
+        start, rest, top, argmax = normalize
+        statistics.merge_strips(None, start, rest, None, None, None, top, argmax, None, strips, None, None, columns)
         return Stored(buffer, strips.offset)
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
