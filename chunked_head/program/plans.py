@@ -198,7 +198,8 @@ def largest(fits: Callable[[int], bool], most: int, multiple: int = CHUNK_MULTIP
     return 0
 
 
-def table(plan: Plan) -> str:
+def facts(plan: Plan) -> list[tuple[str, str]]:
+    """How the call runs: what a line of the table is about, and what it says."""
     s = plan.sizes
     rows = [
         ("tokens x hidden x vocab", f"{s.tokens} x {s.hidden} x {s.vocab}, {name(s.dtype)}"),
@@ -229,7 +230,11 @@ def table(plan: Plan) -> str:
         rows.append(("losses", plan.arithmetic))
     if plan.weight_error is not None:
         rows.append(("expected error of dweight", f"{plan.weight_error:.1e} relative"))
-    lines = [f"{key:<32}{value}" for key, value in rows]
+    return rows
+
+
+def table(plan: Plan) -> str:
+    lines = [f"{key:<32}{value}" for key, value in facts(plan)]
     columns = [(t.name, t.sweep, t.loop, t.finish) for t in plan.terms if t.sweep or t.loop or t.finish]
     lines.append(f"{'MiB':<32}{'sweep':>10}{'loop':>10}{'finish':>10}")
     lines += [f"  {label:<30}" + "".join(f"{b / MiB:>10.1f}" for b in bytes_) for label, *bytes_ in columns]
