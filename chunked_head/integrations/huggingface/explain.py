@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -243,20 +244,22 @@ def rehearse(
         inputs |= {"use_cache": False} if "use_cache" in takes else {}
     given = {key: value.to("meta") if isinstance(value, Tensor) else value for key, value in inputs.items()}
     given = {key: value for key, value in given.items() if key not in MASKS}
-    # transformers looks at numbers to make a causal mask, unless it is given one
-    length = max((value.shape[-1] for key, value in given.items() if key in LABELS), default=LENGTH)
-    masks = {key: torch.zeros(1, 1, length, length, device="meta") for key in MASKS if key in takes}
+    # transformers looks at numbers to make a causal mask, or warns of a missing one, unless it is given one
+    batch, length = next((value.shape for key, value in given.items() if key in LABELS), (1, LENGTH))[:2]
+    shapes = (batch, 1, length, length), (batch, length, length), (batch, length)
+    masks = [{key: torch.ones(shape, device="meta") for key in MASKS if key in takes} for shape in shapes]
     failure, calls = None, list[Rehearsed]()
-    for layers, more in ((True, {}), (True, masks), (False, {}), (False, masks)):
+    for layers, more in itertools.product((True, False), ({}, *masks)):
         if not layers:
             without_layers(model)  # what routes tokens to experts looks at numbers too
         agreed.rehearsed = calls = []
         try:
-            with torch.enable_grad(), torch.device("meta"), autocast_to(autocast):
+            with torch.enable_grad(), torch.device("meta"), autocast_to(autocast), no_autocast_of_meta():
                 model.train()(**(more | given))
             return calls, None
         except Exception as error:
-            failure = failure or in_a_line(error)
+            said = in_a_line(error)
+            failure = failure or said
             if calls:
                 break
     return calls, failure
@@ -264,6 +267,21 @@ def rehearse(
 
 def autocast_to(dtype: torch.dtype | None) -> Any:
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+
+@contextlib.contextmanager
+def no_autocast_of_meta() -> Iterator[None]:
+    """Models switch autocast off for their tensors' device, which it does not know: for that one it does nothing."""
+    plain: Any = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return contextlib.nullcontext() if device_type == "meta" else plain(device_type, *args, **kwargs)
+
+    torch.autocast = autocast  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.autocast = plain  # type: ignore[misc]
 
 
 def hollow(model: nn.Module) -> nn.Module:
