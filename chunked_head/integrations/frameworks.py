@@ -48,13 +48,13 @@ def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> 
     again, and what autograd is told about it.
     """
     before = vars(module).get("forward")
-    module.forward = compute  # type: ignore[method-assign]
+    module.forward = compute
     try:
         return module(*args)
     finally:
         del module.forward
         if before is not None:
-            module.forward = before  # type: ignore[method-assign]
+            module.forward = before
 
 
 def check_named(options: Mapping[str, Any], known: Collection[str]) -> None:

@@ -25,7 +25,7 @@ from .frameworks import call_through, check_named, check_version
 
 TESTED = ("0.18", "0.20")
 # output layers whose logits are the product with their weight and nothing else
-PLAIN = ("megatron.core.tensor_parallel.layers", "megatron.core.models.common.language_module.language_module")
+PLAIN = ("megatron.core.tensor_parallel.layers",)
 REFUSED = ("parallel", "bias", "shift", "ignore_index", "logit_scale")  # the model says what they are
 
 
@@ -62,7 +62,7 @@ class OutputProcessor:
         check_named(options, Head.__annotations__.keys() - set(REFUSED))
         if reduction not in ("none", "sum"):
             raise ValueError(f'reduction must be "none" or "sum", got {reduction!r}')
-        self.reduction, self.options = reduction, options
+        self.reduction, self.options = reduction, dict(options)
         self.returned = self.checked({"logprobs": logprobs, "entropy": entropy, "temperature": temperature})
 
     def checked(self, returned: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class OutputProcessor:
         weight = layer.weight if weight is None else weight
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         target = layout.own(labels.t())
-        head = {**self.options, "bias": bias, "logit_scale": scale, "parallel": layout.parallel}
+        head: dict[str, Any] = {**self.options, "bias": bias, "logit_scale": scale, "parallel": layout.parallel}
         weights = None if loss_mask is None else layout.own(loss_mask.t())
         if returned["logprobs"]:
             temperature = returned["temperature"]

@@ -9,7 +9,6 @@ reduced over ``grad_reduce_group``.
 
 from typing import Any, Unpack
 
-from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 from torch import Tensor
 
 from ..api.cross_entropy import linear_cross_entropy
@@ -17,7 +16,9 @@ from ..engine.execution import Execution
 from .frameworks import check_named, check_version
 
 TESTED = ("0.7", "0.7")
-check_version("nemo_automodel", "nemo-automodel", *TESTED)
+check_version("nemo_automodel", "nemo-automodel", *TESTED)  # before a name is imported that another may not have
+
+from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 
 
 class ChunkedHeadCrossEntropy(LinearCrossEntropy):

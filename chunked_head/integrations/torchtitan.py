@@ -10,13 +10,8 @@ The trainer hands it the output layer and has the model stop before it, as it do
 from dataclasses import dataclass, fields
 from typing import Any
 
-import spmd_types as spmd
 import torch
 from torch import Tensor, nn
-from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
-from torchtitan.config import CompileConfig
-from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
-from torchtitan.distributed.utils import get_spmd_backend
 
 from ..api.cross_entropy import linear_cross_entropy
 from ..core.groups import VocabParallel
@@ -24,7 +19,13 @@ from ..engine.execution import check_options
 from .frameworks import call_through, check_version
 
 TESTED = ("0.3", "0.3")
-check_version("torchtitan", "torchtitan", *TESTED)
+check_version("torchtitan", "torchtitan", *TESTED)  # before names are imported that another version may not have
+
+import spmd_types as spmd
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.config import CompileConfig
+from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
+from torchtitan.distributed.utils import get_spmd_backend
 
 
 class ChunkedHeadLoss(ChunkedLossWrapper):
@@ -73,8 +74,8 @@ class ChunkedHeadLoss(ChunkedLossWrapper):
             raise ValueError("ChunkedHeadLoss needs the output layer: call set_lm_head(model.lm_head) first")
         if get_spmd_backend() == "full_dtensor":
             raise ValueError('ChunkedHeadLoss does not know spmd_backend="full_dtensor"; use "spmd_types"')
-        lm_head = self.lm_head
-        options = dict(self.options)
+        lm_head: Any = self.lm_head
+        options: dict[str, Any] = dict(self.options)
         if get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1:
             # here hidden states are what each rank differentiates its own share of: the graph before sums the shares
             options["parallel"] = VocabParallel(current_spmd_mesh().get_group("tp"), reduce_dhidden=False)

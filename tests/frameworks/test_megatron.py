@@ -1,7 +1,6 @@
 """Megatron's own GPTModel, of one layer on the CPU: losses, gradients and steps by its hook against its own head."""
 
 import contextlib
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

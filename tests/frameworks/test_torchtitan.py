@@ -1,6 +1,8 @@
 """torchtitan's Llama without layers on the CPU: losses, gradients and steps against its own chunked loss."""
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks
@@ -9,20 +11,23 @@ import torch.distributed as dist
 
 pytest.importorskip("torchtitan.components.loss", reason="pip install -r tests/frameworks/torchtitan.txt")
 
+import spmd_types
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 
 from chunked_head.integrations.torchtitan import ChunkedHeadLoss
 
 BATCH, SEQUENCE, VOCAB = 2, 32, 2048
-# of two ranks: degrees and options of torchtitan's ParallelismConfig
+# of two ranks: degrees and options of torchtitan's ParallelismConfig. FSDP with "spmd_types" is not among them: torch
+# 2.15.0's fully_shard refuses the mesh that torchtitan 0.3.0, made for a nightly torch, gives its parameters.
+DTENSOR = {"spmd_backend": "partial_dtensor"}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp": {"data_parallel_shard_degree": 2},
-    "fsdp-always": {"data_parallel_shard_degree": 2, "fsdp_reshard_after_forward": "always"},
     "tp": {"tensor_parallel_degree": 2, "enable_sequence_parallel": False},
     "tp-sequence": {"tensor_parallel_degree": 2},
     "tp-typechecked": {"tensor_parallel_degree": 2, "typechecked": True},
-    "fsdp-dtensor": {"data_parallel_shard_degree": 2, "spmd_backend": "partial_dtensor"},
-    "tp-dtensor": {"tensor_parallel_degree": 2, "spmd_backend": "partial_dtensor"},
+    "tp-dtensor": {"tensor_parallel_degree": 2, **DTENSOR},
+    "fsdp-dtensor": {"data_parallel_shard_degree": 2, **DTENSOR},
+    "fsdp-always-dtensor": {"data_parallel_shard_degree": 2, "fsdp_reshard_after_forward": "always", **DTENSOR},
 }
 
 
@@ -59,10 +64,14 @@ def model(parallelism: Any = None, dims: Any = None) -> Any:
             p.copy_(torch.randn(p.shape, generator=generator) * (0.3 if p.dim() > 1 else 1.0))
     if parallelism is not None:
         training = TrainingConfig(mixed_precision_param="float32", mixed_precision_reduce="float32")
-        made = spec.parallelize_fn(
-            made, parallel_dims=dims, training=training, parallelism=parallelism,
-            compile_config=CompileConfig(), ac_config=None, dump_folder="",
-        )  # fmt: skip
+        sharded = contextlib.nullcontext()
+        if parallelism.spmd_backend == "spmd_types":
+            sharded = mock.patch("torchtitan.models.llama3.parallelize.apply_fsdp_to_decoder")
+        with sharded:
+            made = spec.parallelize_fn(
+                made, parallel_dims=dims, training=training, parallelism=parallelism,
+                compile_config=CompileConfig(), ac_config=None, dump_folder="",
+            )  # fmt: skip
     made._skip_lm_head = True
     return made
 
@@ -71,20 +80,22 @@ def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
-def steps(made: Any, config: Any, context: Any, valid: torch.Tensor, rank: int = 0) -> dict[str, Any]:
+def steps(made: Any, config: Any, context: Any, valid: torch.Tensor, rank: int = 0, dims: Any = None) -> dict[str, Any]:
     """Three steps: the losses, and the gradients of the first."""
     loss_fn = config.build(compile_config=None)
     loss_fn.set_lm_head(made.lm_head)
     optimizer = torch.optim.SGD(made.parameters(), lr=1.0)
-    ids, labels = batch(rank)
+    ids, labels, extra = *batch(rank), {}
+    if dims is not None and dims.spmd_backend == "spmd_types":
+        from torchtitan.distributed.spmd_types import annotate_input_spmd_types
+
+        ids, labels, extra = annotate_input_spmd_types(dims, ids, labels, extra)
     found: dict[str, Any] = {"losses": []}
     for number in range(3):
         optimizer.zero_grad()
         with context():
             loss, metrics = loss_fn(made(ids), labels, valid, positions=torch.arange(SEQUENCE).expand_as(ids))
             assert metrics == {}
-            import spmd_types
-
             with spmd_types.no_typecheck():
                 loss.backward()
         if number == 0:
@@ -108,12 +119,14 @@ def layout(options: dict[str, Any], config: Any, rank: int) -> dict[str, Any]:
     dims = ParallelDims.from_config(parallelism, 2)
     dims.build_mesh()
     context = get_spmd_context(parallel_dims=dims, spmd_typechecking=typechecked)
-    with context():
-        made = model(parallelism, dims)
+    made = model(parallelism, dims)
+    for module in made.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum of multiples
     share = rank if parallelism.data_parallel_shard_degree == 2 else 0
     seen = [batch(r)[1] for r in range(2)] if share or parallelism.data_parallel_shard_degree == 2 else [batch()[1]]
     valid = sum((labels != -100).sum() for labels in seen)
-    return steps(made, config, context, torch.as_tensor(valid), share)
+    return steps(made, config, context, torch.as_tensor(valid), share, dims)
 
 
 def work(rank: int, device: str) -> dict[str, Any]:
@@ -146,8 +159,6 @@ def close(ours: Any, theirs: Any) -> None:
 
 
 def test_one_rank() -> None:
-    import contextlib
-
     valid = (batch()[1] != -100).sum()
     found = [steps(model(), config, contextlib.nullcontext, valid) for config in (ours(), theirs())]
     close(*found)

@@ -10,11 +10,11 @@ from ..frameworks import check_named, check_version
 from .functions import FusedLinearForPPO, linear_cross_entropy
 
 TESTED = ("0.9", "0.9")
-# verl looks both names up at every call
-SEAMS: dict[tuple[str, str], Any] = {
-    ("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"): linear_cross_entropy,
-    ("verl.utils.experimental.torch_functional", "FusedLinearForPPO"): FusedLinearForPPO,
-}
+# modules of verl's and names in them, which it looks up at every call
+SEAMS = (
+    ("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"),
+    ("verl.utils.experimental.torch_functional", "FusedLinearForPPO"),
+)
 # these have bound theirs where they are imported already
 BOUND = ("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap")
 _originals: dict[tuple[str, str], Any] = {}
@@ -36,8 +36,9 @@ def patch_verl(*, reduce_dhidden: bool | None = None, **options: Unpack[Executio
     check_version("verl", "verl", *TESTED)
     function = functools.partial(linear_cross_entropy, reduce_dhidden=reduce_dhidden, **options)
     module = type("FusedLinearForPPO", (FusedLinearForPPO,), {"options": dict(options)})
+    found = {(path, name): getattr(importlib.import_module(path), name) for path, name in SEAMS}
     for (path, name), ours in zip(SEAMS, (function, module), strict=True):
-        _originals.setdefault((path, name), getattr(importlib.import_module(path), name))
+        _originals.setdefault((path, name), found[path, name])
         put(path, name, ours)
 
 
