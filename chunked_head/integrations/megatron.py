@@ -23,7 +23,7 @@ from ..core.options import flag
 from ..engine.execution import CHECKS, Head
 from .frameworks import call_through, check_named, check_version
 
-TESTED = ("0.18", "0.20")
+TESTED = ("0.18", "0.19")
 # output layers whose logits are the product with their weight and nothing else
 PLAIN = ("megatron.core.tensor_parallel.layers",)
 REFUSED = ("parallel", "bias", "shift", "ignore_index", "logit_scale")  # the model says what they are
