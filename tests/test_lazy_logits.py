@@ -59,6 +59,8 @@ LAZY: dict[str, Operation] = {
     "select": lambda x: x.select(1, 3),
     "index_select": lambda x: x.index_select(1, torch.tensor([3, 1])),
     "narrow": lambda x: x.narrow(1, 2, 5),
+    "expand": lambda x: x[:1].expand(3, -1, -1),
+    "expand and chunk": lambda x: x[:1].expand(3, -1, VOCAB).chunk(3)[1],
     "clone": lambda x: x.clone(),
     "detach": lambda x: x.detach(),
     "fill": lambda x: operate(x, "fill", torch.finfo(torch.float32).min),
@@ -74,6 +76,8 @@ COMPUTED: dict[str, Operation] = {
     "a scale for each row": lambda x: x * torch.ones(2, 1, 1),
     "a bias for each row": lambda x: x + torch.ones(2, 11, 1),
     "sum": lambda x: x.sum(-1),
+    "mean of a column": lambda x: x.mean(1),
+    "expand of the vocabulary": lambda x: x.unsqueeze(-2).unsqueeze(-1).expand(2, 11, 1, VOCAB, 2),
     "log_softmax of rows": lambda x: x.log_softmax(1),
     "log_softmax, all of it": lambda x: x.log_softmax(-1).exp(),
     "argmax of all": lambda x: x.argmax(),
@@ -199,3 +203,51 @@ def test_it_says_what_it_is(both: tuple[Any, Tensor, Any]) -> None:
     assert report.materialised == 0
     lazy.materialise()
     assert "computed" in repr(lazy)
+
+
+MEANS: dict[str, Operation] = {
+    "rows": lambda x: x.mean(-1),
+    "rows, kept": lambda x: x[:, :-1].mean(2, keepdim=True, dtype=torch.float64),
+    "everything": lambda x: torch.mean(x.float()),
+    "scaled": lambda x: (x * 3).mean(-1),
+    "biased": lambda x: (x * 2 + BIAS).mean(-1),
+    "cropped": lambda x: (x + BIAS)[..., :90].mean(-1),
+    "capped": lambda x: ((x * 2 + BIAS) / 5).tanh().mul(5).mean(-1),
+    "of one after the other": lambda x: torch.stack([row.logsumexp(-1) for row in x]),
+    "TRL's log-probabilities": lambda x: x.gather(-1, IDS) - torch.stack([row.logsumexp(-1) for row in x])[..., None],
+}
+IDS = torch.arange(22).view(2, 11, 1) * 3
+
+
+@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.filterwarnings("ignore:chunked_head")
+def test_statistics_of_rows(name: str) -> None:
+    plain = tiny_models.llama()
+    patched = patch_model(copy.deepcopy(plain), when="training", strict=True)
+    ids = tiny_models.tokens()["input_ids"]
+    found = []
+    for model in (plain, patched):
+        value = MEANS[name](model(input_ids=ids).logits)
+        (value * torch.linspace(0.3, 1, value.numel()).view(value.shape)).sum().backward()
+        found.append([value.detach(), *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
+    # what was computed of all rows serves each of them; a mean without a cap takes no pass
+    passes = {"TRL's log-probabilities": 1, "of one after the other": 2, "capped": 1}.get(name, 0)
+    assert patched.chunked_head.fused == passes
+
+
+def test_always_lazy_but_in_generation() -> None:
+    plain = tiny_models.llama().eval()
+    patched = patch_model(copy.deepcopy(plain), when="always", strict=True)
+    ids = tiny_models.tokens()["input_ids"]
+    with torch.no_grad():
+        lazy = patched(input_ids=ids).logits
+        assert isinstance(lazy, LazyLogits)
+        found, expected = (x.log_softmax(-1).gather(-1, IDS) for x in (lazy, plain(input_ids=ids).logits))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        cache = patched(input_ids=ids, use_cache=True).past_key_values
+        assert not isinstance(patched(input_ids=ids[:, :1], past_key_values=cache).logits, LazyLogits)
+    assert torch.equal(*(model.generate(ids, max_new_tokens=3, do_sample=False) for model in (patched, plain)))
+    assert not isinstance(patch_model(plain, when="training")(input_ids=ids).logits, LazyLogits)

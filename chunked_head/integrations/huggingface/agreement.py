@@ -131,8 +131,9 @@ class Agreement:
 
     __repr__ = __str__
 
-    def applies(self, model: nn.Module, labelled: bool) -> bool:
-        """Whether a forward's logits are lazy."""
+    def applies(self, model: nn.Module, labelled: bool, cached: bool = False) -> bool:
+        """Whether a forward's logits are lazy. ``cached``: it was given keys and values of tokens before, as generation
+        does, which reads the logits of one token."""
         if torch.jit.is_tracing() or exporting():
             return False  # what comes of it may hold tensors alone
         if self.head is None or labelled:
@@ -143,7 +144,7 @@ class Agreement:
                 f"{self.asks} of patch_model has no part in a loss made outside of {self.model}'s forward, which was "
                 f"given no labels; {REMEDY}"
             )
-        outside = self.when == "training" and training
+        outside = (self.when == "training" and training) or (self.when == "always" and not cached)
         if outside and (is_fully_sharded(model) or is_fully_sharded(self.head)):
             self.warn(
                 f"chunked_head: {self.model} is sharded by FSDP, which takes its weights away when the forward ends: "

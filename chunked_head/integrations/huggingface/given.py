@@ -27,7 +27,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_choices(when: Any, logits: Any, strict: Any) -> None:
-    choice("patch_model", "when", when, ("labels", "training"))
+    choice("patch_model", "when", when, ("labels", "training", "always"))
     if logits is not None:
         choice("patch_model", "logits", logits, ("lazy",))
     flag("strict", strict)

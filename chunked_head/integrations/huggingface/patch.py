@@ -63,6 +63,8 @@ def patch_model(
             and ``metrics`` raise.
         when: ``"labels"``: while ``forward`` is given labels. ``"training"``: also while ``model.training`` with
             gradients enabled, for losses outside of it (``compute_loss_func``), as they are; not under FSDP.
+            ``"always"``: in every forward that is given no ``past_key_values``, for log-probabilities without gradient
+            too (a reference model, scoring); generation goes on as before.
         logits: ``"lazy"``: ``output.logits`` are computed when read, which has to be before the optimizer's step (an
             error after it) and have no gradient of the loss. None: the output has none where labels were given.
         strict: raises where lazy logits would be computed, instead of a warning.
@@ -198,7 +200,8 @@ def patched_class(base: type) -> type:
             return type(self).forward(self, *args, **kwargs)
         agreed: Any = self.__dict__.get(REPORT)
         labelled = agreed is not None and self.given_labels(args, kwargs)
-        heads = agreed.find_again(self) if agreed is not None and agreed.applies(self, labelled) else []
+        cached = kwargs.get("past_key_values") is not None
+        heads = agreed.find_again(self) if agreed is not None and agreed.applies(self, labelled, cached) else []
         if not heads or running(heads[0]) is agreed:
             output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             if agreed is not None and not heads:

@@ -1,7 +1,7 @@
 """Log-probabilities of lazy logits, for losses that a model's user writes himself: the library's, from one pass.
 
 ``log_softmax`` stays lazy; what is read from it, ``gather(-1, ids)`` and ``sum(-1)``, is a statistic of each row, as
-are ``gather`` and ``logsumexp`` of the logits themselves.
+are ``gather``, ``logsumexp`` and ``mean`` of the logits themselves.
 """
 
 from collections.abc import Callable
@@ -79,10 +79,7 @@ def statistics(read: Read, ids: Tensor) -> Rows:
     source = read.logits.source
 
     def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        weight = head.weight  # once: a parametrised one is computed each time
-        if is_shard(weight):
-            raise RuntimeError("log-probabilities of a sharded head's lazy logits; use logits.materialise()")
-        options = head_of(source, read.tail, weight, head.bias)
+        options = head_of(source, read.tail, whole(head.weight), head.bias)
         if source.patch.rehearsed is not None:
             call = Rehearsed(read.tail, hidden, options["weight"], options["bias"], source.autocast, read.logits.dtype)
             source.patch.rehearses(call)
@@ -96,6 +93,13 @@ def statistics(read: Read, ids: Tensor) -> Rows:
     with source.state(), torch.set_grad_enabled(source.grad and torch.is_grad_enabled()):
         found = source.head.real(read.logits.hidden, chunked_head_loss=inside)
     return Rows(*found)
+
+
+def whole(weight: Tensor) -> Tensor:
+    """A head's weight; read once, since a parametrised one is computed each time."""
+    if is_shard(weight):
+        raise RuntimeError("log-probabilities of a sharded head's lazy logits; use logits.materialise()")
+    return weight
 
 
 def gather(v: Virtual, cached: Callable[[Read, Tensor | None], Rows], dim: Any, index: Any) -> Any:
@@ -134,5 +138,40 @@ def summed(
     return value[..., None] if keepdim else value
 
 
+def mean(
+    v: Virtual,
+    cached: Callable[[Read, Tensor | None], Rows],
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Of the logits, over the vocabulary or over everything. Without a cap the mean of a row is its product with the
+    mean row of the weight: no pass over the logits, for preference trainers that log it."""
+    read = reading(v)
+    over_rows = dim in (-1, len(v.shape) - 1)
+    if read is None or read.factor is not None or not (over_rows or (dim is None and not keepdim)):
+        return NotImplemented
+    value = cached(read, None).mean_logit if read.tail.softcap else mean_logits(read)
+    value = value if over_rows else value.mean()
+    return (value[..., None] if keepdim else value).to(dtype or v.dtype)
+
+
+def mean_logits(read: Read) -> Tensor:
+    """Of a head without a cap [...], fp32 or wider; differentiable, inside of the head's call."""
+    source = read.logits.source
+
+    def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        options = head_of(source, read.tail, whole(head.weight), head.bias)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        with torch.autocast(source.device_type, enabled=False):
+            value = hidden.to(wide) @ options["weight"].mean(0, dtype=wide)
+            value = value if options["bias"] is None else value + options["bias"].mean(dtype=wide)
+        return value * read.tail.logit_scale
+
+    with source.state(), torch.set_grad_enabled(source.grad and torch.is_grad_enabled()):
+        return source.head.real(read.logits.hidden, chunked_head_loss=inside)
+
+
 # by the name of the tensor's method; each takes a function that remembers what was computed for the same logits
-STATISTICS: dict[str, Callable[..., Any]] = {"gather": gather, "logsumexp": logsumexp, "sum": summed}
+STATISTICS: dict[str, Callable[..., Any]] = {"gather": gather, "logsumexp": logsumexp, "sum": summed, "mean": mean}

@@ -130,6 +130,14 @@ class LazyLogits(Lazy):
             self._virtual.source.patch.fuses(read.tail)
         return self._rows[1]
 
+    def hand_down(self, parts: "tuple[LazyLogits, ...]") -> None:
+        """What is known of all rows is known of those of each part: TRL gathers from all, then takes the log-sum-exp
+        of one sequence after the other."""
+        if self._rows is not None:
+            (_, _, grad), rows = self._rows
+            for at, part in enumerate(parts):
+                part._rows = ((None, None, grad), Rows(*(value[at] for value in rows)))
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -185,6 +193,8 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     if isinstance(found, Virtual):
         return first if found is virtual and name != "clone" else LazyLogits.of(found, family)
     parts = tuple(LazyLogits.of(part, family) for part in found)
+    if name in ("__iter__", "unbind") and not any((*rest, *kwargs.values())):  # along the first dimension
+        first.hand_down(parts)
     return iter(parts) if name == "__iter__" else parts
 
 

@@ -214,6 +214,14 @@ def reshape(v: Virtual, *shape: Any) -> Any:
     return v.rows(v.hidden.reshape(*sizes[:-1], v.hidden.shape[-1]))
 
 
+def expand(v: Virtual, *sizes: Any) -> Any:
+    """Rows repeated without a copy."""
+    shape = numbers(sizes)
+    if not shape or shape[-1] not in (-1, v.vocab):
+        return NotImplemented
+    return v.rows(v.hidden.expand(*shape[:-1], -1))
+
+
 def positive(v: Virtual, dim: int) -> int:
     return dim + len(v.shape) if dim < 0 else dim
 
@@ -302,7 +310,7 @@ COPIES: dict[str, Callable[..., Any]] = {
     "index_select": by_rows("index_select"), "neg": negated, "negative": negated,
 }  # fmt: skip
 VIEWS: dict[str, Callable[..., Any]] = {
-    "__getitem__": getitem, "view": reshape, "reshape": reshape, "flatten": flatten, "squeeze": squeeze,
+    "__getitem__": getitem, "view": reshape, "reshape": reshape, "expand": expand, "flatten": flatten, "squeeze": squeeze,
     "unsqueeze": unsqueeze, "transpose": transpose, "swapaxes": transpose, "permute": permute, "narrow": narrow,
     "contiguous": same, "detach": detach, "split": by_rows("split"), "chunk": by_rows("chunk"),
     "unbind": by_rows("unbind"), "select": by_rows("select"), "__iter__": rows_of,
