@@ -1,0 +1,103 @@
+"""LLaMA-Factory on this library's head: its SFT, DFT, DPO and pre-training losses without [batch, tokens, vocab] logits.
+
+    python -m chunked_head.integrations.llamafactory train.yaml       # instead of llamafactory-cli train train.yaml
+    torchrun --nproc-per-node 8 -m chunked_head.integrations.llamafactory train.yaml
+
+where ``train.yaml`` may have, beside LLaMA-Factory's own arguments, the head's options:
+
+    chunked_head: {memory_budget: 1GiB}
+
+LLaMA-Factory has no plugins, and its callbacks do not see a reference model. What every stage has is ``load_model``,
+which its workflows import by name: for the length of a run a function stands there that patches what theirs returns.
+Losses, metrics and everything else are LLaMA-Factory's code on lazy logits (``patch_model``).
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .huggingface import patch_model
+from .huggingface.given import check_options
+from .versions import check_version
+
+KEY = "chunked_head"  # of a configuration file
+STAGES = ("pt", "sft", "dpo", "kto")
+IMPORTERS = (*(f"llamafactory.train.{stage}.workflow" for stage in STAGES), "llamafactory.train.trainer_utils")
+PARAMETERS = ["tokenizer", "model_args", "finetuning_args", "is_trainable", "add_valuehead"]
+# arguments that have the loss made elsewhere, and what to do
+ELSEWHERE = {
+    "use_mca": "leave it out, or train Megatron's models with chunked_head.integrations.megatron",
+    "use_hyper_parallel": "leave it out",
+    "use_unsloth": "leave it out: Unsloth has a head of its own",
+    "use_ray": "leave it out: its workers are other processes; torchrun starts several",
+}
+
+
+def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None = None, **options: Any) -> None:
+    """LLaMA-Factory's function of this name, ``llamafactory.train.tuner.run_exp``, with models on this head.
+
+    Args:
+        args, callbacks: LLaMA-Factory's; None for ``args`` reads the command line and the file that it names.
+        options: of the head, as in ``patch_model``, beside those under ``chunked_head`` in ``args``.
+
+    Raises:
+        TypeError, ValueError: for a wrong option; a stage or an argument whose loss this library has no part in.
+        ImportError, RuntimeError: LLaMA-Factory is missing, or of a version that was not tried.
+    """
+    check_version("chunked_head.integrations.llamafactory", "llamafactory", "0.9.5", "0.10")
+    from llamafactory.hparams import read_args
+    from llamafactory.train import tuner
+
+    given = read_args(None if args is None else dict(args))
+    if not isinstance(given, dict):
+        raise ValueError("LLaMA-Factory's arguments must come from a .yaml or .json file, or as a dict")
+    options = dict(given.pop(KEY, None) or {}) | options
+    check_arguments(given)
+    with patched_models(**options):
+        tuner.run_exp(given, callbacks)
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raises where a run would not go through this head."""
+    stage = given.get("stage", "sft")
+    if stage not in STAGES:
+        raise ValueError(f"stage must be one of {', '.join(STAGES)} for chunked_head, got {stage!r}")
+    for name, remedy in ELSEWHERE.items():
+        if given.get(name):
+            raise ValueError(f"{name} has its loss made where chunked_head has no part in it; {remedy}")
+    if given.get("enable_liger_kernel") and stage in ("pt", "sft"):
+        raise ValueError("enable_liger_kernel brings Liger's head for stages pt and sft; leave it out for this one")
+
+
+@contextlib.contextmanager
+def patched_models(**options: Any) -> Iterator[list[Any]]:
+    """Within, every model that a stage loads is on this head. Gives the list of them, as they are loaded."""
+    check_options(options)
+    modules = [importlib.import_module(name) for name in IMPORTERS]
+    theirs = importlib.import_module("llamafactory.model").load_model
+    if list(inspect.signature(theirs).parameters) != PARAMETERS or any(m.load_model is not theirs for m in modules):
+        raise RuntimeError(
+            "chunked_head.integrations.llamafactory knows a load_model that LLaMA-Factory does not have any more, or "
+            "that somebody has replaced; nothing was changed"
+        )
+    loaded: list[Any] = []
+
+    @functools.wraps(theirs)
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        loaded.append(patch_model(theirs(*args, **kwargs), when="always", **options))
+        return loaded[-1]
+
+    for module in modules:
+        module.load_model = load_model  # type: ignore[attr-defined]
+    try:
+        yield loaded
+    finally:
+        for module in modules:
+            module.load_model = theirs  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    run_exp()
