@@ -48,3 +48,18 @@ $(READY): pyproject.toml .ci/constraints.txt
 	$(if $(TORCH),$(INSTALL) $(TORCH))
 	$(INSTALL) --editable '.[dev]'
 	touch $(READY)
+
+# The frameworks of chunked_head/integrations, each in an environment of its own with the versions of its file in
+# tests/frameworks; `make test-frameworks FRAMEWORKS=lm_eval` for one. Not in CI: each environment is gigabytes.
+FRAMEWORKS ?= $(patsubst tests/frameworks/%.txt,%,$(wildcard tests/frameworks/*.txt))
+.PHONY: test-frameworks $(FRAMEWORKS:%=test-framework-%)
+test-frameworks: $(FRAMEWORKS:%=test-framework-%)
+
+$(FRAMEWORKS:%=test-framework-%): test-framework-%: $(VENV)-%/.ready
+	HF_HUB_OFFLINE=1 $(VENV)-$*/bin/python -m pytest -q tests/frameworks/test_$*.py
+
+$(VENV)-%/.ready: tests/frameworks/%.txt
+	$(PYTHON) -m venv $(SYSTEM) $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< pytest pytest-timeout hypothesis psutil rich
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@

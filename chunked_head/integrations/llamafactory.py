@@ -1,4 +1,4 @@
-"""LLaMA-Factory on this library's head: its SFT, DFT, DPO and pre-training losses without [batch, tokens, vocab] logits.
+"""LLaMA-Factory on this library's head: its SFT, DFT, DPO and pre-training losses without [tokens, vocab] logits.
 
     python -m chunked_head.integrations.llamafactory train.yaml       # instead of llamafactory-cli train train.yaml
     torchrun --nproc-per-node 8 -m chunked_head.integrations.llamafactory train.yaml

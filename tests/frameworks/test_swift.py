@@ -39,12 +39,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(folder: Path, output: Path, kind: str, **more: Any) -> tuple[list[dict[str, float]], dict[str, Any]]:
     given = {
-        "model": str(folder / "model"), "model_type": "llama", "template": "chatml", "dataset": [str(folder / f"{kind}.jsonl")],
-        "output_dir": str(output), "add_version": False, "max_steps": 3, "logging_steps": 1, "torch_dtype": "float32",
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+        "model": str(folder / "model"), "model_type": "llama", "template": "chatml", "output_dir": str(output),
+        "dataset": [str(folder / f"{kind}.jsonl")], "add_version": False, "max_steps": 3, "logging_steps": 1,
+        "torch_dtype": "float32", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
         "lr_scheduler_type": "constant", "report_to": "none", "tuner_type": "full", "check_model": False,
-        "dataset_num_proc": 1, "dataloader_num_workers": 0, "split_dataset_ratio": 0.0, "max_length": 128, "use_hf": True,
-        "bf16": False, "fp16": False, "save_strategy": "steps", "save_steps": 3, "attn_impl": "sdpa", **more,
+        "dataset_num_proc": 1, "dataloader_num_workers": 0, "split_dataset_ratio": 0.0, "max_length": 128,
+        "use_hf": True, "bf16": False, "fp16": False, "save_strategy": "steps", "save_steps": 3, "attn_impl": "sdpa",
+        **more,
     }  # fmt: skip
     if kind == "dpo":
         swift.rlhf_main(swift.RLHFArguments(rlhf_type="dpo", **given))

@@ -310,9 +310,9 @@ COPIES: dict[str, Callable[..., Any]] = {
     "index_select": by_rows("index_select"), "neg": negated, "negative": negated,
 }  # fmt: skip
 VIEWS: dict[str, Callable[..., Any]] = {
-    "__getitem__": getitem, "view": reshape, "reshape": reshape, "expand": expand, "flatten": flatten, "squeeze": squeeze,
-    "unsqueeze": unsqueeze, "transpose": transpose, "swapaxes": transpose, "permute": permute, "narrow": narrow,
-    "contiguous": same, "detach": detach, "split": by_rows("split"), "chunk": by_rows("chunk"),
+    "__getitem__": getitem, "view": reshape, "reshape": reshape, "expand": expand, "flatten": flatten,
+    "squeeze": squeeze, "unsqueeze": unsqueeze, "transpose": transpose, "swapaxes": transpose, "permute": permute,
+    "narrow": narrow, "contiguous": same, "detach": detach, "split": by_rows("split"), "chunk": by_rows("chunk"),
     "unbind": by_rows("unbind"), "select": by_rows("select"), "__iter__": rows_of,
 }  # fmt: skip
 IN_PLACE: dict[str, Callable[..., Any]] = {
