@@ -44,7 +44,7 @@ def register(**options: Any) -> None:
             if getattr(args, "use_liger_kernel", False):
                 raise ValueError("use_liger_kernel brings Liger's head; leave it out for --callbacks chunked_head")
             for name in MODELS:
-                model = getattr(self.trainer, name, None)
+                model: Any = getattr(self.trainer, name, None)
                 if hasattr(model, "parameters"):
                     patch_model(model, when="always", **options)
 
