@@ -11,11 +11,11 @@ compute their losses from the head's weight, TRL is (``patch_trl``).
 
 from typing import Any
 
+from .frameworks import check_version
 from .huggingface import patch_model
 from .huggingface.given import check_options
-from .versions import check_version
 
-check_version("chunked_head.integrations.axolotl", "axolotl", "0.21", "0.22")
+check_version("axolotl", "0.21", "0.22")
 
 from axolotl.integrations.base import BasePlugin  # noqa: E402
 from pydantic import BaseModel, Field, model_validator  # noqa: E402

@@ -13,32 +13,35 @@ from ..core.options import nearest
 from ..engine.execution import CHECKS
 
 
-def check_version(module: str, package: str, first: str, last: str) -> None:
-    """Raises unless a framework's version lies between those of the first and the last minor release that were tested.
+def check_version(package: str, lowest: str, below: str, module: str = "") -> None:
+    """Raises unless a framework's version is at least ``lowest`` and smaller than ``below``, those that were tested.
 
     Args:
-        module: the framework's module, whose ``__version__`` counts where it has been imported (a checkout).
         package: its name on the package index.
+        module: the framework's module, whose ``__version__`` counts where it has been imported (a checkout).
 
     Raises:
         ImportError: it is not installed. RuntimeError: it is older or newer than what was tested.
     """
+    wanted = f"pip install '{package}>={lowest},<{below}'"
     version = getattr(sys.modules.get(module), "__version__", None)
     if version is None:
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
-            raise ImportError(f"{package} is not installed: pip install '{package}=={last}.*'") from None
-    if not numbers(first) <= numbers(version) <= numbers(last):
+            raise ImportError(f"{package} is not installed: {wanted}") from None
+    if not numbers(lowest) <= numbers(version) < numbers(below):
         raise RuntimeError(
-            f"{package} {version} is none of the versions that this was tested with, {first} to {last}: its seam may "
-            f"mean something else. Install '{package}=={last}.*', or a chunked_head that knows {package} {version}"
+            f"{package} {version} is none of the versions that this was tested with, from {lowest} to below {below}: it "
+            f"may compute its losses otherwise, and nothing was changed. {wanted}, or a chunked_head that knows "
+            f"{package} {version}"
         )
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Major and minor number of a version."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    """The release of a version: ``(0, 4, 11)`` of ``"0.4.11.dev0"``."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return () if release is None else tuple(int(part) for part in release[0].split("."))
 
 
 def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> Any:

@@ -19,9 +19,9 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .frameworks import check_version
 from .huggingface import patch_model
 from .huggingface.given import check_options
-from .versions import check_version
 
 KEY = "chunked_head"  # of a configuration file
 STAGES = ("pt", "sft", "dpo", "kto")
@@ -47,7 +47,7 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
         TypeError, ValueError: for a wrong option; a stage or an argument whose loss this library has no part in.
         ImportError, RuntimeError: LLaMA-Factory is missing, or of a version that was not tried.
     """
-    check_version("chunked_head.integrations.llamafactory", "llamafactory", "0.9.5", "0.10")
+    check_version("llamafactory", "0.9.5", "0.10")
     from llamafactory.hparams import read_args
     from llamafactory.train import tuner
 

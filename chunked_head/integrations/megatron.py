@@ -23,7 +23,7 @@ from ..core.options import flag
 from ..engine.execution import CHECKS, Head
 from .frameworks import call_through, check_named, check_version
 
-TESTED = ("0.18", "0.19")
+TESTED = ("0.18", "0.20")
 # output layers whose logits are the product with their weight and nothing else
 PLAIN = ("megatron.core.tensor_parallel.layers",)
 REFUSED = ("parallel", "bias", "shift", "ignore_index", "logit_scale")  # the model says what they are
@@ -90,7 +90,7 @@ class OutputProcessor:
         inference_context: Any = None,
         **_: Any,
     ) -> Any:
-        check_version("megatron.core", "megatron-core", *TESTED)
+        check_version("megatron-core", *TESTED, "megatron.core")
         returned = self.returned
         if context is not None:
             if not isinstance(context, Mapping) or set(context) - set(returned):

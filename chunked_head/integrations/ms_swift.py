@@ -15,9 +15,9 @@ its model and its reference model. Losses, metrics and everything else are ms-sw
 
 from typing import Any
 
+from .frameworks import check_version
 from .huggingface import patch_model
 from .huggingface.given import check_options
-from .versions import check_version
 
 NAME = "chunked_head"  # of the callback
 MODELS = ("model", "ref_model", "teacher_model")  # attributes of a trainer
@@ -34,7 +34,7 @@ def register(**options: Any) -> None:
         ImportError, RuntimeError: ms-swift is missing, or of a version that was not tried.
     """
     check_options(options)
-    check_version("chunked_head.integrations.ms_swift", "ms-swift", "4.6", "4.7")
+    check_version("ms-swift", "4.6", "4.7")
     from swift import TrainerCallback, callbacks_map
 
     class ChunkedHeadCallback(TrainerCallback):

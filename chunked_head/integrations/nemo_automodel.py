@@ -15,8 +15,8 @@ from ..api.cross_entropy import linear_cross_entropy
 from ..engine.execution import Execution
 from .frameworks import check_named, check_version
 
-TESTED = ("0.7", "0.7")
-check_version("nemo_automodel", "nemo-automodel", *TESTED)  # before a name is imported that another may not have
+TESTED = ("0.7", "0.8")
+check_version("nemo-automodel", *TESTED, "nemo_automodel")  # before a name is imported that another may not have
 
 from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 

@@ -18,8 +18,8 @@ from ..core.groups import VocabParallel
 from ..engine.execution import check_options
 from .frameworks import call_through, check_version
 
-TESTED = ("0.3", "0.3")
-check_version("torchtitan", "torchtitan", *TESTED)  # before names are imported that another version may not have
+TESTED = ("0.3", "0.4")
+check_version("torchtitan", *TESTED, "torchtitan")  # before names are imported that another version may not have
 
 import spmd_types as spmd
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper

@@ -160,4 +160,4 @@ def test_refusals() -> None:
 
     newer = SimpleNamespace(__version__="0.8.1")
     with mock.patch.dict("sys.modules", nemo_automodel=newer), pytest.raises(RuntimeError, match=r"0\.8\.1"):
-        check_version("nemo_automodel", "nemo-automodel", "0.7", "0.7")
+        check_version("nemo-automodel", "0.7", "0.8", "nemo_automodel")

@@ -9,7 +9,7 @@ from ...engine.execution import Execution
 from ..frameworks import check_named, check_version
 from .functions import FusedLinearForPPO, linear_cross_entropy
 
-TESTED = ("0.9", "0.9")
+TESTED = ("0.9", "0.10")
 # modules of verl's and names in them, which it looks up at every call
 SEAMS = (
     ("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"),
@@ -33,7 +33,7 @@ def patch_verl(*, reduce_dhidden: bool | None = None, **options: Unpack[Executio
         ImportError: verl is not installed. RuntimeError: it is a version that was not tested. Nothing is changed then.
     """
     check_named(options, Execution.__annotations__.keys() - {"parallel"})
-    check_version("verl", "verl", *TESTED)
+    check_version("verl", *TESTED, "verl")
     function = functools.partial(linear_cross_entropy, reduce_dhidden=reduce_dhidden, **options)
     module = type("FusedLinearForPPO", (FusedLinearForPPO,), {"options": dict(options)})
     found = {(path, name): getattr(importlib.import_module(path), name) for path, name in SEAMS}
