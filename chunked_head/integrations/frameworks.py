@@ -32,9 +32,8 @@ def check_version(package: str, lowest: str, below: str, module: str = "") -> No
             raise ImportError(f"{package} is not installed: {wanted}") from None
     if not numbers(lowest) <= numbers(version) < numbers(below):
         raise RuntimeError(
-            f"{package} {version} is none of the versions that this was tested with, from {lowest} to below {below}: it "
-            f"may compute its losses otherwise, and nothing was changed. {wanted}, or a chunked_head that knows "
-            f"{package} {version}"
+            f"{package} {version} is none of the versions that this was tested with, from {lowest} to below {below}; "
+            f"it may compute its losses otherwise, and nothing was changed. {wanted}, or a chunked_head that knows it"
         )
 
 
