@@ -10,9 +10,13 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from chunked_head import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
@@ -178,16 +182,33 @@ def cpu() -> str:
     return table(["", "time", "MiB beside the gradients"], rows, "head-cpu")
 
 
+def plans() -> str:
+    """What the planner says for one GPU; the only table that is computed rather than measured."""
+    heads = {
+        "Llama 3 8B": (4096, 128256),
+        "Qwen3 0.6B": (1024, 151936),
+        "gpt-oss 20B": (2880, 201088),
+        "Gemma 2 2B": (2304, 256000),
+    }
+    sizes, lines = [2**power * 1024 for power in (3, 4, 5, 6, 7)], []
+    for name, (hidden, vocab) in heads.items():
+        made = [plan(tokens, hidden, vocab, torch.bfloat16, device="sm_90") for tokens in sizes]
+        lines.append(
+            [f"{name} ({hidden} x {vocab})", *(f"{mib(each.peak_bytes)} ({mib(each.extra_bytes)})" for each in made)]
+        )
+    return table(["MiB", *(f"{tokens // 1024}K tokens" for tokens in sizes)], lines)
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "heads": heads, "default": default, "losses": all_losses, "accuracy": accuracy, "memory": memory, "models": models,
     "peers": lambda: matrix("peers", "row", ("default", "compile", "liger", "liger-fp32", "quack", "cce"),
                             lambda row: f"{row['ratios']['3 products']:.3f}"),
     "options": lambda: matrix("options", "row", ("half-skipped", "256MiB"), lambda row: f"{row['ratio']:.2f}"),
-    "curves": curves, "parallel": parallel, "host": host, "cpu": cpu,
+    "curves": curves, "parallel": parallel, "host": host, "cpu": cpu, "plans": plans,
 }  # fmt: skip
 
 
-def plot(title: str, across: str, up: str, lines: dict[str, Points], log: bool = False) -> str:
+def plot(title: str, across: str, up: str, lines: Mapping[str, Points], log: bool = False) -> str:
     """An SVG, written by hand so that it is the same on every machine: a line for each name, or a dot for one point."""
     wide, high, left, top, right, bottom = 720, 400, 62, 40, 200, 52
     scale: Callable[[float], float] = math.log2 if log else float
