@@ -252,7 +252,7 @@ def plot(title: str, across: str, up: str, lines: Mapping[str, Points], log: boo
 def plots() -> dict[str, str]:
     rows = one_head()
     points = {NAMES[row["provider"]]: [(row["ms"], row["peak_bytes"] / 2**30)] for row in rows}
-    title = f"Loss and gradients of 8192 tokens, hidden size 4096, vocabulary 128,256 ({read('head')['device']})"
+    title = f"Loss and gradients of one head (8192 x 4096 x 128256, {read('head')['device']})"
     made = {"heads": plot(title, "milliseconds", "GiB over the inputs", points)}
     curve: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(rows_of("memory", model="llama3-8b"), key=lambda row: row["provider"] != "ours"):

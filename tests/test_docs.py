@@ -106,6 +106,13 @@ def test_links(page: Path) -> None:
         assert inside not in page.parents or inside in target.parents, f"{link}: the site has nothing outside of docs/"
 
 
+def test_names_in_the_text_exist() -> None:
+    """``losses.gspo``, ``weights.sequence_mean`` and others, in tables too."""
+    for page in PAGES:
+        for module, name in re.findall(r"\b(?<![\w./])(losses|metrics|weights)\.(?!md\b)([a-z]\w*)", page.read_text()):
+            assert hasattr(getattr(chunked_head, module), name), f"{page.relative_to(ROOT)}: {module}.{name}"
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
