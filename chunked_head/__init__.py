@@ -23,6 +23,7 @@ from .api.logprobs import linear_logprobs
 from .api.loss import LossOutput, linear_loss
 from .api.plan import plan
 from .engine.execution import Execution
+from .integrations.huggingface.explain import explain_model
 from .integrations.huggingface.patch import patch_model, unpatch_model
 from .losses import weights
 from .parallel import TokenParallel, VocabParallel
@@ -30,6 +31,6 @@ from .program.plans import Plan
 
 __all__ = [
     "ChunkedHead", "CrossEntropyLoss", "Execution", "LossOutput", "Plan", "TokenParallel", "VocabParallel",
-    "gathered_topk_kl", "linear_cross_entropy", "linear_divergence", "linear_logprobs", "linear_loss",
+    "explain_model", "gathered_topk_kl", "linear_cross_entropy", "linear_divergence", "linear_logprobs", "linear_loss",
     "logits_logprobs", "logits_loss", "losses", "metrics", "patch_model", "plan", "unpatch_model", "weights",
 ]  # fmt: skip

@@ -236,7 +236,7 @@ TEACHER_CASES = [
     case("jsd", ("jsd", {"beta": 0.3}), batch="teacher_logits token_weights"),
     case("jsd-hidden", ("jsd", {"temperature": 1.5}), (0.5, "cross_entropy"), batch=DENSE_HIDDEN),
     case("tvd", ("tvd",), batch="teacher_logits"),
-    case("drafter", ("lk", {"temperature": 1.5}), (0.5, "lk", {"form": "hybrid", "name": "hybrid", "temperature": 1.5}), batch=DENSE_HIDDEN + " mask"),
+    case("drafter", ("lk",), (0.5, "lk", {"form": "hybrid", "name": "hybrid"}), batch=DENSE_HIDDEN + " mask"),
     case("mixed", (0.5, "forward_kl"), (0.5, "reverse_kl"), (0.2, "jsd"), (0.1, "tvd"), batch="teacher_logits"),
     case("teacher-only", ("forward_kl", {"teacher_temperature": 2.0, "form": "cross_entropy"}), batch="teacher_logits"),
     case("smaller-teacher", ("forward_kl",), (0.5, "cross_entropy"), batch="teacher_logits", teacher_vocab=300),

@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # from the lowest to the highest; kernels know nothing but each other
-LAYERS = ("kernels", "core", "losses", "metrics", "program", "parallel", "backends", "engine", "api", "integrations")
+LAYERS = ("kernels", "core", "losses", "metrics", "program", "parallel", "backends", "engine", "api", "integrations",
+          "commands", "__main__")  # fmt: skip
 MOST_FILES = 12
 
 

@@ -7,15 +7,18 @@ import pytest
 import torch
 from budget import assert_within_budget
 from cases import PLACES, Place
+from chunked_head.kernels.common.tiles import PRODUCT_ROWS
 from full_stats import full_stats, make_batch
 from loss_cases import FEWER, LOSS_CASES, LossCase, LossInputs, assert_scalar, inputs_of, run_reference
 from oracle import reference
 from torch import Tensor
 
 from chunked_head import LossOutput, linear_loss, logits_loss, losses, metrics
+from chunked_head.backends.triton.relative import RelativeSession
 from chunked_head.engine.arithmetic.evaluate import unit_mask
 from chunked_head.metrics import Metric, unit_weights
 from chunked_head.metrics.values import selected
+from chunked_head.program import sizes as sizes_of_call
 
 # interpreted, each step is slow: a path per loss, in turn, and all of them on a GPU
 SCHEDULES: list[dict[str, Any]] = [{"chunk_tokens": 32}, {}, {"chunk_tokens": 64 if torch.cuda.is_available() else 16}]
@@ -69,6 +72,87 @@ def test_loss(case: LossCase, dtype: torch.dtype, place: Place, schedule: dict[s
     for name, ours, plain, exact in zip(("hidden", "weight", "bias"), grads, eager[2], truth[2], strict=False):
         assert ours.dtype == dtype
         assert_within_budget(ours, 0.37 * plain.double(), 0.37 * exact, dtype, f"gradient of {name}")
+
+
+# ---- a teacher whose statistics come with the gradient
+
+LAST: dict[str, tuple[Any, dict[str, Any]]] = {
+    "kl": (losses.forward_kl(), {"skip_ignored": True}),
+    "two-temperatures": (losses.forward_kl(temperature=2.0) + losses.cross_entropy(), {"chunk_tokens": 160}),
+    "cross-entropy-form": (losses.forward_kl("cross_entropy") + 0.5 * losses.cross_entropy(), {}),
+    "smaller": (losses.forward_kl() + 0.5 * losses.cross_entropy(), {"softcap": 5.0, "skip_ignored": True}),
+    "wide": (losses.forward_kl(teacher_temperature=2.0), {}),
+}
+KERNELS = [place for place in PLACES if place.values[0].backend == "triton"]
+INTERPRETED = 2  # of these, the first
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        pytest.param(name, place.values[0], marks=place.marks, id=f"{name}-{place.id}")
+        for place in KERNELS
+        for name in list(LAST)[: INTERPRETED if place.id == "triton-interpreted" else None]
+    ],
+)
+def test_teacher_some_rows_at_a_time(name: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass that makes the gradient makes the numbers that a pass of their own does beside another loss."""
+    loss, options = LAST[name]
+    batch = "teacher_hidden", "teacher_weight", "teacher_bias", "mask"
+    case = LossCase(name, (), batch, teacher_vocab=300 if name == "smaller" else 320)
+    dtype = torch.float16 if place.device == "cpu" else torch.bfloat16
+    inputs = inputs_of(case, dtype, place.device, garbage=True, tokens=2 * PRODUCT_ROWS + 40)
+    wide = [(key, value.float()) for key, value in inputs.batch.items() if name == "wide" and key != "mask"]
+    shared = {"batch": {**inputs.batch, **dict(wide)}, "backend": place.backend, **options}
+    monkeypatch.setattr(sizes_of_call, "TEACHER_ROWS", PRODUCT_ROWS)
+    made = []
+    normalize = RelativeSession.teacher_stats
+    monkeypatch.setattr(
+        RelativeSession,
+        "teacher_stats",
+        lambda self, rows, out: (made.append(len(out.lse)), normalize(self, rows, out)),
+    )
+
+    def run(loss: Any) -> tuple[LossOutput, list[torch.Tensor]]:
+        leaves = [t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight)]
+        out = linear_loss(*leaves, inputs.target, loss, metrics=[metrics.entropy()], **shared)
+        return out, list(torch.autograd.grad(out.loss, leaves))
+
+    ((_, summand), *_) = loss.terms
+    assert summand.teacher is not None
+    before, true = run(loss + 0.0 * losses.tvd(**teacher_options(summand)))
+    assert made == ([160, 136] if "chunk_tokens" in options else [296])
+    made.clear()
+    monkeypatch.setattr(RelativeSession, "pair_stats", None)
+    out, found = run(loss)
+    assert made == ([128, 32, 128, 8] if "chunk_tokens" in options else [128, 128, 40])
+    for label, value in out.parts.items():
+        torch.testing.assert_close(value, before.parts[label], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.metrics["entropy"].value, before.metrics["entropy"].value)
+    torch.testing.assert_close(found, true, rtol=1e-2, atol=1e-5)
+
+
+def teacher_options(summand: Any) -> dict[str, Any]:
+    return {"temperature": summand.temperature, "teacher_temperature": summand.teacher.temperature}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_users_function_of_a_divergence(place: Place) -> None:
+    """Its slope depends on the value, which has to come first."""
+
+    @losses.custom(scope="token", reads_target=False)
+    def squared(stats: Any, batch: Any) -> Tensor:
+        return stats.forward_kl.square()
+
+    inputs = inputs_of(LossCase("", (), ("teacher_hidden", "teacher_weight")), torch.float16, place.device, tokens=24)
+    hidden = inputs.hidden.requires_grad_()
+    ours = linear_loss(hidden, inputs.weight, None, squared, batch=inputs.batch, backend=place.backend).loss
+    q = (inputs.batch["teacher_hidden"].double() @ inputs.batch["teacher_weight"].double().T).log_softmax(-1)
+    p = (hidden.double() @ inputs.weight.double().T).log_softmax(-1)
+    exact = (q.exp() * (q - p)).sum(-1).square().mean()
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
+    found, true = (torch.autograd.grad(loss, hidden)[0].double() for loss in (ours, exact))
+    torch.testing.assert_close(found, true, rtol=1e-2, atol=2e-3 * float(true.abs().max()))
 
 
 # ---- the smallest calls

@@ -59,6 +59,7 @@ WIDE: dict[str, tuple[Losses, tuple, dict[str, Any]]] = {
     "topk": (losses.topk_kl() + losses.cross_entropy(), (), {"teacher_k": 32}),
     "dense": (losses.forward_kl() + 0.1 * losses.jsd(), (), {"teacher_hidden": 96}),
     "dense-smaller": (losses.reverse_kl(), (), {"teacher_hidden": 96, "teacher_vocab": 15000}),
+    "dense-last": (losses.forward_kl("cross_entropy"), (), {"teacher_hidden": 96}),
 }
 
 

@@ -116,6 +116,6 @@ def test_every_kernel_is_one_of_any_number_of_tokens() -> None:
         if name.endswith("_kernel")
     }  # fmt: skip
     named = {name for kernel in kernels.values() for name in kernel.arg_names}
-    assert len(kernels) == 32 and set(PER_CALL + PER_ROW) <= named
+    assert len(kernels) == 33 and set(PER_CALL + PER_ROW) <= named
     for name, kernel in kernels.items():
         assert kernel.kwargs["do_not_specialize"] == PER_CALL, name

@@ -209,6 +209,43 @@ def draft(count: int = 2) -> tuple[list[Tensor], Tensor, Tensor, dict[str, Any]]
     return hidden, weight, target, batch
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("given", ["teacher_hidden", "teacher_logits"])
+@pytest.mark.parametrize("loss", [losses.lk(), losses.forward_kl()], ids=["lk", "kl"])
+def test_metrics_of_drafters(loss: losses.Losses, given: str, place: Place) -> None:
+    """Also where the teacher has fewer ids, and where its statistics come with the gradients."""
+    half = place.device == "cuda"
+    hidden, weight, target, batch = draft()
+    dtype = torch.bfloat16 if half else torch.float32
+    hidden, weight, target = hidden[0].detach().to(place.device, dtype), weight.detach().to(place.device, dtype), target
+    verifier, head = (
+        batch["teacher_hidden"][0].to(place.device, dtype),
+        batch["teacher_weight"][:-3].to(place.device, dtype),
+    )
+    head[: VOCAB // 2] += weight[: VOCAB // 2]  # some agree
+    verifier = verifier * 0.3 + hidden
+    batch = {"teacher_hidden": verifier, "teacher_weight": head}
+    q = (verifier.double() @ head.double().t()).softmax(-1)
+    if given == "teacher_logits":
+        batch = {"teacher_logits": (verifier.float() @ head.float().t()).to(torch.float32)}
+    measured = [metrics.agreement(), metrics.accuracy()] + [metrics.acceptance()] * (loss.terms[0][1].kind == "lk")
+    out = linear_loss(
+        hidden.requires_grad_(), weight, target.to(place.device), loss, batch=batch, metrics=measured,
+        backend=place.backend, chunk_tokens=CHUNK,
+    )  # fmt: skip
+    x = hidden.detach().double() @ weight.double().t()
+    counts = (target != -100).to(place.device)
+    same = (x.argmax(-1) == q.argmax(-1))[counts].double().mean()
+    assert 0 < same < 1
+    torch.testing.assert_close(out.metrics["agreement"].value.double(), same, atol=0.05 if half else 1e-6, rtol=0.0)
+    if "acceptance" in out.metrics:
+        p = x[..., : len(head)].softmax(-1)
+        accepted = torch.minimum(p, q).sum(-1)[counts].mean()
+        torch.testing.assert_close(
+            out.metrics["acceptance"].value.double(), accepted, atol=2e-2 if half else 1e-5, rtol=0.0
+        )
+
+
 @pytest.mark.parametrize("skip", [False, True])
 def test_accepted_length(skip: bool) -> None:
     hidden, weight, target, batch = draft()

@@ -330,8 +330,22 @@ def far_rows(rank: int) -> dict[str, Any]:
     return found
 
 
+def same_bits(rank: int) -> dict[str, Any]:
+    """Deterministic values of two ranks, which hold four blocks of 8 ids each but for the last, and of one."""
+    given = {name: value.bfloat16() for name, value in operands().items() if name in ("hidden", "weight", "bias")}
+    asked = {"entropy": True, "argmax": True, "chunk_tokens": 8, "deterministic": True, "backend": "triton"}
+    own, parallel = (slice(0, 32), slice(32, VOCAB))[rank], VocabParallel(rows=[32, VOCAB - 32])
+    found = {}
+    for name, rows, options in (("alone", slice(VOCAB), {}), ("ranks", own, {"parallel": parallel})):
+        weight, bias = (given[each][rows].clone() for each in ("weight", "bias"))
+        out = linear_logprobs(given["hidden"], weight, operands()["target"], bias=bias, **asked, **options)
+        found[name] = list(out)
+    return found
+
+
 def work(rank: int, device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"failures": failures(rank), "partial": ranks.outcome(partial_sums, rank)}
+    found["same bits"] = ranks.outcome(same_bits, rank)
     found["far rows"] = ranks.outcome(far_rows, rank)
     for call in (*CALLS, skipping):
         found[f"{call.__name__} alone"] = ranks.outcome(lambda call=call: call(Setting(False)))
@@ -366,6 +380,13 @@ def test_far_rows(found: list[dict[str, Any]]) -> None:
         assert not isinstance(rank["far rows"], str), rank["far rows"]
         for one, other in zip(rank["far rows"]["as one"], rank["far rows"]["apart"], strict=True):
             assert torch.equal(one, other) and torch.isfinite(one).all()
+
+
+def test_same_bits(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert not isinstance(rank["same bits"], str), rank["same bits"]
+        for alone, ours in zip(rank["same bits"]["alone"], rank["same bits"]["ranks"], strict=True):
+            assert torch.equal(alone, ours)
 
 
 def test_shares_of_the_gradient(found: list[dict[str, Any]]) -> None:

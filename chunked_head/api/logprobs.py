@@ -92,7 +92,8 @@ def linear_logprobs(
     comes late: four matmuls. A loss from ``chunked_head.losses`` in ``linear_loss`` needs three.
 
     A token's log-probability is the same in every call and under every loss: given back as ``old_logprobs``, it makes
-    a ratio of 1.
+    a ratio of 1, within 1e-5. With ``deterministic=True`` all calls of this function give the same bits, on any number
+    of ranks: docs/inference.md says so for an inference engine and a trainer that both call it.
 
     Args:
         entropy, lse, argmax: whether to return these too, [...] fp32 in nats, int64 for argmax.
@@ -100,6 +101,7 @@ def linear_logprobs(
         log_sum_sq_probs: ``log(sum_v p_v ** 2)`` in nats, [...] fp32: WPO's weight, less a sign Rényi's entropy of
             order 2. It takes a softmax at half the temperature beside the first.
         top_k: K largest log-probabilities and their ids: ``top_k_logprobs`` [..., K] fp32, ``top_k_ids`` [..., K].
+            Not with ``deterministic=True``.
         temperature: divides the logits; a number, or a tensor [...] with one per token, indexed like the target.
         mask: [...] bool, tokens that count, beside ``ignore_index``. The others have 0 everywhere (ids too), and no
             gradient.

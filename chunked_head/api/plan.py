@@ -6,7 +6,7 @@ import torch
 
 from .. import losses
 from ..backends import Layout, resolve
-from ..core.groups import chunked
+from ..core.groups import Split, block_of, chunked
 from ..core.options import flag
 from ..core.stats import Teacher
 from ..engine.execution import check_options
@@ -150,10 +150,14 @@ def plan(
         teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
         teacher_cast=teacher is not None and teacher.casts,
         store=store, buffer_dtype=added_to, skips=skip_ignored, deterministic=deterministic,
+        block=block_of(vocab) if deterministic else None,
         ranks=ranks, spread=ranks if sequence_sharded else 1, **traits,
     )  # fmt: skip
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
-    return make_plan(sizes, request) if ranks == 1 else plan_part(sizes, request, parts[0], parts[0])
+    made = make_plan(sizes, request) if ranks == 1 else plan_part(sizes, request, parts[0], parts[0])
+    if made.vocab_block is not None:
+        Split(vocab, parts, 0).check_blocks()
+    return made
 
 
 def place_of(device: torch.device | str | None) -> tuple[torch.device, Gpu | None]:

@@ -44,6 +44,7 @@ class AddsDlogits:
 
     head: Head
     known_targets = False
+    pieces: Tensor | None = None
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
         """The chunk seen last, turned in place into the gradient of its raw logits [rows, vocab]."""

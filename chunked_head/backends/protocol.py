@@ -27,9 +27,12 @@ class Session(Protocol):
 
     ``known_targets``: its ``stats`` leave the target's logit whole where ranks share the vocabulary, not each rank's
     part.
+    ``pieces``: statistics that its last ``stats`` left of blocks of the vocabulary instead, [blocks, numbers, rows] as
+    in ``GatheredStats``, its first row of the target's logit unwritten; or None.
     """
 
     known_targets: bool
+    pieces: Tensor | None
 
     def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
         """``Backend.clean_rows`` of the source into ``rows.hidden``, before ``stats`` of these rows, which may have
@@ -41,7 +44,7 @@ class Session(Protocol):
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         """Logits of a chunk of rows into the buffer, and every statistic that ``out`` has room for, a teacher's beside
-        the student apart."""
+        the student apart, and a teacher's where ``Plan.teacher_last``."""
 
     def pair_stats(self, rows: Rows, out: RowStats) -> None:
         """Those, once ``out`` holds the softmaxes of both."""
@@ -49,7 +52,8 @@ class Session(Protocol):
     def add_gradients(
         self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
     ) -> None:
-        """Gradients of the chunk that ``stats`` saw last, rows ``at`` of the call, added to ``grads``."""
+        """Gradients of the chunk that ``stats`` saw last, rows ``at`` of the call, added to ``grads``. Where
+        ``Plan.teacher_last``, ``stats`` receives a teacher's statistics, alone and beside the student."""
 
     def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
         """What was left over until rows ``at``, all of the call's where there are all, had been seen.

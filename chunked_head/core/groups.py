@@ -7,8 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
+from ..kernels.common.tiles import cdiv
+
 # ids travel beside statistics as floats, exact up to here
 MOST_IDS = 1 << 24
+# blocks that a deterministic call sums a vocabulary in, wherever its rows are; a block begins on 16 bytes of 16 bits
+BLOCKS, BLOCK_MULTIPLE = 8, 8
 
 
 class OfGroup:
@@ -166,6 +170,28 @@ class Split(NamedTuple):
         """This rank's ids."""
         first = sum(self.rows[: self.rank])
         return slice(first, first + self.rows[self.rank])
+
+    def check_blocks(self) -> None:
+        """Raises where a block of the vocabulary lies on two ranks."""
+        block = block_of(self.vocab)
+        if any(n % block for n in self.rows[:-1]):
+            multiple = BLOCKS * BLOCK_MULTIPLE
+            raise ValueError(
+                f"deterministic=True sums a vocabulary of {self.vocab} ids in blocks of {block}, alike on any number "
+                f"of ranks, which have to hold them whole; they hold {list(self.rows)} ids. Pad the head to "
+                f"{cdiv(self.vocab, multiple) * multiple} rows (vocab_size={self.vocab}) and give 2, 4 or 8 ranks "
+                f"equal parts, or each rank a multiple of {block} rows and VocabParallel rows="
+            )
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """That each rank holds, where it holds them whole."""
+        return tuple(cdiv(n, block_of(self.vocab)) for n in self.rows)
+
+
+def block_of(vocab: int) -> int:
+    """Ids of a block: from the size of the vocabulary alone, and the last block may be smaller."""
+    return cdiv(vocab, BLOCKS * BLOCK_MULTIPLE) * BLOCK_MULTIPLE
 
 
 def chunked(vocab: int, ranks: int) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ class Stats:
     mean of ``x`` over the vocabulary. ``argmax``: first id of the largest logit, int64. ``top_logprob``: its
     log-probability, without gradient. ``topk_logprobs`` [n, K]: log-probabilities of ``teacher_ids``.
     ``weighted_sum``: ``sum(class_weights * x)``. With a dense teacher ``q``: ``forward_kl`` KL(q || p), ``reverse_kl``
-    KL(p || q), ``jsd``, ``tvd``, ``overlap`` sum min(p, q), and ``teacher_entropy`` without gradient. All but argmax,
-    top_logprob and teacher_entropy are differentiable. What a loss did not say it ``needs`` is not there.
+    KL(p || q), ``jsd``, ``tvd``, ``overlap`` sum min(p, q), and ``teacher_entropy`` and ``teacher_argmax`` without
+    gradient. All but these two, argmax and top_logprob are differentiable. What a loss did not say it ``needs`` is not
+    there.
     """
 
     def __init__(self, values: Mapping[str, Tensor]):

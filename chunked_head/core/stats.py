@@ -33,8 +33,10 @@ class Pairing(NamedTuple):
     entropy: bool
     tvd: bool
     overlap: bool
+    top: bool  # the teacher's most probable id
     beta: float | None  # of the Jensen-Shannon divergence, or None
     columns: int  # that both vocabularies have
+    last: bool = False  # no gradient depends on what is wanted: it may be made along with the gradient
 
 
 class Demand(NamedTuple):
@@ -57,11 +59,16 @@ class Demand(NamedTuple):
         return len(self.views) == 1 and self.pairing is None and self.top_k == 0
 
     @property
+    def ratio2(self) -> float:
+        """Of the second softmax."""
+        return self.views[1].ratio if len(self.views) > 1 else 1.0
+
+    @property
     def vectors(self) -> int:
         """Statistics per token beside the first three."""
         two, pairing = len(self.views) > 1, self.pairing
         count = sum(self.entropy) + self.weighted_sum + 2 * self.top + self.columns + 3 * self.top_k + 4 * two
-        return count + (10 if pairing is not None else 0)
+        return count + (12 if pairing is not None else 0)
 
 
 def sent(demand: Demand) -> tuple[str, ...]:
@@ -74,6 +81,7 @@ def sent(demand: Demand) -> tuple[str, ...]:
     names += ["entropy2"] if two and demand.entropy[1] else []
     names += ["weighted_sum"] if demand.weighted_sum else []
     names += ["top", "argmax"] if demand.top else []
+    names += ["teacher_top", "teacher_argmax"] if demand.pairing is not None and demand.pairing.top else []
     names += ["column_logits"] if demand.columns else []
     names += ["top_k_logits", "top_k_ids"] if demand.top_k else []
     return tuple(names)
@@ -116,6 +124,8 @@ class RowStats:
     entropy2: Tensor | None = None
     teacher_start: Tensor | None = None
     teacher_rest: Tensor | None = None
+    teacher_top: Tensor | None = None
+    teacher_argmax: Tensor | None = None
     forward_kl: Tensor | None = None
     reverse_kl: Tensor | None = None
     teacher_entropy: Tensor | None = None
@@ -134,6 +144,8 @@ class RowStats:
         vectors = {name: rows() for name in vector_names(demand)}
         if demand.top:
             vectors["argmax"] = rows(kind=torch.int32)
+        if demand.pairing is not None and demand.pairing.top:
+            vectors["teacher_argmax"] = rows(kind=torch.int32)
         if demand.columns:
             vectors["column_logits"] = rows(demand.columns)
         if demand.top_k:
@@ -162,7 +174,7 @@ def vector_names(demand: Demand) -> tuple[str, ...]:
     }  # fmt: skip
     if pairing is not None:
         wanted |= {
-            "teacher_start": True, "teacher_rest": True, "forward_kl": pairing.forward_kl,
+            "teacher_start": True, "teacher_rest": True, "teacher_top": pairing.top, "forward_kl": pairing.forward_kl,
             "reverse_kl": pairing.reverse_kl, "teacher_entropy": pairing.entropy,
             "kl_mixture": pairing.beta is not None, "jsd": pairing.beta is not None, "tvd": pairing.tvd,
             "sign": pairing.tvd or pairing.overlap, "overlap": pairing.overlap,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.groups import block_of
 from ..core.shift import all_at_targets, in_backward
 from ..core.stats import Kept, RowStats, Teacher
 from ..metrics import Metric
@@ -258,6 +259,8 @@ def plan_placed(prepared: PreparedCall, placed: "Placed") -> Plan:
         request = placed.request or program.request
         wish = Request(memory_budget=request.memory_budget) if placed.again else request
         plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
+        if head.shard is not None and plan.vocab_block is not None and not placed.again:
+            head.shard.split.check_blocks()
         if lasting:
             if len(PLANS) >= MOST_PLANS:
                 PLANS.clear()
@@ -303,6 +306,11 @@ def check_own_matmuls(prepared: PreparedCall, sizes: Sizes) -> None:
         raise ValueError(
             f"deterministic=True does not go with {summed[0]} on a GPU, which adds up a segment's tokens in any order"
         )
+    if sizes.demand.top_k:
+        raise ValueError(
+            "deterministic=True does not go with top_k, whose logits BLAS makes: they depend on the number of rows; "
+            "take argmax=True, or the ids from a call with deterministic=False"
+        )
     if not own:
         raise ValueError(
             f"deterministic=True needs our own matmuls, which do not run these operands ({what}): BLAS's depend on the "
@@ -331,7 +339,8 @@ def sizes_of(head: HeadOptions | LogitsOptions, program: Program, placed: Placed
         teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         teacher_cast=teacher is not None and teacher.casts,
         teacher_store=None if teacher is None else backend.teacher_store(teacher, store),
-        store=store, copied=placed.copied, deterministic=head.deterministic, skips=placed.skips,
+        store=store, copied=placed.copied, deterministic=head.deterministic,
+        block=block_of(head.vocab) if head.deterministic else None, skips=placed.skips,
         buffer_dtype=placed.buffer_dtype,
         **traits,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from ..backends.dlogits import add_tile
 from ..backends.gradients import Gradients
 from ..core.stats import Coefficients, Head, Rows, RowStats
 from ..kernels.common.recording import aside
+from ..parallel.merge import merge_blocks
 from ..parallel.shard import Shard
 from ..program.gradient_buffer import GradientBuffer
 from ..program.planner import DEFAULT_REQUEST, Request, make_plan
@@ -132,14 +133,15 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
     def swept(at: slice) -> tuple[Rows, RowStats]:
         chunk_stats = stats.at(at)
         rows = operands.rows(at, session, chunk_stats)
-        whole_stats(call, session, rows, chunk_stats, kept)
+        whole_stats(call, session, rows, chunk_stats, kept, pairs=not plan.teacher_last)
         return rows, chunk_stats
 
     for span in call.spans or [(at,) for at in plan.token_chunks()]:
         for at in span:
             rows, chunk_stats = swept(at)
         first, last = span[0].start, span[-1].stop
-        found = objective.visit(stats, slice(first, last), gradient=grads is not None, closed=call.spans is not None)
+        closed, values = call.spans is not None, not plan.teacher_last
+        found = objective.visit(stats, slice(first, last), gradient=grads is not None, closed=closed, values=values)
         if grads is None:
             continue
         assert found is not None
@@ -195,26 +197,32 @@ def sweep_kept(call: Call, kept: KeptColumns, stats: RowStats, grads: Gradients 
     return grads
 
 
-def whole_stats(call: Call, session: Session, rows: Rows, out: RowStats, kept: KeptColumns | None = None) -> None:
-    """Statistics of a chunk of rows over all of the vocabulary, wherever it is, or over the columns that they keep."""
+def whole_stats(
+    call: Call, session: Session, rows: Rows, out: RowStats, kept: KeptColumns | None = None, pairs: bool = True
+) -> None:
+    """Statistics of a chunk of rows over all of the vocabulary, wherever it is, or over the columns that they keep.
+    ``pairs``: those of a teacher beside the student too, where there is one; else they come with the gradients."""
     session.stats(rows, out)
+    if session.pieces is not None and call.shard is None:
+        merge_blocks(call.backend.merge_ranks, session.pieces, rows.target, out, call.objective.demand)
     if kept is not None:
         at = slice(rows.first, rows.first + rows.target.shape[0])
         kept.stats(at, out)
         rows = rows._replace(target=call.every_target[at])
-    paired = call.objective.demand.pairing is not None
-    merge_stats(call, rows, out, session.known_targets)
+    paired = pairs and call.objective.demand.pairing is not None
+    merge_stats(call, rows, out, session.known_targets, session.pieces)
     if paired:
         session.pair_stats(rows, out)
     if paired and call.shard is not None:
         call.shard.add_pairs(out)
 
 
-def merge_stats(call: Call, rows: Rows, out: RowStats, known_targets: bool) -> None:
+def merge_stats(call: Call, rows: Rows, out: RowStats, known_targets: bool, pieces: Tensor | None = None) -> None:
     """Statistics of this rank's columns become those of all ranks'."""
     if call.shard is not None:
         checks = call.token_checks[rows.first : rows.first + rows.target.shape[0]]
-        call.shard.merge(call.backend.merge_ranks, rows, checks, out, call.objective.demand, known_targets)
+        demand = call.objective.demand
+        call.shard.merge(call.backend.merge_ranks, rows, checks, out, demand, known_targets, pieces)
 
 
 def recompute(

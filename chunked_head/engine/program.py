@@ -131,6 +131,11 @@ def check_sets(head: HeadOptions | LogitsOptions, demand: Demand, biased: bool) 
         raise ValueError("candidate_bias does not go with softcap, whose slope is that of logits without it")
     if head.target is None:
         raise ValueError("target is None, and kept_ids or candidates are sets that targets belong to; pass token ids")
+    if head.shard is not None and isinstance(head, HeadOptions) and head.deterministic:
+        raise ValueError(
+            "batch['kept_ids'] and candidates do not go with deterministic=True over ranks that share the vocabulary: "
+            "a set's sum would depend on which rank has which of its ids; use deterministic=False, or the whole head"
+        )
     if head.shard is not None and head.shard.parallel.sequence_sharded:
         raise ValueError(
             "batch['kept_ids'] does not go with sequence_sharded=True, whose ranks hold hidden states of their own "

@@ -62,7 +62,7 @@ KEPT_FIELDS = ("kept_ids", "kept_offsets", "candidate_bias")
 TEACHER_FIELDS = ("teacher_logits", "teacher_hidden", "teacher_weight", "teacher_bias")  # of a dense one
 # statistics that a loss may need beside `logprob` and `lse`, which are always there
 STATISTICS = ("entropy", "mean_logit", "weighted_sum", "argmax", "top_logprob", "topk_logprobs")
-DENSE = ("forward_kl", "reverse_kl", "jsd", "tvd", "overlap", "teacher_entropy")
+DENSE = ("forward_kl", "reverse_kl", "jsd", "tvd", "overlap", "teacher_entropy", "teacher_argmax")
 
 
 class Teacher(NamedTuple):

@@ -6,6 +6,7 @@ from .functions import (
     accepted_length,
     accuracy,
     advantage,
+    agreement,
     clip_fraction,
     effective_sample_size,
     entropy,
@@ -33,7 +34,7 @@ from .values import (
 
 __all__ = [
     "AGAINST", "Finish", "Metric", "MetricOptions", "MetricValue", "Reduce", "Weighting", "acceptance",
-    "accepted_length", "accuracy", "advantage", "all_reduce", "clip_fraction", "combine", "effective_sample_size",
-    "entropy", "kl_old", "kl_reference", "logprob", "lse", "mean_logit", "merge", "perplexity", "ratio",
-    "top_probability", "unit_weights",
+    "accepted_length", "accuracy", "advantage", "agreement", "all_reduce", "clip_fraction", "combine",
+    "effective_sample_size", "entropy", "kl_old", "kl_reference", "logprob", "lse", "mean_logit", "merge",
+    "perplexity", "ratio", "top_probability", "unit_weights",
 ]  # fmt: skip

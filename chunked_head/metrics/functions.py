@@ -286,6 +286,16 @@ def acceptance(reduce: Reduce = "mean", **common: Any) -> Metric:
     return _made("acceptance", _acceptance, common, reduce=reduce, needs=needs, reads_target=False)
 
 
+def agreement(**common: Any) -> Metric:
+    """Share of tokens whose most probable id is the dense teacher's too: what a verifier that decodes greedily accepts.
+    The teacher is that of a loss of the call; of equal logits the first id's counts."""
+    return _made("agreement", _agreement, common, needs=frozenset({"argmax", "teacher_argmax"}), reads_target=False)
+
+
+def _agreement(stats: Any, batch: Any) -> Tensor:
+    return (stats.argmax == stats.teacher_argmax).to(stats.lse.dtype)
+
+
 def accepted_length(**common: Any) -> Metric:
     """How many tokens in a row a verifier accepts on average: ``a_1 + a_1 a_2 + ...`` with ``a_i`` the acceptance of a
     token in the i-th stream of ``linear_loss``, 0 where it does not count there; of the tokens that count in the first.

@@ -1,25 +1,26 @@
 """Statistics of pieces of the vocabulary, merged into those of the whole: the same on every rank, to the bit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.stats import RowStats
+from ..core.stats import Demand, RowStats, sent
 
 # of each softmax over logits, student's and teacher's: where its logarithms are
 SOFTMAXES = (("start", "rest"), ("start2", "rest2"), ("teacher_start", "teacher_rest"))
 ADDED = ("target_logit", "weighted_sum")
+ARGMAX = {"top": "argmax", "teacher_top": "teacher_argmax"}
 ENTROPIES = {"start": "entropy", "start2": "entropy2"}
 # statistics on which all that is made of a row depends
 OF_TOKENS = ("lse", "start", "logprob", "entropy", "lse2", "start2", "logprob2", "entropy2", "weighted_sum")
 
 
 class GatheredStats(NamedTuple):
-    """Statistics of a chunk's rows from all ranks, each of its own columns."""
+    """Statistics of a chunk's rows, of each rank's own columns or of blocks of them: pieces of the vocabulary."""
 
-    message: Tensor  # [ranks, numbers + 1, rows] of ``names``, and last a check of the tokens that they are of
+    message: Tensor  # [pieces, numbers + 1, rows] of ``names``, and last a check of the tokens that they are of
     names: tuple[str, ...]
     target: Tensor  # [rows] int64, -1 where a row does not count
     ratio2: float  # of the second softmax
@@ -50,6 +51,28 @@ def unpack(packed: Tensor, stats: RowStats, names: Sequence[str]) -> dict[str, T
         found[name] = part.squeeze(1) if getattr(stats, name).dim() == 1 else part.transpose(1, 2)
         at += width
     return found
+
+
+def complete_blocks(pieces: Tensor, stats: RowStats, names: Sequence[str]) -> None:
+    """``pieces`` [blocks, numbers + 1, rows] with what a row has one of: the first block's, 0 for the others."""
+    found = unpack(pieces[:1], stats, names)
+    for name in ("target_logit", "column_logits"):
+        if name in found:
+            found[name].copy_(getattr(stats, name))
+
+
+def merge_blocks(
+    merge: Callable[[GatheredStats, RowStats], None],
+    pieces: Tensor,
+    target: Tensor,
+    stats: RowStats,
+    demand: Demand,
+) -> None:
+    """The same of all blocks of a vocabulary, which are here."""
+    names = sent(demand)
+    complete_blocks(pieces, stats, names)
+    zero = pieces[0, -1, 0]  # nobody has written there, and nothing tells tokens of one process apart
+    merge(GatheredStats(pieces, names, target, demand.ratio2, False, zero), stats)
 
 
 def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
@@ -84,12 +107,13 @@ def merge_softmaxes(pieces: dict[str, Tensor], gathered: GatheredStats, out: Row
         logprob = (out.target_logit.double() * ratio - whole_start) + whole_rest
         getattr(out, "logprob" + suffix).copy_(torch.where(gathered.target >= 0, logprob, 0.0))
         getattr(out, "lse" + suffix).copy_(whole_start - whole_rest)
-    if "top" in pieces:
-        assert out.top is not None and out.argmax is not None
-        out.top.copy_(pieces["top"].amax(0))
-        # of equal logits the first column's
-        ids = torch.where(pieces["top"] == out.top, pieces["argmax"], torch.inf).amin(0)
-        out.argmax.copy_(torch.where(ids.isinf(), pieces["argmax"][0], ids))
+    for top, argmax in ARGMAX.items():
+        if top in pieces:
+            largest = pieces[top].amax(0)
+            getattr(out, top).copy_(largest)
+            # of equal logits the first column's
+            ids = torch.where(pieces[top] == largest, pieces[argmax], torch.inf).amin(0)
+            getattr(out, argmax).copy_(torch.where(ids.isinf(), pieces[argmax][0], ids))
 
 
 def merge_lists(pieces: dict[str, Tensor], out: RowStats) -> None:

@@ -1,6 +1,6 @@
 """One call's part of the vocabulary, and every message that its ranks exchange for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from ..program.plans import MAX_HALF_CHUNKS, Plan
 from ..program.sizes import Sizes
 from .agree import Words, agree
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
-from .merge import GatheredStats, pack
+from .merge import GatheredStats, complete_blocks, pack, unpack
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
 SAME_HIDDEN = 1e-3
@@ -152,16 +152,19 @@ class Shard:
         stats: RowStats,
         demand: Demand,
         known_targets: bool,
+        pieces: Tensor | None = None,
     ) -> None:
         """The statistics of this rank's columns become those of the vocabulary, as a backend's ``merge_ranks`` makes
         them: one message for the chunk.
 
         ``token_checks`` [rows] go along, or where there are no targets sums of the hidden states (logits have nothing
         of the kind): ranks that were given different ones, such as those of a data-parallel group, would make something
-        out of each other's tokens, and get nan.
+        out of each other's tokens, and get nan. ``pieces``: statistics of blocks of this rank's columns as a session
+        leaves them, in place of one piece.
         """
-        if stats.argmax is not None:
-            stats.argmax.add_(self.here.start)
+        for ids in (stats.argmax, stats.teacher_argmax):
+            if ids is not None:
+                ids.add_(self.here.start)
         if stats.top_k_ids is not None:
             stats.top_k_ids.add_(self.here.start)
         if stats.column_logits is not None:
@@ -169,17 +172,29 @@ class Shard:
             stats.column_logits.masked_fill_(rows.columns < 0, 0.0)
         names, dtype = sent(demand), stats.lse.dtype
         tokens = rows.hidden.sum(1, dtype=dtype) if self.checked_by == "hidden" else token_checks
-        own = pack(stats, names, tokens)
-        gathered = own.new_empty(self.parallel.ranks, *own.shape)
-        all_gather(gathered.view(-1, own.shape[1]), own, self.group)
-        ratio2 = demand.views[1].ratio if len(demand.views) > 1 else 1.0
+        own = pack(stats, names, tokens).unsqueeze(0) if pieces is None else self.blocks(pieces, stats, names, tokens)
+        gathered = own.new_empty(self.parallel.ranks * own.shape[0], *own.shape[1:])
+        all_gather(gathered.view(-1, own.shape[2]), own.view(-1, own.shape[2]), self.group)
+        if pieces is not None and len(gathered) > sum(self.split.blocks):
+            most = own.shape[0]
+            gathered = torch.cat([gathered[i * most : i * most + n] for i, n in enumerate(self.split.blocks)])
         zero_or_nan = None
         if self.checked_by == "hidden":
             # ranks that computed the same hidden states each by itself may have rounded them otherwise
             size = torch.linalg.vector_norm(rows.hidden, 1, dim=1, dtype=dtype)
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
             zero_or_nan = torch.where(same.all(), 0.0, torch.nan)
-        merge_ranks(GatheredStats(gathered, names, rows.target, ratio2, known_targets, zero_or_nan), stats)
+        merge_ranks(GatheredStats(gathered, names, rows.target, demand.ratio2, known_targets, zero_or_nan), stats)
+
+    def blocks(self, pieces: Tensor, stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
+        """What this rank sends of its blocks: as many as any rank has."""
+        complete_blocks(pieces, stats, names)
+        argmax = unpack(pieces, stats, names).get("argmax")
+        if argmax is not None:
+            argmax.add_(self.here.start)
+        pieces[:, -1] = tokens
+        missing = max(self.split.blocks) - len(pieces)
+        return torch.cat([pieces, pieces[:1].expand(missing, -1, -1)]) if missing else pieces
 
     def add_pairs(self, stats: RowStats) -> None:
         """Sums over columns of a teacher's terms beside the student's: one message for the chunk."""

@@ -201,9 +201,12 @@ def pair_up(
             "temperatures, scales or beta; give them the same, or make two calls"
         )
     ((teacher, view),) = kinds
+    # d KL(q || p) is p - q whatever the divergence is; a user's loss may be any function of it
+    others = {"reverse_kl", "jsd", "tvd", "overlap"}
+    last = names.isdisjoint(others) and all(summand.kind != "custom" for summand, _ in seen)
     pairing = Pairing(
         view, "forward_kl" in names, "reverse_kl" in names, "teacher_entropy" in names, "tvd" in names,
-        "overlap" in names, next(iter(betas), None), columns,
+        "overlap" in names, "teacher_argmax" in names, next(iter(betas), None), columns, last,
     )  # fmt: skip
     return teacher, pairing
 

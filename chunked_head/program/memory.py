@@ -46,8 +46,8 @@ def common_terms(sizes: Sizes) -> tuple[Term, ...]:
     cast = sizes.weight_elements * sizes.element if sizes.weight_dtype != sizes.dtype else 0
     cast += sizes.teacher_columns * sizes.teacher_width * sizes.element if sizes.teacher_cast else 0
     teacher = 0 if sizes.spread == 1 else sizes.tokens * sizes.teacher_width * sizes.element
-    # a loss that sees all tokens at once does its arithmetic for all of them at once
-    at_once = sizes.coupled or sizes.by_segments
+    # a loss that sees all tokens at once does its arithmetic for all of them at once, as does one whose values are last
+    at_once = sizes.coupled or sizes.by_segments or sizes.teacher_last
     evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns if at_once else 0
     vectors = sizes.tokens * (BYTES_PER_TOKEN + 8 * sizes.demand.vectors + 16 * sizes.demand.columns + evaluated)
     return (
@@ -71,7 +71,7 @@ def forward_terms(sizes: Sizes, rows: int, hidden_acc: torch.dtype, weight_acc: 
         d_weight._replace(loop=0 if cast_w else d_weight.finish),
         Term("gradient of hidden, waiting", wait_h if cast_h else 0, left_h),
         Term("gradient of weight, waiting", wait_w if cast_w else 0, wait_w if cast_w else 0),
-        Term("logits of a chunk and its rows", rows * sizes.row_bytes),
+        Term("logits of a chunk and its rows", sizes.gradient_kept_bytes(rows) + rows * sizes.swept_bytes(kept=True)),
         Term("gradient of hidden, of all ranks", rows * sizes.scattered_bytes(hidden_acc)),
         Term("target's terms of dweight", target_rows(sizes, rows) if sizes.store == "fast" else 0),
         Term("gradient of hidden, parts", part_sums(sizes, rows)),

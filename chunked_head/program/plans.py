@@ -40,7 +40,7 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     if logits <= share:
         return share + copy
     terms = forward_terms(replace(sizes, copied=copy > 0), rows, sizes.hidden_dtype, sizes.weight_dtype)
-    return logits + extra_of(terms) - rows * sizes.kept_bytes
+    return logits + extra_of(terms) - sizes.gradient_kept_bytes(rows)
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,12 @@ class Plan:
         return math.ceil(self.sizes.tokens / self.chunk_tokens)
 
     @property
+    def vocab_block(self) -> int | None:
+        """Ids of a block, where statistics are those of blocks first: of logits that nobody stores."""
+        sizes = self.sizes
+        return None if self.schedule == "forward" or sizes.store == "kept" or sizes.keeps_sweep else sizes.block
+
+    @property
     def sums_halves(self) -> bool:
         """Whether chunks of the weight's gradient are added in 16 bits."""
         return self.sizes.own_weight_grad and self.weight_accumulate.itemsize < 4
@@ -107,6 +113,11 @@ class Plan:
         if self.weight_accumulate == self.sizes.weight_dtype:
             roundings = self.blocks if self.schedule == "recompute" else self.chunks
         return ROUNDING_ERROR[self.sizes.weight_dtype] * math.sqrt((roundings + 1) / 2)
+
+    @property
+    def teacher_last(self) -> bool:
+        """Whether a dense teacher's logits, and its statistics beside the student, are made along with gradients."""
+        return self.schedule == "forward" and self.sizes.teacher_last
 
     def buffer_elements(self, tiled: bool) -> int:
         """Logits that a call holds at a time: a chunk's, or a block's tile in the recompute schedule's backward."""
@@ -187,7 +198,8 @@ def largest(fits: Callable[[int], bool], most: int, multiple: int = CHUNK_MULTIP
     return 0
 
 
-def table(plan: Plan) -> str:
+def facts(plan: Plan) -> list[tuple[str, str]]:
+    """How the call runs: what a line of the table is about, and what it says."""
     s = plan.sizes
     rows = [
         ("tokens x hidden x vocab", f"{s.tokens} x {s.hidden} x {s.vocab}, {name(s.dtype)}"),
@@ -218,7 +230,11 @@ def table(plan: Plan) -> str:
         rows.append(("losses", plan.arithmetic))
     if plan.weight_error is not None:
         rows.append(("expected error of dweight", f"{plan.weight_error:.1e} relative"))
-    lines = [f"{key:<32}{value}" for key, value in rows]
+    return rows
+
+
+def table(plan: Plan) -> str:
+    lines = [f"{key:<32}{value}" for key, value in facts(plan)]
     columns = [(t.name, t.sweep, t.loop, t.finish) for t in plan.terms if t.sweep or t.loop or t.finish]
     lines.append(f"{'MiB':<32}{'sweep':>10}{'loop':>10}{'finish':>10}")
     lines += [f"  {label:<30}" + "".join(f"{b / MiB:>10.1f}" for b in bytes_) for label, *bytes_ in columns]
@@ -245,7 +261,7 @@ def matmuls(plan: Plan, gpu: Gpu) -> str:
     s = plan.sizes
     if s.store in ("logits", "kept"):
         return "BLAS's" if s.store == "logits" else "none"
-    tile = gpu.exp_tile_of(plan.chunk_tokens, s.hidden, s.vocab)
+    tile = gpu.exp_tile_of(plan.chunk_tokens, s.hidden, plan.vocab_block or s.vocab)
     found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
     if plan.schedule == "forward" and s.hidden_grad:
         parts = s.dhidden_split(plan.chunk_tokens).parts

@@ -7,9 +7,10 @@ from typing import Literal
 
 import torch
 
+from ..core.groups import BLOCKS
 from ..core.stats import Demand, numbers_sent
-from ..kernels.common.gpus import Gpu
-from ..kernels.common.tiles import WHOLE, DhiddenSplit, dhidden_split
+from ..kernels.common.gpus import RELATIVE_STRIP, Gpu
+from ..kernels.common.tiles import PRODUCT_ROWS, STRIPS_AT_ONCE, WHOLE, DhiddenSplit, dhidden_split
 
 ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
 # what the losses' arithmetic holds at a time for each token that it is done for, and for each of its columns
@@ -17,6 +18,9 @@ BYTES_PER_EVALUATED = 160
 BYTES_PER_COLUMN = 96
 PLAIN = Demand()
 Store = Literal["fast", "relative", "logits", "kept"]  # the last: no logits, tokens keep sets of columns
+# of a teacher's logits at a time, where nothing waits for all of a chunk's: the weight is read again for each so many,
+# which is half as long as its product takes; a multiple of the rows that other products read at a time
+TEACHER_ROWS = 4 * PRODUCT_ROWS
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Sizes:
     gpu: Gpu | None = None  # whose own matmuls run; None: BLAS's
     multiprocessors: int = 0  # that are there
     deterministic: bool = False  # a token's numbers do not depend on the others, nor on how many there are
+    block: int | None = None  # ids of a block, which statistics are summed in before the sum of blocks; of such a call
     skips: bool = False  # products stop at a number of rows that only the device knows
     buffer_dtype: torch.dtype | None = None  # of a buffer of the caller's that the weight's gradient is added to
 
@@ -97,9 +102,30 @@ class Sizes:
         return (tile + teacher) * max(4, self.element)
 
     @functools.cached_property
+    def teacher_last(self) -> bool:
+        """Whether gradients that are made along with the statistics need no statistic of a dense teacher beside the
+        student: the teacher's logits are then made when the student's become gradients, some rows at a time."""
+        pairing = self.demand.pairing
+        alone = self.ranks == 1 and not (self.coupled or self.by_segments)
+        return pairing is not None and pairing.last and self.store == "relative" and alone
+
+    def teacher_rows(self, rows: int) -> int:
+        """Of how many rows of a chunk a dense teacher's logits lie in memory at a time."""
+        return min(rows, TEACHER_ROWS) if self.teacher_last and self.teacher_store is not None else rows
+
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes that one more row in a chunk costs: its logits, its strips' statistics, its hidden states."""
         return self.kept_bytes + self.swept_bytes(kept=True)
+
+    def gradient_kept_bytes(self, rows: int) -> int:
+        """A chunk's stored logits, its teacher's and the parts of their sums, where gradients are made of them."""
+        parts = 0
+        if self.teacher_last:
+            assert self.demand.pairing is not None
+            wanted = self.demand.pairing.forward_kl + self.demand.pairing.entropy
+            parts = wanted * 4 * math.ceil(self.vocab / (RELATIVE_STRIP * STRIPS_AT_ONCE))
+        return rows * (self.kept_bytes + parts) - (rows - self.teacher_rows(rows)) * self.teacher_bytes
 
     @functools.cached_property
     def sweep_bytes(self) -> int:
@@ -110,20 +136,27 @@ class Sizes:
     @property
     def keeps_sweep(self) -> bool:
         """Whether a pass that makes no gradient stores its logits."""
+        if self.store != "logits" and self.block is not None:
+            return self.demand.pairing is not None
         return self.store == "logits" or not self.demand.one_sweep
+
+    @property
+    def teacher_bytes(self) -> int:
+        """A row of a dense teacher's logits."""
+        if self.teacher_store == "logits":
+            return self.teacher_columns * max(4, self.element)
+        return padded_columns(self.teacher_columns) * 2 if self.teacher_store == "relative" else 0
 
     @property
     def kept_bytes(self) -> int:
         """A row of stored logits, and its teacher's."""
         if self.store == "kept":
             return 0
-        teacher = 0
-        if self.teacher_store == "logits":
-            teacher = self.teacher_columns * max(4, self.element)
-        elif self.teacher_store == "relative":
+        teacher = self.teacher_bytes
+        if self.teacher_store == "relative":
             assert self.gpu is not None
-            strips = self.gpu.strips_of(self.teacher_columns, self.teacher_width, True)
-            teacher = padded_columns(self.teacher_columns) * 2 + strips * 8
+            # for all rows of a chunk: their strips lie as far apart as the student's
+            teacher += self.gpu.strips_of(self.teacher_columns, self.teacher_width, True) * 8
         if self.store == "logits":
             return self.vocab * max(4, self.element) + teacher
         return padded_columns(self.vocab) * 2 + teacher
@@ -139,7 +172,8 @@ class Sizes:
         if self.store == "logits":
             return rows
         assert self.gpu is not None
-        return rows + self.gpu.strips_of(self.vocab, self.hidden, kept and self.store == "relative") * (
+        relative, block = kept and self.store == "relative", None if kept else self.block
+        return rows + self.gpu.strips_of(self.vocab, self.hidden, relative, block) * (
             8
             + 4 * demand.entropy[0]
             + 4 * demand.weighted_sum
@@ -150,12 +184,13 @@ class Sizes:
 
     @property
     def merged_bytes(self) -> int:
-        """All ranks' statistics of a row: as they come, as fp64, and what their softmaxes are merged by."""
-        if self.ranks == 1:
+        """All pieces' statistics of a row: as they come, as fp64, and what their softmaxes are merged by."""
+        pieces = self.ranks if self.block is None else max(self.ranks, BLOCKS)
+        if pieces == 1:
             return 0
         numbers, demand = 1 + numbers_sent(self.demand), self.demand
         largest = 8 * 2 * demand.top_k + 8 * demand.columns
-        return self.ranks * (12 * numbers + 48 + largest) + 8 * numbers
+        return pieces * (12 * numbers + 48 + largest) + 8 * numbers
 
     @property
     def own_tokens(self) -> int:

@@ -10,6 +10,11 @@ from .tiles import cdiv
 STRIP_ROWS = 16  # as Triton asks of a stride that vectors are read at
 
 
+def strip_rows(rows: int) -> int:
+    """Numbers from strip to strip for so many rows."""
+    return cdiv(rows, STRIP_ROWS) * STRIP_ROWS
+
+
 class Counted(NamedTuple):
     """How many rows of a call count, and where a chunk begins among them: rows behind are not computed."""
 
@@ -75,7 +80,7 @@ class Strips(NamedTuple):
         second: bool = False,
         shifted2: bool = False,
     ) -> "Strips":
-        stride = cdiv(rows, STRIP_ROWS) * STRIP_ROWS
+        stride = strip_rows(rows)
         wanted = (True, True, shifted, weighted, top, top, second, shifted2)
         made = iter(torch.empty(sum(wanted), strips, stride, dtype=torch.float32, device=device).unbind(0))
         offset, total, *others = [next(made) if here else None for here in wanted]

@@ -23,6 +23,7 @@ PIECE = 16  # tokens of equal or neighbouring targets whose rows of dweight are 
 LEAST_SECTION = 16 * PIECE  # tokens that are dealt with at a time where there is no room for the sums of more
 
 
+STRIPS_AT_ONCE = 8  # of relative logits, that one program turns into gradients
 PRODUCT_ROWS = 128  # the most rows of logits' gradients that a product for dweight reads at a time
 
 

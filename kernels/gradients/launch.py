@@ -1,5 +1,6 @@
 """Launching the kernels of logits' gradients on torch tensors: grids, block sizes and warps, and nothing of losses."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,8 @@ import torch
 from ..common.descriptors import even, matrix, row_stride
 from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
 from ..common.operands import ALL_ROWS, PLAIN, Counted, Stored, Strips, Transform, mixture, strip_stride
-from ..common.tiles import FUSED, INTERPRETED, PRODUCT_ROWS, Tile, cdiv, power_of_2, row_block
+from ..common.tiles import FUSED, INTERPRETED, PRODUCT_ROWS, STRIPS_AT_ONCE, Tile, cdiv, power_of_2, row_block
+from .add_parts import add_parts_kernel
 from .column_grad import column_grad_kernel
 from .grad_logits import grad_logits_kernel
 from .kept import kept_dhidden_kernel, kept_grad_kernel
@@ -45,6 +47,14 @@ class Beside(NamedTuple):
     theta: torch.Tensor | None
     beta: float | None
     floor: float
+    # where a gradient leaves its programs' parts of KL(q || p) and of q's entropy, for ``add_parts``
+    forward_kl: torch.Tensor | None = None  # [row_programs, rows] fp32
+    teacher_entropy: torch.Tensor | None = None
+
+
+def row_programs(columns: int) -> int:
+    """Programs that share a row of relative logits."""
+    return cdiv(cdiv(columns, RELATIVE_STRIP), STRIPS_AT_ONCE)
 
 
 def beside_arguments(beside: Beside | None) -> tuple[tuple, tuple[int, int], Transform, dict]:
@@ -71,30 +81,46 @@ def row_grad(
     first_column: int,
     transform: Transform,
     counted: Counted = ALL_ROWS,  # rows behind the last that counts may stay as they are, but for some
-    relative: tuple[int, int, int] = (8, 8, 4),  # rows, strips and warps of a program over relative logits
+    relative: tuple[int, int] = (8, 4),  # rows and warps of a program over relative logits
 ) -> None:
     rows, columns = dlogits.shape
     if stored.offset is not None:
-        block_rows, strips, warps = relative
+        block_rows, warps = relative
         # several strips a program: what is per row is loaded once for them
         block = RELATIVE_STRIP
-        column_programs = cdiv(cdiv(columns, block), strips)
+        column_programs = row_programs(columns)
     else:
         # one program walks a row, because a narrower gradient overwrites logits that lie before it
         block_rows, column_programs = 1, 1
         block, warps = row_block(columns)
         block = min(block, 4096) if beside else block
     teacher, sizes, scalars, constants = beside_arguments(beside)
+    parts = (None, None) if beside is None else (beside.forward_kl, beside.teacher_entropy)
     row_grad_kernel[(column_programs * cdiv(rows, block_rows),)](
-        dlogits, stored.logits, stored.offset, stored.bias, class_weights, target, target_logit, beta, kappa,
+        dlogits, *parts, stored.logits, stored.offset, stored.bias, class_weights, target, target_logit, beta, kappa,
         *first[:4], *second[:4], *teacher,
         rows, columns, first_column, second.columns, sizes[0],
         stored.logits.stride(0), dlogits.stride(0), sizes[1],
         strip_stride(stored) if beside is None else strip_stride(stored, beside.stored),
+        next((part.stride(0) for part in parts if part is not None), None),
         *counted, *transform, second.ratio, *scalars,
         **constants, PRODUCT_ROWS=PRODUCT_ROWS,
         COLUMN_PROGRAMS=column_programs, STRIP=RELATIVE_STRIP, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
         **FUSED,
+    )  # fmt: skip
+
+
+def add_parts(
+    outs: Sequence[torch.Tensor | None],  # two, each [rows] fp32
+    parts: Sequence[torch.Tensor | None],  # [row_programs, rows] of each
+) -> None:
+    """The sums whose parts ``row_grad`` left."""
+    given = next(part for part in parts if part is not None)
+    count, rows = given.shape
+    block_rows = 16
+    add_parts_kernel[(cdiv(rows, block_rows),)](
+        *outs, *parts, count, rows, given.stride(0),
+        BLOCK_ROWS=block_rows, BLOCK_PARTS=min(power_of_2(count), 128), num_warps=4, **FUSED,
     )  # fmt: skip
 
 

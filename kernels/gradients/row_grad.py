@@ -1,11 +1,12 @@
-"""Logits to the gradient of raw logits, in place."""
+"""Logits to the gradient of raw logits, in place; and sums over columns that no gradient waits for."""
 
 import triton.language as tl
 
 from ..common.blocks import counted_rows
 from ..common.kernel import kernel
 from ..common.stored import load_block
-from .identity import logits_gradient
+from ..common.transform import log2_e
+from .identity import log_probability, logits_gradient
 from .loads import load_column
 
 
@@ -13,6 +14,8 @@ from .loads import load_column
 def row_grad_kernel(
     # outputs
     dlogits_ptr,  # [rows, columns], may share the bytes of logits, in a type no wider
+    forward_kl_ptr,  # [COLUMN_PROGRAMS, rows] fp32: each program's part of KL(q || p), or None
+    teacher_entropy_ptr,  # [COLUMN_PROGRAMS, rows] fp32: its part of q's entropy, or None
     # inputs
     logits_ptr,  # [rows, columns]: raw, or fp16 relative to the strips' offsets
     strip_offset_ptr,  # [strips, rows] fp32, or None for raw logits
@@ -49,6 +52,7 @@ def row_grad_kernel(
     dlogits_stride,
     teacher_stride,
     strip_stride,  # from strip to strip of both offsets; 0 for raw logits
+    parts_stride,  # from program to program of the parts; None without them
     count_ptr,  # [] int64: how many rows of the call count, or None for all
     first_row,  # of these rows in the call
     # scalars
@@ -129,6 +133,10 @@ def row_grad_kernel(
             tau = load_column(tau_ptr, offs_row, in_rows)
         if theta_ptr is not None:
             theta = load_column(theta_ptr, offs_row, in_rows)
+    if forward_kl_ptr is not None:
+        forward = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    if teacher_entropy_ptr is not None:
+        entropy = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     for start in range(column_program * BLOCK, last, COLUMN_PROGRAMS * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         in_columns = offs < columns
@@ -148,6 +156,14 @@ def row_grad_kernel(
                 start, offs, offs < teacher_columns, teacher_scale, teacher_softcap, teacher_row_scale, STRIP,
             )  # fmt: skip
             log_q = tl.where(in_teacher, (y - teacher_start) + teacher_rest, float("-inf"))
+        # as pair_stats sums them: a probability of 0 has no part in a sum, whatever its logarithm
+        if forward_kl_ptr is not None:
+            q = tl.exp2(log_q * log2_e)
+            log_p = log_probability(x, row_start, row_rest, start2, rest2, ratio2, SECOND)
+            forward += tl.sum(tl.where(q > 0.0, q * (log_q - log_p), 0.0), 1)
+        if teacher_entropy_ptr is not None:
+            q = tl.exp2(log_q * log2_e)
+            entropy -= tl.sum(tl.where(q > 0.0, q * log_q, 0.0), 1)
         # summed from zero on: ptxas takes 32 registers so for plain rows, and 49 where the first term begins the sum
         zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         grad = logits_gradient(
@@ -161,3 +177,7 @@ def row_grad_kernel(
         tl.debug_barrier()
         at = dlogits_ptr + wide_row * dlogits_stride + offs[None, :]
         tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
+    if forward_kl_ptr is not None:
+        tl.store(forward_kl_ptr + column_program * parts_stride + offs_row, forward, mask=in_rows)
+    if teacher_entropy_ptr is not None:
+        tl.store(teacher_entropy_ptr + column_program * parts_stride + offs_row, entropy, mask=in_rows)

@@ -8,6 +8,15 @@ from ..common.transform import log2_e
 
 
 @triton.jit
+def first_column(i, moved, WIDTH: tl.constexpr):
+    """Of a tile or a strip."""
+    if moved is None:
+        return i * WIDTH
+    else:
+        return i * WIDTH + moved
+
+
+@triton.jit
 def finish_half(
     out,
     x,  # [BLOCK_M, COLUMNS] fp32
@@ -82,9 +91,10 @@ def finish_strip(
     # sizes
     row_start,
     strip,
+    moved,  # by how many columns strips are away from where they follow each other; None for 0
     rows,
     strip_stride,  # from strip to strip of the statistics
-    vocab,
+    vocab,  # where the columns end that are summed
     columns2,
     # scalars
     ratio2,
@@ -100,11 +110,12 @@ def finish_strip(
     """A strip's statistics but for its sum of exponentials, which is returned: negative where the offset is its own
     instead of the row's."""
     offs_row = row_start + tl.arange(0, BLOCK_M)
-    offs_col = strip * STRIP + tl.arange(0, STRIP)
+    offs_col = first_column(strip, moved, STRIP) + tl.arange(0, STRIP)
     in_rows = offs_row < rows
     in_vocab = offs_col < vocab
     stats_at = strip.to(tl.int64) * strip_stride + offs_row
-    RELATIVE: tl.constexpr = STORED and not GIVEN
+    # in blocks exponentials are rounded alike whatever sums are asked for
+    RELATIVE: tl.constexpr = (STORED and not GIVEN) or moved is not None
     SHIFTED: tl.constexpr = strip_shifted_sum_ptr is not None
     SECOND: tl.constexpr = strip_sum2_ptr is not None
     SHIFTED2: tl.constexpr = strip_shifted_sum2_ptr is not None
@@ -127,20 +138,20 @@ def finish_strip(
         offset = tl.where(top - row_offset > REACH, top - REACH, row_offset)
     shift = tl.where(offset == float("-inf"), 0.0, offset)  # a strip of -inf alone: exp(-inf - 0) = 0
 
-    first_column = strip * STRIP
+    first = first_column(strip, moved, STRIP)
     if STORE == STRIP:
         sums, shifted, sums2, shifted2 = finish_half(
-            out, x, shift, target, row_start, first_column, columns2, ratio2,
+            out, x, shift, target, row_start, first, columns2, ratio2,
             STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
         )  # fmt: skip
     else:
         left, right = column_halves(x, BLOCK_M, STRIP)
         sums, shifted, sums2, shifted2 = finish_half(
-            out, left, shift, target, row_start, first_column, columns2, ratio2,
+            out, left, shift, target, row_start, first, columns2, ratio2,
             STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
         )  # fmt: skip
         more, more_shifted, more2, more_shifted2 = finish_half(
-            out, right, shift, target, row_start, first_column + STORE, columns2, ratio2,
+            out, right, shift, target, row_start, first + STORE, columns2, ratio2,
             STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
         )  # fmt: skip
         sums, shifted, sums2, shifted2 = sums + more, shifted + more_shifted, sums2 + more2, shifted2 + more_shifted2
@@ -182,9 +193,10 @@ def finish_tile(
     # sizes
     row_start,
     tile_n,
+    moved,
     rows,
     strip_stride,  # from strip to strip of the statistics
-    vocab,
+    vocab,  # where the columns end that are summed
     columns2,
     # scalars
     ratio2,
@@ -201,15 +213,17 @@ def finish_tile(
     if STRIP == BLOCK_N:
         return finish_strip(
             out, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
-            strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr, row_offset, target, row_start, tile_n, rows,
-            strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, BLOCK_N // 2, REACH, STORED, GIVEN, TARGETS, EDGE,
+            strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr, row_offset, target, row_start, tile_n, moved,
+            rows, strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, BLOCK_N // 2,
+            REACH, STORED, GIVEN, TARGETS, EDGE,
         )  # fmt: skip
     else:
         left, right = column_halves(x, BLOCK_M, BLOCK_N)
         sums = finish_strip(
             out, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
-            strip_sum2_ptr, strip_shifted_sum2_ptr, left, class_weights_ptr, row_offset, target, row_start, tile_n * 2,
-            rows, strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP, REACH, STORED, GIVEN, TARGETS, EDGE,
+            strip_sum2_ptr, strip_shifted_sum2_ptr, left, class_weights_ptr, row_offset, target, row_start,
+            tile_n * 2, moved, rows, strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP,
+            REACH, STORED, GIVEN, TARGETS, EDGE,
         )  # fmt: skip
         offs_row = row_start + tl.arange(0, BLOCK_M)
         tl.store(strip_sum_ptr + (tile_n * 2).to(tl.int64) * strip_stride + offs_row, sums, mask=offs_row < rows)
@@ -217,6 +231,6 @@ def finish_tile(
         return finish_strip(
             out, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
             strip_sum2_ptr, strip_shifted_sum2_ptr, right, class_weights_ptr, row_offset, target, row_start,
-            tile_n * 2 + 1, rows, strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP,
+            tile_n * 2 + 1, moved, rows, strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP,
             REACH, STORED, GIVEN, TARGETS, EDGE,
         )  # fmt: skip

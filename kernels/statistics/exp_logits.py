@@ -12,6 +12,9 @@ things:
   Every statistic and every gradient can be made from them.
 - nothing, where only statistics are wanted.
 
+Where the vocabulary is summed in blocks (``block_columns``, nothing stored), tiles begin anew with each block's first
+column and the last of a block leaves out the next one's: a block's strips are the same wherever the block lies.
+
 No logit is ever rounded by its own size. The target's own column is left out of E and of the sums, to be added from its
 exact logit: then loss and gradient see one and the same logit.
 """
@@ -21,7 +24,7 @@ import triton.language as tl
 from ..common.blocks import counted_rows, load_rows, tile_place
 from ..common.kernel import kernel
 from ..common.transform import transform_logits
-from .exp_epilogue import finish_tile
+from .exp_epilogue import finish_tile, first_column
 
 
 @kernel
@@ -55,6 +58,7 @@ def exp_logits_kernel(
     vocab,
     hidden,
     columns2,
+    block_columns,  # of a block, behind which tiles begin anew; None for one block
     # scalars
     logit_scale,  # float or None for 1
     softcap,  # float or None
@@ -76,6 +80,9 @@ def exp_logits_kernel(
     GIVEN: tl.constexpr = row_offset_ptr is not None
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(vocab, BLOCK_N)
+    if block_columns is not None:
+        block_tiles = tl.cdiv(block_columns, BLOCK_N)
+        tiles_n = tl.cdiv(vocab, block_columns) * block_tiles
     out = out_desc, out_ptr, out_stride, rows, vocab
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
@@ -83,10 +90,16 @@ def exp_logits_kernel(
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start = tile_m * BLOCK_M
+        moved, end = None, vocab
+        if block_columns is not None:
+            block = tile_n // block_tiles
+            # from where the tile would begin if all followed each other
+            moved = block * (block_columns - block_tiles * BLOCK_N)
+            end = tl.minimum((block + 1) * block_columns, vocab)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, hidden, BLOCK_K):
             h = load_rows(h_matrix, row_start, k, BLOCK_M, BLOCK_K, EVEN_HIDDEN)
-            w = load_rows(w_matrix, tile_n * BLOCK_N, k, BLOCK_N, BLOCK_K, EVEN_HIDDEN)
+            w = load_rows(w_matrix, first_column(tile_n, moved, BLOCK_N), k, BLOCK_N, BLOCK_K, EVEN_HIDDEN)
             if UPCAST:
                 h, w = h.to(tl.float32), w.to(tl.float32)
             acc = tl.dot(h, w.T, acc)
@@ -95,7 +108,7 @@ def exp_logits_kernel(
         in_rows = offs_row < rows
         x = acc
         if bias_ptr is not None:
-            offs_col = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            offs_col = first_column(tile_n, moved, BLOCK_N) + tl.arange(0, BLOCK_N)
             x += tl.load(bias_ptr + offs_col, mask=offs_col < vocab, other=0.0).to(tl.float32)[None, :]
         row_scale = None
         if row_scale_ptr is not None:
@@ -107,23 +120,30 @@ def exp_logits_kernel(
             row_offset = tl.load(row_offset_ptr + offs_row, mask=in_rows, other=0.0)
         if TARGETS:
             target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32)
-            special = tl.max((target // BLOCK_N == tile_n).to(tl.int32), 0) > 0
+            if block_columns is None:
+                special = tl.max((target // BLOCK_N == tile_n).to(tl.int32), 0) > 0
+            else:
+                column = target - first_column(tile_n, moved, BLOCK_N)
+                special = tl.max(((column >= 0) & (column < BLOCK_N)).to(tl.int32), 0) > 0
         if not EVEN_VOCAB:
-            special = special | (tile_n == tiles_n - 1)
+            if block_columns is None:
+                special = special | (tile_n == tiles_n - 1)
+            else:
+                special = special | (first_column(tile_n, moved, BLOCK_N) + BLOCK_N > end)
         # Few tiles hold a target or the vocabulary's end. What these need would cost every element of every tile two
         # operations, 3 to 10 % of the whole; with its own stores in it, the branch stays a branch.
         if special:
             sums = finish_tile(
                 out, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr,
                 strip_top_ptr, strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr,
-                row_offset, target, row_start, tile_n, rows, strip_stride, vocab, columns2, ratio2,
+                row_offset, target, row_start, tile_n, moved, rows, strip_stride, end, columns2, ratio2,
                 BLOCK_M, BLOCK_N, STRIP, REACH, STORED, GIVEN, TARGETS, not EVEN_VOCAB,
             )  # fmt: skip
         else:
             sums = finish_tile(
                 out, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr,
                 strip_top_ptr, strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr,
-                row_offset, target, row_start, tile_n, rows, strip_stride, vocab, columns2, ratio2,
+                row_offset, target, row_start, tile_n, moved, rows, strip_stride, end, columns2, ratio2,
                 BLOCK_M, BLOCK_N, STRIP, REACH, STORED, GIVEN, False, False,
             )  # fmt: skip
         last_strip = (tile_n + 1) * (BLOCK_N // STRIP) - 1

@@ -105,9 +105,13 @@ def exp_logits(
     ratio2: float | None = None,
     columns2: int = 0,
     counted: Counted = ALL_ROWS,
+    block: int | None = None,  # columns of a block; then nothing is stored
 ) -> None:
     rows, vocab = hidden.shape[0], weight.shape[0]
-    programs = programs_of(tile, rows, vocab, hidden.device)
+    assert block is None or out is None
+    tiles = cdiv(vocab, tile.block_n) if block is None else cdiv(vocab, block) * cdiv(block, tile.block_n)
+    programs = programs_of(tile, rows, tiles * tile.block_n, hidden.device)
+    even_vocab = vocab % tile.block_n == 0 and (block is None or block % tile.block_n == vocab % block == 0)
     exp_logits_kernel[(programs,)](
         *matrix(out, tile.block_m, tile.block_n // 2, tile),
         *strips,
@@ -115,11 +119,11 @@ def exp_logits(
         *matrix(weight, tile.block_n, tile.block_k, tile),
         bias, class_weights, row_offset, target, counted.count,
         counted.first_row, rows, strips.offset.stride(0), row_stride(out, tile), vocab, hidden.shape[1],
-        columns2, *transform, ratio2,
+        columns2, block, *transform, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        STRIP=tile.block_n // (strips.offset.shape[0] // cdiv(vocab, tile.block_n)),
+        STRIP=tile.block_n // (strips.offset.shape[0] // tiles),
         GROUP_M=tile.group_m, REACH=REACH,
-        EVEN_VOCAB=vocab % tile.block_n == 0, EVEN_HIDDEN=even(hidden.shape[1], tile),
+        EVEN_VOCAB=even_vocab, EVEN_HIDDEN=even(hidden.shape[1], tile),
         FLATTEN=tile.described, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
 
@@ -140,14 +144,21 @@ def merge_strips(
     columns: int,
     ratio: float | None = None,
     second: bool = False,
+    block: int | None = None,  # columns of a block
+    numbers: int | None = None,  # rows of the outputs from block to block
 ) -> None:
-    """Statistics of the softmax over ``columns``; or of the second, its sums given as ``sum`` and ``shifted_sum``."""
+    """Statistics of the softmax over ``columns``; or of the second, its sums given as ``sum`` and ``shifted_sum``.
+    Of each block where there are blocks: then outputs are [blocks, rows] within [blocks, numbers, rows]."""
     count, rows = strips.offset.shape
-    block_rows, block_strips = 8, 512
-    merge_strips_kernel[(cdiv(rows, block_rows),)](
+    block_rows, block_strips, grid = 8, 512, (cdiv(rows, 8),)
+    if block is not None:
+        blocks = start.shape[0]
+        grid, count = (*grid, blocks), count // blocks
+        block_strips = min(block_strips, max(16, power_of_2(count)))
+    merge_strips_kernel[grid](
         lse, start, rest, logprob, entropy, weighted_sum, top, argmax, level,
         *strips[:6], target_logit, target,
-        rows, strips.offset.stride(0), count, columns, ratio,
+        rows, strips.offset.stride(0), count, columns, block, numbers, ratio,
         SECOND=second, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips, num_warps=8, **FUSED,
     )  # fmt: skip
 

@@ -125,6 +125,9 @@ class TorchSession(AddsDlogits):
     def normalize_teacher(self, y: Tensor, out: RowStats) -> None:
         assert out.teacher_start is not None and out.teacher_rest is not None
         top = y.amax(1)
+        if out.teacher_top is not None and out.teacher_argmax is not None:
+            out.teacher_top.copy_(top)
+            out.teacher_argmax.copy_(y.argmax(1))
         out.teacher_start.copy_(torch.where(top == -torch.inf, 0.0, top))
         total = torch.zeros_like(top)
         for columns in slices(y.shape[1], tiles.TILE_COLUMNS):

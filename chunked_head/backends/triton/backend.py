@@ -138,10 +138,10 @@ def kept_columns(head: Head, rows: KeptRows, demand: Demand) -> KeptColumns:
 def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
     at = dict(zip(gathered.names, itertools.accumulate(widths(out, gathered.names), initial=0), strict=False))
 
-    def places(start: str, rest: str, entropy: str) -> dict[str, int]:
+    def places(start: str, rest: str, entropy: str, of_top: str = "") -> dict[str, int]:
         numbers = {
             "START": start, "REST": rest, "TARGET": "target_logit", "ENTROPY": entropy, "WEIGHTED": "weighted_sum",
-            "TOP": "top", "ARGMAX": "argmax",
+            "TOP": of_top + "top", "ARGMAX": of_top + "argmax",
         }  # fmt: skip
         return {place: at.get(name, -1) for place, name in numbers.items()}
 
@@ -158,8 +158,8 @@ def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
         )  # fmt: skip
     if out.teacher_start is not None and out.teacher_rest is not None:
         statistics.merge_ranks(
-            out.teacher_start, out.teacher_rest, None, None, None, None, None, None, None, *of_all, 1.0,
-            places("teacher_start", "teacher_rest", ""), known_targets,
+            out.teacher_start, out.teacher_rest, None, None, None, None, None, out.teacher_top, out.teacher_argmax,
+            *of_all, 1.0, places("teacher_start", "teacher_rest", "", "teacher_"), known_targets,
         )  # fmt: skip
     if out.column_logits is not None or out.top_k_logits is not None:
         merge_lists(unpack(gathered.message.double(), out, gathered.names), out)

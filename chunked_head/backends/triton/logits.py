@@ -61,9 +61,9 @@ class LogitsSession(KernelSession):
             statistics.pick_columns(out.top_k_logits, self.stored._replace(bias=None), out.top_k_ids)
         self.teacher_stats(rows, out)
 
-    def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
+    def store_teacher(self, rows: Rows, normalize: Normalizer) -> Stored:
         assert self.demand.pairing is not None
-        return self.teacher_logits(rows, slice(0, self.demand.pairing.columns), (start, rest))
+        return self.teacher_logits(rows, slice(0, self.demand.pairing.columns), normalize)
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: Normalizer | None) -> Stored:
         teacher = rows.teacher

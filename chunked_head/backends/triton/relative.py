@@ -3,45 +3,61 @@
 import torch
 from torch import Tensor
 
-from ...core.stats import Coefficients, Head, Rows, RowStats
-from ...kernels.common.operands import ALL_ROWS, Stored, Strips
+from ...core.stats import Coefficients, Head, Rows, RowStats, numbers_sent, sent
+from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Strips, strip_rows
+from ...kernels.common.tiles import cdiv
 from ...kernels.gradients import launch as gradients
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
+from ...parallel.merge import unpack
 from ...program.memory import part_sums
-from ...program.plans import Plan
+from ...program.plans import Plan, slices
 from ...program.sizes import padded_columns
 from ..gradients import Gradients
 from ..matmul import add_dhidden, project
-from .session import OwnProducts, counted_of, normalize_rows, ratio_of, transform
+from .session import NO_PARTS, Normalizer, OwnProducts, Parts, counted_of, normalize_rows, ratio_of, transform
 
 
 class RelativeSession(OwnProducts):
+    parts: Parts = NO_PARTS
+
     def __init__(self, head: Head, plan: Plan):
         super().__init__(head, plan)
         sizes, demand = self.sizes, self.demand
         rows, device = plan.chunk_tokens, head.weight.device
         # a sweep that makes no gradient and is not passed over again keeps nothing
-        keep = plan.schedule == "forward" or not demand.one_sweep
+        keep = plan.schedule == "forward" or sizes.keeps_sweep
+        self.block = plan.vocab_block
         self.buffer = padded(rows, sizes.vocab, device) if keep else None
         if sizes.hidden_grad and plan.schedule == "forward":
             self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
         two = len(demand.views) > 1
         gpu = self.gpu
-        self.tile = gpu.exp_tile_of(rows, sizes.hidden, sizes.vocab)
-        strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative")
+        self.tile = gpu.exp_tile_of(rows, sizes.hidden, self.block or sizes.vocab)
+        strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative", self.block)
         self.strips = Strips.empty(
             rows, strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
             two and demand.entropy[1],
         )  # fmt: skip
         self.has_target_logits = False  # the target's logits of all tokens are there
+        self.teacher_last = plan.teacher_last
+        self.teacher_rows = sizes.teacher_rows(rows) if self.teacher_last else rows
         if sizes.teacher_store == "relative":
-            self.teacher_buffer = padded(rows, sizes.teacher_columns, device)
-            self.teacher_tile = gpu.exp_tile_of(rows, sizes.teacher_width, sizes.teacher_columns)
+            self.teacher_buffer = padded(self.teacher_rows, sizes.teacher_columns, device)
+            self.teacher_tile = gpu.exp_tile_of(self.teacher_rows, sizes.teacher_width, sizes.teacher_columns)
             strip_count = gpu.strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
-            self.teacher_strips = Strips.empty(rows, strip_count, device)
+            # a kernel that reads both takes one distance from strip to strip
+            assert demand.pairing is not None
+            self.teacher_strips = Strips.empty(rows, strip_count, device, top=demand.pairing.top)
         elif sizes.teacher_store == "logits":
-            self.teacher_buffer = torch.empty(rows, sizes.teacher_columns, dtype=torch.float32, device=device)
+            buffer = torch.empty(self.teacher_rows, sizes.teacher_columns, dtype=torch.float32, device=device)
+            self.teacher_buffer = buffer
+        if self.teacher_last:
+            assert demand.pairing is not None
+            wanted = demand.pairing.forward_kl, demand.pairing.entropy
+            programs, stride = gradients.row_programs(sizes.vocab), strip_rows(rows)
+            made = iter(torch.empty(sum(wanted), programs, stride, dtype=torch.float32, device=device).unbind())
+            self.parts = next(made) if wanted[0] else None, next(made) if wanted[1] else None
 
     def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
         if stats is None or self.has_target_logits:
@@ -61,7 +77,8 @@ class RelativeSession(OwnProducts):
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         self.first_stats(rows, out, self.buffer, None, None)
-        self.teacher_stats(rows, out)
+        if not self.teacher_last:
+            self.teacher_stats(rows, out)
 
     def first_stats(
         self, rows: Rows, out: RowStats, buffer: Tensor | None, row_offset: Tensor | None, level: Tensor | None
@@ -79,17 +96,24 @@ class RelativeSession(OwnProducts):
             ratio2, columns2 = ratio_of(view.ratio), view.columns or vocab
         statistics.exp_logits(
             stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target,
-            made, self.tile, ratio2, columns2, counted_of(rows),
+            made, self.tile, ratio2, columns2, counted_of(rows), self.block,
         )  # fmt: skip
+        into, numbers = out.named(), None
+        if self.block is not None:
+            numbers = numbers_sent(self.demand) + 1
+            self.pieces = out.lse.new_zeros(cdiv(vocab, self.block), numbers, count)
+            into = unpack(self.pieces, out, sent(self.demand))
+        one = into.get
         statistics.merge_strips(
-            out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
-            strips, out.target_logit, rows.target, vocab,
+            one("lse"), into["start"], into["rest"], one("logprob"), one("entropy"), one("weighted_sum"),
+            one("top"), one("argmax"), level, strips, out.target_logit, rows.target, vocab,
+            block=self.block, numbers=numbers,
         )  # fmt: skip
-        if out.start2 is not None and out.rest2 is not None:
+        if "start2" in into:
             second = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2, weighted_sum=None)
             statistics.merge_strips(
-                out.lse2, out.start2, out.rest2, out.logprob2, out.entropy2, None, None, None, None,
-                second, out.target_logit, rows.target, columns2, ratio2, second=True,
+                one("lse2"), into["start2"], into["rest2"], one("logprob2"), one("entropy2"), None, None, None,
+                None, second, out.target_logit, rows.target, columns2, ratio2, True, self.block, numbers,
             )  # fmt: skip
         if stored is not None:
             self.stored, self.stored_strips = Stored(stored, strips.offset), strips
@@ -115,32 +139,55 @@ class RelativeSession(OwnProducts):
         add_dhidden(dlogits, self.head.weight, product, first=True)
         products.finish_dhidden(out, product, self.head.weight, factors)
 
-    def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
+    def store_teacher(self, rows: Rows, normalize: Normalizer) -> Stored:
         teacher, count, columns = rows.teacher, rows.target.shape[0], self.sizes.teacher_columns
         assert teacher is not None
         if teacher.logits is not None:
-            return self.given_teacher(rows, slice(columns), (start, rest))
+            return self.given_teacher(rows, slice(columns), normalize)
         assert teacher.hidden is not None and teacher.weight is not None
         buffer = self.teacher_buffer[:count, :columns]
         if self.sizes.teacher_store == "logits":
             project(teacher.hidden, teacher.weight, buffer)
             stored = Stored(buffer, None, teacher.bias, transform(teacher, rows.scale))
-            normalize_rows((start, rest), stored, columns)
+            normalize_rows(normalize, stored, columns)
             return stored
         strips = self.teacher_strips.of_rows(count)
         statistics.exp_logits(
             buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None,
             transform(teacher, rows.scale), self.teacher_tile, counted=counted_of(rows),
         )  # fmt: skip
-        statistics.merge_strips(None, start, rest, None, None, None, None, None, None, strips, None, None, columns)
+        start, rest, top, argmax = normalize
+        statistics.merge_strips(None, start, rest, None, None, None, top, argmax, None, strips, None, None, columns)
         return Stored(buffer, strips.offset)
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
         dlogits = self.stored.logits.view(self.sizes.dtype)
+        if self.teacher_last:
+            return self.grad_beside_(dlogits, rows, stats, coefficients)
         teacher = None if self.demand.pairing is None else self.teacher_stored
-        # a bias's gradient sums over all rows
-        counted = ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
+        counted = self.differentiated(rows)
         return self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher, counted)
+
+    def differentiated(self, rows: Rows) -> Counted:
+        # a bias's gradient sums over all rows
+        return ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
+
+    def grad_beside_(self, dlogits: Tensor, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        """The gradient beside a teacher whose logits are made here, some rows at a time, and its statistics: the pass
+        over both makes the divergence too."""
+        count, offset = len(dlogits), self.stored_strips.offset
+        for at in slices(count, self.teacher_rows):
+            some, out = rows.at(at), stats.at(at)
+            self.teacher_stats(some, out)
+            stored = self.stored._replace(logits=self.stored.logits[at], offset=offset[:, at])
+            forward_kl, entropy = (None if part is None else part[:, at] for part in self.parts)
+            self.differentiate_(
+                dlogits[at], stored, self.head, 0, some, out, coefficients.at(at), self.teacher_stored,
+                self.differentiated(some), (forward_kl, entropy),
+            )  # fmt: skip
+        parts = [None if part is None else part[:, :count] for part in self.parts]
+        gradients.add_parts((stats.forward_kl, stats.teacher_entropy), parts)
+        return dlogits
 
 
 def padded(rows: int, columns: int, device: torch.device) -> Tensor:

@@ -19,13 +19,18 @@ def transform(head: Head | Teacher, scale: Tensor | None) -> Transform:
 
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
-Normalizer = tuple[Tensor, Tensor]  # start and rest: log p = (x - start) + rest
+# start and rest: log p = (x - start) + rest; and where they are wanted, the largest logit and its column
+Normalizer = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 # the target's logit, the two softmaxes, beta and kappa, as the kernels take them
 Terms = tuple[Tensor, Softmax, Softmax, Tensor | None, Tensor | None]
+# of KL(q || p) and of q's entropy, what each program of a gradient's kernel has summed [programs, rows]
+Parts = tuple[Tensor | None, Tensor | None]
+NO_PARTS: Parts = (None, None)
 
 
 def normalize_rows(normalize: Normalizer, stored: Stored, columns: int) -> None:
-    statistics.row_stats(None, *normalize, None, None, None, None, None, None, stored, columns, None, None, None)
+    start, rest, top, argmax = normalize
+    statistics.row_stats(None, start, rest, None, None, None, None, top, argmax, stored, columns, None, None, None)
 
 
 def ratio_of(ratio: float) -> float | None:
@@ -58,7 +63,8 @@ class KernelSession(AddsDlogits):
         """A teacher's own."""
         if self.demand.pairing is not None:
             assert rows.teacher is not None and out.teacher_start is not None and out.teacher_rest is not None
-            self.teacher_stored = self.store_teacher(rows, out.teacher_start, out.teacher_rest)
+            normalize = out.teacher_start, out.teacher_rest, out.teacher_top, out.teacher_argmax
+            self.teacher_stored = self.store_teacher(rows, normalize)
 
     def pair_stats(self, rows: Rows, out: RowStats) -> None:
         demand = self.demand
@@ -74,7 +80,7 @@ class KernelSession(AddsDlogits):
             pairing.columns, pairing.beta, LOG_FLOOR,
         )  # fmt: skip
 
-    def store_teacher(self, rows: Rows, start: Tensor, rest: Tensor) -> Stored:
+    def store_teacher(self, rows: Rows, normalize: Normalizer) -> Stored:
         """The teacher's logits of a chunk, and what makes log-probabilities of them."""
         raise NotImplementedError
 
@@ -106,6 +112,7 @@ class KernelSession(AddsDlogits):
         coefficients: Coefficients,
         teacher: Stored | None,
         counted: Counted = ALL_ROWS,
+        parts: Parts = NO_PARTS,
     ) -> Tensor:
         c, pairing, columns = coefficients, self.demand.pairing, dlogits.shape[1]
         beside = None
@@ -114,7 +121,7 @@ class KernelSession(AddsDlogits):
             beside = Beside(
                 teacher, stats.teacher_start, stats.teacher_rest,
                 min(max(pairing.columns - first, 0), columns), pairing.view == 1,
-                c.gamma, c.rho, c.tau, c.theta, pairing.beta, LOG_FLOOR,
+                c.gamma, c.rho, c.tau, c.theta, pairing.beta, LOG_FLOOR, *parts,
             )  # fmt: skip
         common = self.terms(stats, c, first, columns)
         gradients.row_grad(

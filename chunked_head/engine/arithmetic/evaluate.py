@@ -74,6 +74,8 @@ def stats_at(structure: Structure, view: int, leaves: Mapping[str, Tensor]) -> S
         ).t()  # the value without the rounding of lse, its gradient
     if structure.pairing is not None and structure.pairing.view == view:
         values.update({name: leaves[name] for name in DENSE if name in leaves})
+        if "teacher_argmax" in leaves:
+            values["teacher_argmax"] = leaves["teacher_argmax"].to(torch.int64)
     return Stats(values)
 
 

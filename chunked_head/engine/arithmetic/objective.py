@@ -82,9 +82,12 @@ class Objective:
     def teacher_tensors(self) -> list[Tensor]:
         return [] if self.teacher is None else self.teacher.tensors
 
-    def visit(self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False) -> Coefficients | None:
+    def visit(
+        self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
+    ) -> Coefficients | None:
         """Statistics of the tokens ``rows`` of all have been made; their coefficients, where gradients are made along
-        with them. ``closed``: no other tokens belong to their segments."""
+        with them. ``closed``: no other tokens belong to their segments. ``values``: what values depend on has been made
+        too; else it comes with the gradients, and ``outputs`` makes all values at once."""
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         """What the call returns, once all chunks have been visited."""
@@ -148,7 +151,11 @@ class ScalarObjective(Objective):
     def how(self) -> Mapping[str, str]:
         return self.reduced
 
-    def visit(self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False) -> Coefficients | None:
+    def visit(
+        self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
+    ) -> Coefficients | None:
+        if not values:
+            return as_coefficients(self.evaluate(stats, rows, self.inputs.factors, gradient).coefficients)
         if self.coupled and not closed and not (rows.start == 0 and rows.stop == self.target.shape[0]):
             return None
         if self.together:

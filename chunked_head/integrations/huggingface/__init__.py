@@ -1,6 +1,7 @@
 """HuggingFace models and trainers on this library's head."""
 
+from .explain import Explanation, explain_model
 from .patch import patch_model, unpatch_model
 from .trainer import log_metrics
 
-__all__ = ["log_metrics", "patch_model", "unpatch_model"]
+__all__ = ["Explanation", "explain_model", "log_metrics", "patch_model", "unpatch_model"]

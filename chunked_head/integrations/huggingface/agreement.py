@@ -24,7 +24,7 @@ from .first_backward import await_backward
 from .given import check_choices, check_loss, check_options
 from .hung_forward import hung_by
 from .lazy.lazy_head import FSDP1, sizes_of
-from .lazy.tail import Tail, in_words
+from .lazy.tail import Rehearsed, Tail, in_words
 from .running import FORWARDS, OWN, PATCH, exporting, running
 
 OWN_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
@@ -80,6 +80,8 @@ class Agreement:
         self.training = True  # whether the model is, in the forward that runs
         self.metrics: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # of training, and else
         self.warned: set[str] = set()
+        # losses of a model without numbers (explain.py), noted instead of made; None: they are made
+        self.rehearsed: list[Rehearsed] | None = None
 
     @property
     def head(self) -> Any:
@@ -301,6 +303,11 @@ class Agreement:
         if (once or message) not in self.warned:
             self.warned.add(once or message)
             warnings.warn(message, stacklevel=2)
+
+    def rehearses(self, call: Rehearsed) -> None:
+        """Notes a loss, and where it is made."""
+        assert self.rehearsed is not None
+        self.rehearsed.append(call._replace(made_at=place()))
 
     def loss_of(self, class_weights: Tensor | None, label_smoothing: float, reduction: str) -> Losses:
         """The sum to compute, for what the model asks of its cross-entropy."""

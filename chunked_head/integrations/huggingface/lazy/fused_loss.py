@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .... import losses
 from ....api.cross_entropy import linear_cross_entropy
 from ....api.logits_loss import logits_loss
 from ....api.loss import linear_loss
 from ..running import running
 from .by_chunks import in_chunks, rows_at_once
 from .source import Source, is_shard
-from .tail import Tail, tail_of
+from .tail import Rehearsed, Tail, tail_of
 from .virtual import Virtual, replay
 
 
@@ -48,6 +49,8 @@ class Asked:
     def run(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         patch = self.source.patch
         head = head_of(self.source, self.tail, weight, bias)
+        if patch.rehearsed is not None:
+            return self.rehearse(hidden, head["weight"], head["bias"])
         head |= {"ignore_index": self.ignore_index, "reduction": self.reduction}
         if self.plain:
             return linear_cross_entropy(
@@ -59,10 +62,26 @@ class Asked:
         patch.takes(found)
         return found.loss
 
+    def rehearse(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """A loss without a number, of hidden states without numbers."""
+        source, smoothing, weights = self.source, self.label_smoothing, self.class_weights
+        if self.plain:
+            loss = losses.cross_entropy(smoothing, weights)
+        else:
+            loss = source.patch.loss_of(weights, smoothing, self.reduction)
+        casts = [argument for name, argument in self.steps if name == "cast"]
+        read = torch.float32 if source.autocast is not None else (hidden.dtype, *casts)[-1]
+        call = Rehearsed(self.tail, hidden, weight, bias, source.autocast, read, loss, self.reduction)
+        source.patch.rehearses(call)
+        shape = self.target.shape if self.reduction == "none" else ()
+        return hidden.new_empty(shape, dtype=wide(hidden.dtype), requires_grad=True)
+
     def by_chunks(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss through the head's own forward, some rows at a time, computed again in backward: for heads that
         are more than a matrix (adapters, quantised weights, shards)."""
         self.source.patch.check_by_chunks()
+        if self.source.patch.rehearsed is not None:
+            return self.rehearse(hidden, None, None)
         rows, target = hidden.reshape(-1, hidden.shape[-1]), self.target.reshape(-1)
         chunk = rows_at_once(self.source.head.columns)
         pieces = in_chunks(functools.partial(self.part, head), chunk, rows, target)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ....api.logprobs import linear_logprobs
 from .fused_loss import cross_entropy, head_of
 from .source import is_shard
-from .tail import Tail, tail_of
+from .tail import Rehearsed, Tail, tail_of
 from .virtual import Virtual
 
 LOG_SOFTMAX = "log_softmax"
@@ -83,6 +83,10 @@ def statistics(read: Read, ids: Tensor) -> Rows:
         if is_shard(weight):
             raise RuntimeError("log-probabilities of a sharded head's lazy logits; use logits.materialise()")
         options = head_of(source, read.tail, weight, head.bias)
+        if source.patch.rehearsed is not None:
+            call = Rehearsed(read.tail, hidden, options["weight"], options["bias"], source.autocast, read.logits.dtype)
+            source.patch.rehearses(call)
+            return tuple(hidden.new_empty(ids.shape, dtype=torch.float32, requires_grad=True) for _ in Rows._fields)
         return tuple(
             linear_logprobs(
                 hidden, target=ids.to(hidden.device), lse=True, mean_logit=True, ignore_index=NONE, **options

@@ -62,7 +62,7 @@ class LazyHead:
         if patch is None or len(args) != 1 or kwargs:
             return self.real(*args, **kwargs)
         hidden = args[0]
-        reason = HOLLOW if is_hollow(hidden) else watcher(self)
+        reason = HOLLOW if patch.rehearsed is None and is_hollow(hidden) else watcher(self)
         if reason is not None:
             patch.materialises(reason)
             return self.real(hidden)

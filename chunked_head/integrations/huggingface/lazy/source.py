@@ -32,7 +32,7 @@ class Source:
 
     @classmethod
     def here(cls, head: Any, patch: Any, hidden: Tensor) -> "Source":
-        kind = hidden.device.type
+        kind = "cpu" if hidden.is_meta else hidden.device.type  # autocast knows no device without numbers
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         parameters = () if torch.compiler.is_compiling() else remembered(head)
         return cls(head, patch, torch.is_grad_enabled(), autocast, kind, parameters)

@@ -1,9 +1,12 @@
 """What a model does between its head and its loss, in the terms of this library."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from ....losses.base import Losses
 from .virtual import Virtual
 
 
@@ -37,6 +40,22 @@ class Tail:
 
     def __str__(self) -> str:
         return in_words(*self.numbers)
+
+
+class Rehearsed(NamedTuple):
+    """A loss of hidden states without numbers, noted instead of made. ``weight``: None where the head's own forward
+    would run, some rows at a time. ``loss``: None where it is made of log-probabilities. ``logits``: their dtype where
+    the loss takes them. ``made_at``: where the model calls it."""
+
+    tail: Tail
+    hidden: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    autocast: torch.dtype | None
+    logits: torch.dtype
+    loss: Losses | None = None
+    reduction: str = "none"
+    made_at: str = ""
 
 
 def in_words(logit_scale: float, softcap: float | None, vocab: int | None, biases: int, filled: bool) -> str:

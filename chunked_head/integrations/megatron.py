@@ -1,0 +1,228 @@
+"""Megatron's GPTModel on this library's head, by the model's own hook behind the decoder (megatron-core from 0.18 on).
+
+    from chunked_head.integrations.megatron import OutputProcessor
+    processor = OutputProcessor(memory_budget="1GiB")
+    losses = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, output_processor=processor)
+
+or ``attach_head(model)`` once, after which every forward with labels has it. Vocabulary- and sequence-parallel as the
+model's output layer is. Values are Megatron's, but for logits that ours does not round to 16 bits.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from ..api.cross_entropy import linear_cross_entropy
+from ..api.logprobs import linear_logprobs
+from ..core.collectives import all_gather
+from ..core.groups import VocabParallel
+from ..core.options import flag
+from ..engine.execution import CHECKS, Head
+from .frameworks import call_through, check_named, check_version
+
+TESTED = ("0.18", "0.19")
+# output layers whose logits are the product with their weight and nothing else
+PLAIN = ("megatron.core.tensor_parallel.layers",)
+REFUSED = ("parallel", "bias", "shift", "ignore_index", "logit_scale")  # the model says what they are
+
+
+class OutputProcessor:
+    """What ``GPTModel.forward(output_processor=)`` calls with the decoder's hidden states.
+
+    Args:
+        logprobs: False returns losses per token [batch, sequence], fp32, as the model does where it has labels; True
+            log-probabilities of the labels.
+        entropy: with ``logprobs``, returns ``(logprobs, entropy)``.
+        temperature: of the log-probabilities; a number, or [batch, sequence].
+        reduction: ``"none"``, or ``"sum"``: one number, the losses' sum weighted by ``loss_mask``, for a loss function
+            of one's own. Gradients are then made in the forward pass: three matmuls rather than four.
+        options: as in ``chunked_head.Execution``, and ``softcap``. ``accumulate_into="main_grad"`` adds the weight's
+            gradient where Megatron's own layer does; with ``reduction="sum"`` it promises an upstream gradient of 1.
+
+    ``output_processor_context`` is None or a dict of ``temperature``, ``logprobs``, ``entropy`` for one call. Where
+    ``loss_mask`` is 0, values and gradients are 0. Of a model with MTP this is the main loss: Megatron computes those
+    of the further tokens before the hook, from logits.
+
+    Raises:
+        TypeError, ValueError: for an option, or a call, that is wrong. RuntimeError: a version that was not tested.
+    """
+
+    def __init__(
+        self,
+        *,
+        logprobs: bool = False,
+        entropy: bool = False,
+        temperature: float | Tensor = 1.0,
+        reduction: str = "none",
+        **options: Unpack[Head],
+    ):
+        check_named(options, Head.__annotations__.keys() - set(REFUSED))
+        if reduction not in ("none", "sum"):
+            raise ValueError(f'reduction must be "none" or "sum", got {reduction!r}')
+        self.reduction, self.options = reduction, dict(options)
+        self.returned = self.checked({"logprobs": logprobs, "entropy": entropy, "temperature": temperature})
+
+    def checked(self, returned: Mapping[str, Any]) -> dict[str, Any]:
+        """What is returned, after a look whether it makes sense."""
+        flag("logprobs", returned["logprobs"])
+        flag("entropy", returned["entropy"])
+        CHECKS["temperature"](returned["temperature"])
+        temperature = returned["temperature"]
+        if not returned["logprobs"] and (returned["entropy"] or isinstance(temperature, Tensor) or temperature != 1.0):
+            raise ValueError("entropy and temperature go with logprobs=True; Megatron's loss has neither")
+        if returned["logprobs"] and self.reduction != "none":
+            raise ValueError('logprobs=True are per token; leave reduction="none"')
+        return dict(returned)
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,  # [sequence, batch, hidden], of this rank's part of the sequence where that is sharded
+        output_layer: nn.Module,
+        output_weight: Tensor | None,  # [vocab / ranks, hidden]
+        labels: Tensor | None,  # [batch, sequence]
+        loss_mask: Tensor | None = None,  # [batch, sequence]
+        context: Mapping[str, Any] | None = None,
+        config: Any = None,
+        inference_context: Any = None,
+        **_: Any,
+    ) -> Any:
+        check_version("megatron.core", "megatron-core", *TESTED)
+        returned = self.returned
+        if context is not None:
+            if not isinstance(context, Mapping) or set(context) - set(returned):
+                names = ", ".join(sorted(returned))
+                raise TypeError(f"output_processor_context must be None or a dict of {names}, got {context!r}")
+            returned = self.checked({**returned, **context})
+        if labels is None or inference_context is not None:
+            raise ValueError(
+                "output_processor needs labels, and no inference_context; leave it out where logits are wanted"
+            )
+        check_layer(output_layer, config, "softcap" in self.options)
+        scale = float(config.mup_output_mult) if getattr(config, "use_mup", False) else 1.0
+        layout = Layout(output_layer)
+
+        def compute(hidden: Tensor, weight: Tensor | None) -> Any:
+            return self.values(hidden, output_layer, weight, labels, loss_mask, returned, scale, layout)
+
+        return call_through(output_layer, compute, hidden_states, output_weight)
+
+    def values(
+        self, hidden: Tensor, layer: Any, weight: Tensor | None, labels: Tensor, loss_mask: Tensor | None,
+        returned: dict[str, Any], scale: float, layout: "Layout",
+    ) -> Any:  # fmt: skip
+        """What the hook returns, of operands that the layer's hooks have made ready."""
+        weight = layer.weight if weight is None else weight
+        bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
+        target = layout.own(labels.t())
+        head: dict[str, Any] = {**self.options, "bias": bias, "logit_scale": scale, "parallel": layout.parallel}
+        weights = None if loss_mask is None else layout.own(loss_mask.t())
+        if returned["logprobs"]:
+            temperature = returned["temperature"]
+            if isinstance(temperature, Tensor):
+                temperature = layout.own(temperature.t())
+            mask = None if weights is None else weights != 0
+            found = linear_logprobs(
+                hidden, weight, target, entropy=returned["entropy"], temperature=temperature, mask=mask, **head
+            )
+            values = (found,) if isinstance(found, Tensor) else tuple(found)
+            gathered = tuple(layout.whole(value) for value in values)
+            return gathered if returned["entropy"] else gathered[0]
+        if weights is not None:
+            target = target.masked_fill(weights == 0, -100)
+        if self.reduction == "none":
+            return layout.whole(linear_cross_entropy(hidden, weight, target, reduction="none", **head))
+        factors = None if weights is None else weights.float()
+        return linear_cross_entropy(hidden, weight, target, reduction="sum", token_weights=factors, **head)
+
+
+class Layout:
+    """How an output layer's operands lie over the ranks of its tensor-parallel group."""
+
+    def __init__(self, layer: Any):
+        self.group = getattr(layer, "tp_group", None)
+        self.ranks = 1 if self.group is None else torch.distributed.get_world_size(self.group)
+        self.sharded = self.ranks > 1 and bool(layer.sequence_parallel)
+        self.parallel = None
+        if self.ranks > 1:
+            # a layer that leaves its input's gradient alone has it summed by what made the input
+            sums = self.sharded or not layer.disable_grad_reduce
+            self.parallel = VocabParallel(self.group, sequence_sharded=self.sharded, reduce_dhidden=sums)
+
+    def own(self, values: Tensor) -> Tensor:
+        """This rank's part of values of all tokens [sequence, ...]."""
+        return values.chunk(self.ranks)[torch.distributed.get_rank(self.group)] if self.sharded else values
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Values of all tokens [batch, sequence], of this rank's part of them [sequence, batch]."""
+        values = Gathered.apply(values, self.group) if self.sharded else values
+        return values.t().contiguous()
+
+
+class Gathered(torch.autograd.Function):
+    """Every rank's values along the first dimension. Ranks go on alike, so that each has the gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group, ranks = group, torch.distributed.get_world_size(group)
+        whole = values.new_empty(ranks * values.shape[0], *values.shape[1:])
+        all_gather(whole, values.contiguous(), group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ranks = torch.distributed.get_world_size(ctx.group)
+        return gradient.chunk(ranks)[torch.distributed.get_rank(ctx.group)].contiguous(), None
+
+
+def check_layer(layer: Any, config: Any, capped: bool) -> None:
+    """Raises where an output layer does more than a product, or stores what its own backward needs."""
+    place = inspect.getmodule(type(layer).forward)
+    if not capped and ("forward" in vars(layer) or place is None or place.__name__ not in PLAIN):
+        raise ValueError(
+            f"the output layer is a {type(layer).__name__} with a forward of its own, which may do more than multiply "
+            "by its weight. Pass softcap= to OutputProcessor: the cap that it puts on logits, or None for none"
+        )
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        raise ValueError("the output layer's weight is sharded over a GTP group, which this head does not gather")
+    if getattr(config, "defer_embedding_wgrad_compute", False):
+        raise ValueError("defer_embedding_wgrad_compute makes the weight's gradient from what the output layer stores; "
+                         "switch it off")  # fmt: skip
+
+
+def attach_head(model: Any, **options: Any) -> Any:
+    """Has every forward of a model with labels use ``OutputProcessor(**options)``, by a forward pre-hook.
+
+    Args:
+        model: a GPTModel, or a wrapper (DDP, Float16Module) or list of them. Models without an output layer, those of
+            other pipeline stages, are left alone.
+
+    Returns:
+        ``model``, so that it can be a pre-wrap hook of Megatron-Bridge's model provider.
+
+    Raises:
+        ValueError: a model is none that takes an output_processor. TypeError, ValueError: as ``OutputProcessor``.
+    """
+    processor = OutputProcessor(**options)
+
+    def add(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        # labels are the fifth positional argument
+        given = kwargs.get("labels", args[4] if len(args) > 4 else None)
+        if given is not None and kwargs.get("output_processor") is None and kwargs.get("inference_context") is None:
+            kwargs = {**kwargs, "output_processor": processor}
+        return args, kwargs
+
+    for each in model if isinstance(model, list) else [model]:
+        while hasattr(each, "module"):
+            each = each.module
+        if "output_processor" not in inspect.signature(each.forward).parameters:
+            raise ValueError(
+                f"{type(each).__name__}.forward takes no output_processor: megatron-core before 0.18, or a model that "
+                "is no GPTModel; of a multimodal one pass its language_model"
+            )
+        if getattr(each, "post_process", True):
+            each.register_forward_pre_hook(add, with_kwargs=True)
+    return model

@@ -1,0 +1,96 @@
+"""torchtitan's loss on this library's head, in the place of its own chunked one.
+
+    from chunked_head.integrations.torchtitan import ChunkedHeadLoss
+    config = llama3_8b()  # a config function of torchtitan's registry, or one's own
+    config.loss = ChunkedHeadLoss.Config()
+
+The trainer hands it the output layer and has the model stop before it, as it does for ``ChunkedLossWrapper``.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..api.cross_entropy import linear_cross_entropy
+from ..core.groups import VocabParallel
+from ..engine.execution import check_options
+from .frameworks import call_through, check_version
+
+TESTED = ("0.3", "0.3")
+check_version("torchtitan", "torchtitan", *TESTED)  # before names are imported that another version may not have
+
+import spmd_types as spmd
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.config import CompileConfig
+from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
+from torchtitan.distributed.utils import get_spmd_backend
+
+
+class ChunkedHeadLoss(ChunkedLossWrapper):
+    """Cross-entropy of the model's hidden states and its output layer, summed over tokens and divided by
+    ``global_valid_tokens``.
+
+    FSDP gathers the output layer's weight once, and reduces its gradient once. The ``spmd_types`` and
+    ``partial_dtensor`` backends are served, tensor- and context-parallel ones too. There is nothing here for
+    ``compile.components = ["loss"]`` to compile.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseLoss.Config):
+        global_vocab_size: int | None = None
+        """Ids of the vocabulary, where a tensor-parallel ``spmd_types`` layer does not hold as many on each rank, or
+        the last rows of the layer are padding. The config functions of torchtitan know it."""
+        label_smoothing: float = 0.0
+        z_loss: float = 0.0
+        """Coefficient of the squared log-sum-exp."""
+        softcap: float | None = None
+        memory_budget: int | str | None = None
+        """Beside the gradients, as in ``chunked_head.Execution``; so are the following."""
+        chunk_tokens: int | None = None
+        accumulate_dtype: torch.dtype | None = None
+        skip_ignored: bool | str = False
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
+        self.options = {f.name: getattr(config, f.name) for f in fields(config) if not f.name.startswith("_")}
+        self.options["vocab_size"] = self.options.pop("global_vocab_size")
+        check_options(self.options)
+        self.lm_head: nn.Module | None = None
+
+    def __call__(
+        self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of hidden states ``pred`` [batch, sequence, hidden] against ``labels`` [batch, sequence].
+
+        Raises:
+            TypeError: for ``loss_inputs`` that belong to other losses. ValueError: ``set_lm_head`` was not called, or
+            the backend is ``full_dtensor``.
+        """
+        unknown = loss_inputs.keys() - {"positions"}  # those the trainer gives every loss
+        if unknown:
+            raise TypeError(f"ChunkedHeadLoss takes no {', '.join(sorted(unknown))}: it is a cross-entropy of tokens")
+        if self.lm_head is None:
+            raise ValueError("ChunkedHeadLoss needs the output layer: call set_lm_head(model.lm_head) first")
+        if get_spmd_backend() == "full_dtensor":
+            raise ValueError('ChunkedHeadLoss does not know spmd_backend="full_dtensor"; use "spmd_types"')
+        lm_head: Any = self.lm_head
+        options: dict[str, Any] = dict(self.options)
+        if get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1:
+            # here hidden states are what each rank differentiates its own share of: the graph before sums the shares
+            options["parallel"] = VocabParallel(current_spmd_mesh().get_group("tp"), reduce_dhidden=False)
+        if global_valid_tokens is None:
+            options["reduction"] = "sum"
+        else:
+            options["normalizer"] = global_valid_tokens
+
+        def compute(hidden: Tensor) -> Tensor:
+            bias = getattr(lm_head, "bias", None)
+            return linear_cross_entropy(hidden, lm_head.weight, labels, bias=bias, **options)
+
+        checked = spmd.is_type_checking()
+        with spmd.no_typecheck():
+            loss = call_through(lm_head, compute, pred)
+            if checked:
+                spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
+        return loss, {}

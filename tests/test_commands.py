@@ -1,0 +1,143 @@
+"""``python -m chunked_head``: its numbers are the library's own, its errors a line, its exit codes what they say."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chunked_head import explain_model, losses, plan
+from chunked_head.backends.torch.session import TorchSession
+from chunked_head.commands import doctor
+from chunked_head.commands.main import main
+
+ROOT = Path(__file__).parents[1]
+SIZES = ["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "128256"]
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": 32,
+         "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize("words, options", [
+    ([], {}),
+    (["--device", "sm_90", "--memory-budget", "1GiB"], {"device": "sm_90", "memory_budget": "1GiB"}),
+    (["--loss", "grpo", "entropy", "--device", "sm_90", "--ranks", "4"],
+     {"loss": losses.grpo() + losses.entropy(), "device": "sm_90", "ranks": 4}),
+    (["--loss", "topk_kl", "--teacher-k", "8", "--softcap", "30", "--chunk-tokens", "512"],
+     {"loss": losses.topk_kl(), "teacher_k": 8, "softcap": 30.0, "chunk_tokens": 512}),
+], ids=str)  # fmt: skip
+def test_plan(words: list[str], options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    true = plan(8192, 4096, 128256, torch.bfloat16, **options)
+    assert main([*SIZES, *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for key in ("peak_bytes", "extra_bytes", "gradient_bytes", "chunks", "chunk_tokens", "schedule", "weight_error"):
+        assert found[key] == getattr(true, key)
+    assert (found["budget_bytes"], found["store"]) == (true.budget, true.sizes.store)
+    assert sum(term["finish"] for term in found["terms"] if term["kind"] == "gradient") == true.gradient_bytes
+    assert main([*SIZES, *words]) == 0
+    out = capsys.readouterr().out
+    assert f"{true.peak_bytes / 2**20:,.1f} MiB" in out and true.schedule in out
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_explain(tmp_path: Path, as_file: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    where = str(path if as_file else tmp_path)
+    words = ["explain", where, "--tokens", "640", "--dtype", "bf16", "--device", "sm_90"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).to(torch.bfloat16)
+    true = explain_model(model, 640, device="sm_90")
+    assert true.plan is not None and found["plan"]["extra_bytes"] == true.plan.extra_bytes == found["extra_bytes"]
+    for key in ("model", "patched", "head", "vocab", "hidden", "tied", "tail", "full_bytes", "saved_bytes", "tokens"):
+        assert found[key] == getattr(true, key)
+    assert found["losses"] == list(true.losses) and found["full_logits"] == dict(true.full_logits)
+    assert main(words) == 0
+    assert true.tail in capsys.readouterr().out
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SECONDS", 0.0)
+    monkeypatch.setattr(doctor, "TIMED", {"cpu": (32, 32, 64), "cuda": (256, 256, 1024)})
+
+
+def test_doctor(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    test = found["self_test"]
+    assert found["passed"] and found["versions"]["torch"] == torch.__version__ and not found["failure"]
+    assert 0 < test["hidden_error"] <= test["gradient_bound"] and 0 < test["weight_error"] <= test["gradient_bound"]
+    assert test["call_ms"] > 0 and test["matmuls_ms"] > 0
+    assert any("TRITON_INTERPRET" in one for one in found["odd"]) != torch.cuda.is_available()
+    assert found["call"]["backend"].startswith("triton" if torch.cuda.is_available() else "torch")
+
+
+def test_doctor_of_a_broken_kernel(
+    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gradient a thousandth too large, one of nan, a call that raises."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the kernel is the CPU's
+    right = TorchSession.grad_
+    for factor in (1.001, float("nan")):
+        monkeypatch.setattr(TorchSession, "grad_", lambda *args, by=factor: right(*args).mul_(by))
+        assert main(["doctor", "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert not found["passed"] and not found["self_test"]["weight_error"] <= found["self_test"]["gradient_bound"]
+    monkeypatch.setattr(doctor, "linear_cross_entropy", lambda *args, **kwargs: 1 / 0)
+    assert main(["doctor"]) == 1
+    assert "FAIL, ZeroDivisionError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words, says", [
+    ([], "COMMAND"),
+    (["plam"], "plam"),
+    (["plan"], "--tokens"),
+    ([*SIZES, "--tokens", "many"], "many"),
+    ([*SIZES, "--tokens", "-1"], "tokens must be at least 0"),
+    ([*SIZES, "--loss", "l2"], "l2"),
+    ([*SIZES, "--memory-budget", "1KiB"], "memory_budget of 1024 bytes is too small"),
+    ([*SIZES, "--device", "sm_1"], "sm_1"),
+    (["explain", "/nowhere/at/all"], "no path"),
+    (["explain", str(ROOT / "docs")], "without config.json"),
+    (["explain", str(ROOT / "README.md")], "no model's configuration"),
+], ids=str)  # fmt: skip
+def test_bad_input_is_a_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if words[:1] == ["explain"]:
+        pytest.importorskip("transformers")
+    try:
+        code = main(words)
+    except SystemExit as left:  # argparse's
+        code = int(left.code or 0)
+    out, err = capsys.readouterr()
+    assert code == 2 and not out and says in err and err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["explain", "x"]) == 2
+    assert "pip install transformers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_on_a_terminal(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(SIZES) == 0
+    out = capsys.readouterr().out
+    assert "peak over the inputs" in out and ("─" in out or "━" in out) == rich
+
+
+def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["chunked_head", "plan", "--help"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("chunked_head", run_name="__main__")
+    out = capsys.readouterr().out
+    assert not left.value.code and "python -m chunked_head plan" in out and "--memory-budget" in out
