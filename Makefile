@@ -1,5 +1,4 @@
-# `make demo` trains with both heads and compares them, `make test` runs the linters and the tests, `make smoke` tests
-# what `pip install .` makes, `make floor` does so with the oldest versions; each makes its environment first.
+# `make help` lists what there is; each command makes its environment first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,23 +13,27 @@ PIP := -m pip install --quiet --no-compile --disable-pip-version-check --constra
 INSTALL := $(BIN)/python $(PIP)
 SMOKE := $(VENV)-smoke
 
-.PHONY: demo test lint environment smoke floor
+.PHONY: help demo test lint environment smoke floor report docs docs-serve
+.DEFAULT_GOAL := help
 
-demo: $(READY)
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## train a small model with both heads and compare loss, memory and time (two minutes)
 	$(BIN)/python -m benchmarks.demo
 
-test: $(READY) lint
+test: $(READY) lint  ## linters, type checks and all tests that need no GPU
 	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --ignore tests/test_smoke.py
 
-lint: $(READY)
+lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-environment: $(READY)
+environment: $(READY)  ## only make .venv
 
 # from a copy, since setuptools leaves a build folder beside its sources; pytest by its own name does not see the checkout
-smoke:
+smoke:  ## test what `pip install .` makes, in an environment of its own
 	$(PYTHON) -m venv $(SYSTEM) $(SMOKE)
 	$(if $(TORCH),$(SMOKE)/bin/python $(PIP) $(TORCH))
 	rm -rf $(SMOKE)/source && mkdir $(SMOKE)/source
@@ -39,8 +42,21 @@ smoke:
 	cd $(SMOKE) && bin/python -VV && bin/python -c "import chunked_head as c; print(c.__version__, c.__file__)"
 	$(SMOKE)/bin/pytest -q -o pythonpath=tests -p no:cacheprovider tests/test_smoke.py
 
-floor:
+floor:  ## the same with the oldest versions
 	$(MAKE) smoke TORCH=torch==2.9.0 CONSTRAINTS=.ci/floor.txt VENV=$(VENV)-floor
+
+report: $(READY)  ## make tables and plots of README and docs/ from benchmarks/results
+	$(BIN)/python -m benchmarks report
+
+docs: $(VENV)/.docs  ## build the documentation into site/, strictly
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/.docs  ## serve the documentation at http://127.0.0.1:8000 and rebuild it as you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+$(VENV)/.docs: $(READY)
+	$(INSTALL) --editable '.[docs]'
+	touch $@
 
 # torch first and by itself, so that nothing else decides which build of it comes
 $(READY): pyproject.toml .ci/constraints.txt

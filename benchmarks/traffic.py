@@ -70,7 +70,7 @@ def count(step: Callable[[], Any]) -> list[Message]:
 class Machine(NamedTuple):
     """What the model takes for granted; bytes are per second and GPU, in one direction."""
 
-    flops: float = 690e12  # three bare products, bf16, one H200: 37.5 ms at 8192 x 4096 x 128256 (NOTES.md)
+    flops: float = 690e12  # three bare products, bf16, one H200: 37.5 ms at 8192 x 4096 x 128256
     host: int = 8  # GPUs in a host
     nvlink: float = 360e9  # of 450: 80 %
     network: float = 45e9  # of 50: one port of 400 Gb/s for each GPU

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The kernels' folder lies beside this package in a checkout and inside it in a wheel. It must have no __init__.py: at
 # the top of a checkout it would pass for the package `kernels`, which transformers looks for and would then execute.

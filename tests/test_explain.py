@@ -71,7 +71,7 @@ def test_why_a_model_stays_as_it_is() -> None:
 @pytest.mark.parametrize("options", [
     {"loss": losses.grpo()}, {"loss": losses.z_loss(), "metrics": [metrics.clip_fraction()]}, {"wehn": "labels"},
     {"memory_budget": "much"}, {"logits": "none"},
-], ids=str)  # fmt: skip
+], ids=lambda options: " ".join(options))  # fmt: skip
 def test_what_patch_model_raises_is_text(options: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError)) as raised:
         patch_model(llama(), **options)

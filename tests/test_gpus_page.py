@@ -21,7 +21,7 @@ def read(name: str) -> dict[str, Any]:
 
 def how(gpu: Gpu) -> str:
     operands = "tensor copies" if gpu.wide.described else "pointers"
-    return f"{operands}, {gpu.wide.block_m} x {gpu.wide.block_n}; dhidden {'ours' if gpu.own_dhidden else 'BLAS'}"
+    return f"{operands}, {gpu.wide.block_m} x {gpu.wide.block_n}; {'our own' if gpu.own_dhidden else 'BLAS'}"
 
 
 def page() -> str:
@@ -32,15 +32,17 @@ def page() -> str:
     lines = [
         "# GPUs",
         "",
-        "GPUs of this list keep two bytes a logit, with statistics and gradients from fp32 sums",
-        "([paths.md](paths.md)). **Only Hopper's row was measured on such a GPU.** The others' matmuls were compiled",
-        "for their architecture, where shared memory, spilled registers and instructions are checked (at each change,",
-        "but once for sm_103 and gfx950). Both ways of reading and multiplying run in Triton's interpreter against the",
-        "oracle, in small tiles, and on an H200 as sm_80's. NVIDIA GPUs that are not listed take the newest older row",
-        "of their generation; those before sm_80 and of other generations keep fp32 logits. Other AMD GPUs take the",
-        "torch backend.",
+        "The GPUs of this list have kernels of our own: a call keeps two bytes a logit, with statistics and",
+        "gradients from float32 sums ([paths](paths.md)). **Only Hopper's kernels were measured on the GPU that",
+        "they are for.** The matrix products for the others were compiled for their architecture, and shared",
+        "memory, spilled registers and instructions were checked. That check runs with every change, for sm_103",
+        "and gfx950 it ran once. All of them run in Triton's interpreter against full logits, in small tiles, and",
+        "sm_80's run on an H200.",
         "",
-        "| architecture | for example | logits' matmul, tile; whose dhidden | shared memory | measured |",
+        "An NVIDIA GPU that is not listed takes the kernels of the newest older row of its generation. NVIDIA GPUs",
+        "before sm_80 and of other generations keep float32 logits. Other AMD GPUs use PyTorch operations.",
+        "",
+        "| architecture | for example | logits: operands by, tile; gradient of hidden by | shared memory | measured |",
         "|---|---|---|---|---|",
     ]
     for name, gpu in GPUS.items():
@@ -48,14 +50,18 @@ def page() -> str:
         lines.append(f"| {name} | {KNOWN[name]} | {how(gpu)} | {gpu.shared:,} bytes | {measured} |")
     lines += [
         "",
-        f"`CHUNKED_HEAD_ARCH=sm_80` on an {forced['device']}, Triton {forced['versions']['triton']}: the time of a",
-        "call and its backward as a ratio to three bare matmuls (four beside a dense teacher), and the same with its",
-        "own kernels. What the pointer kernels reach there is the cost of the design, and a guess for any other GPU.",
-        f"Commit {forced['commit'][:7]}, `{forced['command']}`:",
+        "## Kernels of another GPU on an H200",
         "",
-        "`compile` is torch.compile of the plain head, `liger` Liger-Kernel, both as they run on the H200.",
+        f"`CHUNKED_HEAD_ARCH=sm_80` makes an {forced['device']} use sm_80's kernels. The tables show the time of a",
+        "call and its backward as a ratio to three bare matrix products (four beside a dense teacher), with",
+        "sm_80's kernels and with the H200's own. They say what loading operands through pointers costs, and are",
+        "only a guess for any other GPU. `compile` is torch.compile of the plain head and `liger` is Liger-Kernel.",
         "",
-        "| tokens x hidden x vocabulary | row | ours as sm_80 | ours as the H200 |",
+        f"Triton {forced['versions']['triton']}, commit {forced['commit'][:7]}:",
+        "",
+        f"    {forced['command']}",
+        "",
+        "| tokens x hidden x vocabulary | row | with sm_80's kernels | with the H200's |",
         "|---|---|---|---|",
     ]
     both = [
@@ -63,7 +69,7 @@ def page() -> str:
         for found in (forced, own)
     ]
     lines += [f"| {key[0]} | {key[1]} | {ratio} | {both[1].get(key, '')} |" for key, ratio in both[0].items()]
-    lines += ["", f"`{mixes['command']}`:", "", "| loss | ours as sm_80 | ours as the H200 |", "|---|---|---|"]
+    lines += ["", f"    {mixes['command']}", "", "| loss | with sm_80's kernels | with the H200's |", "|---|---|---|"]
     for name in WORKLOADS:
         here, there = (next(r for r in found["rows"] if r["workload"] == name)["ratio"] for found in (mixes, own_mixes))
         lines.append(f"| {name} | {here:.3f} | {there:.3f} |")

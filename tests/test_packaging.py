@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -88,6 +89,13 @@ def test_signatures_say_what_is_returned(name: str, result: Any) -> None:
 def test_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", chunked_head.__version__)
     assert f"## {chunked_head.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_folder_is_packaged() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    files = [*(ROOT / "chunked_head").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in files}
+    assert {name if name.startswith("chunked_head") else f"chunked_head.{name}" for name in folders} == set(listed)
 
 
 def copied(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What ranks that share a vocabulary say to each other in a step, counted; docs/parallel.md has the counts and a model.
+"""What ranks that share a vocabulary send each other in a step, counted; docs/guides/multi-gpu.md shows it.
 
 `python tests/test_traffic.py` makes that section anew.
 """
@@ -6,6 +6,7 @@
 import math
 import os
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from benchmarks.losses import WORKLOADS
 from benchmarks.shapes import Shape
 from chunked_head import VocabParallel, linear_loss, losses, plan
 
-DOCS = Path(__file__).parent.parent / "docs" / "parallel.md"
+DOCS = Path(__file__).parent.parent / "docs" / "guides" / "multi-gpu.md"
 BEGIN, END = "<!-- made by tests/test_traffic.py -->", "<!-- end -->"
 SHAPE, PAPER = Shape(16, 40, 256), Shape(8192, 4096, 128256)
 TWO, CHUNKS = 2, 2
@@ -118,9 +119,11 @@ def kinds(one: list[traffic.Message], several: list[traffic.Message]) -> Kinds:
 def section(counted: dict[str, Kinds]) -> str:
     """The counts, and the model's costs, in Markdown."""
     lines = [
-        "Bytes a token, of a call's messages and each chunk's (counted on the path that a Hopper GPU takes; bf16, H",
-        "hidden size; where the weight's gradient accumulates in fp32 over chunks, `hidden`'s waits and travels in",
-        "fp32 too: 4 H):",
+        *wrapped(
+            "The table counts what ranks that share a vocabulary send in bf16 on a Hopper GPU: messages of a call",
+            "and of each chunk, and a chunk's bytes per token. H is the hidden size. Where the weight's gradient",
+            "accumulates in fp32, `hidden`'s gradient travels in fp32 too and takes 4 H.",
+        ),
         "",
         "| | messages a call | and a chunk | all-reduce of targets' logits | all-gather of statistics, of each rank "
         "| all-reduce of pairs' sums | `hidden` and its gradient |",
@@ -135,23 +138,26 @@ def section(counted: dict[str, Kinds]) -> str:
     machine = traffic.Machine()
     lines += [
         "",
-        "The call's message is the sum of targets' logits; sequence-sharded, where each chunk has that, it is the",
-        "targets' all-gather, and hidden states are gathered, their gradient is scattered, which together send what",
-        "the all-reduce sends. A new kind of call gathers 8 bytes more, once (on the CPU every call does).",
+        *wrapped(
+            "The one message of a call is the sum of the targets' logits. A sequence-sharded call gathers the",
+            "targets instead, gathers hidden states in each chunk and scatters their gradient, which together is",
+            "as much as the all-reduce. The first call with new options gathers 8 bytes more; on the CPU every",
+            "call does.",
+        ),
         "",
-        f"On paper, {PAPER.tokens} x {PAPER.hidden} x {PAPER.vocab} in bf16, not measured. A message of M bytes over n",
-        "ranks takes `l + M f / B` with f = 2 (n - 1) / n for an all-reduce, (n - 1) / n for an all-gather (M: all",
-        f"ranks' pieces), `l = {machine.first_us:g} us + {machine.hop_us:g} us log2(hosts)`, and B = "
-        f"{machine.nvlink / 1e9:g} GB/s for each GPU: NVLink at 80 % of 450 GB/s",
-        f"within hosts of {machine.host}, and between them rings over {machine.host} InfiniBand ports of 400 Gb/s at "
-        f"{machine.network / 1e9:g} GB/s, one for each GPU.",
-        f"Products run at {machine.flops / 1e12:g} TFLOP/s however narrow a part is. A chunk's statistics are waited "
-        "for; its sum of",
-        "`hidden`'s gradient runs beside the chunk's product for the weight (a third of its products) and, but for the",
-        "last chunk, the next one's logits (another third): what is left over is exposed. Chunks are the plan's, each",
-        "rank's budget its default; ms:",
+        *wrapped(
+            f"The next table is a calculation, not a measurement, for {PAPER.tokens} x {PAPER.hidden} x",
+            f"{PAPER.vocab} in bf16. A message of M bytes over n ranks takes `l + M f / B`. f is 2 (n - 1) / n for",
+            "an all-reduce and (n - 1) / n for an all-gather of M bytes in all. The latency l is",
+            f"{machine.first_us:g} us + {machine.hop_us:g} us log2(hosts). B is {machine.nvlink / 1e9:g} GB/s for",
+            f"each GPU within hosts of {machine.host} (NVLink at 80 %), and {machine.network / 1e9:g} GB/s between",
+            f"hosts ({machine.host} InfiniBand ports of 400 Gb/s). Products run at {machine.flops / 1e12:g}",
+            "TFLOP/s. Ranks wait for a chunk's statistics. The sum of `hidden`'s gradient runs beside the chunk's",
+            "product for the weight and the next chunk's logits; the column `not hidden` is what is left of it.",
+            "Chunks are the plan's at the default budget. All times are milliseconds.",
+        ),
         "",
-        "| | ranks | chunks | products | statistics | `hidden`'s gradient | of it exposed | all | of one GPU's |",
+        "| | ranks | chunks | products | statistics | `hidden`'s gradient | not hidden | all | of one GPU's |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, told in counted.items():
@@ -160,11 +166,16 @@ def section(counted: dict[str, Kinds]) -> str:
     return "\n".join([*lines, "", *READING, ""])
 
 
-READING = [
-    "So on paper a host's eight ranks divide the time by eight, but for kernels' own losses. Over hosts the sum of",
-    "`hidden`'s gradient, which ranks do not make smaller, takes longer than what runs beside it; and the gathered",
-    "statistics grow with ranks, to as much at a thousand. A vocabulary belongs within a host, tokens over hosts.",
-]
+def wrapped(*words: str) -> list[str]:
+    return textwrap.wrap(" ".join(words), 120, break_on_hyphens=False)
+
+
+READING = wrapped(
+    "By this calculation eight ranks of one host divide the time by eight. Over several hosts the sum of",
+    "`hidden`'s gradient, which ranks do not make smaller, takes longer than what runs beside it, and the",
+    "gathered statistics grow with the number of ranks. So split a vocabulary within a host, and tokens",
+    "over hosts.",
+)
 
 
 def paper_row(name: str, told: Kinds, count: int) -> str:

@@ -1,0 +1,290 @@
+"""Tables and plots of README.md and docs/, made of benchmarks/results/*.json: `python -m benchmarks report`.
+
+A table stands in a Markdown file between `<!-- report: NAME -->` and `<!-- end report -->`, NAME being one of SECTIONS;
+plots are SVG files in docs/plots. `--check` writes nothing and fails where a file is not what would be made. To show a
+newer measurement, write it over the file that its question reads (FILES).
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chunked_head import plan
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
+# the newest result of each question; a test holds that no file is kept beside these and those that docs/gpus.md shows
+FILES = {
+    "head": "head-cuda.json", "head-cpu": "head-cpu.json", "peers": "speed-cuda-peers.json",
+    "default": "speed-cuda-triton-3.9.json", "options": "speed-cuda.json", "accuracy": "accuracy-cuda.json",
+    "losses": "losses-cuda.json", "lengths": "losses-lengths-cuda.json", "kept": "losses-kept-cuda.json",
+    "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
+    "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
+    "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
+}  # fmt: skip
+NAMES = {
+    "floor": "three matmuls alone", "ours": "**chunked_head**", "eager": "plain PyTorch", "compile": "torch.compile",
+    "torch": "torch's own fused head", "liger": "Liger-Kernel", "liger-fp32": "Liger-Kernel, fp32 sums",
+    "quack": "quack", "cce": "Cut Cross-Entropy", "default": "**chunked_head**", "plain": "plain PyTorch",
+    "ours:chunk_tokens=4096,accumulate_dtype=float32": "**chunked_head**, fp32 sums",
+    "ours:accumulate_dtype=float32": "**chunked_head**, fp32 sums",
+    "ours:memory_budget=64MiB": "**chunked_head** in 64 MiB", "half-skipped": "half of the tokens skipped",
+    "256MiB": 'memory_budget="256MiB"', "into": "with `accumulate_into`", "loss": "loss alone, of one matmul",
+    "ce+entropy+accuracy": "cross-entropy; entropy and accuracy as metrics",
+    "grpo": "GRPO and an entropy bonus; six metrics", "gspo": "GSPO", "dpo": "DPO", "jsd": "JSD, likewise",
+    "topk": "top-K distillation (K = 64) and cross-entropy", "reverse-kl": "reverse KL, likewise",
+    "dense-kl": "forward KL from a teacher's hidden states", "logprobs": "`linear_logprobs` without gradients",
+    "logprobs+entropy-grad": "`linear_logprobs` with entropy and their gradients",
+    "gspo-lengths": "GSPO with `segment_lengths`", "dpo-lengths": "DPO with `segment_lengths`",
+    "grpo-kept": "GRPO over `kept_ids`", "grpo-kept-everywhere": "GRPO over `kept_ids`, `kept_everywhere=True`",
+    "grpo-kept-mixed": "GRPO over `kept_ids`, one token of ten without a set",
+    "grpo-temperature": "GRPO at temperature 0.8", "grpo-temperatures": "GRPO with a temperature per token",
+    "topk-alone": 'top-K distillation alone, `normalize="topk"`',
+}  # fmt: skip
+COLORS = ("#00798c", "#d1495b", "#edae49", "#30638e", "#7b4b94", "#5d6470")
+Points = Sequence[tuple[float, float]]
+
+
+def read(question: str) -> dict[str, Any]:
+    return json.loads((RESULTS / FILES[question]).read_text())
+
+
+def rows_of(question: str, upstream: float = 1.0, **equal: Any) -> list[dict[str, Any]]:
+    """The rows that came out, at one upstream gradient, of values that are given, in the order of NAMES."""
+    rows = [r for r in read(question)["rows"] if r["status"] == "ok" and r.get("upstream") in (None, upstream)]
+    return [row for row in rows if all(row[key] == value for key, value in equal.items())]
+
+
+def mib(size: float | None) -> str:
+    return "-" if size is None else f"{size / 2**20:,.0f}"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]], *questions: str) -> str:
+    """A table in Markdown, and below it where its numbers come from."""
+    lines = [" | ".join(map(str, line)) for line in rows]
+    head = list(head)
+    made = ["| " + line + " |" for line in (" | ".join(head), " | ".join(["---", *["---:"] * (len(head) - 1)]), *lines)]
+    for question in questions:
+        found = read(question)
+        parts = [found["device"] or "CPU", *(f"{name} {found['versions'][name]}" for name in ("torch", "triton"))]
+        command = re.sub(r"--output \S+", f"--output {FILES[question]}", found["command"])
+        made += ["", f"{', '.join(parts)}, {found['date'][:10]}, commit {found['commit'][:7]}:", "", f"    {command}"]
+    return "\n".join(made)
+
+
+def matrix(question: str, column: str, chosen: Sequence[str], cell: Callable[[dict], str], first: str = "shape") -> str:
+    """A line for each value of ``first``, a column for each of the chosen values of ``column``."""
+    rows = [row for row in rows_of(question) if row[column] in chosen]
+    columns = [name for name in chosen if any(row[column] == name for row in rows)]
+    cells = {(row[first], row[column]): cell(row) for row in rows}
+    lines = [[NAMES.get(one, one.replace("x", " x ")), *(cells.get((one, c), "-") for c in columns)]
+             for one in dict.fromkeys(row[first] for row in rows)]  # fmt: skip
+    head = "tokens x hidden x vocabulary" if first == "shape" else ""
+    return table([head, *(NAMES.get(c, c.replace("x", " x ")) for c in columns)], lines, question)
+
+
+def one_head() -> list[dict[str, Any]]:
+    rows = rows_of("head", shape="8192x4096x128256")
+    return [row for name in NAMES for row in rows if row["provider"] == name and name != "floor"]
+
+
+def heads() -> str:
+    """README's: one head in one run, a line for each way."""
+    rows = [[NAMES[row["provider"]], f"{row['ms']:.1f} ms", f"{row['ratio']:.2f}",
+             f"{row['peak_bytes'] / 2**30:.1f} GiB"] for row in one_head()]  # fmt: skip
+    return table(["", "time", "of its three matmuls alone", "memory over the inputs"], rows)
+
+
+def default() -> str:
+    below = {"default": "3 products", "into": "3 products, add_", "loss": "1 product"}
+    return matrix(
+        "default", "row", list(below), lambda r: f"{r['ratios'][below[r['row']]]:.3f}, {mib(r['peak_bytes'])} MiB"
+    )
+
+
+def all_losses() -> str:
+    made = []
+    shapes = list(dict.fromkeys(row["shape"] for row in rows_of("losses")))
+    for question in ("losses", "lengths", "kept"):
+        made.append(matrix(question, "shape", shapes, lambda r: f"{r['ratio']:.2f} of {r['products']}", "workload"))
+    return "\n\n".join(made)
+
+
+def accuracy() -> str:
+    return matrix("accuracy", "data", ("random", "zipf", "peaked"),
+                  lambda row: f"{row['d_hidden_error']:.1e}, {row['d_weight_error']:.1e}", "provider")  # fmt: skip
+
+
+def memory() -> str:
+    worst = read("memory")["largest_difference"]["bytes"] / 2**20
+    rows = [row | {"tokens": f"{row['tokens'] // 1024}K tokens"} for row in rows_of("memory", model="llama3-8b")]
+    tokens, ways = (list(dict.fromkeys(row[key] for row in rows)) for key in ("tokens", "provider"))
+    cells = {(row["provider"], row["tokens"]): mib(row["peak_bytes"]) for row in rows}
+    made = table(
+        ["MiB over the inputs", *tokens],
+        [[NAMES[w], *(cells.get((w, t), "-") for t in tokens)] for w in ways],
+        "memory",
+    )
+    return f"{made}\n\nThe plan's memory differs from the measured one by at most {abs(worst):.1f} MiB in this run."
+
+
+def models() -> str:
+    fits = {
+        row["provider"]: row["fits"] for name in ("longest-others", "longest-ours") for row in read(name)["longest"]
+    }
+    rows = sorted(rows_of("models"), key=lambda row: -row["peak_bytes"])
+    lines = [
+        [NAMES[r["provider"]], f"{r['ms']:.1f}", mib(r["peak_bytes"]), f"{fits[r['provider']]:,} tokens"] for r in rows
+    ]
+    return table(
+        ["", "ms", "peak MiB", "longest sequence within 80 GiB"], lines, "models", "longest-ours", "longest-others"
+    )
+
+
+def curves() -> str:
+    worst = read("curves")["largest difference"]
+    head = "largest difference of the loss", "patched and plain", "plain and plain, its weights changed by 1e-7"
+    return table(head, [["200 steps", f"{worst['patched']:.1e}", f"{worst['control']:.1e}"]], "curves")
+
+
+def parallel() -> str:
+    made = []
+    for name in ("parallel-2", "parallel-4"):
+        rows = [row for row in rows_of(name) if "messages" in row or row["row"] == "one-gpu"]
+        lines = [[row["provider"].replace("ours", "chunked_head"), f"{row['ms']:.2f}", f"{row.get('ratio', 1):.3f}",
+                  mib(row["beside_gradients_bytes"]), row.get("messages", 0)] for row in rows]  # fmt: skip
+        head = [f"{read(name)['ranks']} GPUs", "ms", "of one GPU's time", "MiB beside the gradients", "messages"]
+        made.append(table(head, lines, name))
+    return "\n\n".join(made)
+
+
+def host() -> str:
+    rows = [
+        [row["row"], row["shape"].replace("x", " x "), f"{row['host_ms']:.2f}"]
+        for row in rows_of("host")
+        if "host_ms" in row
+    ]
+    return table(["call", "tokens x hidden x vocabulary", "ms of the host"], rows, "host")
+
+
+def cpu() -> str:
+    rows = [
+        [NAMES[row["provider"]], f"{row['ms'] / 1e3:.2f} s", mib(row.get("beside_gradients_bytes"))]
+        for row in rows_of("head-cpu")
+    ]
+    return table(["", "time", "MiB beside the gradients"], rows, "head-cpu")
+
+
+def plans() -> str:
+    """What the planner says for one GPU; the only table that is computed rather than measured."""
+    heads = {
+        "Llama 3 8B": (4096, 128256),
+        "Qwen3 0.6B": (1024, 151936),
+        "gpt-oss 20B": (2880, 201088),
+        "Gemma 2 2B": (2304, 256000),
+    }
+    sizes, lines = [2**power * 1024 for power in (3, 4, 5, 6, 7)], []
+    for name, (hidden, vocab) in heads.items():
+        made = [plan(tokens, hidden, vocab, torch.bfloat16, device="sm_90") for tokens in sizes]
+        lines.append(
+            [f"{name} ({hidden} x {vocab})", *(f"{mib(each.peak_bytes)} ({mib(each.extra_bytes)})" for each in made)]
+        )
+    return table(["MiB", *(f"{tokens // 1024}K tokens" for tokens in sizes)], lines)
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "heads": heads, "default": default, "losses": all_losses, "accuracy": accuracy, "memory": memory, "models": models,
+    "peers": lambda: matrix("peers", "row", ("default", "compile", "liger", "liger-fp32", "quack", "cce"),
+                            lambda row: f"{row['ratios']['3 products']:.3f}"),
+    "options": lambda: matrix("options", "row", ("half-skipped", "256MiB"), lambda row: f"{row['ratio']:.2f}"),
+    "curves": curves, "parallel": parallel, "host": host, "cpu": cpu, "plans": plans,
+}  # fmt: skip
+
+
+def plot(title: str, across: str, up: str, lines: Mapping[str, Points], log: bool = False) -> str:
+    """An SVG, written by hand so that it is the same on every machine: a line for each name, or a dot for one point."""
+    wide, high, left, top, right, bottom = 720, 400, 62, 40, 200, 52
+    scale: Callable[[float], float] = math.log2 if log else float
+    spans = [[scale(point[axis]) for points in lines.values() for point in points] for axis in (0, 1)]
+    ends = [(min(span), max(span)) if log else (0.0, 1.1 * max(span)) for span in spans]
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across, up = ((value - low) / (end - low) for value, (low, end) in zip((x, y), ends, strict=True))
+        return left + across * (wide - left - right), high - bottom - up * (high - top - bottom)
+
+    def text(x: float, y: float, words: str, more: str = 'text-anchor="middle"') -> str:
+        return f'<text x="{x:.0f}" y="{y:.0f}" {more}>{words}</text>'
+
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="#ffffff"/>', text(left, 22, title, 'font-size="14" font-weight="bold"'),
+        text((left + wide - right) / 2, high - 12, across),
+        text(0, 0, up, f'text-anchor="middle" transform="translate(16 {high // 2}) rotate(-90)"'),
+    ]  # fmt: skip
+    for axis, (low, end) in enumerate(ends):
+        step = 1.0 if log else next(s for s in (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0) if end - low <= 8 * s)
+        for count in range(math.ceil(low / step), math.floor(end / step) + 1):
+            x, y = place(count * step, ends[1][0]) if axis == 0 else place(ends[0][0], count * step)
+            value = 2 ** (count * step) if log else count * step
+            words = f"{value / 1024:g}K" if value >= 1024 else f"{value:g}"
+            out.append(f'<path d="M{x:.0f} {y:.0f}{f"V{top}" if axis == 0 else f"H{wide - right}"}" stroke="#ddd"/>')
+            out.append(text(x, y + 18, words) if axis == 0 else text(x - 6, y + 4, words, 'text-anchor="end"'))
+    for index, (name, points) in enumerate(lines.items()):
+        color, places = COLORS[index % len(COLORS)], [place(scale(x), scale(y)) for x, y in points]
+        label, anchor = (wide - right + 12.0, top + 14.0 + 20 * index), "start"
+        if len(points) == 1:  # beside the dot; ours on its left, where no other is
+            anchor = "end" if "chunked_head" in name else "start"
+            label = places[0][0] + (10 if anchor == "start" else -10), places[0][1] + 4
+        drawn = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        out.append(f'<path d="M{drawn}" fill="none" stroke="{color}" stroke-width="2"/>')
+        out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in places if len(places) < 20]
+        out.append(text(*label, name.replace("*", ""), f'fill="{color}" font-weight="bold" text-anchor="{anchor}"'))
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def plots() -> dict[str, str]:
+    rows = one_head()
+    points = {NAMES[row["provider"]]: [(row["ms"], row["peak_bytes"] / 2**30)] for row in rows}
+    title = f"Loss and gradients of one head (8192 x 4096 x 128256, {read('head')['device']})"
+    made = {"heads": plot(title, "milliseconds", "GiB over the inputs", points)}
+    curve: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(rows_of("memory", model="llama3-8b"), key=lambda row: row["provider"] != "ours"):
+        curve.setdefault(NAMES[row["provider"]], []).append((row["tokens"], row["peak_bytes"] / 2**30))
+    made["memory"] = plot("Memory of Llama 3 8B's head in bf16", "tokens", "GiB over the inputs", curve, log=True)
+    runs = read("curves")["runs"]
+    trained = {name: list(enumerate(runs[name]["loss"], 1)) for name in ("plain", "patched")}
+    return made | {"curves": plot("A small model on real text, plain and patched", "step", "loss", trained)}
+
+
+def made() -> dict[Path, str]:
+    """Every file that the command writes, and what it writes there."""
+    pattern = re.compile(r"(<!-- report: ([\w-]+) -->)\n.*?<!-- end report -->", re.DOTALL)
+    found = {PLOTS / f"{name}.svg": text for name, text in plots().items()}
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        filled = pattern.sub(lambda part: f"{part[1]}\n{SECTIONS[part[2]]()}\n<!-- end report -->", page.read_text())
+        found |= {page: filled} if pattern.search(filled) else {}
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file would change")
+    args = parser.parse_args(argv)
+    changed = {path: text for path, text in made().items() if not path.is_file() or path.read_text() != text}
+    for path, text in changed.items():
+        print("differs:" if args.check else "wrote", path.relative_to(ROOT))
+        if not args.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    return int(args.check and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Numbers of README and docs/ are those of benchmarks/results: `python -m benchmarks report` makes them."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+
+READ_BY_GPUS_PAGE = {f"{kind}-cuda-sm_{number}.json" for kind in ("speed", "losses") for number in (80, 90)}
+
+
+def test_committed_is_what_the_command_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["--check"]) == 0, capsys.readouterr().out + "run `python -m benchmarks report`"
+
+
+def test_a_changed_number_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (report.RESULTS / report.FILES["head"]).read_text()
+    (tmp_path / "head.json").write_text(text.replace('"ms": 49.6', '"ms": 59.6'))
+    monkeypatch.setitem(report.FILES, "head", str(tmp_path / "head.json"))
+    assert report.main(["--check"]) == 1
+    assert "README.md" in capsys.readouterr().out
+
+
+def test_no_result_is_kept_that_nothing_shows() -> None:
+    assert {path.name for path in report.RESULTS.iterdir()} == {*report.FILES.values(), *READ_BY_GPUS_PAGE}
+
+
+def test_every_table_is_shown() -> None:
+    texts = "".join(path.read_text() for path in report.made() if path.suffix == ".md")
+    assert [name for name in report.SECTIONS if f"<!-- report: {name} -->" not in texts] == []
