@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ FILES = {
     "head": "head-cuda.json", "head-cpu": "head-cpu.json", "peers": "speed-cuda-peers.json",
     "default": "speed-cuda-triton-3.9.json", "options": "speed-cuda.json", "accuracy": "accuracy-cuda.json",
     "losses": "losses-cuda.json", "lengths": "losses-lengths-cuda.json", "kept": "losses-kept-cuda.json",
+    "streams": "losses-streams-cuda.json",
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
     "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
@@ -46,8 +47,10 @@ NAMES = {
     "grpo-kept": "GRPO over `kept_ids`", "grpo-kept-everywhere": "GRPO over `kept_ids`, `kept_everywhere=True`",
     "grpo-kept-mixed": "GRPO over `kept_ids`, one token of ten without a set",
     "grpo-temperature": "GRPO at temperature 0.8", "grpo-temperatures": "GRPO with a temperature per token",
+    "streams": "cross-entropy of four streams of a quarter of the tokens each",
     "topk-alone": 'top-K distillation alone, `normalize="topk"`',
 }  # fmt: skip
+STREAMS = ("cross-entropy", "streams", "dense-kl")  # what is shown of the newest run of losses
 COLORS = ("#00798c", "#d1495b", "#edae49", "#30638e", "#7b4b94", "#5d6470")
 Points = Sequence[tuple[float, float]]
 
@@ -79,9 +82,18 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]], *questions: str) -
     return "\n".join(made)
 
 
-def matrix(question: str, column: str, chosen: Sequence[str], cell: Callable[[dict], str], first: str = "shape") -> str:
-    """A line for each value of ``first``, a column for each of the chosen values of ``column``."""
+def matrix(
+    question: str,
+    column: str,
+    chosen: Sequence[str],
+    cell: Callable[[dict], str],
+    first: str = "shape",
+    lines_of: Collection[str] | None = None,
+) -> str:
+    """A line for each value of ``first`` (or for those in ``lines_of``), a column for each of the chosen values of
+    ``column``."""
     rows = [row for row in rows_of(question) if row[column] in chosen]
+    rows = [row for row in rows if lines_of is None or row[first] in lines_of]
     columns = [name for name in chosen if any(row[column] == name for row in rows)]
     cells = {(row[first], row[column]): cell(row) for row in rows}
     lines = [[NAMES.get(one, one.replace("x", " x ")), *(cells.get((one, c), "-") for c in columns)]
@@ -112,8 +124,12 @@ def default() -> str:
 def all_losses() -> str:
     made = []
     shapes = list(dict.fromkeys(row["shape"] for row in rows_of("losses")))
-    for question in ("losses", "lengths", "kept"):
-        made.append(matrix(question, "shape", shapes, lambda r: f"{r['ratio']:.2f} of {r['products']}", "workload"))
+    shown: set[str] = set()
+    for question in ("streams", "losses", "lengths", "kept"):
+        own = STREAMS if question == "streams" else {row["workload"] for row in rows_of(question)} - shown
+        shown |= set(own)
+        ratio = lambda r: f"{r['ratio']:.2f} of {r['products']}"  # noqa: E731
+        made.append(matrix(question, "shape", shapes, ratio, "workload", own))
     return "\n\n".join(made)
 
 
