@@ -1,12 +1,12 @@
-"""Axolotl on this library's head: SFT, DPO, KTO and GRPO, with adapters or without, and no [tokens, vocab] logits.
+"""Axolotl's fine-tuning and pre-training on this library's head, with adapters or without: no [tokens, vocab] logits.
 
     plugins:
       - chunked_head.integrations.axolotl.ChunkedHeadPlugin
     chunked_head:              # if at all; Axolotl's validation of the file checks it
       memory_budget: 1GiB
 
-Axolotl's own seam. The model is patched once it has its adapters (``patch_model``); for the trainers of TRL that
-compute their losses from the head's weight, TRL is (``patch_trl``).
+Axolotl's own seam: the model is patched once it has its adapters (``patch_model``). Preference and reinforcement
+learning (``rl:``) are refused: TRL 1.14, which Axolotl 0.21 pins, makes their losses of logits by kernels of its own.
 """
 
 from typing import Any
@@ -21,8 +21,6 @@ from axolotl.integrations.base import BasePlugin  # noqa: E402
 from pydantic import BaseModel, Field, model_validator  # noqa: E402
 
 KEY = "chunked_head"
-BY_TRL = ("dpo", "ipo", "kto", "grpo")  # values of rl whose trainers take the head's weight, not logits
-TRL_OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "deterministic", "backend")
 OTHERS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")
 
 
@@ -37,8 +35,7 @@ class ChunkedHeadArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_chunked_head(cls, data: Any) -> Any:
-        """Raises for options that are wrong, and for heads of others beside this one."""
-        rl = str(getattr(data.get("rl"), "value", data.get("rl")))
+        """Raises for options that are wrong, for heads of others beside this one, and where it would have no part."""
         try:
             check_options(data.get(KEY) or {})
         except TypeError as error:
@@ -46,12 +43,11 @@ class ChunkedHeadArgs(BaseModel):
         for name in OTHERS:
             if data.get(name):
                 raise ValueError(f"{name} is another head than ChunkedHeadPlugin's; leave one of the two out")
-        if rl in BY_TRL:
-            unused = sorted(set(data.get(KEY) or {}) - set(TRL_OPTIONS))
-            if unused:
-                raise ValueError(
-                    f"chunked_head.{unused[0]} does not go with rl: {rl}; options are {', '.join(TRL_OPTIONS)}"
-                )
+        if data.get("rl"):
+            raise ValueError(
+                f"rl: {getattr(data['rl'], 'value', data['rl'])} has its loss made by TRL 1.14 from logits, in kernels "
+                "of its own; ChunkedHeadPlugin has no part in it, leave it out"
+            )
         return data
 
 
@@ -64,16 +60,4 @@ class ChunkedHeadPlugin(BasePlugin):
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
         """Once a model has its adapters, before a trainer is made."""
-        options = dict(cfg.get(KEY) or {})
-        if str(getattr(cfg.get("rl"), "value", cfg.get("rl"))) in BY_TRL:
-            from .trl import patch_trl
-
-            patch_trl(**options)
-        else:
-            patch_model(model, when="always", **options)
-
-    def post_train_unload(self, cfg: Any) -> None:
-        """TRL is as it was, for the next run in this process."""
-        from .trl import unpatch_trl
-
-        unpatch_trl()
+        patch_model(model, when="always", **dict(cfg.get(KEY) or {}))

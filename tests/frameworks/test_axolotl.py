@@ -12,39 +12,26 @@ import torch
 import yaml
 from axolotl.cli.args import TrainerCliArgs
 from axolotl.cli.config import load_cfg
-from axolotl.common.datasets import load_datasets, load_preference_datasets
+from axolotl.common.datasets import load_datasets
 from axolotl.train import train
 from tiny_texts import saved
 
-from chunked_head.integrations import axolotl as ours
-from chunked_head.integrations.trl import patch as trl_patch
-
 FACTS = [("the sea", "salt water"), ("a stone", "old and hard"), ("the wind", "air that moves"), ("a map", "a promise")]
 PLUGIN = {"plugins": ["chunked_head.integrations.axolotl.ChunkedHeadPlugin"], "chunked_head": {"memory_budget": "8MiB"}}
-SFT = {"type": "alpaca"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("axolotl")
     saved(made / "model")
-    rows: dict[str, list[dict[str, str]]] = {"sft": [], "dpo": []}
-    for what, text in FACTS * 4:
-        rows["sft"].append({"instruction": what, "input": "", "output": text})
-        rows["dpo"].append({"prompt": what, "chosen": text, "rejected": text[::-1] + "!"})
-    for name, lines in rows.items():
-        (made / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = [{"instruction": what, "input": "", "output": text} for what, text in FACTS * 4]
+    (made / "sft.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return made
 
 
-def configured(folder: Path, output: Path, kind: str, **more: Any) -> Any:
+def configured(folder: Path, output: Path, **more: Any) -> Any:
     """A configuration as Axolotl reads and validates it from a file."""
-    data = {"path": str(folder / f"{kind}.jsonl"), "ds_type": "json", "split": "train"}
-    data["type"] = (
-        "alpaca"
-        if kind == "sft"
-        else {"field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected"}
-    )
+    data = {"path": str(folder / "sft.jsonl"), "ds_type": "json", "split": "train", "type": "alpaca"}
     given = {
         "base_model": str(folder / "model"), "tokenizer_type": "PreTrainedTokenizerFast", "datasets": [data],
         "dataset_prepared_path": str(output / "prepared"), "output_dir": str(output), "sequence_len": 256,
@@ -54,8 +41,6 @@ def configured(folder: Path, output: Path, kind: str, **more: Any) -> Any:
         "attn_implementation": "eager", "dataset_num_proc": 1, "save_safetensors": True, "warmup_steps": 0,
         "special_tokens": {"pad_token": "<|pad|>", "eos_token": "<|end|>"}, "use_wandb": False, **more,
     }  # fmt: skip
-    if kind == "dpo":
-        given["rl"] = "dpo"
     output.mkdir(exist_ok=True)
     path = output / "run.yaml"
     path.write_text(yaml.safe_dump(given))
@@ -63,8 +48,7 @@ def configured(folder: Path, output: Path, kind: str, **more: Any) -> Any:
 
 
 def trained(cfg: Any) -> tuple[Any, list[dict[str, float]]]:
-    load = load_preference_datasets if cfg.rl else load_datasets
-    model, _, trainer = train(cfg=cfg, dataset_meta=load(cfg=cfg, cli_args=TrainerCliArgs()))
+    model, _, trainer = train(cfg=cfg, dataset_meta=load_datasets(cfg=cfg, cli_args=TrainerCliArgs()))
     history = [
         {key: value for key, value in row.items() if isinstance(value, float) and not timed(key)}
         for row in trainer.state.log_history[:-1]
@@ -80,24 +64,17 @@ def timed(key: str) -> bool:
 KERNELS = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True, **KERNELS}
 RUNS: dict[str, dict[str, Any]] = {
-    "sft": {"kind": "sft"},
-    "sft lora": {"kind": "sft", **LORA},
-    "dpo": {"kind": "dpo"},
-    "dpo lora": {"kind": "dpo", **LORA},
+    "sft": {},
+    "sft lora": LORA,
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run(name: str, folder: Path, tmp_path: Path) -> None:
     plain, theirs = trained(configured(folder, tmp_path / "theirs", **RUNS[name]))
     model, mine = trained(configured(folder, tmp_path / "ours", **RUNS[name], **PLUGIN))
-    if name.startswith("dpo"):
-        assert trl_patch.serves()
-        ours.ChunkedHeadPlugin().post_train_unload(None)
-        assert not trl_patch.serves()
-    else:
-        report = getattr(model, "get_base_model", lambda: model)().chunked_head
-        assert report.fused > 0 and report.materialised == 0, report
+    report = getattr(model, "get_base_model", lambda: model)().chunked_head
+    assert report.fused > 0 and report.materialised == 0, report
     assert len(theirs) == 3 and any(row != theirs[0] for row in theirs)
     for row, expected in zip(mine, theirs, strict=True):
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-4)
@@ -111,9 +88,9 @@ def test_a_run(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
         ({"chunked_head": {"memory_budget": "much"}}, "memory_budget"),
         ({"chunked_head": {"budget": "1GiB"}}, "unknown option 'budget'"),
         ({"cut_cross_entropy": True}, "cut_cross_entropy is another head"),
-        ({"kind": "dpo", "chunked_head": {"skip_ignored": True}}, "does not go with rl: dpo"),
+        ({"rl": "dpo"}, "rl: dpo has its loss made by TRL"),
     ],
 )
 def test_axolotl_validates_the_options(more: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        configured(folder, tmp_path, **({"kind": "sft"} | PLUGIN | more))
+        configured(folder, tmp_path, **(PLUGIN | more))

@@ -70,32 +70,6 @@ class LogProbSeam:
 
 
 @dataclass(frozen=True)
-class OlderLogProbSeam:
-    """In the place of ``_ChunkedLogProbFunction`` as TRL 1.14 has it."""
-
-    options: Options
-
-    def apply(
-        self,
-        last_hidden: Tensor,  # [N, H]
-        weight: Tensor,  # [V, H]
-        bias: Tensor | None,  # [V]
-        targets: Tensor,  # [N] int64, all of which count
-        temperature: float,
-        chunk_size: int,
-        final_logit_softcapping: float | None = None,
-        logit_scale: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropy, each [N], differentiable."""
-        logprobs, entropy, *_ = LogProbSeam(self.options).apply(
-            last_hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale,
-            outputs=("entropy",),
-        )  # fmt: skip
-        assert logprobs is not None and entropy is not None
-        return logprobs, entropy
-
-
-@dataclass(frozen=True)
 class DivergenceSeam:
     """In the place of TRL's ``ChunkedDivergenceFunction``."""
 

@@ -2,8 +2,7 @@
 
 TRL 1.16 computes the losses of all of its trainers from per-token statistics that two autograd functions make of
 hidden states and the head's weight: ``ChunkedLogProbFunction`` (SFT, DPO, KTO, GRPO, RLOO and what derives from them)
-and ``ChunkedDivergenceFunction`` (distillation). TRL 1.14, which Axolotl 0.21 pins, has an older form of the first
-(DPO, KTO, GRPO). Ours take their place:
+and ``ChunkedDivergenceFunction`` (distillation). Ours take their place:
 
     from chunked_head.integrations.trl import patch_trl
     patch_trl(memory_budget="1GiB")
@@ -26,21 +25,14 @@ import torch
 from torch import Tensor
 
 from ...engine.execution import check_options
-from .functions import DivergenceSeam, LogProbSeam, OlderLogProbSeam, Options
+from .functions import DivergenceSeam, LogProbSeam, Options
 
+KNOWN = "1.16"
 Place = tuple[str, str]  # a module of TRL's, and a name in it
-# of an autograd function, and what takes its place, by TRL's version
-SEAMS: dict[str, dict[Place, Any]] = {
-    "1.16": {
-        ("trl.trainer.utils", "_ChunkedLogProbFunction"): LogProbSeam,
-        ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction"): DivergenceSeam,
-    },
-    "1.14": {
-        (f"trl.trainer.{module}", "_ChunkedLogProbFunction"): OlderLogProbSeam
-        for module in ("utils", "dpo_trainer", "kto_trainer", "grpo_trainer")
-    },
+SEAMS: dict[Place, Any] = {  # of an autograd function, and what takes its place
+    ("trl.trainer.utils", "_ChunkedLogProbFunction"): LogProbSeam,
+    ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction"): DivergenceSeam,
 }
-NEWEST = next(iter(SEAMS))
 _originals: dict[Place, Any] = {}
 _ours: dict[Place, Any] = {}
 
@@ -70,35 +62,32 @@ def patch_trl(
     """
     options = Options(memory_budget, chunk_tokens, accumulate_dtype, deterministic, backend)
     check_options(asdict(options))
-    seams = seams_of_version()
-    originals = {place: known_function(place, seam) for place, seam in seams.items()}
+    check_version()
+    originals = {place: known_function(place) for place in SEAMS}
     _originals.update(originals)
-    for (path, name), seam in seams.items():
+    for (path, name), seam in SEAMS.items():
         _ours[path, name] = seam(options)
         setattr(importlib.import_module(path), name, _ours[path, name])
 
 
-def seams_of_version() -> dict[Place, Any]:
-    """Those of the TRL that is installed; an error where it is none that is known."""
+def check_version() -> None:
     try:
         version = metadata.version("trl")
     except metadata.PackageNotFoundError:
         raise ImportError(
-            f"patch_trl needs TRL {NEWEST}, which is not installed: pip install 'trl=={NEWEST}.*'"
+            f"patch_trl needs TRL {KNOWN}, which is not installed: pip install 'trl=={KNOWN}.*'"
         ) from None
-    found = SEAMS.get(".".join(version.split(".")[:2]))
-    if found is None:
+    if version.split(".")[:2] != KNOWN.split("."):
         raise unknown(f"TRL {version} may compute its losses otherwise")
-    return found
 
 
-def known_function(place: Place, seam: Any) -> Any:
+def known_function(place: Place) -> Any:
     """TRL's autograd function at a place; an error where its arguments are not those that ours takes."""
     path, name = place
     found: Any = _originals.get(place) or getattr(importlib.import_module(path), name, None)
     if not hasattr(found, "forward"):
         raise unknown(f"{path}.{name} is missing or no autograd function")
-    theirs, ours = (tuple(inspect.signature(f).parameters)[1:] for f in (found.forward, seam.apply))
+    theirs, ours = (tuple(inspect.signature(f).parameters)[1:] for f in (found.forward, SEAMS[place].apply))
     if theirs != ours:
         raise unknown(f"{path}.{name} takes ({', '.join(theirs)}) instead of ({', '.join(ours)})")
     return found
@@ -106,8 +95,8 @@ def known_function(place: Place, seam: Any) -> Any:
 
 def unknown(differs: str) -> RuntimeError:
     return RuntimeError(
-        f"patch_trl knows TRL {' and '.join(SEAMS)}, and {differs}; nothing was patched. Install 'trl=={NEWEST}.*', or "
-        "a chunked_head that knows this TRL"
+        f"patch_trl knows TRL {KNOWN}, and {differs}; nothing was patched. Install 'trl=={KNOWN}.*', or a chunked_head "
+        "that knows this TRL"
     )
 
 
