@@ -6,6 +6,7 @@ newer measurement, write it over the file that its question reads (FILES).
 """
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -25,7 +26,8 @@ FILES = {
     "head": "head-cuda.json", "head-cpu": "head-cpu.json", "peers": "speed-cuda-peers.json",
     "default": "speed-cuda-triton-3.9.json", "options": "speed-cuda.json", "accuracy": "accuracy-cuda.json",
     "losses": "losses-cuda.json", "lengths": "losses-lengths-cuda.json", "kept": "losses-kept-cuda.json",
-    "streams": "losses-streams-cuda.json",
+    "streams": "losses-streams-cuda.json", "lm_eval": "frameworks-lm_eval-cpu.json",
+    "ms-swift": "frameworks-ms-swift-cpu.json", "llamafactory": "frameworks-llamafactory-cpu.json",
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
     "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
@@ -133,6 +135,13 @@ def all_losses() -> str:
     return "\n\n".join(made)
 
 
+def framework(question: str) -> str:
+    """Peaks alone: the times are of one round on a busy machine."""
+    rows = [[row["loss"], *(f"{mib(row['ways'][way]['peak_bytes'])} MiB" for way in ("plain", "ours"))]
+            for row in read(question)["rows"]]  # fmt: skip
+    return table(["peak memory beside the parameters", "its own logits", "here"], rows, question)
+
+
 def accuracy() -> str:
     return matrix("accuracy", "data", ("random", "zipf", "peaked"),
                   lambda row: f"{row['d_hidden_error']:.1e}, {row['d_weight_error']:.1e}", "provider")  # fmt: skip
@@ -221,6 +230,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
                             lambda row: f"{row['ratios']['3 products']:.3f}"),
     "options": lambda: matrix("options", "row", ("half-skipped", "256MiB"), lambda row: f"{row['ratio']:.2f}"),
     "curves": curves, "parallel": parallel, "host": host, "cpu": cpu, "plans": plans,
+    **{question: functools.partial(framework, question) for question in ("lm_eval", "ms-swift", "llamafactory")},
 }  # fmt: skip
 
 

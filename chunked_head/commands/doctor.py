@@ -18,7 +18,7 @@ from ..api.plan import plan
 from ..backends import resolve
 from ..backends.protocol import has_triton
 from ..core.private import private
-from ..integrations.trl.patch import seams_of_version
+from ..integrations.trl.patch import check_version
 from ..kernels.common.gpus import HERE, gpu_of
 from ..kernels.common.tiles import INTERPRETED
 from ..program.plans import facts, name
@@ -252,7 +252,7 @@ def odd(found: dict[str, str | None], device: torch.device) -> list[str]:
         said.append(f"CHUNKED_HEAD_ARCH={HERE} stands for the GPU that is there, for tests alone; unset it to train")
     if found["trl"] is not None:
         try:
-            seams_of_version()
+            check_version()
         except RuntimeError as error:
             said.append(str(error))
     return said
