@@ -8,6 +8,7 @@ import linecache
 import os
 import random
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -63,6 +64,8 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    if "accelerate" in sys.modules:  # which keeps what the first Accelerator was made for
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(True)
     os.environ.clear()
     os.environ.update(environment)
 

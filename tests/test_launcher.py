@@ -235,7 +235,7 @@ def test_every_argument_is_of_a_known_kind() -> None:
         value for module in (gradients, products, statistics) for value in vars(module).values()
         if isinstance(value, Launcher)
     ]  # fmt: skip
-    assert len(launchers) == 32
+    assert len(launchers) == 33
     for launcher in launchers:
         names = launcher.kernel.arg_names
         assert names == sorted(names, key=str.isupper), "constants come last"

@@ -139,9 +139,9 @@ def swept(layout: str) -> list[int]:
     counts: list[int] = []
     real = loop.whole_stats
 
-    def noted(call: Any, session: Any, rows: Any, *others: Any) -> None:
+    def noted(call: Any, session: Any, rows: Any, *others: Any, **named: Any) -> None:
         counts.append(len(rows.target))
-        real(call, session, rows, *others)
+        real(call, session, rows, *others, **named)
 
     with mock.patch.object(loop, "whole_stats", noted):
         step("gspo", layout, torch.float32, Place("torch", "cpu"), 0)

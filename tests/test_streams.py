@@ -162,6 +162,20 @@ def test_a_buffer_of_the_callers() -> None:
     torch.testing.assert_close([buffer - 1, *(states.grad for states in hidden)], expected)
 
 
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_bias_over_candidates_in_fp16(streams: bool) -> None:
+    """fp16's gain goes into what is added to a buffer, and into the bias's gradient once its sums are there."""
+    hidden, weight, bias, target = made(torch.float16, count=1)
+    candidates, buffer = torch.arange(0, VOCAB, 7), torch.zeros(VOCAB, HIDDEN)
+    options = {"bias": bias, "candidates": candidates, "reduction": "sum"}
+    linear_loss(hidden[0], weight, target, losses.cross_entropy(), **options).loss.backward()
+    expected = grads_of(bias, hidden[0])
+    given = hidden if streams else hidden[0]
+    into = {} if streams else {"accumulate_into": buffer}
+    linear_loss(given, weight, target, losses.cross_entropy(), **options, **into).loss.backward()
+    torch.testing.assert_close(grads_of(bias, hidden[0]), expected)
+
+
 def test_what_takes_no_gradient() -> None:
     hidden, weight, _, target = made(torch.float32, count=2)
     frozen = [hidden[0].detach(), hidden[1]]

@@ -125,15 +125,19 @@ class KeptColumns(ABC):
         """Gradients of rows ``at``, from their statistics, which are all there is where every row keeps a set; the
         weight's wait for ``finish``."""
         self.differentiate(at, stats, coefficients)
-        self.weight_gain = weight_gain
+        self.weight_gain, self.bias_gain = weight_gain, hidden_gain  # the bias's waits for its own as hidden's does
         if grads.hidden is not None:
             self.put_dhidden(at, grads.hidden_rows(at, self.rows.order), hidden_gain)
 
     def finish(self, grads: Gradients) -> None:
         """The weight's and the bias's gradients, of all rows."""
-        dlogits = self.dlogits if self.weight_gain is None else self.dlogits * self.weight_gain
         if grads.weight is not None:
-            self.put_dweight(grads.weight, self.rows.hidden, dlogits, not grads.stores(self.kept.everywhere))
+            add = not grads.stores(self.kept.everywhere)
+            self.put_dweight(grads.weight, self.rows.hidden, self.times(self.weight_gain), add)
         if grads.bias is not None:
-            ones = torch.ones(len(self.rows.hidden), 1, dtype=self.wide, device=dlogits.device)
-            self.put_dweight(grads.bias.unsqueeze(1), ones, dlogits, not self.kept.everywhere)
+            ones = torch.ones(len(self.rows.hidden), 1, dtype=self.wide, device=self.dlogits.device)
+            self.put_dweight(grads.bias.unsqueeze(1), ones, self.times(self.bias_gain), not self.kept.everywhere)
+
+    def times(self, gain: Tensor | None) -> Tensor:
+        """The entries' gradients times a factor."""
+        return self.dlogits if gain is None else self.dlogits * gain

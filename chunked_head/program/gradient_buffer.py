@@ -91,6 +91,12 @@ class StreamsBuffer(GradientBuffer):
     def handed_over(self) -> None:
         """The backward of all streams returns it, once."""
 
+    def taken(self) -> Tensor:
+        """The sums, which nothing here keeps: a graph may outlive its backward."""
+        sums = self.buffer
+        object.__setattr__(self, "buffer", sums.new_empty(0))
+        return sums
+
     def before_adding(self) -> None:
         """Nobody can have zeroed it."""
 

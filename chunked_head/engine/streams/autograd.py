@@ -133,8 +133,8 @@ def finished(buffer: StreamsBuffer, made: Sequence[Forward], given: Tensor, scal
         assert one.expected is not None
         one_or_nan = one_or_nan * one.expected.one_or_nan
     factors = (one_or_nan,) if scaled else (*expected._replace(gain=None).factors(given)[:1], one_or_nan)
-    dtype, backend = buffer.weight.dtype, made[0].backend
-    if buffer.buffer.dtype == dtype:
-        backend.scale_([buffer.buffer], factors)
-        return buffer.buffer
-    return backend.scale(buffer.buffer, factors, dtype)
+    dtype, backend, sums = buffer.weight.dtype, made[0].backend, buffer.taken()
+    if sums.dtype == dtype:
+        backend.scale_([sums], factors)
+        return sums
+    return backend.scale(sums, factors, dtype)
