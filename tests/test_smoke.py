@@ -127,8 +127,8 @@ def test_public_functions(name: str, place: Place) -> None:
 
 def test_all_that_is_public_is_here() -> None:
     elsewhere = {
-        "Execution", "LossOutput", "Plan", "TokenParallel", "VocabParallel", "losses", "metrics", "patch_model",
-        "plan", "unpatch_model", "weights",
+        "Execution", "LossOutput", "Plan", "TokenParallel", "VocabParallel", "explain_model", "losses", "metrics",
+        "patch_model", "plan", "unpatch_model", "weights",
     }  # fmt: skip
     assert set(FUNCTIONS) | elsewhere == set(chunked_head.__all__)
 

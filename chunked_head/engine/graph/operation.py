@@ -44,7 +44,7 @@ def operation(function: Callable[P, Task[Result] | Streams[Result]]) -> Callable
             given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
             # lengths of segments are other numbers at every step
             eager = given.get("parallel") is not None or given.get("segment_lengths") is not None
-            eager = eager or isinstance(given.get("hidden"), list | tuple)  # several streams
+            eager = eager or type(given.get("hidden")) in (list, tuple)  # several streams
             whole = not eager and not given.get("inplace") and not any_dtensor(given)
             if whole and ("loss" not in given or isinstance(given["loss"], Losses)):
                 return as_operator(name, given)
