@@ -20,7 +20,7 @@ from benchmarks.shapes import Operands, Shape, dtype_name, make_operands, parse_
 # What to draw for each kind of data: (operands, targets).
 KINDS = {"random": ("random", "random"), "zipf": ("random", "zipf"), "peaked": ("peaked", "random")}
 _GPU_SHAPE, _CPU_SHAPE = Shape(8192, 4096, 128256), Shape(512, 256, 8192)
-_GPU_PROVIDERS = ("eager", "liger", "liger-fp32", "torch", "ours", "ours:accumulate_dtype=float32")
+_GPU_PROVIDERS = ("eager", "torch", *providers.PACKAGES, "ours", "ours:accumulate_dtype=float32")
 _CPU_PROVIDERS = ("eager", "torch", "ours")
 _ROWS = 2048
 _QUANTITIES = ("loss", "d_hidden", "d_weight")

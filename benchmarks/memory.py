@@ -28,7 +28,7 @@ _GPU_TOKENS = tuple(1024 * 2**power for power in range(7))
 _CPU_TOKENS = tuple(256 * 2**power for power in range(5))
 _CPU_HIDDEN = 256
 # Not torch.compile: it compiles for a minute or more in all, and peaks where eager does or a little lower.
-_GPU_PROVIDERS = ("eager", "liger", "liger-fp32", "torch", "ours")
+_GPU_PROVIDERS = ("eager", "torch", *providers.PACKAGES, "ours")
 _CPU_PROVIDERS = ("eager", "torch", "ours")
 _WARM_UP = 2
 _COLORS = ("#d1495b", "#30638e", "#8a93a6", "#edae49", "#00798c", "#7b4b94")

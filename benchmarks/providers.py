@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,30 @@ from benchmarks.shapes import Shape, parse_bytes, parse_dtype
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-NAMES = ("eager", "compile", "torch", "liger", "liger-fp32", "ours")
+
+class Package(NamedTuple):
+    """A peer in a package: its name, where its function is, what that is called with beside the three operands, and
+    the compute capability that it needs."""
+
+    name: str
+    module: str
+    function: str
+    options: dict[str, Any]
+    capability: tuple[int, int] = (0, 0)
+
+
+_LIGER = "liger-kernel", "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
+_CCE = "cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy"
+PACKAGES = {
+    "liger": Package(*_LIGER, {}),
+    "liger-fp32": Package(*_LIGER, {"accum_dtype": torch.float32}),
+    # it chooses between its two ways by itself: scaled exponentials need sm_90, bf16 and a vocabulary divisible by 128
+    "quack": Package("quack-kernels", "quack.linear_cross_entropy", "chunked_linear_cross_entropy", {}, (9, 0)),
+    # by default blocks of the gradient of the logits that are all below 2.4e-4 (bf16) are left out
+    "cce": Package(*_CCE, {"impl": "cce"}, (8, 0)),
+    "cce-exact": Package(*_CCE, {"impl": "cce", "filter_eps": None}, (8, 0)),
+}
+NAMES = ("eager", "compile", "torch", *PACKAGES, "ours")
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -82,7 +105,7 @@ def build(spec: str, device: torch.device) -> Provider:
     name, options = parse_spec(spec)
     if name == "eager":
         return Provider(spec, name, eager)
-    makers = {"compile": _compiled, "torch": _torch_native, "liger": _liger, "liger-fp32": _liger}
+    makers = {"compile": _compiled, "torch": _torch_native} | dict.fromkeys(PACKAGES, _packaged)
     if name in makers:
         return Provider(spec, name, makers[name](name, device))
     return Provider(spec, name, functools.partial(_import_ours(options).linear_cross_entropy, **options), options)
@@ -131,18 +154,20 @@ def _torch_native(name: str, device: torch.device) -> Loss:
     return call
 
 
-def _liger(name: str, device: torch.device) -> Loss:
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise Unavailable("the package liger-kernel is not installed")
+def _packaged(name: str, device: torch.device) -> Loss:
+    package = PACKAGES[name]
     if device.type != "cuda":
-        raise Unavailable("liger-kernel needs a GPU")
+        raise Unavailable(f"{package.name} needs a GPU")
+    if torch.cuda.get_device_capability(device) < package.capability:
+        wanted = ".".join(map(str, package.capability))
+        raise Unavailable(f"{package.name} needs a GPU of compute capability {wanted} or newer")
     try:
-        module = importlib.import_module("liger_kernel.transformers.functional")
-        function = module.liger_fused_linear_cross_entropy
+        function = getattr(importlib.import_module(package.module), package.function)
     except Exception as error:  # whatever a foreign package raises on import, this provider alone is lost
-        raise Unavailable(f"liger-kernel did not import: {type(error).__name__}: {error}") from error
-    loss: Loss = functools.partial(function, accum_dtype=torch.float32) if name == "liger-fp32" else function
-    return loss
+        if isinstance(error, ModuleNotFoundError) and error.name == package.module.split(".")[0]:
+            raise Unavailable(f"the package {package.name} is not installed") from error
+        raise Unavailable(f"{package.name} did not import: {type(error).__name__}: {error}") from error
+    return functools.partial(function, **package.options)
 
 
 def _import_ours(options: dict[str, Any]) -> Any:
@@ -271,8 +296,9 @@ def _machine(device: torch.device) -> dict[str, Any]:
     with contextlib.suppress(ImportError):
         # the one that runs: another than the installed one may come before it on the path
         versions["triton"] = importlib.import_module("triton").__version__
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        versions["liger-kernel"] = importlib.metadata.version("liger-kernel")
+    for name in dict.fromkeys(package.name for package in PACKAGES.values()):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     if device.type == "cuda":
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
         name = torch.cuda.get_device_name(device)

@@ -23,7 +23,7 @@ SHAPES = (
 SMALL_TOKENS = (1, 64, 256, 1024)
 SMALL_ROWS = ("default", "logprobs")
 LARGE_VOCAB = 200_000  # where the default budget is more than 640 MiB
-PEERS = ("compile", "liger", "liger-fp32")
+PEERS = ("compile", *providers.PACKAGES)
 
 ONE, THREE, SUMMED = "1 product", "3 products", "3 products, add_"
 FLOORS = (ONE, THREE, SUMMED)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +76,74 @@ def test_provider_options_are_read():
 def test_bad_providers_are_refused(text):
     with pytest.raises(ValueError, match="provider"):
         providers.parse_spec(text)
+
+
+def chunked_linear_cross_entropy(
+    x, weight, target, chunk_size=4096, ignore_index=-100, reduction="mean", tuned=True, use_scaled_exp=None
+):
+    """With quack's signature and its demand on tokens."""
+    assert len(x) % 8 == 0, "tokens must be a multiple of 8"
+    return F.cross_entropy(x @ weight.T, target)
+
+
+def linear_cross_entropy(
+    e, c, targets, ignore_index=-100, softcap=None, reduction="mean", shift=False, filter_eps="high", impl=None
+):
+    """With Cut Cross-Entropy's signature; a sum where gradients are filtered, to tell the two providers apart."""
+    assert impl == "cce"
+    return F.cross_entropy(e @ c.T, targets, reduction="sum" if filter_eps else "mean")
+
+
+def liger_fused_linear_cross_entropy(input, weight, target, *, accum_dtype=None):
+    """A sum where gradients are not added in float32."""
+    return F.cross_entropy(input @ weight.T, target, reduction="mean" if accum_dtype else "sum")
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """Stand-ins of the peers' packages, and a GPU that is only said to be there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    made = (chunked_linear_cross_entropy, linear_cross_entropy, liger_fused_linear_cross_entropy)
+    stand_in = SimpleNamespace(**{function.__name__: function for function in made})
+    for package in providers.PACKAGES.values():
+        parts = package.module.split(".")
+        for end in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), stand_in)
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("quack", 1), ("cce", 48), ("cce-exact", 1), ("liger", 48), ("liger-fp32", 1)]
+)
+def test_peers_take_the_operands_and_their_own_options(packages, name, scale):
+    drawn = shapes.make_operands(SHAPE, torch.float32, CPU)
+    found = providers.build(name, packages).call(drawn.hidden, drawn.weight, drawn.target)
+    torch.testing.assert_close(found, scale * F.cross_entropy(drawn.hidden @ drawn.weight.T, drawn.target))
+
+
+def test_peers_that_cannot_run_say_why(packages, monkeypatch):
+    names = list(providers.PACKAGES)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert providers.resolve(names, packages)[1] == {
+        "quack": "quack-kernels needs a GPU of compute capability 9.0 or newer"
+    }
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)  # a ModuleNotFoundError of this name
+    monkeypatch.delitem(sys.modules, "liger_kernel.transformers.functional")  # its parent is a stand-in
+    skipped = providers.resolve(names, packages)[1]
+    assert skipped["cce"] == skipped["cce-exact"] == "the package cut-cross-entropy is not installed"
+    assert skipped["liger"].startswith("liger-kernel did not import: ")
+    assert set(providers.resolve(names, CPU)[1].values()) == {
+        f"{package.name} needs a GPU" for package in providers.PACKAGES.values()
+    }
+
+
+def test_a_shape_that_a_peer_refuses_is_a_row(packages):
+    setting = head.Setting(CPU, torch.float32, "random", "random", 1, (1.0,), memory=False)
+    ready, _ = providers.resolve(["quack", "cce"], packages)
+    with head.Watch(1) as watch:
+        rows = head.run_shape(shapes.Shape(44, 16, 320), setting, ready, watch)
+    assert [row["status"] for row in rows] == ["ok", "failed", "ok"]
+    assert rows[1]["provider"] == "quack" and "tokens must be a multiple of 8" in rows[1]["error"]
 
 
 def test_operands_repeat_and_peaked_targets_are_the_likeliest():
