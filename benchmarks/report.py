@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import providers
 from chunked_head import plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +36,8 @@ FILES = {
 NAMES = {
     "floor": "three matmuls alone", "ours": "**chunked_head**", "eager": "plain PyTorch", "compile": "torch.compile",
     "torch": "torch's own fused head", "liger": "Liger-Kernel", "liger-fp32": "Liger-Kernel, fp32 sums",
-    "quack": "quack", "cce": "Cut Cross-Entropy", "default": "**chunked_head**", "plain": "plain PyTorch",
+    "quack": "quack", "cce": "Cut Cross-Entropy", "cce-exact": "Cut Cross-Entropy, unfiltered",
+    "default": "**chunked_head**", "plain": "plain PyTorch",
     "ours:chunk_tokens=4096,accumulate_dtype=float32": "**chunked_head**, fp32 sums",
     "ours:accumulate_dtype=float32": "**chunked_head**, fp32 sums",
     "ours:memory_budget=64MiB": "**chunked_head** in 64 MiB", "half-skipped": "half of the tokens skipped",
@@ -53,7 +55,7 @@ NAMES = {
     "topk-alone": 'top-K distillation alone, `normalize="topk"`',
 }  # fmt: skip
 STREAMS = ("cross-entropy", "streams", "dense-kl")  # what is shown of the newest run of losses
-COLORS = ("#00798c", "#d1495b", "#edae49", "#30638e", "#7b4b94", "#5d6470")
+COLORS = ("#00798c", "#d1495b", "#edae49", "#30638e", "#7b4b94", "#5d6470", "#6a994e", "#bc6c25", "#e07a9b", "#3a3a3a")
 Points = Sequence[tuple[float, float]]
 
 
@@ -226,7 +228,7 @@ def plans() -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "heads": heads, "default": default, "losses": all_losses, "accuracy": accuracy, "memory": memory, "models": models,
-    "peers": lambda: matrix("peers", "row", ("default", "compile", "liger", "liger-fp32", "quack", "cce"),
+    "peers": lambda: matrix("peers", "row", ("default", "compile", *providers.PACKAGES),
                             lambda row: f"{row['ratios']['3 products']:.3f}"),
     "options": lambda: matrix("options", "row", ("half-skipped", "256MiB"), lambda row: f"{row['ratio']:.2f}"),
     "curves": curves, "parallel": parallel, "host": host, "cpu": cpu, "plans": plans,
@@ -262,12 +264,16 @@ def plot(title: str, across: str, up: str, lines: Mapping[str, Points], log: boo
             words = f"{value / 1024:g}K" if value >= 1024 else f"{value:g}"
             out.append(f'<path d="M{x:.0f} {y:.0f}{f"V{top}" if axis == 0 else f"H{wide - right}"}" stroke="#ddd"/>')
             out.append(text(x, y + 18, words) if axis == 0 else text(x - 6, y + 4, words, 'text-anchor="end"'))
+    labels = list[tuple[str, float, float]]()
     for index, (name, points) in enumerate(lines.items()):
         color, places = COLORS[index % len(COLORS)], [place(scale(x), scale(y)) for x, y in points]
         label, anchor = (wide - right + 12.0, top + 14.0 + 20 * index), "start"
         if len(points) == 1:  # beside the dot; ours on its left, where no other is
             anchor = "end" if "chunked_head" in name else "start"
             label = places[0][0] + (10 if anchor == "start" else -10), places[0][1] + 4
+            while any(side == anchor and abs(label[0] - x) < 160 and abs(label[1] - y) < 13 for side, x, y in labels):
+                label = label[0], label[1] - 13
+            labels.append((anchor, *label))
         drawn = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         out.append(f'<path d="M{drawn}" fill="none" stroke="{color}" stroke-width="2"/>')
         out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in places if len(places) < 20]

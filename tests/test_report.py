@@ -1,5 +1,7 @@
 """Numbers of README and docs/ are those of benchmarks/results: `python -m benchmarks report` makes them."""
 
+import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,12 @@ def test_a_changed_number_is_found(
     monkeypatch.setitem(report.FILES, "head", str(tmp_path / "head.json"))
     assert report.main(["--check"]) == 1
     assert "README.md" in capsys.readouterr().out
+
+
+def test_labels_of_near_dots_are_apart() -> None:
+    picture = report.plot("", "", "", {"one": [(50.0, 1.0)], "two": [(51.0, 1.0)], "three": [(52.0, 0.9)]})
+    found = [int(y) for y in re.findall(r'y="(\d+)" [^>]*font-weight="bold" text-anchor', picture)]
+    assert len(found) == 3 and all(abs(a - b) >= 12 for a, b in itertools.combinations(found, 2))
 
 
 def test_no_result_is_kept_that_nothing_shows() -> None:
