@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 NAMES = (
     "accuracy", "demo", "head", "host", "inside", "losses", "memory", "model_curves", "models", "parallel", "report",
-    "speed",
+    "sitting", "speed",
 )  # fmt: skip
 
 

@@ -283,7 +283,7 @@ def write_results(path: Path, benchmark: str, argv: Sequence[str], device: torch
         "benchmark": benchmark,
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *words]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         **_machine(device),
         **content,
     }
@@ -316,7 +316,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     return {"device": name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "versions": versions}
 
 
-def _commit() -> str:
+def commit() -> str:
     named = os.environ.get("CHUNKED_HEAD_COMMIT")
     if named:
         return named

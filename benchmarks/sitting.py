@@ -1,0 +1,91 @@
+"""The documentation's figures of one GPU anew, at one commit: `python -m benchmarks sitting`.
+
+Each part is a benchmark in a process of its own and writes the file that `python -m benchmarks report` reads. A part
+that fails, or takes twice its minutes, does not keep the others from running. All of them can be split over several
+runs on one machine (`--only`).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import providers
+
+_ALL = " ".join(f"--provider {name}" for name in (*providers.NAMES, "ours:accumulate_dtype=float32"))
+_FEW = "--provider eager --provider liger --provider quack --provider cce --provider ours"
+_THREE = "--shape 8192x4096x128256 --shape 8192x2048x128256 --shape 8192x1024x151936"
+_MIXES = "ce+entropy+accuracy", "grpo+z+metrics", "topk", "dense-kl", "jsd", "gspo"
+_SIX = " ".join(f"--workload {name}" for name in _MIXES)
+# by name: the file, about how many minutes an H200 takes, and the words; kernels are those of a GPU that a file names
+PARTS = {
+    "head": ("head-cuda.json", 2.0, f"head --shape 8192x4096x128256 --rounds 5 {_ALL}"),
+    "peers": ("speed-cuda-peers.json", 4.5, "speed --peers --rows default --rounds 3 --no-memory"),
+    "memory": ("memory-cuda.json", 0.8, f"memory --model llama3-8b {_FEW}"),
+    "host": ("host-cuda.json", 0.7, "host --rounds 1 --lengths 200"),
+    "speed": ("speed-cuda.json", 2.4, "speed --rows default into half-skipped 256MiB loss --rounds 3"),
+    "losses": ("losses-cuda.json", 3.8, "losses --rounds 3 --no-memory"),
+    "sm_80": ("speed-cuda-sm_80.json", 0.6, f"speed --rows default --rounds 3 --no-memory {_THREE}"),
+    "sm_80-losses": ("losses-cuda-sm_80.json", 0.6, f"losses {_SIX} --shape llama3-8b --rounds 3 --no-memory"),
+    "accuracy": ("accuracy-cuda.json", 1.3, "accuracy --upstream 1"),
+    "models": ("models-cuda.json", 1.0, "models --rounds 3"),
+    "curves": ("model_curves-cuda.json", 2.0, "model_curves"),
+}
+
+
+def run(name: str, folder: Path) -> list[str]:
+    """Run a part, its progress on the error stream; return what went wrong."""
+    file, minutes, words = PARTS[name]
+    output = folder / file
+    output.unlink(missing_ok=True)  # an older figure must not pass for a new one
+    command = [sys.executable, "-m", "benchmarks", *words.split(), "--output", str(output)]
+    environment = os.environ | ({"CHUNKED_HEAD_ARCH": "sm_80"} if "sm_80" in file else {})
+    try:
+        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=120 * minutes, check=False)
+        wrong = [f"exit status {done.returncode}"] if done.returncode else []
+    except subprocess.TimeoutExpired:
+        wrong = [f"cut after {120 * minutes:.0f} seconds"]
+    output.with_suffix(".png").unlink(missing_ok=True)
+    if not output.is_file():
+        return [*wrong, "no results"]
+    found = json.loads(output.read_text())
+    for row in found.get("rows", ()):
+        if row["status"] != "ok":
+            wrong.append(f"{row['provider']} at {row.get('shape', 'all')}: {row.get('error', row['status'])}")
+    return wrong + [f"without {who}: {reason}" for who, reason in found.get("skipped", {}).items()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the parts; return 1 where something went wrong or was left out."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks sitting", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="NAME", help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--list", action="store_true", help="say what would run, and for about how long")
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"), help="benchmarks/results")
+    args = parser.parse_args(argv)
+    names, said = args.only or list(PARTS), list[str]()
+    for name in names if args.list else ():
+        print(f"{name}: {PARTS[name][1]} minutes, {PARTS[name][0]}: {PARTS[name][2]}")
+    print(f"{len(names)} parts, about {sum(PARTS[name][1] for name in names):.1f} minutes", flush=True)
+    if args.list:
+        return 0
+    if not torch.cuda.is_available():
+        parser.error("no GPU is available here")
+    os.environ["CHUNKED_HEAD_COMMIT"] = providers.commit()  # before files change
+    for number, name in enumerate(names, 1):
+        print(f"{number} of {len(names)}, {name}: about {PARTS[name][1]} minutes", flush=True)
+        begin = time.monotonic()
+        wrong = run(name, args.output_dir.resolve())
+        said.append(f"{name}: {time.monotonic() - begin:.0f} seconds" + "".join(f"\n    {line}" for line in wrong))
+        print(said[-1], flush=True)
+    print("\n".join(["", "all parts:", *said]))
+    return int(any("\n" in text for text in said))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
