@@ -196,11 +196,17 @@ def test_a_stream_without_tokens(empty: tuple[int, ...]) -> None:
     torch.testing.assert_close(weight.grad, torch.autograd.grad(total, weight)[0])
 
 
-def test_under_an_activation_checkpoint() -> None:
+@pytest.mark.parametrize("waits", [0, 1, 2])
+def test_under_an_activation_checkpoint(waits: int) -> None:
+    """``waits``: streams whose gradients are made in backward, of tensors that a checkpoint gives once."""
     hidden, weight, _, target = made(torch.float32, count=2)
+    loss = [losses.gspo() if i < waits else losses.cross_entropy() for i in range(2)]
+    batch = {"advantages": torch.ones(2, LINE), "segments": torch.arange(2)[:, None].expand(2, LINE)}
 
     def run(first: Tensor, second: Tensor, weight: Tensor) -> Tensor:
-        return linear_loss([first * 1.0, second], weight, target, losses.cross_entropy(), chunk_tokens=CHUNK).loss
+        return linear_loss(
+            [first * 1.0, second], weight, target, loss, batch=batch, num_segments=2, chunk_tokens=CHUNK
+        ).loss
 
     run(*hidden, weight).backward()
     expected = grads_of(weight, *hidden)

@@ -59,12 +59,12 @@ class StreamsLoss(torch.autograd.Function):
             return None, None, None, None, *[None] * len(ctx.made)
         made, grads, buffer = ctx.made, ctx.grads, ctx.buffer
         ctx.grads, ctx.buffer = [None] * len(made), None
-        if any(one.exchanges for one in made):
-            ctx.saved_tensors  # noqa: B018  (as ``HeadLoss`` does)
         for one in made:
             if one.gradient_buffer is not None:
                 one.gradient_buffer.check_there()
         late = [i for i, one in enumerate(made) if grads[i] is None and one.plan.sizes.any_grad]
+        # once: an activation checkpoint gives them no second time. Where ranks exchange, as ``HeadLoss`` does
+        saved = ctx.saved_tensors if late or any(one.exchanges for one in made) else ()
         of_hidden: list[Tensor | None] = [None] * len(made)
         of_bias: list[Tensor] = []
         of_weight: Tensor | None = None
@@ -79,8 +79,8 @@ class StreamsLoss(torch.autograd.Function):
                 expected = next(one.expected for i, one in enumerate(made) if i not in late)
                 made[0].backend.scale_([buffer.buffer], expected._replace(gain=None).factors(given))
             for i in late:
-                buffer = buffer or ctx.streams.buffer(ctx.saved_tensors[0])
-                of_hidden[i], marker, bias = made_late(ctx, i, buffer, given)
+                buffer = buffer or ctx.streams.buffer(saved[0])
+                of_hidden[i], marker, bias = made_late(ctx, saved, i, buffer, given)
                 of_weight = marker if marker is not None else of_weight
                 of_bias += [] if bias is None else [bias]
             if buffer is not None:
@@ -104,11 +104,13 @@ def without_weight(made: Forward, grads: Gradients) -> Forward:
     return made
 
 
-def made_late(ctx: Any, i: int, buffer: StreamsBuffer | None, given: Tensor) -> tuple[Tensor | None, ...]:
+def made_late(
+    ctx: Any, saved: Sequence[Tensor], i: int, buffer: StreamsBuffer | None, given: Tensor
+) -> tuple[Tensor | None, ...]:
     """A stream's gradients once the upstream gradient is known: its own logits are computed again."""
-    made, (weight, bias, *saved) = ctx.made[i], ctx.saved_tensors
+    made, (weight, bias, *others) = ctx.made[i], saved
     count, first = len(ctx.made), sum(ctx.counts[:i])
-    hidden, own = saved[i], saved[count + first : count + first + ctx.counts[i]]
+    hidden, own = others[i], others[count + first : count + first + ctx.counts[i]]
     call, stats = made.later([hidden, weight, bias, *own])
     if buffer is not None:
         # blocks of tokens add to it, and there may be many of them
