@@ -94,6 +94,8 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
             f"{where} is a DTensor; pass .to_local(): of this rank's tokens, of a teacher's vocabulary its part as the "
             "student's is split"
         )
+    if value.layout != torch.strided:
+        raise TypeError(f"{where} must be a dense tensor, got layout {value.layout}; pass .to_dense()")
     if value.device != frame.device:
         raise ValueError(f"{where} is on {value.device}, the target's rows on {frame.device}; move one of them")
     if value.requires_grad:

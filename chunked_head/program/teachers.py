@@ -37,7 +37,7 @@ def check_dense_teacher(
     if "teacher_hidden" not in wanted:
         return None
     hidden, weight, bias = batch["teacher_hidden"], batch["teacher_weight"], batch.get("teacher_bias")
-    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or 0 in weight.shape:
         raise ValueError(
             f"batch['teacher_weight'] must be [vocabulary, {hidden.shape[-1]}], the width of teacher_hidden, got "
             f"{tuple(weight.shape)}"
