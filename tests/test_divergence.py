@@ -213,3 +213,33 @@ def test_a_teacher_under_autocast(place: Place, wide: tuple[str, ...]) -> None:
     assert cast[0] - cast[1] == teacher["teacher_weight"].numel() * 2
     with pytest.raises(TypeError, match=r"'\] must have the dtype of teacher_hidden, .* run under torch\.autocast"):
         linear_divergence(hidden, weight, **{**teacher, "teacher_bias": teacher["teacher_bias"].double()})
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["lk", "tvd"])
+@pytest.mark.parametrize("half", [False, True])
+def test_hardly_any_overlap(half: bool, kind: str, place: Place) -> None:
+    """A drafter that is sure of other ids than its verifier: the slope of the overlap's logarithm is a difference of
+    numbers near 1 by so little."""
+    dtype = torch.float16 if half else torch.float32
+    made = torch.Generator().manual_seed(0)
+    weight = torch.randn(400, HIDDEN, generator=made) / HIDDEN**0.5
+    hidden = torch.stack([5 * weight[5 * i : 5 * i + 5].sum(0) for i in range(16)])
+    hidden = hidden + 0.5 * torch.randn(16, HIDDEN, generator=made)
+    hidden, teacher, weight = (t.to(place.device, dtype) for t in (hidden, 3.5 * hidden.flip(0), weight))
+    batch = {"teacher_hidden": teacher, "teacher_weight": weight}
+
+    def grads(wide: torch.dtype | None) -> list[Tensor]:
+        leaves = [t.to(wide or dtype).clone().requires_grad_() for t in (hidden, weight)]
+        if wide is None:
+            value = linear_loss(*leaves, None, getattr(losses, kind)(), batch=batch, backend=place.backend).loss
+        else:
+            x, y = leaves[0] @ leaves[1].t(), teacher.to(wide) @ weight.to(wide).t()
+            p, q = (z.to(torch.promote_types(wide, torch.float32)).softmax(-1) for z in (x, y))
+            overlap = torch.minimum(p, q).sum(-1)
+            assert overlap.amin() < 1e-3 and overlap.amax() < 0.1
+            value = (-overlap.log() if kind == "lk" else (p - q).abs().sum(-1) / 2).mean()
+        return list(torch.autograd.grad(value, leaves))
+
+    for ours, eager, truth in zip(grads(None), grads(dtype), grads(torch.float64), strict=True):
+        assert_within_budget(ours, eager, truth, dtype, kind)

@@ -12,7 +12,7 @@ from torch import Tensor
 LOG_FLOOR = -1e4
 
 # of a dense teacher beside the student: sums over columns, made once the softmaxes of the whole vocabulary are known
-PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "sign", "overlap")
+PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "below", "overlap")
 
 Vectors = TypeVar("Vectors", "RowStats", "Coefficients")
 
@@ -101,7 +101,7 @@ class RowStats:
     ``logprob``: of the target, 0 where a row does not count. ``target_logit``: anything where it does not.
     ``weighted_sum``: ``sum(omega * x)``, omega the class weights or 1. ``top``, ``argmax``: the largest logit and the
     first column that has it. ``column_logits`` [tokens, K]. ``*2``: at the second view. With a teacher ``q`` and
-    ``m = beta q + (1 - beta) p``: ``kl_mixture`` is KL(p || m), ``sign`` is ``sum p sign(p - q)``, ``overlap``
+    ``m = beta q + (1 - beta) p``: ``kl_mixture`` is KL(p || m), ``below`` is ``sum p (1 - sign(p - q))``, ``overlap``
     ``sum min(p, q)``.
     """
 
@@ -132,7 +132,7 @@ class RowStats:
     kl_mixture: Tensor | None = None
     jsd: Tensor | None = None
     tvd: Tensor | None = None
-    sign: Tensor | None = None
+    below: Tensor | None = None
     overlap: Tensor | None = None
 
     @classmethod
@@ -177,7 +177,7 @@ def vector_names(demand: Demand) -> tuple[str, ...]:
             "teacher_start": True, "teacher_rest": True, "teacher_top": pairing.top, "forward_kl": pairing.forward_kl,
             "reverse_kl": pairing.reverse_kl, "teacher_entropy": pairing.entropy,
             "kl_mixture": pairing.beta is not None, "jsd": pairing.beta is not None, "tvd": pairing.tvd,
-            "sign": pairing.tvd or pairing.overlap, "overlap": pairing.overlap,
+            "below": pairing.tvd or pairing.overlap, "overlap": pairing.overlap,
         }  # fmt: skip
     always = ("lse", "start", "rest", "logprob", "target_logit")
     return *always, *(name for name, here in wanted.items() if here)

@@ -1,7 +1,7 @@
 """The gradient of raw logits, as a function of values: every kernel that makes gradients calls it.
 
     g_j = p_j (alpha + eta log p_j) + [the same at a second temperature] - beta 1[j = target] - kappa omega_j
-        - gamma q_j - rho p_j log q_j + tau p_j (log p_j - log m_j) + theta p_j sign(p_j - q_j)
+        - gamma q_j - rho p_j log q_j + tau p_j (log p_j - log m_j) + theta p_j (sign(p_j - q_j) - 1)
 
 with q a teacher's softmax and m a mixture of p and q; then times the slope of scale and cap. A term whose factor is
 None is absent, and no code is generated for it.
@@ -58,7 +58,7 @@ def teacher_terms(
     if tau is not None:
         grad += tl.where(p > 0.0, tau * p * (log_p - log_mixture(log_q, log_p, LOG_BETA, LOG_REST)), 0.0)
     if theta is not None:
-        grad += theta * tl.where(p > q, p, tl.where(p < q, -p, 0.0))
+        grad -= theta * tl.where(p > q, 0.0, tl.where(p < q, 2.0 * p, p))
     return grad
 
 

@@ -196,7 +196,7 @@ def pair_stats(
     kl_mixture: torch.Tensor | None,
     jsd: torch.Tensor | None,
     tvd: torch.Tensor | None,
-    sign: torch.Tensor | None,
+    below: torch.Tensor | None,
     overlap: torch.Tensor | None,
     student: Stored,
     start: torch.Tensor,
@@ -212,7 +212,7 @@ def pair_stats(
     rows = student.logits.shape[0]
     block = min(row_block(columns)[0], 2048)
     pair_stats_kernel[(rows,)](
-        forward_kl, reverse_kl, teacher_entropy, kl_mixture, jsd, tvd, sign, overlap,
+        forward_kl, reverse_kl, teacher_entropy, kl_mixture, jsd, tvd, below, overlap,
         student.logits, student.offset, student.bias, start, rest,
         teacher.logits, teacher.offset, teacher.bias, teacher_start, teacher_rest,
         strip_stride(student, teacher), columns, student.logits.stride(0), teacher.logits.stride(0),

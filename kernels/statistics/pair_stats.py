@@ -19,7 +19,7 @@ def pair_stats_kernel(
     kl_mixture_ptr,  # KL(p || m), m = beta q + (1 - beta) p
     jsd_ptr,  # beta KL(q || m) + (1 - beta) KL(p || m)
     tvd_ptr,  # sum |p - q| / 2
-    sign_ptr,  # sum p sign(p - q)
+    below_ptr,  # sum p (1 - sign(p - q))
     overlap_ptr,  # sum min(p, q)
     # inputs: p
     logits_ptr,  # [rows, columns or more]
@@ -70,7 +70,7 @@ def pair_stats_kernel(
     p_to_mixture = tl.zeros((BLOCK,), dtype=tl.float32)
     q_to_mixture = tl.zeros((BLOCK,), dtype=tl.float32)
     variation = tl.zeros((BLOCK,), dtype=tl.float32)
-    sign = tl.zeros((BLOCK,), dtype=tl.float32)
+    below = tl.zeros((BLOCK,), dtype=tl.float32)
     overlap = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, columns, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -104,8 +104,8 @@ def pair_stats_kernel(
             variation += 0.5 * tl.abs(p - q)
         if overlap_ptr is not None:
             overlap += tl.minimum(p, q)
-        if sign_ptr is not None:
-            sign += tl.where(p > q, p, tl.where(p < q, -p, 0.0))
+        if below_ptr is not None:
+            below += tl.where(p > q, 0.0, tl.where(p < q, 2.0 * p, p))
     if forward_kl_ptr is not None:
         tl.store(forward_kl_ptr + row, tl.sum(forward, 0))
     if reverse_kl_ptr is not None:
@@ -120,5 +120,5 @@ def pair_stats_kernel(
         tl.store(tvd_ptr + row, tl.sum(variation, 0))
     if overlap_ptr is not None:
         tl.store(overlap_ptr + row, tl.sum(overlap, 0))
-    if sign_ptr is not None:
-        tl.store(sign_ptr + row, tl.sum(sign, 0))
+    if below_ptr is not None:
+        tl.store(below_ptr + row, tl.sum(below, 0))

@@ -163,8 +163,8 @@ class TorchSession(AddsDlogits):
                 sums["tvd"] += (p - q).abs().sum(1) / 2
             if "overlap" in wanted:
                 sums["overlap"] += torch.minimum(p, q).sum(1)
-            if "sign" in wanted:
-                sums["sign"] += (p * (p - q).sign()).sum(1)
+            if "below" in wanted:
+                sums["below"] += (p * (1 - (p - q).sign())).sum(1)
         for name, value in sums.items():
             wanted[name].copy_(value)
 

@@ -35,7 +35,7 @@ def teacher_terms(log_p: Tensor, log_q: Tensor, c: Coefficients, beta: float | N
         assert beta is not None
         grad += torch.where(p > 0, c.tau[:, None] * p * (log_p - log_mixture(log_q, log_p, beta)), 0.0)
     if c.theta is not None:
-        grad += c.theta[:, None] * p * (p - q).sign()
+        grad += c.theta[:, None] * p * ((p - q).sign() - 1)
     return grad
 
 

@@ -73,7 +73,7 @@ class KernelSession(AddsDlogits):
         start, rest = (out.start2, out.rest2) if pairing.view else (out.start, out.rest)
         assert start is not None and rest is not None
         statistics.pair_stats(
-            out.forward_kl, out.reverse_kl, out.teacher_entropy, out.kl_mixture, out.jsd, out.tvd, out.sign,
+            out.forward_kl, out.reverse_kl, out.teacher_entropy, out.kl_mixture, out.jsd, out.tvd, out.below,
             out.overlap,
             self.stored, start, rest, ratio_of(demand.views[pairing.view].ratio),
             self.teacher_stored, out.teacher_start, out.teacher_rest,

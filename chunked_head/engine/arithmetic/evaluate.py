@@ -244,7 +244,9 @@ def coefficients_of(
         d KL(q || p) = p - q,   d KL(p || q) = p (log p - log q - KL),   d JSD = (1 - b) p (log p - log m - KL(p || m)),
         d TVD = p (sign(p - q) - sum p sign) / 2 = -d overlap,   d x_k = 1[k]
 
-    each times the ratio of the softmax's temperature to that of the logits (inverse).
+    each times the ratio of the softmax's temperature to that of the logits (inverse). Where p and q hardly overlap,
+    sign and its mean are both nearly 1, and the logarithm of the overlap has their difference as its slope: 1 is taken
+    out of both beforehand (``below``), since probabilities of rounded logits do not quite add up to it.
     """
     total: dict[str, Tensor] = {}
 
@@ -283,11 +285,11 @@ def coefficients_of(
             g = (1.0 - structure.pairing.beta) * r * grads["jsd"]
             add("alpha" + suffix, -g * leaves["kl_mixture"])
             add("tau", g)
-        for name, sign in (("tvd", 0.5), ("overlap", -0.5)):
+        for name, half in (("tvd", 0.5), ("overlap", -0.5)):
             if name not in grads:
                 continue
-            g = sign * r * grads[name]
-            add("alpha" + suffix, -g * leaves["sign"])
+            g = half * r * grads[name]
+            add("alpha" + suffix, g * leaves["below"])
             add("theta", g)
     return total
 
