@@ -1,14 +1,16 @@
-"""README and docs/: every Python block runs by itself, and every link leads somewhere.
+"""README and docs/: every Python block and every notebook runs by itself, and every link leads somewhere.
 
 A block that cannot run here (it needs several GPUs, a download) says so in its fence, as readers see it too:
 fence: python title="Not run by the tests: needs a download"``.
 """
 
+import json
 import linecache
 import os
 import random
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +22,7 @@ import chunked_head
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 MULTI = re.MULTILINE | re.DOTALL
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)(?P=ticks) *$", MULTI)
 NOT_RUN = re.compile(r'title="Not run by the tests: (needs [^"]{5,})"')
@@ -70,13 +73,37 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.update(environment)
 
 
-@pytest.mark.parametrize("block", RUN, ids=lambda block: block.name)
-def test_block_runs(block: Block, newcomer: None) -> None:
-    """With the text of the page at its lines, as tracebacks and ``inspect.getsource`` look for it."""
-    name = f"<{block.name}>"
-    source = "\n" * (block.line - 1) + block.code
+def execute(name: str, source: str) -> None:
+    """With the text where tracebacks and ``inspect.getsource`` look for it."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     exec(compile(source, name, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", RUN, ids=lambda block: block.name)
+def test_block_runs(block: Block, newcomer: None) -> None:
+    execute(f"<{block.name}>", "\n" * (block.line - 1) + block.code)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.name)
+def test_notebook_runs(notebook: Path, newcomer: None) -> None:
+    """All cells one after the other; readers are told seconds."""
+    cells = json.loads(notebook.read_text())["cells"]
+    begun = time.thread_time()
+    execute(f"<{notebook.name}>", "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code"))
+    assert time.thread_time() - begun < 10
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.name)
+def test_notebook_is_tidy(notebook: Path) -> None:
+    """As Jupyter writes it, without outputs, so that a change shows what was changed."""
+    text = notebook.read_text()
+    made = json.loads(text)
+    assert text == json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+    assert (made["nbformat"], made["nbformat_minor"]) == (4, 5)
+    assert set(made["metadata"]) == {"kernelspec", "language_info"}
+    assert len({cell["id"] for cell in made["cells"]}) == len(made["cells"])
+    for cell in made["cells"]:
+        assert not cell["metadata"] and not cell.get("outputs") and cell.get("execution_count") is None
 
 
 def test_blocks_that_do_not_run_say_why_and_are_few() -> None:
@@ -88,7 +115,7 @@ def test_blocks_that_do_not_run_say_why_and_are_few() -> None:
 
 def anchors(page: Path) -> set[str]:
     """Of a page's headings, as the site makes them; GitHub's are the same where no two separators follow each other."""
-    text = FENCE.sub("", page.read_text())
+    text = prose(page)
     found: set[str] = set()
     for heading in re.findall(r"^#+ +(.+?)\s*$", text, re.M):
         words = re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)).strip().lower()
@@ -96,9 +123,16 @@ def anchors(page: Path) -> set[str]:
     return found | set(re.findall(r'id="([\w-]+)"', text))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def prose(page: Path) -> str:
+    if page.suffix == ".ipynb":
+        cells = json.loads(page.read_text())["cells"]
+        return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return FENCE.sub("", page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES + NOTEBOOKS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
-    for link in LINK.findall(FENCE.sub("", page.read_text())):
+    for link in LINK.findall(prose(page)):
         if link.startswith(("http://", "https://", "mailto:")):
             continue
         path, _, anchor = link.partition("#")
@@ -111,7 +145,7 @@ def test_links(page: Path) -> None:
 
 def test_names_in_the_text_exist() -> None:
     """``losses.gspo``, ``weights.sequence_mean`` and others, in tables too."""
-    for page in PAGES:
+    for page in PAGES + NOTEBOOKS:
         for module, name in re.findall(r"\b(?<![\w./])(losses|metrics|weights)\.(?!md\b)([a-z]\w*)", page.read_text()):
             assert hasattr(getattr(chunked_head, module), name), f"{page.relative_to(ROOT)}: {module}.{name}"
 
@@ -124,6 +158,7 @@ def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     named = set(re.findall(r"[\w/-]+\.md", text))
     pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if ROOT / "docs" in page.parents}
+    pages |= {str(page.relative_to(ROOT / "docs").with_suffix(".md")) for page in NOTEBOOKS}
     assert pages == named
 
 
