@@ -115,7 +115,7 @@ def test_the_sweep_writes_its_table_and_its_outcomes(tmp_path: Any) -> None:
     assert sweep.main([*names, "--json", str(outcomes)]) == 0
     read = report.Sweep.of(json.loads(outcomes.read_text()))
     assert [one.verdict for one in read.outcomes] == ["refused", "fused"]
-    assert "| `LlamaForCausalLM` | `lm_head` |" in table.read_text() and "FSMT" in table.read_text()
+    assert "| nothing | `LlamaForCausalLM` |" in table.read_text() and "FSMT" in table.read_text()
     assert sweep.main(["--only", "NoSuchClass"]) == 2
 
 

@@ -1,7 +1,8 @@
 """What a sweep of the zoo came to: a table on the terminal, ``docs/zoo.md``, and what there is to complain of."""
 
 import json
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,15 +102,18 @@ def not_fused(sweep: Sweep) -> list[str]:
 
 def every_class(sweep: Sweep) -> list[str]:
     """A section of what is fused, by what stands between head and loss."""
-    lines = [f"## Fused in {sweep.version}", "", "| class | head | between head and loss |", "|---|---|---|"]
-    fused = [one for one in sweep.outcomes if one.verdict == "fused"]
-    return lines + [f"| `{one.name}` | `{one.head}` | {plainly(one.tail)} |" for one in fused]
+    fused: dict[str, list[str]] = defaultdict(list)
+    for one in sweep.outcomes:
+        if one.verdict == "fused":
+            fused[plainly(one.tail)].append(f"`{one.name}`")
+    lines = [f"## Fused in {sweep.version}", "", "| between head and loss | classes |", "|---|---|"]
+    return lines + [f"| {tail or 'nothing'} | {', '.join(fused[tail])} |" for tail in sorted(fused)]
 
 
 def plainly(tail: str) -> str:
-    """A tail without what it has not."""
+    """A tail without what it has not, and without numbers, which the zoo chose."""
     parts = [part for part in tail.split(", ") if part not in ("scale 1", "no softcap")]
-    return ", ".join(parts)
+    return re.sub(r" to \d+| [\d.]+|\d+ ", "", ", ".join(parts)).replace("(s)", "s")
 
 
 def cell(text: str) -> str:
@@ -117,15 +121,18 @@ def cell(text: str) -> str:
 
 
 INTRODUCTION = """
-What `patch_model` does with every class of transformers {versions} that has a head over a
-vocabulary: each is built small from its configuration alone, with scales, caps, biases and router losses that are not
-neutral, and run with labels, with `num_items_in_batch` too, and in evaluation: as it is, patched, and unpatched again.
-`PYTHONPATH=tests python -m zoo --output docs/zoo.md` writes this file.
+This page says what `patch_model` does with every class of transformers {versions} that has a head over a
+vocabulary. A test builds a small model of each class from its configuration, with scales, caps, biases and router
+losses that change the loss. It runs each model with labels, with `num_items_in_batch`, and in evaluation, and does so
+three times: plain, patched, and unpatched again. `PYTHONPATH=tests python -m zoo --output docs/zoo.md` writes this
+page.
 
-- fused: the loss is computed without logits; relative errors against the unpatched model below {loss:g} (loss) and
-  {gradient:g} (every parameter's gradient), the same parameters with gradients, the same logits in evaluation;
-- materialised: likewise, and logits are computed after all, with a warning;
-- refused: left as it is, with a warning that says why;
-- not built: the zoo cannot make a small one; nothing is known;
-- no labels: its forward takes none, or makes no loss of them.
+- **fused**: the loss is computed without logits. Its relative error against the unpatched model is below {loss:g}, and
+  that of every parameter's gradient below {gradient:g}. The same parameters have gradients, and evaluation gives the
+  same logits.
+- **materialised**: the same, but the logits are computed, with a warning.
+- **refused**: the model stays as it is, with a warning that says why.
+- **WRONG**: a value, a gradient or a parameter differs. No class may be wrong.
+- **not built**: the test cannot build a small model of this class, so nothing is known about it.
+- **no labels**: the forward takes no labels, or computes no loss from them.
 """
