@@ -17,7 +17,7 @@ SMOKE := $(VENV)-smoke
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train a small model with both heads and compare loss, memory and time (two minutes)
 	$(BIN)/python -m benchmarks.demo
@@ -69,7 +69,7 @@ $(READY): pyproject.toml .ci/constraints.txt
 # tests/frameworks; `make test-frameworks FRAMEWORKS=lm_eval` for one. Not in CI: each environment is gigabytes.
 FRAMEWORKS ?= $(patsubst tests/frameworks/%.txt,%,$(wildcard tests/frameworks/*.txt))
 .PHONY: test-frameworks $(FRAMEWORKS:%=test-framework-%)
-test-frameworks: $(FRAMEWORKS:%=test-framework-%)
+test-frameworks: $(FRAMEWORKS:%=test-framework-%)  ## test each framework's integration with the versions it names (gigabytes)
 
 $(FRAMEWORKS:%=test-framework-%): test-framework-%: $(VENV)-%/.ready
 	HF_HUB_OFFLINE=1 $(VENV)-$*/bin/python -m pytest -q tests/frameworks/test_$*.py
