@@ -266,6 +266,276 @@ def test_metrics_of_drafters(loss: losses.Losses, given: str, place: Place) -> N
         )
 
 
+TEACHES = {
+    "forward": [Term(1.0, "forward_kl")],
+    "reverse": [Term(1.0, "reverse_kl"), Term(0.3, "cross_entropy")],
+    "jsd": [Term(0.7, "jsd", {"beta": 0.3, "temperature": 1.7}), Term(0.2, "cross_entropy")],
+    "lk": [Term(1.0, "lk", {"form": "hybrid", "eta": 1.0})],
+    "tvd": [Term(1.0, "tvd", {"teacher_softcap": 6.0, "teacher_logit_scale": 0.8})],
+}
+MET = {"one": (0, 0, 0), "ahead": (0, 1, 2), "back": (3, 0, 20)}  # where each stream's rows begin among the teacher's
+WIDTH = 18
+
+
+def taught(
+    dtype: torch.dtype, device: str, met: tuple[int, ...], width: int = WIDTH
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor, dict[str, Any]]:
+    """The same with a teacher's rows as slices of one tensor, nan where they count for no stream; masks differ."""
+    hidden, weight, bias, target = made(dtype, device)
+    g = torch.Generator().manual_seed(13)
+    rows = torch.randn(2 * LINE + max(met), width, generator=g)
+    mask = torch.rand(3, 2, LINE, generator=g) < 0.8
+    counts = torch.zeros(len(rows), dtype=torch.bool)
+    for i, begin in enumerate(met):
+        there = F.pad(mask[i] & (target.cpu() != -100), (0, i + 1))[:, i + 1 :]
+        counts[begin : begin + 2 * LINE] |= there.flatten()
+    rows = torch.where(counts[:, None], rows, torch.nan).to(device, dtype)
+    batch = {
+        "teacher_hidden": [rows[begin : begin + 2 * LINE].view(2, LINE, width) for begin in met],
+        "teacher_weight": torch.randn(VOCAB - 4, width, generator=g).mul(0.4).to(device, dtype),
+        "teacher_bias": torch.randn(VOCAB - 4, generator=g).mul(0.2).to(device, dtype),
+        "mask": list(mask.to(device)),
+    }
+    return hidden, weight, bias, target, batch
+
+
+@pytest.fixture
+def teacher_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows of a teacher's logits each of its matmuls in a forward pass has made."""
+    from chunked_head.backends.torch.session import TorchSession
+    from chunked_head.backends.triton.logits import LogitsSession
+    from chunked_head.backends.triton.relative import RelativeSession
+
+    found: list[int] = []
+
+    def counted(kind: type, name: str) -> None:
+        plain = getattr(kind, name)
+
+        def counts(self: Any, rows: Any, *others: Any) -> Any:
+            found.append(len(rows.target))
+            return plain(self, rows, *others)
+
+        monkeypatch.setattr(kind, name, counts)
+
+    counted(TorchSession, "teacher_logits")
+    counted(LogitsSession, "store_teacher")
+    counted(RelativeSession, "store_teacher")
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("teaches", "met", "kind"),
+    [
+        ("forward", "one", "32 bits"), ("reverse", "ahead", "32 bits"), ("jsd", "back", "32 bits"),
+        ("lk", "ahead", "32 bits"), ("tvd", "one", "32 bits"), ("forward", "ahead", "one chunk"),
+        ("reverse", "back", "small chunks"), ("forward", "ahead", "16 bits"), ("jsd", "back", "16 bits"),
+        ("forward", "one", "16 bits, odd teacher"), ("jsd", "ahead", "16 bits, one chunk"),
+        ("lk", "back", "twice"), ("reverse", "ahead", "frozen head"), ("jsd", "ahead", "one frozen"),
+    ],
+)  # fmt: skip
+def test_a_teacher_in_common(teaches: str, met: str, kind: str, place: Place, teacher_rows: list[int]) -> None:
+    """Its logits are made once, but for a stream whose hidden states take no gradient."""
+    half = torch.bfloat16 if place.device == "cuda" else torch.float16
+    dtype, terms, begins = half if "16 bits" in kind else torch.float32, TEACHES[teaches], MET[met]
+    width = WIDTH if "odd" in kind or dtype == torch.float32 else 16
+    hidden, weight, bias, target, batch = taught(dtype, place.device, begins, width)
+    given = list(hidden)
+    if kind == "one frozen":
+        given[1] = hidden[1].detach()
+    head = (weight.detach(), bias.detach()) if kind == "frozen head" else (weight, bias)
+    chunk = 7 if kind == "small chunks" else None if "one chunk" in kind else CHUNK
+    out = linear_loss(
+        given, head[0], target, loss_of(terms), bias=head[1], shift=(1, 2, 3), stream_weights=WEIGHTS, batch=batch,
+        chunk_tokens=chunk, backend=place.backend, metrics=[metrics.agreement()],
+    )  # fmt: skip
+    base, tokens = 2 * LINE + max(begins), 2 * LINE
+    apart = [1] if kind == "one frozen" else []
+    if apart:
+        base = tokens + max(begins[0], begins[2]) - min(begins[0], begins[2])
+    assert sum(teacher_rows) == base + tokens * len(apart)
+    assert [("once for" in stream.plan.note) for stream in out.streams] == [i not in apart for i in range(3)]
+    if "one chunk" in kind:
+        assert len(teacher_rows) == 1
+    if kind == "twice":
+        (out.loss * UPSTREAM).backward(retain_graph=True)
+        once = grads_of(weight, bias, *hidden)
+    (out.loss * UPSTREAM).backward()
+    leaves = [leaf for leaf in (*head, *given) if leaf.requires_grad]
+    ours = [out.loss.detach(), *grads_of(*leaves)]
+    truth, eager = (of_full_logits(teaches, begins, width, dtype, place, wide, leaves, given, head)
+                    for wide in (torch.float64, dtype))  # fmt: skip
+    for i, own in enumerate(ours):
+        precision = torch.promote_types(dtype, torch.float32) if i == 0 else dtype
+        assert_within_budget(own, eager[i], truth[i], precision, f"{i}")
+        if kind == "twice" and i:
+            assert_within_budget(once[i - 1], eager[i], truth[i], dtype, f"{i}, of the first backward")
+
+
+def of_full_logits(
+    teaches: str, begins: tuple[int, ...], width: int, dtype: torch.dtype, place: Place, wide: torch.dtype,
+    leaves: list[Tensor], given: list[Tensor], head: tuple[Tensor, Tensor],
+) -> list[Tensor]:  # fmt: skip
+    *_, target, batch = taught(dtype, place.device, begins, width)
+    copies = {id(one): one.detach().to(wide).requires_grad_(one.requires_grad) for one in (*given, *head)}
+    total = torch.zeros((), dtype=wide, device=place.device)
+    for i, (states, factor) in enumerate(zip(given, WEIGHTS, strict=True)):
+        own = {name: value[i] if isinstance(value, list) else value for name, value in batch.items()}
+        own = {name: value.to(wide) if value.is_floating_point() else value for name, value in own.items()}
+        loss, _ = reference.linear_loss(
+            copies[id(states)], copies[id(head[0])], target, TEACHES[teaches], bias=copies[id(head[1])], shift=i + 1,
+            batch=own,
+        )  # fmt: skip
+        total = total + factor * loss
+    (total * UPSTREAM).backward()
+    return [total.detach(), *grads_of(*(copies[id(leaf)] for leaf in leaves))]
+
+
+def one_by_one(
+    hidden: list[Tensor], weight: Tensor, bias: Tensor, target: Tensor, loss: Any, batch: dict[str, Any], **options: Any
+) -> list[Any]:
+    """A call for each stream."""
+    made = []
+    for i, states in enumerate(hidden):
+        own = {name: value[i] if isinstance(value, list) else value for name, value in batch.items()}
+        made.append(linear_loss(states, weight, target, loss, bias=bias, shift=i + 1, batch=own, **options))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["no gradient", "checkpoint", "a buffer of the caller's", "temperature"])
+def test_a_teacher_in_common_as_a_call_for_each(kind: str, teacher_rows: list[int]) -> None:
+    hidden, weight, bias, target, batch = taught(torch.float32, "cpu", MET["ahead"])
+    loss = losses.lk() + 0.5 * losses.cross_entropy()
+    measured = [metrics.acceptance(), metrics.agreement(), metrics.entropy()]
+    options: dict[str, Any] = {"chunk_tokens": CHUNK, "temperature": 0.6} if kind == "temperature" else {}
+    others = one_by_one(hidden, weight, bias, target, loss, batch, metrics=measured, **options)
+    expected = sum(factor * other.loss for factor, other in zip(WEIGHTS, others, strict=True))
+    expected.backward()
+    of_weight, *of_hidden = grads_of(weight, *hidden)
+    buffer = torch.zeros(VOCAB, HIDDEN)
+    into = {"accumulate_into": buffer} if kind == "a buffer of the caller's" else {}
+    seen: list[Any] = []
+
+    def run(*given: Tensor) -> Tensor:
+        out = linear_loss(
+            list(given), weight, target, loss, bias=bias, shift=(1, 2, 3), stream_weights=WEIGHTS, batch=batch,
+            metrics=[*measured, metrics.accepted_length()], **options, **into,
+        )  # fmt: skip
+        seen.append(out)
+        return out.loss
+
+    teacher_rows.clear()
+    if kind == "no gradient":
+        with torch.no_grad():
+            found = run(*hidden)
+    else:
+        found = checkpoint(run, *hidden, use_reentrant=False) if kind == "checkpoint" else run(*hidden)
+    assert sum(teacher_rows) == 2 * LINE + 2
+    torch.testing.assert_close(found.detach(), expected.detach())
+    for stream, other in zip(seen[0].streams, others, strict=True):
+        torch.testing.assert_close(stream.loss, other.loss.detach())
+        assert stream.metrics.keys() == other.metrics.keys()
+        for name, value in stream.metrics.items():
+            torch.testing.assert_close(value.value, other.metrics[name].value)
+    if kind != "no gradient":
+        found.backward()
+        torch.testing.assert_close([buffer if into else weight.grad, *grads_of(*hidden)], [of_weight, *of_hidden])
+
+
+ALONE: dict[str, dict[str, Any]] = {
+    "copies": {}, "skipped": {"skip_ignored": True}, "logits": {}, "temperatures": {}, "far apart": {},
+    "waits for all": {"dtype": torch.float16}, "temperature each": {"temperature": [1.0, 0.8, 1.0]},
+    "loss each": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_a_teacher_for_each(kind: str, teacher_rows: list[int]) -> None:
+    """Where streams meet other rows, or one logits' matmul cannot serve them."""
+    options = dict(ALONE[kind])
+    dtype = options.pop("dtype", torch.float32)
+    hidden, weight, bias, target, batch = taught(dtype, "cpu", MET["ahead"], 16)
+    of_all, streams, loss = 2 * LINE, 3, losses.reverse_kl() if kind == "waits for all" else losses.forward_kl()
+    verifier = [rows.nan_to_num() for rows in batch["teacher_hidden"]]  # copies
+    if kind == "copies":
+        batch["teacher_hidden"] = verifier
+    elif kind == "logits":
+        batch["teacher_logits"] = [F.linear(rows, batch["teacher_weight"], batch["teacher_bias"]) for rows in verifier]
+        batch = {name: batch[name] for name in ("teacher_logits", "mask")}
+    elif kind == "temperatures":
+        options["temperature"] = torch.linspace(0.5, 1.5, 2 * LINE).view(2, LINE)
+    elif kind == "far apart":
+        rows = torch.randn(20 * LINE, 16)
+        batch["teacher_hidden"] = [rows[begin : begin + 2 * LINE].view(2, LINE, 16) for begin in (0, 100, 200)]
+    elif kind == "temperature each":
+        streams, of_all = 2, 2 * LINE + 1  # two are alike: the rows of the first and the last
+    elif kind == "loss each":
+        loss, streams, of_all = [losses.jsd(), losses.forward_kl(), losses.reverse_kl()], 3, 2 * LINE
+    out = linear_loss(
+        hidden, weight, target, loss, bias=bias, shift=(1, 2, 3), stream_weights=WEIGHTS, batch=batch, **options
+    )
+    shared = ["once for" in stream.plan.note for stream in out.streams]
+    if kind == "temperature each":
+        assert shared == [True, False, True]
+        assert sum(teacher_rows) == 2 * LINE + 2 + 2 * LINE
+    else:
+        assert not any(shared)
+    if kind not in ("temperature each", "skipped"):
+        assert sum(teacher_rows) == streams * of_all
+    out.loss.backward()
+    found = grads_of(weight, *hidden)
+    each = [
+        {name: value[i] if isinstance(value, list) else value for name, value in {**options, "loss": loss}.items()}
+        for i in range(3)
+    ]
+    total = torch.zeros(())
+    for i, own in enumerate(each):
+        fields = {name: value[i] if isinstance(value, list) else value for name, value in batch.items()}
+        total = (
+            total
+            + WEIGHTS[i]
+            * linear_loss(hidden[i], weight, target, own.pop("loss"), bias=bias, shift=i + 1, batch=fields, **own).loss
+        )
+    total.backward()
+    torch.testing.assert_close([out.loss.detach(), *found], [total.detach(), *grads_of(weight, *hidden)])
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_teacher_in_common_leaves_16_bit_sums_their_chunks(ahead: int) -> None:
+    """A stream that begins further on among the teacher's rows takes a chunk more."""
+    rows, hidden = torch.randn(4 * CHUNK + 1, 8).bfloat16(), torch.randn(2, 4 * CHUNK, 8).bfloat16().requires_grad_()
+    batch = {"teacher_hidden": [rows[:-1], rows[ahead : ahead + 4 * CHUNK]], "teacher_weight": torch.randn(VOCAB, 8)}
+    batch["teacher_weight"] = batch["teacher_weight"].bfloat16()
+    weight = torch.randn(VOCAB, 8).bfloat16().requires_grad_()
+    out = linear_loss(
+        list(hidden), weight, None, losses.forward_kl(), batch=batch, chunk_tokens=CHUNK, backend="torch",
+        accumulate_dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert ("once for" in out.streams[0].plan.note) == (not ahead)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the budgets are for the interpreter's tiles")
+@pytest.mark.parametrize("budget", ["100KiB", "110KiB"])
+def test_a_teacher_in_common_takes_no_smaller_chunks(
+    budget: str, teacher_rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward KL's teacher comes a few rows at a time, and takes little memory; one in common stays for a chunk."""
+    from chunked_head.program import sizes
+
+    monkeypatch.setattr(sizes, "TEACHER_ROWS", 4)
+    g = torch.Generator().manual_seed(17)
+    hidden = [torch.randn(24, 16, generator=g).half().requires_grad_() for _ in range(2)]
+    verifier, weight, teacher = (torch.randn(count, 16, generator=g).half() for count in (24, 400, 400))
+    out = linear_loss(
+        hidden, weight, None, losses.forward_kl(), batch={"teacher_hidden": verifier, "teacher_weight": teacher},
+        backend="triton", memory_budget=budget,
+    )  # fmt: skip
+    plan = out.streams[0].plan
+    late = budget == "100KiB"
+    assert plan.chunk_tokens == 24 and plan.teacher_last == late
+    assert teacher_rows == ([4] * 12 if late else [24])
+
+
 @pytest.mark.parametrize("skip", [False, True])
 def test_accepted_length(skip: bool) -> None:
     hidden, weight, target, batch = draft()

@@ -15,7 +15,7 @@ from ..program.gradient_buffer import Canary, GradientBuffer
 from ..program.planner import DEFAULT_REQUEST, Request
 from ..program.plans import Plan
 from .arithmetic.objective import Expected, ScalarObjective
-from .loop import Call, recompute, sweep
+from .loop import Call, Swept, recompute, sweep
 
 
 class Forward(NamedTuple):
@@ -44,8 +44,9 @@ def flat(hidden: Tensor) -> Tensor:
     return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
 
 
-def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Forward:
-    stats, grads = sweep(call, hidden, call.head(weight, bias))
+def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, swept: Swept | None = None) -> Forward:
+    """``swept``: by a sweep that is over."""
+    stats, grads = swept or sweep(call, hidden, call.head(weight, bias))
     objective, named = call.objective, stats.named()
     outputs, canary = objective.outputs(stats), None
     if call.gradient_buffer is not None and grads is not None:

@@ -45,6 +45,11 @@ class Stored(NamedTuple):
     bias: torch.Tensor | None = None
     transform: Transform = PLAIN
 
+    def at(self, rows: slice) -> "Stored":
+        """A slice of the rows, none of which has a scale of its own."""
+        offset = None if self.offset is None else self.offset[:, rows]
+        return self._replace(logits=self.logits[rows], offset=offset)
+
 
 def strip_stride(*stored: Stored) -> int:
     """From strip to strip of the offsets, which all of the same rows have alike; 0 for raw logits."""

@@ -50,7 +50,8 @@ class KernelSession(AddsDlogits):
     """What sessions with a pass over stored logits share: second views, teachers, columns, gradients."""
 
     stored: Stored
-    teacher_stored: Stored
+    teacher_stored: Stored  # beside these rows
+    held_teacher: Stored
 
     def __init__(self, head: Head, plan: Plan):
         self.head, self.sizes, self.demand = head, plan.sizes, plan.sizes.demand
@@ -59,9 +60,15 @@ class KernelSession(AddsDlogits):
     def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
         statistics.clean_rows(rows.hidden, source, rows.target, order)
 
+    def hold_teacher(self, rows: Rows, out: RowStats) -> None:
+        self.teacher_stats(rows, out)
+        self.held_teacher = self.teacher_stored
+
     def teacher_stats(self, rows: Rows, out: RowStats) -> None:
         """A teacher's own."""
-        if self.demand.pairing is not None:
+        if rows.held is not None:
+            self.teacher_stored = self.held_teacher.at(rows.held)
+        elif self.demand.pairing is not None:
             assert rows.teacher is not None and out.teacher_start is not None and out.teacher_rest is not None
             normalize = out.teacher_start, out.teacher_rest, out.teacher_top, out.teacher_argmax
             self.teacher_stored = self.store_teacher(rows, normalize)

@@ -11,6 +11,7 @@ from ...backends.gradients import Gradients
 from ...program.gradient_buffer import StreamsBuffer
 from ..autograd import Forward, as_called, forward_of, handed_over, only_once, with_recompute_plan
 from ..loop import Call, recompute
+from .teacher import SharedTeacher, sweep_together
 
 
 class StreamCalls(NamedTuple):
@@ -19,6 +20,7 @@ class StreamCalls(NamedTuple):
     calls: Sequence[Call]
     vocab: int  # rows of the weight that stand for an id
     buffer_dtype: torch.dtype | None  # None: the caller's buffer is added to, or the weight takes no gradient
+    shared: SharedTeacher | None
 
     def buffer(self, weight: Tensor) -> StreamsBuffer | None:
         return None if self.buffer_dtype is None else StreamsBuffer(weight, self.vocab, self.buffer_dtype)
@@ -32,13 +34,16 @@ class StreamsLoss(torch.autograd.Function):
     def forward(
         ctx: Any, streams: StreamCalls, found: list[Forward], weight: Tensor, bias: Tensor | None, *hidden: Tensor
     ) -> Tensor:
-        buffer = None
+        buffer, calls = None, list(streams.calls)
         with as_called(weight.device):
-            for call, rows in zip(streams.calls, hidden, strict=True):
+            for i, call in enumerate(calls):
                 if streams.buffer_dtype is not None and call.plan.schedule == "forward":
                     buffer = buffer or streams.buffer(weight)
-                    call = replace(call, gradient_buffer=buffer)
-                found.append(forward_of(call, rows, weight, bias))
+                    calls[i] = replace(call, gradient_buffer=buffer)
+            shared = streams.shared
+            swept = {} if shared is None else sweep_together(shared, calls, hidden, weight, bias)
+            for i, (call, rows) in enumerate(zip(calls, hidden, strict=True)):
+                found.append(forward_of(call, rows, weight, bias, swept.get(i)))
                 if buffer is not None and call.plan.schedule == "forward":
                     buffer.added.append(call.plan.sizes.tokens > 0)
         made = tuple(found)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,14 +10,15 @@ from torch import Tensor
 from ...core.shift import in_backward
 from ...losses.base import Losses
 from ...program.planner import Request, make_plan
-from ...program.plans import MAX_HALF_CHUNKS, Plan, name
+from ...program.plans import GOOD_CHUNK, MAX_HALF_CHUNKS, Plan, name
 from ..autograd import Forward
-from ..call import Outcome, Placed, Wants, planned, sizes_of
+from ..call import Outcome, Placed, Planned, Wants, planned, sizes_of
 from ..head_options import HeadOptions
 from ..prepared import PreparedCall, is_plain, prepare
 from ..program import program_of
 from ..task import Result, Task
 from .autograd import StreamCalls, StreamsLoss
+from .teacher import SharedTeacher
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,24 +35,23 @@ class Streams(Generic[Result]):
         heads = [head_of(one) for one in prepared]
         weight, bias = heads[0].weight, heads[0].bias
         wants = [Wants.of(head.hidden, weight, bias) for head in heads]
-        shared = wants[0].weight and heads[0].gradient_buffer is None
-        buffer_dtype, request = common_accumulator(prepared, wants) if shared else (None, None)
-        plans = [
-            planned(one, want, again=in_backward(), request=request, buffer_dtype=buffer_dtype)
-            for one, want in zip(prepared, wants, strict=True)
-        ]
+        plans, shared = plans_of(prepared, wants), SharedTeacher.of(prepared, wants)
+        sharing = None if shared is None else plans_sharing(shared, prepared, wants, plans)
+        if sharing is None:
+            shared = None
+        else:
+            prepared, plans = sharing
         objectives = [task.objective(one) for task, one in zip(self.tasks, prepared, strict=True)]
-        calls = [plan.call(*pair) for plan, *pair in zip(plans, prepared, objectives, strict=True)]
-        found: list[Forward] = []
-        streams = StreamCalls(calls, heads[0].columns, buffer_dtype)
-        total = StreamsLoss.apply(streams, found, weight, bias, *(plan.rows for plan in plans))
+        calls = [plan.call(*pair) for plan, *pair in zip(plans.each, prepared, objectives, strict=True)]
+        made: list[Forward] = []
+        streams = StreamCalls(calls, heads[0].columns, plans.buffer_dtype, shared)
+        total = StreamsLoss.apply(streams, made, weight, bias, *(plan.rows for plan in plans.each))
         outcomes = []
         for i, call in enumerate(calls):
             with torch.no_grad():
                 parts = zip(objectives[i].parts, self.losses[i].terms, strict=True)
                 value = sum((part * coefficient for part, (coefficient, _) in parts), torch.zeros_like(total))
-            stats = found[i].stats
-            outcomes.append(Outcome((value,), call.plan, prepared[i], objectives[i], stats, call, found[i]))
+            outcomes.append(Outcome((value,), call.plan, prepared[i], objectives[i], made[i].stats, call, made[i]))
         return self.result(total, outcomes)
 
 
@@ -59,6 +59,41 @@ def head_of(prepared: PreparedCall) -> HeadOptions:
     """A stream is of hidden states."""
     assert isinstance(prepared.head, HeadOptions)
     return prepared.head
+
+
+class Plans(NamedTuple):
+    """How the streams run."""
+
+    buffer_dtype: torch.dtype | None  # of the buffer that all add the weight's gradient to, where it is the call's
+    each: list[Planned]
+
+
+def plans_of(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> Plans:
+    common = wants[0].weight and head_of(prepared[0]).gradient_buffer is None
+    buffer_dtype, request = common_accumulator(prepared, wants) if common else (None, None)
+    pairs = zip(prepared, wants, strict=True)
+    return Plans(buffer_dtype, [planned(*pair, in_backward(), request, buffer_dtype) for pair in pairs])
+
+
+def plans_sharing(
+    shared: SharedTeacher, prepared: list[PreparedCall], wants: Sequence[Wants], plans: Plans
+) -> tuple[list[PreparedCall], Plans] | None:
+    """The streams and their plans where some have a teacher in common, from those of streams that do not; None where
+    they had better not."""
+    named = head_of(prepared[0]).request.chunk_tokens is not None
+    try:
+        if any(plans.each[i].plan.teacher_last for i in shared.streams):
+            # a chunk of the teacher's logits is to be there before the gradients, and takes memory
+            prepared = shared.without_last(prepared)
+            late, plans = plans, plans_of(prepared, wants)
+            for own, other in zip(plans.each, late.each, strict=True):
+                if own.plan.chunk_tokens < min(GOOD_CHUNK, other.plan.chunk_tokens):
+                    # more passes over the weight's gradient may cost more than the teacher's matmuls
+                    return None
+        together = shared.planned(plans.each, named)
+    except ValueError:  # the budget is too small
+        return None
+    return None if together is None else (prepared, plans._replace(each=together))
 
 
 def common_accumulator(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> tuple[torch.dtype, Request]:
