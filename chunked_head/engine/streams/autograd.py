@@ -69,7 +69,7 @@ class StreamsLoss(torch.autograd.Function):
                 one.gradient_buffer.check_there()
         late = [i for i, one in enumerate(made) if grads[i] is None and one.plan.sizes.any_grad]
         # once: an activation checkpoint gives them no second time. Where ranks exchange, as ``HeadLoss`` does
-        saved = ctx.saved_tensors if late or any(one.exchanges for one in made) else ()
+        saved: Sequence[Tensor] = ctx.saved_tensors if late or any(one.exchanges for one in made) else ()
         of_hidden: list[Tensor | None] = [None] * len(made)
         of_bias: list[Tensor] = []
         of_weight: Tensor | None = None
