@@ -53,11 +53,11 @@ def test_explain(tmp_path: Path, as_file: bool, capsys: pytest.CaptureFixture[st
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).to(torch.bfloat16)
     true = explain_model(model, 640, device="sm_90")
     assert true.plan is not None and found["plan"]["extra_bytes"] == true.plan.extra_bytes == found["extra_bytes"]
-    for key in ("model", "patched", "head", "vocab", "hidden", "tied", "tail", "full_bytes", "saved_bytes", "tokens"):
+    for key in ("model", "patched", "head", "full_bytes", "tokens"):
         assert found[key] == getattr(true, key)
-    assert found["losses"] == list(true.losses) and found["full_logits"] == dict(true.full_logits)
+    assert found["losses"] == list(true.losses) and found["tail"] == str(true.tail)
     assert main(words) == 0
-    assert true.tail in capsys.readouterr().out
+    assert str(true.tail) in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -70,11 +70,11 @@ def test_doctor(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     test = found["self_test"]
-    assert found["passed"] and found["versions"]["torch"] == torch.__version__ and not found["failure"]
+    assert found["passed"] and found["versions"]["torch"] == torch.__version__ and found["result"] == "pass"
     assert 0 < test["hidden_error"] <= test["gradient_bound"] and 0 < test["weight_error"] <= test["gradient_bound"]
-    assert test["call_ms"] > 0 and test["matmuls_ms"] > 0
+    assert test["call_ms"] > 0 and test["its_three_matmuls_ms"] > 0
     assert any("TRITON_INTERPRET" in one for one in found["odd"]) != torch.cuda.is_available()
-    assert found["call"]["backend"].startswith("triton" if torch.cuda.is_available() else "torch")
+    assert found["call"]["backend"] == ("triton" if torch.cuda.is_available() else "torch")
 
 
 def test_doctor_of_a_broken_kernel(
@@ -102,9 +102,9 @@ def test_doctor_of_a_broken_kernel(
     ([*SIZES, "--loss", "l2"], "l2"),
     ([*SIZES, "--memory-budget", "1KiB"], "memory_budget of 1024 bytes is too small"),
     ([*SIZES, "--device", "sm_1"], "sm_1"),
-    (["explain", "/nowhere/at/all"], "no path"),
-    (["explain", str(ROOT / "docs")], "without config.json"),
-    (["explain", str(ROOT / "README.md")], "no model's configuration"),
+    (["explain", "/nowhere/at/all"], "/nowhere/at/all is not a folder with config.json"),
+    (["explain", str(ROOT / "docs")], "docs is not a folder with config.json"),
+    (["explain", str(ROOT / "README.md")], "not a valid JSON"),
 ], ids=str)  # fmt: skip
 def test_bad_input_is_a_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     if words[:1] == ["explain"]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,6 +23,7 @@ HALF_TILE = 64
 # sums of 16-bit roundings: the error of a 16-bit accumulator grows as sqrt((chunks + 1) / 2)
 MAX_HALF_CHUNKS = 8
 Schedule = Literal["loss only", "forward", "recompute"]
+Section = tuple[str, Sequence[tuple[str, ...]]]  # a title and its rows of cells
 
 
 def default_budget(sizes: Sizes, ranks: int) -> int:
@@ -138,7 +139,7 @@ class Plan:
         return slices(self.sizes.vocab, self.tile_columns)
 
     def __str__(self) -> str:
-        return table(self)
+        return as_text(sections(self))
 
 
 def slices(total: int, step: int) -> Iterator[slice]:
@@ -233,13 +234,24 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def table(plan: Plan) -> str:
-    lines = [f"{key:<32}{value}" for key, value in facts(plan)]
-    columns = [(t.name, t.sweep, t.loop, t.finish) for t in plan.terms if t.sweep or t.loop or t.finish]
-    lines.append(f"{'MiB':<32}{'sweep':>10}{'loop':>10}{'finish':>10}")
-    lines += [f"  {label:<30}" + "".join(f"{b / MiB:>10.1f}" for b in bytes_) for label, *bytes_ in columns]
-    lines.append(f"{'peak over the inputs':<32}{plan.peak_bytes / MiB:>10.1f} MiB")
-    lines.append(f"{'beside the gradients':<32}{plan.extra_bytes / MiB:>10.1f} MiB of {plan.budget / MiB:.0f}")
+def sections(plan: Plan) -> list[Section]:
+    """What ``print`` shows of a plan."""
+    sizes = [(t.name, t.sweep, t.loop, t.finish) for t in plan.terms if t.sweep or t.loop or t.finish]
+    terms = [(label, *(f"{size / MiB:,.1f}" for size in at)) for label, *at in sizes]
+    totals = [
+        ("peak over the inputs", f"{plan.peak_bytes / MiB:,.1f} MiB"),
+        ("beside the gradients", f"{plan.extra_bytes / MiB:,.1f} MiB of {plan.budget / MiB:,.0f}"),
+    ]
+    return [("Plan", facts(plan)), ("MiB", [("", "sweep", "loop", "finish"), *terms]), ("Memory", totals)]
+
+
+def as_text(shown: Sequence[Section]) -> str:
+    """Sections as plain text; where rows have more cells than two, those after the first are numbers."""
+    lines = []
+    for title, rows in shown:
+        lines.append(title)
+        for first, *rest in rows:
+            lines.append(f"  {first:<30}" + ("".join(f"{cell:>10}" for cell in rest) if rest[1:] else rest[0]))
     return "\n".join(lines)
 
 

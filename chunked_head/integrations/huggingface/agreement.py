@@ -89,6 +89,11 @@ class Agreement:
         return self.heads[0] if self.heads else None
 
     @property
+    def head_in_words(self) -> str:
+        others = f" and {len(self.heads) - 1} more" if self.heads[1:] else ""
+        return f"{self.name} {list(sizes_of(self.head) or ())}{others}" + (", tied" if self.tied else "")
+
+    @property
     def asks(self) -> str:
         """For what beside the model's own loss: what errors call it; empty where it is nothing."""
         return "loss=" if self.loss is not None else "metrics=" if self.measured else ""
@@ -118,8 +123,6 @@ class Agreement:
     def __str__(self) -> str:
         if self.head is None:
             return f"{self.model}: {self.mechanism}"
-        others = f" and {len(self.heads) - 1} more" if self.heads[1:] else ""
-        head = f"{self.name} {list(sizes_of(self.head) or ())}{others}" + (", tied" if self.tied else "")
         counts = f"{self.fused} losses fused, logits computed {self.materialised} times"
         reasons = f" ({'; '.join(self.reasons)})" if self.reasons else ""
         last = self.tail.numbers if self.tail else self.graph_tail
@@ -127,7 +130,7 @@ class Agreement:
         graphs = ["losses fused"] if self.graph_tail else []
         graphs += [f"logits computed for {self.graph_reason}"] if self.graph_reason else []
         compiled = f"; in graphs of torch.compile, whose runs do not count: {', '.join(graphs)}" if graphs else ""
-        return f"{self.model}: {head}; {self.mechanism}; {tail}; {counts}{reasons}{compiled}"
+        return f"{self.model}: {self.head_in_words}; {self.mechanism}; {tail}; {counts}{reasons}{compiled}"
 
     __repr__ = __str__
 

@@ -5,27 +5,27 @@ import copy
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...api.plan import plan
+from ...api.plan import place_of, plan
 from ...program import checks
 from ...program.memory import MiB
-from ...program.plans import Plan, facts, name
+from ...program.plans import Plan, as_text, facts
 from .agreement import Agreement
-from .find_head import NotUnderstood, find_heads
+from .find_head import find_heads
 from .hung_forward import OLD_FORWARD, hides
 from .lazy.by_chunks import COPIES_OF_LOGITS, rows_at_once
-from .lazy.lazy_head import sizes_of
-from .lazy.tail import Rehearsed
+from .lazy.tail import Rehearsed, Tail
 from .patch import LABELS, REPORT, patch_model, the_model, unpatch_model
-from .watched import module_of, name_of
+from .watched import watcher
 
 MASKS = ("attention_mask", "decoder_attention_mask")
+OUTSIDE = 'needs when="training", without loss= and metrics=; TRL\'s trainers need patch_trl()'
 LENGTH = 16  # tokens of the forward that shows where the loss is made: of any other length it is the same
 
 
@@ -34,18 +34,15 @@ class Explanation:
     """What ``patch_model`` would do; ``print`` shows it. Fields that do not apply are None or empty.
 
     model: the model's class.
-    patched: whether it would be, its head being understood. ``reason``: why not, the error that ``patch_model`` raises,
-        or what is not known of a patched one.
-    head, vocab, hidden, heads, tied: the head's name in the model, its rows and columns, how many such heads there
-        are, whether it shares its weight with the input embeddings.
-    tail: what the model does between head and loss, in words. ``logit_scale``, ``softcap``: its numbers.
+    patched: whether it would be, its head being understood. ``reason``: why not, or what is not known of a patched one.
+    head: its name in the model, rows and columns, how many more there are, whether it is tied to the input embeddings.
+    tail: what the model does between head and loss: ``tail.logit_scale``, ``tail.softcap``; ``str(tail)`` in words.
     losses: where each loss is made that a forward with labels makes, as file:line of the model's code.
     whole: whether the library reads the head's weight; otherwise chunks go through the head's own forward.
     warnings: what the patched model would warn of, logits that are computed after all among them.
-    trainer: what matters to who trains the model, a sentence each.
     tokens, plan: of the call that makes the first loss, for so many tokens on one device.
-    full_logits: the tensors [tokens, vocab] that the unpatched model has at a time and the patched one has not: each
-        one's name and bytes. What ``F.cross_entropy`` keeps for itself (log-probabilities) is not among them.
+    full_bytes: of the unpatched model's logits, their copy in the loss's dtype and their gradient, which it has at a
+        time and the patched one has not. What ``F.cross_entropy`` keeps for itself is not among them.
     extra_bytes: what the library's call needs at its peak beside the gradients of hidden states and weight and, under
         autocast, the cast weight, which the unpatched model makes too.
     """
@@ -54,62 +51,37 @@ class Explanation:
     patched: bool = False
     reason: str = ""
     head: str = ""
-    vocab: int = 0
-    hidden: int = 0
-    heads: int = 0
-    tied: bool = False
-    tail: str = ""
-    logit_scale: float | None = None
-    softcap: float | None = None
+    tail: Tail | None = None
     losses: tuple[str, ...] = ()
     whole: bool = True
     warnings: tuple[str, ...] = ()
-    trainer: tuple[str, ...] = ()
     tokens: int = 0
     plan: Plan | None = None
-    full_logits: tuple[tuple[str, int], ...] = ()
+    full_bytes: int = 0
     extra_bytes: int | None = None
-
-    @property
-    def full_bytes(self) -> int:
-        """Of ``full_logits`` together."""
-        return sum(size for _, size in self.full_logits)
-
-    @property
-    def saved_bytes(self) -> int | None:
-        """``full_bytes`` without ``extra_bytes``; None where there is no plan."""
-        return None if self.extra_bytes is None else self.full_bytes - self.extra_bytes
 
     def facts(self) -> list[tuple[str, str]]:
         """The report, line by line: what a line is about, and what it says."""
-        patched = "patches it" + (": its loss goes through the library" if self.losses else "")
-        rows = [("model", self.model), ("patch_model", patched if self.patched else "leaves it as it is")]
+        does = "patches it" + (": its loss goes through the library" if self.losses else "")
+        rows = [("model", self.model), ("patch_model", does if self.patched else "leaves it as it is")]
         if self.reason:
             rows.append(("but" if self.patched else "because", self.reason))
         if self.head:
-            others = f", and {self.heads - 1} more of that size" if self.heads > 1 else ""
-            tied = ", tied to the input embeddings" if self.tied else ""
-            rows.append(("head", f"{self.head} [{self.vocab}, {self.hidden}]{tied}{others}"))
-        if self.tail:
-            rows.append(("between head and loss", self.tail))
-        for place in self.losses:
-            rows.append(("loss made at", place))
-        if self.losses:
-            weight = "read by the library" if self.whole else "left alone: chunks go through the head's own forward"
-            rows.append(("head's weight", weight))
+            rows += [("head", self.head), ("loss outside of the forward", OUTSIDE)]
+        if self.tail is not None:
+            chunks = "" if self.whole else "; chunks go through the head's own forward"
+            rows.append(("between head and loss", f"{self.tail}{chunks}"))
+        rows += [("loss made at", place) for place in self.losses]
         rows += [("warning", text) for text in self.warnings]
-        rows += [("trainer", text) for text in self.trainer]
         if self.plan is not None:
             rows += [row for row in facts(self.plan) if row[0] in ("schedule", "chunks", "logits buffer")]
-        if self.extra_bytes is not None and self.saved_bytes is not None:
-            parts = ", ".join(f"{label} {mebi(size)}" for label, size in self.full_logits)
-            rows.append((f"unpatched, {self.tokens} tokens", f"{mebi(self.full_bytes)}: {parts}"))
-            rows.append((f"patched, {self.tokens} tokens", f"{mebi(self.extra_bytes)} beside the gradients"))
-            rows.append(("saved", mebi(self.saved_bytes)))
+        if self.extra_bytes is not None:
+            full, extra = (f"{size / MiB:,.1f} MiB" for size in (self.full_bytes, self.extra_bytes))
+            rows.append((f"{self.tokens} tokens take", f"{extra} instead of {full} of logits and their gradient"))
         return rows
 
     def __str__(self) -> str:
-        return "\n".join(f"{key:<28}{text}" for key, text in self.facts())
+        return as_text([("What patch_model would do", self.facts())])
 
 
 def explain_model(
@@ -139,205 +111,130 @@ def explain_model(
         options: of ``patch_model``.
 
     Raises:
-        TypeError, ValueError: ``model`` is none, or a copy cannot be made of it; ``tokens``, ``autocast`` or ``device``
-            is wrong. What ``patch_model`` raises is text in the result.
+        TypeError, ValueError: ``model`` is none, or a wrapper of torch.compile or DataParallel, or it cannot be copied;
+            ``tokens``, ``autocast`` or ``device`` is wrong; a budget is too small. What ``patch_model`` raises of its
+            options is text in the result.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model of explain_model must be a torch.nn.Module, got {type(model).__name__}")
+    inner = the_model(model, "explain_model")
     checks.check_int("tokens", tokens, 1)
     if autocast is not None:
         checks.check_dtype("autocast", autocast)
-    plan(tokens, 8, 8, torch.float32, device=device)  # raises what is wrong with the device
-    found = Explanation(type(model).__name__, tokens=tokens)
+    place_of(device)  # raises what is wrong with it
+    rehearsal = hollow(inner)
+    found = Explanation(type(inner).__name__, tokens=tokens)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            inner = the_model(model, "patch_model")
-            found = replace(found, model=type(inner).__name__)
-            rehearsal = hollow(inner)
             patch_model(rehearsal, **options)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, NotCopied):
-                raise
-            return replace(found, reason=f"it raises {in_a_line(error)}")
-        agreed: Any = getattr(rehearsal, REPORT)
-        try:
+            agreed: Agreement = getattr(rehearsal, REPORT)
             if agreed.head is None:
                 return replace(found, reason=agreed.mechanism.removeprefix("none: "))
-            found = with_head(found, agreed, labels_of(rehearsal))
-            calls, failure = rehearse(rehearsal, agreed, inputs, autocast)
+            found, vocab = replace(found, patched=True, head=agreed.head_in_words), agreed.head.columns
+            hooks = [hook for hook in map(watcher, find_heads(inner)) if hook]
+            failure = "" if hooks else rehearse(rehearsal, agreed, inputs, autocast)
+        except (TypeError, ValueError) as error:
+            return replace(found, reason=f"it raises {in_a_line(error)}")
         finally:
             unpatch_model(rehearsal)
-    texts = dict.fromkeys(str(one.message).removeprefix("chunked_head: ") for one in said if ours(one))
-    found = replace(found, patched=True, warnings=tuple(texts), losses=tuple(call.made_at for call in calls))
-    if calls:
-        return with_memory(found, agreed, calls[0], device)
-    if failure is not None:
-        return replace(found, reason=f"a forward with labels, on tensors without numbers, raises {failure}")
-    return replace(found, reason="its loss does not go through its head")
-
-
-class NotCopied(ValueError):
-    """Why there is no copy of a model."""
-
-
-def with_head(found: Explanation, agreed: Agreement, labels: str) -> Explanation:
-    rows, columns = sizes_of(agreed.head) or (0, 0)
-    outside = 'goes through the library with when="training" alone'
-    if agreed.asks:
-        outside = f"is refused, since {agreed.asks} has no part in it"
-    elif agreed.when == "training":
-        outside = "goes through the library too, but not under FSDP"
-    seams = (
-        f"transformers.Trainer: the forward is given its {labels} and makes the loss"
-        if labels
-        else "its forward takes no labels and makes no loss",
-        f"a loss made outside of the forward (label_smoothing_factor, compute_loss_func, a loop of your own) {outside}",
-        "TRL's trainers compute their losses past a patched model; patch_trl() serves them",
-    )
-    return replace(
-        found, head=agreed.name, vocab=rows, hidden=columns, heads=len(agreed.heads), tied=agreed.tied,
-        trainer=seams,
-    )  # fmt: skip
+    texts = [str(one.message) for one in said if str(one.message).startswith("chunked_head: ")]
+    texts += [f"chunked_head: {found.model}'s logits are computed after all, for {hook}" for hook in hooks]
+    found = replace(found, warnings=tuple(dict.fromkeys(text.removeprefix("chunked_head: ") for text in texts)))
+    if agreed.rehearsed:
+        return with_memory(found, agreed, agreed.rehearsed, vocab, device)
+    reason = f"a forward with labels, on tensors without numbers, raises {failure}" if failure else ""
+    return replace(found, reason=reason or "its loss does not go through its head")
 
 
 def with_memory(
-    found: Explanation, agreed: Agreement, call: Rehearsed, device: torch.device | str | None
+    found: Explanation, agreed: Agreement, calls: Sequence[Rehearsed], vocab: int, device: torch.device | str | None
 ) -> Explanation:
     """What the first loss's call takes, and what it spares."""
-    tail, hidden, tokens = call.tail, call.hidden, found.tokens
-    columns = found.vocab if tail.vocab is None else tail.vocab
-    dtype = call.autocast or hidden.dtype
-    full = [(f"logits in {name(dtype)}", tokens * found.vocab * dtype.itemsize)]
-    if call.logits != dtype:
-        full.append((f"their copy in {name(call.logits)}", tokens * columns * call.logits.itemsize))
-    full.append((f"their gradient in {name(call.logits)}", tokens * columns * call.logits.itemsize))
-    found = replace(
-        found, tail=str(tail), logit_scale=tail.logit_scale, softcap=tail.softcap, whole=call.weight is not None,
-        full_logits=tuple(full),
-    )  # fmt: skip
+    call, tail, hidden, tokens = calls[0], calls[0].tail, calls[0].hidden, found.tokens
+    columns, dtype = vocab if tail.vocab is None else tail.vocab, call.autocast or hidden.dtype
+    copies = (1 if call.logits == dtype else 2) * columns * call.logits.itemsize  # with the gradient
+    full, places = tokens * (vocab * dtype.itemsize + copies), tuple(each.made_at for each in calls)
+    found = replace(found, tail=tail, losses=places, whole=call.weight is not None, full_bytes=full)
     if call.weight is None:
-        rows = min(tokens, rows_at_once(found.vocab))
-        return replace(found, extra_bytes=rows * found.vocab * torch.float32.itemsize * COPIES_OF_LOGITS)
+        rows = min(tokens, rows_at_once(vocab))
+        return replace(found, extra_bytes=rows * vocab * torch.float32.itemsize * COPIES_OF_LOGITS)
     options = {key: value for key, value in agreed.options.items() if key != "upstream"}
     options["skip_ignored"] = options.get("skip_ignored") is True
     options["accumulate_into"] = options.get("accumulate_into") is not None
-    try:
-        planned = plan(
-            tokens, hidden.shape[-1], columns, dtype, loss=call.loss, metrics=agreed.measured, softcap=tail.softcap,
-            hidden_grad=hidden.requires_grad, weight_grad=call.weight.requires_grad, hidden_dtype=hidden.dtype,
-            weight_dtype=call.weight.dtype, bias=call.bias is not None and call.bias.requires_grad,
-            reduction=call.reduction, device=device, **options,
-        )  # fmt: skip
-    except ValueError as error:
-        return replace(found, reason=f"a call of {tokens} tokens: {in_a_line(error)}")
+    planned = plan(
+        tokens, hidden.shape[-1], columns, dtype, loss=call.loss, metrics=agreed.measured, softcap=tail.softcap,
+        hidden_grad=hidden.requires_grad, weight_grad=call.weight.requires_grad, hidden_dtype=hidden.dtype,
+        weight_dtype=call.weight.dtype, bias=call.bias is not None and call.bias.requires_grad,
+        reduction=call.reduction, device=device, **options,
+    )  # fmt: skip
     return replace(found, plan=planned, extra_bytes=planned.extra_bytes)
 
 
-def rehearse(
-    model: nn.Module, agreed: Agreement, inputs: Mapping[str, Any] | None, autocast: torch.dtype | None
-) -> tuple[list[Rehearsed], str | None]:
-    """The losses of a forward with labels, of which no mask is part; and what it raised instead, in words."""
+def rehearse(model: Any, agreed: Agreement, inputs: Mapping[str, Any] | None, autocast: torch.dtype | None) -> str:
+    """Has the losses of a forward with labels noted, of which no mask is part; returns what it raised, in words."""
     takes = inspect.signature(type(model).forward).parameters
-    if inputs is None:
-        inputs = {key: torch.zeros(1, LENGTH, dtype=torch.int64) for key in ("input_ids", *LABELS[:1]) if key in takes}
-        inputs |= {"use_cache": False} if "use_cache" in takes else {}
-    given = {key: value.to("meta") if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    ids = torch.zeros(1, LENGTH, dtype=torch.int64)
+    usual = {key: value for key, value in (("input_ids", ids), ("labels", ids), ("use_cache", False)) if key in takes}
+    given: dict[str, Any] = {**usual} if inputs is None else {**inputs}
+    given = {key: value.to("meta") if isinstance(value, Tensor) else value for key, value in given.items()}
     given = {key: value for key, value in given.items() if key not in MASKS}
     # transformers looks at numbers to make a causal mask, or warns of a missing one, unless it is given one
     batch, length = next((value.shape for key, value in given.items() if key in LABELS), (1, LENGTH))[:2]
     shapes = (batch, 1, length, length), (batch, length, length), (batch, length)
     masks = [{key: torch.ones(shape, device="meta") for key in MASKS if key in takes} for shape in shapes]
-    failure, calls = None, list[Rehearsed]()
+    failures = []
     for layers, more in itertools.product((True, False), ({}, *masks)):
         if not layers:
             without_layers(model)  # what routes tokens to experts looks at numbers too
-        agreed.rehearsed = calls = []
+        agreed.rehearsed = []
         try:
-            with torch.enable_grad(), torch.device("meta"), autocast_to(autocast), no_autocast_of_meta():
+            with without_numbers(autocast):
                 model.train()(**(more | given))
-            return calls, None
+            return ""
         except Exception as error:
-            said = in_a_line(error)
-            failure = failure or said
-            if calls:
+            failures.append(in_a_line(error))
+            if agreed.rehearsed:
                 break
-    return calls, failure
-
-
-def autocast_to(dtype: torch.dtype | None) -> Any:
-    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+    return failures[0]
 
 
 @contextlib.contextmanager
-def no_autocast_of_meta() -> Iterator[None]:
-    """Models switch autocast off for their tensors' device, which it does not know: for that one it does nothing."""
+def without_numbers(autocast: torch.dtype | None) -> Iterator[None]:
+    """A forward on the meta device. Models switch autocast off for their tensors' device; it does not know that one."""
     plain: Any = torch.autocast
 
-    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+    def known(device_type: str, *args: Any, **kwargs: Any) -> Any:
         return contextlib.nullcontext() if device_type == "meta" else plain(device_type, *args, **kwargs)
 
-    torch.autocast = autocast  # type: ignore[assignment, misc]
+    torch.autocast = known  # type: ignore[assignment, misc]
     try:
-        yield
+        with torch.enable_grad(), torch.device("meta"), plain("cpu", dtype=autocast, enabled=autocast is not None):
+            yield
     finally:
         torch.autocast = plain  # type: ignore[misc]
 
 
 def hollow(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, without hooks but for the names of those on its head."""
-    try:
-        heads = find_heads(model)
-    except NotUnderstood:
-        heads = []
-    of_heads = {id(tensor) for head in heads for tensor in head.parameters()}
+    """A copy on the meta device, without hooks."""
     known: dict[int, Any] = {}
-    for module in model.modules():
-        for value in tensors_of(module):
-            known[id(value)] = without_numbers(value, id(value) in of_heads)
-        for key, value in vars(module).items():
-            if isinstance(value, dict) and "_hooks" in key:
-                known[id(value)] = type(value)()
     try:
+        for module in model.modules():
+            for key, value in (*vars(module).items(), *module._parameters.items(), *module._buffers.items()):
+                if isinstance(value, Tensor):  # a head's class decides how its loss is made
+                    empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                    known[id(value)] = empty.as_subclass(type(value)).requires_grad_(value.requires_grad)
+                elif isinstance(value, dict) and "_hooks" in key:
+                    known[id(value)] = type(value)()
         made = copy.deepcopy(model, known)
     except Exception as error:
-        raise NotCopied(
+        raise ValueError(
             f"explain_model needs a copy of the model, and {type(model).__name__} gives none ({in_a_line(error)}); "
             "explain it before it is wrapped or sharded"
         ) from error
     for module in made.modules():
-        if "forward" in vars(module) and not hides(module):
+        if not hides(module):
             for key in ("forward", OLD_FORWARD):
                 vars(module).pop(key, None)
-    for head in heads:
-        for key in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            stand_ins = {number: stand_in(hook) for number, hook in getattr(head, key).items()}
-            getattr(known[id(head)], key).update(stand_ins)
     return made
-
-
-def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-        if isinstance(value, Tensor):
-            yield value
-
-
-def without_numbers(value: Tensor, in_head: bool) -> Tensor:
-    """A tensor's shape and dtype; in a head its class too, which decides how its loss is made."""
-    made = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    if in_head and type(value) not in (Tensor, nn.Parameter):
-        return made.as_subclass(type(value)).requires_grad_(value.requires_grad)
-    return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
-
-
-def stand_in(hook: Any) -> Callable[..., None]:
-    """A hook that does nothing and goes by another's name."""
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    nothing.__module__, nothing.__qualname__ = module_of(hook), name_of(hook)
-    return nothing
 
 
 def without_layers(model: nn.Module) -> None:
@@ -348,18 +245,5 @@ def without_layers(model: nn.Module) -> None:
                 setattr(module, key, nn.ModuleList())
 
 
-def labels_of(model: nn.Module) -> str:
-    takes = inspect.signature(type(model).forward).parameters
-    return next((key for key in LABELS if key in takes), "")
-
-
-def ours(said: warnings.WarningMessage) -> bool:
-    return str(said.message).startswith("chunked_head")
-
-
 def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def mebi(size: int) -> str:
-    return f"{size / MiB:,.1f} MiB"
