@@ -2,12 +2,14 @@
 
 One framework a run, in an environment that has it (`make test-frameworks` makes them): the function of the framework
 that takes a model's logits, with a two-layer model of random weights around it. Peak memory is that of a step in a
-process of its own, gradients included; times are of both ways taking turns.
+process of its own, gradients included; times are of both ways taking turns. Without a framework's name: the steps of
+`benchmarks/trainers.py`, on a GPU with `--device cuda`.
 """
 
 import argparse
 import functools
 import importlib.metadata
+import importlib.util
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import measure, providers
+from benchmarks import measure, providers, trainers
 from chunked_head import patch_model
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -154,14 +156,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.frameworks", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("framework", choices=LOSSES)
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("framework", choices=LOSSES, nargs="?", help="one; none: trainers and loops that are there")
+    parser.add_argument("--trainers", nargs="+", choices=trainers.TRAINERS, default=[*trainers.TRAINERS])
+    parser.add_argument("--device", default="cpu", help="cpu, or of trainers cuda")
+    parser.add_argument("--tokens", type=int, help="of a batch (2048; on a GPU 8192)")
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--budget", default="64MiB", help="memory_budget of this library's head")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
-    device = torch.device("cpu")
+    device = providers.read_device(parser, args.device)
+    args.tokens = args.tokens or (8192 if device.type == "cuda" else 2048)
+    if args.framework is None:
+        path, rows = providers.results_path(args.output, "frameworks", device), []
+        for row in trainers.measured(args.trainers, device, args.tokens, args.rounds):
+            rows.append(row)
+            print(row, flush=True)
+            versions = {name: importlib.metadata.version(name) for name in ("transformers", "trl", "pytorch-lightning")
+                        if importlib.util.find_spec(name.replace("-", "_"))}  # fmt: skip
+            providers.write_results(path, "frameworks", argv, device, framework=versions, rows=rows)
+        return 1 if any("status" in way for row in rows for way in (row, *row.get("ways", {}).values())) else 0
+    if device.type != "cpu":
+        parser.error(f"{args.framework} is measured on the CPU")
     path = providers.results_path(args.output, f"frameworks-{args.framework}", device)
     rows = []
     for loss in LOSSES[args.framework]:

@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 import chunked_head.integrations.huggingface.lazy.fused_loss
-from benchmarks import model_curves, models
+from benchmarks import frameworks, model_curves, models
 
 
 def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,3 +45,19 @@ def test_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("chunked_head.integrations.huggingface.lazy.fused_loss.linear_loss", wrong)
     assert model_curves.main(arguments) == 1
+
+
+def test_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every trainer and loop that is there: with our head the same loss and gradients."""
+    pytest.importorskip("trl")
+    path = tmp_path / "frameworks.json"
+    assert frameworks.main(["--rounds", "1", "--tokens", "64", "--output", str(path)]) == 0
+    rows = {row["trainer"]: row["ways"] for row in json.loads(path.read_text())["rows"]}
+    left_out = {"Lightning"} if "Lightning is left out" in capsys.readouterr().out else set()
+    assert rows.keys() == frameworks.trainers.TRAINERS.keys() - left_out
+    for ways in rows.values():
+        assert ways["ours"]["ms"] > 0 and ways["plain"]["ms"] > 0
+        for key in ("loss", "grad_norm"):
+            assert ways["ours"][key] == pytest.approx(ways["plain"][key], rel=1e-4) and ways["plain"][key]
+    with pytest.raises(SystemExit):
+        frameworks.main(["lm_eval", "--device", "cuda"])

@@ -1,0 +1,277 @@
+"""A model's training step by trainers and loops, with their own head and with ours: `python -m benchmarks.frameworks`.
+
+The model is of random weights (on a GPU of Qwen3 0.6B's shape with 8 layers, in bfloat16; on a CPU a tiny one), the
+batch of random ids. A step is the trainer's own loss of that batch and its backward; Lightning's is a step of `fit`.
+Trainers whose package is missing are left out. TRL's own head is chunked already, but for GKD's.
+"""
+
+import contextlib
+import functools
+import importlib
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import measure
+from chunked_head import linear_cross_entropy, patch_model
+
+PLAIN, OURS = "plain", "ours"
+# https://huggingface.co/Qwen/Qwen3-0.6B, config.json, with 8 of its 28 layers
+QWEN = {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+TINY = QWEN | {"vocab_size": 500, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+               "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+SEQUENCES, FITTED = 4, 8  # sequences of a batch; steps of a fit of Lightning's
+Run = Callable[[], Tensor]
+
+
+@dataclass
+class Batch:
+    """What every step is made of."""
+
+    device: torch.device
+    tokens: int
+    folder: str
+
+    def model(self, seed: int = 0) -> Any:
+        import transformers
+
+        torch.manual_seed(seed)
+        gpu = self.device.type == "cuda"
+        with self.device:
+            made: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**(QWEN if gpu else TINY)))
+        return made.to(torch.bfloat16 if gpu else torch.float32).train()
+
+    def ids(self, model: Any, seed: int = 0) -> Tensor:
+        made = torch.Generator().manual_seed(seed)
+        shape = (SEQUENCES, self.tokens // SEQUENCES)
+        return torch.randint(0, model.config.vocab_size, shape, generator=made).to(self.device)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "output_dir": self.folder, "report_to": "none", "use_cpu": self.device.type == "cpu", "bf16": False,
+            "gradient_checkpointing": False, "per_device_train_batch_size": SEQUENCES, "disable_tqdm": True,
+        }  # fmt: skip
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")), eos_token="a",
+                                   pad_token="a")  # fmt: skip
+
+
+def loop(batch: Batch, ours: bool) -> tuple[Any, Run]:
+    model = batch.model()
+    ids = batch.ids(model)
+
+    def run() -> Tensor:
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        if ours:
+            return linear_cross_entropy(hidden, model.lm_head.weight, ids, shift=1)
+        return F.cross_entropy(model.lm_head(hidden)[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+    return model, run
+
+
+def trainer(batch: Batch, ours: bool) -> tuple[Any, Run]:
+    from transformers import Trainer, TrainingArguments
+
+    model = batch.model()
+    ids = batch.ids(model)
+    if ours:
+        patch_model(model, logits=None)
+    made = Trainer(model, TrainingArguments(**batch.settings()))
+    return model, lambda: made.compute_loss(model, {"input_ids": ids, "labels": ids}, num_items_in_batch=ids.numel())
+
+
+def trl(batch: Batch, ours: bool, kind: str) -> tuple[Any, Run]:
+    """SFT, DPO and GRPO: their losses of a batch, TRL's functions of the head in place or ours."""
+    import trl as package
+    from datasets import Dataset
+
+    model = batch.model()
+    ids = batch.ids(model)
+    half = ids.shape[1] // 2
+    mask = torch.ones_like(ids)
+    rows, more = {"text": "a a"}, dict[str, Any]()
+    completion = mask.clone()
+    completion[:, :half] = 0
+    config: dict[str, Any] = {}
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    if kind == "DPO":
+        rows, more = {"prompt": "a", "chosen": "a", "rejected": "a"}, {"ref_model": batch.model(1)}
+        inputs = {"input_ids": ids, "attention_mask": mask, "completion_mask": completion}
+    if kind == "GRPO":
+        rows, more = {"prompt": "a"}, {"reward_funcs": lambda completions, **rest: [0.0] * len(completions)}
+        config = {"num_generations": SEQUENCES, "max_completion_length": half, "beta": 0.0}
+        inputs = {
+            "prompt_ids": ids[:, :half], "prompt_mask": mask[:, :half], "completion_ids": ids[:, half:],
+            "completion_mask": mask[:, half:], "advantages": torch.linspace(-1, 2, SEQUENCES, device=batch.device),
+            "num_items_in_batch": mask[:, half:].sum().float(),
+        }  # fmt: skip
+    arguments = getattr(package, f"{kind}Config")(**batch.settings(), **config)
+    made = getattr(package, f"{kind}Trainer")(
+        model, args=arguments, train_dataset=Dataset.from_list([rows] * SEQUENCES), processing_class=tokenizer(), **more
+    )
+    made.current_gradient_accumulation_steps = 1
+
+    def run() -> Tensor:
+        with trl_head() if ours else contextlib.nullcontext():
+            return made.compute_loss(model, inputs)
+
+    return model, run
+
+
+@contextlib.contextmanager
+def trl_head() -> Iterator[None]:
+    """What ``patch_trl`` does and takes back, in microseconds: without its checks."""
+    from chunked_head.integrations.trl.functions import Options
+    from chunked_head.integrations.trl.patch import SEAMS
+
+    places = [(importlib.import_module(path), name, seam(Options())) for (path, name), seam in SEAMS.items()]
+    theirs = [getattr(module, name) for module, name, _ in places]
+    for module, name, seam in places:
+        setattr(module, name, seam)
+    try:
+        yield
+    finally:
+        for (module, name, _), function in zip(places, theirs, strict=True):
+            setattr(module, name, function)
+
+
+def gkd(batch: Batch, ours: bool) -> tuple[Any, Run]:
+    from datasets import Dataset
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    from chunked_head.integrations.trl import distil_from_hidden
+
+    model, teacher = batch.model(), batch.model(1)
+    ids = batch.ids(model)
+    if ours:
+        patch_model(model, when="training")
+        patch_model(teacher, when="always")
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]}
+    words = tokenizer()
+    words.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    made = GKDTrainer(model, teacher, args=GKDConfig(**batch.settings()), processing_class=words,
+                      train_dataset=Dataset.from_list([chat] * SEQUENCES))  # fmt: skip
+    if ours:
+        distil_from_hidden(made)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    return model, lambda: made.compute_loss(model, inputs)
+
+
+def lightning(batch: Batch, ours: bool) -> tuple[Any, Run]:
+    """A fit of some steps, with an optimizer that changes nothing."""
+    import pytorch_lightning
+
+    model, step = loop(batch, ours)
+
+    class Module(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.last = model, torch.zeros(())
+
+        def training_step(self, ids: Tensor, index: int) -> Tensor:
+            loss = step()
+            self.last = loss.detach()
+            return loss
+
+        def cpu(self) -> Any:
+            return self  # where Lightning would put the model after each fit
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def run() -> Tensor:
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+                 "enable_model_summary": False}  # fmt: skip
+        module = Module()
+        texts: Any = [batch.ids(model).cpu()] * FITTED
+        logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)  # what it says at each fit
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = pytorch_lightning.Trainer(
+                max_steps=FITTED, accelerator="gpu" if batch.device.type == "cuda" else "cpu", devices=1, **quiet
+            )
+            made.fit(module, torch.utils.data.DataLoader(texts, batch_size=None))
+        return module.last
+
+    return model, run
+
+
+TRAINERS: dict[str, Callable[[Batch, bool], tuple[Any, Run]]] = {
+    "plain loop": loop,
+    "Lightning": lightning,
+    "Trainer": trainer,
+    "TRL SFT": lambda batch, ours: trl(batch, ours, "SFT"),
+    "TRL DPO": lambda batch, ours: trl(batch, ours, "DPO"),
+    "TRL GRPO": lambda batch, ours: trl(batch, ours, "GRPO"),
+    "TRL GKD": gkd,
+}
+
+
+@dataclass
+class TrainerStep:
+    """A loss and its backward."""
+
+    model: Any
+    run: Run
+
+    def __call__(self) -> Tensor:
+        loss = self.run()
+        if loss.requires_grad:
+            loss.backward()
+        return loss.detach()
+
+    def clear(self) -> None:
+        """Lets go of the gradients."""
+        self.model.zero_grad(set_to_none=True)
+
+
+def compared(name: str, batch: Batch, rounds: int) -> dict[str, Any]:
+    """A row: both ways' loss, norm of all gradients, time of a step, and on a GPU its peak beside the parameters,
+    gradients included."""
+    steps = {way: TrainerStep(*TRAINERS[name](batch, way == OURS)) for way in (PLAIN, OURS)}
+    row: dict[str, Any] = {"trainer": name, "tokens": batch.tokens, "ways": {way: {} for way in steps}}
+    for way, step in steps.items():
+        row["ways"][way]["loss"] = float(step())
+        gradients = [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
+        row["ways"][way]["grad_norm"] = float(torch.nn.utils.get_total_norm(gradients))
+        step.clear()
+        if batch.device.type == "cuda":
+            measure.release()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            row["ways"][way]["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+            step.clear()
+    times, failures = measure.time_rounds(steps, steps[PLAIN], batch.device, rounds)
+    for way, values in times.items():
+        row["ways"][way]["ms"] = measure.quantile(values, 0.5) / (FITTED if name == "Lightning" else 1)
+    for way, failure in failures.items():
+        row["ways"][way] |= failure.record()
+    return row
+
+
+def measured(names: Sequence[str], device: torch.device, tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Rows of the trainers that are there; of one that fails, why."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            row, failure = measure.attempt(functools.partial(compared, name, Batch(device, tokens, folder), rounds))
+            measure.release()
+            if failure is not None and failure.error.startswith(("ImportError", "ModuleNotFoundError")):
+                print(f"{name} is left out: {failure.error}")
+                continue
+            yield row if failure is None else {"trainer": name, "tokens": tokens, **failure.record()}
