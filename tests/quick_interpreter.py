@@ -2,7 +2,7 @@
 
 Of an interpreted kernel's time NumPy takes little. The rest goes into types made anew at each operation, into their
 comparison, into a check of overflows that nobody reads, and into patching Triton's language at each call of a device
-function. No number changes: types are remembered, and what NumPy is given are the same operands.
+function. Types are remembered, and NumPy is given the same operands; only products are made in float64.
 """
 
 import copy
@@ -33,11 +33,33 @@ def install() -> None:
         return
     if triton.__version__.startswith("3.5."):
         interpreter.TensorDescHandle.validate = validate
-    for part in (patch_once, remember_types, remember_conversions, traced_interpreter.install):
+    for part in (patch_once, remember_types, remember_conversions, exact_products, traced_interpreter.install):
         try:
             part(interpreter)
         except AttributeError:  # private names: a version without them is as slow as it is
             continue
+
+
+def exact_products(interpreter: Any) -> None:
+    """``tl.dot`` in float64: in float32 a row's last bits depend on where NumPy's BLAS finds it in memory. The
+    interpreter also takes bfloat16 for the integers of its bits; here it is the upper half of a float32."""
+    import numpy as np
+
+    def wide(operand: Any) -> Any:
+        data = operand.data
+        if operand.dtype.scalar.name == "bf16":
+            data = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return data.astype(np.float64)
+
+    def create_dot(self: Any, a: Any, b: Any, sums: Any, *more: Any) -> Any:
+        if 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
+            return original(self, a, b, sums, *more)
+        with np.errstate(all="ignore"):
+            product = np.matmul(wide(a), wide(b)).astype(sums.data.dtype)
+        return interpreter.TensorHandle(product + sums.data, sums.dtype.scalar)
+
+    original = interpreter.InterpreterBuilder.create_dot
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def patch_once(interpreter: Any) -> None:
