@@ -50,8 +50,11 @@ def test_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every trainer and loop that is there: with our head the same loss and gradients."""
     pytest.importorskip("trl")
-    path = tmp_path / "frameworks.json"
-    assert frameworks.main(["--rounds", "1", "--tokens", "64", "--output", str(path)]) == 0
+    accelerate, path = pytest.importorskip("accelerate"), tmp_path / "frameworks.json"
+    try:
+        assert frameworks.main(["--rounds", "1", "--tokens", "64", "--output", str(path)]) == 0
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # the trainers'
     rows = {row["trainer"]: row["ways"] for row in json.loads(path.read_text())["rows"]}
     left_out = {"Lightning"} if "Lightning is left out" in capsys.readouterr().out else set()
     assert rows.keys() == frameworks.trainers.TRAINERS.keys() - left_out
