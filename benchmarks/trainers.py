@@ -240,6 +240,17 @@ class TrainerStep:
         self.model.zero_grad(set_to_none=True)
 
 
+@dataclass
+class Gradients:
+    """Of both ways' models: neither adds to those of its last step."""
+
+    models: list[Any]
+
+    def clear(self) -> None:
+        for model in self.models:
+            model.zero_grad(set_to_none=True)
+
+
 def compared(name: str, batch: Batch, rounds: int) -> dict[str, Any]:
     """A row: both ways' loss, norm of all gradients, time of a step, and on a GPU its peak beside the parameters,
     gradients included."""
@@ -257,7 +268,9 @@ def compared(name: str, batch: Batch, rounds: int) -> dict[str, Any]:
             step()
             row["ways"][way]["peak_bytes"] = torch.cuda.max_memory_allocated() - before
             step.clear()
-    times, failures = measure.time_rounds(steps, steps[PLAIN], batch.device, rounds)
+    times, failures = measure.time_rounds(
+        steps, Gradients([step.model for step in steps.values()]), batch.device, rounds
+    )
     for way, values in times.items():
         row["ways"][way]["ms"] = measure.quantile(values, 0.5) / (FITTED if name == "Lightning" else 1)
     for way, failure in failures.items():

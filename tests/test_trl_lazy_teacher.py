@@ -1,6 +1,7 @@
 """``distil_from_hidden``: TRL's own ``compute_loss`` on logits and on hidden states, values and gradients."""
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("trl", reason="the trainers are TRL's, which is not installed")
 
 import tiny
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
@@ -26,6 +28,12 @@ TEXTS = [
     {"messages": [{"role": "user", "content": f"What is {what}?"}, {"role": "assistant", "content": text}]}
     for what, text in tiny.FACTS
 ]
+
+
+@pytest.fixture(autouse=True)
+def own_state() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)  # the trainers'
 
 
 def patched(model: Any, when: str) -> Any:
