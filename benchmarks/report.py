@@ -11,7 +11,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,13 @@ from chunked_head import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
-# the newest result of each question; a test holds that no file is kept beside these and those that docs/gpus.md shows
+# the newest result of each question; a test holds that no file is kept beside these
 FILES = {
     "head": "head-cuda.json", "head-cpu": "head-cpu.json", "peers": "speed-cuda-peers.json",
-    "default": "speed-cuda-triton-3.9.json", "options": "speed-cuda.json", "accuracy": "accuracy-cuda.json",
-    "losses": "losses-cuda.json", "lengths": "losses-lengths-cuda.json", "kept": "losses-kept-cuda.json",
-    "streams": "losses-streams-cuda.json", "lm_eval": "frameworks-lm_eval-cpu.json",
-    "ms-swift": "frameworks-ms-swift-cpu.json", "llamafactory": "frameworks-llamafactory-cpu.json",
+    "speed": "speed-cuda.json", "accuracy": "accuracy-cuda.json", "losses": "losses-cuda.json",
+    "sm_80": "speed-cuda-sm_80.json", "sm_80-losses": "losses-cuda-sm_80.json",
+    "lm_eval": "frameworks-lm_eval-cpu.json", "ms-swift": "frameworks-ms-swift-cpu.json",
+    "llamafactory": "frameworks-llamafactory-cpu.json",
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
     "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
@@ -43,7 +43,9 @@ NAMES = {
     "ours:memory_budget=64MiB": "**chunked_head** in 64 MiB", "half-skipped": "half of the tokens skipped",
     "256MiB": 'memory_budget="256MiB"', "into": "with `accumulate_into`", "loss": "loss alone, of one matmul",
     "ce+entropy+accuracy": "cross-entropy; entropy and accuracy as metrics",
-    "grpo": "GRPO and an entropy bonus; six metrics", "gspo": "GSPO", "dpo": "DPO", "jsd": "JSD, likewise",
+    "grpo": "GRPO and an entropy bonus; six metrics", "cross-entropy": "cross-entropy",
+    "grpo+z+metrics": "GRPO and z-loss; entropy, accuracy and six metrics",
+    "gspo": "GSPO", "dpo": "DPO", "jsd": "JSD, likewise",
     "topk": "top-K distillation (K = 64) and cross-entropy", "reverse-kl": "reverse KL, likewise",
     "dense-kl": "forward KL from a teacher's hidden states", "logprobs": "`linear_logprobs` without gradients",
     "logprobs+entropy-grad": "`linear_logprobs` with entropy and their gradients",
@@ -54,7 +56,6 @@ NAMES = {
     "streams": "cross-entropy of four streams of a quarter of the tokens each",
     "topk-alone": 'top-K distillation alone, `normalize="topk"`',
 }  # fmt: skip
-STREAMS = ("cross-entropy", "streams", "dense-kl")  # what is shown of the newest run of losses
 COLORS = ("#00798c", "#d1495b", "#edae49", "#30638e", "#7b4b94", "#5d6470", "#6a994e", "#bc6c25", "#e07a9b", "#3a3a3a")
 Points = Sequence[tuple[float, float]]
 
@@ -80,24 +81,18 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]], *questions: str) -
     made = ["| " + line + " |" for line in (" | ".join(head), " | ".join(["---", *["---:"] * (len(head) - 1)]), *lines)]
     for question in questions:
         found = read(question)
-        parts = [found["device"] or "CPU", *(f"{name} {found['versions'][name]}" for name in ("torch", "triton"))]
+        ran = {row.get("provider") for row in found.get("rows", ())}
+        names = ["torch", "triton", *(package.name for name, package in providers.PACKAGES.items() if name in ran)]
+        versions = [f"{name} {found['versions'][name]}" for name in dict.fromkeys(names) if name in found["versions"]]
+        parts = [found["device"] or "CPU", *versions]
         command = re.sub(r"--output \S+", f"--output {FILES[question]}", found["command"])
         made += ["", f"{', '.join(parts)}, {found['date'][:10]}, commit {found['commit'][:7]}:", "", f"    {command}"]
     return "\n".join(made)
 
 
-def matrix(
-    question: str,
-    column: str,
-    chosen: Sequence[str],
-    cell: Callable[[dict], str],
-    first: str = "shape",
-    lines_of: Collection[str] | None = None,
-) -> str:
-    """A line for each value of ``first`` (or for those in ``lines_of``), a column for each of the chosen values of
-    ``column``."""
+def matrix(question: str, column: str, chosen: Sequence[str], cell: Callable[[dict], str], first: str = "shape") -> str:
+    """A line for each value of ``first``, a column for each of the chosen values of ``column``."""
     rows = [row for row in rows_of(question) if row[column] in chosen]
-    rows = [row for row in rows if lines_of is None or row[first] in lines_of]
     columns = [name for name in chosen if any(row[column] == name for row in rows)]
     cells = {(row[first], row[column]): cell(row) for row in rows}
     lines = [[NAMES.get(one, one.replace("x", " x ")), *(cells.get((one, c), "-") for c in columns)]
@@ -121,20 +116,13 @@ def heads() -> str:
 def default() -> str:
     below = {"default": "3 products", "into": "3 products, add_", "loss": "1 product"}
     return matrix(
-        "default", "row", list(below), lambda r: f"{r['ratios'][below[r['row']]]:.3f}, {mib(r['peak_bytes'])} MiB"
+        "speed", "row", list(below), lambda r: f"{r['ratios'][below[r['row']]]:.3f}, {mib(r['peak_bytes'])} MiB"
     )
 
 
 def all_losses() -> str:
-    made = []
     shapes = list(dict.fromkeys(row["shape"] for row in rows_of("losses")))
-    shown: set[str] = set()
-    for question in ("streams", "losses", "lengths", "kept"):
-        own = STREAMS if question == "streams" else {row["workload"] for row in rows_of(question)} - shown
-        shown |= set(own)
-        ratio = lambda r: f"{r['ratio']:.2f} of {r['products']}"  # noqa: E731
-        made.append(matrix(question, "shape", shapes, ratio, "workload", own))
-    return "\n\n".join(made)
+    return matrix("losses", "shape", shapes, lambda r: f"{r['ratio']:.2f} of {r['products']}", "workload")
 
 
 def framework(question: str) -> str:
@@ -230,7 +218,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "heads": heads, "default": default, "losses": all_losses, "accuracy": accuracy, "memory": memory, "models": models,
     "peers": lambda: matrix("peers", "row", ("default", "compile", *providers.PACKAGES),
                             lambda row: f"{row['ratios']['3 products']:.3f}"),
-    "options": lambda: matrix("options", "row", ("half-skipped", "256MiB"), lambda row: f"{row['ratio']:.2f}"),
+    "options": lambda: matrix("speed", "row", ("half-skipped", "256MiB"), lambda row: f"{row['ratio']:.2f}"),
     "curves": curves, "parallel": parallel, "host": host, "cpu": cpu, "plans": plans,
     **{question: functools.partial(framework, question) for question in ("lm_eval", "ms-swift", "llamafactory")},
 }  # fmt: skip

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
-
-READ_BY_GPUS_PAGE = {f"{kind}-cuda-sm_{number}.json" for kind in ("speed", "losses") for number in (80, 90)}
+from benchmarks import report, sitting
 
 
 def test_committed_is_what_the_command_makes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,7 +30,15 @@ def test_labels_of_near_dots_are_apart() -> None:
 
 
 def test_no_result_is_kept_that_nothing_shows() -> None:
-    assert {path.name for path in report.RESULTS.iterdir()} == {*report.FILES.values(), *READ_BY_GPUS_PAGE}
+    assert {path.name for path in report.RESULTS.iterdir()} == set(report.FILES.values())
+
+
+def test_a_sitting_writes_what_is_shown() -> None:
+    assert {file for file, _, _ in sitting.PARTS.values()} <= set(report.FILES.values())
+    pytest.importorskip("rich")
+    from benchmarks import losses
+
+    assert set(losses.WORKLOADS) <= set(report.NAMES)
 
 
 def test_every_table_is_shown() -> None:
