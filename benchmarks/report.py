@@ -26,9 +26,9 @@ RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 FILES = {
     "head": "head-cuda.json", "head-cpu": "head-cpu.json", "peers": "speed-cuda-peers.json",
     "speed": "speed-cuda.json", "accuracy": "accuracy-cuda.json", "losses": "losses-cuda.json",
-    "sm_80": "speed-cuda-sm_80.json", "sm_80-losses": "losses-cuda-sm_80.json",
+    "narrow": "losses-narrow-cuda.json", "sm_80": "speed-cuda-sm_80.json", "sm_80-losses": "losses-cuda-sm_80.json",
     "lm_eval": "frameworks-lm_eval-cpu.json", "ms-swift": "frameworks-ms-swift-cpu.json",
-    "llamafactory": "frameworks-llamafactory-cpu.json",
+    "llamafactory": "frameworks-llamafactory-cpu.json", "trainers": "frameworks-cuda.json",
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
     "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
@@ -106,11 +106,12 @@ def one_head() -> list[dict[str, Any]]:
     return [row for name in NAMES for row in rows if row["provider"] == name and name != "floor"]
 
 
-def heads() -> str:
-    """README's: one head in one run, a line for each way."""
+def heads(*providers: str, source: tuple[str, ...] = ()) -> str:
+    """One head in one run, a line for each way, or for these."""
+    chosen = [row for row in one_head() if row["provider"] in providers or not providers]
     rows = [[NAMES[row["provider"]], f"{row['ms']:.1f} ms", f"{row['ratio']:.2f}",
-             f"{row['peak_bytes'] / 2**30:.1f} GiB"] for row in one_head()]  # fmt: skip
-    return table(["", "time", "of its three matmuls alone", "memory over the inputs"], rows)
+             f"{row['peak_bytes'] / 2**30:.1f} GiB"] for row in chosen]  # fmt: skip
+    return table(["", "time", "of its three matmuls alone", "memory over the inputs"], rows, *source)
 
 
 def default() -> str:
@@ -121,8 +122,12 @@ def default() -> str:
 
 
 def all_losses() -> str:
+    ratio = lambda row: f"{row['ratio']:.2f} of {row['products']}"  # noqa: E731
     shapes = list(dict.fromkeys(row["shape"] for row in rows_of("losses")))
-    return matrix("losses", "shape", shapes, lambda r: f"{r['ratio']:.2f} of {r['products']}", "workload")
+    # the last run had no time for the third head: some losses of an earlier one
+    narrow = [row["shape"] for row in rows_of("narrow") if row["shape"] not in shapes][:1]
+    made = [("losses", shapes), ("narrow", narrow)]
+    return "\n\n".join(matrix(question, "shape", chosen, ratio, "workload") for question, chosen in made)
 
 
 def framework(question: str) -> str:
@@ -130,6 +135,14 @@ def framework(question: str) -> str:
     rows = [[row["loss"], *(f"{mib(row['ways'][way]['peak_bytes'])} MiB" for way in ("plain", "ours"))]
             for row in read(question)["rows"]]  # fmt: skip
     return table(["peak memory beside the parameters", "its own logits", "here"], rows, question)
+
+
+def trainers() -> str:
+    """Time and memory of each trainer's step, in pairs of its own head and ours."""
+    lines = [[row["trainer"], *(f"{row['ways'][way]['ms']:.1f} ms" for way in ("plain", "ours")),
+              *(f"{row['ways'][way]['peak_bytes'] / 2**30:.1f} GiB" for way in ("plain", "ours"))]
+             for row in read("trainers")["rows"] if "ways" in row]  # fmt: skip
+    return table(["", "step, its own head", "here", "peak, its own head", "here"], lines, "trainers")
 
 
 def accuracy() -> str:
@@ -215,7 +228,9 @@ def plans() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "heads": heads, "default": default, "losses": all_losses, "accuracy": accuracy, "memory": memory, "models": models,
+    "readme": lambda: heads("ours", "eager", "compile", "liger", "cce"), "heads": lambda: heads(source=("head",)),
+    "default": default, "losses": all_losses, "accuracy": accuracy, "memory": memory, "models": models,
+    "trainers": trainers,
     "peers": lambda: matrix("peers", "row", ("default", "compile", *providers.PACKAGES),
                             lambda row: f"{row['ratios']['3 products']:.3f}"),
     "options": lambda: matrix("speed", "row", ("half-skipped", "256MiB"), lambda row: f"{row['ratio']:.2f}"),
