@@ -250,6 +250,7 @@ def test_an_error_names_the_argument(function: Callable[..., Any], right: dict[s
         (lambda: losses.z_loss(normalizer=torch.ones(2)), ValueError, r"normalizer of losses\.z_loss .* got shape \(2,\)"),
         (lambda: losses.z_loss(token_weights=torch.ones(2, dtype=torch.int64)), ValueError, "token_weights of .* floating-point"),
         (lambda: losses.z_loss() * float("nan"), ValueError, "coefficient of a loss must be finite, got nan"),
+        (lambda: losses.z_loss() * torch.tensor(1j), ValueError, "must be a real number .* torch.complex64"),
         (lambda: losses.z_loss() + losses.entropy, TypeError, r"a summand is what makes a loss, entropy, .* losses\.entropy\(\)"),
     ],
 )  # fmt: skip

@@ -574,10 +574,11 @@ def of_two_ranks(rank: int, device: str) -> dict[str, Any]:
     own_batch["teacher_weight"] = draft()[3]["teacher_weight"]
     out = linear_loss(
         lines, whole, target[rank : rank + 1], losses.lk() + losses.cross_entropy(), batch=own_batch, shift=(1, 2),
-        metrics=[metrics.accepted_length()], parallel=TokenParallel(),
+        metrics=[metrics.accepted_length()], parallel=TokenParallel(average=True),
     )  # fmt: skip
     out.loss.backward()
-    found["tokens"] = out.loss.detach(), out.metrics["accepted_length"].value, whole.grad
+    each = sum(stream.loss for stream in out.streams)
+    found["tokens"] = out.loss.detach(), out.metrics["accepted_length"].value, whole.grad, each
     return found
 
 
@@ -592,8 +593,9 @@ def test_two_ranks(tmp_path: Path) -> None:
     loss, length, *others = first["vocabulary"]
     expected = [out.loss.detach(), out.metrics["accepted_length"].value, *grads_of(weight, *hidden)]
     torch.testing.assert_close([loss, length, torch.cat([others[0], second["vocabulary"][2]]), *others[1:]], expected)
-    (one, length, d_one), (two, _, d_two) = first["tokens"], second["tokens"]
-    torch.testing.assert_close([one + two, length, d_one + d_two], expected[:3])
+    (one, length, d_one, streams), (two, _, d_two, _) = first["tokens"], second["tokens"]
+    torch.testing.assert_close([(one + two) / 2, length, (d_one + d_two) / 2], expected[:3])
+    torch.testing.assert_close(streams, one)
 
 
 def test_compiled() -> None:

@@ -80,7 +80,7 @@ def weights_of(stream_weights: Any, count: int) -> Sequence[float | Tensor]:
         raise ValueError(f"stream_weights must be a list of {count} numbers or 0-d tensors, got {stream_weights!r}")
     for weight in stream_weights:
         number = isinstance(weight, NUMBERS) and not isinstance(weight, bool) and -INFINITY < weight < INFINITY
-        scalar = isinstance(weight, Tensor) and weight.dim() == 0 and not weight.requires_grad
+        scalar = isinstance(weight, Tensor) and weight.dim() == 0 and not (weight.requires_grad or weight.is_complex())
         if not (number or scalar):
             raise ValueError(
                 f"stream_weights must be finite numbers or 0-d tensors that need no gradient, got {weight!r}"

@@ -171,10 +171,11 @@ class Losses:
 
     def __mul__(self, factor: float | Tensor) -> "Losses":
         if isinstance(factor, Tensor):
-            if factor.dim() != 0 or factor.requires_grad:
+            if factor.dim() != 0 or factor.requires_grad or factor.is_complex():
                 raise ValueError(
-                    "the coefficient of a loss must be a number or a 0-d tensor without gradient, got shape "
-                    f"{tuple(factor.shape)}, requires_grad={factor.requires_grad}; per-token factors are token_weights"
+                    "the coefficient of a loss must be a real number or a 0-d tensor without gradient, got shape "
+                    f"{tuple(factor.shape)}, {factor.dtype}, requires_grad={factor.requires_grad}; per-token factors "
+                    "are token_weights"
                 )
         elif isinstance(factor, bool) or not isinstance(factor, shared.NUMBERS):
             return NotImplemented

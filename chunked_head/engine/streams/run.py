@@ -48,9 +48,11 @@ class Streams(Generic[Result]):
         total = StreamsLoss.apply(streams, made, weight, bias, *(plan.rows for plan in plans.each))
         outcomes = []
         for i, call in enumerate(calls):
+            spread = objectives[i].spread
+            ranks = spread.parallel.ranks if spread is not None and spread.parallel.average else 1
             with torch.no_grad():
                 parts = zip(objectives[i].parts, self.losses[i].terms, strict=True)
-                value = sum((part * coefficient for part, (coefficient, _) in parts), torch.zeros_like(total))
+                value = sum((part * coefficient * ranks for part, (coefficient, _) in parts), torch.zeros_like(total))
             outcomes.append(Outcome((value,), call.plan, prepared[i], objectives[i], made[i].stats, call, made[i]))
         return self.result(total, outcomes)
 
