@@ -23,7 +23,7 @@ demo: $(READY)  ## train a small model with both heads and compare loss, memory 
 	$(BIN)/python -m benchmarks.demo
 
 test: $(READY) lint  ## linters, type checks and all tests that need no GPU
-	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --ignore tests/test_smoke.py
+	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --ignore tests/test_smoke.py
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """Where tests run: the CPU by torch and by Triton's interpreter, a GPU by both backends (``-m gpu``)."""
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +25,14 @@ settings.register_profile("repeatable", database=None)
 settings.load_profile("repeatable")
 
 
+# begun first, so that no worker is left with one of them at the end
+LONGEST = ("compile_for", "linear_loss", "packaging", "patch_compile", "fullgraph", "vocab_parallel_logits", "demo",
+           "vocab_parallel", "token_parallel", "compiled", "benchmark_parallel", "architectures")  # fmt: skip
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
     asked = config.getoption("-m").replace("not gpu", "").replace("not multigpu", "")
     if "multigpu" in asked and torch.cuda.device_count() < 2:
         raise pytest.UsageError("tests marked multigpu were asked for and torch sees fewer than two GPUs")
@@ -32,6 +40,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     if any(item.get_closest_marker("gpu") for item in items):
         raise pytest.UsageError("tests marked gpu were asked for and torch sees no GPU: they fail rather than skip")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay, and no collection of garbage walks them again: benchmarks ask for many."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,12 @@
 """From statistics to values and coefficients: the losses' and metrics' own arithmetic, on vectors of tokens.
 
-``evaluate`` is plain PyTorch and differentiated by ``torch.func``. It runs as a kernel of the backend's where it can
-(``kernels.py``), else compiled or as it is (``compiled.py``). Coefficients, denominators, weights and fields are
-inputs.
+``evaluate`` is plain PyTorch and differentiated by autograd, in traces by ``torch.func``. It runs as a kernel of the
+backend's where it can (``kernels.py``), else compiled or as it is (``compiled.py``). Coefficients, denominators,
+weights and fields are inputs.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -129,12 +130,41 @@ class Values(NamedTuple):
 
 def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Evaluation:
     """Coefficients of the gradient of ``sum of factor * weight * value``, and the sums of parts and metrics."""
-    found = values_of(structure, leaves, inputs)
+    compiled_autograd = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
+    traced = torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or compiled_autograd
+    found = values_of(structure, leaves, inputs, by_transform if traced else by_autograd)
     table = torch.stack(found.rows) if found.rows else leaves["lse"].new_empty(0, inputs.target.shape[0])
     return Evaluation(found.coefficients, table, found.widths, found.apart)
 
 
-def values_of(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Values:
+Named = dict[str, Tensor]
+Total = Callable[[Named], tuple[Tensor, list[Tensor]]]
+
+
+def by_transform(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
+    """Gradients of the first that ``total`` returns, and the second: what a trace can hold."""
+    grads, (_, values) = torch.func.grad_and_value(total, has_aux=True)(leaves)
+    return grads, values
+
+
+def by_autograd(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
+    """The same outside of traces: ``torch.func`` would import the compiler, for seconds, and wrap each tensor."""
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
+        whole, values = total(leaves)
+    if whole.requires_grad:
+        found = torch.autograd.grad(whole, tuple(leaves.values()), allow_unused=True, materialize_grads=True)
+    else:
+        found = tuple([torch.zeros_like(value) for value in leaves.values()])
+    return dict(zip(leaves, found, strict=True)), [value.detach() for value in values]
+
+
+def values_of(
+    structure: Structure,
+    leaves: Named,
+    inputs: Inputs,
+    differentiate: Callable[[Total, Named], tuple[Named, list[Tensor]]] = by_transform,
+) -> Values:
     """The same with a tensor for each row of the table."""
     batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.spread)
     leaves = {name: masked(value, batch.mask) for name, value in leaves.items()}
@@ -152,7 +182,7 @@ def values_of(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -
         return whole, values
 
     if wanted and structure.summands:
-        grads, (_, values) = torch.func.grad_and_value(total, has_aux=True)(wanted)
+        grads, values = differentiate(total, wanted)
         # again by selection: a loss may have had an infinite slope where a token does not count
         grads = {name: masked(grad, batch.mask) for name, grad in grads.items()}
         coefficients = coefficients_of(structure, grads, leaves)
