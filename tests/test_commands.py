@@ -25,6 +25,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_si
     (["--device", "sm_90", "--memory-budget", "1GiB"], {"device": "sm_90", "memory_budget": "1GiB"}),
     (["--loss", "grpo", "entropy", "--device", "sm_90", "--ranks", "4"],
      {"loss": losses.grpo() + losses.entropy(), "device": "sm_90", "ranks": 4}),
+    (["--loss", "forward_kl", "--teacher-hidden", "64"], {"loss": losses.forward_kl(), "teacher_hidden": 64}),
     (["--loss", "topk_kl", "--teacher-k", "8", "--softcap", "30", "--chunk-tokens", "512"],
      {"loss": losses.topk_kl(), "teacher_k": 8, "softcap": 30.0, "chunk_tokens": 512}),
 ], ids=str)  # fmt: skip

@@ -66,6 +66,7 @@ def parser() -> Parser:
                          help=f"summed, default cross_entropy: {', '.join(LOSSES)}")  # fmt: skip
     planned.add_argument("--softcap", type=float, metavar="X")
     planned.add_argument("--teacher-k", type=int, default=0, metavar="K", help="ids per token of a top-K teacher")
+    planned.add_argument("--teacher-hidden", type=int, metavar="N", help="hidden size of a dense teacher")
     planned.add_argument("--chunk-tokens", type=int, metavar="N", help="at most so many tokens in a chunk")
     planned.add_argument("--ranks", type=int, default=1, metavar="N", help="that share the vocabulary (default: 1)")
 

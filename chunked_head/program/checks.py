@@ -53,9 +53,10 @@ def check_operands(hidden: Tensor, weight: Tensor, target: Tensor | None, bias: 
         )
     leading = tuple(hidden.shape[:-1])
     if target is not None:
+        # ids first: class probabilities have a shape of their own
+        check_ids("target", target)
         same = tuple(target.shape) == leading
         check_shape("target", target, same, f"{leading}, the leading shape of hidden", "reshape")
-        check_ids("target", target)
     if bias is not None:
         check_per_class("bias", bias, weight.shape[0])
     check_devices(tensors)
@@ -68,7 +69,6 @@ def check_logits(logits: Tensor, target: Tensor | None) -> torch.dtype:
     check_tensor("target", target, optional=True)
     check_shape("logits", logits, logits.dim() >= 1 and logits.shape[-1] > 0, "[..., vocab]", "")
     if target is not None:
-        # ids first: class probabilities have a shape of their own
         check_ids("target", target)
         leading = tuple(logits.shape[:-1])
         same = tuple(target.shape) == leading
