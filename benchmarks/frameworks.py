@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import measure, providers, trainers
+from benchmarks.trainers import OURS, PLAIN
 from chunked_head import patch_model
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
 SEQUENCES = 8
-PLAIN, OURS = "plain", "ours"
 Run = Callable[[Any, Tensor], Tensor]
 
 
@@ -86,30 +86,6 @@ LOSSES: dict[str, dict[str, Callable[[], Run]]] = {
 }
 
 
-@dataclass
-class Step:
-    """Forward and, where there are gradients, backward."""
-
-    run: Run
-    model: Any
-    ids: Tensor
-
-    def __call__(self) -> Tensor:
-        loss = self.run(self.model, self.ids)
-        if loss.requires_grad:
-            loss.backward()
-        return loss.detach()
-
-    def clear(self) -> None:
-        """Lets go of the gradients."""
-        self.model.zero_grad(set_to_none=True)
-
-    @property
-    def operands(self) -> "Step":
-        """What holds the gradients, as the measuring process asks for it."""
-        return self
-
-
 @dataclass(frozen=True)
 class Request:
     """A step to be made, perhaps in another process."""
@@ -121,7 +97,7 @@ class Request:
     vocab: int
     budget: str
 
-    def step(self) -> Step:
+    def step(self) -> trainers.TrainerStep:
         import transformers
 
         torch.manual_seed(0)
@@ -129,7 +105,7 @@ class Request:
         if self.way == OURS:
             patch_model(model, when="always", memory_budget=self.budget)
         ids = torch.randint(0, self.vocab, (SEQUENCES, self.tokens // SEQUENCES))
-        return Step(LOSSES[self.framework][self.loss](), model, ids)
+        return trainers.TrainerStep(model, functools.partial(LOSSES[self.framework][self.loss](), model, ids))
 
 
 def compared(framework: str, loss: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -138,7 +114,7 @@ def compared(framework: str, loss: str, args: argparse.Namespace) -> dict[str, A
     steps = {way: request.step() for way, request in requests.items()}
     row: dict[str, Any] = {"loss": loss, "tokens": args.tokens, "vocab": args.vocab, "ways": {}}
     values = {way: float(step()) for way, step in steps.items()}
-    times, failures = measure.time_rounds(steps, steps[PLAIN], torch.device("cpu"), args.rounds)
+    times, failures = trainers.timed(steps, torch.device("cpu"), args.rounds)
     for way, request in requests.items():
         peak, failure = measure.cpu_peak(request)  # type: ignore[arg-type]
         failure = failures.get(way) or failure

@@ -122,12 +122,19 @@ def default() -> str:
 
 
 def all_losses() -> str:
-    ratio = lambda row: f"{row['ratio']:.2f} of {row['products']}"  # noqa: E731
     shapes = list(dict.fromkeys(row["shape"] for row in rows_of("losses")))
     # the last run had no time for the third head: some losses of an earlier one
     narrow = [row["shape"] for row in rows_of("narrow") if row["shape"] not in shapes][:1]
-    made = [("losses", shapes), ("narrow", narrow)]
-    return "\n\n".join(matrix(question, "shape", chosen, ratio, "workload") for question, chosen in made)
+    made = [
+        matrix(name, "shape", own, of_products, "workload")
+        for name, own in (("losses", shapes), ("narrow", narrow))
+        if own
+    ]
+    return "\n\n".join(made)
+
+
+def of_products(row: dict[str, Any]) -> str:
+    return f"{row['ratio']:.2f} of {row['products']}"
 
 
 def framework(question: str) -> str:

@@ -11,7 +11,7 @@ import importlib
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,16 +239,28 @@ class TrainerStep:
         """Lets go of the gradients."""
         self.model.zero_grad(set_to_none=True)
 
+    @property
+    def operands(self) -> "TrainerStep":
+        """What holds the gradients, as the measuring process asks for it."""
+        return self
+
 
 @dataclass
 class Gradients:
-    """Of both ways' models: neither adds to those of its last step."""
+    """Of all steps' models: none adds to those of its last step."""
 
-    models: list[Any]
+    steps: Iterable[TrainerStep]
 
     def clear(self) -> None:
-        for model in self.models:
-            model.zero_grad(set_to_none=True)
+        for step in self.steps:
+            step.clear()
+
+
+def timed(
+    steps: dict[str, TrainerStep], device: torch.device, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, measure.Failure]]:
+    """``measure.time_rounds`` of models that hold gradients of their own."""
+    return measure.time_rounds(steps, Gradients(steps.values()), device, rounds)
 
 
 def compared(name: str, batch: Batch, rounds: int) -> dict[str, Any]:
@@ -268,9 +280,7 @@ def compared(name: str, batch: Batch, rounds: int) -> dict[str, Any]:
             step()
             row["ways"][way]["peak_bytes"] = torch.cuda.max_memory_allocated() - before
             step.clear()
-    times, failures = measure.time_rounds(
-        steps, Gradients([step.model for step in steps.values()]), batch.device, rounds
-    )
+    times, failures = timed(steps, batch.device, rounds)
     for way, values in times.items():
         row["ways"][way]["ms"] = measure.quantile(values, 0.5) / (FITTED if name == "Lightning" else 1)
     for way, failure in failures.items():

@@ -1,6 +1,7 @@
 """The losses' arithmetic compiled, as it runs on a GPU, beside plain autograd; and how many kernels it takes there."""
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from loss_cases import LOSS_CASES, LossCase, inputs_of
 from torch import Tensor
 
 from chunked_head import LossOutput, linear_loss, losses, metrics
-from chunked_head.engine.arithmetic import compiled, kernels
+from chunked_head.engine.arithmetic import compiled, evaluate, kernels
 from chunked_head.losses import Losses
 
 pytestmark = pytest.mark.compiled
@@ -132,3 +133,23 @@ def test_few_kernels(name: str) -> None:
     kernels = kernels_between_products(case.losses, inputs, measured)
     print(name, kernels)
     assert 1 <= len(kernels) <= 6, kernels
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_compiled_autograd_around_a_call(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses' own gradient is kept from it; by a torch that does not say whether it is on, it is as right."""
+    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd", reason="torch has no compiled autograd")
+    taken = []
+    for name in ("by_transform", "by_autograd"):
+        function = getattr(evaluate, name)
+        monkeypatch.setattr(evaluate, name, lambda *given, f=function, n=name: (taken.append(n), f(*given))[1])
+    inputs = inputs_of(CASES["grpo"], torch.float32, "cpu")
+    _, plain = outcome(CASES["grpo"], inputs)
+    if not known:
+        monkeypatch.setattr(evaluate, "sys", SimpleNamespace(modules={}))
+    before = len(taken)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        _, grads = outcome(CASES["grpo"], inputs)
+    assert set(taken[:before]) == {"by_autograd"}
+    assert set(taken[before:]) == {"by_transform" if known else "by_autograd"}
+    torch.testing.assert_close(grads, plain)

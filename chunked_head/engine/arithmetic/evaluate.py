@@ -131,7 +131,8 @@ class Values(NamedTuple):
 def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Evaluation:
     """Coefficients of the gradient of ``sum of factor * weight * value``, and the sums of parts and metrics."""
     compiled_autograd = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
-    traced = torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or compiled_autograd
+    # compiled autograd would compile the gradient of the vectors, from which ``torch.func`` keeps it
+    traced = torch.compiler.is_compiling() or compiled_autograd
     found = values_of(structure, leaves, inputs, by_transform if traced else by_autograd)
     table = torch.stack(found.rows) if found.rows else leaves["lse"].new_empty(0, inputs.target.shape[0])
     return Evaluation(found.coefficients, table, found.widths, found.apart)
