@@ -18,6 +18,7 @@ from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, LogitsOptions, head_of
 from ..engine.prepared import PreparedCall
 from ..engine.task import Task
+from ..losses import class_probabilities
 from ..losses.base import Losses
 from ..program import checks
 
@@ -26,7 +27,7 @@ from ..program import checks
 def linear_cross_entropy(
     hidden: Tensor,  # [..., hidden]
     weight: Tensor,  # [vocab, hidden]
-    target: Tensor,  # [...] int64
+    target: Tensor,  # [...] int64, or class probabilities [..., vocab]
     *,
     class_weights: Tensor | None = None,  # [vocab]
     reduction: str = "mean",
@@ -57,7 +58,10 @@ def linear_cross_entropy(
             run in autocast's, each gradient comes in its input's.
         target: token ids [...] int64, the leading shape of ``hidden``. An id outside ``[0, vocab)`` that is not
             ``ignore_index`` raises on the CPU; elsewhere the whole call's loss and gradients become nan, since to
-            raise would be to wait for the device. Nothing is read or written out of bounds.
+            raise would be to wait for the device. Nothing is read or written out of bounds. Or class probabilities
+            [..., vocab], floating point and without gradient, as ``F.cross_entropy`` takes them: they need not add up
+            to 1, and every token counts. Their logarithm is held as a float32 copy, and the call takes a pass over it.
+            A negative one raises on the CPU and makes the loss nan elsewhere. Refused with ``VocabParallel``.
         bias: [vocab], the dtype of ``weight``.
         class_weights: [vocab], as in ``F.cross_entropy``; they weigh the cross-entropy, not the z-loss.
         ignore_index: target of tokens that do not count.
@@ -95,7 +99,9 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
     """
-    head = head_of("linear_cross_entropy", hidden, weight, target, options)
+    probabilities = probabilities_of(target, hidden)
+    ids = target if probabilities is None else ids_of(hidden)
+    head = head_of("linear_cross_entropy", hidden, weight, ids, options)
     checks.check_tensor("hidden", head.hidden, optional=False)
     checks.check_reduction(reduction)
     checks.check_number("label_smoothing", label_smoothing, 0.0, 1.0)
@@ -106,8 +112,12 @@ def linear_cross_entropy(
         head.check()
         checks.check_class_weights(class_weights, head.vocab, head.device)
     numbers = float(label_smoothing), float(z_loss)
-    loss = remembered_loss(*numbers) if class_weights is None else make_loss(*numbers, class_weights)
     batch = None if token_weights is None else {"token_weights": token_weights}
+    if probabilities is not None:
+        checks.check_token_weights(token_weights, head.leading, head.device)
+        loss, batch = from_probabilities(head, probabilities, *numbers, class_weights, token_weights)
+    else:
+        loss = remembered_loss(*numbers) if class_weights is None else make_loss(*numbers, class_weights)
     return cross_entropy_task("linear_cross_entropy", head, loss, reduction, normalizer, upstream, batch)
 
 
@@ -144,6 +154,42 @@ def cross_entropy_task(
     )  # fmt: skip
 
 
+def probabilities_of(target: Any, rows: Any) -> Tensor | None:
+    """The target, where it is class probabilities: a number for each class of each row of hidden states or logits."""
+    both = isinstance(target, Tensor) and isinstance(rows, Tensor) and not checks.is_dtensor(target)
+    return target if both and target.is_floating_point() and target.dim() == rows.dim() else None
+
+
+def ids_of(rows: Tensor) -> Tensor:
+    """Targets that all count."""
+    return rows.new_zeros(rows.shape[:-1], dtype=torch.int64)
+
+
+def from_probabilities(
+    head: HeadOptions | LogitsOptions,
+    probabilities: Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    class_weights: Tensor | None,
+    token_weights: Tensor | None = None,
+) -> tuple[Losses, dict[str, Tensor]]:
+    """The loss and its fields, once all that it is made of has been checked."""
+    head.check()
+    checks.check_class_probabilities(probabilities, (*head.leading, head.vocab), head.device)
+    if head.shard is not None:
+        raise ValueError(
+            "target holds class probabilities, whose sums over the vocabulary need all of it, and VocabParallel "
+            'splits it: give p.log() of its ids to linear_loss with losses.forward_kl("cross_entropy")'
+        )
+    if head.ignore_index >= 0:
+        raise ValueError(
+            f"ignore_index={head.ignore_index} is of token ids, and target holds class probabilities; leave it out, "
+            "and give tokens that do not count token_weights of 0, or probabilities that are all 0"
+        )
+    fields = class_probabilities.fields_of(probabilities, label_smoothing, class_weights, token_weights, head.shift)
+    return class_probabilities.loss_of(z_loss), fields
+
+
 def make_loss(label_smoothing: float, z_loss: float, class_weights: Tensor | None = None) -> Losses:
     loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
     return loss + z_loss * losses.z_loss() if z_loss else loss
@@ -156,7 +202,9 @@ remembered_loss = functools.lru_cache(maxsize=64)(make_loss)
 @in_graph(linear_cross_entropy)
 def in_graph_cross_entropy(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
     if given.get("reduction") == "none":
-        return at_targets(outputs[0], given["target"].shape, given.get("shift", 0))
+        target, rows = given["target"], given["hidden"] if "hidden" in given else given["logits"]
+        leading = target.shape if probabilities_of(target, rows) is None else target.shape[:-1]
+        return at_targets(outputs[0], leading, given.get("shift", 0))
     return outputs[0]
 
 

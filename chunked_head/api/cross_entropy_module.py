@@ -15,7 +15,14 @@ from ..engine.task import Task
 from ..parallel.dtensor import local_logits, whole
 from ..program import checks
 from ..program.checks import is_dtensor
-from .cross_entropy import cross_entropy_task, in_graph_cross_entropy, make_loss
+from .cross_entropy import (
+    cross_entropy_task,
+    from_probabilities,
+    ids_of,
+    in_graph_cross_entropy,
+    make_loss,
+    probabilities_of,
+)
 
 
 class CrossEntropyLoss(nn.Module):
@@ -23,7 +30,8 @@ class CrossEntropyLoss(nn.Module):
 
     ``forward(input, target)``: ``input`` [..., C] with ``target`` [...] int64, any leading dimensions or none, and
     PyTorch's [N, C, d1, ...] with [N, d1, ...]; the latter is copied, its classes last, unless they are contiguous.
-    Where a shape could be read either way (all dimensions but the first are equal) it is refused.
+    Where a shape could be read either way (all dimensions but the first are equal) it is refused. Or class
+    probabilities, ``input`` and ``target`` [N, C] or [C]; ``linear_cross_entropy`` says how they are read.
 
     Args:
         weight: [C], a buffer, where columns are padding or other ranks' [vocab_size]; ignore_index, reduction,
@@ -36,7 +44,7 @@ class CrossEntropyLoss(nn.Module):
 
     Differences from PyTorch: the loss is fp32 for 16-bit input; no tokens, or none that count, give loss 0 with zero
     gradients rather than nan; whatever stands in a row that does not count (nan too) changes nothing; a target out of
-    range raises an IndexError on the CPU and makes the loss nan elsewhere; class probabilities as targets are refused.
+    range raises an IndexError on the CPU and makes the loss nan elsewhere.
     """
 
     weight: Tensor | None
@@ -110,7 +118,7 @@ class CrossEntropyLoss(nn.Module):
 @operation
 def logits_cross_entropy(
     logits: Tensor,  # [..., C]
-    target: Tensor,  # [...] int64
+    target: Tensor,  # [...] int64, or class probabilities [..., C]
     *,
     class_weights: Tensor | None,
     ignore_index: int,
@@ -125,18 +133,24 @@ def logits_cross_entropy(
     backend: str | None,
 ) -> Task[Tensor]:
     """What the module computes."""
-    logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace)
+    probabilities = probabilities_of(target, logits)
+    ids = target if probabilities is None else ids_of(logits)
+    logits, ids, vocab_size, parallel = local_logits(logits, ids, vocab_size, parallel, inplace)
     class_weights = whole("weight", class_weights)
     options = LogitsOptions(
-        logits, target, ignore_index, softcap, logit_scale, 1.0, 0, backend, vocab_size, parallel
+        logits, ids, ignore_index, softcap, logit_scale, 1.0, 0, backend, vocab_size, parallel
     )  # fmt: skip
     checks.check_tensor("input", logits, optional=False)
     check_inplace(logits, inplace)
     if class_weights is not None:
         options.check()
         checks.check_class_weights(class_weights, options.vocab, options.device, "weight")
-    loss = make_loss(float(label_smoothing), float(z_loss), class_weights)
-    return cross_entropy_task("CrossEntropyLoss", options, loss, reduction, inplace=inplace)
+    numbers = float(label_smoothing), float(z_loss)
+    if probabilities is not None:
+        loss, batch = from_probabilities(options, probabilities, *numbers, class_weights)
+    else:
+        loss, batch = make_loss(*numbers, class_weights), None
+    return cross_entropy_task("CrossEntropyLoss", options, loss, reduction, batch=batch, inplace=inplace)
 
 
 in_graph(logits_cross_entropy)(in_graph_cross_entropy)
@@ -147,6 +161,13 @@ def classes_last(logits: Tensor, target: Tensor, widths: Sequence[int] = ()) -> 
     for argument, tensor in (("input", logits), ("target", target)):
         if not is_dtensor(tensor):
             checks.check_tensor(argument, tensor, optional=False)
+    if probabilities_of(target, logits) is not None:
+        if logits.dim() > 2:
+            raise ValueError(
+                f"input {tuple(logits.shape)} with class probabilities as target may have its classes last or, as in "
+                "PyTorch, second; flatten both: .flatten(0, -2) or .movedim(1, -1).flatten(0, -2)"
+            )
+        return logits
     checks.check_ids("target", target)
     shape, leading = tuple(logits.shape), tuple(target.shape)
     last, second = leading == shape[:-1], len(shape) > 2 and leading == shape[:1] + shape[2:]

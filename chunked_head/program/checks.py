@@ -86,10 +86,21 @@ def check_ids(argument: str, target: Tensor) -> None:
         remedy = "use target.long()"
         if target.is_floating_point():
             remedy = (
-                "class probabilities are not supported as targets: p's cross-entropy is losses.forward_kl("
-                '"cross_entropy") with batch={"teacher_logits": p.log()}'
+                "class probabilities p [..., vocab] are a target of linear_cross_entropy and CrossEntropyLoss alone; "
+                'elsewhere they are losses.forward_kl("cross_entropy") with batch={"teacher_logits": p.log()}'
             )
         raise TypeError(f"{argument} must hold token ids of dtype int64, got {name(target.dtype)}; {remedy}")
+
+
+def check_class_probabilities(target: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    same = tuple(target.shape) == shape
+    check_shape("target", target, same, f"{shape}, class probabilities of each token", "")
+    check_constant("target", target)
+    if target.device != device:
+        raise ValueError(f"target is on {target.device}, the logits on {device}; move one of them")
+    # a tensor without data, of a graph being made, has no values to look at
+    if type(target) is Tensor and device.type == "cpu" and bool((target < 0).any()):
+        raise ValueError(f"target holds class probabilities, got a negative one, {float(target.min()):g}")
 
 
 def check_per_class(argument: str, vector: Tensor, vocab: int) -> None:
