@@ -26,7 +26,7 @@ RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 FILES = {
     "head": "head-cuda.json", "head-cpu": "head-cpu.json", "peers": "speed-cuda-peers.json",
     "speed": "speed-cuda.json", "accuracy": "accuracy-cuda.json", "losses": "losses-cuda.json",
-    "narrow": "losses-narrow-cuda.json", "sm_80": "speed-cuda-sm_80.json", "sm_80-losses": "losses-cuda-sm_80.json",
+    "sm_80": "speed-cuda-sm_80.json", "sm_80-losses": "losses-cuda-sm_80.json",
     "lm_eval": "frameworks-lm_eval-cpu.json", "ms-swift": "frameworks-ms-swift-cpu.json",
     "llamafactory": "frameworks-llamafactory-cpu.json", "trainers": "frameworks-cuda.json",
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
@@ -122,15 +122,9 @@ def default() -> str:
 
 
 def all_losses() -> str:
-    shapes = list(dict.fromkeys(row["shape"] for row in rows_of("losses")))
-    # the last run had no time for the third head: some losses of an earlier one
-    narrow = [row["shape"] for row in rows_of("narrow") if row["shape"] not in shapes][:1]
-    made = [
-        matrix(name, "shape", own, of_products, "workload")
-        for name, own in (("losses", shapes), ("narrow", narrow))
-        if own
-    ]
-    return "\n\n".join(made)
+    return matrix(
+        "losses", "shape", list(dict.fromkeys(row["shape"] for row in rows_of("losses"))), of_products, "workload"
+    )
 
 
 def of_products(row: dict[str, Any]) -> str:
