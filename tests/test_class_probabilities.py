@@ -1,16 +1,19 @@
 """Class probabilities as targets, against PyTorch's own cross-entropy on full logits."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from budget import assert_outcome, assert_within_budget
 from cases import PLACES, Case, Inputs, Place, run, run_ours
 from torch import Tensor
 
-from chunked_head import CrossEntropyLoss, linear_cross_entropy
+from chunked_head import CrossEntropyLoss, TokenParallel, VocabParallel, linear_cross_entropy
 
 LEADING, VOCAB = (3, 11), 203
 
@@ -132,6 +135,23 @@ def test_nothing_counts_twice_or_not_at_all() -> None:
     total = linear_cross_entropy(hidden, weight, p, class_weights=weights, reduction="sum")
     mean = linear_cross_entropy(hidden, weight, p, class_weights=weights)
     torch.testing.assert_close(mean, total / (LEADING[0] * LEADING[1]))
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_ranks() -> None:
+    given = inputs({})
+    hidden, weight, p = given.hidden, given.weight, given.target
+    together = linear_cross_entropy(hidden, weight, p, parallel=TokenParallel(dist.group.WORLD))
+    torch.testing.assert_close(together, linear_cross_entropy(hidden, weight, p))
+    with pytest.raises(ValueError, match="VocabParallel splits it"):
+        linear_cross_entropy(hidden, weight, p, parallel=VocabParallel(dist.group.WORLD))
 
 
 def test_wrong_calls() -> None:

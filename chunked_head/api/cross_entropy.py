@@ -111,13 +111,9 @@ def linear_cross_entropy(
     if class_weights is not None:
         head.check()
         checks.check_class_weights(class_weights, head.vocab, head.device)
-    numbers = float(label_smoothing), float(z_loss)
-    batch = None if token_weights is None else {"token_weights": token_weights}
-    if probabilities is not None:
-        checks.check_token_weights(token_weights, head.leading, head.device)
-        loss, batch = from_probabilities(head, probabilities, *numbers, class_weights, token_weights)
-    else:
-        loss = remembered_loss(*numbers) if class_weights is None else make_loss(*numbers, class_weights)
+    loss, batch = loss_and_fields(
+        head, probabilities, float(label_smoothing), float(z_loss), class_weights, token_weights
+    )
     return cross_entropy_task("linear_cross_entropy", head, loss, reduction, normalizer, upstream, batch)
 
 
@@ -165,15 +161,27 @@ def ids_of(rows: Tensor) -> Tensor:
     return rows.new_zeros(rows.shape[:-1], dtype=torch.int64)
 
 
-def from_probabilities(
+def loss_and_fields(
     head: HeadOptions | LogitsOptions,
-    probabilities: Tensor,
+    probabilities: Tensor | None,
     label_smoothing: float,
     z_loss: float,
     class_weights: Tensor | None,
     token_weights: Tensor | None = None,
-) -> tuple[Losses, dict[str, Tensor]]:
-    """The loss and its fields, once all that it is made of has been checked."""
+) -> tuple[Losses, dict[str, Tensor] | None]:
+    """A cross-entropy, of class ids or of probabilities, and what it reads beside the logits."""
+    if probabilities is None:
+        make = remembered_loss if class_weights is None else make_loss
+        loss = make(label_smoothing, z_loss, class_weights)
+        return loss, None if token_weights is None else {"token_weights": token_weights}
+    check_probabilities(head, probabilities)
+    checks.check_token_weights(token_weights, head.leading, head.device)
+    fields = class_probabilities.fields_of(probabilities, label_smoothing, class_weights, token_weights, head.shift)
+    return remembered_loss(0.0, z_loss, None, probabilities=True), fields
+
+
+def check_probabilities(head: HeadOptions | LogitsOptions, probabilities: Tensor) -> None:
+    """Raises what is wrong with the head, with the probabilities, or with one beside the other."""
     head.check()
     checks.check_class_probabilities(probabilities, (*head.leading, head.vocab), head.device)
     if head.shard is not None:
@@ -186,12 +194,16 @@ def from_probabilities(
             f"ignore_index={head.ignore_index} is of token ids, and target holds class probabilities; leave it out, "
             "and give tokens that do not count token_weights of 0, or probabilities that are all 0"
         )
-    fields = class_probabilities.fields_of(probabilities, label_smoothing, class_weights, token_weights, head.shift)
-    return class_probabilities.loss_of(z_loss), fields
 
 
-def make_loss(label_smoothing: float, z_loss: float, class_weights: Tensor | None = None) -> Losses:
-    loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
+def make_loss(
+    label_smoothing: float, z_loss: float, class_weights: Tensor | None, probabilities: bool = False
+) -> Losses:
+    """``probabilities``: smoothed and weighted already."""
+    if probabilities:
+        loss = class_probabilities.loss()
+    else:
+        loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
     return loss + z_loss * losses.z_loss() if z_loss else loss
 
 

@@ -15,14 +15,7 @@ from ..engine.task import Task
 from ..parallel.dtensor import local_logits, whole
 from ..program import checks
 from ..program.checks import is_dtensor
-from .cross_entropy import (
-    cross_entropy_task,
-    from_probabilities,
-    ids_of,
-    in_graph_cross_entropy,
-    make_loss,
-    probabilities_of,
-)
+from .cross_entropy import cross_entropy_task, ids_of, in_graph_cross_entropy, loss_and_fields, probabilities_of
 
 
 class CrossEntropyLoss(nn.Module):
@@ -145,11 +138,7 @@ def logits_cross_entropy(
     if class_weights is not None:
         options.check()
         checks.check_class_weights(class_weights, options.vocab, options.device, "weight")
-    numbers = float(label_smoothing), float(z_loss)
-    if probabilities is not None:
-        loss, batch = from_probabilities(options, probabilities, *numbers, class_weights)
-    else:
-        loss, batch = make_loss(*numbers, class_weights), None
+    loss, batch = loss_and_fields(options, probabilities, float(label_smoothing), float(z_loss), class_weights)
     return cross_entropy_task("CrossEntropyLoss", options, loss, reduction, batch=batch, inplace=inplace)
 
 

@@ -1,22 +1,18 @@
 """Cross-entropy whose targets are class probabilities: that of a dense teacher which has them."""
 
-import functools
-
 import torch
 from torch import Tensor
 
 from ..core.shift import shift_left
 from .base import Losses
 from .distillation import forward_kl
-from .label import z_loss as z_loss_of
 
 MASS = "target_mass"  # field: what a token's probabilities add up to
 
 
-@functools.lru_cache(maxsize=64)
-def loss_of(z_loss: float) -> Losses:
-    loss = forward_kl("cross_entropy", token_weights=MASS)
-    return loss + z_loss * z_loss_of() if z_loss else loss
+def loss() -> Losses:
+    """Of the fields that ``fields_of`` makes."""
+    return forward_kl("cross_entropy", token_weights=MASS)
 
 
 def fields_of(
@@ -26,7 +22,7 @@ def fields_of(
     token_weights: Tensor | None,  # [...]
     shift: int,
 ) -> dict[str, Tensor]:
-    """Fields of ``loss_of``: with ``q = class_weights * ((1 - e) * probabilities + e / V)`` and its sum ``s`` per token
+    """Fields of ``loss``: with ``q = class_weights * ((1 - e) * probabilities + e / V)`` and its sum ``s`` per token
     the cross-entropy is s times that of ``softmax(log q) = q / s``.
 
     The logarithm is a copy of the probabilities, in float32 at least. A token whose probabilities are all 0 has loss 0.
@@ -43,5 +39,5 @@ def fields_of(
     fields = {"teacher_logits": shift_left(logits, shift, 0, dims - 1) if dims else logits}
     if token_weights is None:
         return fields | {MASS: mass}
-    # the z-loss knows nothing of the mass
+    # other summands, such as a z-loss, know nothing of the mass
     return fields | {MASS: mass * token_weights, "token_weights": token_weights}
