@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import Backend
-from ..backends.gradients import Gradients
+from ..backends.gradients import Gradients, Scaling
 from ..core.stats import RowStats
 from ..kernels.common.recording import aside
 from ..program.gradient_buffer import Canary, GradientBuffer
@@ -27,7 +26,7 @@ class Forward(NamedTuple):
     grads: Gradients | None  # None where backward makes them
     expected: Expected | None  # the upstream gradient that ``grads`` were made for
     exchanges: bool  # with ranks that hold other tokens
-    backend: Backend
+    backend: Scaling
     plan: Plan
     gradient_buffer: GradientBuffer | None
     canary: Canary | None
@@ -52,16 +51,19 @@ def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, 
     if call.gradient_buffer is not None and grads is not None:
         with aside():
             canary = call.gradient_buffer.canary(call.own_target)
-    lasting, names = call.without_teacher(), tuple(named)
+    lasting = call.without_teacher()
+    # statistics that are outputs would hold the graph that holds them
+    held, late = (named, {}) if isinstance(objective, ScalarObjective) else ({}, named)
+    names = tuple(late)
 
     def later(saved: Sequence[Tensor]) -> tuple[Call, RowStats]:
         vectors = saved[3:]
-        found = RowStats(**dict(zip(names, vectors, strict=False)))
+        found = RowStats(**held, **dict(zip(names, vectors, strict=False)))
         return lasting.with_teacher(vectors[len(names) :]), found
 
     return Forward(
         outputs, objective.differentiable, stats, grads, objective.expected, objective.exchanges, call.backend,
-        call.plan, call.gradient_buffer, canary, (*named.values(), *objective.teacher_tensors), later,
+        call.plan, call.gradient_buffer, canary, (*late.values(), *objective.teacher_tensors), later,
     )  # fmt: skip
 
 

@@ -59,9 +59,9 @@ def is_known(kernel: Any) -> bool:
     return isinstance(kernel, triton.JITFunction) and OLDEST <= version <= NEWEST and nvidia
 
 
-def has_settings() -> bool:
-    """Whether somebody has set what Triton looks at before a launch: hooks, debugging, ways to compile."""
-    return bool(RUNTIME or COMPILATION) and (any(RUNTIME.values()) or any(COMPILATION.values()))
+def no_settings() -> bool:
+    """Whether nobody has set what Triton looks at before a launch: hooks, debugging, ways to compile."""
+    return not (RUNTIME or COMPILATION) or not (any(RUNTIME.values()) or any(COMPILATION.values()))
 
 
 def is_plain(compiled: Any) -> bool:
@@ -98,7 +98,10 @@ class Launcher:
 
     def direct(self) -> bool:
         """Whether Triton would do no more than launch what it has compiled."""
-        return self.known and not (self.kernel.pre_run_hooks or has_settings())
+        return self.known and self.unhooked() and no_settings()
+
+    def unhooked(self) -> bool:
+        return not self.kernel.pre_run_hooks
 
     @functools.cached_property
     def read(self) -> Callable[..., tuple[tuple, tuple]]:
@@ -140,7 +143,7 @@ class Launcher:
                     stream = functools.partial(stream_of(), device)
                     what = Launched(run, (*first, *given, *last), STREAM_AT, stream)
                     pointers, descriptors = ([i + len(first) for i in at] for at in self.addressed)
-                    RECORDING.recorder.launched(what, pointers, descriptors, self.direct)
+                    RECORDING.recorder.launched(what, pointers, descriptors, self.unhooked, no_settings)
 
         return launch
 

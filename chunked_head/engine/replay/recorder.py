@@ -137,7 +137,7 @@ class Recorder:
             raise NotRecordedError("a result that is empty, or not where its memory begins")
         return self.add_slot(tensor, begin, begin + memory.nbytes())
 
-    def launched(self, what: Launched, pointers: Sequence[int], descriptors: Sequence[int], check: Check) -> None:
+    def launched(self, what: Launched, pointers: Sequence[int], descriptors: Sequence[int], *checks: Check) -> None:
         """Which of the arguments are addresses or descriptors, and whether it may be done again like this."""
         arguments = what.arguments
         if any(isinstance(argument, Tensor) for argument in arguments):
@@ -151,9 +151,9 @@ class Recorder:
             self.failure = f"a launch: {error}"
             return
         self.records.append(Launch.of(what, at, of))
-        self.checks.append(check)
+        self.checks += checks
         self.stream = what.stream
 
-    def tape(self, kept: Set[int]) -> Tape:
+    def tape(self, kept: Set[int], later: Set[int] = frozenset()) -> Tape:
         """Of all that has been recorded, which keeps what lies in these slots."""
-        return Tape(self.records, len(self.bases), kept, self.checks, self.stream)
+        return Tape(self.records, len(self.bases), kept, later, self.checks, self.stream)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends import Backend
-from ...backends.gradients import Gradients
+from ...backends.gradients import Gradients, Scaling
 from ...core.private import under_hooks
 from ...core.shift import all_at_targets
 from ...core.stats import RowStats
@@ -53,11 +52,36 @@ class Replay:
     expected: Template
     target: Place
     stats: dict[str, Place]
+    saved: bool  # whether autograd keeps them
     call: Template
-    kept: set[int]  # what ``call`` is made of beside the operands
+    kept: set[int]  # what ``call`` is made of beside the operands, and other statistics
     finish: Finish
-    backend: Backend
+    scaled: "Scaled"
     plan: Plan
+
+    def stats_of(self, memory: Any) -> list[Tensor]:
+        return [place.tensor(memory) for place in self.stats.values()]
+
+
+class Scaled:
+    """A backend's scaling of a call's gradients, which is done again from a tape as well."""
+
+    def __init__(self, backend: Scaling):
+        self.backend = backend
+        self.scale = backend.scale
+        self.tapes: dict[tuple[int, int], Tape | None] = {}
+
+    def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+        tensors, kind = [*sources, *factors], (len(sources), len(factors))  # all else is as in the call's forward pass
+        tape = self.tapes.get(kind)
+        if tape is not None and tape.usable():
+            tape(tensors)
+        elif kind in self.tapes:
+            self.backend.scale_(sources, factors)
+        else:
+            with Recorder(tensors) as recorder:
+                self.backend.scale_(sources, factors)
+            self.tapes[kind] = recorder.tape(set()) if recorder.failure is None else None
 
 
 REPLAYS: dict[Kind, Replay] = {}
@@ -129,12 +153,15 @@ def replay_of(task: Task[Result], recorder: Recorder, ran: Outcome, result: Any)
     stats = {name: place(value) for name, value in ran.stats.named().items()}
     template = Template(replace(call, gradient_buffer=None), place)
     finish, of_result = finish_of(task, ran, result, place)
-    target = place(call.own_target)
-    places = [target, *outputs, *stats.values(), *(at for at in grads or () if at is not None)]
-    tape = recorder.tape({at.slot for at in places}.union(expected.slots, template.slots, of_result))
+    target, of_stats = place(call.own_target), {at.slot for at in stats.values()}
+    at_once = {at.slot for at in (*outputs, *(grads or ())) if at is not None}.union(expected.slots, of_result)
+    differentiable = forward.plan.sizes.any_grad
+    saved = differentiable and len(forward.saved) > 0
+    later = template.slots.difference(operands).union(() if saved else of_stats) if differentiable else set()
+    tape = recorder.tape(at_once.union(of_stats if saved else ()), later | {target.slot})
     return Replay(
-        tape, tuple(operands), outputs, forward.differentiable, grads, expected, target, stats, template,
-        template.slots.difference(operands), finish, forward.backend, forward.plan,
+        tape, tuple(operands), outputs, forward.differentiable, grads, expected, target, stats, saved, template, later,
+        finish, Scaled(forward.backend), forward.plan,
     )  # fmt: skip
 
 
@@ -181,18 +208,20 @@ def forward_again(
     if replay.grads is not None:
         of_hidden, of_weight, of_bias = [None if at is None else at.tensor(held) for at in replay.grads]
         grads = Gradients(of_hidden, of_weight, of_bias, gradient_buffer)
-    canary = None if added_to is None else added_to.canary(replay.target.view(held))
-    # saved as the call that was recorded saves them: an activation checkpoint compares the two
-    saved = [at.tensor(held) for at in replay.stats.values()] if replay.plan.sizes.any_grad else []
-    kept = {slot: held[slot] for slot in replay.kept}
+    canary = None
+    if added_to is not None:
+        canary = added_to.canary(replay.target.view(replay.tape.memory(held, [replay.target.slot])))
+    # as the call that was recorded saves them: an activation checkpoint compares the two
+    saved = replay.stats_of(held) if replay.saved else []
+    kept = replay.tape.part(held, replay.kept)
 
     def later(saved: Sequence[Tensor]) -> tuple[Call, RowStats]:
-        call = replay.call.build(kept | dict(zip(replay.operands, saved, strict=False)))
-        stats = RowStats(**dict(zip(replay.stats, saved[3:], strict=True)))
-        return replace(call, gradient_buffer=gradient_buffer), stats
+        memory = replay.tape.memory(kept, replay.kept)
+        call = replay.call.build(memory | dict(zip(replay.operands, saved, strict=False)))
+        vectors = saved[3:] if replay.saved else replay.stats_of(memory)
+        return replace(call, gradient_buffer=gradient_buffer), RowStats(**dict(zip(replay.stats, vectors, strict=True)))
 
     return Forward(
         tuple([output.tensor(held) for output in replay.outputs]), replay.differentiable, None, grads,
-        replay.expected.build(held), False, replay.backend, replay.plan, gradient_buffer, canary,
-        saved, later,
+        replay.expected.build(held), False, replay.scaled, replay.plan, gradient_buffer, canary, saved, later,
     )  # fmt: skip

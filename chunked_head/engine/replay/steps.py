@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.common.recording import Launched
+from ...kernels.common.recording import Launched, flattened
 
+Held = Sequence[Any] | Mapping[int, Any]  # what slots hold
+MOST_ADDRESSES = 64  # of what one launch has described
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
 
 
@@ -28,7 +30,16 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def tensor(self, held: Sequence[Any]) -> Tensor:
+    @property
+    def form(self) -> Form:
+        return self.shape, self.stride, self.dtype
+
+    def reaches(self, end: int) -> bool:
+        """Whether it begins with the memory and ends there, so many bytes behind."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return self.offset == 0 and (last + 1) * self.dtype.itemsize == end
+
+    def tensor(self, held: Held) -> Tensor:
         """No view of what the slot holds, as autograd sees it: whoever gets it may change it in place."""
         base: Tensor = held[self.slot]
         if self.whole:
@@ -38,7 +49,7 @@ class Place(NamedTuple):
         empty = torch.empty(0, dtype=self.dtype, device=base.device)
         return empty.set_(memory, first, self.shape, self.stride)
 
-    def view(self, held: Sequence[Any]) -> Tensor:
+    def view(self, held: Held) -> Tensor:
         """The same in a third of the time, for whoever reads it, or writes it here and now."""
         base: Tensor = held[self.slot]
         if self.whole:
@@ -140,9 +151,13 @@ def allocation(record: Allocation) -> Step:
     return step
 
 
+# torch's functions that find the same operation sooner
+PLAINER: dict[Any, Callable[..., Any]] = {torch.ops.aten.mm.out: torch.mm, torch.ops.aten.addmm.out: torch.addmm}
+
+
 def operation(record: Operation) -> Step:
     function, arguments, names, kept = record
-    first = len(arguments) - len(names)
+    function, first = PLAINER.get(function, function), len(arguments) - len(names)
 
     def step(held: list[Any], addresses: list[int], stream: int) -> None:
         given = mapped(arguments, lambda one: one.view(held) if isinstance(one, Place) else one)
@@ -157,16 +172,65 @@ def operation(record: Operation) -> Step:
 def launch(record: Launch) -> Step:
     run, arguments, stream_at, pointers, descriptors, described = record
     known = [(*at, *kind) for at, kind in zip(descriptors, described, strict=True)]
+    in_c: dict[tuple[int, ...], InC | None] = {}  # by the addresses of what is described
 
-    def step(held: list[Any], addresses: list[int], stream: int) -> None:
-        given = arguments.copy()
-        given[stream_at] = stream
+    def given(addresses: list[int], stream: int) -> list[Any]:
+        found = arguments.copy()
+        found[stream_at] = stream
         for i, slot, offset in pointers:
-            given[i] = addresses[slot] + offset
+            found[i] = addresses[slot] + offset
         for i, slot, offset, kind, attributes in known:
             descriptor: Any = object.__new__(kind)
-            given[i] = descriptor
+            found[i] = descriptor
             descriptor.__dict__.update(attributes, base=Address(addresses[slot] + offset))
-        run(*given)
+        return found
+
+    def step(held: list[Any], addresses: list[int], stream: int) -> None:
+        key = tuple([addresses[slot] + offset for _, slot, offset in descriptors])
+        if key not in in_c:
+            if len(in_c) >= MOST_ADDRESSES:
+                in_c.clear()
+            in_c[key] = InC.of(record, given(addresses, stream))
+        direct = in_c[key]
+        if direct is None:
+            run(*given(addresses, stream))
+            return
+        function, words, at, places = direct
+        words = words.copy()
+        words[at] = stream
+        for i, slot, offset in places:
+            words[i] = addresses[slot] + offset
+        function(*words)
 
     return step
+
+
+class Mark(int):
+    """A number that is told apart from equal ones."""
+
+
+class InC(NamedTuple):
+    """A launch as the function in C takes it, whose descriptors are numbers already: good for one place of each."""
+
+    function: Callable[..., None]
+    words: list[Any]
+    stream_at: int
+    pointers: list[tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, record: Launch, given: list[Any]) -> "InC | None":
+        """None where it is not plain which word is which."""
+        at = [record.stream_at, *(i for i, *_ in record.pointers)]
+        marks = [Mark(given[i]) for i in at]
+        for i, mark in zip(at, marks, strict=True):
+            given[i] = mark
+        found = flattened(record.run, given)
+        if found is None:
+            return None
+        function, words = found
+        places = [[i for i, word in enumerate(words) if word is mark] for mark in marks]
+        if any(len(place) != 1 for place in places):
+            return None
+        (stream,), *others = places
+        pointers = [(i, slot, offset) for (i,), (_, slot, offset) in zip(others, record.pointers, strict=True)]
+        return cls(function, words, stream, pointers)

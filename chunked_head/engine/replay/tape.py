@@ -5,13 +5,13 @@ A tape holds no tensor. It is good for inputs of the same shapes, strides, dtype
 where the function does nothing else that depends on its tensors: what asks the device for a number is not recorded.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .steps import Allocation, Launch, Operation, Record, Step, step_of
+from .steps import Allocation, Held, Launch, Operation, Place, Record, Step, mapped, step_of
 
 Check = Callable[[], bool]  # whether a launch may be done again
 SMALL = 1 << 18  # bytes up to which memory for kernels alone is a part of one allocation
@@ -19,20 +19,23 @@ ALIGNMENT = 512  # bytes, as torch's own allocations
 
 
 class Tape:
-    """``tape(inputs)`` does what has been recorded, and returns what the slots hold that are ``kept``."""
+    """``tape(inputs)`` does what has been recorded, and returns what the slots hold that are ``kept``. What is asked
+    for ``later``, if at all, may share the memory in the slot behind the last (``memory``)."""
 
     def __init__(
         self,
         records: Sequence[Record],
         slots: int,
         kept: Set[int],
+        later: Set[int],
         checks: Sequence[Check],
         stream: Callable[[], int] | None,
     ):
         """``stream``: the current one, where something is launched."""
         self.slots, self.checks, self.stream = slots, tuple(dict.fromkeys(checks)), stream
+        records = as_read(records, kept | later)
         last = {slot: i for i, record in enumerate(records) for slot in record.used}
-        last.update(dict.fromkeys(kept, len(records)))
+        last.update(dict.fromkeys(kept | later, len(records)))
         as_tensors = set(kept).union(*[record.used for record in records if isinstance(record, Operation)])
         small = {
             record.slot: (i, last[record.slot], record.bytes)
@@ -40,6 +43,8 @@ class Tape:
             if isinstance(record, Allocation) and record.slot not in as_tensors and record.bytes <= SMALL
         }
         parts, self.arena_bytes = packed(small)
+        forms = {record.slot: record.form for record in records if isinstance(record, Allocation)}
+        self.shared = {slot: Place(slots, start, False, *forms[slot]) for slot, start in parts.items()}
         self.steps: list[tuple[Step, tuple[int, ...]]] = []
         for i, record in enumerate(records):
             if isinstance(record, Launch):
@@ -54,10 +59,12 @@ class Tape:
         return all(check() for check in self.checks)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
-        held: list[Any] = [*inputs, *[None] * (self.slots - len(inputs))]
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in held]
+        more = self.slots - len(inputs)
+        held: list[Any] = [*inputs, *[None] * more]
+        addresses = [*[tensor.data_ptr() for tensor in inputs], *[0] * more]
         if self.arena_bytes:
             arena = torch.empty(self.arena_bytes, dtype=torch.uint8, device=inputs[0].device)
+            held.append(arena)
             addresses.append(arena.data_ptr())
         stream = 0 if self.stream is None else self.stream()
         for step, done in self.steps:
@@ -65,6 +72,44 @@ class Tape:
             for slot in done:
                 held[slot] = None
         return held
+
+    def part(self, held: Sequence[Any], slots: Iterable[int]) -> dict[int, Any]:
+        """What of it ``memory`` of these slots needs."""
+        places = [self.slots if slot in self.shared else slot for slot in slots]
+        return {place: held[place] for place in places}
+
+    def memory(self, held: Held, slots: Iterable[int]) -> dict[int, Any]:
+        """What these slots hold, by slot, of what the tape has returned."""
+        return {slot: self.shared[slot].tensor(held) if slot in self.shared else held[slot] for slot in slots}
+
+
+def as_read(records: Sequence[Record], kept: Set[int]) -> list[Record]:
+    """The same with memory in the form that all operations take it in, whatever it was made in: a view of another dtype
+    takes the host as long as a launch."""
+    made = {record.slot: record for record in records if isinstance(record, Allocation) and record.slot not in kept}
+    places: dict[int, set[Place]] = {slot: set() for slot in made}
+
+    def look(one: Any) -> None:
+        if isinstance(one, Place) and one.slot in places:
+            places[one.slot].add(one)
+
+    for record in records:
+        if isinstance(record, Operation):
+            mapped(record.arguments, look)
+    alike = {slot: next(iter(found)) for slot, found in places.items() if len(found) == 1}
+    forms = {slot: place.form for slot, place in alike.items() if place.reaches(made[slot].bytes)}
+
+    def read(one: Any) -> Any:
+        return one._replace(whole=True) if isinstance(one, Place) and one.slot in forms else one
+
+    found: list[Record] = []
+    for record in records:
+        if isinstance(record, Allocation):
+            record = record._replace(form=forms.get(record.slot, record.form))
+        elif isinstance(record, Operation):
+            record = record._replace(arguments=mapped(record.arguments, read))
+        found.append(record)
+    return found
 
 
 def packed(blocks: Mapping[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
