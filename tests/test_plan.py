@@ -276,6 +276,12 @@ def test_says_whose_matmuls() -> None:
         own = made.sizes.skips
         assert "dhidden ours" in str(made) and f", dweight {'ours' if own else 'BLAS' + chr(39) + 's'}" in str(made)
     assert made.sizes.dhidden_split(100).parts == 1  # nothing is chosen by size
+    # of a few rows, stored and in 16 bits
+    assert made.sizes.gpu is not None
+    least, most = made.sizes.gpu.own_stored
+    few: list[tuple[int, dict[str, Any]]] = [(least, {}), (least - 1, {}), (most, {"accumulate_dtype": torch.float32})]
+    found = [str(plan(tokens, **LLAMA, **options)) for tokens, options in (*few, (2 * least, {"chunk_tokens": least}))]
+    assert ["dweight ours" in text for text in found] == [True, False, False, False]
 
 
 def test_many_chunks_are_whole_tiles() -> None:

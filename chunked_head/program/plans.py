@@ -280,7 +280,8 @@ def matmuls(plan: Plan, gpu: Gpu) -> str:
         whose = "ours" if s.own_dhidden else "BLAS's"
         found.append(f"dhidden {whose}" + (f" ({parts} parts)" if parts > 1 else ""))
     if plan.schedule != "loss only" and s.weight_grad:
-        own = (plan.schedule == "forward" or s.grads_in_matmul) and s.own_dweight
+        ours = s.own_dweight(plan.chunk_tokens, plan.chunks == 1, plan.accumulate_dtype)
+        own = (plan.schedule == "forward" or s.grads_in_matmul) and ours
         found.append("dweight " + ("ours" if own else "BLAS's"))
     return ", ".join(found)
 

@@ -28,6 +28,7 @@ class Gpu(NamedTuple):
     product: Tile
     few: tuple[Tile, ...] = ()  # of few rows, which take the time that the weight takes to be read
     own_dhidden: bool = False  # faster than BLAS's
+    own_stored: tuple[int, int] = (0, -1)  # rows of dweight's product, stored: as fast, and sooner launched
     warp: int = 32
     fp32_products: str = "tf32x3"  # how small ones keep fp32's precision
 
@@ -72,7 +73,8 @@ NARROW = Tile(block_n=128, warps=4, per_multiprocessor=2)
 def hopper(name: str, shared: int, multiprocessors: int) -> Gpu:
     """Tensor copies, sums in registers, 227 KB."""
     few = Tile(block_m=64, warps=4, stages=4), Tile(block_m=64, block_n=128, warps=4, stages=8)
-    return Gpu(name, shared, multiprocessors, Tile(), NARROW, product=Tile(), few=few, own_dhidden=True)
+    own = {"own_dhidden": True, "own_stored": (512, 2048)}
+    return Gpu(name, shared, multiprocessors, Tile(), NARROW, product=Tile(), few=few, **own)
 
 
 def blackwell(name: str, shared: int, multiprocessors: int) -> Gpu:
@@ -120,6 +122,7 @@ def run_as(name: str) -> Gpu:
     return gpu._replace(
         name="interpreter" if gpu.name == "sm_90" else gpu.name, multiprocessors=4, wide=small(gpu.wide),
         narrow=small(gpu.wide), product=small(gpu.product, k=32), few=tuple(small(tile, m=16) for tile in gpu.few[:1]),
+        own_stored=(16, 64) if gpu.own_stored[1] > 0 else gpu.own_stored,
     )  # fmt: skip
 
 

@@ -178,7 +178,7 @@ class OwnProducts(KernelSession):
     ) -> None:
         # a buffer of the caller's may start anywhere
         aligned = out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
-        if gain is None and aligned and self.sizes.own_dweight:
+        if gain is None and aligned and self.sizes.own_dweight(len(dlogits), first, out.dtype):
             products.dweight(out, dlogits, operand, first, self.gpu.product, counted_of(rows))
         else:
             super().add_dweight(zero_uncounted_(dlogits, rows), rows, operand, out, first, gain)
