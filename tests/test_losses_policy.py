@@ -641,3 +641,17 @@ def test_vespo_against_trl(rollout: bool) -> None:
     losses = policy.vespo(rollout="truncate") if rollout else policy.vespo()
     values = only(losses).values(Stats({"logprob": logprobs}), Batch(fields, target, rows, V), {})
     torch.testing.assert_close(values.view(rows, length), -phi * advantages * logprobs.view(rows, length))
+
+
+def test_vespo_of_large_exponents() -> None:
+    """In fp32 a phi of e^104 beside an advantage of e^-40, and ratios that are infinite or nearly so."""
+    log_ratio = torch.tensor([11.5, 11.5, 11.0, 8.0, 87.0, torch.inf, -torch.inf, 0.0])
+    advantages = torch.tensor([4e-18, -4e-18, 1e-12, 1.0, 1.0, 1.0, -1.0, 1e-6])
+    losses = policy.vespo(k_pos=10.0, lambda_pos=0.0, k_neg=10.0, lambda_neg=0.0, ratio_clamp=math.inf)
+    value, grad = on_leaf(losses, log_ratio, advantages)
+    w = log_ratio.double().clamp(math.log(1e-8), 100.0)
+    phi = (10.0 * w + 1e-4 * (1.0 - w.exp())).exp()
+    torch.testing.assert_close(grad, (-phi * advantages.double()).float(), rtol=3e-5, atol=0.0)
+    logprob = torch.linspace(-3.0, -0.1, len(log_ratio))
+    torch.testing.assert_close(value, (-phi * advantages.double() * logprob.double()).float(), rtol=3e-5, atol=0.0)
+    assert grad[-1] == -advantages[-1]

@@ -172,7 +172,8 @@ def vespo(
     arXiv 2602.10693, as TRL).
 
     One value per token, 0 for tokens of segment -1. ``k_pos`` and ``lambda_pos`` where A >= 0, ``k_neg`` and
-    ``lambda_neg`` elsewhere; lambda is at least 1e-4. ``ratio_clamp`` c: a token's log-ratio is clamped to [-c, c], and
+    ``lambda_neg`` elsewhere; lambda is at least 1e-4. phi is at most ``(k / lambda)^k exp(lambda - k)``: where
+    ``phi A`` is beyond fp32 it is infinite (TRL: 0). ``ratio_clamp`` c: a token's log-ratio is clamped to [-c, c], and
     log w to [log 1e-8, c]. Rollout weights, of ``rollout_level="token"`` alone, are part of w: their logarithms, in the
     same range, are added to log w, and the value is not multiplied by them.
     Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them w = 1). Defaults: TRL's,
@@ -204,14 +205,17 @@ def _vespo(
     log_ratio = clamped(token_log_ratio(stats, batch).detach(), ratio_clamp)
     if rollout is not None:
         log_ratio = log_ratio + rollout_weights(stats, batch, rollout).log().clamp(least, ratio_clamp)
-    log_w = batch.per_token(batch.segment_sum(log_ratio).clamp(least, ratio_clamp))
-    gamma = torch.where(
+    # a ratio beyond e^80 has a weight of 0 and may be infinite
+    log_w = batch.per_token(batch.segment_sum(log_ratio).clamp(least, min(ratio_clamp, 80.0)))
+    log_phi = torch.where(
         advantages >= 0,
-        k_pos * log_w + lambda_pos * (1 - log_w.exp()),
-        k_neg * log_w + lambda_neg * (1 - log_w.exp()),
-    ).exp()
+        k_pos * log_w - lambda_pos * log_w.expm1(),
+        k_neg * log_w - lambda_neg * log_w.expm1(),
+    )
     inside = (batch["segments"] >= 0) & (advantages != 0)
-    return -torch.where(inside, gamma * advantages, 0.0) * torch.where(inside, stats.logprob, 0.0)
+    # phi alone may be beyond what fp32 holds where its product with the advantage is not
+    root = (0.5 * log_phi).exp()
+    return -torch.where(inside, root * advantages * root, 0.0) * torch.where(inside, stats.logprob, 0.0)
 
 
 def _weighted_segments(values: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
