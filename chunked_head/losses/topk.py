@@ -56,7 +56,10 @@ def topk_kl(
     its id may be anything otherwise. What does not count is taken out before any sum, the student's over K too
     (Axolotl's kernel keeps padded ids there). An id that counts twice counts once, with the larger of its
     log-probabilities: the same outcome named twice, as by servers that add the sampled id to the K largest. A token
-    without entries has value 0. Rests are taken to be at least the dtype's epsilon under a logarithm (TRL: 1e-7).
+    without entries has value 0. Rests are taken to be at least the dtype's epsilon under a logarithm (TRL: 1e-7). They
+    are what sums of K probabilities leave of 1, known to some 1e-7 in fp32: with ``tail``, where the student's is r and
+    the teacher's is not small, the tail's part of value and gradient has a relative error of about 1e-7 / r, and below
+    epsilon no gradient, in plain PyTorch on log-probabilities as here.
     """
     options = topk_options("topk_kl", divergence, normalize, beta, teacher_renormalize, teacher_temperature)
     options["factor"] = squared("topk_kl", summand.get("temperature"), t_squared)
