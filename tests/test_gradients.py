@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from chunked_head import (
     ChunkedHead,
     linear_cross_entropy,
     linear_divergence,
+    linear_logprobs,
     linear_loss,
     logits_loss,
     losses,
@@ -497,6 +499,31 @@ def test_small_upstream_of_fp16(place: Place) -> None:
         assert mine.count_nonzero()
         # half of fp16's smallest number for each
         assert (mine.double() - exact).abs().max() <= 2**-25 + 2**-10 * exact.abs().max()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("cold", [2.0**-14, 2.0**14])
+@pytest.mark.parametrize("how", ["temperature", "temperatures", "logit_scale"])
+def test_fp16_at_any_temperature(place: Place, cold: float, how: str) -> None:
+    """Log-probabilities' gradients are scaled once the upstream one has come, by what the temperature makes of it; the
+    logits are those of temperature 1, beside a token's that does not count and has a colder one."""
+    inputs = SMALL.inputs(torch.float16, place.device)
+    few, size = len(inputs.target), min(1.0, cold**0.5)
+    hidden, weight = ((t * size).requires_grad_() for t in (inputs.hidden, inputs.weight))
+    target = inputs.target.where(inputs.target >= 0, 0)
+    upstream = torch.linspace(-1.0, 1.0, few, device=place.device) * max(1.0, cold)
+    options: dict[str, Any] = {how: 1 / cold if how == "logit_scale" else cold}
+    if how == "temperatures":
+        target = target.index_fill(0, target.new_tensor([3]), -100)
+        temperatures = torch.full((few,), cold, device=place.device)
+        temperatures[3] = 1e-30
+        options = {"temperature": temperatures}
+    linear_logprobs(hidden, weight, target, backend=place.backend, **options).backward(upstream)
+    truth = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    x = truth[0] @ truth[1].t() / cold
+    (-F.cross_entropy(x, target, reduction="none")).backward(upstream.double())
+    for mine, exact in zip((hidden.grad, weight.grad), (t.grad for t in truth), strict=True):
+        assert (mine.double() - exact).norm() <= 2e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -101,7 +101,7 @@ def common(prepared: PreparedCall) -> dict[str, Any]:
         "demand": prepared.program.demand, "structure": prepared.needs.structure, "target": prepared.target,
         "columns": columns, "teacher": prepared.teacher, "class_weights": class_weights, "scale": prepared.scale,
         "kept": kept, "one_or_nan": prepared.one_or_nan, "dtype": prepared.statistics_dtype,
-        "fp16": prepared.dtype == torch.float16,
+        "fp16": prepared.dtype == torch.float16, "slope": abs(prepared.logit_scale),
     }  # fmt: skip
 
 

@@ -55,6 +55,7 @@ class Objective:
     one_or_nan: Tensor  # [] nan where an id is out of range: then everything is, rather than something wrong
     dtype: torch.dtype  # of statistics and values
     fp16: bool
+    slope: float  # what gradients of a token's logits are multiplied by beside ``scale``
 
     @property
     def how(self) -> Mapping[str, str]:
@@ -116,8 +117,11 @@ class Objective:
         """Coefficients that keep fp16 gradients of logits within range, and the factor taken out, to come in fp32."""
         if not self.fp16:
             return coefficients, None
-        sizes = [value.abs().amax() for value in coefficients.named().values() if value.numel()]
-        gain = gain_of(torch.stack(sizes).amax()) if sizes else self.one_or_nan
+        if not len(self.target):
+            return coefficients, self.one_or_nan
+        values = coefficients.named().values()
+        sizes = torch.stack([value.abs().view(len(value), -1).amax(1) for value in values]).amax(0) * self.slope
+        gain = gain_of((sizes if self.scale is None else sizes * self.scale).amax())
         return coefficients.times(1.0 / gain), gain
 
 
