@@ -256,7 +256,13 @@ def check_loss(
         check_unreduced(loss, measured, upstream)
     checks.check_scalar("normalizer", normalizer, device, reduction == "mean", 'reduction="mean"')
     checks.check_scalar("upstream", upstream, device, True, "")
-    for _, summand in loss.terms:
+    for coefficient, summand in loss.terms:
+        # of any other device it is copied from there
+        if isinstance(coefficient, Tensor) and coefficient.device.type == "meta" and device.type != "meta":
+            raise ValueError(
+                f"the coefficient of {summand.label}, or the stream's weight, is on the meta device, where it has no "
+                f"value; move it to {device}"
+            )
         name, mean = f"normalizer of {summand.label}", (summand.reduction or reduction) == "mean"
         if not isinstance(summand.normalizer, str):
             checks.check_scalar(name, summand.normalizer, device, mean, 'reduction="mean"')
