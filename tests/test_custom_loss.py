@@ -13,9 +13,10 @@ from torch import Tensor
 from chunked_head import linear_loss, logits_loss, losses, metrics, plan
 from chunked_head.core.batch import Batch
 from chunked_head.core.loss_stats import Stats
-from chunked_head.losses.base import Field, Losses, Summand, Teacher
+from chunked_head.losses.base import FIELDS, Field, Losses, Summand, Teacher
 from chunked_head.losses.user import closures
 from chunked_head.losses.user.custom import custom
+from chunked_head.losses.user.spread_check import check_over_ranks
 from chunked_head.losses.user.synthetic import MASKED, SEGMENT_IDS, SEGMENTS, TOKENS, VOCAB, Synthetic
 
 
@@ -152,6 +153,18 @@ def test_decorator() -> None:
     assert isinstance(loss, Losses) and summand(loss).label == "other"
     assert summand(centred).label == "centred" and summand(centred).scope == "segment"
     assert [term.label for _, term in (loss + 0.1 * centred).terms] == ["other", "centred"]
+
+
+@pytest.mark.parametrize("default", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_default_device(default: str) -> None:
+    """The made-up tokens are of the check's own device, and so is what the function makes on them."""
+    with torch.device(default):
+        custom(lambda s, b: -s.logprob * torch.ones(len(s.logprob)), scope="token")
+        of_ranks = custom(lambda s, b: s.lse.mean() * torch.ones(SEGMENTS), scope="segment", unit="segment")
+        with pytest.raises(ValueError, match="lie on two ranks"):
+            check_over_ranks(summand(of_ranks), "loss", frozenset({"segments"}), FIELDS)
+        with pytest.raises(ValueError, match="depends on other tokens"):
+            custom(lambda s, b: s.lse - s.lse.mean(), scope="token")
 
 
 def test_the_values_are_the_functions() -> None:

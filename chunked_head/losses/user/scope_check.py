@@ -41,7 +41,8 @@ def run(where: str, summand: Summand, made: Synthetic, piece: slice, reads: Read
     stats = Stats(RecordingStats(leaves, reads.statistics.add))
     try:
         batch = RecordingBatch(made.fields_of(piece), made.target[piece], made.vocab, reads)
-        values = summand.values(stats, batch, summand.tensors)
+        with made.device:  # what the function makes itself
+            values = summand.values(stats, batch, summand.tensors)
     except Exception as error:
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise ValueError(

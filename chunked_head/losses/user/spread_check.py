@@ -44,7 +44,9 @@ def check_over_ranks(part: Any, what: str, given: frozenset[str], known: Mapping
 
     def run(piece: slice, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         batch = Piece(made, piece, given, sums)
-        return part.values(Stats({name: value[piece] for name, value in made.stats.items()}), batch, *more), batch.own
+        with made.device:
+            values = part.values(Stats({name: value[piece] for name, value in made.stats.items()}), batch, *more)
+        return values, batch.own
 
     with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
         made = Synthetic(tensors or {}, known)

@@ -97,6 +97,11 @@ class Synthetic:
     def __init__(self, tensors: Mapping[str, Tensor], extra: Mapping[str, Field]):
         first = next(iter(tensors.values()), None)
         self.vocab = len(first) if first is not None and first.dim() else VOCAB
+        self.device = torch.device("cpu") if first is None else first.device
+        with torch.device("cpu"):  # whatever torch.set_default_device says
+            self._make(extra)
+
+    def _make(self, extra: Mapping[str, Field]) -> None:
         self.generator = torch.Generator().manual_seed(7)
         mask = torch.ones(TOKENS, dtype=torch.bool).index_fill(0, torch.tensor(MASKED), False)
         target = torch.where(mask, self._integers(self.vocab, TOKENS), -1)
@@ -121,11 +126,10 @@ class Synthetic:
                 if held is stats or name in self.per_token:
                     empty = torch.full_like(value, -1 if name in ("segments", "documents") else 0)
                     held[name] = torch.where(mask.view(-1, *[1] * (value.dim() - 1)), value, empty)
-        device = torch.device("cpu") if first is None else first.device
-        self.fields = {name: value.to(device) for name, value in fields.items()}
-        self.stats = {name: value.to(device) for name, value in stats.items()}
-        self.mask, self.target = mask.to(device), target.to(device)
-        self.upstream = (self._uniform(TOKENS) + 0.5).to(device)
+        self.fields = {name: value.to(self.device) for name, value in fields.items()}
+        self.stats = {name: value.to(self.device) for name, value in stats.items()}
+        self.mask, self.target = mask.to(self.device), target.to(self.device)
+        self.upstream = (self._uniform(TOKENS) + 0.5).to(self.device)
 
     def _uniform(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator)
