@@ -21,8 +21,6 @@ from .virtual import IN_PLACE, VIEWS, Virtual, picks
 COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
 STACKING: dict[Any, Any] = {}  # what makes one of several lazy logits, by torch's function; lazy_stack.py's
 
-Disabled = torch._C.DisableTorchFunctionSubclass
-
 
 class Lazy(Tensor):
     """A tensor with shape, dtype and device, whose numbers are computed when they are asked for."""
@@ -46,10 +44,7 @@ class Lazy(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         known = "" if self._real is None else ", computed"
-        with Disabled():
-            return (
-                f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{known})"
-            )
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{known})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -142,8 +137,7 @@ class LazyLogits(Lazy):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in QUERIES:
-            with Disabled():
-                return function(*args, **kwargs)
+            return answered(function, args, kwargs)
         first = args[0] if args else kwargs.get("input")
         if writes(function):
             refuse_views(first, named(function))
@@ -265,13 +259,18 @@ def refuse_functions(logits: LazyLogits) -> bool:
     )
 
 
+def answered(query: Any, args: Any, kwargs: Any) -> Any:
+    """What torch says of lazy logits as of any tensor, from their shape, dtype and device."""
+    return Tensor.__torch_function__(query, (), args, kwargs)
+
+
 def in_function_forward() -> bool:
     """Whether this runs in the forward of a torch.autograd.Function. Autograd switches both of its modes off there;
     ``no_grad`` leaves the forward mode on, which a dual number shows, and in inference mode nothing has gradients."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     zero = torch.zeros(())
-    with Disabled(), forward_ad.dual_level():
+    with forward_ad.dual_level():
         return forward_ad.unpack_dual(forward_ad.make_dual(zero, zero)).tangent is None
 
 
