@@ -13,7 +13,7 @@ from budget import assert_outcome, assert_within_budget
 from cases import PLACES, Case, Inputs, Place, run, run_ours
 from torch import Tensor
 
-from chunked_head import CrossEntropyLoss, TokenParallel, VocabParallel, linear_cross_entropy
+from chunked_head import CrossEntropyLoss, TokenParallel, VocabParallel, linear_cross_entropy, linear_loss, losses
 
 LEADING, VOCAB = (3, 11), 203
 
@@ -170,3 +170,19 @@ def test_wrong_calls() -> None:
             linear_cross_entropy(hidden, weight, target, **options)
     with pytest.raises(ValueError, match="flatten both"):
         CrossEntropyLoss()(torch.randn(2, 5, 7), torch.rand(2, 5, 7))
+
+
+def test_linear_loss_says_what_to_write() -> None:
+    given = inputs({})
+    hidden, weight, p = given.hidden.double().requires_grad_(), given.weight.double(), probabilities("cpu").double()[:1]
+    p = p / p.sum(-1, keepdim=True)
+    with pytest.raises(TypeError) as refused:
+        linear_loss(hidden[:1], weight, p, losses.cross_entropy())
+    for advice in ("target=None", 'losses.forward_kl("cross_entropy")', 'batch={"teacher_logits": p.log()}'):
+        assert advice in str(refused.value)
+    loss = losses.forward_kl("cross_entropy")
+    out = linear_loss(hidden[:1], weight, target=None, loss=loss, batch={"teacher_logits": p.log()})
+    expected = F.cross_entropy((hidden[0] @ weight.t()), p[0])
+    torch.testing.assert_close(out.loss, expected)
+    for mine, theirs in zip(*(torch.autograd.grad(one, hidden) for one in (out.loss, expected)), strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -86,8 +86,9 @@ def check_ids(argument: str, target: Tensor) -> None:
         remedy = "use target.long()"
         if target.is_floating_point():
             remedy = (
-                "class probabilities p [..., vocab] are a target of linear_cross_entropy and CrossEntropyLoss alone; "
-                'elsewhere they are losses.forward_kl("cross_entropy") with batch={"teacher_logits": p.log()}'
+                "ids need .long(); class probabilities p [..., vocab] are a target of linear_cross_entropy and "
+                'CrossEntropyLoss alone; elsewhere pass target=None, losses.forward_kl("cross_entropy") and '
+                'batch={"teacher_logits": p.log()}'
             )
         raise TypeError(f"{argument} must hold token ids of dtype int64, got {name(target.dtype)}; {remedy}")
 
