@@ -216,6 +216,54 @@ def test_long_sequences_keep_the_difference() -> None:
     torch.testing.assert_close(value.double(), F.softplus(v - u)[None], rtol=1e-4, atol=0.0)
 
 
+def of_tokens(losses: Losses, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Values of pairs of single tokens with these log-probabilities, and the gradient of their sum."""
+    n, logprob = len(u), torch.cat([u, v]).requires_grad_()
+    fields = {"segments": torch.arange(2 * n), "pairs": torch.arange(2 * n).view(2, n).t()}
+    fields["segment_labels"] = torch.arange(2 * n) < n
+    batch = Batch(fields, torch.zeros(2 * n).long(), 2 * n, VOCAB)
+    values = only(losses).values(Stats({"logprob": logprob}), batch, {})
+    return values, torch.autograd.grad(values.sum(), logprob)[0]
+
+
+@pytest.mark.parametrize("variant", ["exo_pair", "apo_zero", "apo_down", "kto"])
+def test_saturated_sigmoids_keep_their_gradient(variant: str) -> None:
+    """1 - s(x) rounds to 0 in float32 where s(x) is nearly 1, and the slope s(x) * (1 - s(x)) with it."""
+    u, v = -torch.tensor([20.0, 40.0, 17.0, 0.5]), -torch.tensor([41.0, 0.1, 30.0, 17.0])
+    options: dict[str, Any] = {"beta": 1.0, "reference_free": True}
+    losses = preference.kto(**options) if variant == "kto" else None
+    if losses is None:
+        smoothing = 1e-3 if variant == "exo_pair" else 0.0
+        losses = preference.dpo(variant=variant, label_smoothing=smoothing, **options)
+    _, gradient = of_tokens(losses, u, v)
+    u, v = u.double(), v.double()
+
+    def slope(x: Tensor) -> Tensor:
+        return torch.exp(-x.abs()) / (1 + torch.exp(-x.abs())) ** 2
+
+    d = u - v
+    true = {
+        "exo_pair": (pair := slope(d) * (d + math.log(1e-3) - math.log1p(-1e-3)), -pair),
+        "apo_zero": (-slope(u), slope(v)),
+        "apo_down": (slope(u) - slope(d), slope(d)),
+        "kto": (-slope(u), slope(v)),
+    }[variant]
+    torch.testing.assert_close(gradient.double(), torch.cat(true), rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: preference.dpo(variant="ipo", reference_free=True, divergence="forward_kl"),
+    lambda: preference.cpo(variant="ipo", alpha=1.0),
+])  # fmt: skip
+def test_ipo_squares_no_infinite_rewards(make: Any) -> None:
+    values, gradient = of_tokens(make(), -torch.tensor([300.0, 39.0]), -torch.tensor([1.0, 300.0]))
+    assert values.isfinite().all() and gradient.isfinite().all()
+    u, v = torch.tensor([-40.0, -39.0]).double(), torch.tensor([-1.0, -40.0]).double()
+    slope = 2 * ((-v).exp() - (-u).exp() - 5.0)
+    true = torch.cat([slope * (-u).exp(), -slope * (-v).exp()]) * torch.tensor([0.0, 1.0, 1.0, 0.0])
+    torch.testing.assert_close(gradient.double(), true, rtol=1e-5, atol=0.0)
+
+
 def test_discopop_far_below() -> None:
     """Differences at which exp(-d) alone overflows."""
     summand = only(preference.dpo(beta=1.0, variant="discopop"))

@@ -1,4 +1,4 @@
-"""Estimates from sampled tokens that losses and metrics share."""
+"""Functions of numbers per token that losses and metrics share."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,11 @@ from torch import Tensor
 def clamped(values: Tensor, bound: float | None) -> Tensor:
     """Within [-bound, bound], no gradient outside, infinite values included."""
     return values if bound is None else values.clamp(-bound, bound)
+
+
+def gate(x: Tensor) -> Tensor:
+    """``sigmoid(x)``; its gradient does not need ``1 - sigmoid(x)``, which rounds to 0 where the value is near 1."""
+    return torch.where(x > 0, 1 - torch.sigmoid(-x), torch.sigmoid(x))
 
 
 def kl_estimate(difference: Tensor, estimator: str) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.batch import Batch
-from ..core.estimates import clamped, kl_estimate
+from ..core.estimates import clamped, gate, kl_estimate
 from ..core.loss_stats import Stats
 from .base import Losses, bound, choice, flag, make, number
 from .policy_segments import gmpo, gspo, rloo, vespo
@@ -145,11 +145,6 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None 
         "ratio_clamp": checked_clamp("sapo", ratio_clamp),
     }
     return make_policy("sapo", _sapo, options, policy)
-
-
-def gate(x: Tensor) -> Tensor:
-    """``sigmoid(x)``; its gradient does not need ``1 - sigmoid(x)``, which rounds to 0 where the value is near 1."""
-    return torch.where(x > 0, 1 - torch.sigmoid(-x), torch.sigmoid(x))
 
 
 def _sapo(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.batch import Batch
+from ..core.estimates import gate
 from ..core.loss_stats import Stats
 from .base import Losses, choice, flag, make, number
 
@@ -64,7 +65,7 @@ def dpo(
     ``divergence`` (f-DPO, 2309.16240) puts ``f'(e^u)`` in the place of u, and of v likewise: ``forward_kl``
     ``1 - exp(-u)``; ``js`` ``log 2 + log s(u)``; ``alpha`` ``(exp((a - 1) * u) - 1) / (a - 1)`` with
     ``a = divergence_alpha``, 1 for reverse KL. It goes with the variants that read ``u - v`` alone. Exponents are at
-    most 80, without gradient beyond.
+    most 80 (40 for ``ipo``, which squares), without gradient beyond.
 
     ``ld_alpha`` in [0, 1] (LD-DPO, 2409.06411): tokens of a pair's longer segment that stand behind the shorter one's
     length weigh so much; a segment of several pairs is as long as its shortest. Not with ``TokenParallel``.
@@ -126,8 +127,8 @@ def cpo(
     """Contrastive preference optimisation (arXiv 2401.08417): ``dpo`` without a reference, the pair term alone.
 
     ``variant``: ``sigmoid``, ``hinge`` or ``ipo``, as in ``dpo``. Scores are sums except for ``ipo``'s; ``alpha`` as in
-    ``simpo``, of sums (TRL) or, with ``average``, of means as in AlphaPO's paper. Fields:
-    ``segments``, ``pairs``.
+    ``simpo``, for ``ipo`` with exponents of at most 40, of sums (TRL) or, with ``average``, of means as in AlphaPO's
+    paper. Fields: ``segments``, ``pairs``.
 
     The papers and TRL add the chosen segments' negative log-likelihood (``cpo_alpha`` 1), which is a summand of its
     own: with ``batch["nll_mask"]`` true on the tokens it is of,
@@ -260,7 +261,8 @@ def _unweighted(
     if variant in SORTED:
         u, v = sorted_scores(stats, batch, average, reference, variant == "aot")
     else:
-        u, v = of_pairs(bent(scores(stats, batch, average, reference, ld_alpha), power), batch)
+        most = MOST_EXPONENT / 2 if variant == "ipo" else MOST_EXPONENT  # whose exponentials are squared
+        u, v = of_pairs(bent(scores(stats, batch, average, reference, ld_alpha), power, most), batch)
     d = beta * (u - v) - margin
     eps = label_smoothing
     if variant in ("sigmoid", "sigmoid_norm", *SORTED):
@@ -272,8 +274,8 @@ def _unweighted(
     if variant == "robust":
         return (-(1 - eps) * F.logsigmoid(d) + eps * F.logsigmoid(-d)) / (1 - 2 * eps)
     if variant == "exo_pair":
-        chosen = torch.sigmoid(d) * (F.logsigmoid(d) - math.log1p(-eps))
-        return chosen + torch.sigmoid(-d) * (F.logsigmoid(-d) - math.log(eps))
+        chosen = gate(d) * (F.logsigmoid(d) - math.log1p(-eps))
+        return chosen + gate(-d) * (F.logsigmoid(-d) - math.log(eps))
     if variant == "nca_pair":
         return -F.logsigmoid(beta * u) - 0.5 * F.logsigmoid(-beta * u) - 0.5 * F.logsigmoid(-beta * v)
     if variant == "bco_pair":
@@ -281,12 +283,12 @@ def _unweighted(
     if variant == "sppo_hard":
         return (u - 0.5 / beta).square() + (v + 0.5 / beta).square()
     if variant == "apo_zero":
-        return torch.sigmoid(-beta * u) + torch.sigmoid(beta * v)
+        return gate(-beta * u) + gate(beta * v)
     if variant == "apo_down":
-        return torch.sigmoid(beta * u) + torch.sigmoid(-d)
+        return gate(beta * u) + gate(-d)
     # discopop; exp(-d) * M in one exponential: for d far below 0 it is inf * 0 otherwise
     exponential = torch.exp(F.logsigmoid(d / tau) - d)
-    return exponential - F.logsigmoid(d) * torch.sigmoid(-d / tau)
+    return exponential - F.logsigmoid(d) * gate(-d / tau)
 
 
 def _orpo(stats: Stats, batch: Batch, beta: float) -> Tensor:
@@ -309,9 +311,7 @@ def _kto(
     if baseline is not None:
         u = u - baseline.detach().clamp(min=0).to(u.dtype)
     desirable = batch["segment_labels"]
-    return torch.where(
-        desirable, desirable_weight * torch.sigmoid(-beta * u), undesirable_weight * torch.sigmoid(beta * u)
-    )
+    return torch.where(desirable, desirable_weight * gate(-beta * u), undesirable_weight * gate(beta * u))
 
 
 def scores(stats: Stats, batch: Batch, average: bool, reference: bool, ld_alpha: float | None = None) -> Tensor:
@@ -322,14 +322,14 @@ def scores(stats: Stats, batch: Batch, average: bool, reference: bool, ld_alpha:
     return batch.segment_mean(values) if average else batch.segment_sum(values)
 
 
-def bent(scores: Tensor, power: float | None) -> Tensor:
+def bent(scores: Tensor, power: float | None, most: float) -> Tensor:
     """``(exp(power * x) - 1) / power``, x itself for 0; None: what the Jensen-Shannon divergence makes of x."""
     if power is None:
         return math.log(2.0) + F.logsigmoid(scores)
     # near 0 it is x, whose gradient would be lost to the division
     if abs(power) < 1e-6:
         return scores
-    return torch.expm1((power * scores).clamp(max=MOST_EXPONENT)) / power
+    return torch.expm1((power * scores).clamp(max=most)) / power
 
 
 def beyond_shorter(batch: Batch) -> Tensor:
