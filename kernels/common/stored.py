@@ -1,9 +1,28 @@
-"""Logits out of a buffer: raw ones through bias, scale and cap, relative ones by adding their strip's offset."""
+"""What kernels read of rows: numbers, and logits out of a buffer: raw ones through bias, scale and cap, relative ones
+by adding their strip's offset."""
 
 import triton
 import triton.language as tl
 
 from .transform import transform_logits
+
+
+@triton.jit
+def load_number(ptr, row):
+    """A row's number; None where there is no such number."""
+    if ptr is None:
+        return  # Triton 3.5 cannot take a None that is written down
+    else:
+        return tl.load(ptr + row)
+
+
+@triton.jit
+def load_column(ptr, offs_row, in_rows):
+    """A number per row, as a column; None where there is no such number."""
+    if ptr is None:
+        return
+    else:
+        return tl.load(ptr + offs_row, mask=in_rows, other=0.0)[:, None]
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from ..common.kernel import kernel
-from ..common.stored import load_row
+from ..common.stored import load_number, load_row
 from .identity import logits_gradient
 
 
@@ -77,62 +77,26 @@ def column_grad_kernel(
     offs = column - first_column
     here = first & (column >= 0) & (offs >= 0) & (offs < columns)
     at = dlogits_ptr + row * stride + offs
-    beta = None
-    kappa = None
-    alpha = None
-    eta = None
-    start2 = None
-    rest2 = None
-    alpha2 = None
-    eta2 = None
-    gamma = None
-    rho = None
-    tau = None
-    theta = None
+    row_scale = load_number(row_scale_ptr, row)
     omega = None
-    log_q = None
-    row_scale = None
-    teacher_row_scale = None
-    if row_scale_ptr is not None:
-        row_scale = tl.load(row_scale_ptr + row)
-    if teacher_row_scale_ptr is not None:
-        teacher_row_scale = tl.load(teacher_row_scale_ptr + row)
-    if beta_ptr is not None:
-        beta = tl.load(beta_ptr + row)
-    if kappa_ptr is not None:
-        kappa = tl.load(kappa_ptr + row)
     if kappa_ptr is not None and class_weights_ptr is not None:
         omega = tl.load(class_weights_ptr + offs, mask=here, other=0.0).to(tl.float32)
-    if alpha_ptr is not None:
-        alpha = tl.load(alpha_ptr + row)
-        if eta_ptr is not None:
-            eta = tl.load(eta_ptr + row)
-    if start2_ptr is not None:
-        start2, rest2 = tl.load(start2_ptr + row), tl.load(rest2_ptr + row)
-        if alpha2_ptr is not None:
-            alpha2 = tl.load(alpha2_ptr + row)
-            if eta2_ptr is not None:
-                eta2 = tl.load(eta2_ptr + row)
+    log_q = None
     if teacher_ptr is not None:
         in_teacher = here & (offs < teacher_columns)
         y = load_row(
             teacher_ptr + row * teacher_stride, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs,
-            in_teacher, teacher_scale, teacher_softcap, teacher_row_scale, STRIP,
+            in_teacher, teacher_scale, teacher_softcap, load_number(teacher_row_scale_ptr, row), STRIP,
         )  # fmt: skip
         log_q = (y - tl.load(teacher_start_ptr + row)) + tl.load(teacher_rest_ptr + row)
         log_q = tl.where(in_teacher, log_q, float("-inf"))
-        if gamma_ptr is not None:
-            gamma = tl.load(gamma_ptr + row)
-        if rho_ptr is not None:
-            rho = tl.load(rho_ptr + row)
-        if tau_ptr is not None:
-            tau = tl.load(tau_ptr + row)
-        if theta_ptr is not None:
-            theta = tl.load(theta_ptr + row)
     grad = logits_gradient(
-        x, column == target, offs, omega, log_q, sparse, tl.load(target_logit_ptr + row), beta, kappa,
-        tl.load(start_ptr + row), tl.load(rest_ptr + row), alpha, eta, start2, rest2, alpha2, eta2,
-        gamma, rho, tau, theta, logit_scale, softcap, row_scale, ratio2, columns2, SECOND, LOG_BETA, LOG_REST, FLOOR,
-        False,
+        x, column == target, offs, omega, log_q, sparse, load_number(target_logit_ptr, row),
+        load_number(beta_ptr, row), load_number(kappa_ptr, row), load_number(start_ptr, row),
+        load_number(rest_ptr, row), load_number(alpha_ptr, row), load_number(eta_ptr, row),
+        load_number(start2_ptr, row), load_number(rest2_ptr, row), load_number(alpha2_ptr, row),
+        load_number(eta2_ptr, row), load_number(gamma_ptr, row), load_number(rho_ptr, row), load_number(tau_ptr, row),
+        load_number(theta_ptr, row), logit_scale, softcap, row_scale, ratio2, columns2, SECOND, LOG_BETA, LOG_REST,
+        FLOOR, False,
     )  # fmt: skip
     tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=here)

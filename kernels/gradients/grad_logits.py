@@ -13,9 +13,9 @@ import triton.language as tl
 
 from ..common.blocks import counted_rows, load_rows, store_tile, tile_place, to_type_of
 from ..common.kernel import kernel
+from ..common.stored import load_column
 from ..common.transform import transform_logits
 from .identity import logits_gradient
-from .loads import load_column
 
 
 @triton.jit
@@ -109,37 +109,19 @@ def grad_of_tile(
     HALF: tl.constexpr = BLOCK_N // 2
     offs_row = row_start + tl.arange(0, BLOCK_M)
     in_rows = offs_row < rows
-    # None for what there is none of; the target's two numbers are read where a tile holds targets
-    target_logit = None
-    beta = None
-    kappa = None
-    alpha = None
-    eta = None
-    start2 = None
-    rest2 = None
-    alpha2 = None
-    eta2 = None
-    row_scale = None
-    if row_scale_ptr is not None:
-        row_scale = load_column(row_scale_ptr, offs_row, in_rows)
+    row_scale = load_column(row_scale_ptr, offs_row, in_rows)
     start = load_column(start_ptr, offs_row, in_rows)
     rest = load_column(rest_ptr, offs_row, in_rows)
-    if SPECIAL:
-        target_logit = load_column(target_logit_ptr, offs_row, in_rows)
-        if beta_ptr is not None:
-            beta = load_column(beta_ptr, offs_row, in_rows)
-    if kappa_ptr is not None:
-        kappa = load_column(kappa_ptr, offs_row, in_rows)
-    if alpha_ptr is not None:
-        alpha = load_column(alpha_ptr, offs_row, in_rows)
-        if eta_ptr is not None:
-            eta = load_column(eta_ptr, offs_row, in_rows)
-    if alpha2_ptr is not None:
-        start2 = load_column(start2_ptr, offs_row, in_rows)
-        rest2 = load_column(rest2_ptr, offs_row, in_rows)
-        alpha2 = load_column(alpha2_ptr, offs_row, in_rows)
-        if eta2_ptr is not None:
-            eta2 = load_column(eta2_ptr, offs_row, in_rows)
+    # the target's two numbers are read where a tile holds targets
+    target_logit = load_column(target_logit_ptr if SPECIAL else None, offs_row, in_rows)
+    beta = load_column(beta_ptr if SPECIAL else None, offs_row, in_rows)
+    kappa = load_column(kappa_ptr, offs_row, in_rows)
+    alpha = load_column(alpha_ptr, offs_row, in_rows)
+    eta = load_column(eta_ptr, offs_row, in_rows)
+    start2 = load_column(start2_ptr, offs_row, in_rows)
+    rest2 = load_column(rest2_ptr, offs_row, in_rows)
+    alpha2 = load_column(alpha2_ptr, offs_row, in_rows)
+    eta2 = load_column(eta2_ptr, offs_row, in_rows)
     left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
     grad = grad_half(
         dlogits, left, bias_ptr, class_weights_ptr, target, counts, target_logit, beta, kappa,

@@ -3,6 +3,7 @@
 import triton.language as tl
 
 from ..common.kernel import kernel
+from ..common.stored import load_number
 from .identity import logits_gradient
 
 
@@ -37,27 +38,14 @@ def kept_grad_kernel(
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
     target = tl.load(target_ptr + row)
-    beta = None
-    alpha = None
-    eta = None
-    start2 = None
-    rest2 = None
-    alpha2 = None
-    eta2 = None
-    row_scale = None
-    if row_scale_ptr is not None:
-        row_scale = tl.load(row_scale_ptr + row)
-    if beta_ptr is not None:
-        beta = tl.load(beta_ptr + row)
-    if alpha_ptr is not None:
-        alpha = tl.load(alpha_ptr + row)
-        if eta_ptr is not None:
-            eta = tl.load(eta_ptr + row)
-    if alpha2_ptr is not None:
-        start2, rest2 = tl.load(start2_ptr + row), tl.load(rest2_ptr + row)
-        alpha2 = tl.load(alpha2_ptr + row)
-        if eta2_ptr is not None:
-            eta2 = tl.load(eta2_ptr + row)
+    row_scale = load_number(row_scale_ptr, row)
+    beta = load_number(beta_ptr, row)
+    alpha = load_number(alpha_ptr, row)
+    eta = load_number(eta_ptr, row)
+    start2 = load_number(start2_ptr, row)
+    rest2 = load_number(rest2_ptr, row)
+    alpha2 = load_number(alpha2_ptr, row)
+    eta2 = load_number(eta2_ptr, row)
     target_logit = tl.load(target_logit_ptr + row)
     start, rest = tl.load(start_ptr + row), tl.load(rest_ptr + row)
     for first in range(begin, end, BLOCK):

@@ -4,10 +4,9 @@ import triton.language as tl
 
 from ..common.blocks import counted_rows
 from ..common.kernel import kernel
-from ..common.stored import load_block
+from ..common.stored import load_block, load_column
 from ..common.transform import log2_e
 from .identity import log_probability, logits_gradient
-from .loads import load_column
 
 
 @kernel
@@ -85,54 +84,26 @@ def row_grad_kernel(
     target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)[:, None]
     counts = target >= 0
     target = (target - first_column).to(tl.int32)
-    # per row, and so before the loop over columns; None for what there is none of
+    # per row, and so before the loop over columns
     target_logit = load_column(target_logit_ptr, offs_row, in_rows)
     row_start = load_column(start_ptr, offs_row, in_rows)
     row_rest = load_column(rest_ptr, offs_row, in_rows)
-    beta = None
-    kappa = None
-    alpha = None
-    eta = None
-    start2 = None
-    rest2 = None
-    alpha2 = None
-    eta2 = None
-    gamma = None
-    rho = None
-    tau = None
-    theta = None
-    row_scale = None
-    teacher_row_scale = None
-    if row_scale_ptr is not None:
-        row_scale = load_column(row_scale_ptr, offs_row, in_rows)
-    if teacher_row_scale_ptr is not None:
-        teacher_row_scale = load_column(teacher_row_scale_ptr, offs_row, in_rows)
-    if beta_ptr is not None:
-        beta = load_column(beta_ptr, offs_row, in_rows)
-    if kappa_ptr is not None:
-        kappa = load_column(kappa_ptr, offs_row, in_rows)
-    if alpha_ptr is not None:
-        alpha = load_column(alpha_ptr, offs_row, in_rows)
-        if eta_ptr is not None:
-            eta = load_column(eta_ptr, offs_row, in_rows)
-    if start2_ptr is not None:
-        start2 = load_column(start2_ptr, offs_row, in_rows)
-        rest2 = load_column(rest2_ptr, offs_row, in_rows)
-        if alpha2_ptr is not None:
-            alpha2 = load_column(alpha2_ptr, offs_row, in_rows)
-            if eta2_ptr is not None:
-                eta2 = load_column(eta2_ptr, offs_row, in_rows)
-    if teacher_ptr is not None:
-        teacher_start = load_column(teacher_start_ptr, offs_row, in_rows)
-        teacher_rest = load_column(teacher_rest_ptr, offs_row, in_rows)
-        if gamma_ptr is not None:
-            gamma = load_column(gamma_ptr, offs_row, in_rows)
-        if rho_ptr is not None:
-            rho = load_column(rho_ptr, offs_row, in_rows)
-        if tau_ptr is not None:
-            tau = load_column(tau_ptr, offs_row, in_rows)
-        if theta_ptr is not None:
-            theta = load_column(theta_ptr, offs_row, in_rows)
+    row_scale = load_column(row_scale_ptr, offs_row, in_rows)
+    teacher_row_scale = load_column(teacher_row_scale_ptr, offs_row, in_rows)
+    beta = load_column(beta_ptr, offs_row, in_rows)
+    kappa = load_column(kappa_ptr, offs_row, in_rows)
+    alpha = load_column(alpha_ptr, offs_row, in_rows)
+    eta = load_column(eta_ptr, offs_row, in_rows)
+    start2 = load_column(start2_ptr, offs_row, in_rows)
+    rest2 = load_column(rest2_ptr, offs_row, in_rows)
+    alpha2 = load_column(alpha2_ptr, offs_row, in_rows)
+    eta2 = load_column(eta2_ptr, offs_row, in_rows)
+    teacher_start = load_column(teacher_start_ptr, offs_row, in_rows)
+    teacher_rest = load_column(teacher_rest_ptr, offs_row, in_rows)
+    gamma = load_column(gamma_ptr, offs_row, in_rows)
+    rho = load_column(rho_ptr, offs_row, in_rows)
+    tau = load_column(tau_ptr, offs_row, in_rows)
+    theta = load_column(theta_ptr, offs_row, in_rows)
     if forward_kl_ptr is not None:
         forward = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     if teacher_entropy_ptr is not None:

@@ -4,6 +4,7 @@ import triton.language as tl
 
 from ..common.blocks import ELSEWHERE
 from ..common.kernel import kernel
+from ..common.stored import load_number
 from ..common.transform import transform_logits
 
 
@@ -49,8 +50,5 @@ def clean_rows_kernel(
         x = tl.sum(lanes, 1)
         if bias_ptr is not None:
             x += tl.load(bias_ptr + column).to(tl.float32)
-        row_scale = None
-        if row_scale_ptr is not None:
-            row_scale = tl.load(row_scale_ptr + row)
-        x = tl.where(here, transform_logits(x, logit_scale, softcap, row_scale), 0.0)
+        x = tl.where(here, transform_logits(x, logit_scale, softcap, load_number(row_scale_ptr, row)), 0.0)
         tl.store(logit_ptr + row + tl.arange(0, 1), x)

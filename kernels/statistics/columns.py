@@ -4,6 +4,7 @@ import triton.language as tl
 
 from ..common.blocks import ELSEWHERE
 from ..common.kernel import kernel
+from ..common.stored import load_number
 from ..common.transform import transform_logits
 
 
@@ -29,9 +30,7 @@ def dot_columns_kernel(
 ):
     """Gathered rows of the weight times the row of hidden states, in fp32."""
     row = tl.program_id(0).to(tl.int64)
-    row_scale = None
-    if row_scale_ptr is not None:
-        row_scale = tl.load(row_scale_ptr + row)
+    row_scale = load_number(row_scale_ptr, row)
     k = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     asked = tl.load(ids_ptr + row * count + k, mask=k < count, other=0)
     here = asked < ELSEWHERE
@@ -70,9 +69,7 @@ def pick_columns_kernel(
 ):
     """The same out of stored raw logits."""
     row = tl.program_id(0).to(tl.int64)
-    row_scale = None
-    if row_scale_ptr is not None:
-        row_scale = tl.load(row_scale_ptr + row)
+    row_scale = load_number(row_scale_ptr, row)
     k = tl.arange(0, BLOCK)
     column = tl.load(ids_ptr + row * count + k, mask=k < count, other=-1)
     x = tl.load(logits_ptr + row * stride + column, mask=column >= 0, other=0.0).to(tl.float32)

@@ -6,7 +6,7 @@ Each is summed from differences of log-probabilities, so that equal rows give ex
 import triton.language as tl
 
 from ..common.kernel import kernel
-from ..common.stored import load_row
+from ..common.stored import load_number, load_row
 from ..common.transform import log2_e, log_mixture
 
 
@@ -55,12 +55,8 @@ def pair_stats_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
-    row_scale = None
-    if row_scale_ptr is not None:
-        row_scale = tl.load(row_scale_ptr + row)
-    teacher_row_scale = None
-    if teacher_row_scale_ptr is not None:
-        teacher_row_scale = tl.load(teacher_row_scale_ptr + row)
+    row_scale = load_number(row_scale_ptr, row)
+    teacher_row_scale = load_number(teacher_row_scale_ptr, row)
     teacher_ptr += row * teacher_stride
     start_p, rest_p = tl.load(start_ptr + row), tl.load(rest_ptr + row)
     start_q, rest_q = tl.load(teacher_start_ptr + row), tl.load(teacher_rest_ptr + row)

@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from ..common.kernel import kernel
-from ..common.stored import load_row
+from ..common.stored import load_number, load_row
 from ..common.transform import ln_2, log2_e, transform_logits
 
 
@@ -36,9 +36,7 @@ def row_stats_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
-    row_scale = None
-    if row_scale_ptr is not None:
-        row_scale = tl.load(row_scale_ptr + row)
+    row_scale = load_number(row_scale_ptr, row)
     if target_ptr is not None:
         target = tl.load(target_ptr + row)
         counts = (target >= 0) & (target < columns)
