@@ -3,7 +3,8 @@
 import triton.language as tl
 
 from ..common.kernel import kernel
-from ..common.transform import ln_2, log2_e, transform_logits
+from ..common.transform import transform_logits
+from .row_stats import add_to_lanes, softmax_of_lanes
 
 
 @kernel
@@ -96,30 +97,16 @@ def kept_stats_kernel(
             lane_argmax = tl.where(x > lane_max, column, tl.where(here, same, lane_argmax))
         if ratio is not None:
             x = x * ratio
-        new_max = tl.maximum(lane_max, x)
-        offset = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.exp2((lane_max - offset) * log2_e)
-        z = x - offset
-        e = tl.exp2(z * log2_e)
-        if entropy_ptr is not None:
-            moved = tl.where(lane_max == float("-inf"), 0.0, lane_max - offset)
-            lane_shifted = rescale * (lane_shifted + lane_sum * moved) + tl.where(e > 0.0, e * z, 0.0)
-        lane_sum = lane_sum * rescale + e
-        lane_max = new_max
-    row_max = tl.max(lane_max, 0)
-    offset = tl.where(row_max == float("-inf"), 0.0, row_max)
-    distance = lane_max - offset
-    weight = tl.exp2(distance * log2_e)
-    row_sum = tl.sum(lane_sum * weight, 0)
-    log_sum = tl.log2(row_sum) * ln_2
+        lane_max, lane_sum, lane_shifted = add_to_lanes(lane_max, lane_sum, lane_shifted, x, entropy_ptr is not None)
+    row_max, log_sum, entropy = softmax_of_lanes(lane_max, lane_sum, lane_shifted)
     target_logit = tl.sum(lane_target, 0)
     # a branch would be on what is loaded
     one = row + tl.arange(0, 1)
     mine = one < tl.where((end > begin) | FILL, row + 1, row)
     if FILL:
         row_max = tl.where(end > begin, row_max, 0.0)
-        row_sum = tl.where(end > begin, row_sum, 1.0)
         log_sum = tl.where(end > begin, log_sum, 0.0)
+        entropy = tl.where(end > begin, entropy, 0.0)
     if target_logit_ptr is not None:
         tl.store(target_logit_ptr + one, target_logit, mask=mine)
     tl.store(lse_ptr + one, row_max + log_sum, mask=mine)
@@ -129,8 +116,7 @@ def kept_stats_kernel(
         target_logit = target_logit * ratio
     tl.store(logprob_ptr + one, (target_logit - row_max) - log_sum, mask=mine)
     if entropy_ptr is not None:
-        shifted = tl.sum(tl.where(weight > 0.0, weight * (lane_shifted + lane_sum * distance), 0.0), 0)
-        tl.store(entropy_ptr + one, log_sum - shifted / row_sum, mask=mine)
+        tl.store(entropy_ptr + one, entropy, mask=mine)
     if argmax_ptr is not None:
         argmax = tl.min(tl.where(lane_max == row_max, lane_argmax, 2147483647), 0)
         tl.store(top_ptr + one, row_max, mask=mine)

@@ -1,10 +1,42 @@
 """Statistics of rows of stored logits, one program a row."""
 
+import triton
 import triton.language as tl
 
 from ..common.kernel import kernel
 from ..common.stored import load_number, load_row
 from ..common.transform import ln_2, log2_e, transform_logits
+
+
+@triton.jit
+def add_to_lanes(
+    lane_max,  # of x, -inf where a lane has seen nothing
+    lane_sum,  # of exp(x - max)
+    lane_shifted,  # of exp(x - max) (x - max), where the entropy is wanted
+    x,  # one more for each lane
+    ENTROPY: tl.constexpr,
+):
+    new_max = tl.maximum(lane_max, x)
+    offset = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2((lane_max - offset) * log2_e)
+    z = x - offset
+    e = tl.exp2(z * log2_e)
+    if ENTROPY:
+        moved = tl.where(lane_max == float("-inf"), 0.0, lane_max - offset)
+        lane_shifted = rescale * (lane_shifted + lane_sum * moved) + tl.where(e > 0.0, e * z, 0.0)
+    return new_max, lane_sum * rescale + e, lane_shifted
+
+
+@triton.jit
+def softmax_of_lanes(lane_max, lane_sum, lane_shifted):
+    """The largest logit of all lanes, the logarithm of their sum relative to it, and the entropy."""
+    row_max = tl.max(lane_max, 0)
+    distance = lane_max - tl.where(row_max == float("-inf"), 0.0, row_max)
+    weight = tl.exp2(distance * log2_e)
+    row_sum = tl.sum(lane_sum * weight, 0)
+    log_sum = tl.log2(row_sum) * ln_2
+    shifted = tl.sum(tl.where(weight > 0.0, weight * (lane_shifted + lane_sum * distance), 0.0), 0)
+    return row_max, log_sum, log_sum - shifted / row_sum
 
 
 @kernel
@@ -67,22 +99,8 @@ def row_stats_kernel(
             lane_argmax = tl.where(x > lane_max, offs, lane_argmax)
         if ratio is not None:
             x = x * ratio
-        new_max = tl.maximum(lane_max, x)
-        offset = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.exp2((lane_max - offset) * log2_e)
-        z = x - offset
-        e = tl.exp2(z * log2_e)
-        if entropy_ptr is not None:
-            moved = tl.where(lane_max == float("-inf"), 0.0, lane_max - offset)
-            lane_shifted = rescale * (lane_shifted + lane_sum * moved) + tl.where(e > 0.0, e * z, 0.0)
-        lane_sum = lane_sum * rescale + e
-        lane_max = new_max
-    row_max = tl.max(lane_max, 0)
-    offset = tl.where(row_max == float("-inf"), 0.0, row_max)
-    distance = lane_max - offset
-    weight = tl.exp2(distance * log2_e)
-    row_sum = tl.sum(lane_sum * weight, 0)
-    log_sum = tl.log2(row_sum) * ln_2
+        lane_max, lane_sum, lane_shifted = add_to_lanes(lane_max, lane_sum, lane_shifted, x, entropy_ptr is not None)
+    row_max, log_sum, entropy = softmax_of_lanes(lane_max, lane_sum, lane_shifted)
     if lse_ptr is not None:
         tl.store(lse_ptr + row, row_max + log_sum)
     tl.store(start_ptr + row, row_max)
@@ -93,8 +111,7 @@ def row_stats_kernel(
         # not target_logit - lse, which has lost what lies below an ulp of the logits
         tl.store(logprob_ptr + row, tl.where(counts, (target_logit - row_max) - log_sum, 0.0))
     if entropy_ptr is not None:
-        shifted = tl.sum(tl.where(weight > 0.0, weight * (lane_shifted + lane_sum * distance), 0.0), 0)
-        tl.store(entropy_ptr + row, log_sum - shifted / row_sum)
+        tl.store(entropy_ptr + row, entropy)
     if weighted_sum_ptr is not None:
         tl.store(weighted_sum_ptr + row, tl.sum(lane_weighted, 0))
     if argmax_ptr is not None:
