@@ -4,6 +4,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,12 +28,13 @@ class OfRanks(ABC):
     shift: int
     vocab_size: int | None
     parallel: VocabParallel | TokenParallel | None
-    holds = ""  # how an error says it
+    holds = ""  # how an error says how many rows of the vocabulary are here
+    checked_without_targets: ClassVar[CheckedBy]  # what ranks compare of their tokens where a call has no targets
 
     @property
     @abstractmethod
-    def leading(self) -> tuple[int, ...]:
-        """Shape of the target."""
+    def first(self) -> Tensor:
+        """The operand of which a row is a token's."""
 
     @property
     @abstractmethod
@@ -41,22 +43,27 @@ class OfRanks(ABC):
 
     @property
     @abstractmethod
-    def rows(self) -> tuple[Tensor | None, ...]:
-        """Operands of which a row goes with a token."""
+    def whole(self) -> tuple[Tensor | None, ...]:
+        """Operands of no token."""
 
     @property
-    @abstractmethod
-    def whole(self) -> tuple[Tensor | None, ...]:
-        """The other operands."""
+    def rows(self) -> tuple[Tensor | None, ...]:
+        """The others."""
+        return self.first, self.target, self.temperatures
 
     @property
     def operands(self) -> tuple[Tensor | None, ...]:
         return (*self.rows, *self.whole)
 
     @property
-    @abstractmethod
+    def leading(self) -> tuple[int, ...]:
+        """Shape of the target."""
+        return tuple(self.first.shape[:-1])
+
+    @property
     def device(self) -> torch.device:
         """Of all operands."""
+        return self.first.device
 
     @property
     def temperatures(self) -> Tensor | None:
@@ -77,11 +84,6 @@ class OfRanks(ABC):
     def request(self) -> Request:
         """What steers the plan."""
         return DEFAULT_REQUEST
-
-    @property
-    @abstractmethod
-    def checked_without_targets(self) -> CheckedBy:
-        """What ranks compare of their tokens where a call has no targets."""
 
     def check_each(self) -> None:
         """Raises what is wrong with options by themselves, and with ``shift`` along the target."""
@@ -157,6 +159,7 @@ class HeadOptions(OfRanks):
     backend: str | None = None
     parallel: VocabParallel | TokenParallel | None = None
     holds = "weight has {} rows"
+    checked_without_targets = "hidden"
 
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the matmuls."""
@@ -194,8 +197,12 @@ class HeadOptions(OfRanks):
             raise ValueError("sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions")
 
     @property
-    def rows(self) -> tuple[Tensor | None, ...]:
-        return self.hidden, self.target, self.temperatures
+    def first(self) -> Tensor:
+        return self.hidden
+
+    @property
+    def held(self) -> int:
+        return self.weight.shape[0]
 
     @property
     def whole(self) -> tuple[Tensor | None, ...]:
@@ -218,22 +225,6 @@ class HeadOptions(OfRanks):
         """Where the weight's gradient goes instead of back, None where it goes back or is not made."""
         others = {"hidden": self.hidden, "target": self.target, "bias": self.bias}
         return resolve_into(self.accumulate_into, self.weight, others)
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        return tuple(self.hidden.shape[:-1])
-
-    @property
-    def held(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def checked_without_targets(self) -> CheckedBy:
-        return "hidden"
-
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device
 
 
 # of the keywords of ``Head``, where a call names none
@@ -274,8 +265,8 @@ class LogitsOptions(OfRanks):
     backend: str | None
     vocab_size: int | None = None
     parallel: VocabParallel | TokenParallel | None = None
-
     holds = "logits have {} columns"
+    checked_without_targets = "nothing"
 
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the arithmetic."""
@@ -297,16 +288,12 @@ class LogitsOptions(OfRanks):
             )
 
     @property
-    def leading(self) -> tuple[int, ...]:
-        return tuple(self.logits.shape[:-1])
+    def first(self) -> Tensor:
+        return self.logits
 
     @property
     def held(self) -> int:
         return self.logits.shape[-1]
-
-    @property
-    def rows(self) -> tuple[Tensor | None, ...]:
-        return self.logits, self.target, self.temperatures
 
     @property
     def whole(self) -> tuple[Tensor | None, ...]:
@@ -318,11 +305,3 @@ class LogitsOptions(OfRanks):
             self.ignore_index, self.softcap, self.logit_scale, self.plain_temperature, self.shift, self.backend,
             self.vocab_size, self.parallel,
         )  # fmt: skip
-
-    @property
-    def checked_without_targets(self) -> CheckedBy:
-        return "nothing"
-
-    @property
-    def device(self) -> torch.device:
-        return self.logits.device
