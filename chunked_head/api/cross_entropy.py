@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from .. import losses
 from ..core.options import flag, nearest
 from ..core.shift import at_targets
-from ..engine.arithmetic.objective import Objective
-from ..engine.call import Outcome, scalar_objective, token_objective
 from ..engine.execution import Head, check_options
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, LogitsOptions, head_of
-from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses import class_probabilities
 from ..losses.base import Losses
 from ..program import checks
+from .loss import reduced_task
 
 
 @operation
@@ -128,25 +126,14 @@ def cross_entropy_task(
     inplace: bool = False,
 ) -> Task[Tensor]:
     """A cross-entropy of hidden states or of logits, one number or one for each token."""
-    per_token = reduction == "none"
 
     def check() -> None:
         checks.check_token_weights((batch or {}).get("token_weights"), head.leading, head.device)
-        if per_token:
-            head.refuse_average()
 
-    def objective(prepared: PreparedCall) -> Objective:
-        if per_token:
-            return token_objective(prepared)
-        # the z-loss shares the denominator of the cross-entropy, class weights and all
-        return scalar_objective(prepared, reduction, normalizer, upstream, share_denominator=True)
-
-    def result(ran: Outcome) -> Tensor:
-        return ran.outputs[0]
-
-    return Task(
-        function, head, loss, objective, result, check=check, batch=batch,
-        per_token=("values",) if per_token else (), inplace=inplace,
+    # the z-loss shares the denominator of the cross-entropy, class weights and all
+    return reduced_task(
+        function, head, loss, lambda ran: ran.outputs[0], reduction, normalizer, upstream, share_denominator=True,
+        batch=batch, check=check, inplace=inplace,
     )  # fmt: skip
 
 

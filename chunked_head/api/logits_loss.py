@@ -6,19 +6,16 @@ from torch import Tensor
 
 from ..core.groups import TokenParallel, VocabParallel
 from ..core.options import flag
-from ..engine.arithmetic.objective import Objective
-from ..engine.call import Outcome, scalar_objective, token_objective
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import LogitsOptions
 from ..engine.logits_call import check_inplace
-from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
 from ..losses.user.closures import Function
 from ..metrics import Metric
 from ..parallel.dtensor import local_logits
 from ..program import checks
-from .loss import LossOutput, check_loss, in_graph_loss, loss_output
+from .loss import LossOutput, check_loss, in_graph_loss, loss_output, reduced_task
 
 
 @operation
@@ -95,30 +92,15 @@ def logits_loss(
     checks.check_tensor("logits", logits, optional=False)
     loss, measured = check_loss(logits.device, loss, metrics, reduction, normalizer, None)
     check_inplace(logits, inplace)
-    per_token = reduction == "none"
-
-    def check() -> None:
-        if isinstance(batch, Mapping) and "teacher_hidden" in batch:
-            raise ValueError(
-                "logits_loss takes a dense teacher as batch['teacher_logits'], got teacher_hidden: pass "
-                "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to "
-                "linear_loss, which holds the logits of neither"
-            )
-
-        if per_token:
-            options.refuse_average()
-
-    def objective(prepared: PreparedCall) -> Objective:
-        return token_objective(prepared) if per_token else scalar_objective(prepared, reduction, normalizer, None)
-
-    def result(ran: Outcome) -> LossOutput:
-        if per_token:
-            return LossOutput(ran.outputs[0], {}, {}, None)
-        return loss_output(ran.prepared, ran.objective, ran.outputs[0], ran.stats, measured, None)
-
-    return Task(
-        "logits_loss", options, loss, objective, result, measured, batch, num_segments, check, inplace=inplace,
-        per_token=("values",) if per_token else (), kept_everywhere=flag("kept_everywhere", kept_everywhere),
+    if isinstance(batch, Mapping) and "teacher_hidden" in batch:
+        raise ValueError(
+            "logits_loss takes a dense teacher as batch['teacher_logits'], got teacher_hidden: pass "
+            "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to linear_loss, "
+            "which holds the logits of neither"
+        )
+    return reduced_task(
+        "logits_loss", options, loss, loss_output, reduction, normalizer, None, metrics=measured, batch=batch,
+        num_segments=num_segments, kept_everywhere=flag("kept_everywhere", kept_everywhere), inplace=inplace,
     )  # fmt: skip
 
 

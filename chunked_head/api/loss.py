@@ -1,20 +1,19 @@
 """Any loss of a linear head, with metrics; and what a call of given sizes needs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
 from ..core.shift import at_targets
-from ..core.stats import RowStats
 from ..engine.arithmetic.compiled import SLOW
 from ..engine.arithmetic.objective import Objective, ScalarObjective
 from ..engine.call import Outcome, ordered_metrics, scalar_objective, token_objective
 from ..engine.execution import Head
 from ..engine.graph.operation import in_graph, operation
-from ..engine.head_options import head_of
+from ..engine.head_options import HeadOptions, LogitsOptions, head_of
 from ..engine.prepared import PreparedCall
 from ..engine.streams.run import Streams
 from ..engine.task import Task
@@ -27,6 +26,8 @@ from ..program import checks
 from ..program.plans import Plan
 from .fields import with_candidates, with_segments
 from .streams import streams_of
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,25 +195,32 @@ def loss_task(
     batch, everywhere = with_candidates(head, batch, kept_everywhere, candidates, candidate_bias)
     batch, num_segments, segments = with_segments(head, batch, num_segments, segment_lengths)
     loss, measured = check_loss(head.device, loss, metrics, reduction, normalizer, upstream)
+    return reduced_task(
+        "linear_loss", head, loss, loss_output, reduction, normalizer, upstream, metrics=measured, batch=batch,
+        num_segments=num_segments, kept_everywhere=everywhere, segments=segments,
+    )  # fmt: skip
 
+
+def reduced_task(
+    function: str,
+    head: HeadOptions | LogitsOptions,
+    loss: Losses,
+    result: Callable[[Outcome], Result],
+    reduction: str,
+    normalizer: float | Tensor | None,
+    upstream: float | Tensor | None,
+    share_denominator: bool = False,
+    **given: Any,
+) -> Task[Result]:
+    """The call of a sum of losses, of hidden states or of logits: one number, or one for each token."""
     per_token = reduction == "none"
 
-    def check() -> None:
-        if per_token:
-            head.refuse_average()
-
     def objective(prepared: PreparedCall) -> Objective:
-        return token_objective(prepared) if per_token else scalar_objective(prepared, reduction, normalizer, upstream)
-
-    def result(ran: Outcome) -> LossOutput:
         if per_token:
-            return LossOutput(ran.outputs[0], {}, {}, ran.plan)
-        return loss_output(ran.prepared, ran.objective, ran.outputs[0], ran.stats, measured, ran.plan)
+            return token_objective(prepared)
+        return scalar_objective(prepared, reduction, normalizer, upstream, share_denominator)
 
-    return Task(
-        "linear_loss", head, loss, objective, result, measured, batch, num_segments, check,
-        per_token=("values",) if per_token else (), kept_everywhere=everywhere, segments=segments,
-    )  # fmt: skip
+    return Task(function, head, loss, objective, result, per_token=("values",) if per_token else (), **given)
 
 
 @in_graph(linear_loss)
@@ -285,21 +293,17 @@ def check_unreduced(loss: Losses, metrics: tuple[Metric, ...], upstream: float |
             raise ValueError(f'{summand.label} names a reduction or normalizer of its own beside reduction="none"')
 
 
-def loss_output(
-    prepared: PreparedCall,
-    objective: ScalarObjective,
-    value: Tensor,
-    stats: RowStats,
-    metrics: tuple[Metric, ...],
-    plan: Plan | None,
-) -> LossOutput:
-    """What a call returns whose loss is known."""
+def loss_output(ran: Outcome) -> LossOutput:
+    """What a call returns."""
+    value, plan, objective = ran.outputs[0], ran.plan, ran.objective
+    if not isinstance(objective, ScalarObjective):
+        return LossOutput(value, {}, {}, plan)
     with torch.no_grad():
-        parts = dict(zip([s.label for _, s in prepared.losses.terms], objective.parts, strict=True))
-        values = objective.metric_values(stats)
+        parts = dict(zip([s.label for _, s in ran.prepared.losses.terms], objective.parts, strict=True))
+        values = objective.metric_values(ran.stats)
     reason = SLOW.get(objective.structure.key)
     if plan is not None and reason is not None:
         plan = replace(plan, arithmetic=f"plain autograd: {reason}")
-    names = [metric.label for metric in metrics]
-    assert len(ordered_metrics(prepared)) == len(names)
+    names = [metric.label for metric in ran.prepared.metrics]
+    assert len(ordered_metrics(ran.prepared)) == len(names)
     return LossOutput(value, parts, {name: values[name] for name in names}, plan)

@@ -76,6 +76,8 @@ def build(task: Task, lasting: bool = False) -> Program:
     head, metrics = task.head, task.metrics
     dtype = head.check()
     task.check()
+    if task.per_token:
+        head.refuse_average()
     backend = resolve(head.backend, head.device)
     backend.check(head.device, dtype, "logits" if isinstance(head, LogitsOptions) else "hidden")
     for _, summand in task.losses.terms:
