@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.breaks import breaks_graph
 from ..core.groups import TokenParallel, VocabParallel, chunked
-from ..engine.execution import check_options
+from ..engine.execution import OptionsModule, check_options
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import LogitsOptions
 from ..engine.logits_call import check_inplace
@@ -18,7 +18,7 @@ from ..program.checks import is_dtensor
 from .cross_entropy import cross_entropy_task, ids_of, in_graph_cross_entropy, loss_and_fields, probabilities_of
 
 
-class CrossEntropyLoss(nn.Module):
+class CrossEntropyLoss(OptionsModule):
     """``torch.nn.CrossEntropyLoss`` of class ids, in two passes over the logits and no copy of them.
 
     ``forward(input, target)``: ``input`` [..., C] with ``target`` [...] int64, any leading dimensions or none, and
@@ -74,9 +74,7 @@ class CrossEntropyLoss(nn.Module):
         if not is_dtensor(weight):
             checks.check_tensor("weight", weight, optional=True)
         self.register_buffer("weight", weight)
-        self.names = tuple(options)
-        for name, value in options.items():  # attributes, as PyTorch's module has them
-            setattr(self, name, value)
+        self.keep(options)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         if self.parallel is not None or is_dtensor(input) or is_dtensor(self.weight):
@@ -91,9 +89,6 @@ class CrossEntropyLoss(nn.Module):
     def loss(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         return logits_cross_entropy(logits, target, class_weights=weight, **self.options())
 
-    def options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.names}
-
     def widths(self) -> Sequence[int]:
         """How many columns the logits have on each rank, as far as that was said: all of them read a shape alike."""
         parallel = self.parallel
@@ -104,8 +99,7 @@ class CrossEntropyLoss(nn.Module):
         return () if self.vocab_size is None else chunked(self.vocab_size, parallel.ranks)
 
     def extra_repr(self) -> str:
-        shown = {"weight": None if self.weight is None else tuple(self.weight.shape)} | self.options()
-        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        return f"weight={None if self.weight is None else tuple(self.weight.shape)}, {super().extra_repr()}"
 
 
 @operation

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..backends import check_name
 from ..core.groups import TokenParallel, VocabParallel
@@ -46,6 +46,23 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raises what is wrong with options of a head by themselves, whatever tensors they will come with."""
     for name, value in options.items():
         CHECKS[name](value)
+
+
+class OptionsModule(nn.Module):
+    """A module whose options are its attributes, as those of what it stands for: one that is changed counts."""
+
+    names: tuple[str, ...]
+
+    def keep(self, options: Mapping[str, Any]) -> None:
+        self.names = tuple(options)
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    def options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.names}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options().items())
 
 
 def check_skip_ignored(skip_ignored: bool | str) -> None:

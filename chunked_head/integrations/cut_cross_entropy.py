@@ -10,14 +10,14 @@ import enum
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from ..api import cross_entropy as head
 from ..api.logprobs import linear_logprobs
 from ..core.collectives import all_gather
 from ..core.groups import process_group
 from ..core.options import flag
-from ..engine.execution import check_options
+from ..engine.execution import OptionsModule, check_options
 from ..parallel import VocabParallel
 
 IMPLEMENTATIONS = (
@@ -94,7 +94,7 @@ def linear_cross_entropy(
     return loss.sum() / (targets[..., steps:] != ignore_index).sum().clamp(min=1), lse
 
 
-class LinearCrossEntropy(nn.Module):
+class LinearCrossEntropy(OptionsModule):
     """Apple's module of this name: ``module(e, c, targets, bias)``; options as ``linear_cross_entropy``'s."""
 
     def __init__(
@@ -123,21 +123,15 @@ class LinearCrossEntropy(nn.Module):
         check_shift(shift)
         flag("return_lse", return_lse)
         head_options(impl, filter_eps, filter_e_grad, filter_c_grad, accum_e_fp32, accum_c_fp32)
-        options |= {
+        self.keep(options | {
             "shift": shift, "filter_eps": filter_eps, "accum_e_fp32": accum_e_fp32, "accum_c_fp32": accum_c_fp32,
             "filter_e_grad": filter_e_grad, "filter_c_grad": filter_c_grad, "impl": impl, "return_lse": return_lse,
-        }  # fmt: skip
-        self.names = tuple(options)
-        for name, value in options.items():  # attributes, as Apple's module has them
-            setattr(self, name, value)
+        })  # fmt: skip
 
     def forward(
         self, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        return linear_cross_entropy(e, c, targets, bias, **{name: getattr(self, name) for name in self.names})
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.names)
+        return linear_cross_entropy(e, c, targets, bias, **self.options())
 
 
 def head_options(

@@ -7,17 +7,18 @@ tokens that count give loss 0 rather than nan, logits are not rounded to 16 bits
 and the weight's gradient is summed as the plan says where ``accum_dtype`` is None. Liger itself is not needed.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import losses, metrics
-from ..api.cross_entropy import linear_cross_entropy
 from ..api.logprobs import linear_logprobs
 from ..api.loss import linear_loss
-from ..engine.execution import check_options
+from ..core.options import flag
+from ..engine.execution import OptionsModule, check_options
 from ..program import checks
 
 
@@ -35,39 +36,18 @@ class CrossEntropyOutput:
     predicted_tokens: Tensor | None = None
 
 
-class Asked(NamedTuple):
-    """Liger's options, as its signatures order them."""
+OPTIONS = 11  # of Liger's, from ce_weight to return_predicted_tokens, in the order of its signatures
 
-    ce_weight: Tensor | None = None
-    ignore_index: int = -100
-    lse_square_scale: float = 0.0
-    label_smoothing: float = 0.0
-    reduction: str = "mean"
-    softcap: float | None = None
-    return_z_loss: bool = False
-    accum_dtype: torch.dtype | None = None
-    use_token_scaling: bool = False
-    return_token_accuracy: bool = False
-    return_predicted_tokens: bool = False
 
-    def check(self) -> None:
-        """Raises what is wrong with the options that this library's functions do not check by the same name."""
-        for name in ("return_z_loss", "use_token_scaling", "return_token_accuracy", "return_predicted_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        checks.check_number("lse_square_scale", self.lse_square_scale, 0.0, float("inf"))
-        checks.check_tensor("ce_weight", self.ce_weight, optional=True)
-        if self.accum_dtype is not None:
-            checks.check_dtype("accum_dtype", self.accum_dtype)
-        check_options(
-            {name: getattr(self, name) for name in ("ignore_index", "label_smoothing", "reduction", "softcap")}
-        )
-
-    @property
-    def looks_first(self) -> bool:
-        """Whether per-token statistics are wanted that the loss's own pass does not return: one matmul more."""
-        per_token = self.reduction == "none" and (self.return_token_accuracy or self.return_z_loss)
-        return self.use_token_scaling or self.return_predicted_tokens or per_token
+def check(options: Mapping[str, Any]) -> None:
+    """Raises what is wrong with Liger's options."""
+    for name in ("return_z_loss", "use_token_scaling", "return_token_accuracy", "return_predicted_tokens"):
+        flag(name, options[name])
+    checks.check_number("lse_square_scale", options["lse_square_scale"], 0.0, float("inf"))
+    checks.check_tensor("ce_weight", options["ce_weight"], optional=True)
+    if options["accum_dtype"] is not None:
+        checks.check_dtype("accum_dtype", options["accum_dtype"])
+    check_options({name: options[name] for name in ("ignore_index", "label_smoothing", "reduction", "softcap")})
 
 
 def liger_fused_linear_cross_entropy(
@@ -110,12 +90,45 @@ def liger_fused_linear_cross_entropy(
     """
     if chunk_mem_const != 1 or isinstance(chunk_mem_const, bool):
         raise ValueError(f"chunk_mem_const must be 1, got {chunk_mem_const!r}; memory_budget= says what may be held")
-    asked = Asked(
-        ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype,
-        use_token_scaling, return_token_accuracy, return_predicted_tokens,
+    options: dict[str, Any] = {
+        "ce_weight": ce_weight, "ignore_index": ignore_index, "lse_square_scale": lse_square_scale,
+        "label_smoothing": label_smoothing, "reduction": reduction, "softcap": softcap, "return_z_loss": return_z_loss,
+        "accum_dtype": accum_dtype, "use_token_scaling": use_token_scaling,
+        "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens,
+    }  # fmt: skip
+    check(options)
+    head: dict[str, Any] = {
+        "bias": bias, "ignore_index": ignore_index, "softcap": softcap, "memory_budget": memory_budget,
+    }  # fmt: skip
+    each = reduction == "none"
+    batch: dict[str, Tensor] = {}
+    seen: Any = None  # what the loss's own pass does not return
+    if use_token_scaling or return_predicted_tokens or (each and (return_token_accuracy or return_z_loss)):
+        with torch.no_grad():
+            seen = linear_logprobs(input, weight, target, lse=True, argmax=True, **head)
+    if use_token_scaling:
+        batch["token_weights"] = seen.logprobs.exp()
+    loss = losses.cross_entropy(label_smoothing, ce_weight)
+    if lse_square_scale:
+        loss = loss + float(lse_square_scale) * losses.z_loss()
+    measured = [metrics.accuracy()] if return_token_accuracy and not each else []
+    out = linear_loss(
+        input, weight, target, loss, batch=batch, metrics=measured, reduction=reduction, accumulate_dtype=accum_dtype,
+        **head,
     )  # fmt: skip
-    found = computed(input, weight, target, bias, asked, memory_budget)
-    return found if return_z_loss or return_token_accuracy or return_predicted_tokens else found.loss
+    found = CrossEntropyOutput(out.loss)
+    if return_z_loss:
+        if each:
+            squares = seen.lse.square() * batch.get("token_weights", 1.0)
+        else:
+            squares = out.parts.get("z_loss", torch.zeros_like(out.loss))
+        found.z_loss = (lse_square_scale * squares).detach()
+    if return_token_accuracy:
+        correct = (seen.argmax == target) & (target != ignore_index) if each else out.metrics["accuracy"].value
+        found.token_accuracy = correct.to(out.loss.dtype)
+    if return_predicted_tokens:
+        found.predicted_tokens = torch.where(target != ignore_index, seen.argmax, -1)
+    return found if return_z_loss or return_token_accuracy or return_predicted_tokens else out.loss
 
 
 class LigerFusedLinearCrossEntropyFunction:
@@ -132,18 +145,19 @@ class LigerFusedLinearCrossEntropyFunction:
         """Loss, z-loss, token accuracy and predicted tokens, None where not asked for. ``options``: those of
         ``liger_fused_linear_cross_entropy`` in its order, then ``ce_impl`` and ``ce_mode``, which must be None, and
         ``chunk_mem_const``, which must be 1."""
-        count = len(Asked._fields)
-        ours, chosen = options[:count], options[count:]
+        ours, chosen = options[:OPTIONS], options[OPTIONS:]
         for name, value, only in zip(("ce_impl", "ce_mode", "chunk_mem_const"), chosen, (None, None, 1), strict=False):
             if value != only:
                 raise ValueError(f"{name} must be {only!r}, got {value!r}: it chooses among Liger's own kernels")
         if len(chosen) > 3:
-            raise TypeError(f"apply takes at most {count + 7} arguments, got {len(options) + 4}")
-        found = computed(_input, weight, target, bias, Asked(*ours), None)
+            raise TypeError(f"apply takes at most {OPTIONS + 7} arguments, got {len(options) + 4}")
+        found = liger_fused_linear_cross_entropy(_input, weight, target, bias, *ours)
+        if isinstance(found, Tensor):
+            return found, None, None, None
         return found.loss, found.z_loss, found.token_accuracy, found.predicted_tokens
 
 
-class LigerFusedLinearCrossEntropyLoss(nn.Module):
+class LigerFusedLinearCrossEntropyLoss(OptionsModule):
     """Liger's module of this name: ``module(lin_weight, _input, target, bias)``; options as the functional's."""
 
     def __init__(
@@ -163,83 +177,17 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         memory_budget: int | str | None = None,
     ):
         super().__init__()
-        asked = Asked(
-            ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype,
-            use_token_scaling, return_token_accuracy, return_predicted_tokens,
-        )  # fmt: skip
-        asked.check()
+        options: dict[str, Any] = {
+            "ce_weight": ce_weight, "ignore_index": ignore_index, "lse_square_scale": lse_square_scale,
+            "label_smoothing": label_smoothing, "reduction": reduction, "softcap": softcap,
+            "return_z_loss": return_z_loss, "accum_dtype": accum_dtype, "use_token_scaling": use_token_scaling,
+            "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens,
+        }  # fmt: skip
+        check(options)
         check_options({"memory_budget": memory_budget})
-        for name, value in asked._asdict().items():  # attributes, as Liger's module has them
-            setattr(self, name, value)
-        self.memory_budget = memory_budget
+        self.keep(options | {"memory_budget": memory_budget})
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
-        options = {name: getattr(self, name) for name in Asked._fields}
-        return liger_fused_linear_cross_entropy(
-            _input, lin_weight, target, bias, **options, memory_budget=self.memory_budget
-        )
-
-
-def computed(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, asked: Asked, memory_budget: int | str | None
-) -> CrossEntropyOutput:
-    """The loss and everything that was asked for beside it."""
-    asked.check()
-    head: dict[str, Any] = {
-        "bias": bias, "ignore_index": asked.ignore_index, "softcap": asked.softcap, "memory_budget": memory_budget,
-    }  # fmt: skip
-    seen = None
-    if asked.looks_first:
-        with torch.no_grad():
-            seen = linear_logprobs(hidden, weight, target, lse=True, argmax=True, **head)
-    head["accumulate_dtype"] = asked.accum_dtype
-    scaling = seen.logprobs.exp() if seen is not None and asked.use_token_scaling else None
-    found = unreduced if asked.reduction == "none" else reduced
-    out = found(hidden, weight, target, asked, head, scaling, seen)
-    if asked.return_predicted_tokens:
-        assert seen is not None
-        out.predicted_tokens = torch.where(target != asked.ignore_index, seen.argmax, -1)
-    return out
-
-
-def reduced(
-    hidden: Tensor, weight: Tensor, target: Tensor, asked: Asked, head: dict[str, Any], scaling: Tensor | None, _: Any
-) -> CrossEntropyOutput:
-    loss = losses.cross_entropy(asked.label_smoothing, asked.ce_weight)
-    if asked.lse_square_scale:
-        loss = loss + float(asked.lse_square_scale) * losses.z_loss()
-    out = linear_loss(
-        hidden, weight, target, loss, reduction=asked.reduction,
-        batch={} if scaling is None else {"token_weights": scaling},
-        metrics=[metrics.accuracy()] if asked.return_token_accuracy else (), **head,
-    )  # fmt: skip
-    part = out.parts.get("z_loss", torch.zeros_like(out.loss))
-    return CrossEntropyOutput(
-        out.loss,
-        (asked.lse_square_scale * part).detach() if asked.return_z_loss else None,
-        out.metrics["accuracy"].value if asked.return_token_accuracy else None,
-    )
-
-
-def unreduced(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    asked: Asked,
-    head: dict[str, Any],
-    scaling: Tensor | None,
-    seen: Any,
-) -> CrossEntropyOutput:
-    loss = linear_cross_entropy(
-        hidden, weight, target, reduction="none", class_weights=asked.ce_weight, label_smoothing=asked.label_smoothing,
-        z_loss=asked.lse_square_scale, token_weights=scaling, **head,
-    )  # fmt: skip
-    squares = correct = None
-    if asked.return_z_loss:
-        squares = asked.lse_square_scale * seen.lse.square()
-        squares = squares if scaling is None else squares * scaling
-    if asked.return_token_accuracy:
-        correct = ((seen.argmax == target) & (target != asked.ignore_index)).to(loss.dtype)
-    return CrossEntropyOutput(loss, squares, correct)
+        return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, **self.options())
