@@ -129,7 +129,8 @@ def plan(
     if absent is not None and "gpu" in traits:
         nvidia = absent.name.startswith("sm_")
         traits |= {"gpu": absent, "multiprocessors": absent.multiprocessors, "half_products": nvidia}
-    store = chosen.store(Layout(traits.get("gpu"), dtype, hidden, True, True, softcap is not None, bias_grad, demand))
+    layout = Layout(traits.get("gpu"), dtype, hidden, True, True, softcap is not None, bias_grad, demand)
+    store = "kept" if demand.columns_alone else chosen.store(layout)
     teacher, teacher_store, width = None, None, 0
     if pairing is not None:
         rows = None

@@ -124,7 +124,7 @@ class Backend(Protocol):
         """Fields [...] likewise beside rows [tokens], in the statistics' dtype; 0 where the row's ``target`` is -1."""
 
     def store(self, layout: Layout) -> Store:
-        """What this backend keeps of the logits between statistics and gradient."""
+        """What this backend keeps of the logits between statistics and gradient, where some token has them all."""
 
     def teacher_store(self, teacher: Teacher, store: Store) -> Literal["relative", "logits"] | None:
         """What it keeps of a dense teacher's logits beside a student's; None where the caller's are read in place."""

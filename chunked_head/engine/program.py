@@ -41,7 +41,7 @@ class Program:
     segmented: bool  # a loss needs all tokens' statistics for its values
     coupled: bool  # gradients wait for all tokens' statistics
     by_segments: bool  # those of a segment's, or a pair's, are all that is waited for
-    kept_everywhere: bool  # whether every token that counts keeps a set of columns
+    kept_everywhere: bool  # whether every token that counts has columns of its own, and no token the vocabulary
     lasting: bool  # whether all calls of its signature have it: its losses hold no tensors
 
     @property
@@ -122,7 +122,7 @@ def build(task: Task, lasting: bool = False) -> Program:
         dtype, backend, without_tensors(needs), demand, tuple(wanted), known, autocast,
         head.request, bool(task.per_token), segmented, coupled and not task.per_token,
         isinstance(head, HeadOptions) and not head.skip_ignored and not task.per_token and alone(losses, dtype),
-        task.kept_everywhere, lasting,
+        task.kept_everywhere or demand.columns_alone, lasting,
     )  # fmt: skip
 
 

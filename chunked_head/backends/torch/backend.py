@@ -30,8 +30,6 @@ def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
 
 
 def store(layout: Layout) -> Store:
-    if layout.demand.columns_alone:
-        return "kept"
     return "logits"
 
 

@@ -49,8 +49,6 @@ def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
 
 
 def store(layout: Layout) -> Store:
-    if layout.demand.columns_alone:
-        return "kept"
     aligned = layout.plain_weight and layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0
     if layout.dtype == torch.float32 or not aligned or layout.demand.top_k or layout.gpu is None:
         return "logits"
