@@ -10,7 +10,7 @@ from chunked_head.kernels.common.tiles import INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunked_head import Plan, losses, plan
+from chunked_head import Plan, linear_loss, losses, plan
 from chunked_head.program.memory import MiB
 from chunked_head.program.planner import Request, make_plan
 from chunked_head.program.plans import DEFAULT_BUDGET, default_budget, parse_bytes
@@ -300,3 +300,11 @@ def test_says_what_is_cut() -> None:
     parts = made.sizes.dhidden_split(made.chunk_tokens).parts
     assert parts == 11 or INTERPRETED or made.sizes.multiprocessors != 132
     assert ("dhidden ours (" in str(made)) == (parts > 1)
+
+
+def test_a_loss_of_a_teachers_ids_alone_keeps_no_logits() -> None:
+    hidden, weight = torch.randn(40, 8).requires_grad_(), torch.randn(96, 8).requires_grad_()
+    batch = {"teacher_ids": torch.randint(96, (40, 3)), "teacher_logprobs": torch.full((40, 3), -2.0)}
+    loss = losses.topk_kl(normalize="topk")
+    made = linear_loss(hidden, weight, torch.zeros(40, dtype=torch.int64), loss, batch=batch).plan
+    assert made == plan(40, 8, 96, torch.float32, loss=loss, teacher_k=3, device="cpu") and made.sizes.store == "kept"
