@@ -11,7 +11,7 @@ from tiny_models import assert_same, step, tokens, transformers
 
 from chunked_head import losses, metrics, patch_model, unpatch_model
 from chunked_head.engine.call import Wants
-from chunked_head.integrations.huggingface.lazy import by_chunks
+from chunked_head.integrations.huggingface.lazy import fused_loss
 from chunked_head.integrations.huggingface.lazy.lazy_head import LazyHead
 
 peft = pytest.importorskip("peft")
@@ -113,11 +113,16 @@ def test_a_quantised_head() -> None:
 
 
 def test_adapted_heads_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_chunks, "BYTES_AT_ONCE", 97 * 4 * 4 * 3)  # of three rows
+    monkeypatch.setattr(fused_loss, "BYTES_AT_ONCE", 97 * 4 * 4 * 3)  # of three rows
     for reduced in ({}, {"num_items_in_batch": torch.tensor(9)}):
         plain, patched = (adapted(tiny_models.llama(), "on the head") for _ in range(2))
         patch_model(patched)
         assert_same(step(patched, **reduced), step(plain, **reduced))
+        with torch.no_grad():
+            evaluated = [model.eval()(**tiny_models.tokens(), **reduced).loss for model in (patched, plain)]
+        torch.testing.assert_close(*evaluated)
+        agreed = patched.get_base_model().chunked_head
+        assert agreed.fused == 2 and agreed.materialised == 0
 
 
 def test_a_layer_norm_is_no_head() -> None:

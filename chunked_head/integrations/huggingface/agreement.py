@@ -19,7 +19,7 @@ from ...losses.user.closures import Function
 from ...losses.user.custom import as_losses
 from ...metrics import Metric, MetricValue, combine
 from ...metrics.values import as_metrics
-from .find_head import NotUnderstood, find_heads, make_lazy, make_plain, name_of
+from .find_head import NotUnderstood, embeddings, find_heads, make_lazy, make_plain, name_of
 from .first_backward import await_backward
 from .given import check_choices, check_loss, check_options
 from .hung_forward import hung_by
@@ -101,10 +101,8 @@ class Agreement:
     def settle(self, model: nn.Module, heads: list[Any]) -> None:
         """On a model's heads."""
         self.heads, self.mechanism, self.name = heads, "lazy logits", name_of(heads[0], model)
-        get = getattr(model, "get_input_embeddings", None)
-        with contextlib.suppress(AttributeError, NotImplementedError):
-            weight = getattr(get(), "weight", None) if callable(get) else None
-            self.tied = any(weight is parameter for parameter in heads[0].parameters())
+        weight = getattr(embeddings(model, "input"), "weight", None)
+        self.tied = any(weight is parameter for parameter in heads[0].parameters())
         for head in heads:
             make_lazy(head, self)
 

@@ -19,7 +19,7 @@ from ...program.plans import Plan, as_text, facts
 from .agreement import Agreement
 from .find_head import find_heads
 from .hung_forward import OLD_FORWARD, hides
-from .lazy.by_chunks import COPIES_OF_LOGITS, rows_at_once
+from .lazy.fused_loss import COPIES_OF_LOGITS, rows_at_once
 from .lazy.tail import Rehearsed, Tail
 from .patch import LABELS, REPORT, patch_model, the_model, unpatch_model
 from .watched import watcher

@@ -46,13 +46,7 @@ def unnamed(model: nn.Module) -> nn.Module | None:
     own = [module for module in model.children() if isinstance(module, nn.Linear) and module.out_features == vocab]
     if own:
         return own[0] if len(own) == 1 else None
-    found = set()
-    for module in model.modules():
-        get = getattr(module, "get_output_embeddings", None)
-        if module is not model and callable(get):
-            with contextlib.suppress(AttributeError, NotImplementedError):
-                found.add(get())
-    found.discard(None)
+    found = {embeddings(module, "output") for module in model.modules() if module is not model} - {None}
     return found.pop() if len(found) == 1 else None
 
 
@@ -68,19 +62,18 @@ def active(head: Any, model: nn.Module) -> nn.Module:
         raise NotUnderstood("its get_output_embeddings() is None, and no one matrix inside of it is its head")
     if not isinstance(head, nn.Module):
         raise NotUnderstood(f"its output embeddings are {type(head).__name__}, not a module")
-    if isinstance(head, nn.Embedding) or any(head is module for module in embeddings(model)):
+    if isinstance(head, nn.Embedding) or head is embeddings(model, "input"):
         raise NotUnderstood("its output embeddings are its input embeddings' module, which also embeds")
     if sizes_of(head) is None:
         raise NotUnderstood(f"its head, {type(head).__name__}, has no in_features and out_features as a matrix has")
     return head
 
 
-def embeddings(model: nn.Module) -> list[Any]:
-    get = getattr(model, "get_input_embeddings", None)
-    try:
-        return [get()] if callable(get) else []
-    except (AttributeError, NotImplementedError):
-        return []
+def embeddings(module: nn.Module, which: str) -> Any:
+    """A module's ``"input"`` or ``"output"`` embeddings, None where it names none."""
+    get = getattr(module, f"get_{which}_embeddings", None)
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        return get() if callable(get) else None
 
 
 def name_of(head: nn.Module, model: nn.Module) -> str:

@@ -1,6 +1,5 @@
 """The cross-entropy of lazy logits: the library's, inside of the head's own call, so that every hook of it runs."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,16 +7,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .... import losses
 from ....api.cross_entropy import linear_cross_entropy
 from ....api.logits_loss import logits_loss
 from ....api.loss import linear_loss
 from ..running import running
-from .by_chunks import in_chunks, rows_at_once
 from .source import Source, is_shard
 from .tail import Rehearsed, Tail, tail_of
 from .virtual import Virtual, replay
+
+BYTES_AT_ONCE = 256 << 20  # of logits where a head's own forward computes them
+COPIES_OF_LOGITS = 4  # of a chunk in fp32: its cast, log-probabilities, gradient
+
+
+def rows_at_once(columns: int) -> int:
+    """Rows of such a chunk."""
+    return max(1, BYTES_AT_ONCE // (columns * torch.float32.itemsize * COPIES_OF_LOGITS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +91,8 @@ class Asked:
             return self.rehearse(hidden, None, None)
         rows, target = hidden.reshape(-1, hidden.shape[-1]), self.target.reshape(-1)
         chunk = rows_at_once(self.source.head.columns)
-        pieces = in_chunks(functools.partial(self.part, head), chunk, rows, target)
+        parts = zip(rows.split(chunk), target.split(chunk), strict=True)
+        pieces = [checkpoint(self.part, head, *part, [], use_reentrant=False) for part in parts]
         if self.reduction == "none":
             return torch.cat(pieces).reshape(self.target.shape)
         total = torch.stack(pieces).sum()

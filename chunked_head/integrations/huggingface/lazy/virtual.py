@@ -13,6 +13,7 @@ from torch import Tensor
 
 NUMBERS = (int, float)  # not a union, which torch.compile of torch 2.9 cannot take
 MASKS = (torch.bool, torch.uint8)
+DIMENSIONS = ("dim", "dim0", "dim1", "axis0", "axis1", "start_dim", "end_dim")  # parameters of a tensor's methods
 LOWEST_FILL = -6e4  # a logit filled with less has no probability beside any other, in float16 already
 
 
@@ -226,28 +227,9 @@ def positive(v: Virtual, dim: int) -> int:
     return dim + len(v.shape) if dim < 0 else dim
 
 
-def flatten(v: Virtual, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if positive(v, end_dim) >= len(v.shape) - 1:
-        return NotImplemented
-    return v.rows(v.hidden.flatten(start_dim, end_dim))
-
-
-def squeeze(v: Virtual, dim: Any = None) -> Any:
-    if not isinstance(dim, int) or positive(v, dim) >= len(v.shape) - 1:
-        return NotImplemented
-    return v.rows(v.hidden.squeeze(dim))
-
-
 def unsqueeze(v: Virtual, dim: int) -> Any:
     at = dim + len(v.shape) + 1 if dim < 0 else dim
     return NotImplemented if at >= len(v.shape) else v.rows(v.hidden.unsqueeze(at))
-
-
-def transpose(v: Virtual, dim0: int, dim1: int) -> Any:
-    first, second = positive(v, dim0), positive(v, dim1)
-    if max(first, second) >= len(v.shape) - 1:
-        return NotImplemented
-    return v.rows(v.hidden.transpose(first, second))
 
 
 def permute(v: Virtual, *dims: Any) -> Any:
@@ -263,30 +245,21 @@ def narrow(v: Virtual, dim: int, start: int, length: int) -> Any:
     return v.rows(v.hidden.narrow(dim if dim >= 0 else positive(v, dim), start, length))
 
 
-def by_rows(name: str) -> Callable[..., Any]:
-    """``split``, ``chunk``, ``unbind``, ``select``, ``index_select``: the tensor's own, along any dimension but the
-    vocabulary's."""
+def by_rows(name: str, *names: str, **defaults: int) -> Callable[..., Any]:
+    """The tensor's own method of parameters of these names, along any dimensions but the vocabulary's."""
 
-    def done(v: Virtual, *args: Any, dim: int | None = None, **kwargs: Any) -> Any:
-        names = PARAMETERS[name]
-        given = dict(zip(names, args, strict=False)) | kwargs | ({} if dim is None else {"dim": dim})
-        along = given.get("dim", 0)
-        if not isinstance(along, int) or positive(v, along) >= len(v.shape) - 1:
-            return NotImplemented
-        found = getattr(v.hidden, name)(**(given | {"dim": positive(v, along)}))
+    def done(v: Virtual, *args: Any, **kwargs: Any) -> Any:
+        given = defaults | dict(zip(names, args, strict=False)) | kwargs
+        for key in names:
+            if key in DIMENSIONS:
+                along = given.get(key)
+                if not isinstance(along, int) or positive(v, along) >= len(v.shape) - 1:
+                    return NotImplemented
+                given[key] = positive(v, along)
+        found = getattr(v.hidden, name)(**given)
         return v.rows(found) if isinstance(found, Tensor) else tuple(v.rows(part) for part in found)
 
     return done
-
-
-def rows_of(v: Virtual) -> Any:
-    return by_rows("unbind")(v, 0) if len(v.shape) > 1 else NotImplemented
-
-
-PARAMETERS = {
-    "split": ("split_size", "dim"), "chunk": ("chunks", "dim"), "unbind": ("dim",), "select": ("dim", "index"),
-    "index_select": ("dim", "index"),
-}  # fmt: skip
 
 
 def same(v: Virtual, *args: Any, **kwargs: Any) -> Virtual:
@@ -307,13 +280,16 @@ COPIES: dict[str, Callable[..., Any]] = {
     "float": casting(torch.float32), "half": casting(torch.float16), "bfloat16": casting(torch.bfloat16),
     "double": casting(torch.float64), "to": to, "mul": factor("mul"), "multiply": factor("mul"), "div": factor("div"),
     "true_divide": factor("div"), "divide": factor("div"), "tanh": tanh, "add": add, "clone": same,
-    "index_select": by_rows("index_select"), "neg": negated, "negative": negated,
+    "index_select": by_rows("index_select", "dim", "index"), "neg": negated, "negative": negated,
 }  # fmt: skip
 VIEWS: dict[str, Callable[..., Any]] = {
-    "__getitem__": getitem, "view": reshape, "reshape": reshape, "expand": expand, "flatten": flatten,
-    "squeeze": squeeze, "unsqueeze": unsqueeze, "transpose": transpose, "swapaxes": transpose, "permute": permute,
-    "narrow": narrow, "contiguous": same, "detach": detach, "split": by_rows("split"), "chunk": by_rows("chunk"),
-    "unbind": by_rows("unbind"), "select": by_rows("select"), "__iter__": rows_of,
+    "__getitem__": getitem, "view": reshape, "reshape": reshape, "expand": expand, "unsqueeze": unsqueeze,
+    "permute": permute, "narrow": narrow, "contiguous": same, "detach": detach, "squeeze": by_rows("squeeze", "dim"),
+    "flatten": by_rows("flatten", "start_dim", "end_dim", start_dim=0, end_dim=-1),
+    "transpose": by_rows("transpose", "dim0", "dim1"), "swapaxes": by_rows("swapaxes", "axis0", "axis1"),
+    "split": by_rows("split", "split_size", "dim", dim=0), "chunk": by_rows("chunk", "chunks", "dim", dim=0),
+    "unbind": by_rows("unbind", "dim", dim=0), "__iter__": by_rows("unbind", "dim", dim=0),
+    "select": by_rows("select", "dim", "index"),
 }  # fmt: skip
 IN_PLACE: dict[str, Callable[..., Any]] = {
     "mul_": COPIES["mul"], "div_": COPIES["div"], "tanh_": tanh, "add_": add, "__setitem__": fill,
