@@ -32,8 +32,8 @@ SECONDS = 1.0  # of rounds that are timed
 PLANNED = 8192, 4096, 128256
 
 
-def diagnose() -> dict[str, Any]:
-    """What ``--json`` prints. ``odd``: sentences, each with what to do."""
+def diagnose() -> tuple[dict[str, Any], list[Section]]:
+    """What ``--json`` prints, and the same for people. ``odd``: sentences, each with what to do."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     found: dict[str, Any] = {"versions": versions(device), "call": {}, "self_test": {}}
@@ -47,18 +47,14 @@ def diagnose() -> dict[str, Any]:
         result = "pass" if passed else "FAIL, a wrong result: do not train with this installation"
     except Exception as error:  # whatever is broken is what is asked for
         result = f"FAIL, {type(error).__name__}: {' '.join(str(error).split())}"
-    return found | {"result": result, "passed": result == "pass"}
+    tested = {"result, relative to float64": result, **found["self_test"]}
+    shown = [("Versions", found["versions"]), ("A call here", found["call"]), ("Self-test", tested)]
+    sections: list[Section] = [(title, [*map(as_row, record.items())]) for title, record in shown]
+    sections.append(("Odd", [("", sentence) for sentence in found["odd"]]))
+    return found | {"result": result, "passed": result == "pass"}, sections
 
 
-def sections(found: dict[str, Any]) -> list[Section]:
-    """A diagnosis for people."""
-    tested = {"result, relative to float64": found["result"], **found["self_test"]}
-    records = {"Versions": found["versions"], "A call here": found["call"], "Self-test": tested}
-    shown: list[Section] = [(title, [*map(row, record.items())]) for title, record in records.items()]
-    return [*shown, ("Odd", [("", sentence) for sentence in found["odd"]])]
-
-
-def row(item: tuple[str, Any]) -> tuple[str, str]:
+def as_row(item: tuple[str, Any]) -> tuple[str, str]:
     key, value = item
     return key.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value)
 
@@ -71,11 +67,10 @@ def versions(device: torch.device) -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     if device.type == "cuda":
-        properties, row = torch.cuda.get_device_properties(device), gpu_of(device)
-        memory, runtime = properties.total_memory / 2**30, torch.version.cuda or f"HIP {torch.version.hip}"
-        found["GPU"] = (
-            f"{properties.name}, {memory:.0f} GiB; CUDA {runtime}; {row.name if row else 'not'} in docs/gpus.md"
-        )
+        there, row = torch.cuda.get_device_properties(device), gpu_of(device)
+        runtime = f"CUDA {torch.version.cuda}" if torch.version.hip is None else f"HIP {torch.version.hip}"
+        memory, known = f"{there.total_memory / 2**30:.0f} GiB", row.name if row else "not"
+        found["GPU"] = f"{there.name}, {memory}; {runtime}; {known} in docs/gpus.md"
     return found
 
 

@@ -17,7 +17,7 @@ from ..api.plan import plan
 from ..integrations.huggingface.explain import explain_model
 from ..kernels.common.gpus import GPUS
 from ..program.plans import Plan, Section, facts, sections
-from . import doctor
+from .doctor import diagnose
 from .show import show
 
 Found = tuple[dict[str, Any], list[Section]]  # for scripts, and for people
@@ -79,7 +79,8 @@ def parser() -> Parser:
         added.add_argument("--device", metavar="NAME", help=DEVICE)
         added.add_argument("--memory-budget", metavar="SIZE", help="such as 1GiB: of all but the gradients")
 
-    command("doctor", run_doctor, "Versions, the GPU, the path that calls take, and a self-test with its figures.")
+    text = "Versions, the GPU, the path that calls take, and a self-test with its figures."
+    command("doctor", lambda asked: diagnose(), text)
     return made
 
 
@@ -105,11 +106,6 @@ def run_explain(asked: argparse.Namespace) -> Found:
     record = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
     record |= {"plan": found.plan and of_plan(found.plan)}
     return record, [("What patch_model would do", found.facts())]
-
-
-def run_doctor(asked: argparse.Namespace) -> Found:
-    found = doctor.diagnose()
-    return found, doctor.sections(found)
 
 
 def model_of(where: str, dtype: torch.dtype | None) -> Any:
