@@ -1,7 +1,6 @@
 """Tokens in another order: those that count before those that do not, which then cost no matmul, or segments that
 belong together side by side."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,9 +46,6 @@ class Packing:
         place = torch.full((self.tokens + 1,), -1, dtype=torch.int64, device=rows.device)
         place[self.order] = torch.arange(len(self.order), device=rows.device)
         return place[rows]  # -1 is the last
-
-    def pack_fields(self, fields: Mapping[str, Tensor], token_fields: frozenset[str]) -> dict[str, Tensor]:
-        return {name: self.pack(value) if name in token_fields else value for name, value in fields.items()}
 
     def unpack(self, values: Tensor) -> Tensor:
         """Values [kept, ...] at their tokens' places [tokens, ...], 0 elsewhere; differentiable."""

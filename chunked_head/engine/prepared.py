@@ -45,9 +45,6 @@ class PreparedCall:
     groups: Groups | None = None  # of rows whose gradients wait for each other alone
     spread: Spread | None = None  # over ranks, whose counts those of ``token_rows`` are then
 
-    def spread_as(self, token_rows: TokenRows, spread: Spread) -> "PreparedCall":
-        return replace(self, token_rows=token_rows, spread=spread)
-
     @property
     def dtype(self) -> torch.dtype:
         """Of the matmuls."""
@@ -210,7 +207,8 @@ def packing_of(prepared: PreparedCall, skip: bool | str) -> Packing:
 def packed(prepared: PreparedCall, packing: Packing) -> PreparedCall:
     """The call with its tokens in another order."""
     token_rows, teacher, kept = prepared.token_rows, prepared.teacher, prepared.kept
-    fields, token_fields = packing.pack_fields(token_rows.fields, prepared.token_fields), prepared.token_fields
+    fields, token_fields = token_rows.fields, prepared.token_fields
+    fields = {name: packing.pack(value) if name in token_fields else value for name, value in fields.items()}
     if "segments" in fields and prepared.groups is None:
         # a segment's tokens do not stand in their order any more
         fields[PLACES], token_fields = packing.order, token_fields | {PLACES}

@@ -60,7 +60,7 @@ def program_of(task: Task) -> Program:
     signature = task.signature()
     if signature is None:
         return build(task)
-    lasting = lasts(task)
+    lasting = all(summand.lasting for _, summand in task.losses.terms)
     known = PROGRAMS if lasting else OF_LOSSES.setdefault(task.losses, {})
     program = known.get(signature)
     if program is None:
@@ -143,10 +143,6 @@ def check_sets(head: HeadOptions | LogitsOptions, demand: Demand, biased: bool) 
             "batch['kept_ids'] does not go with sequence_sharded=True, whose ranks hold hidden states of their own "
             "tokens alone; gather hidden states and sets beforehand"
         )
-
-
-def lasts(task: Task) -> bool:
-    return all(summand.lasting for _, summand in task.losses.terms)
 
 
 def frame_of(task: Task, dtype: torch.dtype) -> Frame:

@@ -22,15 +22,6 @@ TENSORS = (Tensor, nn.Parameter)  # whose metadata say all there is to check; of
 OPTIONS = (type(None), bool, int, float, str, torch.dtype, VocabParallel, TokenParallel)
 
 
-def nothing() -> None:
-    """The check of a function without options of its own."""
-
-
-def as_it_is(demand: Demand) -> Demand:
-    """What losses and metrics need is all that is wanted."""
-    return demand
-
-
 @dataclass(frozen=True, eq=False)
 class Task(Generic[Result]):
     """A call as it was made: nothing checked, nothing computed. It runs at once, or as an operator of a graph.
@@ -49,9 +40,9 @@ class Task(Generic[Result]):
     metrics: tuple[Metric, ...] = ()
     batch: Mapping[str, Tensor] | None = None
     num_segments: int | None = None
-    check: Callable[[], None] = nothing
+    check: Callable[[], None] = lambda: None
     options: tuple[Hashable, ...] = ()
-    wants: Callable[[Demand], Demand] = as_it_is
+    wants: Callable[[Demand], Demand] = lambda needed: needed
     per_token: tuple[str, ...] = ()
     inplace: bool = False
     kept_everywhere: bool = False  # whether every token that counts keeps a set of columns

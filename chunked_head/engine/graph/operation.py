@@ -45,7 +45,8 @@ def operation(function: Callable[P, Task[Result] | Streams[Result]]) -> Callable
             # lengths of segments are other numbers at every step
             eager = given.get("parallel") is not None or given.get("segment_lengths") is not None
             eager = eager or type(given.get("hidden")) in (list, tuple)  # several streams
-            whole = not eager and not given.get("inplace") and not any_dtensor(given)
+            eager = eager or any(is_dtensor(given[name]) for name in OPERANDS if name in given)
+            whole = not eager and not given.get("inplace")
             if whole and ("loss" not in given or isinstance(given["loss"], Losses)):
                 return as_operator(name, given)
             from ...core.outside import outside
@@ -80,10 +81,6 @@ def in_graph(function: Callable) -> Callable:
         return result
 
     return register
-
-
-def any_dtensor(given: dict[str, Any]) -> bool:
-    return any(is_dtensor(given[name]) for name in OPERANDS if name in given)
 
 
 def is_denominator(normalizer: Any) -> bool:

@@ -1,6 +1,7 @@
 """A call's counts made those of the whole batch, of which ranks hold different tokens: one message before the sweep."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def with_global_counts(prepared: PreparedCall, how: Mapping[str, str]) -> Prepar
         {summand: next(rest) for summand in counted},
     )  # fmt: skip
     token_rows = token_rows._replace(counted=number, one_or_nan=torch.where(one_or_nan.isnan(), one_or_nan, 1.0))
-    return prepared.spread_as(token_rows, spread)
+    return replace(prepared, token_rows=token_rows, spread=spread)
 
 
 def summed_fields(prepared: PreparedCall) -> list[str]:

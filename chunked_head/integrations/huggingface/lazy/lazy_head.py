@@ -39,13 +39,10 @@ def sizes_of(head: Any) -> tuple[int, int] | None:
 
 
 def is_hollow(hidden: Any) -> bool:
-    """Of a shape alone, such as tools have that run a model to see how large things are."""
-    return hidden.is_meta or (not torch.compiler.is_compiling() and is_fake(hidden))
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether it is of torch's mode of tensors without numbers."""
-    return any(base.__name__ == "FakeTensor" for base in type(tensor).__mro__)
+    """Of a shape alone, such as tools have that run a model to see how large things are: on the meta device, or of
+    torch's mode of tensors without numbers."""
+    fake = not torch.compiler.is_compiling() and "FakeTensor" in [base.__name__ for base in type(hidden).__mro__]
+    return hidden.is_meta or fake
 
 
 class LazyHead:
