@@ -458,9 +458,14 @@ def test_memory_of_kernels_alone_is_one_allocation() -> None:
     with Recorder([first := torch.arange(4.0)]) as recorder:
         place = recorder.place(function(first))
     tape = recorder.tape({place.slot})
-    assert tape.arena_bytes == ALIGNMENT + 16 and len(tape.steps) == 4
+    assert {place.slot for place in tape.shared.values()} == {4} and len(tape.steps) == 5
     given = torch.randn(4)
     assert torch.equal(place.tensor(tape([given])), given * 8)
+    # what is asked for later stays, and nothing beside it
+    tape = recorder.tape({place.slot}, {1})
+    held = tape([given])
+    assert torch.equal(tape.memory(tape.part(held, [1]), [1])[1], given * 2) and tape.shared[1].slot == 4
+    assert torch.equal(place.tensor(held), given * 8) and held[tape.shared[2].slot] is None and held[4].nbytes == 16
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -117,12 +117,13 @@ class Launch(NamedTuple):
     def used(self) -> tuple[int, ...]:
         return tuple([slot for _, slot, _ in (*self.pointers, *self.descriptors)])
 
-    def moved(self, parts: Mapping[int, int], memory: int) -> "Launch":
-        """With slots that are parts of the memory in slot ``memory``, by the byte where each begins."""
+    def moved(self, shared: Mapping[int, Place]) -> "Launch":
+        """With slots that are parts of other slots' memory."""
         pointers, descriptors = (
-            [(i, memory, parts[slot] + offset) if slot in parts else (i, slot, offset) for i, slot, offset in each]
+            [(i, shared[slot].slot, shared[slot].offset + offset) if slot in shared else (i, slot, offset)
+             for i, slot, offset in each]
             for each in (self.pointers, self.descriptors)
-        )
+        )  # fmt: skip
         return self._replace(pointers=pointers, descriptors=descriptors)
 
 

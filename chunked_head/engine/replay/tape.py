@@ -14,13 +14,14 @@ from torch import Tensor
 from .steps import Allocation, Held, Launch, Operation, Place, Record, Step, mapped, step_of
 
 Check = Callable[[], bool]  # whether a launch may be done again
-SMALL = 1 << 18  # bytes up to which memory for kernels alone is a part of one allocation
+# bytes up to which memory that kernels alone read is a part of one allocation: what stays, and what is let go of
+LASTING, PASSING = 1 << 18, 1 << 25
 ALIGNMENT = 512  # bytes, as torch's own allocations
 
 
 class Tape:
     """``tape(inputs)`` does what has been recorded, and returns what the slots hold that are ``kept``. What is asked
-    for ``later``, if at all, may share the memory in the slot behind the last (``memory``)."""
+    for ``later``, if at all, may share its memory with other such (``memory``)."""
 
     def __init__(
         self,
@@ -32,27 +33,16 @@ class Tape:
         stream: Callable[[], int] | None,
     ):
         """``stream``: the current one, where something is launched."""
-        self.slots, self.checks, self.stream = slots, tuple(dict.fromkeys(checks)), stream
-        records = as_read(records, kept | later)
+        self.checks, self.stream = tuple(dict.fromkeys(checks)), stream
+        records, self.shared = in_common(as_read(records, kept | later), slots, kept, later)
+        self.slots = slots + len({place.slot for place in self.shared.values()})
+        kept |= {self.shared[slot].slot if slot in self.shared else slot for slot in later}
         last = {slot: i for i, record in enumerate(records) for slot in record.used}
-        last.update(dict.fromkeys(kept | later, len(records)))
-        as_tensors = set(kept).union(*[record.used for record in records if isinstance(record, Operation)])
-        small = {
-            record.slot: (i, last[record.slot], record.bytes)
-            for i, record in enumerate(records)
-            if isinstance(record, Allocation) and record.slot not in as_tensors and record.bytes <= SMALL
-        }
-        parts, self.arena_bytes = packed(small)
-        forms = {record.slot: record.form for record in records if isinstance(record, Allocation)}
-        self.shared = {slot: Place(slots, start, False, *forms[slot]) for slot, start in parts.items()}
         self.steps: list[tuple[Step, tuple[int, ...]]] = []
         for i, record in enumerate(records):
-            if isinstance(record, Launch):
-                record = record.moved(parts, slots)
-            if not (isinstance(record, Allocation) and record.slot in parts):
-                # memory is let go of after the last step that reads it
-                done = tuple([slot for slot in set(record.used) if last.get(slot) == i])
-                self.steps.append((step_of(record), done))
+            # memory is let go of after the last step that reads it
+            done = tuple([slot for slot in set(record.used) if last[slot] == i and slot not in kept])
+            self.steps.append((step_of(record), done))
 
     def usable(self) -> bool:
         """Whether all that it launches may be launched as it does."""
@@ -62,10 +52,6 @@ class Tape:
         more = self.slots - len(inputs)
         held: list[Any] = [*inputs, *[None] * more]
         addresses = [*[tensor.data_ptr() for tensor in inputs], *[0] * more]
-        if self.arena_bytes:
-            arena = torch.empty(self.arena_bytes, dtype=torch.uint8, device=inputs[0].device)
-            held.append(arena)
-            addresses.append(arena.data_ptr())
         stream = 0 if self.stream is None else self.stream()
         for step, done in self.steps:
             step(held, addresses, stream)
@@ -75,7 +61,7 @@ class Tape:
 
     def part(self, held: Sequence[Any], slots: Iterable[int]) -> dict[int, Any]:
         """What of it ``memory`` of these slots needs."""
-        places = [self.slots if slot in self.shared else slot for slot in slots]
+        places = [self.shared[slot].slot if slot in self.shared else slot for slot in slots]
         return {place: held[place] for place in places}
 
     def memory(self, held: Held, slots: Iterable[int]) -> dict[int, Any]:
@@ -110,6 +96,35 @@ def as_read(records: Sequence[Record], kept: Set[int]) -> list[Record]:
             record = record._replace(arguments=mapped(record.arguments, read))
         found.append(record)
     return found
+
+
+def in_common(
+    records: Sequence[Record], slots: int, kept: Set[int], later: Set[int]
+) -> tuple[list[Record], dict[int, Place]]:
+    """The same with few allocations for much of what kernels alone read, and where in them slots are; the new ones are
+    those from ``slots`` on."""
+    last = {slot: i for i, record in enumerate(records) for slot in record.used}
+    as_tensors = set(kept).union(*[record.used for record in records if isinstance(record, Operation)])
+    made = {
+        record.slot: (i, record)
+        for i, record in enumerate(records)
+        if isinstance(record, Allocation) and record.slot not in as_tensors
+    }
+    shared: dict[int, Place] = {}
+    first: list[Record] = []
+    for lasting, most in ((True, LASTING), (False, PASSING)):
+        blocks = {
+            slot: (i, len(records) if lasting else last[slot], record.bytes)
+            for slot, (i, record) in made.items()
+            if (slot in later) == lasting and record.bytes <= most
+        }
+        if blocks:
+            starts, size = packed(blocks)
+            memory, device = slots + len(first), made[next(iter(blocks))][1].device
+            first.append(Allocation(memory, ((size,), (1,), torch.uint8), device, size))
+            shared |= {slot: Place(memory, start, False, *made[slot][1].form) for slot, start in starts.items()}
+    rest = [record for record in records if not (isinstance(record, Allocation) and record.slot in shared)]
+    return [*first, *[one.moved(shared) if isinstance(one, Launch) else one for one in rest]], shared
 
 
 def packed(blocks: Mapping[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
