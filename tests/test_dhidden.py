@@ -105,6 +105,6 @@ def test_turns() -> None:
         for hidden in (64, 1024, 2304, 2880):
             for most in (0, 40, None):
                 split = dhidden_split(tile, rows, hidden, 50000, 132, most)
-                assert split.units <= (264 if most is None else most)
+                assert split.units <= (528 if most is None else most)
                 assert (split.parts == 1) == (split.units == 0)
     assert dhidden_split(tile, 2048, 2304, tile.block_k, 132).parts == 1  # not in parts of no steps

@@ -74,15 +74,15 @@ def dhidden_split(
     """The split that takes the fewest turns: all multiprocessors multiply to the end, or nearly.
 
     144 tiles on 132 multiprocessors would take two turns, the second for 12 tiles; in 11 parts these take a turn's
-    eleventh. A part costs its sums' way to memory and back, about 0.2 % of a turn.
+    eleventh. A part costs its sums' way to memory and back, about 0.2 % of a turn, and room: it has to save 0.5 %.
     """
-    most_units = 2 * multiprocessors if most_units is None else most_units
+    most_units = 4 * multiprocessors if most_units is None else most_units
     left = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n) % multiprocessors
     best, fewest = WHOLE, float("inf")
     for parts in range(1, MOST_PARTS + 1):
         if parts > 1 and (left * parts > most_units or parts * LEAST_STEPS * tile.block_k > vocab):
             break
-        turns = cdiv(left * parts, multiprocessors) / parts + 0.002 * parts
+        turns = cdiv(left * parts, multiprocessors) / parts + 0.005 * parts
         if turns < fewest:
             best, fewest = DhiddenSplit(parts, left * parts if parts > 1 else 0), turns
     return best
