@@ -227,6 +227,30 @@ def test_covariances() -> None:
     assert torch.equal(weights.clip_cov(*garbage, mask, fraction=1.0)["token_weights"] == 0, inside)
 
 
+def test_covariances_that_are_equal() -> None:
+    """As many tokens as asked for, however many have the covariance of the last: of a sure model's tokens many have a
+    log-probability of 0, and with it the largest covariance of all."""
+    logprobs, mask = -torch.rand(6, 50), torch.ones(6, 50, dtype=torch.bool)
+    logprobs[0, :40] = 0.0
+    advantages = torch.where(torch.arange(6)[:, None] == 0, 2.0, -1.0).expand(6, 50)
+    found = weights.kl_cov(logprobs, advantages, mask, fraction=0.02)["token_weights"]
+    assert found.sum() == 6 and found[0, :40].sum() == 6
+    assert weights.kl_cov(logprobs, torch.zeros(6, 50), mask)["token_weights"].sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_covariances_in_16_bits(dtype: torch.dtype) -> None:
+    """A mean over many tokens: their sum is beyond fp16, and bf16 would keep three digits of it."""
+    logprobs, advantages = (-8 * torch.rand(200, 200)).to(dtype), torch.randn(200, 200).to(dtype)
+    mask = torch.ones(200, 200, dtype=torch.bool)
+    half = weights.kl_cov(logprobs, advantages, mask, fraction=0.1)["token_weights"]
+    assert half.dtype == dtype
+    assert torch.equal(
+        half.double(),
+        weights.kl_cov(*(x.double() for x in (logprobs, advantages)), mask, fraction=0.1)["token_weights"],
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [

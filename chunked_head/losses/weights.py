@@ -187,15 +187,18 @@ def _covariance(where: str, logprobs: Tensor, advantages: Tensor, mask: Tensor) 
 
     def centred(values: Tensor) -> Tensor:
         values = torch.where(mask, values, 0.0)
+        values = values.to(torch.promote_types(values.dtype, torch.float32))  # whose sums hold those of many tokens
         return values - values.sum() / count
 
     return torch.where(mask, centred(logprobs) * centred(advantages), -torch.inf)
 
 
 def _smallest(values: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """Which are among as many as ``fraction`` of the tokens that count, one at least."""
-    last = (mask.sum() * fraction).long().clamp(min=1) - 1
-    return values <= values.flatten().sort().values.take(last)
+    """Which are among as many as ``fraction`` of the tokens that count, one at least; the first of equal ones."""
+    count = (mask.sum() * fraction).long().clamp(min=1)
+    order = values.flatten().argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return place.view(mask.shape) < count
 
 
 def _alike(where: str, mask: Tensor, **values: Tensor) -> None:
