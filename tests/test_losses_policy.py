@@ -643,6 +643,22 @@ def test_vespo_against_trl(rollout: bool) -> None:
     torch.testing.assert_close(values.view(rows, length), -phi * advantages * logprobs.view(rows, length))
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("grpo", {}), ("gspo", {}), ("gspo", {"weighting": "token"}), ("gspo", {"level": "token"}), ("rloo", {}),
+     ("gmpo", {"clip_low": math.inf, "clip_high": math.inf})],
+)  # fmt: skip
+def test_a_rollout_weight_of_0_leaves_nothing_of_an_infinite_ratio(kind: str, options: dict[str, Any]) -> None:
+    log_ratio, advantages = torch.tensor([90.0, 0.1, 90.0]), torch.tensor([-1.0, -1.0, -2.0])
+    losses = getattr(policy, kind)(ratio_clamp=None, rollout="mask", rollout_min=0.5, **options)
+    # the first and the last have a weight of e^-2 and of e^90, both outside
+    rollout = torch.linspace(-3.0, -0.1, 3) - log_ratio + torch.tensor([2.0, 0.0, -90.0])
+    value, grad = on_leaf(losses, log_ratio, advantages, rollout_logprobs=rollout)
+    expected = torch.tensor([0.0, math.exp(0.1), 0.0])
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(grad, expected)
+
+
 def test_vespo_of_large_exponents() -> None:
     """In fp32 a phi of e^104 beside an advantage of e^-40, and ratios that are infinite or nearly so."""
     log_ratio = torch.tensor([11.5, 11.5, 11.0, 8.0, 87.0, torch.inf, -torch.inf, 0.0])

@@ -44,10 +44,9 @@ def reinforce(**policy: Any) -> Losses:
 
 
 def _reinforce(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    advantages = batch["advantages"]
+    advantages = weighted(batch["advantages"], stats, batch, rollout)
     # a log-probability of -inf must not meet an advantage of 0
-    values = -advantages * torch.where(advantages == 0, 0.0, stats.logprob)
-    return weighted(values, stats, batch, rollout)
+    return -advantages * torch.where(advantages == 0, 0.0, stats.logprob)
 
 
 def grpo(
@@ -90,10 +89,9 @@ def _grpo(
     ratio_clamp: float | None,
     rollout: Rollout | None,
 ) -> Tensor:
-    advantages = batch["advantages"]
+    advantages = weighted(batch["advantages"], stats, batch, rollout)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
-    values = -advantages * clipped_ratio(log_ratio, advantages, low, high, ceiling)
-    return weighted(values, stats, batch, rollout)
+    return -advantages * clipped_ratio(log_ratio, advantages, low, high, ceiling)
 
 
 def cispo(
@@ -126,10 +124,9 @@ def cispo(
 def _cispo(
     stats: Stats, batch: Batch, low: float | None, high: float, ratio_clamp: float | None, rollout: Rollout | None
 ) -> Tensor:
-    advantages = batch["advantages"]
+    advantages = weighted(batch["advantages"], stats, batch, rollout)
     ratio = clamped(token_log_ratio(stats, batch).detach(), ratio_clamp).exp().clamp(min=low, max=high)
-    values = -ratio * advantages * torch.where(advantages == 0, 0.0, stats.logprob)
-    return weighted(values, stats, batch, rollout)
+    return -ratio * advantages * torch.where(advantages == 0, 0.0, stats.logprob)
 
 
 def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
@@ -155,13 +152,12 @@ def _sapo(
     ratio_clamp: float | None,
     rollout: Rollout | None,
 ) -> Tensor:
-    advantages = batch["advantages"]
+    advantages = weighted(batch["advantages"], stats, batch, rollout)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
     # for temperatures above 1e-30 the gate is flat long before exp(80), whose square would overflow in its gradient
     ratio = torch.where(advantages == 0, 0.0, log_ratio).clamp(max=80.0).exp()
     positive, negative = (gate(tau * (ratio - 1)) * (4 / tau) for tau in (tau_pos, tau_neg))
-    values = -advantages * torch.where(advantages > 0, positive, negative)
-    return weighted(values, stats, batch, rollout)
+    return -advantages * torch.where(advantages > 0, positive, negative)
 
 
 ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")

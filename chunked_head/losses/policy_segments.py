@@ -75,17 +75,17 @@ def _gspo(
 ) -> Tensor:
     log_ratio = batch.segment_mean(token_log_ratio(stats, batch))
     if level == "token":
-        advantages = torch.where(batch["segments"] >= 0, batch["advantages"], 0.0)
+        advantages = torch.where(batch["segments"] >= 0, weighted(batch["advantages"], stats, batch, rollout), 0.0)
         # R's value, each token's own gradient
         log_ratio = batch.per_token(log_ratio).detach() + (stats.logprob - stats.logprob.detach())
         values = -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, low, high, ceiling)
-        values = weighted(values, stats, batch, rollout)
         return values if weighting == "token" else batch.segment_mean(values)
-    advantages = batch.segment_mean(batch["advantages"])
-    values = -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, low, high, ceiling)
-    if weighting == "token":
-        return weighted(batch.per_token(values), stats, batch, rollout)
-    return _weighted_segments(values, stats, batch, rollout)
+    if weighting == "segment":
+        advantages = _weighted_means(stats, batch, rollout)
+    else:
+        advantages = weighted(batch.per_token(batch.segment_mean(batch["advantages"])), stats, batch, rollout)
+        log_ratio = batch.per_token(log_ratio)
+    return -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, low, high, ceiling)
 
 
 def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
@@ -108,7 +108,7 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | Non
 def _gmpo(
     stats: Stats, batch: Batch, clip_low: float, clip_high: float, ratio_clamp: float | None, rollout: Rollout | None
 ) -> Tensor:
-    advantages = batch.segment_mean(batch["advantages"])
+    advantages = _weighted_means(stats, batch, rollout)
     direction = batch.per_token(advantages)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
     # a ratio at its bound keeps its gradient; that of torch.clamp is 1 there, and 0 from torch 2.14 on
@@ -116,8 +116,7 @@ def _gmpo(
     lower = torch.where(log_ratio < -clip_low, -clip_low, log_ratio)
     # an advantage of 0 has no direction and no gradient
     log_ratio = torch.where(direction > 0, upper, torch.where(direction < 0, lower, 0.0))
-    values = -advantages * batch.segment_mean(log_ratio).exp()
-    return _weighted_segments(values, stats, batch, rollout)
+    return -advantages * batch.segment_mean(log_ratio).exp()
 
 
 def rloo(
@@ -150,10 +149,9 @@ def _rloo(
     ratio_clamp: float | None,
     rollout: Rollout | None,
 ) -> Tensor:
-    advantages = batch.segment_mean(batch["advantages"])
+    advantages = _weighted_means(stats, batch, rollout)
     log_ratio = clamped(batch.segment_sum(token_log_ratio(stats, batch)), ratio_clamp)
-    values = -advantages * clipped_ratio(log_ratio, advantages, low, high, ceiling)
-    return _weighted_segments(values, stats, batch, rollout)
+    return -advantages * clipped_ratio(log_ratio, advantages, low, high, ceiling)
 
 
 LEAST_WEIGHT = 1e-8  # of a segment's ratio in VESPO, as TRL
@@ -218,8 +216,10 @@ def _vespo(
     return -torch.where(inside, root * advantages * root, 0.0) * torch.where(inside, stats.logprob, 0.0)
 
 
-def _weighted_segments(values: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    return values if rollout is None else values * batch.segment_mean(rollout_weights(stats, batch, rollout))
+def _weighted_means(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
+    """Each segment's advantage times the mean of its tokens' rollout weights."""
+    advantages = batch.segment_mean(batch["advantages"])
+    return advantages if rollout is None else advantages * batch.segment_mean(rollout_weights(stats, batch, rollout))
 
 
 def _segment_size(batch: Batch) -> Tensor:

@@ -82,8 +82,10 @@ def rollout_weights(stats: Stats, batch: Batch, rollout: Rollout) -> Tensor:
     return torch.where((weights < rollout.least) | (weights > rollout.most), 0.0, weights)
 
 
-def weighted(values: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    return values if rollout is None else values * rollout_weights(stats, batch, rollout)
+def weighted(advantages: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
+    """Advantages of tokens [n] times the rollout weights: of a weight of 0, as of an advantage of 0, nothing is left
+    whatever the ratio is."""
+    return advantages if rollout is None else advantages * rollout_weights(stats, batch, rollout)
 
 
 def token_size(batch: Batch) -> Tensor:
