@@ -18,7 +18,8 @@ class PolicyOptions(SummandOptions, total=False):
     rollout_logprobs)``, detached factors of the loss's values (of no other summand); without ``old_logprobs`` the
     detached ``logprob`` stands for them. "truncate" clamps v to [rollout_min, rollout_max], "mask" takes 0 for a v
     outside; a token so masked stays in every count and denominator (verl's rejection masks leave it out: put those into
-    ``batch["mask"]``). None, the default: no weights.
+    ``batch["mask"]``). A token whose weight is 0, as is an e^-104 in fp32, has value 0 whatever its ratio is. None, the
+    default: no weights.
     ``rollout_level``: "token" (default), or "segment" for one v per segment, of the sum of its log-ratios; tokens of
     segment -1 then have v = 1. For losses per segment, "token" takes the mean of the tokens' weights.
     ``rollout_max``: by default 2 to truncate (verl) and 3 to mask (TRL). ``rollout_min``: None, the default, is 0.
