@@ -527,6 +527,20 @@ def test_fp16_at_any_temperature(place: Place, cold: float, how: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_fp16_with_a_second_colder_softmax(place: Place) -> None:
+    """What is foreseen of the gradients' size knows each loss's own temperature."""
+    inputs = SMALL.inputs(torch.float16, place.device)
+    hidden, weight = ((t * 0.02).requires_grad_() for t in (inputs.hidden, inputs.weight))
+    loss = losses.cross_entropy() + losses.cross_entropy(temperature=1e-4, name="cold")
+    linear_loss(hidden, weight, inputs.target, loss, backend=place.backend).loss.backward()
+    truth = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    x = truth[0] @ truth[1].t()
+    (F.cross_entropy(x, inputs.target) + F.cross_entropy(x / 1e-4, inputs.target)).backward()
+    for mine, exact in zip((hidden.grad, weight.grad), (t.grad for t in truth), strict=True):
+        assert (mine.double() - exact).norm() <= 2e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_fp16_gradients_below_every_normal_number(place: Place, reduction: str) -> None:
     """What has no inverse in fp32 cannot be divided by; what comes out is 0, as by eager."""

@@ -58,7 +58,9 @@ def scalar_objective(
         slope: float | Tensor = abs(prepared.logit_scale)
         if prepared.scale is not None and prepared.scale.numel():
             slope = slope * prepared.scale.amax()
-        gain = foreseen_gain(losses, factors, inputs.weights, prepared.batch, slope)
+        structure = prepared.needs.structure
+        slopes = [slope * structure.views[view].ratio for _, view in structure.summands]
+        gain = foreseen_gain(losses, factors, inputs.weights, prepared.batch, slopes)
         inputs = inputs._replace(factors=factors / gain)
     weights, counts = metric_counts(ordered_metrics(prepared), prepared)
     return ScalarObjective(

@@ -101,11 +101,12 @@ def count_units(unit: str, prepared: PreparedCall) -> Tensor:
 
 
 def foreseen_gain(
-    losses: Losses, factors: Tensor, weights: list[Tensor | None], batch: Batch, slope: float | Tensor
+    losses: Losses, factors: Tensor, weights: list[Tensor | None], batch: Batch, slopes: Sequence[float | Tensor]
 ) -> Tensor:
-    """The gain of fp16 gradients that are made before all coefficients are known, from what is: weights and sizes."""
+    """The gain of fp16 gradients that are made before all coefficients are known, from what is: weights and sizes, and
+    ``slopes``, what each summand's logits are made by of the raw ones."""
     largest = torch.zeros_like(factors[0])
-    for (_, summand), factor, weight in zip(losses.terms, factors, weights, strict=True):
+    for (_, summand), factor, weight, slope in zip(losses.terms, factors, weights, slopes, strict=True):
         size = torch.ones_like(batch.target, dtype=factor.dtype)
         if summand.size is not None:
             size = summand.size(batch, **summand.tensors).abs().to(factor.dtype)
