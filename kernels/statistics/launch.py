@@ -1,6 +1,7 @@
 """Launching the kernels of statistics on torch tensors: grids, block sizes and warps, and nothing of losses."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,20 @@ from .sum_rows import sum_rows_kernel
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = 60.0
+
+
+class Outputs(NamedTuple):
+    """Where statistics of a softmax over each row go, [rows] fp32; None what is not wanted."""
+
+    lse: torch.Tensor | None = None
+    start: torch.Tensor | None = None  # always there, as rest
+    rest: torch.Tensor | None = None
+    logprob: torch.Tensor | None = None
+    target_logit: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    weighted_sum: torch.Tensor | None = None
+    top: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None  # int32
 
 
 def read_targets(
@@ -129,17 +144,10 @@ def exp_logits(
 
 
 def merge_strips(
-    lse: torch.Tensor | None,
-    start: torch.Tensor,
-    rest: torch.Tensor,
-    logprob: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    weighted_sum: torch.Tensor | None,
-    top: torch.Tensor | None,
-    argmax: torch.Tensor | None,
+    out: Outputs,  # but the target's logit
     level: torch.Tensor | None,  # [rows] fp32
     strips: Strips,
-    target_logit: torch.Tensor | None,
+    target_logit: torch.Tensor | None,  # known
     target: torch.Tensor | None,
     columns: int,
     ratio: float | None = None,
@@ -152,11 +160,11 @@ def merge_strips(
     count, rows = strips.offset.shape
     block_rows, block_strips, grid = 8, 512, (cdiv(rows, 8),)
     if block is not None:
-        blocks = start.shape[0]
+        blocks = out.start.shape[0]
         grid, count = (*grid, blocks), count // blocks
         block_strips = min(block_strips, max(16, power_of_2(count)))
     merge_strips_kernel[grid](
-        lse, start, rest, logprob, entropy, weighted_sum, top, argmax, level,
+        out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
         *strips[:6], target_logit, target,
         rows, strips.offset.stride(0), count, columns, block, numbers, ratio,
         SECOND=second, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips, num_warps=8, **FUSED,
@@ -164,28 +172,19 @@ def merge_strips(
 
 
 def row_stats(
-    lse: torch.Tensor | None,  # [rows] fp32, as all outputs
-    start: torch.Tensor,
-    rest: torch.Tensor,
-    logprob: torch.Tensor | None,
-    target_logit: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    weighted_sum: torch.Tensor | None,
-    top: torch.Tensor | None,
-    argmax: torch.Tensor | None,
+    out: Outputs,
     stored: Stored,  # raw
     columns: int,
-    target: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
-    ratio: float | None,
+    target: torch.Tensor | None = None,
+    class_weights: torch.Tensor | None = None,
+    ratio: float | None = None,
 ) -> None:
     logits = stored.logits
     assert stored.offset is None
     block, warps = row_block(columns)
     row_stats_kernel[(logits.shape[0],)](
-        lse, start, rest, logprob, target_logit, entropy, weighted_sum, top, argmax,
-        logits, target, stored.bias, class_weights,
-        columns, logits.stride(0), *stored.transform, ratio, BLOCK=block, num_warps=warps, **FUSED,
+        *out, logits, target, stored.bias, class_weights, columns, logits.stride(0), *stored.transform, ratio,
+        BLOCK=block, num_warps=warps, **FUSED,
     )  # fmt: skip
 
 
@@ -247,15 +246,7 @@ def pick_columns(logit: torch.Tensor, stored: Stored, ids: torch.Tensor) -> None
 
 
 def merge_ranks(
-    start: torch.Tensor,  # [rows] fp32, as all outputs but argmax
-    rest: torch.Tensor,
-    lse: torch.Tensor | None,
-    logprob: torch.Tensor | None,
-    target_logit: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    weighted_sum: torch.Tensor | None,
-    top: torch.Tensor | None,
-    argmax: torch.Tensor | None,  # int32
+    out: Outputs,
     gathered: torch.Tensor,  # [ranks, numbers, rows] fp32
     zero_or_nan: torch.Tensor | None,  # [] fp32
     target: torch.Tensor,  # [rows] int64
@@ -267,7 +258,7 @@ def merge_ranks(
     ranks, numbers, rows = gathered.shape
     block = 64
     merge_ranks_kernel[(cdiv(rows, block),)](
-        start, rest, lse, logprob, target_logit, entropy, weighted_sum, top, argmax, gathered, zero_or_nan, target,
+        out.start, out.rest, out.lse, *out[3:], gathered, zero_or_nan, target,
         ranks, numbers, rows, ratio, **places, KNOWN_TARGETS=known_targets, BLOCK=block, SCAN=1024,
         num_warps=4, **FUSED,
     )  # fmt: skip
@@ -323,14 +314,7 @@ def kept_logits(
 
 
 def kept_stats(
-    lse: torch.Tensor,  # [rows] fp32, as all outputs but argmax
-    start: torch.Tensor,
-    rest: torch.Tensor,
-    logprob: torch.Tensor,
-    target_logit: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    top: torch.Tensor | None,
-    argmax: torch.Tensor | None,  # int32
+    out: Outputs,  # but the weighted sum
     logit: torch.Tensor,  # [n] fp32
     columns: torch.Tensor,  # [n] int32
     begins: torch.Tensor,  # [rows] int64
@@ -341,6 +325,6 @@ def kept_stats(
 ) -> None:
     """Of rows that keep columns; the others' stay as they are, or are 0 with ``fill``."""
     kept_stats_kernel[(len(target),)](
-        lse, start, rest, logprob, target_logit, entropy, top, argmax, logit, columns, begins, ends, target, ratio,
+        *out[:6], out.top, out.argmax, logit, columns, begins, ends, target, ratio,
         FILL=fill, BLOCK=128, num_warps=1, **FUSED,
     )  # fmt: skip

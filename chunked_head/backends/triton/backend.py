@@ -34,7 +34,7 @@ from .grads import GradSession
 from .kept import TritonKeptColumns
 from .logits import GivenLogits, LogitsSession
 from .relative import FastSession, RelativeSession
-from .session import TMA_BYTES
+from .session import TMA_BYTES, outputs_of, teacher_outputs
 from .vectors import vector_kernel as vector_kernel
 
 
@@ -145,20 +145,14 @@ def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
 
     known_targets = gathered.known_targets
     of_all = gathered.message, gathered.zero_or_nan, gathered.target
-    statistics.merge_ranks(
-        out.start, out.rest, out.lse, out.logprob, out.target_logit, out.entropy, out.weighted_sum, out.top,
-        out.argmax, *of_all, 1.0, places("start", "rest", "entropy"), known_targets,
-    )  # fmt: skip
-    if out.start2 is not None and out.rest2 is not None:
-        statistics.merge_ranks(
-            out.start2, out.rest2, out.lse2, out.logprob2, None, out.entropy2, None, None, None, *of_all,
-            gathered.ratio2, places("start2", "rest2", "entropy2"), known_targets,
-        )  # fmt: skip
-    if out.teacher_start is not None and out.teacher_rest is not None:
-        statistics.merge_ranks(
-            out.teacher_start, out.teacher_rest, None, None, None, None, None, out.teacher_top, out.teacher_argmax,
-            *of_all, 1.0, places("teacher_start", "teacher_rest", "", "teacher_"), known_targets,
-        )  # fmt: skip
+    named = out.named()
+    statistics.merge_ranks(outputs_of(named), *of_all, 1.0, places("start", "rest", "entropy"), known_targets)
+    if "start2" in named:
+        of_view = places("start2", "rest2", "entropy2")
+        statistics.merge_ranks(outputs_of(named, "2"), *of_all, gathered.ratio2, of_view, known_targets)
+    if "teacher_start" in named:
+        of_teacher = places("teacher_start", "teacher_rest", "", "teacher_")
+        statistics.merge_ranks(teacher_outputs(out), *of_all, 1.0, of_teacher, known_targets)
     if out.column_logits is not None or out.top_k_logits is not None:
         merge_lists(unpack(gathered.message.double(), out, gathered.names), out)
 

@@ -8,7 +8,7 @@ from ...kernels.gradients.launch import NO_SOFTMAX, Softmax
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
 from ..kept import KeptColumns
-from .session import ratio_of, transform
+from .session import outputs_of, ratio_of, transform
 
 
 class TritonKeptColumns(KeptColumns):
@@ -24,15 +24,9 @@ class TritonKeptColumns(KeptColumns):
         return self.kept.columns, self.kept.starts[at], self.kept.ends[at], self.rows.target[at]
 
     def softmax_stats(self, at: slice, out: RowStats) -> None:
-        statistics.kept_stats(
-            out.lse, out.start, out.rest, out.logprob, out.target_logit, out.entropy, out.top, out.argmax,
-            self.logits, *self.of(at), None, self.kept.everywhere,
-        )  # fmt: skip
-        if out.lse2 is not None and out.start2 is not None and out.rest2 is not None and out.logprob2 is not None:
-            statistics.kept_stats(
-                out.lse2, out.start2, out.rest2, out.logprob2, None, out.entropy2, None, None,
-                self.logits, *self.of(at), ratio_of(self.demand.views[1].ratio), self.kept.everywhere,
-            )  # fmt: skip
+        for suffix, view in zip(("", "2"), self.demand.views, strict=False):
+            outputs, ratio = outputs_of(out.named(), suffix), ratio_of(view.ratio)
+            statistics.kept_stats(outputs, self.logits, *self.of(at), ratio, self.kept.everywhere)
 
     def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
         c, second = coefficients, NO_SOFTMAX

@@ -6,9 +6,10 @@ from torch import Tensor
 from ...core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 from ...kernels.common.operands import Stored
 from ...kernels.statistics import launch as statistics
+from ...kernels.statistics.launch import Outputs
 from ...program.plans import Plan
 from ..matmul import again_rows, project_biased
-from .session import KernelSession, Normalizer, normalize_rows, ratio_of, transform
+from .session import KernelSession, outputs_of, ratio_of, transform
 
 
 def with_transform(raw: Stored, head: Head | Teacher, rows: Rows) -> Stored:
@@ -37,18 +38,12 @@ class LogitsSession(KernelSession):
         raw = self.compute_logits(rows.hidden, head.weight, head.bias, self.buffer)
         self.stored = with_transform(raw, head, rows)
         logits = self.stored.logits
-        statistics.row_stats(
-            out.lse, out.start, out.rest, out.logprob, out.target_logit, out.entropy, out.weighted_sum, out.top,
-            out.argmax,
-            self.stored, logits.shape[1], rows.target, head.class_weights, None,
-        )  # fmt: skip
+        named = out.named()
+        statistics.row_stats(outputs_of(named), self.stored, logits.shape[1], rows.target, head.class_weights)
         if len(self.demand.views) > 1:
             view = self.demand.views[1]
-            assert out.lse2 is not None and out.start2 is not None and out.rest2 is not None
-            statistics.row_stats(
-                out.lse2, out.start2, out.rest2, out.logprob2, None, out.entropy2, None, None, None,
-                self.stored, view.columns or self.vocab, rows.target, None, ratio_of(view.ratio),
-            )  # fmt: skip
+            columns, ratio = view.columns or self.vocab, ratio_of(view.ratio)
+            statistics.row_stats(outputs_of(named, "2"), self.stored, columns, rows.target, ratio=ratio)
         if out.column_logits is not None:
             assert rows.columns is not None
             statistics.pick_columns(out.column_logits, self.stored, rows.columns)
@@ -61,11 +56,11 @@ class LogitsSession(KernelSession):
             statistics.pick_columns(out.top_k_logits, self.stored._replace(bias=None), out.top_k_ids)
         self.teacher_stats(rows, out)
 
-    def store_teacher(self, rows: Rows, normalize: Normalizer) -> Stored:
+    def store_teacher(self, rows: Rows, normalize: Outputs) -> Stored:
         assert self.demand.pairing is not None
         return self.teacher_logits(rows, slice(0, self.demand.pairing.columns), normalize)
 
-    def teacher_logits(self, rows: Rows, columns: slice, normalize: Normalizer | None) -> Stored:
+    def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
         teacher = rows.teacher
         assert teacher is not None
         if teacher.logits is not None:
@@ -75,7 +70,7 @@ class LogitsSession(KernelSession):
         found = self.compute_logits(teacher.hidden, teacher.weight[columns], bias, self.teacher_buffer)
         stored = with_transform(found, teacher, rows)
         if normalize is not None:
-            normalize_rows(normalize, stored, stored.logits.shape[1])
+            statistics.row_stats(normalize, stored, stored.logits.shape[1])
         return stored
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:

@@ -9,13 +9,14 @@ from ...kernels.common.tiles import cdiv
 from ...kernels.gradients import launch as gradients
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
+from ...kernels.statistics.launch import Outputs
 from ...parallel.merge import unpack
 from ...program.memory import part_sums
 from ...program.plans import Plan, slices
 from ...program.sizes import padded_columns
 from ..gradients import Gradients
 from ..matmul import add_dhidden, project
-from .session import NO_PARTS, Normalizer, OwnProducts, Parts, counted_of, normalize_rows, ratio_of, transform
+from .session import NO_PARTS, OwnProducts, Parts, counted_of, outputs_of, ratio_of, transform
 
 
 class RelativeSession(OwnProducts):
@@ -103,17 +104,14 @@ class RelativeSession(OwnProducts):
             numbers = numbers_sent(self.demand) + 1
             self.pieces = out.lse.new_zeros(cdiv(vocab, self.block), numbers, count)
             into = unpack(self.pieces, out, sent(self.demand))
-        one = into.get
         statistics.merge_strips(
-            one("lse"), into["start"], into["rest"], one("logprob"), one("entropy"), one("weighted_sum"),
-            one("top"), one("argmax"), level, strips, out.target_logit, rows.target, vocab,
-            block=self.block, numbers=numbers,
-        )  # fmt: skip
+            outputs_of(into), level, strips, out.target_logit, rows.target, vocab, block=self.block, numbers=numbers
+        )
         if "start2" in into:
             second = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2, weighted_sum=None)
             statistics.merge_strips(
-                one("lse2"), into["start2"], into["rest2"], one("logprob2"), one("entropy2"), None, None, None,
-                None, second, out.target_logit, rows.target, columns2, ratio2, True, self.block, numbers,
+                outputs_of(into, "2"), None, second, out.target_logit, rows.target, columns2, ratio2, True, self.block,
+                numbers,
             )  # fmt: skip
         if stored is not None:
             self.stored, self.stored_strips = Stored(stored, strips.offset), strips
@@ -139,7 +137,7 @@ class RelativeSession(OwnProducts):
         add_dhidden(dlogits, self.head.weight, product, first=True)
         products.finish_dhidden(out, product, self.head.weight, factors)
 
-    def store_teacher(self, rows: Rows, normalize: Normalizer) -> Stored:
+    def store_teacher(self, rows: Rows, normalize: Outputs) -> Stored:
         teacher, count, columns = rows.teacher, rows.target.shape[0], self.sizes.teacher_columns
         assert teacher is not None
         if teacher.logits is not None:
@@ -149,15 +147,14 @@ class RelativeSession(OwnProducts):
         if self.sizes.teacher_store == "logits":
             project(teacher.hidden, teacher.weight, buffer)
             stored = Stored(buffer, None, teacher.bias, transform(teacher, rows.scale))
-            normalize_rows(normalize, stored, columns)
+            statistics.row_stats(normalize, stored, columns)
             return stored
         strips = self.teacher_strips.of_rows(count)
         statistics.exp_logits(
             buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None,
             transform(teacher, rows.scale), self.teacher_tile, counted=counted_of(rows),
         )  # fmt: skip
-        start, rest, top, argmax = normalize
-        statistics.merge_strips(None, start, rest, None, None, None, top, argmax, None, strips, None, None, columns)
+        statistics.merge_strips(normalize, None, strips, None, None, columns)
         return Stored(buffer, strips.offset)
 
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:

@@ -1,5 +1,7 @@
 """What the Triton backend's sessions share: teachers beside the student, second softmaxes, any gradient in one pass."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from ...core.stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher
@@ -8,6 +10,7 @@ from ...kernels.gradients import launch as gradients
 from ...kernels.gradients.launch import NO_SOFTMAX, Beside, Softmax
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
+from ...kernels.statistics.launch import Outputs
 from ...program.plans import Plan
 from ..dlogits import AddsDlogits
 
@@ -19,8 +22,6 @@ def transform(head: Head | Teacher, scale: Tensor | None) -> Transform:
 
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
-# start and rest: log p = (x - start) + rest; and where they are wanted, the largest logit and its column
-Normalizer = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 # the target's logit, the two softmaxes, beta and kappa, as the kernels take them
 Terms = tuple[Tensor, Softmax, Softmax, Tensor | None, Tensor | None]
 # of KL(q || p) and of q's entropy, what each program of a gradient's kernel has summed [programs, rows]
@@ -28,9 +29,14 @@ Parts = tuple[Tensor | None, Tensor | None]
 NO_PARTS: Parts = (None, None)
 
 
-def normalize_rows(normalize: Normalizer, stored: Stored, columns: int) -> None:
-    start, rest, top, argmax = normalize
-    statistics.row_stats(None, start, rest, None, None, None, None, top, argmax, stored, columns, None, None, None)
+def outputs_of(stats: Mapping[str, Tensor], view: str = "") -> Outputs:
+    """Where a softmax's statistics go, by their names; of the second ``view`` is "2"."""
+    return Outputs(*(stats.get(name + view) for name in Outputs._fields))
+
+
+def teacher_outputs(out: RowStats) -> Outputs:
+    """What makes log-probabilities of a teacher's logits, and what is wanted beside."""
+    return Outputs(start=out.teacher_start, rest=out.teacher_rest, top=out.teacher_top, argmax=out.teacher_argmax)
 
 
 def ratio_of(ratio: float) -> float | None:
@@ -69,9 +75,7 @@ class KernelSession(AddsDlogits):
         if rows.held is not None:
             self.teacher_stored = self.held_teacher.at(rows.held)
         elif self.demand.pairing is not None:
-            assert rows.teacher is not None and out.teacher_start is not None and out.teacher_rest is not None
-            normalize = out.teacher_start, out.teacher_rest, out.teacher_top, out.teacher_argmax
-            self.teacher_stored = self.store_teacher(rows, normalize)
+            self.teacher_stored = self.store_teacher(rows, teacher_outputs(out))
 
     def pair_stats(self, rows: Rows, out: RowStats) -> None:
         demand = self.demand
@@ -87,17 +91,17 @@ class KernelSession(AddsDlogits):
             pairing.columns, pairing.beta, LOG_FLOOR,
         )  # fmt: skip
 
-    def store_teacher(self, rows: Rows, normalize: Normalizer) -> Stored:
+    def store_teacher(self, rows: Rows, normalize: Outputs) -> Stored:
         """The teacher's logits of a chunk, and what makes log-probabilities of them."""
         raise NotImplementedError
 
-    def given_teacher(self, rows: Rows, columns: slice, normalize: Normalizer | None) -> Stored:
+    def given_teacher(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
         """Logits that the caller holds."""
         teacher = rows.teacher
         assert teacher is not None and teacher.logits is not None
         stored = Stored(teacher.logits[:, columns], None, None, transform(teacher, rows.scale))
         if normalize is not None:
-            normalize_rows(normalize, stored, stored.logits.shape[1])
+            statistics.row_stats(normalize, stored, stored.logits.shape[1])
         return stored
 
     def second(self, stats: RowStats, coefficients: Coefficients, first: int, columns: int) -> Softmax:
