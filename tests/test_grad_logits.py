@@ -71,7 +71,7 @@ def softmax_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) -> None:
     from chunked_head.kernels.common.operands import Stored, Transform
     from chunked_head.kernels.gradients import launch as gradients
-    from chunked_head.kernels.gradients.launch import Softmax
+    from chunked_head.kernels.gradients.launch import Softmax, Terms
 
     made = torch.Generator().manual_seed(3)
     vocab = case.first + case.columns + 9
@@ -101,14 +101,14 @@ def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) ->
     second = Softmax(
         *softmax_of(x * (case.ratio2 or 1.0)), c.get("alpha2"), c.get("eta2"), case.ratio2, case.columns2
     )  # fmt: skip
-    common = (target, target_logit, first, second, c.get("beta"), c.get("kappa"))
+    common = Terms(target, target_logit, c.get("beta"), c.get("kappa"), first, second)
     sliced = None if class_weights is None else class_weights[columns]
     transform = Transform(case.logit_scale, case.softcap)
     after = (case.first, transform)
 
     expected = torch.empty(case.rows, case.columns, device=place.device)
     stored = Stored(raw[:, columns].contiguous(), None, None if bias is None else bias[columns], transform)
-    gradients.row_grad(expected, stored, sliced, *common, None, *after)
+    gradients.row_grad(expected, stored, sliced, common, None, *after)
     assert (expected[target < 0] == 0).all()
     if case.coefficients:
         assert expected.abs().max() > 0.1
@@ -120,7 +120,7 @@ def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) ->
         buffer = torch.full((case.rows, -(-case.columns // 8) * 8 + 8), 77.0, device=place.device, dtype=dtype)
         dlogits = buffer[:, : case.columns]
         given = None if bias is None else bias[columns]
-        gradients.grad_logits(dlogits, hidden, weight[columns], given, sliced, *common, *after, tile)
+        gradients.grad_logits(dlogits, hidden, weight[columns], given, sliced, common, *after, tile)
         # the tensor copy engine stores whole 16 bytes: what fills a row up to them is nobody's
         assert (buffer[:, -(-case.columns // 8) * 8 :] == 77.0).all()
         assert (dlogits[target < 0] == 0).all()

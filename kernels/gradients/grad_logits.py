@@ -11,7 +11,7 @@ since a compiler that saw only values there would compute both and select.
 import triton
 import triton.language as tl
 
-from ..common.blocks import counted_rows, load_rows, store_tile, tile_place, to_type_of
+from ..common.blocks import column_halves, counted_rows, load_rows, store_tile, tile_place, to_type_of
 from ..common.kernel import kernel
 from ..common.stored import load_column
 from ..common.transform import transform_logits
@@ -80,17 +80,7 @@ def grad_of_tile(
     class_weights_ptr,
     target,
     counts,
-    target_logit_ptr,
-    beta_ptr,
-    kappa_ptr,
-    start_ptr,
-    rest_ptr,
-    alpha_ptr,
-    eta_ptr,
-    start2_ptr,
-    rest2_ptr,
-    alpha2_ptr,
-    eta2_ptr,
+    terms,  # pointers to numbers per row
     # sizes
     row_start,
     column_start,
@@ -100,12 +90,13 @@ def grad_of_tile(
     # scalars
     logit_scale,
     softcap,
-    row_scale_ptr,
     ratio2,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPECIAL: tl.constexpr,
 ):
+    target_logit_ptr, beta_ptr, kappa_ptr, start_ptr, rest_ptr, alpha_ptr, eta_ptr = terms[:7]
+    start2_ptr, rest2_ptr, alpha2_ptr, eta2_ptr, row_scale_ptr = terms[7:]
     HALF: tl.constexpr = BLOCK_N // 2
     offs_row = row_start + tl.arange(0, BLOCK_M)
     in_rows = offs_row < rows
@@ -122,7 +113,7 @@ def grad_of_tile(
     rest2 = load_column(rest2_ptr, offs_row, in_rows)
     alpha2 = load_column(alpha2_ptr, offs_row, in_rows)
     eta2 = load_column(eta2_ptr, offs_row, in_rows)
-    left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+    left, right = column_halves(acc, BLOCK_M, BLOCK_N)
     grad = grad_half(
         dlogits, left, bias_ptr, class_weights_ptr, target, counts, target_logit, beta, kappa,
         start, rest, alpha, eta, start2, rest2, alpha2, eta2,
@@ -187,6 +178,10 @@ def grad_logits_kernel(
     dlogits = dlogits_desc, dlogits_ptr, dlogits_stride, rows, columns
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     w_matrix = weight_desc, weight_ptr, hidden, columns, hidden
+    terms = (
+        target_logit_ptr, beta_ptr, kappa_ptr, start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr,
+        alpha2_ptr, eta2_ptr, row_scale_ptr,
+    )  # fmt: skip
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
@@ -208,16 +203,12 @@ def grad_logits_kernel(
             special = special | (column_start + BLOCK_N > columns2)
         if special:
             right = grad_of_tile(
-                dlogits, acc, bias_ptr, class_weights_ptr, target, counts, target_logit_ptr, beta_ptr, kappa_ptr,
-                start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr, alpha2_ptr, eta2_ptr,
-                row_start, column_start, rows, columns, columns2, logit_scale, softcap, row_scale_ptr, ratio2,
-                BLOCK_M, BLOCK_N, True,
+                dlogits, acc, bias_ptr, class_weights_ptr, target, counts, terms, row_start, column_start,
+                rows, columns, columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
         else:
             right = grad_of_tile(
-                dlogits, acc, bias_ptr, class_weights_ptr, target, counts, target_logit_ptr, beta_ptr, kappa_ptr,
-                start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr, alpha2_ptr, eta2_ptr,
-                row_start, column_start, rows, columns, columns2, logit_scale, softcap, row_scale_ptr, ratio2,
-                BLOCK_M, BLOCK_N, False,
+                dlogits, acc, bias_ptr, class_weights_ptr, target, counts, terms, row_start, column_start,
+                rows, columns, columns2, logit_scale, softcap, ratio2, BLOCK_M, BLOCK_N, False,
             )  # fmt: skip
         store_tile(dlogits, row_start, column_start + BLOCK_N // 2, right)

@@ -33,6 +33,26 @@ class Softmax(NamedTuple):
 NO_SOFTMAX = Softmax()
 
 
+class Terms(NamedTuple):
+    """What a gradient is made of, a teacher and class weights apart."""
+
+    target: torch.Tensor  # [rows] int64, of the whole vocabulary
+    target_logit: torch.Tensor  # [rows] fp32, as all that follow
+    beta: torch.Tensor | None
+    kappa: torch.Tensor | None
+    first: Softmax
+    second: Softmax
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """As the kernels take them."""
+        return *self[:4], *self.first[:4], *self.second[:4]
+
+    def without_unused(self) -> "Terms":
+        """Where no teacher is beside a softmax, one that gets no gradient is not read."""
+        return self if self.second.alpha is not None else self._replace(second=NO_SOFTMAX)
+
+
 class Beside(NamedTuple):
     """The teacher's side of a gradient."""
 
@@ -71,12 +91,7 @@ def row_grad(
     dlogits: torch.Tensor,  # [rows, columns], may share the bytes of the stored logits
     stored: Stored,
     class_weights: torch.Tensor | None,
-    target: torch.Tensor,
-    target_logit: torch.Tensor,
-    first: Softmax,
-    second: Softmax,
-    beta: torch.Tensor | None,
-    kappa: torch.Tensor | None,
+    terms: Terms,
     beside: Beside | None,
     first_column: int,
     transform: Transform,
@@ -97,13 +112,12 @@ def row_grad(
     teacher, sizes, scalars, constants = beside_arguments(beside)
     parts = (None, None) if beside is None else (beside.forward_kl, beside.teacher_entropy)
     row_grad_kernel[(column_programs * cdiv(rows, block_rows),)](
-        dlogits, *parts, stored.logits, stored.offset, stored.bias, class_weights, target, target_logit, beta, kappa,
-        *first[:4], *second[:4], *teacher,
-        rows, columns, first_column, second.columns, sizes[0],
+        dlogits, *parts, stored.logits, stored.offset, stored.bias, class_weights, *terms.tensors, *teacher,
+        rows, columns, first_column, terms.second.columns, sizes[0],
         stored.logits.stride(0), dlogits.stride(0), sizes[1],
         strip_stride(stored) if beside is None else strip_stride(stored, beside.stored),
         next((part.stride(0) for part in parts if part is not None), None),
-        *counted, *transform, second.ratio, *scalars,
+        *counted, *transform, terms.second.ratio, *scalars,
         **constants, PRODUCT_ROWS=PRODUCT_ROWS,
         COLUMN_PROGRAMS=column_programs, STRIP=RELATIVE_STRIP, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
         **FUSED,
@@ -130,12 +144,7 @@ def column_grad(
     ids: torch.Tensor,  # [rows, count] int64
     sparse: torch.Tensor,  # [rows, count] fp32
     class_weights: torch.Tensor | None,
-    target: torch.Tensor,
-    target_logit: torch.Tensor,
-    first: Softmax,
-    second: Softmax,
-    beta: torch.Tensor | None,
-    kappa: torch.Tensor | None,
+    terms: Terms,
     beside: Beside | None,
     first_column: int,
     transform: Transform,
@@ -143,11 +152,10 @@ def column_grad(
     (rows, count), columns = ids.shape, dlogits.shape[1]
     teacher, sizes, scalars, constants = beside_arguments(beside)
     column_grad_kernel[(rows,)](
-        dlogits, logit, ids, sparse, class_weights, target, target_logit, beta, kappa,
-        *first[:4], *second[:4], *teacher,
-        columns, first_column, second.columns, sizes[0], count, dlogits.stride(0), sizes[1],
+        dlogits, logit, ids, sparse, class_weights, *terms.tensors, *teacher,
+        columns, first_column, terms.second.columns, sizes[0], count, dlogits.stride(0), sizes[1],
         0 if beside is None else strip_stride(beside.stored),
-        *transform, second.ratio, *scalars, **constants,
+        *transform, terms.second.ratio, *scalars, **constants,
         STRIP=RELATIVE_STRIP, BLOCK=power_of_2(count), num_warps=1, **FUSED,
     )  # fmt: skip
 
@@ -158,12 +166,7 @@ def grad_logits(
     weight: torch.Tensor,  # [columns, hidden] contiguous
     bias: torch.Tensor | None,  # [columns], as class_weights
     class_weights: torch.Tensor | None,
-    target: torch.Tensor,  # [rows] int64, of the whole vocabulary
-    target_logit: torch.Tensor,  # [rows] fp32, as all that follow
-    first: Softmax,
-    second: Softmax,
-    beta: torch.Tensor | None,
-    kappa: torch.Tensor | None,
+    terms: Terms,
     first_column: int,  # of these columns in the vocabulary
     transform: Transform,
     tile: Tile,
@@ -172,16 +175,13 @@ def grad_logits(
     """``dlogits`` of ``hidden @ weight.T``, as ``launch_rows.row_grad`` makes them of stored logits."""
     rows, columns, width = *dlogits.shape, hidden.shape[1]
     programs = programs_of(tile, rows, columns, hidden.device)
-    # a softmax that gets no gradient is not read
-    if second.alpha is None:
-        second = Softmax()
+    terms = terms.without_unused()
     grad_logits_kernel[(programs,)](
         *matrix(dlogits, tile.block_m, tile.block_n // 2, tile),
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
-        bias, class_weights, target, target_logit, beta, kappa, *first[:4], *second[:4],
-        counted.count, counted.first_row, rows, columns, width, first_column, second.columns, row_stride(dlogits, tile),
-        *transform, second.ratio,
+        bias, class_weights, *terms.tensors, counted.count, counted.first_row, rows, columns, width,
+        first_column, terms.second.columns, row_stride(dlogits, tile), *transform, terms.second.ratio,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         EVEN_HIDDEN=even(width, tile), FLATTEN=tile.described, UPCAST=INTERPRETED, num_warps=tile.warps,
         num_stages=tile.stages, **FUSED,
@@ -246,18 +246,14 @@ def kept_grad(
     columns: torch.Tensor,  # [n] int64, -1 for none
     begins: torch.Tensor,  # [rows] int64
     ends: torch.Tensor,  # [rows] int64
-    target: torch.Tensor,  # [rows] int64
-    target_logit: torch.Tensor,
-    first: Softmax,
-    second: Softmax,
-    beta: torch.Tensor | None,
+    terms: Terms,  # without kappa
     transform: Transform,
 ) -> None:
     """The gradients of the logits of columns that rows keep; other rows' entries stay as they are."""
-    second = second if second.alpha is not None else NO_SOFTMAX
-    kept_grad_kernel[(len(target),)](
-        dlogit, logit, columns, begins, ends, target, target_logit, beta, *first[:4], *second[:4], *transform,
-        second.ratio, BLOCK=128, num_warps=1, **FUSED,
+    terms = terms.without_unused()
+    kept_grad_kernel[(len(terms.target),)](
+        dlogit, logit, columns, begins, ends, *terms.tensors[:3], *terms.tensors[4:], *transform,
+        terms.second.ratio, BLOCK=128, num_warps=1, **FUSED,
     )  # fmt: skip
 
 

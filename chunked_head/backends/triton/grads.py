@@ -22,10 +22,10 @@ class GradSession(OwnProducts):
         # a row starts on 16 bytes
         stride = padded_columns(columns)
         dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]
-        common = self.terms(stats, coefficients, tile.start, columns)
+        common = self.terms(rows, stats, coefficients, tile.start, columns)
         gradients.grad_logits(
-            dlogits, rows.hidden, head.weight, head.bias, head.class_weights, rows.target, *common,
-            tile.start, transform(head, rows.scale), self.gpu.grad_tile(self.sizes.hidden), counted_of(rows),
+            dlogits, rows.hidden, head.weight, head.bias, head.class_weights, common, tile.start,
+            transform(head, rows.scale), self.gpu.grad_tile(self.sizes.hidden), counted_of(rows),
         )  # fmt: skip
         self.replace_columns_(dlogits, head, tile.start, rows, stats, coefficients, common)
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ...core.stats import Coefficients, RowStats
 from ...kernels.gradients import launch as gradients
-from ...kernels.gradients.launch import NO_SOFTMAX, Softmax
+from ...kernels.gradients.launch import NO_SOFTMAX, Softmax, Terms
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
 from ..kept import KeptColumns
@@ -33,10 +33,10 @@ class TritonKeptColumns(KeptColumns):
         if len(self.demand.views) > 1:
             second = Softmax(stats.start2, stats.rest2, c.alpha2, c.eta2, ratio_of(self.demand.views[1].ratio))
         scale = None if self.rows.scale is None else self.rows.scale[at]
-        gradients.kept_grad(
-            self.dlogits, self.logits, *self.of(at), stats.target_logit,
-            Softmax(stats.start, stats.rest, c.alpha, c.eta), second, c.beta, transform(self.head, scale),
-        )  # fmt: skip
+        *entries, target = self.of(at)
+        first = Softmax(stats.start, stats.rest, c.alpha, c.eta)
+        terms = Terms(target, stats.target_logit, c.beta, None, first, second)
+        gradients.kept_grad(self.dlogits, self.logits, *entries, terms, transform(self.head, scale))
 
     def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
         columns, begins, ends, _ = self.of(at)

@@ -7,7 +7,7 @@ from torch import Tensor
 from ...core.stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher
 from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Transform
 from ...kernels.gradients import launch as gradients
-from ...kernels.gradients.launch import NO_SOFTMAX, Beside, Softmax
+from ...kernels.gradients.launch import NO_SOFTMAX, Beside, Softmax, Terms
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
 from ...kernels.statistics.launch import Outputs
@@ -22,8 +22,6 @@ def transform(head: Head | Teacher, scale: Tensor | None) -> Transform:
 
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
-# the target's logit, the two softmaxes, beta and kappa, as the kernels take them
-Terms = tuple[Tensor, Softmax, Softmax, Tensor | None, Tensor | None]
 # of KL(q || p) and of q's entropy, what each program of a gradient's kernel has summed [programs, rows]
 Parts = tuple[Tensor | None, Tensor | None]
 NO_PARTS: Parts = (None, None)
@@ -134,19 +132,17 @@ class KernelSession(AddsDlogits):
                 min(max(pairing.columns - first, 0), columns), pairing.view == 1,
                 c.gamma, c.rho, c.tau, c.theta, pairing.beta, LOG_FLOOR, *parts,
             )  # fmt: skip
-        common = self.terms(stats, c, first, columns)
+        common = self.terms(rows, stats, c, first, columns)
         gradients.row_grad(
-            dlogits, stored, head.class_weights, rows.target, *common, beside, first, transform(head, rows.scale),
-            counted,
-        )  # fmt: skip
+            dlogits, stored, head.class_weights, common, beside, first, transform(head, rows.scale), counted
+        )
         self.replace_columns_(dlogits, head, first, rows, stats, c, common, beside)
         return dlogits
 
-    def terms(self, stats: RowStats, coefficients: Coefficients, first: int, columns: int) -> Terms:
-        """What the gradient of a tile's columns is made of, a dense teacher apart."""
-        c = coefficients
-        softmax = Softmax(stats.start, stats.rest, c.alpha, c.eta)
-        return stats.target_logit, softmax, self.second(stats, c, first, columns), c.beta, c.kappa
+    def terms(self, rows: Rows, stats: RowStats, c: Coefficients, first: int, columns: int) -> Terms:
+        """What the gradient of a tile's columns is made of."""
+        softmaxes = Softmax(stats.start, stats.rest, c.alpha, c.eta), self.second(stats, c, first, columns)
+        return Terms(rows.target, stats.target_logit, c.beta, c.kappa, *softmaxes)
 
     def replace_columns_(
         self,
@@ -164,8 +160,8 @@ class KernelSession(AddsDlogits):
             return
         assert stats.column_logits is not None and rows.columns is not None
         gradients.column_grad(
-            dlogits, stats.column_logits, rows.columns, coefficients.columns, head.class_weights, rows.target, *common,
-            beside, first, transform(head, rows.scale),
+            dlogits, stats.column_logits, rows.columns, coefficients.columns, head.class_weights, common, beside,
+            first, transform(head, rows.scale),
         )  # fmt: skip
 
 
