@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("trl", reason="the trainers are TRL's, which is not installed")
 
 import tiny
+import tiny_models
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
@@ -154,3 +155,24 @@ def test_what_it_does_not_know_is_trls(tmp_path: Path) -> None:
     assert torch.equal(jsd_loss(theirs, logits, others, beta=0.2), theirs(logits, others, beta=0.2))
     found = jsd_loss(theirs, logits, others, beta=0.2, reduction="mean")
     assert torch.equal(found, theirs(logits, others, beta=0.2, reduction="mean"))
+
+
+def test_what_was_done_to_lazy_logits_is_not_lost(tmp_path: Path) -> None:
+    """Log-probabilities and filled ids are no logits of a head: TRL's own computes them."""
+    from chunked_head.integrations.trl.lazy_teacher import jsd_loss
+
+    theirs = GKDTrainer.generalized_jsd_loss
+    model, ids = patched(tiny_models.llama(), "always").eval(), tiny_models.tokens()["input_ids"]
+    for done in (lambda logits: 0.5 * logits.log_softmax(-1), filled):
+        found, true = [], []
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for way, outcomes in ((jsd_loss, found), (lambda theirs, *given, **more: theirs(*given, **more), true)):
+                student, teacher = (model(ids).logits for _ in range(2))
+                outcomes.append(way(theirs, done(student), teacher, beta=0.2))
+        assert torch.equal(found[0], true[0]) and found[0] > 0
+
+
+def filled(logits: Tensor) -> Tensor:
+    logits[..., torch.tensor([2, 50])] = -1e5
+    return logits

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ...api.divergence import linear_divergence
 from ..huggingface.lazy.fused_loss import head_of
-from ..huggingface.lazy.fused_statistics import whole
+from ..huggingface.lazy.fused_statistics import reading, whole
 from ..huggingface.lazy.lazy_logits import LazyLogits
-from ..huggingface.lazy.tail import tail_of
 from ..huggingface.patch import REPORT, the_model
 
 JSD, SELF = "generalized_jsd_loss", "compute_full_logit_self_distillation_loss"
@@ -92,23 +91,21 @@ def divergence(student: Tensor, teacher: Tensor, beta: float, temperature: float
     """Of each token, forward KL for a ``beta`` of 0, reverse for 1, else the JSD; None where it takes logits."""
     if not isinstance(student, LazyLogits) or not isinstance(teacher, LazyLogits):
         return None
-    ours, theirs = student._virtual, teacher._virtual
-    own, teachers = tail_of(ours), tail_of(theirs)
-    if own is None or teachers is None or own.filled or teachers.filled:
+    own, teachers = reading(student._virtual), reading(teacher._virtual)
+    if own is None or teachers is None or own.factor is not None or teachers.factor is not None:
         return None
-    if not all(source.fuses and source.head.reads_weight for source in (ours.source, theirs.source)):
-        return None
+    ours, theirs = own.logits, teachers.logits
     student.check_unchanged()
     teacher.check_unchanged()
 
     def of_student(given: dict[str, Any], head: Any, hidden: Tensor, _: Any) -> Tensor:
-        options = head_of(ours.source, own, whole(head.weight), head.bias)
+        options = head_of(ours.source, own.tail, whole(head.weight), head.bias)
         return linear_divergence(
             hidden, divergence="jsd", beta=beta, temperature=temperature, mask=mask, **given, **options
         )
 
     def of_teacher(head: Any, hidden: Tensor, _: Any) -> Tensor:
-        found = head_of(theirs.source, teachers, whole(head.weight.detach()), head.bias)
+        found = head_of(theirs.source, teachers.tail, whole(head.weight.detach()), head.bias)
         names = ("weight", "bias", "softcap", "logit_scale")
         given = {f"teacher_{key}": found[key] for key in names}
         inside = functools.partial(of_student, given | {"teacher_hidden": hidden.detach()})
@@ -116,5 +113,5 @@ def divergence(student: Tensor, teacher: Tensor, beta: float, temperature: float
 
     with ours.source.state(), torch.set_grad_enabled(ours.source.grad and torch.is_grad_enabled()):
         made = theirs.source.head.real(theirs.hidden, chunked_head_loss=of_teacher)
-    ours.source.patch.fuses(own)
+    ours.source.patch.fuses(own.tail)
     return made
