@@ -1,11 +1,12 @@
-"""Each file here needs the package of its name, in versions that go with no other's: `make test-frameworks`.
-
-Where that package is not installed its file is not collected.
-"""
+"""Each file here needs the package of its name; where that is not installed the file is not collected.
+`make test-frameworks` makes environments that have them."""
 
 from importlib.util import find_spec
 from pathlib import Path
 
+import ranks
+
 collect_ignore = [
     path.name for path in Path(__file__).parent.glob("test_*.py") if find_spec(path.stem.removeprefix("test_")) is None
 ]
+ranks.IMPORTS += ["megatron.core.models.gpt", "torchtitan.models.llama3"]  # seconds of each rank; left out where absent

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from chunked_head.integrations.megatron import OutputProcessor, attach_head
 
-pytest.importorskip("megatron.core", reason="pip install -r tests/frameworks/megatron.txt")
-
 VOCAB, SEQUENCE, BATCH = 64, 16, 2
 
 

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-pytest.importorskip("nemo_automodel.components.loss.linear_ce_base", reason="see tests/frameworks/nemo_automodel.txt")
-
 from chunked_head.integrations.nemo_automodel import ChunkedHeadCrossEntropy
 
 VOCAB, HIDDEN, BATCH, TOKENS = 61, 16, 2, 8

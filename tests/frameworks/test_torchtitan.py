@@ -6,12 +6,9 @@ from unittest import mock
 
 import pytest
 import ranks
+import spmd_types
 import torch
 import torch.distributed as dist
-
-pytest.importorskip("torchtitan.components.loss", reason="pip install -r tests/frameworks/torchtitan.txt")
-
-import spmd_types
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 

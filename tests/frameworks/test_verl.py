@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-pytest.importorskip("verl", reason="pip install -r tests/frameworks/verl.txt")
-
 from chunked_head.integrations.verl import functions, patch_verl, unpatch_verl
 
 VOCAB, HIDDEN, BATCH, TOKENS = 61, 16, 2, 9
@@ -99,7 +97,7 @@ def test_the_seams() -> None:
     """Ours stand where verl looks: in the modules that bound a name at import, too, and with verl's arguments first."""
     import inspect
 
-    fused = pytest.importorskip("verl.models.mcore.model_forward_fused")
+    from verl.models.mcore import model_forward_fused as fused
     from verl.utils.experimental import torch_functional
     from verl.utils.kernel import linear_cross_entropy as kernel
 
@@ -169,7 +167,6 @@ def megatron(rank: int, device: str) -> dict[str, Any]:
 
 
 def test_behind_megatron(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
     for found in ranks.run(megatron, 2, tmp_path):
         close(found["ours"], found["theirs"])
         assert "reduce_dhidden" in found["unsaid"]
