@@ -12,7 +12,8 @@ import torch
 
 from .tiles import INTERPRETED, Tile, cdiv
 
-SHORT_HIDDEN = 2048
+# hidden sizes up to which a narrow tile is faster: of the logits, and of their gradients
+SHORT_HIDDEN, SHORT_FOR_GRADIENTS = 1536, 1024
 RELATIVE_STRIP = 32 if INTERPRETED else 128  # columns that share one offset where relative logits are stored
 
 
@@ -54,7 +55,7 @@ class Gpu(NamedTuple):
 
     def grad_tile(self, hidden: int) -> Tile:
         """Where logits are computed again and leave as gradients, which no strips hold to the tile before."""
-        return self.narrow if hidden <= SHORT_HIDDEN // 2 else self.wide
+        return self.narrow if hidden <= SHORT_FOR_GRADIENTS else self.wide
 
     def strip_width(self, hidden: int, relative: bool) -> int:
         """Columns of a strip: of its own width where it has an offset of its own."""
