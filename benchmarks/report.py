@@ -31,7 +31,7 @@ FILES = {
     "llamafactory": "frameworks-llamafactory-cpu.json", "trainers": "frameworks-cuda.json",
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
-    "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
+    "h100": "speed-cuda-h100.json", "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
 }  # fmt: skip
 NAMES = {
     "floor": "three matmuls alone", "ours": "**chunked_head**", "eager": "plain PyTorch", "compile": "torch.compile",

@@ -12,6 +12,9 @@ KNOWN = {
     "sm_80": "A100", "sm_86": "RTX 3090, A40, A10", "sm_89": "RTX 4090, L40S, L4", "sm_90": "H100, H200",
     "sm_100": "B200", "sm_103": "B300", "sm_120": "RTX 5090, RTX PRO 6000", "gfx942": "MI300, MI325", "gfx950": "MI350",
 }  # fmt: skip
+PEERS = {
+    "default": "chunked_head", "compile": "torch.compile", "liger": "Liger-Kernel", "cce": "Cut Cross-Entropy",
+}  # fmt: skip
 WORKLOADS = ["ce+entropy+accuracy", "grpo+z+metrics", "topk", "dense-kl", "jsd", "gspo"]
 
 
@@ -26,6 +29,8 @@ def how(gpu: Gpu) -> str:
 
 def page() -> str:
     forced, own = read("speed-cuda-sm_80.json"), read("speed-cuda.json")
+    other = read("speed-cuda-h100.json")
+    assert "H100" in other["device"]
     mixes, own_mixes = read("losses-cuda-sm_80.json"), read("losses-cuda.json")
     assert forced["architecture"] == mixes["architecture"] == "sm_80"
     assert own["architecture"] == own_mixes["architecture"] == "sm_90"
@@ -46,9 +51,33 @@ def page() -> str:
         "|---|---|---|---|---|",
     ]
     for name, gpu in GPUS.items():
-        measured = {"sm_90": "on an H200", "sm_80": "compiled; run on an H200"}.get(name, "compiled only")
+        measured = {"sm_90": "on an H200 and an H100", "sm_80": "compiled; run on an H200"}.get(name, "compiled only")
         lines.append(f"| {name} | {KNOWN[name]} | {how(gpu)} | {gpu.shared:,} bytes | {measured} |")
     lines += [
+        "",
+        "## On an H100",
+        "",
+        "The time of a call and its backward as a ratio to its three bare matrix products.",
+        f"PyTorch {other['versions']['torch']}, Triton {other['versions']['triton']}, commit {other['commit'][:7]}:",
+        "",
+        f"    {other['command']}",
+        "",
+        f"| tokens x hidden x vocabulary | {' | '.join(PEERS.values())} | chunked_head on an H200 |",
+        "|---|" + "---|" * (len(PEERS) + 1),
+    ]
+    for shape in dict.fromkeys(row["shape"] for row in other["rows"]):
+        ratios = {
+            row["row"]: row["ratios"]["3 products"]
+            for row in other["rows"]
+            if row["shape"] == shape and "ratios" in row
+        }
+        beside = next(row for row in own["rows"] if (row["shape"], row["row"]) == (shape, "default"))
+        cells = [f"{ratios[name]:.3f}" if name in ratios else "-" for name in PEERS]
+        lines.append(f"| {shape} | {' | '.join(cells)} | {beside['ratios']['3 products']:.3f} |")
+    lines += [
+        "",
+        "Hidden size 2048 has taken wider tiles since then, which an H100 is faster with and an H200 as fast",
+        "([findings](internals/findings.md)).",
         "",
         "## Kernels of another GPU on an H200",
         "",

@@ -12,8 +12,7 @@ import torch
 
 from .tiles import INTERPRETED, Tile, cdiv
 
-# hidden sizes up to which a narrow tile is faster: of the logits, and of their gradients
-SHORT_HIDDEN, SHORT_FOR_GRADIENTS = 1536, 1024
+SHORT_HIDDEN = 1024
 RELATIVE_STRIP = 32 if INTERPRETED else 128  # columns that share one offset where relative logits are stored
 
 
@@ -55,7 +54,7 @@ class Gpu(NamedTuple):
 
     def grad_tile(self, hidden: int) -> Tile:
         """Where logits are computed again and leave as gradients, which no strips hold to the tile before."""
-        return self.narrow if hidden <= SHORT_FOR_GRADIENTS else self.wide
+        return self.narrow if hidden <= SHORT_HIDDEN else self.wide
 
     def strip_width(self, hidden: int, relative: bool) -> int:
         """Columns of a strip: of its own width where it has an offset of its own."""
@@ -74,7 +73,7 @@ NARROW = Tile(block_n=128, warps=4, per_multiprocessor=2)
 def hopper(name: str, shared: int, multiprocessors: int) -> Gpu:
     """Tensor copies, sums in registers, 227 KB."""
     few = Tile(block_m=64, warps=4, stages=4), Tile(block_m=64, block_n=128, warps=4, stages=8)
-    own = {"own_dhidden": True, "own_stored": (512, 2048)}
+    own = {"own_dhidden": True, "own_stored": (512, 1024)}
     return Gpu(name, shared, multiprocessors, Tile(), NARROW, product=Tile(), few=few, **own)
 
 
