@@ -237,6 +237,8 @@ def test_an_error_names_the_argument(function: Callable[..., Any], right: dict[s
         (lambda: losses.gspo(scope="token"), TypeError, r"losses\.gspo has no option 'scope'"),
         (lambda: losses.custom(lambda s, b: s.lse, scope="token", need=()), TypeError, "did you mean 'needs'"),
         (lambda: metrics.entropy(weight=2), TypeError, r"metrics\.entropy has no option 'weight'; did you mean 'weighting'"),
+        (lambda: linear_loss(*torch.ones(3, 2, 2), losses.forward_kl(), teacher_weight=1), TypeError, r"no option 'teacher_weight'; "
+         r'it is a field: batch=\{"teacher_weight": '),
         (lambda: losses.grpo(clip_low=2), ValueError, r"clip_low of losses\.grpo must be a number in \[0, 1\], got 2"),
         (lambda: losses.gspo(clip_low=1.1), ValueError, r"clip_low of losses\.gspo must be a number in \[0, 1\]"),
         (lambda: losses.rloo(clip_low=1.1), ValueError, r"clip_low of losses\.rloo must be a number in \[0, 1\]"),

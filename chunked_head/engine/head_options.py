@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.groups import TokenParallel, VocabParallel
 from ..core.options import nearest
+from ..losses.base import FIELDS
 from ..parallel.dtensor import local
 from ..parallel.shard import CheckedBy, Shard
 from ..program import checks
@@ -243,7 +244,9 @@ def head_of(
     unknown = options.keys() - DEFAULTS.keys()
     if unknown:
         first = min(unknown)
-        raise TypeError(f"{function} has no option {first!r}{nearest(first, DEFAULTS)}")
+        field = function == "linear_loss" and first in FIELDS
+        hint = f'; it is a field: batch={{"{first}": ...}}' if field else nearest(first, DEFAULTS)
+        raise TypeError(f"{function} has no option {first!r}{hint}")
     given = options.copy()
     hidden, weight, target, given["bias"], given["vocab_size"], given["parallel"] = local(
         hidden, weight, target, given.get("bias"), given.get("vocab_size"), given.get("parallel")
