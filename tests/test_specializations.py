@@ -67,10 +67,10 @@ def specializations(
 
 def kind(found: frozenset, several: bool) -> tuple[Any, ...]:
     """Which of the few kinds of call it is: of one chunk or several, with tiles of dhidden that are cut and without, of
-    few rows or more."""
+    few rows or more, with the weight's gradient by our product or by BLAS's."""
     cut = {dict(named)["part_ptr"] is not None for name, named in found if name == "dhidden_kernel"}
     tiles = {dict(named)["BLOCK_M"] for name, named in found if name == "exp_logits_kernel"}
-    return several, *sorted(cut), *tiles
+    return several, *sorted(cut), *tiles, any(name == "dweight_kernel" for name, _ in found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

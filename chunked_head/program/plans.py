@@ -86,6 +86,14 @@ class Plan:
         """Whether chunks of the weight's gradient are added in 16 bits."""
         return self.sizes.own_weight_grad and self.weight_accumulate.itemsize < 4
 
+    def own_dweight(self, stored: bool) -> bool:
+        """Whether dweight's products are ours: where rows are skipped, since BLAS cannot, and where the only one is
+        ``stored`` rather than added, as fast as BLAS's and launched sooner."""
+        sizes = self.sizes
+        least, most = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
+        only = self.schedule == "forward" and self.chunks == 1 and self.weight_accumulate == sizes.dtype
+        return sizes.store != "logits" and (sizes.skips or (stored and only and least <= sizes.tokens <= most))
+
     @property
     def blocks(self) -> int:
         return math.ceil(self.sizes.tokens / self.block_tokens)
@@ -280,8 +288,7 @@ def matmuls(plan: Plan, gpu: Gpu) -> str:
         whose = "ours" if s.own_dhidden else "BLAS's"
         found.append(f"dhidden {whose}" + (f" ({parts} parts)" if parts > 1 else ""))
     if plan.schedule != "loss only" and s.weight_grad:
-        ours = s.own_dweight(plan.chunk_tokens, plan.chunks == 1, plan.accumulate_dtype)
-        own = (plan.schedule == "forward" or s.grads_in_matmul) and ours
+        own = (plan.schedule == "forward" or s.grads_in_matmul) and plan.own_dweight(stored=s.buffer_dtype is None)
         found.append("dweight " + ("ours" if own else "BLAS's"))
     return ", ".join(found)
 

@@ -220,13 +220,6 @@ class Sizes:
         faster = self.gpu is not None and self.gpu.own_dhidden
         return self.store not in ("logits", "kept") and (faster or self.skips or self.deterministic)
 
-    def own_dweight(self, rows: int, stored: bool, dtype: torch.dtype) -> bool:
-        """Whether dweight's product of so many rows is ours: where some are skipped, since BLAS cannot, and where it
-        is ``stored`` in ``dtype`` rather than added, as fast as BLAS's."""
-        least, most = (0, -1) if self.gpu is None else self.gpu.own_stored
-        as_fast = stored and dtype == self.dtype and least <= rows <= most
-        return self.store != "logits" and (self.skips or as_fast)
-
     @property
     def weight_elements(self) -> int:
         return (self.vocab + self.padding) * self.hidden

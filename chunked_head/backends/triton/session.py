@@ -171,14 +171,14 @@ class OwnProducts(KernelSession):
     def __init__(self, head: Head, plan: Plan):
         super().__init__(head, plan)
         assert self.sizes.gpu is not None
-        self.gpu = self.sizes.gpu
+        self.plan, self.gpu = plan, self.sizes.gpu
 
     def add_dweight(
         self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
     ) -> None:
         # a buffer of the caller's may start anywhere
         aligned = out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
-        if gain is None and aligned and self.sizes.own_dweight(len(dlogits), first, out.dtype):
+        if gain is None and aligned and self.plan.own_dweight(stored=first):
             products.dweight(out, dlogits, operand, first, self.gpu.product, counted_of(rows))
         else:
             super().add_dweight(zero_uncounted_(dlogits, rows), rows, operand, out, first, gain)
