@@ -1,6 +1,5 @@
 """Which module of a model is its head, and whether its logits may be lazy."""
 
-import contextlib
 from typing import Any
 
 from torch import nn
@@ -72,8 +71,10 @@ def active(head: Any, model: nn.Module) -> nn.Module:
 def embeddings(module: nn.Module, which: str) -> Any:
     """A module's ``"input"`` or ``"output"`` embeddings, None where it names none."""
     get = getattr(module, f"get_{which}_embeddings", None)
-    with contextlib.suppress(AttributeError, NotImplementedError):
+    try:  # contextlib.suppress is more than the compiler of torch 2.9 follows
         return get() if callable(get) else None
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def name_of(head: nn.Module, model: nn.Module) -> str:
