@@ -188,11 +188,12 @@ def launch(record: Launch) -> Step:
 
     def step(held: list[Any], addresses: list[int], stream: int) -> None:
         key = tuple([addresses[slot] + offset for _, slot, offset in descriptors])
-        if key not in in_c:
+        try:
+            direct = in_c[key]
+        except KeyError:
             if len(in_c) >= MOST_ADDRESSES:
                 in_c.clear()
-            in_c[key] = InC.of(record, given(addresses, stream))
-        direct = in_c[key]
+            direct = in_c[key] = InC.of(record, given(addresses, stream))  # another thread may clear it now
         if direct is None:
             run(*given(addresses, stream))
             return
