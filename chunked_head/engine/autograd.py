@@ -52,7 +52,7 @@ def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, 
         with aside():
             canary = call.gradient_buffer.canary(call.own_target)
     lasting = call.without_teacher()
-    # statistics that are outputs would hold the graph that holds them
+    # attributes, but for statistics that are outputs: these would hold the graph that holds them
     held, late = (named, {}) if isinstance(objective, ScalarObjective) else ({}, named)
     names = tuple(late)
 

@@ -28,7 +28,7 @@ class Gpu(NamedTuple):
     product: Tile
     few: tuple[Tile, ...] = ()  # of few rows, which take the time that the weight takes to be read
     own_dhidden: bool = False  # faster than BLAS's
-    own_stored: tuple[int, int] = (0, -1)  # rows of dweight's product, stored: as fast, and sooner launched
+    own_stored: tuple[int, int] = (0, -1)  # least and most rows of dweight's product, stored: as fast, sooner launched
     warp: int = 32
     fp32_products: str = "tf32x3"  # how small ones keep fp32's precision
 

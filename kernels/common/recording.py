@@ -45,7 +45,7 @@ def aside() -> Iterator[None]:
 
 def flattened(run: Any, arguments: Sequence[Any]) -> tuple[Callable[..., None], list[Any]] | None:
     """The function in C that ``run(*arguments)`` comes down to, and what it is given; None where a launch may do more
-    or this Triton keeps no such function. Nothing is launched: a copy of ``run`` calls a function that looks on."""
+    or this Triton keeps no such function. Nothing is launched: a copy of ``run`` calls ``look_on`` instead."""
     last, seen = getattr(run, "launch", None), list[tuple[Any, ...]]()
     if getattr(run, "global_scratch_size", None) != 0 or getattr(run, "profile_scratch_size", None) != 0:
         return None  # memory of the launch's own
@@ -56,7 +56,7 @@ def flattened(run: Any, arguments: Sequence[Any]) -> tuple[Callable[..., None], 
     in_c: Any = last
     look: Any = look_on
     if isinstance(last, FunctionType) and last.__closure__ is not None and "launcher" in last.__code__.co_freevars:
-        # it makes numbers of descriptors, and calls the one in C
+        # it makes tensor maps of descriptors, and calls the one in C
         cells = dict(zip(last.__code__.co_freevars, last.__closure__, strict=True))
         in_c = cells["launcher"].cell_contents
         closure = tuple((cells | {"launcher": CellType(look_on)}).values())

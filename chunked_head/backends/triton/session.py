@@ -28,7 +28,7 @@ NO_PARTS: Parts = (None, None)
 
 
 def outputs_of(stats: Mapping[str, Tensor], view: str = "") -> Outputs:
-    """Where a softmax's statistics go, by their names; of the second ``view`` is "2"."""
+    """Where a softmax's statistics go, by their names; ``view``: "2" for those of the second."""
     return Outputs(*(stats.get(name + view) for name in Outputs._fields))
 
 

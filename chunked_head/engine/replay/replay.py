@@ -52,9 +52,9 @@ class Replay:
     expected: Template
     target: Place
     stats: dict[str, Place]
-    saved: bool  # whether autograd keeps them
+    saved: bool  # whether autograd saves ``stats`` for backward
     call: Template
-    kept: set[int]  # what ``call`` is made of beside the operands, and other statistics
+    kept: set[int]  # slots of what ``call`` is made of beside the operands, and of ``stats`` that are not saved
     finish: Finish
     scaled: "Scaled"
     plan: Plan
@@ -72,7 +72,7 @@ class Scaled:
         self.tapes: dict[tuple[int, int], Tape | None] = {}
 
     def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-        tensors, kind = [*sources, *factors], (len(sources), len(factors))  # all else is as in the call's forward pass
+        tensors, kind = [*sources, *factors], (len(sources), len(factors))  # all else is as in the recorded call
         tape = self.tapes.get(kind)
         if tape is not None and tape.usable():
             tape(tensors)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.common.recording import Launched, flattened
 
 Held = Sequence[Any] | Mapping[int, Any]  # what slots hold
-MOST_ADDRESSES = 64  # of what one launch has described
+MOST_ADDRESSES = 64  # of its descriptors' memory that one launch remembers
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
 
 
@@ -35,7 +35,7 @@ class Place(NamedTuple):
         return self.shape, self.stride, self.dtype
 
     def reaches(self, end: int) -> bool:
-        """Whether it begins with the memory and ends there, so many bytes behind."""
+        """Whether it is all of a slot's memory, whose bytes end there."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         return self.offset == 0 and (last + 1) * self.dtype.itemsize == end
 
@@ -152,7 +152,7 @@ def allocation(record: Allocation) -> Step:
     return step
 
 
-# torch's functions that find the same operation sooner
+# functions of torch that do the same with less work of the host
 PLAINER: dict[Any, Callable[..., Any]] = {torch.ops.aten.mm.out: torch.mm, torch.ops.aten.addmm.out: torch.addmm}
 
 
@@ -208,11 +208,11 @@ def launch(record: Launch) -> Step:
 
 
 class Mark(int):
-    """A number that is told apart from equal ones."""
+    """A number that is found again by identity, among equal ones."""
 
 
 class InC(NamedTuple):
-    """A launch as the function in C takes it, whose descriptors are numbers already: good for one place of each."""
+    """A launch as Triton's function in C takes it: descriptors are tensor maps already, each good for one address."""
 
     function: Callable[..., None]
     words: list[Any]
@@ -221,7 +221,7 @@ class InC(NamedTuple):
 
     @classmethod
     def of(cls, record: Launch, given: list[Any]) -> "InC | None":
-        """None where it is not plain which word is which."""
+        """None where not every address is one word of what the function in C takes."""
         at = [record.stream_at, *(i for i, *_ in record.pointers)]
         marks = [Mark(given[i]) for i in at]
         for i, mark in zip(at, marks, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 from .steps import Allocation, Held, Launch, Operation, Place, Record, Step, mapped, step_of
 
 Check = Callable[[], bool]  # whether a launch may be done again
-# bytes up to which memory that kernels alone read is a part of one allocation: what stays, and what is let go of
+# the most bytes of a block that only kernels read for it to share an allocation: with those that stay, with the others
 LASTING, PASSING = 1 << 18, 1 << 25
 ALIGNMENT = 512  # bytes, as torch's own allocations
 
@@ -60,18 +60,18 @@ class Tape:
         return held
 
     def part(self, held: Sequence[Any], slots: Iterable[int]) -> dict[int, Any]:
-        """What of it ``memory`` of these slots needs."""
+        """The memory that these slots lie in: what of ``held`` to keep for ``memory``."""
         places = [self.shared[slot].slot if slot in self.shared else slot for slot in slots]
         return {place: held[place] for place in places}
 
     def memory(self, held: Held, slots: Iterable[int]) -> dict[int, Any]:
-        """What these slots hold, by slot, of what the tape has returned."""
+        """What these slots hold, by slot, of what the tape has returned or ``part`` has kept."""
         return {slot: self.shared[slot].tensor(held) if slot in self.shared else held[slot] for slot in slots}
 
 
 def as_read(records: Sequence[Record], kept: Set[int]) -> list[Record]:
-    """The same with memory in the form that all operations take it in, whatever it was made in: a view of another dtype
-    takes the host as long as a launch."""
+    """The same with memory allocated in the shape and dtype in which operations take it, where all take the same: a
+    view of another dtype takes the host as long as a launch."""
     made = {record.slot: record for record in records if isinstance(record, Allocation) and record.slot not in kept}
     places: dict[int, set[Place]] = {slot: set() for slot in made}
 
@@ -101,8 +101,8 @@ def as_read(records: Sequence[Record], kept: Set[int]) -> list[Record]:
 def in_common(
     records: Sequence[Record], slots: int, kept: Set[int], later: Set[int]
 ) -> tuple[list[Record], dict[int, Place]]:
-    """The same with few allocations for much of what kernels alone read, and where in them slots are; the new ones are
-    those from ``slots`` on."""
+    """The same with two allocations for most of what only kernels read, and where in these each slot lies; their own
+    slots are those from ``slots`` on."""
     last = {slot: i for i, record in enumerate(records) for slot in record.used}
     as_tensors = set(kept).union(*[record.used for record in records if isinstance(record, Operation)])
     made = {
