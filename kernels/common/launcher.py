@@ -61,7 +61,7 @@ def is_known(kernel: Any) -> bool:
 
 def no_settings() -> bool:
     """Whether nobody has set what Triton looks at before a launch: hooks, debugging, ways to compile."""
-    return not (RUNTIME or COMPILATION) or not (any(RUNTIME.values()) or any(COMPILATION.values()))
+    return not (any(RUNTIME.values()) or any(COMPILATION.values()))
 
 
 def is_plain(compiled: Any) -> bool:

@@ -63,7 +63,10 @@ def flattened(run: Any, arguments: Sequence[Any]) -> tuple[Callable[..., None], 
         look = FunctionType(last.__code__, last.__globals__, None, None, closure)
     if not isinstance(in_c, BuiltinFunctionType):
         return None
-    copy = object.__new__(type(run))
-    vars(copy).update(vars(run), launch=look)
-    copy(*arguments)
+    try:
+        copy = object.__new__(type(run))
+        vars(copy).update(vars(run), launch=look)
+        copy(*arguments)
+    except (AttributeError, TypeError):
+        return None  # another Triton's
     return (in_c, list(seen[0])) if len(seen) == 1 else None
