@@ -96,7 +96,8 @@ def launched(self: launcher.Launcher, grid: tuple[int, ...]) -> Callable[..., No
         run(*full)
         if recording.RECORDING.recorder is not None:
             at = [[i + FIRST for i, name in enumerate(names) if name.endswith(end)] for end in ("_ptr", "_desc")]
-            what = recording.Launched(run, full, 3, lambda: STREAM)
+            sizes = [(i + FIRST, which) for i, which in recording.sizes_among(names)]
+            what = recording.Launched(run, full, 3, lambda: STREAM, sizes)
             recording.RECORDING.recorder.launched(what, *at, lambda: True)
 
     return launch
@@ -107,7 +108,7 @@ def by_address(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher.Launcher, "__getitem__", launched)
     call = tape.Tape.__call__
 
-    def poisoning(self: tape.Tape, inputs: Any) -> list[Any]:
+    def poisoning(self: tape.Tape, inputs: Any, sizes: tuple[int, ...] = ()) -> list[Any]:
         steps = self.steps
 
         def watched(step: tape.Step, done: tuple[int, ...]) -> tape.Step:
@@ -122,7 +123,7 @@ def by_address(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
         self.steps = [(watched(step, done), done) for step, done in steps]
         try:
-            return call(self, inputs)
+            return call(self, inputs, sizes)
         finally:
             self.steps = steps
 

@@ -10,7 +10,7 @@ from ..core.groups import Split, block_of, chunked
 from ..core.options import flag
 from ..core.stats import Teacher
 from ..engine.execution import check_options
-from ..engine.program import alone, coupling
+from ..engine.program import alone, coupling, may_pad
 from ..kernels.common.gpus import GPUS, Gpu
 from ..losses.base import Losses
 from ..losses.user.closures import Function
@@ -20,9 +20,10 @@ from ..metrics.values import as_metrics
 from ..parallel.shard import plan_part
 from ..program import checks
 from ..program.demand import needs_of
+from ..program.fields import kinds_of
 from ..program.gradient_buffer import sum_dtype
 from ..program.planner import Request, make_plan
-from ..program.plans import Plan
+from ..program.plans import Plan, padded_rows
 from ..program.sizes import Sizes
 
 
@@ -72,6 +73,10 @@ def plan(
     ``segment_lengths``: whether the call is given them. With ``ranks`` the plan is that of the first of so many that
     share the vocabulary in ``torch.chunk``'s pieces (``VocabParallel``), all the call's tokens and all of the
     vocabulary named here; ``sequence_sharded`` as there. ValueError where the request cannot be met.
+
+    Without ``memory_budget`` and ``chunk_tokens`` most calls on a GPU run with rows that do not count behind their own,
+    up to a multiple of 128 (64 below 64): packed batches of all lengths run as calls of few sizes. The plan is of
+    these rows.
     """
     least = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0}
     for argument, size in zip(least, (tokens, hidden, vocab, ranks, teacher_k), strict=True):
@@ -142,6 +147,12 @@ def plan(
         teacher = Teacher(logits, rows, rows, None, dtype=dtype if autocast else None)
         teacher_store = chosen.teacher_store(teacher, store)
     by_segments = segment_lengths and not skip_ignored and alone(loss, dtype)
+    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
+    parts_of_loss = [*(summand for _, summand in loss.terms), *measured]
+    fields = [field for part in parts_of_loss for field in part.fields]
+    on_a_gpu = place.type == "cuda" and ranks == 1 and not skip_ignored and chosen.bounds_rows(store)
+    if on_a_gpu and may_pad(loss, measured, fields, kinds_of(parts_of_loss), request):
+        tokens = padded_rows(tokens)
     sizes = Sizes(
         tokens, hidden, vocab, dtype,
         hidden_dtype=hidden_dtype or dtype, weight_dtype=weight_dtype or dtype,
@@ -154,7 +165,6 @@ def plan(
         block=block_of(vocab) if deterministic else None,
         ranks=ranks, spread=ranks if sequence_sharded else 1, **traits,
     )  # fmt: skip
-    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
     made = make_plan(sizes, request) if ranks == 1 else plan_part(sizes, request, parts[0], parts[0])
     if made.vocab_block is not None:
         Split(vocab, parts, 0).check_blocks()

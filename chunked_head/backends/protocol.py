@@ -115,10 +115,18 @@ class Backend(Protocol):
         """ValueError where it cannot compute there, or not with ``what``, which has this dtype."""
 
     def read_targets(
-        self, target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int, dtype: torch.dtype
+        self,
+        target: Tensor,
+        mask: Tensor | None,
+        shift: int,
+        ignore_index: int,
+        vocab: int,
+        dtype: torch.dtype,
+        rows: int | None = None,
     ) -> Targets:
         """Targets [...] beside the rows whose hidden states predict them, ``shift`` before them along the last
-        dimension; ``mask`` [...] bool says which count, beside ``ignore_index``. ``dtype``: of the statistics."""
+        dimension; ``mask`` [...] bool says which count, beside ``ignore_index``. ``dtype``: of the statistics.
+        ``rows``: how many, where they are more than the targets; those behind do not count."""
 
     def read_fields(self, values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> Sequence[Tensor]:
         """Fields [...] likewise beside rows [tokens], in the statistics' dtype; 0 where the row's ``target`` is -1."""

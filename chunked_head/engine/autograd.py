@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends.gradients import Gradients, Scaling
@@ -30,8 +31,15 @@ class Forward(NamedTuple):
     plan: Plan
     gradient_buffer: GradientBuffer | None
     canary: Canary | None
+    padded: bool  # as the call
     saved: Sequence[Tensor]  # for a backward that makes gradients, beside the operands
     later: Callable[[Sequence[Tensor]], tuple[Call, RowStats]]  # the call and its statistics, of operands and saved
+
+    def outputs_of(self, rows: int) -> tuple[Tensor, ...]:
+        """The outputs of a call of so many rows: of each, or numbers."""
+        if not self.padded:
+            return self.outputs
+        return tuple([output[:rows] if output.dim() else output for output in self.outputs])
 
     def bare(self) -> "Forward":
         """Without what has been handed over."""
@@ -63,7 +71,7 @@ def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, 
 
     return Forward(
         outputs, objective.differentiable, stats, grads, objective.expected, objective.exchanges, call.backend,
-        call.plan, call.gradient_buffer, canary, (*late.values(), *objective.teacher_tensors), later,
+        call.plan, call.gradient_buffer, canary, call.padded, (*late.values(), *objective.teacher_tensors), later,
     )  # fmt: skip
 
 
@@ -88,9 +96,11 @@ class HeadLoss(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, bias, *made.saved)
             # gradients are attributes: saved tensors would be cloned on their way out
             ctx.made, ctx.grads = made.bare(), made.grads
-        ctx.mark_non_differentiable(*made.outputs[made.differentiable :])
+            ctx.rows = len(hidden)
+        outputs = made.outputs_of(len(hidden))
+        ctx.mark_non_differentiable(*outputs[made.differentiable :])
         ctx.set_materialize_grads(False)
-        return made.outputs
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -112,6 +122,8 @@ class HeadLoss(torch.autograd.Function):
                 finished = handed_over(made, grads, upstream[0])
             else:
                 finished = made_late(made, ctx.saved_tensors, upstream)
+            if made.padded and finished[0] is not None:
+                finished = finished[0][: ctx.rows], *finished[1:]
         return *only_once(ctx, finished), None, None
 
 
@@ -141,6 +153,9 @@ def made_late(made: Forward, saved: Sequence[Tensor], upstream: tuple[Tensor | N
     """Gradients that are made once the upstream gradient is known."""
     hidden, weight, bias = saved[:3]
     call, stats = made.later(saved)
+    if call.padded:
+        more = call.plan.sizes.tokens - len(hidden)
+        upstream = tuple([each if each is None or not each.dim() else F.pad(each, (0, more)) for each in upstream])
     if call.shard is not None and not isinstance(call.objective, ScalarObjective):
         upstream = call.shard.whole_upstream(upstream)
     coefficients, gain = call.objective.late(stats, upstream)

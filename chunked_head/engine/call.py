@@ -160,9 +160,9 @@ class Outcome(NamedTuple):
     forward: Forward | None = None
 
 
-def run(task: Task, program: Program) -> Outcome:
-    """Runs the task at once, differentiable."""
-    prepared = prepare(task, program)
+def run(task: Task, program: Program, rows: int | None = None) -> Outcome:
+    """Runs the task at once, differentiable. ``rows``: how many, where rows that do not count follow its own."""
+    prepared = prepare(task, program, rows)
     if isinstance(prepared.head, LogitsOptions):
         objective = task.objective(prepared)
         logits, on_logits = logits_call_of(prepared, objective, task.inplace)
@@ -175,7 +175,7 @@ def run(task: Task, program: Program) -> Outcome:
     made = planned(prepared, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
     # the first that ranks with other tokens send each other: what one of them refuses is known by now
     objective = task.objective(prepared)
-    call = made.call(prepared, objective)
+    call = replace(made.call(prepared, objective), padded=rows is not None)
     found: list[Forward] = []
     outputs = HeadLoss.apply(made.rows, head.weight, head.bias, functools.partial(forward_of, call), found)
     if prepared.packing is not None and task.per_token:

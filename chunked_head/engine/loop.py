@@ -36,6 +36,7 @@ class Call(OwnColumns):
     packing: Packing | None = None  # of tokens that only the device can tell from those that do not count
     spans: Spans | None = None  # of rows whose gradients wait for each other alone; None: as the plan says
     shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
+    padded: bool = False  # whether rows that do not count follow the call's: targets have them, hidden states have not
 
     def without_teacher(self) -> "Call":
         """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
@@ -103,7 +104,9 @@ class Operands:
             session.clean_rows(made, self.raw, self.raw_order, stats)
         else:
             whole = order is not None or count == self.tokens
-            session.clean_rows(made, self.hidden if whole else self.hidden[rows], order, stats)
+            # of rows that follow the call's own there is nothing to read
+            source = self.hidden if whole else self.hidden[min(rows.start, len(self.hidden) - 1) : rows.stop]
+            session.clean_rows(made, source, order, stats)
         return made
 
 

@@ -108,15 +108,18 @@ class PreparedCall:
         return self.token_rows.target
 
 
-def prepare(task: Task, program: Program) -> PreparedCall:
-    """Lays fields beside rows; the first work on tensors, whose ids are checked on the way."""
+def prepare(task: Task, program: Program, rows: int | None = None) -> PreparedCall:
+    """Lays fields beside rows; the first work on tensors, whose ids are checked on the way. ``rows``: how many, where
+    rows that do not count follow the call's own."""
     head, dtype, backend, needs = task.head, program.dtype, program.backend, program.needs
     losses, batch, own = named_weights(task)
     known = {**program.known, **own}
     target, frame = head.target, frame_of(task, dtype)
     if isinstance(head, HeadOptions) and head.shard is not None and head.shard.parallel.sequence_sharded:
         target, batch, frame = of_all_ranks(head.shard, head, batch, program.wanted, known, frame)
-    token_rows = prepare_fields(backend, target, batch, program.wanted, known, frame, head.ignore_index, head.vocab)
+    token_rows = prepare_fields(
+        backend, target, batch, program.wanted, known, frame, head.ignore_index, head.vocab, rows
+    )
     fields, teacher, token_fields = token_rows.fields, None, NO_FIELDS
     scale = fields.pop(TEMPERATURE, None)
     if fields:
@@ -143,9 +146,12 @@ def prepare(task: Task, program: Program) -> PreparedCall:
 
 def keeps_some(prepared: PreparedCall, head: HeadOptions) -> bool:
     """Whether some rows keep sets that others do not, and matmuls can stop at a number that the device knows."""
-    program, kept = prepared.program, prepared.kept
-    if kept is None or kept.everywhere:
-        return False
+    kept = prepared.kept
+    return kept is not None and not kept.everywhere and own_matmuls(head, prepared.program)
+
+
+def own_matmuls(head: HeadOptions, program: Program) -> bool:
+    """Whether the logits are made by a matmul of the backend's own."""
     layout = layout_of(head, program, is_plain(head.weight), plain_rows=True, bias_grad=False)
     return program.backend.bounds_rows(program.backend.store(layout))
 

@@ -1,6 +1,6 @@
 """Everything about a call that no tensor's content decides, found out and checked once for all calls of a signature."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from ..program.demand import Needs, check_kept, needs_of
 from ..program.fields import TEMPERATURE, Frame, check_fields, wanted_fields
 from ..program.planner import Request
 from ..program.teachers import check_dense_teacher
+from .arithmetic.kernels import is_own
 from .head_options import HeadOptions, LogitsOptions
 from .ranks.gather import whole_teacher
 from .task import Signature, Task
@@ -42,6 +43,7 @@ class Program:
     coupled: bool  # gradients wait for all tokens' statistics
     by_segments: bool  # those of a segment's, or a pair's, are all that is waited for
     kept_everywhere: bool  # whether every token that counts has columns of its own, and no token the vocabulary
+    pads: bool  # whether rows that do not count may follow the tokens' own: ``may_pad``
     lasting: bool  # whether all calls of its signature have it: its losses hold no tensors
 
     @property
@@ -122,8 +124,27 @@ def build(task: Task, lasting: bool = False) -> Program:
         dtype, backend, without_tensors(needs), demand, tuple(wanted), known, autocast,
         head.request, bool(task.per_token), segmented, coupled and not task.per_token,
         isinstance(head, HeadOptions) and not head.skip_ignored and not task.per_token and alone(losses, dtype),
-        task.kept_everywhere or demand.columns_alone, lasting,
+        task.kept_everywhere or demand.columns_alone,
+        isinstance(head, HeadOptions) and not head.skip_ignored and head.shard is None and head.tokens is None
+        and head.target is not None and may_pad(losses, metrics, wanted, known, head.request),
+        lasting,
     )  # fmt: skip
+
+
+def may_pad(
+    losses: Losses,
+    metrics: Sequence[Metric],
+    wanted: Iterable[str],
+    known: Mapping[str, Field],
+    request: Request,
+) -> bool:
+    """Whether rows that do not count may follow the tokens' own without anyone's notice: kernels alone read what goes
+    with tokens, functions of users see none of it, and no limit of the caller's is on sizes."""
+    parts: list[Summand | Metric] = [*(summand for _, summand in losses.terms), *metrics]
+    token = Field("token")
+    numbers = all(field == "mask" or (known[field] == token and field != TEMPERATURE) for field in wanted)
+    alone = all(part.unit == "token" and part.scope == "token" and is_own(part) for part in parts)
+    return numbers and alone and request.memory_budget is None and request.chunk_tokens is None
 
 
 def check_sets(head: HeadOptions | LogitsOptions, demand: Demand, biased: bool) -> None:

@@ -43,14 +43,16 @@ def prepare_fields(
     frame: Frame,
     ignore_index: int,
     vocab: int,
+    rows: int | None = None,
 ) -> TokenRows:
-    """Targets paired with the hidden states that predict them, fields likewise."""
+    """Targets paired with the hidden states that predict them, fields likewise. ``rows``: how many, where rows that do
+    not count follow the call's own."""
     if target is None:
         # every token counts: no id that stands for it may be the one that is ignored
         ignore_index = -1
         target = torch.zeros(frame.leading, dtype=torch.int64, device=frame.device)
     mask = batch["mask"] if "mask" in wanted else None
-    target, counted, one_or_nan, inverse = read_targets(backend, target, mask, frame, ignore_index, vocab)
+    target, counted, one_or_nan, inverse = read_targets(backend, target, mask, frame, ignore_index, vocab, rows)
     wrongs: list[Tensor] = []
     fields: dict[str, Tensor] = {}
     read = [field for field in wanted if field != "mask" and field not in KEPT_FIELDS]
@@ -163,10 +165,16 @@ def distinct(logprobs: Tensor, ids: Tensor) -> Tensor:
 
 
 def read_targets(
-    backend: Backend, target: Tensor, mask: Tensor | None, frame: Frame, ignore_index: int, vocab: int
+    backend: Backend,
+    target: Tensor,
+    mask: Tensor | None,
+    frame: Frame,
+    ignore_index: int,
+    vocab: int,
+    rows: int | None = None,
 ) -> Targets:
     """Targets beside the rows that predict them; on the CPU an IndexError names one that is out of range."""
-    found = backend.read_targets(target, mask, frame.shift, ignore_index, vocab, frame.dtype)
+    found = backend.read_targets(target, mask, frame.shift, ignore_index, vocab, frame.dtype, rows)
     if may_look(target) and found.one_or_nan.isnan():
         paired = shift_left(target, frame.shift, ignore_index).reshape(-1)
         wrong = (paired != ignore_index) & ((paired < 0) | (paired >= vocab))

@@ -20,6 +20,7 @@ GOOD_CHUNK = 2048
 SLACK, LEAST_SLACK = 1.25, 1.1
 # so many rows dweight's product takes at a time
 HALF_TILE = 64
+FEW_TOKENS = 16  # up to which each number of tokens is a size of its own
 # sums of 16-bit roundings: the error of a 16-bit accumulator grows as sqrt((chunks + 1) / 2)
 MAX_HALF_CHUNKS = 8
 Schedule = Literal["loss only", "forward", "recompute"]
@@ -148,6 +149,15 @@ class Plan:
 
     def __str__(self) -> str:
         return as_text(sections(self))
+
+
+def padded_rows(tokens: int) -> int:
+    """Rows of a call of so many tokens where rows that do not count may follow the tokens' own: no more than the tiles
+    of matmuls have anyway. Calls whose numbers of tokens differ by less are calls of one size."""
+    if tokens <= FEW_TOKENS:
+        return tokens
+    step = HALF_TILE if tokens <= HALF_TILE else CHUNK_MULTIPLE
+    return math.ceil(tokens / step) * step
 
 
 def slices(total: int, step: int) -> Iterator[slice]:

@@ -9,7 +9,7 @@ import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 
-from .recording import RECORDING, Launched, refuse
+from .recording import RECORDING, Launched, refuse, sizes_among
 
 # versions whose rules of what is compiled anew are those of ``specialization``
 OLDEST, NEWEST = (3, 5), (3, 9)
@@ -113,11 +113,11 @@ class Launcher:
         return eval(f"lambda {names}: (({next(both)},), ({next(both)},))")
 
     @functools.cached_property
-    def addressed(self) -> tuple[list[int], list[int]]:
-        """Which of the arguments are pointers, and which are descriptors."""
+    def addressed(self) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+        """Which of the arguments are pointers, which are descriptors, and which are sizes of the call."""
         names = [parameter.name for parameter in self.kernel.params if not parameter.is_constexpr]
         pointers, descriptors = ([i for i, name in enumerate(names) if name.endswith(e)] for e in ("_ptr", "_desc"))
-        return pointers, descriptors
+        return pointers, descriptors, sizes_among(names)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
@@ -141,8 +141,10 @@ class Launcher:
                 run(*first, *given, *last)
                 if RECORDING.recorder is not None:
                     stream = functools.partial(stream_of(), device)
-                    what = Launched(run, (*first, *given, *last), STREAM_AT, stream)
-                    pointers, descriptors = ([i + len(first) for i in at] for at in self.addressed)
+                    *addressed, sizes = self.addressed
+                    sizes = [(i + len(first), which) for i, which in sizes]
+                    what = Launched(run, (*first, *given, *last), STREAM_AT, stream, sizes)
+                    pointers, descriptors = ([i + len(first) for i in at] for at in addressed)
                     RECORDING.recorder.launched(what, pointers, descriptors, self.unhooked, no_settings)
 
         return launch

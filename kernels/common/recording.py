@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType, CellType, FunctionType
 from typing import Any, NamedTuple
 
+# arguments of kernels that are the call's own numbers: of tokens, and along the last dimension of the targets
+CALL_SIZES = ("call_tokens", "call_length")
+
 
 class Launched(NamedTuple):
     """A launch of a compiled kernel: ``run(*arguments)``, one of which is the stream."""
@@ -14,6 +17,7 @@ class Launched(NamedTuple):
     arguments: tuple[Any, ...]
     stream_at: int
     stream: Callable[[], int]  # the current one of the device
+    sizes: Sequence[tuple[int, int]] = ()  # which of the arguments are the call's own sizes, and which of these
 
 
 class Recording(threading.local):
@@ -24,6 +28,11 @@ class Recording(threading.local):
 
 
 RECORDING = Recording()
+
+
+def sizes_among(names: Sequence[str]) -> list[tuple[int, int]]:
+    """Places of ``CALL_SIZES`` among a kernel's arguments, and which each is."""
+    return [(i, CALL_SIZES.index(name)) for i, name in enumerate(names) if name in CALL_SIZES]
 
 
 def refuse(reason: str, never: bool = False) -> None:

@@ -39,12 +39,13 @@ class Outputs(NamedTuple):
 
 
 def read_targets(
-    paired: torch.Tensor,  # [tokens] int64
+    paired: torch.Tensor,  # [rows] int64, as many as tokens or more
     counted: torch.Tensor,  # [] fp32
     one_or_nan: torch.Tensor,  # [] fp32
     inverse: torch.Tensor,  # [] fp32
     target: torch.Tensor,  # [...] int64, tokens in all
     mask: torch.Tensor | None,  # [...] bool
+    tokens: int,
     length: int,  # of the last dimension
     shift: int,
     ignore_index: int,
@@ -55,7 +56,7 @@ def read_targets(
     read_targets_kernel[(1,)](
         paired, counted, one_or_nan, inverse,
         target.contiguous(), None if mask is None else mask.contiguous().view(torch.uint8),
-        paired.shape[0], length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16, **FUSED,
+        paired.shape[0], tokens, length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16, **FUSED,
     )  # fmt: skip
 
 

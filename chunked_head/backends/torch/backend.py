@@ -42,7 +42,13 @@ def traits(device: torch.device) -> dict[str, Any]:
 
 
 def read_targets(
-    target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int, dtype: torch.dtype
+    target: Tensor,
+    mask: Tensor | None,
+    shift: int,
+    ignore_index: int,
+    vocab: int,
+    dtype: torch.dtype,
+    rows: int | None = None,
 ) -> Targets:
     paired = shift_left(target, shift, ignore_index).reshape(-1)
     counts = paired != ignore_index
@@ -53,13 +59,20 @@ def read_targets(
     one_or_nan.masked_fill_((counts & ~inside).any(), torch.nan)
     counts &= inside
     counted = counts.sum().to(dtype)
-    return Targets(torch.where(counts, paired, -1), counted, one_or_nan, one_or_nan / counted.clamp(min=1.0))
+    paired = torch.where(counts, paired, -1)
+    return Targets(followed(paired, rows, -1), counted, one_or_nan, one_or_nan / counted.clamp(min=1.0))
 
 
 def read_fields(values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> list[Tensor]:
     ignored = target < 0
     shifted = [shift_left(value, shift, 0).reshape(-1) for value in values]
-    return [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
+    return [followed(value, len(target), 0).to(dtype).masked_fill(ignored, 0.0) for value in shifted]
+
+
+def followed(values: Tensor, rows: int | None, fill: int) -> Tensor:
+    """Values [tokens], and behind them ``fill`` for rows that are no token's."""
+    more = 0 if rows is None else rows - len(values)
+    return torch.nn.functional.pad(values, (0, more), value=fill) if more else values
 
 
 def bounds_rows(store: Store) -> bool:

@@ -74,12 +74,18 @@ def traits(device: torch.device) -> dict[str, Any]:
 
 
 def read_targets(
-    target: Tensor, mask: Tensor | None, shift: int, ignore_index: int, vocab: int, dtype: torch.dtype
+    target: Tensor,
+    mask: Tensor | None,
+    shift: int,
+    ignore_index: int,
+    vocab: int,
+    dtype: torch.dtype,
+    rows: int | None = None,
 ) -> Targets:
-    paired = torch.empty(target.numel(), dtype=torch.int64, device=target.device)
+    tokens, length = target.numel(), target.shape[-1] if target.dim() else 1
+    paired = torch.empty(rows or tokens, dtype=torch.int64, device=target.device)
     numbers = torch.empty(3, dtype=dtype, device=target.device).unbind()
-    length = target.shape[-1] if target.dim() else 1
-    statistics.read_targets(paired, *numbers, target, mask, length, shift, ignore_index, vocab)
+    statistics.read_targets(paired, *numbers, target, mask, tokens, length, shift, ignore_index, vocab)
     return Targets(paired, *numbers)
 
 

@@ -1,5 +1,6 @@
 """What a replay is good for: everything that the Python of a call depends on."""
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -12,11 +13,13 @@ from ...losses.base import Losses
 from ...metrics import Metric
 from ...program import checks
 from ...program.gradient_buffer import GradientBuffer, resolve
+from ...program.plans import padded_rows
 from ..task import TENSORS
 
 Kind = tuple[Hashable, ...]
 PLAIN = {type(None), bool, int, float, str, torch.dtype}
 DEVICES = {"cuda"}  # where the device would wait for the host
+OF_TOKENS = {"target", "mask", "token_weights", "batch"}  # arguments whose tensors may have a number for each token
 
 
 def with_even_sets(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -42,14 +45,22 @@ def with_even_sets(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 class Arguments:
     """Those of a call by name: ``tensors``, of which a replay is made, and their ``kind``, with all else that the call
-    depends on; None for what has no replay."""
+    depends on but its ``leading`` shape, of which it holds ``rows``; None for what has no replay."""
 
     def __init__(self, function: Callable[..., Any], args: Mapping[str, Any], kwargs: Mapping[str, Any]):
         given = {**args, **kwargs}
         self.tensors: list[Tensor] = []
         self.values: list[Any] = [function, len(args), len(kwargs), *given]
         self.gradient_buffer: GradientBuffer | None = None
+        self.of_tokens: list[int] = []  # which of the tensors are hidden states, or have a number for each token
+        self.leading: tuple[int, ...] = ()
+        self.rows: int | None = None  # that it may run with, those behind its tokens' for nothing; None: its tokens'
         self.kind = self.kind_of(given) if self.on_a_gpu(given) else None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """``CALL_SIZES``."""
+        return math.prod(self.leading), self.leading[-1] if self.leading else 1
 
     def on_a_gpu(self, given: Mapping[str, Any]) -> bool:
         hidden, weight = given.get("hidden"), given.get("weight")
@@ -59,18 +70,35 @@ class Arguments:
         checks.refuse_transforms()  # their tensors have no address
         if given.get("segment_lengths") is not None:
             return None  # other numbers at every step
-        if not (all(map(self.add, given.values())) and self.add_buffer(given)):
+        self.leading = leading = given["hidden"].shape[:-1]
+        tensors = self.tensors
+        for name, value in given.items():
+            first = len(tensors)
+            if not self.add(value):
+                return None
+            if name == "hidden":
+                self.of_tokens.append(first)
+            elif name in OF_TOKENS:
+                self.of_tokens += [i for i in range(first, len(tensors)) if tensors[i].shape == leading]
+        if not self.add_buffer(given):
             return None
-        tensors, device = self.tensors, given["hidden"].device
+        alike = all(tensors[i].is_contiguous() for i in self.of_tokens)
+        if alike:
+            self.rows = padded_rows(math.prod(leading))
+        forms = list[Hashable]()
         addresses = [tensor.data_ptr() for tensor in tensors]
-        forms = [
-            (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, address & 15)
-            for tensor, address in zip(tensors, addresses, strict=True)
-        ]
+        for i, tensor in enumerate(tensors):
+            layout: Hashable = (tensor.shape, tensor.stride())
+            if alike and i in self.of_tokens:
+                layout = tensor.shape[len(leading) :]
+            forms.append((layout, tensor.dtype, tensor.device, tensor.requires_grad, addresses[i] & 15))
         shared = tuple(map(addresses.index, addresses)) if len(set(addresses)) < len(addresses) else ()
+        device, shift = given["hidden"].device, given.get("shift", 0)
+        beyond = type(shift) is int and bool(leading) and leading[-1] <= shift  # which is an error
         cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         current = torch.cuda.current_device() if device.type == "cuda" else None
-        return *self.values, *forms, shared, torch.is_grad_enabled(), cast, in_backward(), current
+        of_sizes = self.rows, len(leading), beyond
+        return *self.values, *forms, *of_sizes, shared, torch.is_grad_enabled(), cast, in_backward(), current
 
     def add(self, value: Any) -> bool:
         """Whether it is known what a call reads of this."""

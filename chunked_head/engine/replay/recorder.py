@@ -137,6 +137,11 @@ class Recorder:
             raise NotRecordedError("a result that is empty, or not where its memory begins")
         return self.add_slot(tensor, begin, begin + memory.nbytes())
 
+    @property
+    def operated(self) -> set[int]:
+        """Slots that operations of torch read or made."""
+        return set().union(*[record.used for record in self.records if isinstance(record, Operation)])
+
     def launched(self, what: Launched, pointers: Sequence[int], descriptors: Sequence[int], *checks: Check) -> None:
         """Which of the arguments are addresses or descriptors, and whether it may be done again like this."""
         arguments = what.arguments

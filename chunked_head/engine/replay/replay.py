@@ -18,12 +18,12 @@ from ...core.private import under_hooks
 from ...core.shift import all_at_targets
 from ...core.stats import RowStats
 from ...kernels.common.recording import RECORDING
-from ...program.gradient_buffer import GradientBuffer
 from ...program.plans import Plan
 from ..autograd import Forward, HeadLoss, as_called, flat
 from ..call import Outcome, run
 from ..head_options import HeadOptions
 from ..loop import Call
+from ..prepared import own_matmuls
 from ..program import Program, program_of
 from ..streams.run import Streams
 from ..task import Result, Task
@@ -37,7 +37,8 @@ MOST_TAPES, MOST_SEEN = 256, 4096
 ATTEMPTS = 3  # to record one: where a kernel is compiled there is no tape
 
 
-Finish = Callable[[tuple[Tensor, ...], list[Any]], Any]  # from outputs and what the slots hold to a function's result
+# from outputs, what the slots hold and the leading shape to a function's result
+Finish = Callable[[tuple[Tensor, ...], list[Any], tuple[int, ...]], Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,7 @@ class Replay:
     finish: Finish
     scaled: "Scaled"
     plan: Plan
+    padded: bool
 
     def stats_of(self, memory: Any) -> list[Tensor]:
         return [place.tensor(memory) for place in self.stats.values()]
@@ -84,6 +86,7 @@ class Scaled:
             self.tapes[kind] = recorder.tape(set()) if recorder.failure is None else None
 
 
+# by kind; of calls that run at their own number of tokens alone, by kind and leading shape
 REPLAYS: dict[Kind, Replay] = {}
 SEEN: dict[Kind, int] = {}  # how often a call without one has run
 
@@ -99,35 +102,40 @@ def execute(
         kwargs = with_even_sets(kwargs)
     arguments = Arguments(function, dict(zip(names, args, strict=False)), kwargs)
     kind = arguments.kind
-    replay = None if kind is None else REPLAYS.get(kind)
+    replay = None if kind is None else REPLAYS.get(kind) or REPLAYS.get((kind, arguments.leading))
     if replay is not None and replay.tape.usable():
         return replayed(replay, arguments)
     task = function(*args, **kwargs)
     if isinstance(task, Streams):
         return task.run()
     program = program_of(task)
+    rows = None
+    if program.pads and arguments.rows is not None and isinstance(task.head, HeadOptions):
+        rows = arguments.rows if own_matmuls(task.head, program) else None
+    if kind is not None and rows is None:
+        kind = kind, arguments.leading
     times = 0 if kind is None else SEEN.get(kind, 0)
     hooked = times > 0 and under_hooks()  # hooks on what autograd saves would be recorded as well
     if kind is None or replay is not None or times > ATTEMPTS or hooked:
-        return task.result(run(task, program))
+        return task.result(run(task, program, rows))
     if len(SEEN) >= MOST_SEEN:
         SEEN.clear()
     SEEN[kind], RECORDING.never = times + 1, False
     try:
-        return recorded(task, program, arguments, kind) if times else task.result(run(task, program))
+        return recorded(task, program, arguments, kind, rows) if times else task.result(run(task, program, rows))
     finally:
         if RECORDING.never:
             SEEN[kind] = ATTEMPTS + 1
 
 
-def recorded(task: Task[Result], program: Program, arguments: Arguments, kind: Kind) -> Result:
+def recorded(task: Task[Result], program: Program, arguments: Arguments, kind: Kind, rows: int | None) -> Result:
     with Recorder(arguments.tensors) as recorder:
-        ran = run(task, program)
+        ran = run(task, program, rows)
         result = None if task.per_token else task.result(ran)
     replay = None
     if recorder.failure is None and ran.objective.recordable:
         try:
-            replay = replay_of(task, recorder, ran, result)
+            replay = replay_of(task, recorder, ran, result, () if rows is None else arguments.of_tokens)
         except NotRecordedError as error:
             recorder.failure = str(error)
     if replay is not None:
@@ -139,7 +147,8 @@ def recorded(task: Task[Result], program: Program, arguments: Arguments, kind: K
     return task.result(ran) if result is None else result
 
 
-def replay_of(task: Task[Result], recorder: Recorder, ran: Outcome, result: Any) -> Replay:
+def replay_of(task: Task[Result], recorder: Recorder, ran: Outcome, result: Any, of_tokens: Sequence[int]) -> Replay:
+    """``of_tokens``: slots whose shapes differ between the calls that it is for: kernels alone may read them."""
     forward, call, place, head = ran.forward, ran.call, recorder.place, task.head
     assert forward is not None and call is not None and isinstance(head, HeadOptions)
     if call.plan.sizes.padding or call.plan.sizes.copied or (task.per_token and call.packing is not None):
@@ -159,51 +168,54 @@ def replay_of(task: Task[Result], recorder: Recorder, ran: Outcome, result: Any)
     saved = differentiable and len(forward.saved) > 0
     later = template.slots.difference(operands).union(() if saved else of_stats) if differentiable else set()
     tape = recorder.tape(at_once.union(of_stats if saved else ()), later | {target.slot})
+    seen = recorder.operated.union(at_once, of_stats, template.slots - {operands[0]}, [target.slot])
+    if seen.intersection(of_tokens):
+        raise NotRecordedError("what depends on the number of tokens")
     return Replay(
         tape, tuple(operands), outputs, forward.differentiable, grads, expected, target, stats, saved, template, later,
-        finish, Scaled(forward.backend), forward.plan,
+        finish, Scaled(forward.backend), forward.plan, forward.padded,
     )  # fmt: skip
 
 
 def finish_of(task: Task[Any], ran: Outcome, result: Any, place: Callable[[Tensor], Place]) -> tuple[Finish, set[int]]:
     """What makes the function's result, and of which slots."""
-    first, function, leading, shift = ran.outputs[0], task.result, task.head.leading, task.head.shift
+    first, function, shift = ran.outputs[0], task.result, task.head.shift
     if task.per_token:
         plan = ran.plan  # and nothing else of what was recorded
-        return lambda outputs, held: function(Outcome(all_at_targets(outputs, leading, shift), plan)), set()
+        return lambda outputs, held, leading: function(Outcome(all_at_targets(outputs, leading, shift), plan)), set()
     if result is first:
-        return lambda outputs, held: outputs[0], set()
+        return lambda outputs, held, leading: outputs[0], set()
     # the loss itself has a gradient: it comes after all that the slots hold
     again = Template(result, place, {id(first): operator.itemgetter(-1)}, Place.tensor)
-    return lambda outputs, held: again.build([*held, outputs[0]]), again.slots
+    return lambda outputs, held, leading: again.build([*held, outputs[0]]), again.slots
 
 
 def replayed(replay: Replay, arguments: Arguments) -> Any:
-    tensors, held = arguments.tensors, list[Any]()
+    tensors, leading, held = arguments.tensors, arguments.leading, list[Any]()
     hidden, weight, bias = [None if at is None else tensors[at] for at in replay.operands]
     assert hidden is not None and weight is not None
-    forward = functools.partial(forward_again, replay, tensors, arguments.gradient_buffer, held)
+    forward = functools.partial(forward_again, replay, arguments, held)
     if replay.plan.sizes.any_grad:
-        return replay.finish(HeadLoss.apply(flat(hidden), weight, bias, forward, []), held)
+        return replay.finish(HeadLoss.apply(flat(hidden), weight, bias, forward, []), held, leading)
     with torch.no_grad(), as_called(hidden.device):
         made = forward(hidden, weight, bias)
-    return replay.finish(made.outputs, held)
+    return replay.finish(made.outputs_of(arguments.sizes[0]), held, leading)
 
 
 def forward_again(
     replay: Replay,
-    tensors: Sequence[Tensor],
-    gradient_buffer: GradientBuffer | None,
+    arguments: Arguments,
     held: list[Any],
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
 ) -> Forward:
     """``forward_of`` from a tape; ``held`` receives what its slots hold."""
+    gradient_buffer = arguments.gradient_buffer
     added_to = None if replay.grads is None else gradient_buffer
     if added_to is not None:
         added_to.before_adding()
-    held += replay.tape(tensors)
+    held += replay.tape(arguments.tensors, arguments.sizes)
     grads = None
     if replay.grads is not None:
         of_hidden, of_weight, of_bias = [None if at is None else at.tensor(held) for at in replay.grads]
@@ -223,5 +235,6 @@ def forward_again(
 
     return Forward(
         tuple([output.tensor(held) for output in replay.outputs]), replay.differentiable, None, grads,
-        replay.expected.build(held), False, replay.scaled, replay.plan, gradient_buffer, canary, saved, later,
+        replay.expected.build(held), False, replay.scaled, replay.plan, gradient_buffer, canary, replay.padded, saved,
+        later,
     )  # fmt: skip

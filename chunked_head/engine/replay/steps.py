@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.common.recording import Launched, flattened
+from ...kernels.common.recording import CALL_SIZES, Launched, flattened
 
 Held = Sequence[Any] | Mapping[int, Any]  # what slots hold
 MOST_ADDRESSES = 64  # of its descriptors' memory that one launch remembers
@@ -102,6 +102,7 @@ class Launch(NamedTuple):
     pointers: list[tuple[int, int, int]]  # which of the arguments, their slots, and bytes into them
     descriptors: list[tuple[int, int, int]]
     described: list[tuple[type, dict[str, Any]]]  # kind and attributes of each descriptor but its tensor
+    sizes: list[tuple[int, int]]  # which of the arguments are the call's sizes, and which of these
 
     @classmethod
     def of(
@@ -111,7 +112,13 @@ class Launch(NamedTuple):
         attributes = [(type(arguments[i]), dict(vars(arguments[i]), base=None)) for i, *_ in descriptors]
         for i, *_ in (*pointers, *descriptors):
             arguments[i] = None
-        return cls(what.run, arguments, what.stream_at, pointers, descriptors, attributes)
+        return cls(what.run, arguments, what.stream_at, pointers, descriptors, attributes, list(what.sizes))
+
+    @property
+    def numbers(self) -> list[tuple[int, int, int]]:
+        """Which of the arguments are numbers among a tape's addresses, of which the last are the call's sizes; where
+        each stands there, and what is added."""
+        return [*self.pointers, *((i, which - len(CALL_SIZES), 0) for i, which in self.sizes)]
 
     @property
     def used(self) -> tuple[int, ...]:
@@ -128,7 +135,8 @@ class Launch(NamedTuple):
 
 
 Record = Allocation | Operation | Launch
-Step = Callable[[list[Any], list[int], int], None]  # of what slots hold, their addresses, and the stream
+# of what slots hold, their addresses and the call's sizes behind them, and the stream
+Step = Callable[[list[Any], list[int], int], None]
 
 
 def mapped(arguments: Sequence[Any], each: Callable[[Any], Any]) -> list[Any]:
@@ -171,14 +179,15 @@ def operation(record: Operation) -> Step:
 
 
 def launch(record: Launch) -> Step:
-    run, arguments, stream_at, pointers, descriptors, described = record
+    run, arguments, stream_at, _, descriptors, described, _ = record
+    numbers = record.numbers
     known = [(*at, *kind) for at, kind in zip(descriptors, described, strict=True)]
     in_c: dict[tuple[int, ...], InC | None] = {}  # by the addresses of what is described
 
     def given(addresses: list[int], stream: int) -> list[Any]:
         found = arguments.copy()
         found[stream_at] = stream
-        for i, slot, offset in pointers:
+        for i, slot, offset in numbers:
             found[i] = addresses[slot] + offset
         for i, slot, offset, kind, attributes in known:
             descriptor: Any = object.__new__(kind)
@@ -222,7 +231,7 @@ class InC(NamedTuple):
     @classmethod
     def of(cls, record: Launch, given: list[Any]) -> "InC | None":
         """None where not every address is one word of what the function in C takes."""
-        at = [record.stream_at, *(i for i, *_ in record.pointers)]
+        at = [record.stream_at, *(i for i, *_ in record.numbers)]
         marks = [Mark(given[i]) for i in at]
         for i, mark in zip(at, marks, strict=True):
             given[i] = mark
@@ -234,5 +243,5 @@ class InC(NamedTuple):
         if any(len(place) != 1 for place in places):
             return None
         (stream,), *others = places
-        pointers = [(i, slot, offset) for (i,), (_, slot, offset) in zip(others, record.pointers, strict=True)]
+        pointers = [(i, slot, offset) for (i,), (_, slot, offset) in zip(others, record.numbers, strict=True)]
         return cls(function, words, stream, pointers)

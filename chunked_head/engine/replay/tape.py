@@ -48,10 +48,11 @@ class Tape:
         """Whether all that it launches may be launched as it does."""
         return all(check() for check in self.checks)
 
-    def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
+    def __call__(self, inputs: Sequence[Tensor], sizes: tuple[int, ...] = ()) -> list[Any]:
+        """``sizes``: ``CALL_SIZES``, where a launch has them."""
         more = self.slots - len(inputs)
         held: list[Any] = [*inputs, *[None] * more]
-        addresses = [*[tensor.data_ptr() for tensor in inputs], *[0] * more]
+        addresses = [*[tensor.data_ptr() for tensor in inputs], *[0] * more, *sizes]
         stream = 0 if self.stream is None else self.stream()
         for step, done in self.steps:
             step(held, addresses, stream)
