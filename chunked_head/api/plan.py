@@ -12,7 +12,7 @@ from ..core.stats import Teacher
 from ..engine.execution import check_options
 from ..engine.program import alone, coupling, may_pad
 from ..kernels.common.gpus import GPUS, Gpu
-from ..losses.base import Losses
+from ..losses.base import Losses, Summand
 from ..losses.user.closures import Function
 from ..losses.user.custom import as_losses
 from ..metrics import Metric
@@ -148,7 +148,7 @@ def plan(
         teacher_store = chosen.teacher_store(teacher, store)
     by_segments = segment_lengths and not skip_ignored and alone(loss, dtype)
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
-    parts_of_loss = [*(summand for _, summand in loss.terms), *measured]
+    parts_of_loss: list[Summand | Metric] = [*(summand for _, summand in loss.terms), *measured]
     fields = [field for part in parts_of_loss for field in part.fields]
     on_a_gpu = place.type == "cuda" and ranks == 1 and not skip_ignored and chosen.bounds_rows(store)
     if on_a_gpu and may_pad(loss, measured, fields, kinds_of(parts_of_loss), request):

@@ -1,6 +1,5 @@
 """What a replay is good for: everything that the Python of a call depends on."""
 
-import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -54,13 +53,9 @@ class Arguments:
         self.gradient_buffer: GradientBuffer | None = None
         self.of_tokens: list[int] = []  # which of the tensors are hidden states, or have a number for each token
         self.leading: tuple[int, ...] = ()
+        self.sizes = 0, 0  # ``CALL_SIZES``
         self.rows: int | None = None  # that it may run with, those behind its tokens' for nothing; None: its tokens'
         self.kind = self.kind_of(given) if self.on_a_gpu(given) else None
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """``CALL_SIZES``."""
-        return math.prod(self.leading), self.leading[-1] if self.leading else 1
 
     def on_a_gpu(self, given: Mapping[str, Any]) -> bool:
         hidden, weight = given.get("hidden"), given.get("weight")
@@ -70,8 +65,10 @@ class Arguments:
         checks.refuse_transforms()  # their tensors have no address
         if given.get("segment_lengths") is not None:
             return None  # other numbers at every step
-        self.leading = leading = given["hidden"].shape[:-1]
-        tensors = self.tensors
+        hidden, tensors = given["hidden"], self.tensors
+        *before, width = hidden.shape
+        self.leading = leading = tuple(before)
+        self.sizes = hidden.numel() // max(width, 1), leading[-1] if leading else 1
         for name, value in given.items():
             first = len(tensors)
             if not self.add(value):
@@ -82,18 +79,19 @@ class Arguments:
                 self.of_tokens += [i for i in range(first, len(tensors)) if tensors[i].shape == leading]
         if not self.add_buffer(given):
             return None
-        alike = all(tensors[i].is_contiguous() for i in self.of_tokens)
-        if alike:
-            self.rows = padded_rows(math.prod(leading))
-        forms = list[Hashable]()
+        rows = set(self.of_tokens)
+        if all(tensors[i].is_contiguous() for i in rows):
+            self.rows = padded_rows(self.sizes[0])
+        else:
+            rows = set()
         addresses = [tensor.data_ptr() for tensor in tensors]
-        for i, tensor in enumerate(tensors):
-            layout: Hashable = (tensor.shape, tensor.stride())
-            if alike and i in self.of_tokens:
-                layout = tensor.shape[len(leading) :]
-            forms.append((layout, tensor.dtype, tensor.device, tensor.requires_grad, addresses[i] & 15))
+        forms = [
+            (width if i in rows else (tensor.shape, tensor.stride()), tensor.dtype, tensor.device,
+             tensor.requires_grad, addresses[i] & 15)
+            for i, tensor in enumerate(tensors)
+        ]  # fmt: skip
         shared = tuple(map(addresses.index, addresses)) if len(set(addresses)) < len(addresses) else ()
-        device, shift = given["hidden"].device, given.get("shift", 0)
+        device, shift = hidden.device, given.get("shift", 0)
         beyond = type(shift) is int and bool(leading) and leading[-1] <= shift  # which is an error
         cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         current = torch.cuda.current_device() if device.type == "cuda" else None
