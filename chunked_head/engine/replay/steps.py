@@ -12,7 +12,8 @@ from torch import Tensor
 from ...kernels.common.recording import CALL_SIZES, Launched, flattened
 
 Held = Sequence[Any] | Mapping[int, Any]  # what slots hold
-MOST_ADDRESSES = 64  # of its descriptors' memory that one launch remembers
+MOST_ADDRESSES = 64  # of a descriptor's memory that one launch remembers
+PLAIN = {type(None), bool, int, float}  # words of a launch that are no tensor map
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
 
 
@@ -182,7 +183,8 @@ def launch(record: Launch) -> Step:
     run, arguments, stream_at, _, descriptors, described, _ = record
     numbers = record.numbers
     known = [(*at, *kind) for at, kind in zip(descriptors, described, strict=True)]
-    in_c: dict[tuple[int, ...], InC | None] = {}  # by the addresses of what is described
+    in_c: list[InC | None] = []  # once it is known
+    maps: list[dict[int, Any]] = [{} for _ in descriptors]  # of each descriptor, by its address
 
     def given(addresses: list[int], stream: int) -> list[Any]:
         found = arguments.copy()
@@ -195,22 +197,34 @@ def launch(record: Launch) -> Step:
             descriptor.__dict__.update(attributes, base=Address(addresses[slot] + offset))
         return found
 
+    def seen(addresses: list[int], stream: int) -> InC | None:
+        made = InC.of(record, given(addresses, stream))
+        if made is not None:
+            for i, (_, slot, offset), of in zip(made.maps, descriptors, maps, strict=True):
+                if len(of) >= MOST_ADDRESSES:
+                    of.clear()
+                of[addresses[slot] + offset] = made.words[i]
+        return made
+
     def step(held: list[Any], addresses: list[int], stream: int) -> None:
-        key = tuple([addresses[slot] + offset for _, slot, offset in descriptors])
-        try:
-            direct = in_c[key]
-        except KeyError:
-            if len(in_c) >= MOST_ADDRESSES:
-                in_c.clear()
-            direct = in_c[key] = InC.of(record, given(addresses, stream))  # another thread may clear it now
-        if direct is None:
+        if not in_c:
+            in_c.append(seen(addresses, stream))
+        if in_c[0] is None:
             run(*given(addresses, stream))
             return
-        function, words, at, places = direct
+        function, words, at, places, maps_at = in_c[0]
         words = words.copy()
         words[at] = stream
         for i, slot, offset in places:
             words[i] = addresses[slot] + offset
+        for i, (_, slot, offset), of in zip(maps_at, descriptors, maps, strict=True):
+            address = addresses[slot] + offset
+            try:
+                words[i] = of[address]
+            except KeyError:
+                made = seen(addresses, stream)
+                assert made is not None
+                words[i] = made.words[i]
         function(*words)
 
     return step
@@ -226,11 +240,12 @@ class InC(NamedTuple):
     function: Callable[..., None]
     words: list[Any]
     stream_at: int
-    pointers: list[tuple[int, int, int]]
+    numbers: list[tuple[int, int, int]]
+    maps: list[int]  # which of the words are those of the descriptors, in their order
 
     @classmethod
     def of(cls, record: Launch, given: list[Any]) -> "InC | None":
-        """None where not every address is one word of what the function in C takes."""
+        """None where not every address is one word of what the function in C takes, and every map another."""
         at = [record.stream_at, *(i for i, *_ in record.numbers)]
         marks = [Mark(given[i]) for i in at]
         for i, mark in zip(at, marks, strict=True):
@@ -240,8 +255,10 @@ class InC(NamedTuple):
             return None
         function, words = found
         places = [[i for i, word in enumerate(words) if word is mark] for mark in marks]
-        if any(len(place) != 1 for place in places):
+        # what stands behind a map is its shape and strides, which are the same for all addresses
+        maps = [i for i, word in enumerate(words) if type(word) not in PLAIN and not any(word is one for one in given)]
+        if any(len(place) != 1 for place in places) or len(maps) != len(record.descriptors):
             return None
         (stream,), *others = places
-        pointers = [(i, slot, offset) for (i,), (_, slot, offset) in zip(others, record.numbers, strict=True)]
-        return cls(function, words, stream, pointers)
+        numbers = [(i, slot, offset) for (i,), (_, slot, offset) in zip(others, record.numbers, strict=True)]
+        return cls(function, words, stream, numbers, maps)
