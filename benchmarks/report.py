@@ -146,6 +146,22 @@ def trainers() -> str:
     return table(["", "step, its own head", "here", "peak, its own head", "here"], lines, "trainers")
 
 
+def framework_steps() -> str:
+    """Each of a framework's own ways beside ours, and the lines that a user changes."""
+
+    def figures(way: dict[str, Any]) -> list[str]:
+        return [f"{way['ms']:.1f} ms", f"{way['peak_bytes'] / 2**30:.1f} GiB"] if "ms" in way else [way["status"], "-"]
+
+    lines = []
+    for row in (row for row in read("framework-steps")["rows"] if "ways" in row):
+        *theirs, (_, ours) = row["ways"].items()
+        for name, way in theirs:
+            title = f"{row['framework']} {row['version']}, {row['case']}: {name}"
+            lines.append([title, *figures(way), *figures(ours), row["lines"]])
+    head = ["", "step, its head", "peak, its head", "step, here", "peak, here", "lines to change"]
+    return table(head, lines, "framework-steps")
+
+
 def accuracy() -> str:
     return matrix("accuracy", "data", ("random", "zipf", "peaked"),
                   lambda row: f"{row['d_hidden_error']:.1e}, {row['d_weight_error']:.1e}", "provider")  # fmt: skip

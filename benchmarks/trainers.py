@@ -51,10 +51,16 @@ class Batch:
             made: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**(QWEN if gpu else TINY)))
         return made.to(torch.bfloat16 if gpu else torch.float32).train()
 
-    def ids(self, model: Any, seed: int = 0) -> Tensor:
-        made = torch.Generator().manual_seed(seed)
-        shape = (SEQUENCES, self.tokens // SEQUENCES)
-        return torch.randint(0, model.config.vocab_size, shape, generator=made).to(self.device)
+    def ids(self, model: Any) -> Tensor:
+        return self.ids_below(model.config.vocab_size)
+
+    def ids_below(self, vocab: int) -> Tensor:
+        made = torch.Generator().manual_seed(0)
+        return torch.randint(0, vocab, (SEQUENCES, self.tokens // SEQUENCES), generator=made).to(self.device)
+
+    def made(self) -> tuple[Any, Tensor]:
+        model = self.model()
+        return model, self.ids(model)
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -263,23 +269,30 @@ def timed(
     return measure.time_rounds(steps, Gradients(steps.values()), device, rounds)
 
 
+def once(step: TrainerStep, device: torch.device) -> dict[str, Any]:
+    """A step's loss, norm of all gradients, and on a GPU its peak beside the parameters, gradients included."""
+    found = {"loss": float(step())}
+    gradients = [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
+    if gradients:
+        found["grad_norm"] = float(torch.nn.utils.get_total_norm(gradients))
+    del gradients
+    step.clear()
+    if device.type == "cuda":
+        measure.release()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        step.clear()
+    return found
+
+
 def compared(name: str, batch: Batch, rounds: int) -> dict[str, Any]:
-    """A row: both ways' loss, norm of all gradients, time of a step, and on a GPU its peak beside the parameters,
-    gradients included."""
+    """A row: both ways' loss, norm of all gradients, time of a step, and on a GPU its peak."""
     steps = {way: TrainerStep(*TRAINERS[name](batch, way == OURS)) for way in (PLAIN, OURS)}
     row: dict[str, Any] = {"trainer": name, "tokens": batch.tokens, "ways": {way: {} for way in steps}}
     for way, step in steps.items():
-        row["ways"][way]["loss"] = float(step())
-        gradients = [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
-        row["ways"][way]["grad_norm"] = float(torch.nn.utils.get_total_norm(gradients))
-        step.clear()
-        if batch.device.type == "cuda":
-            measure.release()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            step()
-            row["ways"][way]["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-            step.clear()
+        row["ways"][way] = once(step, batch.device)
     times, failures = timed(steps, batch.device, rounds)
     for way, values in times.items():
         row["ways"][way]["ms"] = measure.quantile(values, 0.5) / (FITTED if name == "Lightning" else 1)

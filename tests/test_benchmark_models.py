@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 import chunked_head.integrations.huggingface.lazy.fused_loss
-from benchmarks import frameworks, model_curves, models
+from benchmarks import framework_steps, frameworks, model_curves, models
 
 
 def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,3 +64,19 @@ def test_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert ways["ours"][key] == pytest.approx(ways["plain"][key], rel=1e-4) and ways["plain"][key]
     with pytest.raises(SystemExit):
         frameworks.main(["lm_eval", "--device", "cuda"])
+
+
+def test_a_framework_that_is_missing_is_a_row(tmp_path: Path) -> None:
+    """Its steps are tested in ``tests/frameworks``."""
+    (tmp_path / "verl" / "verl").mkdir(parents=True)
+    (tmp_path / "verl" / "verl" / "__init__.py").write_text("raise ImportError('this one is found first')")
+    path = tmp_path / "steps.json"
+    arguments = ["verl", "--device", "cpu", "--packages", str(tmp_path), "--output", str(path)]
+    assert framework_steps.main(arguments) == 1
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["framework"] == "verl" and row["error"] == "ImportError: this one is found first"
+    assert framework_steps.main([*arguments, "--limit", "0"]) == 1
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["error"] == "cut after 0 seconds"
+    with pytest.raises(SystemExit):
+        framework_steps.main(["nobody", "--device", "cpu"])

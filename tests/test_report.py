@@ -1,6 +1,7 @@
 """Numbers of README and docs/ are those of benchmarks/results: `python -m benchmarks report` makes them."""
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -44,3 +45,24 @@ def test_a_sitting_writes_what_is_shown() -> None:
 def test_every_table_is_shown() -> None:
     texts = "".join(path.read_text() for path in report.made() if path.suffix == ".md")
     assert [name for name in report.SECTIONS if f"<!-- report: {name} -->" not in texts] == []
+
+
+def test_steps_of_frameworks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ways = {
+        "its own": {"ms": 71.84, "peak_bytes": 18 * 2**30}, "fused": {"status": "out of memory"},
+        "ours": {"ms": 53.8, "peak_bytes": 5.4 * 2**30},
+    }  # fmt: skip
+    rows = [
+        {"framework": "verl", "version": "0.9.1", "case": "PPO", "lines": 2, "ways": ways},
+        {"framework": "Axolotl", "status": "failed", "error": "its package is missing"},
+    ]
+    made = {"rows": rows, "device": "a GPU", "versions": {"torch": "2"}, "date": "2026-01-02T", "commit": "1234567890"}
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps(made | {"command": "python -m benchmarks.framework_steps --output x/y.json"}))
+    monkeypatch.setitem(report.FILES, "framework-steps", str(path))
+    lines = report.framework_steps().splitlines()
+    assert lines[2:5] == [
+        "| verl 0.9.1, PPO: its own | 71.8 ms | 18.0 GiB | 53.8 ms | 5.4 GiB | 2 |",
+        "| verl 0.9.1, PPO: fused | out of memory | - | 53.8 ms | 5.4 GiB | 2 |",
+        "",
+    ]
