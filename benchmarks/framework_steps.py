@@ -202,7 +202,13 @@ def axolotl(batch: Batch) -> Ways:
         if Qwen3ForCausalLM.forward is not theirs:  # for this model alone, not for the class
             model.forward = types.MethodType(Qwen3ForCausalLM.forward, model)
             Qwen3ForCausalLM.forward = theirs
-        return loss_of(trainer, model.train(), batch)
+        _, run = loss_of(trainer, model.train(), batch)
+
+        def cast() -> Tensor:  # as the model is that accelerate prepares for a training step
+            with trainer.accelerator.autocast():
+                return run()
+
+        return model, cast
 
     cut: Ways = {
         "cut_cross_entropy": lambda: make(

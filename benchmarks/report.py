@@ -32,6 +32,7 @@ FILES = {
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
     "h100": "speed-cuda-h100.json", "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
+    "framework-steps": "framework_steps-cuda.json",
 }  # fmt: skip
 NAMES = {
     "floor": "three matmuls alone", "ours": "**chunked_head**", "eager": "plain PyTorch", "compile": "torch.compile",
@@ -247,7 +248,7 @@ def plans() -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "readme": lambda: heads("ours", "eager", "compile", "liger", "cce"), "heads": lambda: heads(source=("head",)),
     "default": default, "losses": all_losses, "accuracy": accuracy, "memory": memory, "models": models,
-    "trainers": trainers,
+    "trainers": trainers, "framework-steps": framework_steps,
     "peers": lambda: matrix("peers", "row", ("default", "compile", *providers.PACKAGES),
                             lambda row: f"{row['ratios']['3 products']:.3f}"),
     "options": lambda: matrix("speed", "row", ("half-skipped", "256MiB"), lambda row: f"{row['ratio']:.2f}"),
