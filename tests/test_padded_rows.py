@@ -7,7 +7,7 @@ import graph_calls
 import pytest
 import torch
 from budget import assert_outcome
-from cases import GPU, SINGLE, TRITON, Case, Place, bias, per_token, run, run_reference
+from cases import FAST_OPTIONS, GPU, SINGLE, TRITON, Case, Place, bias, per_token, run, run_reference
 from graph_calls import Data, make_data, named
 from test_replay import assert_replayed, mixed
 from test_replay import on_cpu as on_cpu
@@ -69,7 +69,8 @@ def test_cases(
     case: Case, dtype: torch.dtype, place: Place, rows_of_calls: list[int | None], request: pytest.FixtureRequest
 ) -> None:
     if place.device == "cpu":
-        if dtype == torch.float16 and "-47" in case.name:
+        fast = case.options.keys() <= FAST_OPTIONS
+        if dtype != (torch.bfloat16 if fast else torch.float16) or "-47" in case.name:
             pytest.skip("interpreted, each option once")
         request.getfixturevalue("on_cpu")
     inputs = case.inputs(dtype, place.device)
