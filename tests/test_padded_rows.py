@@ -1,7 +1,7 @@
 """Calls that run with rows behind their tokens' own, so that calls of many lengths are recorded once."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import graph_calls
 import pytest
@@ -15,7 +15,8 @@ from test_replay_launches import by_address as by_address
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan
-from chunked_head.backends import protocol
+from chunked_head.backends import resolve
+from chunked_head.engine import program
 from chunked_head.engine.replay import replay
 from chunked_head.program.plans import padded_rows
 
@@ -35,11 +36,7 @@ PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "trito
 @pytest.fixture
 def by_triton(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels are the CPU's default too."""
-    if not torch.cuda.is_available():
-        resolve = protocol.importlib.import_module
-        monkeypatch.setattr(
-            protocol.importlib, "import_module", lambda name, package: resolve(name.replace("torch", "triton"), package)
-        )
+    monkeypatch.setattr(program, "resolve", lambda name, device: resolve("triton", device))
 
 
 @pytest.fixture
@@ -111,7 +108,22 @@ def weighted_loss(d: Data) -> Any:
     return linear_loss(d.hidden, d.weight, d.target, loss, batch=batch, metrics=[metrics.entropy(), metrics.kl_old()])
 
 
-CALLS = [graph_calls.plain, graph_calls.unreduced, mixed, values, weighted_loss]
+class Added(NamedTuple):
+    loss: Tensor
+    buffer: Tensor
+
+
+def added(d: Data) -> Added:
+    buffer = torch.ones_like(d.weight, dtype=torch.float32).detach()
+    return Added(linear_cross_entropy(d.hidden, d.weight, d.target, accumulate_into=buffer, upstream=0.37), buffer)
+
+
+def under_autocast(d: Data) -> Tensor:
+    with torch.autocast(d.hidden.device.type, torch.bfloat16):
+        return linear_cross_entropy(d.hidden.float(), d.weight.float(), d.target, softcap=9.0, normalizer=d.scalar)
+
+
+CALLS = [graph_calls.plain, graph_calls.unreduced, mixed, values, weighted_loss, added, under_autocast]
 
 
 @pytest.mark.compiled
