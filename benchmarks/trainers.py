@@ -142,10 +142,9 @@ def trl(batch: Batch, ours: bool, kind: str) -> tuple[Any, Run]:
 @contextlib.contextmanager
 def trl_head() -> Iterator[None]:
     """What ``patch_trl`` does and takes back, in microseconds: without its checks."""
-    from chunked_head.integrations.trl.functions import Options
     from chunked_head.integrations.trl.patch import SEAMS
 
-    places = [(importlib.import_module(path), name, seam(Options())) for (path, name), seam in SEAMS.items()]
+    places = [(importlib.import_module(path), name, seam({})) for (path, name), seam in SEAMS.items()]
     theirs = [getattr(module, name) for module, name, _ in places]
     for module, name, seam in places:
         setattr(module, name, seam)

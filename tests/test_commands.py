@@ -63,7 +63,7 @@ def test_explain(tmp_path: Path, as_file: bool, capsys: pytest.CaptureFixture[st
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "SECONDS", 0.0)
+    monkeypatch.setattr(doctor, "ROUNDS", 4)
     monkeypatch.setattr(doctor, "TIMED", {"cpu": (32, 32, 64), "cuda": (256, 256, 1024)})
 
 

@@ -256,3 +256,14 @@ def test_always_lazy_but_in_generation() -> None:
         assert not isinstance(patched(input_ids=ids[:, :1], past_key_values=cache).logits, LazyLogits)
     assert torch.equal(*(model.generate(ids, max_new_tokens=3, do_sample=False) for model in (patched, plain)))
     assert not isinstance(patch_model(plain, when="training")(input_ids=ids).logits, LazyLogits)
+
+
+def test_what_is_made_without_gradients_has_none() -> None:
+    """Of logits that have some: an evaluation beside a training step."""
+    patched = patch_model(tiny_models.llama(), when="training", strict=True)
+    ids = tiny_models.tokens()["input_ids"]
+    lazy = patched(input_ids=ids).logits
+    with torch.no_grad():
+        made = [F.cross_entropy(lazy[0], ids[0]), lazy.log_softmax(-1).gather(-1, IDS), lazy.mean(-1)]
+    assert not any(value.requires_grad for value in made)
+    assert F.cross_entropy(lazy[0], ids[0]).requires_grad

@@ -17,7 +17,7 @@ from trl.trainer import distillation_trainer, utils
 from chunked_head.integrations.trl import check_fused_head, patch_trl, patched_trl, unpatch_trl
 from chunked_head.integrations.trl import functions as trl_functions
 from chunked_head.integrations.trl import patch as trl_patch
-from chunked_head.integrations.trl.functions import OUTPUTS, DivergenceSeam, LogProbSeam, Options
+from chunked_head.integrations.trl.functions import OUTPUTS, DivergenceSeam, LogProbSeam
 
 TOKENS, HIDDEN, VOCAB = 29, 16, 61
 THEIRS = utils._ChunkedLogProbFunction, distillation_trainer.ChunkedDivergenceFunction
@@ -73,29 +73,29 @@ def assert_same(ours: tuple, theirs: tuple, rtol: float = 2e-5, atol: float = 5e
 )
 def test_log_probs(head: tuple, outputs: tuple[str, ...]) -> None:
     more = (*head, *(None, 1.0)[len(head) - 2 :], outputs)
-    ours = outcome(LogProbSeam(Options(chunk_tokens=8)), operands(), TARGETS, *more)
+    ours = outcome(LogProbSeam({"chunk_tokens": 8}), operands(), TARGETS, *more)
     assert_same(ours, outcome(THEIRS[0], operands(), TARGETS, *more))
     if "is_top1" in outputs:
-        best = LogProbSeam(Options()).apply(*operands(), ours[0][4].new_zeros(TOKENS, dtype=torch.int64), *more)[4]
+        best = LogProbSeam({}).apply(*operands(), ours[0][4].new_zeros(TOKENS, dtype=torch.int64), *more)[4]
         assert not ours[0][4].all() and best.dtype == torch.bool
 
 
 def test_top1_of_equal_logits_is_the_first() -> None:
     hidden, weight = torch.ones(3, 4), torch.ones(5, 4)
     targets = torch.tensor([0, 1, 4])
-    for seam in (THEIRS[0], LogProbSeam(Options())):
+    for seam in (THEIRS[0], LogProbSeam({})):
         assert seam.apply(hidden, weight, None, targets, 1.0, 4, None, 1.0, OUTPUTS)[4].tolist() == [True, False, False]
 
 
 def test_frozen_and_without_tokens() -> None:
     hidden, weight, _ = operands()
     leaves = [hidden, weight.detach(), None]
-    assert_same(outcome(LogProbSeam(Options()), leaves, TARGETS, 1.0, 32), outcome(THEIRS[0], leaves, TARGETS, 1.0, 32))
-    found = LogProbSeam(Options()).apply(hidden[:0], weight, None, TARGETS[:0], 1.0, 32)
+    assert_same(outcome(LogProbSeam({}), leaves, TARGETS, 1.0, 32), outcome(THEIRS[0], leaves, TARGETS, 1.0, 32))
+    found = LogProbSeam({}).apply(hidden[:0], weight, None, TARGETS[:0], 1.0, 32)
     found[0].sum().backward()
     assert [len(value) for value in found] == [0] * 5 and not weight.grad.any()
     with torch.no_grad():
-        assert not LogProbSeam(Options()).apply(hidden, weight, None, TARGETS, 1.0, 32)[0].requires_grad
+        assert not LogProbSeam({}).apply(hidden, weight, None, TARGETS, 1.0, 32)[0].requires_grad
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -104,7 +104,7 @@ def test_frozen_and_without_tokens() -> None:
 def test_dtypes(dtype: torch.dtype, weight_dtype: torch.dtype, autocast: bool) -> None:
     """TRL computes in autocast's dtype or the hidden states'; each gradient comes in its operand's."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        ours = outcome(LogProbSeam(Options()), operands(dtype, weight_dtype), TARGETS, 1.0, 32)
+        ours = outcome(LogProbSeam({}), operands(dtype, weight_dtype), TARGETS, 1.0, 32)
         theirs = outcome(THEIRS[0], operands(dtype, weight_dtype), TARGETS, 1.0, 32)
     half = autocast or dtype == torch.bfloat16
     # they round logits of 16-bit operands: 2^-8 of logits up to 20
@@ -117,11 +117,11 @@ def test_dtypes(dtype: torch.dtype, weight_dtype: torch.dtype, autocast: bool) -
 def test_divergence(beta: float, head: tuple) -> None:
     made = torch.Generator().manual_seed(8)
     teacher = [torch.randn(size, generator=made) for size in ((TOKENS, 9), (VOCAB, 9), (VOCAB,))]
-    ours = outcome(DivergenceSeam(Options(chunk_tokens=8)), operands(), *teacher, beta, *head)
+    ours = outcome(DivergenceSeam({"chunk_tokens": 8}), operands(), *teacher, beta, *head)
     theirs = outcome(THEIRS[1], operands(), *teacher, beta, *head)
     assert_same(ours, theirs)
     with torch.autocast("cpu", torch.bfloat16):
-        ours = outcome(DivergenceSeam(Options()), operands(), *teacher, beta, *head)
+        ours = outcome(DivergenceSeam({}), operands(), *teacher, beta, *head)
         theirs = outcome(THEIRS[1], operands(), *teacher, beta, *head)
     assert_same(ours, theirs, 0.03, 0.03)
 
@@ -141,12 +141,12 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
         ]
         assert_same(*((values[:4], grads) for values, grads in found), *tolerance)
 
-    both(LogProbSeam(Options()), THEIRS[0], targets, 0.9, 32, 6.0, 1.2, OUTPUTS)
+    both(LogProbSeam({}), THEIRS[0], targets, 0.9, 32, 6.0, 1.2, OUTPUTS)
     for beta in (0.0, 0.3, 1.0):
-        both(DivergenceSeam(Options()), THEIRS[1], *teacher, beta, 0.9)
+        both(DivergenceSeam({}), THEIRS[1], *teacher, beta, 0.9)
 
 
-@pytest.mark.parametrize("seam", [LogProbSeam(Options()), DivergenceSeam(Options())], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("seam", [LogProbSeam({}), DivergenceSeam({})], ids=lambda s: type(s).__name__)
 def test_weight_that_is_taken_apart_between(seam: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As DeepSpeed's ZeRO-3 does: the head is whole where it is gathered, and empty elsewhere."""
 
@@ -181,12 +181,12 @@ def test_patching_and_back() -> None:
     patch_trl(memory_budget="64MiB")
     first = installed()
     assert isinstance(first[0], LogProbSeam) and isinstance(first[1], DivergenceSeam)
-    assert first[0].options.memory_budget == "64MiB"
+    assert first[0].options["memory_budget"] == "64MiB"
     patch_trl()
-    assert installed()[0].options == Options()
+    assert installed()[0].options == {}
     with patched_trl(chunk_tokens=7):
-        assert installed()[1].options.chunk_tokens == 7
-    assert installed()[1].options == Options()
+        assert installed()[1].options["chunk_tokens"] == 7
+    assert installed()[1].options == {}
     unpatch_trl()
     assert installed() == THEIRS
     unpatch_trl()
@@ -239,7 +239,7 @@ def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unknown_output() -> None:
     with pytest.raises(ValueError, match=r"outputs must be among 'log_probs'.*got 'varentropy'"):
-        LogProbSeam(Options()).apply(*operands(), TARGETS, 1.0, 32, None, 1.0, ("log_probs", "varentropy"))
+        LogProbSeam({}).apply(*operands(), TARGETS, 1.0, 32, None, 1.0, ("log_probs", "varentropy"))
 
 
 SMALL = {

@@ -4,7 +4,7 @@
 """
 
 import argparse
-import dataclasses
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -14,18 +14,17 @@ import torch
 
 from .. import losses
 from ..api.plan import plan
-from ..integrations.huggingface.explain import explain_model
+from ..integrations.huggingface.explain import explain_model, in_a_line
 from ..kernels.common.gpus import GPUS
-from ..program.plans import Plan, Section, facts, sections
+from ..program.plans import Plan, Section, as_text, facts, sections
 from .doctor import diagnose
-from .show import show
 
 Found = tuple[dict[str, Any], list[Section]]  # for scripts, and for people
 PROGRAM = "python -m chunked_head"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 LOSSES = sorted(one for one in losses.__all__ if one.islower() and one != "custom")
-DEVICE = f"cuda, cpu, or an architecture that need not be there ({', '.join(GPUS)}); default: the GPU, else the CPU"
 MODEL = "a folder with config.json, such a file, or a name in the local cache; nothing is downloaded"
+STYLES = {"pass": "bold green", "FAIL": "bold red"}  # by a value's first word
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,16 +34,17 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
-    asked = parser().parse_args(arguments)
+    asked = vars(parser().parse_args(arguments))
+    command, run, as_json = (asked.pop(name) for name in ("command", "run", "json"))
     try:
-        record, shown = asked.run(asked)
+        record, shown = run(**asked)
     except (TypeError, ValueError) as error:
-        print(f"{PROGRAM} {asked.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{PROGRAM} {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    if asked.json:
+    if as_json:
         print(json.dumps(record, indent=1, default=str))
     else:
-        show(shown)
+        show([section for section in shown if section[1]])
     return 0 if record.get("passed", True) else 1
 
 
@@ -52,42 +52,40 @@ def parser() -> Parser:
     made = Parser(prog=PROGRAM, description="The head of a language model without its logits: tools.")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(title: str, run: Any, text: str) -> argparse.ArgumentParser:
+    def command(title: str, run: Any, text: str) -> Any:
         added = commands.add_parser(title, help=text[0].lower() + text[1:].rstrip("."), description=text)
         added.set_defaults(run=run)
         added.add_argument("--json", action="store_true", help="print JSON for scripts; sizes are bytes")
-        return added
+        return added.add_argument
 
-    planned = command("plan", run_plan, "How a call of these sizes runs and what memory it takes.")
-    for size in ("tokens", "hidden", "vocab"):
-        planned.add_argument(f"--{size}", type=int, required=True, metavar="N")
-    planned.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the matmuls (default: bf16)")
-    planned.add_argument("--loss", nargs="+", choices=LOSSES, metavar="NAME",
-                         help=f"summed, default cross_entropy: {', '.join(LOSSES)}")  # fmt: skip
-    planned.add_argument("--softcap", type=float, metavar="X")
-    planned.add_argument("--teacher-k", type=int, default=0, metavar="K", help="ids per token of a top-K teacher")
-    planned.add_argument("--teacher-hidden", type=int, metavar="N", help="hidden size of a dense teacher")
-    planned.add_argument("--chunk-tokens", type=int, metavar="N", help="at most so many tokens in a chunk")
-    planned.add_argument("--ranks", type=int, default=1, metavar="N", help="that share the vocabulary (default: 1)")
-
-    explained = command("explain", run_explain, "What patch_model would do to a model of transformers, and why.")
-    explained.add_argument("model", metavar="MODEL", help=MODEL)
-    explained.add_argument("--tokens", type=int, default=8192, metavar="N", help="to plan for (default: 8192)")
-    explained.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: the configuration's)")
-    explained.add_argument("--autocast", choices=DTYPES, help="of torch.autocast, where the model trains under it")
-    for added in (planned, explained):
-        added.add_argument("--device", metavar="NAME", help=DEVICE)
-        added.add_argument("--memory-budget", metavar="SIZE", help="such as 1GiB: of all but the gradients")
-
-    text = "Versions, the GPU, the path that calls take, and a self-test with its figures."
-    command("doctor", lambda asked: diagnose(), text)
+    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    dtype: dict[str, Any] = {"choices": DTYPES}
+    add = command("plan", run_plan, "How a call of these sizes runs and what memory it takes.")
+    for size in ("--tokens", "--hidden", "--vocab"):
+        add(size, **number, required=True)
+    add("--dtype", **dtype, default="bf16", help="of the matmuls (default: bf16)")
+    listed = f"summed, default cross_entropy: {', '.join(LOSSES)}"
+    add("--loss", nargs="+", default=["cross_entropy"], choices=LOSSES, metavar="NAME", help=listed)
+    add("--softcap", type=float, metavar="X")
+    add("--teacher-k", **number, default=0, help="ids per token of a top-K teacher")
+    add("--teacher-hidden", **number, help="hidden size of a dense teacher")
+    add("--chunk-tokens", **number, help="at most so many tokens in a chunk")
+    add("--ranks", **number, default=1, help="that share the vocabulary (default: 1)")
+    explain = command("explain", run_explain, "What patch_model would do to a model of transformers, and why.")
+    explain("model", metavar="MODEL", help=MODEL)
+    explain("--tokens", **number, default=8192, help="to plan for (default: 8192)")
+    explain("--dtype", **dtype, help="of the parameters (default: the configuration's)")
+    explain("--autocast", **dtype, help="of torch.autocast, where the model trains under it")
+    device = f"cuda, cpu, or an architecture that need not be there ({', '.join(GPUS)}); default: the GPU, else the CPU"
+    for each in (add, explain):
+        each("--device", metavar="NAME", help=device)
+        each("--memory-budget", metavar="SIZE", help="such as 1GiB: of all but the gradients")
+    command("doctor", run_doctor, "Versions, the GPU, the path that calls take, and a self-test with its figures.")
     return made
 
 
-def run_plan(asked: argparse.Namespace) -> Found:
-    sizes: dict[str, Any] = {key: value for key, value in vars(asked).items() if key not in ("command", "run", "json")}
-    summed = sum(getattr(losses, one)() for one in asked.loss) if asked.loss else None
-    found = plan(**sizes | {"dtype": DTYPES[asked.dtype], "loss": summed})
+def run_plan(dtype: str, loss: list[str], **sizes: Any) -> Found:
+    found = plan(dtype=DTYPES[dtype], loss=sum(getattr(losses, one)() for one in loss), **sizes)
     return of_plan(found), sections(found)
 
 
@@ -99,12 +97,9 @@ def of_plan(found: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_explain(asked: argparse.Namespace) -> Found:
-    options = {} if asked.memory_budget is None else {"memory_budget": asked.memory_budget}
-    options |= {"autocast": DTYPES.get(asked.autocast), "device": asked.device}
-    found = explain_model(model_of(asked.model, DTYPES.get(asked.dtype)), asked.tokens, **options)
-    record = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-    record |= {"plan": found.plan and of_plan(found.plan)}
+def run_explain(model: str, dtype: str | None, autocast: str | None, **options: Any) -> Found:
+    found = explain_model(model_of(model, DTYPES.get(dtype or "")), autocast=DTYPES.get(autocast or ""), **options)
+    record = vars(found) | {"plan": found.plan and of_plan(found.plan)}
     return record, [("What patch_model would do", found.facts())]
 
 
@@ -119,6 +114,42 @@ def model_of(where: str, dtype: torch.dtype | None) -> Any:
         with torch.device("meta"):
             model = getattr(transformers, config.architectures[0])(config)
     except Exception as error:  # of many kinds: no file, no JSON, no such name, a model that transformers does not know
-        raise ValueError(f"{where} is not {MODEL}: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{where} is not {MODEL}: {in_a_line(error)}") from None
     dtype = dtype or getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return model if dtype is None else model.to(dtype)
+
+
+def run_doctor() -> Found:
+    found = diagnose()
+    tested = found["self_test"] | {"result, relative to float64": found["result"]}
+    records = {"Versions": found["versions"], "A call here": found["call"], "Self-test": tested}
+    shown: list[Section] = [(title, [*map(as_row, record.items())]) for title, record in records.items()]
+    return found, [*shown, ("Odd", [("", sentence) for sentence in found["odd"]])]
+
+
+def as_row(item: tuple[str, Any]) -> tuple[str, str]:
+    key, value = item
+    return key.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def show(shown: Sequence[Section]) -> None:
+    """What a command found, for people: in tables on a terminal with the package rich, else as plain text."""
+    if sys.stdout.isatty():
+        with contextlib.suppress(ImportError):
+            return in_tables(shown)
+    print(as_text(shown))
+
+
+def in_tables(shown: Sequence[Section]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    for title, rows in shown:
+        table = Table(title=title, title_justify="left", show_header=False)
+        for name, *cells in rows:
+            side: Any = "right" if cells[1:] else "left"  # several are numbers
+            # Text, since brackets in a string would be taken for rich's markup
+            texts = [Text(cell, STYLES.get(cell.split(",")[0], ""), justify=side) for cell in cells]
+            table.add_row(Text(name, "bold"), *texts)
+        Console().print(table)

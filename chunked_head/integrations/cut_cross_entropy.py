@@ -24,6 +24,7 @@ IMPLEMENTATIONS = (
     "cce", "torch_compile", "cce_exact", "cce_kahan", "cce_kahan_full", "cce_kahan_full_c", "cce_kahan_full_e",
     "cce_kahan_full_c_full_e",
 )  # fmt: skip
+OURS = ("ignore_index", "softcap", "reduction", "memory_budget", "skip_ignored")  # by our names and meanings
 
 
 def linear_cross_entropy(
@@ -114,19 +115,13 @@ class LinearCrossEntropy(OptionsModule):
         memory_budget: int | str | None = None,
         skip_ignored: bool | str = False,
     ):
+        options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        options: dict[str, Any] = {
-            "ignore_index": ignore_index, "softcap": softcap, "reduction": reduction, "memory_budget": memory_budget,
-            "skip_ignored": skip_ignored,
-        }  # fmt: skip
-        check_options(options)
+        check_options({name: value for name, value in options.items() if name in OURS})
         check_shift(shift)
         flag("return_lse", return_lse)
         head_options(impl, filter_eps, filter_e_grad, filter_c_grad, accum_e_fp32, accum_c_fp32)
-        self.keep(options | {
-            "shift": shift, "filter_eps": filter_eps, "accum_e_fp32": accum_e_fp32, "accum_c_fp32": accum_c_fp32,
-            "filter_e_grad": filter_e_grad, "filter_c_grad": filter_c_grad, "impl": impl, "return_lse": return_lse,
-        })  # fmt: skip
+        self.keep(options)
 
     def forward(
         self, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None

@@ -59,10 +59,10 @@ def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> 
             module.forward = before
 
 
-def check_named(options: Mapping[str, Any], known: Collection[str]) -> None:
+def check_named(options: Mapping[str, Any], known: Collection[str], note: str = "") -> None:
     """Raises what is wrong with options by keyword: one of another name, or a value that is wrong by itself."""
     for name, value in options.items():
         if name not in known:
             names = ", ".join(sorted(known))
-            raise TypeError(f"unknown option {name!r}; options are {names}{nearest(name, set(known))}")
+            raise TypeError(f"unknown option {name!r}; options are {names}{note}{nearest(name, set(known))}")
         CHECKS[name](value)

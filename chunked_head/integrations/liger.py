@@ -47,7 +47,8 @@ def check(options: Mapping[str, Any]) -> None:
     checks.check_tensor("ce_weight", options["ce_weight"], optional=True)
     if options["accum_dtype"] is not None:
         checks.check_dtype("accum_dtype", options["accum_dtype"])
-    check_options({name: options[name] for name in ("ignore_index", "label_smoothing", "reduction", "softcap")})
+    ours = ("ignore_index", "label_smoothing", "reduction", "softcap", "memory_budget")
+    check_options({name: options[name] for name in ours})
 
 
 def liger_fused_linear_cross_entropy(
@@ -95,11 +96,10 @@ def liger_fused_linear_cross_entropy(
         "label_smoothing": label_smoothing, "reduction": reduction, "softcap": softcap, "return_z_loss": return_z_loss,
         "accum_dtype": accum_dtype, "use_token_scaling": use_token_scaling,
         "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens,
+        "memory_budget": memory_budget,
     }  # fmt: skip
     check(options)
-    head: dict[str, Any] = {
-        "bias": bias, "ignore_index": ignore_index, "softcap": softcap, "memory_budget": memory_budget,
-    }  # fmt: skip
+    head = {name: options[name] for name in ("ignore_index", "softcap", "memory_budget")} | {"bias": bias}
     each = reduction == "none"
     batch: dict[str, Tensor] = {}
     seen: Any = None  # what the loss's own pass does not return
@@ -176,16 +176,10 @@ class LigerFusedLinearCrossEntropyLoss(OptionsModule):
         *,
         memory_budget: int | str | None = None,
     ):
+        options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        options: dict[str, Any] = {
-            "ce_weight": ce_weight, "ignore_index": ignore_index, "lse_square_scale": lse_square_scale,
-            "label_smoothing": label_smoothing, "reduction": reduction, "softcap": softcap,
-            "return_z_loss": return_z_loss, "accum_dtype": accum_dtype, "use_token_scaling": use_token_scaling,
-            "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens,
-        }  # fmt: skip
         check(options)
-        check_options({"memory_budget": memory_budget})
-        self.keep(options | {"memory_budget": memory_budget})
+        self.keep(options)
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None

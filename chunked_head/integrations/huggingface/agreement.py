@@ -79,7 +79,7 @@ class Agreement:
         self.covered = False  # whether a model inside of this one took over
         self.training = True  # whether the model is, in the forward that runs
         self.metrics: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # of training, and else
-        self.warned: set[str] = set()
+        self.warned: dict[str, str] = {}  # messages, by what they are given once for
         # losses of a model without numbers (explain.py), noted instead of made; None: they are made
         self.rehearsed: list[Rehearsed] | None = None
 
@@ -303,7 +303,7 @@ class Agreement:
 
     def warn(self, message: str, once: str | None = None) -> None:
         if (once or message) not in self.warned:
-            self.warned.add(once or message)
+            self.warned[once or message] = message
             warnings.warn(message, stacklevel=2)
 
     def rehearses(self, call: Rehearsed) -> None:

@@ -31,54 +31,47 @@ LENGTH = 16  # tokens of the forward that shows where the loss is made: of any o
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``patch_model`` would do; ``print`` shows it. Fields that do not apply are None or empty.
+    """What ``patch_model`` would do; ``print`` shows it. Fields that do not apply are None or empty."""
 
-    model: the model's class.
-    patched: whether it would be, its head being understood. ``reason``: why not, or what is not known of a patched one.
-    head: its name in the model, rows and columns, how many more there are, whether it is tied to the input embeddings.
-    tail: what the model does between head and loss: ``tail.logit_scale``, ``tail.softcap``; ``str(tail)`` in words.
-    losses: where each loss is made that a forward with labels makes, as file:line of the model's code.
-    whole: whether the library reads the head's weight; otherwise chunks go through the head's own forward.
-    warnings: what the patched model would warn of, logits that are computed after all among them.
-    tokens, plan: of the call that makes the first loss, for so many tokens on one device.
-    full_bytes: of the unpatched model's logits, their copy in the loss's dtype and their gradient, which it has at a
-        time and the patched one has not. What ``F.cross_entropy`` keeps for itself is not among them.
-    extra_bytes: what the library's call needs at its peak beside the gradients of hidden states and weight and, under
-        autocast, the cast weight, which the unpatched model makes too.
-    """
-
-    model: str
-    patched: bool = False
-    reason: str = ""
-    head: str = ""
-    tail: Tail | None = None
-    losses: tuple[str, ...] = ()
-    whole: bool = True
-    warnings: tuple[str, ...] = ()
-    tokens: int = 0
-    plan: Plan | None = None
+    model: str  # its class
+    patched: bool = False  # whether it would be, its head being understood
+    reason: str = ""  # why not, or what is not known of a patched one
+    head: str = ""  # its name in the model, rows and columns, how many more, whether tied to the input embeddings
+    tail: Tail | None = None  # between head and loss: tail.logit_scale, tail.softcap; str(tail) in words
+    losses: tuple[str, ...] = ()  # where a forward with labels makes each, as file:line of the model's code
+    whole: bool = True  # whether the library reads the head's weight; else chunks go through the head's own forward
+    warnings: tuple[str, ...] = ()  # of the patched model, such as of logits that are computed after all
+    tokens: int = 0  # of the call that makes the first loss, on one device
+    plan: Plan | None = None  # of that call
+    # the unpatched model's logits, their copy in the loss's dtype and their gradient, which it has at a time and the
+    # patched one has not. What F.cross_entropy keeps for itself is not among them
     full_bytes: int = 0
+    # what the call needs at its peak beside the gradients and, under autocast, the cast weight, which the unpatched
+    # model makes too
     extra_bytes: int | None = None
 
     def facts(self) -> list[tuple[str, str]]:
         """The report, line by line: what a line is about, and what it says."""
-        does = "patches it" + (": its loss goes through the library" if self.losses else "")
-        rows = [("model", self.model), ("patch_model", does if self.patched else "leaves it as it is")]
-        if self.reason:
-            rows.append(("but" if self.patched else "because", self.reason))
-        if self.head:
-            rows += [("head", self.head), ("loss outside of the forward", OUTSIDE)]
-        if self.tail is not None:
-            chunks = "" if self.whole else "; chunks go through the head's own forward"
-            rows.append(("between head and loss", f"{self.tail}{chunks}"))
-        rows += [("loss made at", place) for place in self.losses]
-        rows += [("warning", text) for text in self.warnings]
-        if self.plan is not None:
-            rows += [row for row in facts(self.plan) if row[0] in ("schedule", "chunks", "logits buffer")]
+        memory = ""
         if self.extra_bytes is not None:
             full, extra = (f"{size / MiB:,.1f} MiB" for size in (self.full_bytes, self.extra_bytes))
-            rows.append((f"{self.tokens} tokens take", f"{extra} instead of {full} of logits and their gradient"))
-        return rows
+            memory = f"{extra} instead of {full} of logits and their gradient"
+        does = "patches it" + (": its loss goes through the library" if self.losses else "")
+        tail = f"{self.tail or ''}" + ("" if self.whole else "; chunks go through the head's own forward")
+        shown = facts(self.plan) if self.plan else []
+        rows = [
+            ("model", self.model),
+            ("patch_model", does if self.patched else "leaves it as it is"),
+            ("but" if self.patched else "because", self.reason),
+            ("head", self.head),
+            ("loss outside of the forward", OUTSIDE if self.head else ""),
+            ("between head and loss", tail),
+            *(("loss made at", place) for place in self.losses),
+            *(("warning", text) for text in self.warnings),
+            *(row for row in shown if row[0] in ("schedule", "chunks", "logits buffer")),
+            (f"{self.tokens} tokens take", memory),
+        ]
+        return [row for row in rows if row[1]]
 
     def __str__(self) -> str:
         return as_text([("What patch_model would do", self.facts())])
@@ -120,29 +113,28 @@ def explain_model(
     if autocast is not None:
         checks.check_dtype("autocast", autocast)
     place_of(device)  # raises what is wrong with it
-    rehearsal = hollow(inner)
-    found = Explanation(type(inner).__name__, tokens=tokens)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            patch_model(rehearsal, **options)
-            agreed: Agreement = getattr(rehearsal, REPORT)
+    copied, found = hollow(inner), Explanation(type(inner).__name__, tokens=tokens)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                patch_model(copied, **options)
+            except (TypeError, ValueError) as error:
+                return replace(found, reason=f"it raises {in_a_line(error)}")
+            agreed: Agreement = getattr(copied, REPORT)
             if agreed.head is None:
                 return replace(found, reason=agreed.mechanism.removeprefix("none: "))
             found, vocab = replace(found, patched=True, head=agreed.head_in_words), agreed.head.columns
             hooks = [hook for hook in map(watcher, find_heads(inner)) if hook]
-            failure = "" if hooks else rehearse(rehearsal, agreed, inputs, autocast)
-        except (TypeError, ValueError) as error:
-            return replace(found, reason=f"it raises {in_a_line(error)}")
-        finally:
-            unpatch_model(rehearsal)
-    texts = [str(one.message) for one in said if str(one.message).startswith("chunked_head: ")]
-    texts += [f"chunked_head: {found.model}'s logits are computed after all, for {hook}" for hook in hooks]
-    found = replace(found, warnings=tuple(dict.fromkeys(text.removeprefix("chunked_head: ") for text in texts)))
-    if agreed.rehearsed:
-        return with_memory(found, agreed, agreed.rehearsed, vocab, device)
-    reason = f"a forward with labels, on tensors without numbers, raises {failure}" if failure else ""
-    return replace(found, reason=reason or "its loss does not go through its head")
+            failure = "" if hooks else rehearse(copied, agreed, inputs, autocast)
+        said = [text.removeprefix("chunked_head: ") for text in agreed.warned.values()]
+        said += [f"{found.model}'s logits are computed after all, for {hook}" for hook in dict.fromkeys(hooks)]
+        found = replace(found, warnings=tuple(said))
+        if agreed.rehearsed:
+            return with_memory(found, agreed, agreed.rehearsed, vocab, device)
+        reason = f"a forward with labels, on tensors without numbers, raises {failure}" if failure else ""
+        return replace(found, reason=reason or "its loss does not go through its head")
+    finally:
+        unpatch_model(copied)
 
 
 def with_memory(

@@ -85,7 +85,7 @@ def make_lazy(head: nn.Module, patch: Any) -> None:
     for module in {inner(head), head}:
         if not isinstance(module, LazyHead):
             loosen(module)
-            module.__class__ = lazy_class(type(module))
+            module.__class__ = lazy_class(type(module))  # type: ignore[arg-type]
     head.__dict__[PATCH] = patch
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from ... import losses
 from ...core.options import choice, flag
-from ...engine import head_options
 from ...losses.base import Losses, Summand
 from ...metrics import Metric
 from ...program.demand import needs_of
+from ..frameworks import check_named
 
 # options that say how to compute; what to compute is the model's
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into", "upstream", "skip_ignored",
@@ -17,13 +17,7 @@ OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises what no head and no batch could make right."""
-    unknown = options.keys() - set(OPTIONS)
-    if unknown:
-        raise TypeError(
-            f"patch_model got an unknown option {sorted(unknown)[0]!r}; options of the head are {', '.join(OPTIONS)}; "
-            "scale, softcap, bias and reduction are the model's own"
-        )
-    head_options.check_options(options)
+    check_named(options, OPTIONS, "; scale, softcap, bias and reduction are the model's own")
 
 
 def check_choices(when: Any, logits: Any, strict: Any) -> None:

@@ -100,7 +100,7 @@ def patch_model(
         agreed.refuse(str(reason))
         setattr(inner, REPORT, agreed)
         return model
-    inner.__class__ = patched_class(type(inner))
+    inner.__class__ = patched_class(type(inner))  # type: ignore[arg-type]
     setattr(inner, REPORT, agreed)
     return model
 
@@ -183,13 +183,9 @@ def made_again(base: type) -> Any:
     return object.__new__(patched_class(base))
 
 
-classes: dict[type, type] = {}
-
-
+@functools.cache
 def patched_class(base: type) -> type:
     """The class of patched models of class ``base``, which goes by its name."""
-    if base in classes:
-        return classes[base]
     before = base.forward  # type: ignore[attr-defined]
     names = [name for name in inspect.signature(before).parameters if name != "self"]
     labels_at = tuple((name, names.index(name) if name in names else -1) for name in LABELS)
@@ -217,8 +213,7 @@ def patched_class(base: type) -> type:
         "forward": forward, "base": base, "labels_at": labels_at, "__module__": base.__module__,
         "__qualname__": base.__qualname__, "__doc__": base.__doc__,
     }  # fmt: skip
-    classes[base] = type(base.__name__, (Patched, base), members)
-    return classes[base]
+    return type(base.__name__, (Patched, base), members)
 
 
 def without_logits(output: Any) -> Any:

@@ -10,26 +10,17 @@ BLIND = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.uti
 
 def watcher(head: Any) -> str | None:
     """The name of a hook that sees the head's output or its gradient; None without one."""
-    for hooks in (head._forward_hooks, of_all_modules._global_forward_hooks):
-        for hook in hooks.values():
-            if not blind(hook):
-                return f"a forward hook, {name_of(hook)}"
-    for hooks in (head._backward_hooks, head._backward_pre_hooks):
-        for hook in hooks.values():
-            if not blind(hook):
-                return f"a backward hook, {name_of(hook)}"
+    forward = (head._forward_hooks, of_all_modules._global_forward_hooks)
+    backward = (head._backward_hooks, head._backward_pre_hooks)
+    for kind, registered in (("forward", forward), ("backward", backward)):
+        for hooks in registered:
+            for hook in hooks.values():
+                if not module_of(hook).startswith(BLIND):
+                    return f"a {kind} hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
     return None
-
-
-def blind(hook: Any) -> bool:
-    return module_of(hook).startswith(BLIND)
 
 
 def module_of(hook: Any) -> str:
     while hasattr(hook, "func"):  # functools.partial
         hook = hook.func
     return getattr(hook, "__module__", None) or ""
-
-
-def name_of(hook: Any) -> str:
-    return getattr(hook, "__qualname__", type(hook).__name__)

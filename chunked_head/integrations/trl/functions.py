@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,27 +10,17 @@ from torch import Tensor
 
 from ...api.divergence import linear_divergence
 from ...api.logprobs import linear_logprobs
+from ...engine.execution import Execution
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 Outputs = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
-class Options:
-    """How each call runs, as ``linear_logprobs`` takes it."""
-
-    memory_budget: int | str | None = None
-    chunk_tokens: int | None = None
-    accumulate_dtype: torch.dtype | None = None
-    deterministic: bool = False
-    backend: str | None = None
-
-
-@dataclass(frozen=True)
 class LogProbSeam:
     """In the place of TRL's ``ChunkedLogProbFunction``."""
 
-    options: Options
+    options: Execution  # of each call
 
     def apply(
         self,
@@ -56,7 +46,7 @@ class LogProbSeam:
                 hidden, weight, targets, bias=bias,
                 entropy="entropy" in outputs, log_sum_sq_probs="log_sum_sq_probs" in outputs,
                 mean_logit="mean_logits" in outputs, argmax="is_top1" in outputs, temperature=temperature,
-                softcap=final_logit_softcapping, logit_scale=logit_scale, **asdict(self.options),
+                softcap=final_logit_softcapping, logit_scale=logit_scale, **self.options,
             )  # fmt: skip
             if isinstance(found, Tensor):
                 return found, None, None, None, None
@@ -73,7 +63,7 @@ class LogProbSeam:
 class DivergenceSeam:
     """In the place of TRL's ``ChunkedDivergenceFunction``."""
 
-    options: Options
+    options: Execution  # of each call
 
     def apply(
         self,
@@ -104,7 +94,7 @@ class DivergenceSeam:
                     hidden, weight, bias=bias, divergence="jsd", beta=beta, entropy=True, teacher_hidden=rows,
                     teacher_weight=vocabulary, teacher_bias=offsets, teacher_logit_scale=teacher_logit_scale,
                     teacher_softcap=teacher_final_logit_softcapping, temperature=temperature,
-                    softcap=student_final_logit_softcapping, logit_scale=student_logit_scale, **asdict(self.options),
+                    softcap=student_final_logit_softcapping, logit_scale=student_logit_scale, **self.options,
                 )  # fmt: skip
             return found.divergence, found.entropy.detach()
 

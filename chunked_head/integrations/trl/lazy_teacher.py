@@ -111,7 +111,7 @@ def divergence(student: Tensor, teacher: Tensor, beta: float, temperature: float
         inside = functools.partial(of_student, given | {"teacher_hidden": hidden.detach()})
         return ours.source.head.real(ours.hidden, chunked_head_loss=inside)
 
-    with ours.source.state(), torch.set_grad_enabled(ours.source.grad and torch.is_grad_enabled()):
+    with ours.source.taken():
         made = theirs.source.head.real(theirs.hidden, chunked_head_loss=of_teacher)
     ours.source.patch.fuses(own.tail)
     return made

@@ -17,17 +17,18 @@ import contextlib
 import importlib
 import inspect
 from collections.abc import Iterator
-from dataclasses import asdict
 from importlib import metadata
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from ...engine.execution import check_options
-from .functions import DivergenceSeam, LogProbSeam, Options
+from ...engine.execution import Execution
+from ..frameworks import check_named
+from .functions import DivergenceSeam, LogProbSeam
 
 KNOWN = "1.16"
+OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "deterministic", "backend")
 Place = tuple[str, str]  # a module of TRL's, and a name in it
 SEAMS: dict[Place, Any] = {  # of an autograd function, and what takes its place
     ("trl.trainer.utils", "_ChunkedLogProbFunction"): LogProbSeam,
@@ -37,19 +38,12 @@ _originals: dict[Place, Any] = {}
 _ours: dict[Place, Any] = {}
 
 
-def patch_trl(
-    *,
-    memory_budget: int | str | None = None,
-    chunk_tokens: int | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    deterministic: bool = False,
-    backend: str | None = None,
-) -> None:
+def patch_trl(**options: Unpack[Execution]) -> None:
     """Puts this library's head behind TRL's losses, for models and trainers made before the call too.
 
     Args:
-        memory_budget, chunk_tokens, accumulate_dtype, deterministic, backend: of every call, as in
-            ``linear_logprobs``. A second ``patch_trl`` puts its own in their place.
+        options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``deterministic``, ``backend`` of every
+            call, as in ``linear_logprobs``. A second ``patch_trl`` puts its own in their place.
 
     A weight that has another dtype than the hidden states (fp32 masters beside 16-bit activations without autocast, or
     ``cast_lm_head_to_fp32``) is cast as a whole, beside the budget.
@@ -60,8 +54,7 @@ def patch_trl(
         RuntimeError: TRL is not a version whose functions are known, or they take other arguments than in that version;
             it says what differs. Nothing is changed then.
     """
-    options = Options(memory_budget, chunk_tokens, accumulate_dtype, deterministic, backend)
-    check_options(asdict(options))
+    check_named(options, OPTIONS)
     check_version()
     originals = {place: known_function(place) for place in SEAMS}
     _originals.update(originals)
@@ -124,7 +117,7 @@ def serves() -> bool:
 
 
 @contextlib.contextmanager
-def patched_trl(**options: Any) -> Iterator[None]:
+def patched_trl(**options: Unpack[Execution]) -> Iterator[None]:
     """``patch_trl(**options)`` for the length of a ``with`` block; what stood there before stands there after it."""
     before = dict(_ours)
     patch_trl(**options)

@@ -13,6 +13,7 @@ from .... import losses
 from ....api.cross_entropy import linear_cross_entropy
 from ....api.logits_loss import logits_loss
 from ....api.loss import linear_loss
+from ....losses.base import Losses
 from ..running import running
 from .source import Source, is_shard
 from .tail import Rehearsed, Tail, tail_of
@@ -46,36 +47,37 @@ class Asked:
     def plain(self) -> bool:
         return not self.own or not self.source.patch.asks
 
-    def inside(self, head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """The loss; called inside of the head's call, where its hooks have made its parameters ready."""
-        weight = head.weight  # once: a parametrised one is computed each time
+    def whole(self, module: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss from the head's weight; called inside of the head's call."""
+        weight, patch = module.weight, self.source.patch  # once: a parametrised one is computed each time
         if is_shard(weight):  # still
             return self.by_chunks(hidden, forward)
-        return self.run(hidden, weight, head.bias)
-
-    def run(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        patch = self.source.patch
-        head = head_of(self.source, self.tail, weight, bias)
+        head = head_of(self.source, self.tail, weight, module.bias)
         if patch.rehearsed is not None:
             return self.rehearse(hidden, head["weight"], head["bias"])
-        head |= {"ignore_index": self.ignore_index, "reduction": self.reduction}
+        head |= {"target": self.target.to(hidden.device), "ignore_index": self.ignore_index}
         if self.plain:
             return linear_cross_entropy(
-                hidden, target=self.target.to(hidden.device), class_weights=self.class_weights,
+                hidden, class_weights=self.class_weights, reduction=self.reduction,
                 label_smoothing=self.label_smoothing, **head,
             )  # fmt: skip
-        loss = patch.loss_of(self.class_weights, self.label_smoothing, self.reduction)
-        found = linear_loss(hidden, target=self.target.to(hidden.device), loss=loss, metrics=patch.measured, **head)
+        found = linear_loss(
+            hidden, loss=self.loss(self.reduction), metrics=patch.measured, reduction=self.reduction, **head
+        )
         patch.takes(found)
         return found.loss
 
+    def loss(self, reduction: str) -> Losses:
+        """What is computed in the place of what the model says."""
+        return self.source.patch.loss_of(self.class_weights, self.label_smoothing, reduction)
+
     def rehearse(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """A loss without a number, of hidden states without numbers."""
-        source, smoothing, weights = self.source, self.label_smoothing, self.class_weights
+        source = self.source
         if self.plain:
-            loss = losses.cross_entropy(smoothing, weights)
+            loss = losses.cross_entropy(self.label_smoothing, self.class_weights)
         else:
-            loss = source.patch.loss_of(weights, smoothing, self.reduction)
+            loss = self.loss(self.reduction)
         casts = [argument for name, argument in self.steps if name == "cast"]
         read = torch.float32 if source.autocast is not None else (hidden.dtype, *casts)[-1]
         call = Rehearsed(self.tail, hidden, weight, bias, source.autocast, read, loss, self.reduction)
@@ -109,9 +111,8 @@ class Asked:
             # float16 does not hold the sum of many tokens
             return values if self.reduction == "none" else values.sum(dtype=wide(values.dtype))
         reduction = "none" if self.reduction == "none" else "sum"
-        loss = patch.loss_of(self.class_weights, self.label_smoothing, reduction)
         found = logits_loss(
-            real, ids, loss, metrics=patch.measured, reduction=reduction, ignore_index=self.ignore_index
+            real, ids, self.loss(reduction), metrics=patch.measured, reduction=reduction, ignore_index=self.ignore_index
         )
         if not before:
             patch.takes(found)
@@ -144,13 +145,13 @@ def cross_entropy(
     target = target.to(logits.hidden.device, torch.int64)
     own = running(source.head) is source.patch
     asked = Asked(source, tail, logits.steps, target, weight, ignore_index, reduction, float(label_smoothing), own)
-    with source.state(), torch.set_grad_enabled(source.grad and torch.is_grad_enabled()):
-        # a filled logit has no gradient, which a target among the filled ids would have of a very low bias
-        if source.head.reads_weight and not tail.filled:
-            loss = source.head.real(logits.hidden, chunked_head_loss=asked.inside)
-        else:
+    # a filled logit has no gradient, which a target among the filled ids would have of a very low bias
+    if source.head.reads_weight and not tail.filled:
+        loss = source.inside(logits.hidden, asked.whole)
+    else:
+        with source.taken():
             loss = asked.by_chunks(logits.hidden, source.head.real)
-            rounded = False  # a forward of its own may give other dtypes than it takes
+        rounded = False  # a forward of its own may give other dtypes than it takes
     loss = loss.to(logits.dtype if rounded else wide(logits.dtype))
     source.patch.fuses(tail, loss if own else None)
     return loss

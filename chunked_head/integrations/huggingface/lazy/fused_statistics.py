@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....api.logprobs import linear_logprobs
-from .fused_loss import cross_entropy, head_of
+from .fused_loss import cross_entropy, head_of, wide
 from .source import is_shard
 from .tail import Rehearsed, Tail, tail_of
 from .virtual import Virtual
@@ -34,6 +34,10 @@ class Read(NamedTuple):
     logits: Virtual
     tail: Tail
     factor: float | None  # None: of the logits themselves
+
+
+# remembers what was computed of the same logits, for ids [..., 1] or any
+Cached = Callable[[Read, Tensor | None], Rows]
 
 
 def log_softmax(v: Virtual, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
@@ -84,15 +88,26 @@ def statistics(read: Read, ids: Tensor) -> Rows:
             call = Rehearsed(read.tail, hidden, options["weight"], options["bias"], source.autocast, read.logits.dtype)
             source.patch.rehearses(call)
             return tuple(hidden.new_empty(ids.shape, dtype=torch.float32, requires_grad=True) for _ in Rows._fields)
-        return tuple(
-            linear_logprobs(
-                hidden, target=ids.to(hidden.device), lse=True, mean_logit=True, ignore_index=NONE, **options
-            )
-        )
+        target = ids.to(hidden.device)
+        return tuple(linear_logprobs(hidden, target=target, lse=True, mean_logit=True, ignore_index=NONE, **options))
 
-    with source.state(), torch.set_grad_enabled(source.grad and torch.is_grad_enabled()):
-        found = source.head.real(read.logits.hidden, chunked_head_loss=inside)
-    return Rows(*found)
+    return Rows(*source.inside(read.logits.hidden, inside))
+
+
+def mean_logits(read: Read) -> Tensor:
+    """Of a head without a cap [...], fp32 or wider; differentiable, inside of the head's call. The mean of a row is its
+    product with the mean row of the weight: no pass over the logits, for preference trainers that log it."""
+    source = read.logits.source
+
+    def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        options = head_of(source, read.tail, whole(head.weight), head.bias)
+        dtype = wide(hidden.dtype)
+        with torch.autocast(source.device_type, enabled=False):
+            value = hidden.to(dtype) @ options["weight"].mean(0, dtype=dtype)
+            value = value if options["bias"] is None else value + options["bias"].mean(dtype=dtype)
+        return value * read.tail.logit_scale
+
+    return source.inside(read.logits.hidden, inside)
 
 
 def whole(weight: Tensor) -> Tensor:
@@ -102,7 +117,7 @@ def whole(weight: Tensor) -> Tensor:
     return weight
 
 
-def gather(v: Virtual, cached: Callable[[Read, Tensor | None], Rows], dim: Any, index: Any) -> Any:
+def gather(v: Virtual, cached: Cached, dim: Any, index: Any) -> Any:
     """``gather(-1, ids)``, ids of one column."""
     read = reading(v)
     right = isinstance(index, Tensor) and isinstance(dim, int) and dim in (-1, len(v.shape) - 1)
@@ -113,65 +128,39 @@ def gather(v: Virtual, cached: Callable[[Read, Tensor | None], Rows], dim: Any, 
     return value[..., None].to(v.dtype)
 
 
-def logsumexp(v: Virtual, cached: Callable[[Read, Tensor | None], Rows], dim: Any, keepdim: bool = False) -> Any:
-    read = reading(v)
-    if read is None or read.factor is not None or dim not in (-1, len(v.shape) - 1):
-        return NotImplemented
-    lse = cached(read, None).lse.to(v.dtype)
-    return lse[..., None] if keepdim else lse
+def reduction(of: Callable[[Read, Cached], Tensor], logprobs: bool = False, everything: bool = False) -> Any:
+    """Over the vocabulary, of the logits or of log-probabilities; ``everything``: over all rows too."""
+
+    def reduced(
+        v: Virtual, cached: Cached, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> Any:
+        read, each = reading(v), dim in (-1, len(v.shape) - 1)
+        if read is None or logprobs != (read.factor is not None):
+            return NotImplemented
+        if not each and not (everything and dim is None and not keepdim):
+            return NotImplemented
+        value = of(read, cached) if each else of(read, cached).mean()
+        return (value[..., None] if keepdim else value).to(dtype or v.dtype)
+
+    return reduced
 
 
-def summed(
-    v: Virtual,
-    cached: Callable[[Read, Tensor | None], Rows],
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    """Of log-probabilities over the vocabulary: ``vocab * (mean logit - lse)``."""
-    read = reading(v)
-    if read is None or read.factor is None or dim not in (-1, len(v.shape) - 1):
-        return NotImplemented
+def lse(read: Read, cached: Cached) -> Tensor:
+    return cached(read, None).lse
+
+
+def sum_of_logprobs(read: Read, cached: Cached) -> Tensor:
     rows = cached(read, None)
-    value = ((rows.mean_logit - rows.lse) * (read.factor * v.vocab)).to(dtype or v.dtype)
-    return value[..., None] if keepdim else value
+    assert read.factor is not None
+    return (rows.mean_logit - rows.lse) * (read.factor * read.logits.vocab)
 
 
-def mean(
-    v: Virtual,
-    cached: Callable[[Read, Tensor | None], Rows],
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    """Of the logits, over the vocabulary or over everything. Without a cap the mean of a row is its product with the
-    mean row of the weight: no pass over the logits, for preference trainers that log it."""
-    read = reading(v)
-    over_rows = dim in (-1, len(v.shape) - 1)
-    if read is None or read.factor is not None or not (over_rows or (dim is None and not keepdim)):
-        return NotImplemented
-    value = cached(read, None).mean_logit if read.tail.softcap else mean_logits(read)
-    value = value if over_rows else value.mean()
-    return (value[..., None] if keepdim else value).to(dtype or v.dtype)
+def mean(read: Read, cached: Cached) -> Tensor:
+    return cached(read, None).mean_logit if read.tail.softcap else mean_logits(read)
 
 
-def mean_logits(read: Read) -> Tensor:
-    """Of a head without a cap [...], fp32 or wider; differentiable, inside of the head's call."""
-    source = read.logits.source
-
-    def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        options = head_of(source, read.tail, whole(head.weight), head.bias)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        with torch.autocast(source.device_type, enabled=False):
-            value = hidden.to(wide) @ options["weight"].mean(0, dtype=wide)
-            value = value if options["bias"] is None else value + options["bias"].mean(dtype=wide)
-        return value * read.tail.logit_scale
-
-    with source.state(), torch.set_grad_enabled(source.grad and torch.is_grad_enabled()):
-        return source.head.real(read.logits.hidden, chunked_head_loss=inside)
-
-
-# by the name of the tensor's method; each takes a function that remembers what was computed for the same logits
-STATISTICS: dict[str, Callable[..., Any]] = {"gather": gather, "logsumexp": logsumexp, "sum": summed, "mean": mean}
+# by the name of the tensor's method
+STATISTICS: dict[str, Callable[..., Any]] = {
+    "gather": gather, "logsumexp": reduction(lse), "sum": reduction(sum_of_logprobs, logprobs=True),
+    "mean": reduction(mean, everything=True),
+}  # fmt: skip

@@ -3,6 +3,7 @@
 The module stays what and where it is, parameters, hooks and names: only its class changes, to one made of its own.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -107,13 +108,9 @@ def made_again(base: type) -> Any:
     return object.__new__(lazy_class(base))
 
 
-classes: dict[type, type] = {}
-
-
+@functools.cache
 def lazy_class(base: type) -> type:
     """The class of ``base``'s modules that are lazy; the same for the same."""
-    if base not in classes:
-        plain = base.forward is nn.Linear.forward  # type: ignore[attr-defined]
-        names = {"plain": plain, "base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
-        classes[base] = type(base.__name__, (LazyHead, base), names)
-    return classes[base]
+    plain = base.forward is nn.Linear.forward  # type: ignore[attr-defined]
+    names = {"plain": plain, "base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (LazyHead, base), names)

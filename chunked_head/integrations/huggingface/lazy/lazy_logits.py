@@ -13,8 +13,7 @@ from torch.autograd.function import FunctionCtx
 from .fused_loss import cross_entropy
 from .fused_statistics import LOG_SOFTMAX, STATISTICS, Read, Rows, log_softmax, nll_loss, statistics
 from .source import is_shard
-from .unchanged import changed as changed_since
-from .unchanged import version
+from .unchanged import changed, version
 from .virtual import COPIES as PLAIN_COPIES
 from .virtual import IN_PLACE, VIEWS, Virtual, picks
 
@@ -102,7 +101,7 @@ class LazyLogits(Lazy):
         what = (
             "its hidden states have been written to"
             if written
-            else changed_since(source.head, source.parameters, numbers=numbers)
+            else changed(source.head, source.parameters, numbers=numbers)
         )
         if what is not None:
             raise RuntimeError(
@@ -113,17 +112,16 @@ class LazyLogits(Lazy):
 
     def rows_for(self, read: Read, index: Tensor | None) -> Rows:
         """Statistics of the rows for ids [..., 1]: those computed last where they are for the same, or any will do."""
-        key = (index, 0 if index is None else version(index), torch.is_grad_enabled())
-        if (
-            self._rows is None
-            or not (index is None or self._rows[0][0] is index)
-            or (index is not None and self._rows[0][1] != key[1])
-            or self._rows[0][2] != key[2]
-        ):
-            ids = read.logits.hidden.new_zeros(read.logits.shape[:-1], dtype=torch.int64)
-            self._rows = (key, statistics(read, ids if index is None else index[..., 0]))
-            self._virtual.source.patch.fuses(read.tail)
-        return self._rows[1]
+        grad = torch.is_grad_enabled()
+        if self._rows is not None:
+            (known, written, with_grad), rows = self._rows
+            if with_grad == grad and (index is None or (known is index and written == version(index))):
+                return rows
+        ids = read.logits.hidden.new_zeros(read.logits.shape[:-1], dtype=torch.int64)
+        rows = statistics(read, ids if index is None else index[..., 0])
+        self._rows = ((index, None if index is None else version(index), grad), rows)
+        self._virtual.source.patch.fuses(read.tail)
+        return rows
 
     def hand_down(self, parts: "tuple[LazyLogits, ...]") -> None:
         """What is known of all rows is known of those of each part: TRL gathers from all, then takes the log-sum-exp
@@ -169,16 +167,16 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     if any(isinstance(value, LazyLogits) for value in (*rest, *kwargs.values())):
         return NotImplemented
     first.check_unchanged(numbers=name == "argmax" and not virtual.source.patch.lazy)
-    if name == "cross_entropy":
-        return cross_entropy(virtual, *rest, **kwargs)
-    if name == "nll_loss":
-        return nll_loss(virtual, *rest, **kwargs)
-    if name == "argmax":
-        return argmax(virtual, *rest, **kwargs)
+    if name in RESULTS:
+        return RESULTS[name](virtual, *rest, **kwargs)
     if name in STATISTICS:
         return STATISTICS[name](virtual, first.rows_for, *rest, **kwargs)
     if name in IN_PLACE:
-        return changed(first, name, IN_PLACE[name](virtual, *rest, **kwargs))
+        found = IN_PLACE[name](virtual, *rest, **kwargs)
+        if found is NotImplemented:
+            return found
+        first._virtual, first._rows = found, None
+        return None if name == "__setitem__" else first
     found = (COPIES.get(name) or VIEWS[name])(virtual, *rest, **kwargs)
     if found is NotImplemented:
         return found
@@ -190,14 +188,6 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     if name in ("__iter__", "unbind") and not any((*rest, *kwargs.values())):  # along the first dimension
         first.hand_down(parts)
     return iter(parts) if name == "__iter__" else parts
-
-
-def changed(logits: LazyLogits, name: str, found: Any) -> Any:
-    """In-place work that stays lazy."""
-    if found is NotImplemented:
-        return found
-    logits._virtual, logits._rows = found, None
-    return None if name == "__setitem__" else logits
 
 
 def writes(function: Any) -> bool:
@@ -227,6 +217,10 @@ def argmax(virtual: Virtual, dim: int | None = None, keepdim: bool = False) -> A
     if dim is None or dim not in (-1, len(virtual.shape) - 1):
         return NotImplemented
     return virtual.source.argmax(virtual, keepdim)
+
+
+# what is no logits any more, by the function's name
+RESULTS: dict[str, Any] = {"cross_entropy": cross_entropy, "nll_loss": nll_loss, "argmax": argmax}
 
 
 def computed(value: Any, what: str) -> Any:
@@ -286,12 +280,12 @@ def named(function: Any) -> str:
 
 def by_function() -> dict[Any, str]:
     """Every function of torch that means one of the operations, and which."""
-    names = {name: name for name in (*COPIES, *VIEWS, *IN_PLACE, *STATISTICS, "argmax")}
+    names = {name: name for name in (*COPIES, *VIEWS, *IN_PLACE, *STATISTICS, *RESULTS)}
     names |= {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add"}
     names |= {"__imul__": "mul_", "__itruediv__": "div_", "__iadd__": "add_"}
-    found: dict[Any, str] = {F.cross_entropy: "cross_entropy", F.log_softmax: "log_softmax", F.nll_loss: "nll_loss"}
+    found: dict[Any, str] = {}
     for name, meaning in names.items():
-        for owner in (Tensor, torch):
+        for owner in (Tensor, torch, F):
             function = getattr(owner, name, None)
             if callable(function):
                 found[function] = meaning

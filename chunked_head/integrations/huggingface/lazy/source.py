@@ -1,7 +1,7 @@
 """Where lazy logits came from: the head's module, and the state of autograd and autocast that it was called in."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +59,19 @@ class Source:
             without = torch.inference_mode(False)  # else what is computed could have no gradient later
         with without, torch.set_grad_enabled(self.grad):
             yield
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """The same for a loss, which is differentiable where the head's call is and its own."""
+        grad = self.grad and torch.is_grad_enabled()
+        with self.state(), torch.set_grad_enabled(grad):
+            yield
+
+    def inside(self, hidden: Tensor, function: Callable[..., Any]) -> Any:
+        """``function(head, hidden, forward)`` inside of the head's call, where its hooks have made its parameters
+        ready."""
+        with self.taken():
+            return self.head.real(hidden, chunked_head_loss=function)
 
     def real(self, logits: Virtual) -> Tensor:
         """The logits [..., vocab], computed by the head itself with all its hooks."""

@@ -4,6 +4,7 @@ Every operation here is the one of the same name on the ``[..., vocab]`` tensor 
 hidden states at once, those on each logit are written down. ``NotImplemented`` means that an operation is neither.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,25 +56,22 @@ class Virtual:
 def replay(logits: Tensor, steps: Sequence[tuple[str, Any]]) -> Tensor:
     """What the steps make of the head's output [..., vocab]."""
     for name, argument in steps:
-        if name == "cast":
-            logits = logits.to(argument)
-        elif name == "mul":
-            logits = logits * argument
-        elif name == "div":
-            logits = logits / argument
-        elif name == "tanh":
-            logits = torch.tanh(logits)
-        elif name == "add":
-            logits = logits + argument
-        elif name == "crop":
-            logits = logits[..., :argument]
-        elif name == "log_softmax":
-            logits = logits.log_softmax(-1, dtype=argument)
-        else:
-            ids, value = argument
-            logits = logits.clone()
-            logits[..., ids] = value
+        logits = STEPS[name](logits, argument)
     return logits
+
+
+def filled(logits: Tensor, given: tuple[Any, Any]) -> Tensor:
+    ids, value = given
+    logits = logits.clone()
+    logits[..., ids] = value
+    return logits
+
+
+STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "cast": lambda logits, dtype: logits.to(dtype), "mul": operator.mul, "div": operator.truediv, "add": operator.add,
+    "tanh": lambda logits, _: logits.tanh(), "crop": lambda logits, count: logits[..., :count], "fill": filled,
+    "log_softmax": lambda logits, dtype: logits.log_softmax(-1, dtype=dtype),
+}  # fmt: skip
 
 
 def cast(v: Virtual, dtype: torch.dtype) -> Any:
@@ -112,14 +110,6 @@ def factor(name: str) -> Callable[[Virtual, Any], Any]:
         return v.then(name, float(other))
 
     return scaled
-
-
-def negated(v: Virtual) -> Virtual:
-    return v.then("mul", -1.0)
-
-
-def tanh(v: Virtual) -> Virtual:
-    return v.then("tanh")
 
 
 def add(v: Virtual, other: Any, **kwargs: Any) -> Any:
@@ -271,6 +261,10 @@ def detach(v: Virtual) -> Virtual:
     return v.but(hidden=v.hidden.detach(), source=v.source.without_grad())
 
 
+def step(name: str, argument: Any = None) -> Callable[..., Any]:
+    return lambda v: v.then(name, argument)
+
+
 def casting(dtype: torch.dtype) -> Callable[..., Any]:
     return lambda v, **kwargs: cast(v, dtype)
 
@@ -279,8 +273,8 @@ def casting(dtype: torch.dtype) -> Callable[..., Any]:
 COPIES: dict[str, Callable[..., Any]] = {
     "float": casting(torch.float32), "half": casting(torch.float16), "bfloat16": casting(torch.bfloat16),
     "double": casting(torch.float64), "to": to, "mul": factor("mul"), "multiply": factor("mul"), "div": factor("div"),
-    "true_divide": factor("div"), "divide": factor("div"), "tanh": tanh, "add": add, "clone": same,
-    "index_select": by_rows("index_select", "dim", "index"), "neg": negated, "negative": negated,
+    "true_divide": factor("div"), "divide": factor("div"), "tanh": step("tanh"), "add": add, "clone": same,
+    "index_select": by_rows("index_select", "dim", "index"), "neg": step("mul", -1.0), "negative": step("mul", -1.0),
 }  # fmt: skip
 VIEWS: dict[str, Callable[..., Any]] = {
     "__getitem__": getitem, "view": reshape, "reshape": reshape, "expand": expand, "unsqueeze": unsqueeze,
@@ -292,5 +286,5 @@ VIEWS: dict[str, Callable[..., Any]] = {
     "select": by_rows("select", "dim", "index"),
 }  # fmt: skip
 IN_PLACE: dict[str, Callable[..., Any]] = {
-    "mul_": COPIES["mul"], "div_": COPIES["div"], "tanh_": tanh, "add_": add, "__setitem__": fill,
+    "mul_": COPIES["mul"], "div_": COPIES["div"], "tanh_": step("tanh"), "add_": add, "__setitem__": fill,
 }  # fmt: skip
