@@ -60,6 +60,13 @@ class Demand(NamedTuple):
         """Whether one look at each logit makes all statistics, so that a sweep need not keep what it has passed."""
         return len(self.views) == 1 and self.pairing is None and self.top_k == 0
 
+    def of_columns(self, columns: int | None) -> "Demand":
+        """The same of a rank's own columns; None: what ranks of other columns have in common."""
+        # a second softmax over fewer columns goes with a teacher of fewer, which is refused
+        views = tuple(view if view.columns is None else view._replace(columns=columns) for view in self.views)
+        pairing = None if self.pairing is None else self.pairing._replace(columns=columns or 0)
+        return self._replace(views=views, pairing=pairing)
+
     @property
     def ratio2(self) -> float:
         """Of the second softmax."""

@@ -59,9 +59,7 @@ class Call(OwnColumns):
 
     def replanned(self, request: Request) -> "Call":
         """The same with the gradients left to backward."""
-        sizes = replace(self.plan.sizes, late_upstream=True)
-        plan = make_plan(sizes, request) if self.shard is None else self.shard.plan(sizes, request)
-        return replace(self, plan=plan)
+        return replace(self, plan=make_plan(replace(self.plan.sizes, late_upstream=True), request))
 
 
 class Operands:
