@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ LOG_FLOOR = -1e4
 TEACHER_STATS = ("teacher_start", "teacher_rest", "teacher_top", "teacher_argmax")
 # of a dense teacher beside the student: sums over columns, made once the softmaxes of the whole vocabulary are known
 PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "below", "overlap")
-
-Vectors = TypeVar("Vectors", "RowStats", "Coefficients")
 
 
 class View(NamedTuple):
@@ -102,8 +100,19 @@ def numbers_sent(demand: Demand) -> int:
     return sum(widths.get(name, 1) for name in sent(demand))
 
 
+class Vectors:
+    """Numbers of each token by name; None where they are not there."""
+
+    def named(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def at(self, rows: slice) -> Self:
+        """Those of a slice of rows, sharing memory."""
+        return type(self)(**{name: value[rows] for name, value in self.named().items()})
+
+
 @dataclass(frozen=True, eq=False)
-class RowStats:
+class RowStats(Vectors):
     """Statistics of rows of logits ``x`` (after scale, cap and the call's temperature), fp32 (fp64 for fp64), [tokens].
 
     ``log p = (x - start) + rest`` without the rounding of lse, which is as large as the logits are.
@@ -161,16 +170,12 @@ class RowStats:
             vectors["top_k_logits"], vectors["top_k_ids"] = rows(demand.top_k), rows(demand.top_k, kind=torch.int64)
         return cls(**vectors)
 
-    def at(self, rows: slice) -> "RowStats":
-        """The statistics of a slice of rows, sharing memory."""
-        return self if rows.start == 0 and rows.stop == self.lse.shape[0] else sliced(self, rows)
+    def at(self, rows: slice) -> Self:
+        return self if rows.start == 0 and rows.stop == self.lse.shape[0] else super().at(rows)
 
     def zero_(self) -> None:
-        for value in present(self).values():
+        for value in self.named().values():
             value.zero_()
-
-    def named(self) -> dict[str, Tensor]:
-        return present(self)
 
 
 @functools.lru_cache(maxsize=256)
@@ -193,7 +198,7 @@ def vector_names(demand: Demand) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Coefficients:
+class Coefficients(Vectors):
     """Factors of the terms of the identity in ``kernels/gradients``, each [tokens]; None where nothing asks for a term.
 
     0 where a row does not count. ``columns`` [tokens, K] is what each of a row's own columns gets beside.
@@ -211,24 +216,9 @@ class Coefficients:
     theta: Tensor | None = None
     columns: Tensor | None = None
 
-    def at(self, rows: slice) -> "Coefficients":
-        """The coefficients of a slice of rows, sharing memory."""
-        return sliced(self, rows)
-
     def times(self, factor: Tensor) -> "Coefficients":
         """Times a 0-d factor."""
-        return Coefficients(**{name: value * factor for name, value in present(self).items()})
-
-    def named(self) -> dict[str, Tensor]:
-        return present(self)
-
-
-def present(vectors: RowStats | Coefficients) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(vectors).items() if value is not None}
-
-
-def sliced(vectors: Vectors, rows: slice) -> Vectors:
-    return type(vectors)(**{name: value[rows] for name, value in present(vectors).items()})
+        return Coefficients(**{name: value * factor for name, value in self.named().items()})
 
 
 @dataclass(frozen=True, eq=False)

@@ -329,9 +329,6 @@ def sizes_of(head: HeadOptions | LogitsOptions, program: Program, placed: Placed
     store = "kept" if program.kept_everywhere else backend.store(layout)
     return Sizes(
         placed.tokens, head.hidden.shape[-1], head.columns, program.dtype,
-        spread=1 if head.shard is None else head.shard.spread,
-        ranks=1 if head.shard is None else head.shard.parallel.ranks,
-        largest_part=None if head.shard is None else max(head.shard.split.rows),
         padding=head.weight.shape[0] - head.columns,
         hidden_dtype=head.hidden.dtype, weight_dtype=head.weight.dtype,
         hidden_grad=placed.wants.hidden, weight_grad=placed.wants.weight,
@@ -345,5 +342,5 @@ def sizes_of(head: HeadOptions | LogitsOptions, program: Program, placed: Placed
         store=store, copied=placed.copied, deterministic=head.deterministic,
         block=block_of(head.vocab) if head.deterministic else None, skips=placed.skips,
         buffer_dtype=placed.buffer_dtype,
-        **traits,
+        **traits, **({} if head.shard is None else head.shard.traits),
     )  # fmt: skip

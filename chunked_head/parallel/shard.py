@@ -13,7 +13,7 @@ from ..core.stats import PAIR_STATS, Demand, Rows, RowStats, sent
 from ..kernels.common.elsewhere import ELSEWHERE
 from ..program.plans import Plan
 from .agree import Words, agree
-from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
+from .hidden_rows import GatheredRows, ScatteredRows, SummedRows
 from .merge import GatheredStats, complete_blocks, pack, unpack
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
@@ -58,9 +58,11 @@ class Shard:
         return self.here.stop - self.here.start
 
     @property
-    def spread(self) -> int:
-        """Ranks that each hold hidden states of their own."""
-        return self.parallel.ranks if self.parallel.sequence_sharded else 1
+    def traits(self) -> dict[str, int]:
+        """What ``Sizes`` should know."""
+        ranks = self.parallel.ranks
+        spread = ranks if self.parallel.sequence_sharded else 1
+        return {"ranks": ranks, "spread": spread, "largest_part": max(self.split.rows)}
 
     def local_targets(self, target: Tensor) -> Tensor:
         """Columns of this rank's for targets [tokens] of the vocabulary, ``ELSEWHERE`` for other ranks', -1 kept."""
@@ -166,10 +168,6 @@ class Shard:
     def gathered(self, hidden: Tensor, rows: int) -> GatheredRows | None:
         """Where hidden states of at most ``rows`` rows come from other ranks."""
         return GatheredRows(hidden, rows, self.group) if self.parallel.sequence_sharded else None
-
-    def whole_fields(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Values of every rank's tokens [tokens, ...], of this one's."""
-        return {name: interleaved(value, self.group) for name, value in given.items()}
 
     def own_tokens(self, values: Tensor) -> Tensor:
         """Values of this rank's tokens, of the call's [tokens, ...]; differentiable."""

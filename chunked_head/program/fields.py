@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.options import nearest
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
 from ..metrics import Metric
-from .checks import is_dtensor
+from .checks import check_device, is_dtensor
 from .plans import name
 from .teachers import check_teacher
 
@@ -96,8 +96,7 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
         )
     if value.layout != torch.strided:
         raise TypeError(f"{where} must be a dense tensor, got layout {value.layout}; pass .to_dense()")
-    if value.device != frame.device:
-        raise ValueError(f"{where} is on {value.device}, the target's rows on {frame.device}; move one of them")
+    check_device(where, value, frame.device, "the target's rows")
     if value.requires_grad:
         raise ValueError(f"{where} takes no gradient here; pass it .detach()ed")
     right = {

@@ -245,28 +245,25 @@ def plan_half_weight(sizes: Sizes, request: Request) -> Plan:
             "accumulate_dtype=torch.float16 cannot hold sums of unscaled gradients (they pass 65504); "
             f"use torch.float32, which needs {4 * sizes.weight_elements / MiB:.0f} MiB, or None"
         )
-    fp32_bytes = 4 * sizes.weight_elements
-    attempts: list[tuple[torch.dtype, int, int, int]] = []  # accumulator, budget's growth, least rows, most chunks
-    if may_own:
-        attempts.append((own, 0, 1, 1))
-    if may_wide:
-        attempts.append((torch.float32, 0, GOOD_CHUNK, 0))
-    if may_own:
-        attempts.append((own, 0, 1, MAX_HALF_CHUNKS))
-    if may_own and wanted is not None and not request.explicit and request.chunk_tokens is None:
+    fp32_bytes, unasked = 4 * sizes.weight_elements, request
+    if request.chunk_tokens is None and wanted == own and not request.explicit:
         # asked for by name, it overrides the default budget: chunks as large as the accuracy asks
         request = replace(request, chunk_tokens=rows_of(sizes.tokens, MAX_HALF_CHUNKS))
-        attempts.append((own, 0, 1, MAX_HALF_CHUNKS))
-    if may_wide:
-        attempts.append((torch.float32, 0 if request.explicit else fp32_bytes, CHUNK_MULTIPLE, 0))
-    for accumulator, grow, least, most_chunks in attempts:
-        if request.chunk_tokens is not None and accumulator != own and grow == 0 and wanted is None:
-            # fp32 unasked must fit the budget beside the named chunk
-            attempt = replace(request, memory_budget=request.budget)
-        else:
-            attempt = request
+    elif request.chunk_tokens is not None and wanted is None:
+        # fp32 unasked must fit the budget beside the named chunk
+        unasked = replace(request, memory_budget=request.budget)
+    grown = 0 if request.explicit else fp32_bytes
+    attempts: tuple[tuple[bool, Request, torch.dtype, int, int, int], ...] = (
+        # whether it may be made, and of ``plan_forward`` accumulator, growth of the budget, least rows, most chunks
+        (may_own, request, own, 0, 1, 1),
+        (may_wide, unasked, torch.float32, 0, GOOD_CHUNK, 0),
+        (may_own, request, own, 0, 1, MAX_HALF_CHUNKS),
+        (may_wide, request, torch.float32, grown, CHUNK_MULTIPLE, 0),
+    )
+    for may, attempt, accumulator, growth, least, most_chunks in attempts:
         try:
-            return plan_forward(sizes, attempt, accumulator, grow, least, most_chunks)
+            if may:
+                return plan_forward(sizes, attempt, accumulator, growth, least, most_chunks)
         except ValueError:
             continue
     if wanted == own:
