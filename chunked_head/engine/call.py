@@ -324,7 +324,7 @@ def sizes_of(head: HeadOptions | LogitsOptions, program: Program, placed: Placed
     """What the plan is made from."""
     backend, demand, pairing = program.backend, program.demand, program.demand.pairing
     assert isinstance(head, HeadOptions)
-    traits = backend.traits(head.device)
+    traits: dict[str, Any] = backend.traits(head.device) | ({} if head.shard is None else head.shard.traits)
     layout = layout_of(head, program, placed.plain_weight, placed.plain_rows, placed.wants.bias)
     store = "kept" if program.kept_everywhere else backend.store(layout)
     return Sizes(
@@ -342,5 +342,5 @@ def sizes_of(head: HeadOptions | LogitsOptions, program: Program, placed: Placed
         store=store, copied=placed.copied, deterministic=head.deterministic,
         block=block_of(head.vocab) if head.deterministic else None, skips=placed.skips,
         buffer_dtype=placed.buffer_dtype,
-        **traits, **({} if head.shard is None else head.shard.traits),
+        **traits,
     )  # fmt: skip

@@ -30,10 +30,10 @@ def local(
             raise ValueError("weight is a DTensor, whose placements say how it is split; leave parallel=None")
         mesh = vocabulary_mesh("weight", weight, 0, WEIGHT_REMEDY)
         if mesh is not None:
-            sequence = hidden_dimension(hidden, mesh)
-            rows = rows_of_all("weight", weight.shape[0], mesh)
+            sequence, vocab = hidden_dimension(hidden, mesh), weight.shape[0]
+            rows = rows_of_all("weight", vocab, mesh)
             parallel = VocabParallel(mesh, rows, sequence_sharded=sequence is not None, tokens=parallel)
-            vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+            vocab_size = vocab if vocab_size is None else vocab_size
             hidden, target = local_tokens(hidden, target, sequence, parallel)
         check_bias(weight, bias)
     return own_hidden(hidden), part(weight), part(target), part(bias), vocab_size, parallel

@@ -51,11 +51,8 @@ class Shard:
 
     @property
     def here(self) -> slice:
+        """Its ids."""
         return self.split.here
-
-    @property
-    def columns(self) -> int:
-        return self.here.stop - self.here.start
 
     @property
     def traits(self) -> dict[str, int]:
@@ -66,8 +63,8 @@ class Shard:
 
     def local_targets(self, target: Tensor) -> Tensor:
         """Columns of this rank's for targets [tokens] of the vocabulary, ``ELSEWHERE`` for other ranks', -1 kept."""
-        column = target - self.here.start
-        return column.masked_fill_(column.clamp(0, self.columns - 1) != column, ELSEWHERE).masked_fill_(target < 0, -1)
+        column, last = target - self.here.start, self.split.columns - 1
+        return column.masked_fill_(column.clamp(0, last) != column, ELSEWHERE).masked_fill_(target < 0, -1)
 
     def local_columns(self, ids: Tensor) -> Tensor:
         """The same for a row's own columns, where other ranks' are as good as none."""
