@@ -288,9 +288,6 @@ class Teacher:
         given: dict[str, Any] = dict(zip(names, tensors, strict=False))
         return replace(self, **given)
 
-    def with_hidden(self, hidden: Tensor) -> "Teacher":
-        return replace(self, hidden=hidden)
-
 
 @dataclass(frozen=True, eq=False)
 class Kept:
@@ -348,10 +345,8 @@ class Rows(NamedTuple):
 
     def at(self, rows: slice) -> "Rows":
         """A slice of the rows, sharing memory."""
-        columns = None if self.columns is None else self.columns[rows]
+        columns, scale, order = (None if of is None else of[rows] for of in (self.columns, self.scale, self.order))
         teacher = None if self.teacher is None else self.teacher.rows(rows)
-        order = None if self.order is None else self.order[rows]
-        scale = None if self.scale is None else self.scale[rows]
         return Rows(
             self.hidden[rows], self.target[rows], columns, scale, teacher, order, self.counted, self.first + rows.start
         )

@@ -91,7 +91,7 @@ class Operands:
             clean = self.teacher_buffer[:count]
             source = teacher.hidden if order is not None else teacher.hidden[rows]
             self.call.backend.clean_rows(clean, source, target, order)
-            teacher = teacher.with_hidden(clean)
+            teacher = replace(teacher, hidden=clean)
         elif teacher is not None:
             teacher = teacher.rows(rows)
         columns = None if self.call.columns is None else self.call.columns[rows]

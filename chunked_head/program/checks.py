@@ -10,7 +10,6 @@ from ..core.options import NUMBERS
 from ..core.private import private
 from .plans import name
 
-REDUCTIONS = ("mean", "sum", "none")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -191,7 +190,7 @@ def check_device(argument: str, tensor: Tensor | None, device: torch.device, of:
         raise ValueError(f"{argument} is on {tensor.device}, {of} on {device}; move one of them")
 
 
-def check_reduction(reduction: str, allowed: tuple[str, ...] = REDUCTIONS, remedy: str = "") -> None:
+def check_reduction(reduction: str, allowed: tuple[str, ...] = ("mean", "sum", "none"), remedy: str = "") -> None:
     if reduction not in allowed:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, allowed))}, got {reduction!r}{remedy}")
 

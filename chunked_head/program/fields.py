@@ -35,12 +35,17 @@ def kinds_of(parts: Iterable[Summand | Metric]) -> dict[str, Field]:
             if known.get(field, kind) != kind:
                 raise ValueError(f"batch[{field!r}] is declared as {kind} by {part.label}, elsewhere as {known[field]}")
             known[field] = kind
-        if isinstance(part, Summand):
-            # named by a loss, and so declared by it
-            for option, kind in ((part.token_weights, Field("token")), (part.normalizer, Field("constant"))):
-                if isinstance(option, str):
-                    known.setdefault(option, kind)
+        for field, kind in named_by(part).items():
+            known.setdefault(field, kind)
     return known
+
+
+def named_by(part: Summand | Metric) -> dict[str, Field]:
+    """Fields that a loss names where it could hold a tensor, and so declares."""
+    if not isinstance(part, Summand):
+        return {}
+    named = (part.token_weights, Field("token")), (part.normalizer, Field("constant"))
+    return {option: kind for option, kind in named if isinstance(option, str)}
 
 
 def wanted_fields(
@@ -61,15 +66,11 @@ def wanted_fields(
         )
     wanted = [field for field in ("mask", "token_weights", TEMPERATURE, *KEPT_FIELDS) if field in batch]
     for what, part in parts:
-        for field in part.fields:
+        needed = [*part.fields, *named_by(part)]
+        for field in needed:
             if field not in batch:
                 raise ValueError(f"{what} {part.label} needs batch[{field!r}], which is missing")
-        wanted += [*part.fields, *(field for field in part.optional_fields if field in batch)]
-        for option in (getattr(part, "token_weights", None), getattr(part, "normalizer", None)):
-            if isinstance(option, str):
-                if option not in batch:
-                    raise ValueError(f"{what} {part.label} needs batch[{option!r}], which is missing")
-                wanted.append(option)
+        wanted += [*needed, *(field for field in part.optional_fields if field in batch)]
         for field in {"token": (), "segment": ("segments",), "pair": ("segments", "pairs")}[part.unit]:
             if field not in batch:
                 raise ValueError(f"{what} {part.label} has values per {part.unit} and needs batch[{field!r}]")
