@@ -167,12 +167,12 @@ class Split(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """How many ids are this rank's."""
+        """How many ids this rank holds."""
         return self.rows[self.rank]
 
     @property
     def here(self) -> slice:
-        """Which."""
+        """This rank's ids."""
         first = sum(self.rows[: self.rank])
         return slice(first, first + self.columns)
 
