@@ -10,7 +10,6 @@ from torch import Tensor
 
 # stands for log q where a teacher's probability is 0 and KL(p || q) would be infinite
 LOG_FLOOR = -1e4
-
 # of a dense teacher alone
 TEACHER_STATS = ("teacher_start", "teacher_rest", "teacher_top", "teacher_argmax")
 # of a dense teacher beside the student: sums over columns, made once the softmaxes of the whole vocabulary are known
@@ -347,6 +346,5 @@ class Rows(NamedTuple):
         """A slice of the rows, sharing memory."""
         columns, scale, order = (None if of is None else of[rows] for of in (self.columns, self.scale, self.order))
         teacher = None if self.teacher is None else self.teacher.rows(rows)
-        return Rows(
-            self.hidden[rows], self.target[rows], columns, scale, teacher, order, self.counted, self.first + rows.start
-        )
+        first = self.first + rows.start
+        return Rows(self.hidden[rows], self.target[rows], columns, scale, teacher, order, self.counted, first)
