@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from chunked_head import Plan, linear_loss, losses, plan
 from chunked_head.program.memory import MiB
-from chunked_head.program.planner import Request, make_plan
-from chunked_head.program.plans import DEFAULT_BUDGET, default_budget, parse_bytes
+from chunked_head.program.planner import DEFAULT_BUDGET, Request, default_budget, make_plan, parse_bytes
 from chunked_head.program.sizes import Sizes
 
 LLAMA: dict[str, Any] = {"hidden": 4096, "vocab": 128256, "dtype": torch.bfloat16, "device": "cuda"}

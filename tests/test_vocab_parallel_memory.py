@@ -8,11 +8,9 @@ import torch
 from tracking import Tracker
 
 from chunked_head import Plan, VocabParallel, linear_logprobs, linear_loss, losses, plan
-from chunked_head.core.groups import Split
 from chunked_head.engine import call
-from chunked_head.parallel.shard import Shard
 from chunked_head.program.memory import MiB
-from chunked_head.program.planner import Request
+from chunked_head.program.planner import Request, make_plan
 from chunked_head.program.sizes import Sizes
 
 K, WIDTH = 64, 1024
@@ -74,13 +72,10 @@ def test_plan_before_the_call(found: list[dict[str, Any]]) -> None:
     assert found[0]["gradients by rank"]["plan"] == foreseen
 
 
-def test_sums_in_16_bits_are_over_8_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_in_16_bits_are_over_8_chunks() -> None:
     """Of three ranks' rows a chunk has as many: a few more where a few less made nine chunks."""
-    monkeypatch.setattr(VocabParallel, "__post_init__", lambda self: None)
-    monkeypatch.setattr(VocabParallel, "ranks", 3)
-    shard = Shard(VocabParallel(sequence_sharded=True), Split(1500, (500, 500, 500), 0))
     half = torch.bfloat16
-    sizes = Sizes(8190, 64, 500, half, hidden_dtype=half, weight_dtype=half, spread=3, ranks=3)
-    plan = shard.plan(sizes, Request(chunk_tokens=1024, accumulate_dtype=half))
+    sizes = Sizes(8190, 64, 500, half, hidden_dtype=half, weight_dtype=half, spread=3, ranks=3, largest_part=500)
+    plan = make_plan(sizes, Request(chunk_tokens=1024, accumulate_dtype=half))
     assert (plan.chunk_tokens, plan.chunks) == (1026, 8)
-    assert shard.plan(sizes, Request(chunk_tokens=1024, accumulate_dtype=torch.float32)).chunk_tokens == 1023
+    assert make_plan(sizes, Request(chunk_tokens=1024, accumulate_dtype=torch.float32)).chunk_tokens == 1023

@@ -125,7 +125,8 @@ def logits_cross_entropy(
     logits, ids, vocab_size, parallel = local_logits(logits, ids, vocab_size, parallel, inplace)
     class_weights = whole("weight", class_weights)
     options = LogitsOptions(
-        logits, ids, ignore_index, softcap, logit_scale, 1.0, 0, backend, vocab_size, parallel
+        logits=logits, target=ids, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+        backend=backend, vocab_size=vocab_size, parallel=parallel,
     )  # fmt: skip
     checks.check_tensor("input", logits, optional=False)
     check_inplace(logits, inplace)

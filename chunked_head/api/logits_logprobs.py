@@ -44,8 +44,9 @@ def logits_logprobs(
     """
     logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace=False)
     options = LogitsOptions(
-        logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
-    )
+        logits=logits, target=target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+        temperature=temperature, shift=shift, backend=backend, vocab_size=vocab_size, parallel=parallel,
+    )  # fmt: skip
     flags = {
         "entropy": entropy, "lse": lse, "mean_logit": mean_logit, "log_sum_sq_probs": log_sum_sq_probs,
         "argmax": argmax,

@@ -87,8 +87,9 @@ def logits_loss(
     """
     logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace)
     options = LogitsOptions(
-        logits, target, ignore_index, softcap, logit_scale, temperature, shift, backend, vocab_size, parallel
-    )
+        logits=logits, target=target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+        temperature=temperature, shift=shift, backend=backend, vocab_size=vocab_size, parallel=parallel,
+    )  # fmt: skip
     checks.check_tensor("logits", logits, optional=False)
     loss, measured = check_loss(logits.device, loss, metrics, reduction, normalizer, None)
     check_inplace(logits, inplace)

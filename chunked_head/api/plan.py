@@ -17,7 +17,6 @@ from ..losses.user.closures import Function
 from ..losses.user.custom import as_losses
 from ..metrics import Metric
 from ..metrics.values import as_metrics
-from ..parallel.shard import plan_part
 from ..program import checks
 from ..program.demand import needs_of
 from ..program.fields import kinds_of
@@ -154,7 +153,7 @@ def plan(
     if on_a_gpu and may_pad(loss, measured, fields, kinds_of(parts_of_loss), request):
         tokens = padded_rows(tokens)
     sizes = Sizes(
-        tokens, hidden, vocab, dtype,
+        tokens, hidden, parts[0], dtype, largest_part=parts[0] if ranks > 1 else None,
         hidden_dtype=hidden_dtype or dtype, weight_dtype=weight_dtype or dtype,
         hidden_grad=hidden_grad, weight_grad=weight_grad, bias_grad=bias_grad,
         late_upstream=reduction == "none",
@@ -165,7 +164,7 @@ def plan(
         block=block_of(vocab) if deterministic else None,
         ranks=ranks, spread=ranks if sequence_sharded else 1, **traits,
     )  # fmt: skip
-    made = make_plan(sizes, request) if ranks == 1 else plan_part(sizes, request, parts[0], parts[0])
+    made = make_plan(sizes, request)
     if made.vocab_block is not None:
         Split(vocab, parts, 0).check_blocks()
     return made

@@ -166,10 +166,15 @@ class Split(NamedTuple):
     rank: int
 
     @property
+    def columns(self) -> int:
+        """How many ids this rank holds."""
+        return self.rows[self.rank]
+
+    @property
     def here(self) -> slice:
         """This rank's ids."""
         first = sum(self.rows[: self.rank])
-        return slice(first, first + self.rows[self.rank])
+        return slice(first, first + self.columns)
 
     def check_blocks(self) -> None:
         """Raises where a block of the vocabulary lies on two ranks."""

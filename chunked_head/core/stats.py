@@ -3,20 +3,17 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 # stands for log q where a teacher's probability is 0 and KL(p || q) would be infinite
 LOG_FLOOR = -1e4
-
 # of a dense teacher alone
 TEACHER_STATS = ("teacher_start", "teacher_rest", "teacher_top", "teacher_argmax")
 # of a dense teacher beside the student: sums over columns, made once the softmaxes of the whole vocabulary are known
 PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "below", "overlap")
-
-Vectors = TypeVar("Vectors", "RowStats", "Coefficients")
 
 
 class View(NamedTuple):
@@ -60,6 +57,13 @@ class Demand(NamedTuple):
         """Whether one look at each logit makes all statistics, so that a sweep need not keep what it has passed."""
         return len(self.views) == 1 and self.pairing is None and self.top_k == 0
 
+    def of_columns(self, columns: int | None) -> "Demand":
+        """The same of a rank's own columns; None: what ranks of other columns have in common."""
+        # a second softmax over fewer columns goes with a teacher of fewer, which is refused
+        views = tuple(view if view.columns is None else view._replace(columns=columns) for view in self.views)
+        pairing = None if self.pairing is None else self.pairing._replace(columns=columns or 0)
+        return self._replace(views=views, pairing=pairing)
+
     @property
     def ratio2(self) -> float:
         """Of the second softmax."""
@@ -95,8 +99,19 @@ def numbers_sent(demand: Demand) -> int:
     return sum(widths.get(name, 1) for name in sent(demand))
 
 
+class Vectors:
+    """Numbers of each token by name; None where they are not there."""
+
+    def named(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def at(self, rows: slice) -> Self:
+        """Those of a slice of rows, sharing memory."""
+        return type(self)(**{name: value[rows] for name, value in self.named().items()})
+
+
 @dataclass(frozen=True, eq=False)
-class RowStats:
+class RowStats(Vectors):
     """Statistics of rows of logits ``x`` (after scale, cap and the call's temperature), fp32 (fp64 for fp64), [tokens].
 
     ``log p = (x - start) + rest`` without the rounding of lse, which is as large as the logits are.
@@ -154,16 +169,12 @@ class RowStats:
             vectors["top_k_logits"], vectors["top_k_ids"] = rows(demand.top_k), rows(demand.top_k, kind=torch.int64)
         return cls(**vectors)
 
-    def at(self, rows: slice) -> "RowStats":
-        """The statistics of a slice of rows, sharing memory."""
-        return self if rows.start == 0 and rows.stop == self.lse.shape[0] else sliced(self, rows)
+    def at(self, rows: slice) -> Self:
+        return self if rows.start == 0 and rows.stop == self.lse.shape[0] else super().at(rows)
 
     def zero_(self) -> None:
-        for value in present(self).values():
+        for value in self.named().values():
             value.zero_()
-
-    def named(self) -> dict[str, Tensor]:
-        return present(self)
 
 
 @functools.lru_cache(maxsize=256)
@@ -186,7 +197,7 @@ def vector_names(demand: Demand) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Coefficients:
+class Coefficients(Vectors):
     """Factors of the terms of the identity in ``kernels/gradients``, each [tokens]; None where nothing asks for a term.
 
     0 where a row does not count. ``columns`` [tokens, K] is what each of a row's own columns gets beside.
@@ -204,24 +215,9 @@ class Coefficients:
     theta: Tensor | None = None
     columns: Tensor | None = None
 
-    def at(self, rows: slice) -> "Coefficients":
-        """The coefficients of a slice of rows, sharing memory."""
-        return sliced(self, rows)
-
     def times(self, factor: Tensor) -> "Coefficients":
         """Times a 0-d factor."""
-        return Coefficients(**{name: value * factor for name, value in present(self).items()})
-
-    def named(self) -> dict[str, Tensor]:
-        return present(self)
-
-
-def present(vectors: RowStats | Coefficients) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(vectors).items() if value is not None}
-
-
-def sliced(vectors: Vectors, rows: slice) -> Vectors:
-    return type(vectors)(**{name: value[rows] for name, value in present(vectors).items()})
+        return Coefficients(**{name: value * factor for name, value in self.named().items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,9 +287,6 @@ class Teacher:
         given: dict[str, Any] = dict(zip(names, tensors, strict=False))
         return replace(self, **given)
 
-    def with_hidden(self, hidden: Tensor) -> "Teacher":
-        return replace(self, hidden=hidden)
-
 
 @dataclass(frozen=True, eq=False)
 class Kept:
@@ -351,10 +344,7 @@ class Rows(NamedTuple):
 
     def at(self, rows: slice) -> "Rows":
         """A slice of the rows, sharing memory."""
-        columns = None if self.columns is None else self.columns[rows]
+        columns, scale, order = (None if of is None else of[rows] for of in (self.columns, self.scale, self.order))
         teacher = None if self.teacher is None else self.teacher.rows(rows)
-        order = None if self.order is None else self.order[rows]
-        scale = None if self.scale is None else self.scale[rows]
-        return Rows(
-            self.hidden[rows], self.target[rows], columns, scale, teacher, order, self.counted, self.first + rows.start
-        )
+        first = self.first + rows.start
+        return Rows(self.hidden[rows], self.target[rows], columns, scale, teacher, order, self.counted, first)

@@ -260,7 +260,7 @@ def plan_placed(prepared: PreparedCall, placed: "Placed") -> Plan:
         # computed again in backward, a call recomputes whatever its request was made for
         request = placed.request or program.request
         wish = Request(memory_budget=request.memory_budget) if placed.again else request
-        plan = make_plan(sizes, wish) if head.shard is None else head.shard.plan(sizes, wish)
+        plan = make_plan(sizes, wish)
         if head.shard is not None and plan.vocab_block is not None and not placed.again:
             head.shard.split.check_blocks()
         if lasting:
@@ -324,13 +324,11 @@ def sizes_of(head: HeadOptions | LogitsOptions, program: Program, placed: Placed
     """What the plan is made from."""
     backend, demand, pairing = program.backend, program.demand, program.demand.pairing
     assert isinstance(head, HeadOptions)
-    traits = backend.traits(head.device)
+    traits: dict[str, Any] = backend.traits(head.device) | ({} if head.shard is None else head.shard.traits)
     layout = layout_of(head, program, placed.plain_weight, placed.plain_rows, placed.wants.bias)
     store = "kept" if program.kept_everywhere else backend.store(layout)
     return Sizes(
         placed.tokens, head.hidden.shape[-1], head.columns, program.dtype,
-        spread=1 if head.shard is None else head.shard.spread,
-        ranks=1 if head.shard is None else head.shard.parallel.ranks,
         padding=head.weight.shape[0] - head.columns,
         hidden_dtype=head.hidden.dtype, weight_dtype=head.weight.dtype,
         hidden_grad=placed.wants.hidden, weight_grad=placed.wants.weight,

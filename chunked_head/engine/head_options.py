@@ -21,15 +21,20 @@ from ..program.planner import DEFAULT_REQUEST, Request
 from .execution import CHECKS, Head, check_options
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class OfRanks(ABC):
-    """What options of a head and of logits have in common: the ranks that may share the call."""
+    """What options of a head and of logits have in common, and the ranks that may share the call."""
 
     target: Tensor | None
-    temperature: float | Tensor
-    shift: int
-    vocab_size: int | None
-    parallel: VocabParallel | TokenParallel | None
-    holds = ""  # how an error says how many rows of the vocabulary are here
+    ignore_index: int = -100
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float | Tensor = 1.0
+    shift: int = 0
+    vocab_size: int | None = None
+    backend: str | None = None
+    parallel: VocabParallel | TokenParallel | None = None
+    holds: ClassVar[str]  # how an error says how many rows of the vocabulary are here
     checked_without_targets: ClassVar[CheckedBy]  # what ranks compare of their tokens where a call has no targets
 
     @property
@@ -134,31 +139,22 @@ class OfRanks(ABC):
     @property
     def columns(self) -> int:
         """Rows that are here and stand for an id."""
-        return self.vocab if self.shard is None else self.shard.columns
+        return self.vocab if self.shard is None else self.shard.split.columns
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class HeadOptions(OfRanks):
     """What every public function takes of the head and of how to run it."""
 
     hidden: Tensor
     weight: Tensor
-    target: Tensor | None
     bias: Tensor | None = None
-    ignore_index: int = -100
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    temperature: float | Tensor = 1.0
-    shift: int = 0
     memory_budget: int | str | None = None
     chunk_tokens: int | None = None
     accumulate_dtype: torch.dtype | None = None
     accumulate_into: Tensor | str | None = None
     skip_ignored: bool | str = False
     deterministic: bool = False
-    vocab_size: int | None = None
-    backend: str | None = None
-    parallel: VocabParallel | TokenParallel | None = None
     holds = "weight has {} rows"
     checked_without_targets = "hidden"
 
@@ -251,23 +247,14 @@ def head_of(
     hidden, weight, target, given["bias"], given["vocab_size"], given["parallel"] = local(
         hidden, weight, target, given.get("bias"), given.get("vocab_size"), given.get("parallel")
     )
-    return HeadOptions(hidden, weight, target, temperature=temperature, **given)
+    return HeadOptions(hidden=hidden, weight=weight, target=target, temperature=temperature, **given)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LogitsOptions(OfRanks):
     """The same for logits that exist already."""
 
     logits: Tensor
-    target: Tensor | None
-    ignore_index: int
-    softcap: float | None
-    logit_scale: float
-    temperature: float | Tensor
-    shift: int
-    backend: str | None
-    vocab_size: int | None = None
-    parallel: VocabParallel | TokenParallel | None = None
     holds = "logits have {} columns"
     checked_without_targets = "nothing"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import Backend, KeptColumns, KeptRows
 from ..core.options import flag
 from ..core.stats import Demand, Head, Rows, RowStats
-from ..parallel.shard import Shard, demand_words, local_demand
+from ..parallel.shard import Shard, demand_words
 from .arithmetic.objective import Objective
 from .autograd import OnlyOnce, as_called
 from .head_options import LogitsOptions
@@ -57,7 +57,7 @@ class Call(OwnColumns):
     @functools.cached_property
     def demand(self) -> Demand:
         """What is wanted of the columns that are here."""
-        return self.objective.demand if self.shard is None else local_demand(self.objective.demand, self.width)
+        return self.objective.demand if self.shard is None else self.objective.demand.of_columns(self.width)
 
     def head(self, logits: Tensor) -> Head:
         """There is none; what makes logits of its products."""

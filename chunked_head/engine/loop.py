@@ -59,9 +59,7 @@ class Call(OwnColumns):
 
     def replanned(self, request: Request) -> "Call":
         """The same with the gradients left to backward."""
-        sizes = replace(self.plan.sizes, late_upstream=True)
-        plan = make_plan(sizes, request) if self.shard is None else self.shard.plan(sizes, request)
-        return replace(self, plan=plan)
+        return replace(self, plan=make_plan(replace(self.plan.sizes, late_upstream=True), request))
 
 
 class Operands:
@@ -93,7 +91,7 @@ class Operands:
             clean = self.teacher_buffer[:count]
             source = teacher.hidden if order is not None else teacher.hidden[rows]
             self.call.backend.clean_rows(clean, source, target, order)
-            teacher = teacher.with_hidden(clean)
+            teacher = replace(teacher, hidden=clean)
         elif teacher is not None:
             teacher = teacher.rows(rows)
         columns = None if self.call.columns is None else self.call.columns[rows]

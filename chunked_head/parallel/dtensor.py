@@ -9,8 +9,6 @@ from ..core.groups import TokenParallel, VocabParallel, chunked
 from ..program.checks import is_dtensor
 
 Parallel = VocabParallel | TokenParallel | None
-
-
 Target = TypeVar("Target", Tensor, Tensor | None)
 
 
@@ -27,21 +25,18 @@ def local(
     A weight of ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary, one of ``Replicate()`` is whole.
     Hidden states are ``Replicate()``, or ``Shard(i)`` along a dimension of tokens on the weight's mesh.
     """
-    if not any(map(is_dtensor, (hidden, weight, target, bias))):
-        return arrived(hidden), arrived(weight), arrived(target), arrived(bias), vocab_size, parallel
     if is_dtensor(weight):
         if isinstance(parallel, VocabParallel):
             raise ValueError("weight is a DTensor, whose placements say how it is split; leave parallel=None")
         mesh = vocabulary_mesh("weight", weight, 0, WEIGHT_REMEDY)
         if mesh is not None:
-            sequence = hidden_dimension(hidden, mesh)
-            rows = rows_of_all("weight", weight.shape[0], mesh)
+            sequence, vocab = hidden_dimension(hidden, mesh), weight.shape[0]
+            rows = rows_of_all("weight", vocab, mesh)
             parallel = VocabParallel(mesh, rows, sequence_sharded=sequence is not None, tokens=parallel)
-            vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+            vocab_size = vocab if vocab_size is None else vocab_size
             hidden, target = local_tokens(hidden, target, sequence, parallel)
         check_bias(weight, bias)
-    hidden, weight, target, bias = own_hidden(hidden), part(weight), part(target), part(bias)
-    return arrived(hidden), arrived(weight), arrived(target), arrived(bias), vocab_size, parallel
+    return own_hidden(hidden), part(weight), part(target), part(bias), vocab_size, parallel
 
 
 class Arrived(torch.autograd.Function):
@@ -56,8 +51,11 @@ class Arrived(torch.autograd.Function):
         return gradient
 
 
-def arrived(tensor: Target) -> Target:
-    """``tensor``, of which no part is still on its way (``redistribute(async_op=True)`` and the like)."""
+def part(tensor: Any) -> Any:
+    """What this rank has of a DTensor, or a plain tensor, of which no part is still on its way
+    (``redistribute(async_op=True)`` and the like)."""
+    if is_dtensor(tensor):
+        tensor = tensor.to_local()
     if type(tensor).__name__ != "AsyncCollectiveTensor" or torch.compiler.is_compiling():
         return tensor
     return Arrived.apply(tensor)
@@ -92,7 +90,7 @@ def local_logits(
                     "logits.to_local() with VocabParallel(rows=[...])"
                 )
         target = whole("target", target)
-    return arrived(part(logits)), arrived(part(target)), vocab_size, parallel
+    return part(logits), part(target), vocab_size, parallel
 
 
 def whole(name: str, tensor: Target) -> Target:
@@ -191,11 +189,6 @@ def check_bias(weight: Any, bias: Any) -> None:
     if bias is None or (is_dtensor(bias) and tuple(bias.placements) == tuple(weight.placements)):
         return
     raise ValueError(f"bias must be split as weight is, by placements {list(weight.placements)}")
-
-
-def part(tensor: Any) -> Any:
-    """What this rank has of a DTensor."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def replicated(tensor: Any) -> bool:

@@ -11,11 +11,9 @@ from ..core.collectives import all_gather
 from ..core.groups import MOST_IDS, Split, VocabParallel
 from ..core.stats import PAIR_STATS, Demand, Rows, RowStats, sent
 from ..kernels.common.elsewhere import ELSEWHERE
-from ..program.planner import Request, make_plan, terms_of
-from ..program.plans import MAX_HALF_CHUNKS, Plan
-from ..program.sizes import Sizes
+from ..program.plans import Plan
 from .agree import Words, agree
-from .hidden_rows import GatheredRows, ScatteredRows, SummedRows, interleaved
+from .hidden_rows import GatheredRows, ScatteredRows, SummedRows
 from .merge import GatheredStats, complete_blocks, pack, unpack
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
@@ -33,50 +31,9 @@ NAMES = {
 CheckedBy = Literal["targets", "hidden", "nothing"]
 
 
-def plan_part(sizes: Sizes, request: Request, most: int, columns: int) -> Plan:
-    """A plan of the same chunks on every rank, made for the largest part of the vocabulary, ``most`` columns, and its
-    cost for one of ``columns``. ``sizes`` are the call's, its demand of the whole vocabulary."""
-    common = replace(sizes, vocab=most, padding=0, teacher_columns=most if sizes.teacher_columns else 0)
-    plan = make_plan(common, request)
-    own = replace(
-        sizes, vocab=columns, demand=local_demand(sizes.demand, columns),
-        teacher_columns=columns if sizes.teacher_columns else 0,
-    )  # fmt: skip
-    # sums in 16 bits are over as many chunks as they may be
-    most_chunks = MAX_HALF_CHUNKS if sizes.own_weight_grad and plan.weight_accumulate.itemsize < 4 else 0
-    rows, block = (
-        divisible(n, sizes.spread, sizes.tokens, most_chunks) for n in (plan.chunk_tokens, plan.block_tokens)
-    )
-    plan = replace(
-        plan, sizes=own, tile_columns=min(plan.tile_columns, columns), chunk_tokens=rows, block_tokens=block
-    )  # fmt: skip
-    return replace(plan, terms=terms_of(plan))
-
-
-def local_demand(demand: Demand, columns: int) -> Demand:
-    """What is wanted of a rank's columns."""
-    # a second softmax over fewer columns goes with a teacher of fewer, which is refused
-    views = tuple(view if view.columns is None else view._replace(columns=columns) for view in demand.views)
-    pairing = None if demand.pairing is None else demand.pairing._replace(columns=columns)
-    return demand._replace(views=views, pairing=pairing)
-
-
-def common_demand(demand: Demand) -> Demand:
-    """What ranks of other columns have in common: it decides what is sent, beside losses and metrics or without any."""
-    pairing = None if demand.pairing is None else demand.pairing._replace(columns=0)
-    return demand._replace(views=tuple(view._replace(columns=None) for view in demand.views), pairing=pairing)
-
-
-def demand_words(demand: Demand) -> dict[str, str]:
-    return {f"what is asked for ({name})": str(value) for name, value in common_demand(demand)._asdict().items()}
-
-
-def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
-    """Rows that come from all ranks alike, a few less or, where that made more chunks than may be, a few more."""
-    fewer = rows // ranks * ranks
-    if fewer and not (-(-tokens // rows) <= most_chunks < -(-tokens // fewer)):
-        return fewer
-    return fewer if fewer == rows else fewer + ranks
+def demand_words(demand: Demand) -> Words:
+    """What decides what is sent, beside losses and metrics or without any."""
+    return {f"what is asked for ({name})": str(value) for name, value in demand.of_columns(None)._asdict().items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,30 +51,25 @@ class Shard:
 
     @property
     def here(self) -> slice:
+        """Its ids."""
         return self.split.here
 
     @property
-    def columns(self) -> int:
-        return self.here.stop - self.here.start
-
-    @property
-    def spread(self) -> int:
-        """Ranks that each hold hidden states of their own."""
-        return self.parallel.ranks if self.parallel.sequence_sharded else 1
+    def traits(self) -> dict[str, int]:
+        """What ``Sizes`` should know."""
+        ranks = self.parallel.ranks
+        spread = ranks if self.parallel.sequence_sharded else 1
+        return {"ranks": ranks, "spread": spread, "largest_part": max(self.split.rows)}
 
     def local_targets(self, target: Tensor) -> Tensor:
         """Columns of this rank's for targets [tokens] of the vocabulary, ``ELSEWHERE`` for other ranks', -1 kept."""
-        column = target - self.here.start
-        return column.masked_fill_(column.clamp(0, self.columns - 1) != column, ELSEWHERE).masked_fill_(target < 0, -1)
+        column, last = target - self.here.start, self.split.columns - 1
+        return column.masked_fill_(column.clamp(0, last) != column, ELSEWHERE).masked_fill_(target < 0, -1)
 
     def local_columns(self, ids: Tensor) -> Tensor:
         """The same for a row's own columns, where other ranks' are as good as none."""
         inside = (ids >= self.here.start) & (ids < self.here.stop)
         return torch.where(inside, ids - self.here.start, -1)
-
-    def plan(self, sizes: Sizes, request: Request) -> Plan:
-        """The plan of this rank's part."""
-        return plan_part(sizes, request, max(self.split.rows), self.columns)
 
     def agreed(self, plan: Plan, options: Words, device: torch.device) -> "Shard":
         """This part in a call that all ranks make alike; raises on every rank where they are about to do different
@@ -213,10 +165,6 @@ class Shard:
     def gathered(self, hidden: Tensor, rows: int) -> GatheredRows | None:
         """Where hidden states of at most ``rows`` rows come from other ranks."""
         return GatheredRows(hidden, rows, self.group) if self.parallel.sequence_sharded else None
-
-    def whole_fields(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Values of every rank's tokens [tokens, ...], of this one's."""
-        return {name: interleaved(value, self.group) for name, value in given.items()}
 
     def own_tokens(self, values: Tensor) -> Tensor:
         """Values of this rank's tokens, of the call's [tokens, ...]; differentiable."""

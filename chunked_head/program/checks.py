@@ -10,7 +10,6 @@ from ..core.options import NUMBERS
 from ..core.private import private
 from .plans import name
 
-REDUCTIONS = ("mean", "sum", "none")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -51,15 +50,11 @@ def check_operands(hidden: Tensor, weight: Tensor, target: Tensor | None, bias: 
             f"weight must be [vocab, hidden] with the {hidden.shape[-1]} columns of hidden {tuple(hidden.shape)}, got "
             f"{tuple(weight.shape)}; if a sharding framework left an empty or partial weight, gather it first"
         )
-    leading = tuple(hidden.shape[:-1])
-    if target is not None:
-        # ids first: class probabilities have a shape of their own
-        check_ids("target", target)
-        same = tuple(target.shape) == leading
-        check_shape("target", target, same, f"{leading}, the leading shape of hidden", "reshape")
+    check_target(target, hidden, "hidden")
     if bias is not None:
         check_per_class("bias", bias, weight.shape[0])
-    check_devices(tensors)
+    for argument, tensor in tensors.items():
+        check_device(argument, tensor, hidden.device, "hidden")
     return matmul_dtype(hidden, weight, bias)
 
 
@@ -68,17 +63,21 @@ def check_logits(logits: Tensor, target: Tensor | None) -> torch.dtype:
     check_tensor("logits", logits, optional=False)
     check_tensor("target", target, optional=True)
     check_shape("logits", logits, logits.dim() >= 1 and logits.shape[-1] > 0, "[..., vocab]", "")
-    if target is not None:
-        check_ids("target", target)
-        leading = tuple(logits.shape[:-1])
-        same = tuple(target.shape) == leading
-        check_shape("target", target, same, f"{leading}, the leading shape of logits", "reshape")
-        if target.device != logits.device:
-            raise ValueError(f"target is on {target.device}, logits on {logits.device}; move one of them")
+    check_target(target, logits, "logits")
+    check_device("target", target, logits.device, "logits")
     check_dtype("logits", logits.dtype)
     if logits.device.type == "meta":
         raise ValueError("logits are on the meta device, where there is nothing to compute; move them to a real one")
     return logits.dtype
+
+
+def check_target(target: Tensor | None, rows: Tensor, what: str) -> None:
+    if target is not None:
+        # ids first: class probabilities have a shape of their own
+        check_ids("target", target)
+        leading = tuple(rows.shape[:-1])
+        same = tuple(target.shape) == leading
+        check_shape("target", target, same, f"{leading}, the leading shape of {what}", "reshape")
 
 
 def check_ids(argument: str, target: Tensor) -> None:
@@ -97,8 +96,7 @@ def check_class_probabilities(target: Tensor, shape: tuple[int, ...], device: to
     same = tuple(target.shape) == shape
     check_shape("target", target, same, f"{shape}, class probabilities of each token", "")
     check_constant("target", target)
-    if target.device != device:
-        raise ValueError(f"target is on {target.device}, the logits on {device}; move one of them")
+    check_device("target", target, device, "the logits")
     # a tensor without data, of a graph being made, has no values to look at
     if type(target) is Tensor and device.type == "cpu" and bool((target < 0).any()):
         raise ValueError(f"target holds class probabilities, got a negative one, {float(target.min()):g}")
@@ -116,8 +114,7 @@ def check_class_weights(
     if weights is not None:
         check_per_class(argument, weights, vocab)
         check_constant(argument, weights)
-        if weights.device != device:
-            raise ValueError(f"{argument} is on {weights.device}, the logits on {device}; move one of them")
+        check_device(argument, weights, device, "the logits")
 
 
 def check_token_weights(token_weights: Tensor | None, leading: tuple[int, ...], device: torch.device) -> None:
@@ -126,7 +123,7 @@ def check_token_weights(token_weights: Tensor | None, leading: tuple[int, ...], 
         same = tuple(token_weights.shape) == leading
         check_shape("token_weights", token_weights, same, f"{leading}, the shape of target", "expand it to that shape")
         check_constant("token_weights", token_weights)
-        check_devices({"hidden": torch.empty(0, device=device), "token_weights": token_weights})
+        check_device("token_weights", token_weights, device, "hidden")
 
 
 def check_constant(argument: str, vector: Tensor) -> None:
@@ -188,15 +185,12 @@ def check_dtype(argument: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{argument} must be one of {', '.join(map(name, DTYPES))}, got {dtype}")
 
 
-def check_devices(tensors: dict[str, Tensor | None]) -> None:
-    hidden = tensors["hidden"]
-    assert hidden is not None
-    for argument, tensor in tensors.items():
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{argument} is on {tensor.device}, hidden on {hidden.device}; move one of them")
+def check_device(argument: str, tensor: Tensor | None, device: torch.device, of: str) -> None:
+    if tensor is not None and tensor.device != device:
+        raise ValueError(f"{argument} is on {tensor.device}, {of} on {device}; move one of them")
 
 
-def check_reduction(reduction: str, allowed: tuple[str, ...] = REDUCTIONS, remedy: str = "") -> None:
+def check_reduction(reduction: str, allowed: tuple[str, ...] = ("mean", "sum", "none"), remedy: str = "") -> None:
     if reduction not in allowed:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, allowed))}, got {reduction!r}{remedy}")
 
@@ -214,8 +208,7 @@ def check_temperatures(temperatures: Tensor, leading: tuple[int, ...], device: t
             f"temperature must be a number or have the target's shape {leading}, got shape "
             f"{tuple(temperatures.shape)}; nothing is broadcast: expand it to that shape"
         )
-    if temperatures.device != device:
-        raise ValueError(f"temperature is on {temperatures.device}, the other operands on {device}; move one of them")
+    check_device("temperature", temperatures, device, "the other operands")
 
 
 def check_temperature(temperature: float | Tensor) -> None:

@@ -10,10 +10,9 @@ from ..losses.base import DENSE, Losses, Summand, Teacher
 from ..metrics import Metric
 
 # what a loss asks for -> the statistic that it is made of
-LEAF = {"mean_logit": "weighted_sum", "weighted_sum": "weighted_sum", "topk_logprobs": "column_logits"}
-DENSE_LEAVES = ("forward_kl", "reverse_kl", "jsd", "tvd", "overlap")
-
-
+LEAF = {"mean_logit": "weighted_sum", "weighted_sum": "weighted_sum", "topk_logprobs": "column_logits"} | {
+    name: name for name in ("forward_kl", "reverse_kl", "jsd", "tvd", "overlap")
+}
 SUFFIX = ("", "2")  # of the names of statistics, by view
 
 
@@ -166,11 +165,7 @@ def check_beside_teacher(metric: Metric, dense: Sequence[Summand]) -> None:
 
 def leaf(name: str, view: int) -> str | None:
     """The statistic that a gradient goes to, None for one that takes none."""
-    if name in ("entropy", "logprob", "lse"):
-        return name + SUFFIX[view]
-    if name in DENSE_LEAVES:
-        return name
-    return LEAF.get(name)
+    return name + SUFFIX[view] if name in ("entropy", "logprob", "lse") else LEAF.get(name)
 
 
 def check_names(summands: Sequence[Summand], metrics: Sequence[Metric]) -> None:

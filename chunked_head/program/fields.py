@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.options import nearest
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
 from ..metrics import Metric
-from .checks import is_dtensor
+from .checks import check_device, is_dtensor
 from .plans import name
 from .teachers import check_teacher
 
@@ -35,12 +35,17 @@ def kinds_of(parts: Iterable[Summand | Metric]) -> dict[str, Field]:
             if known.get(field, kind) != kind:
                 raise ValueError(f"batch[{field!r}] is declared as {kind} by {part.label}, elsewhere as {known[field]}")
             known[field] = kind
-        if isinstance(part, Summand):
-            # named by a loss, and so declared by it
-            for option, kind in ((part.token_weights, Field("token")), (part.normalizer, Field("constant"))):
-                if isinstance(option, str):
-                    known.setdefault(option, kind)
+        for field, kind in named_by(part).items():
+            known.setdefault(field, kind)
     return known
+
+
+def named_by(part: Summand | Metric) -> dict[str, Field]:
+    """Fields that a loss names where it could hold a tensor, and so declares."""
+    if not isinstance(part, Summand):
+        return {}
+    named = (part.token_weights, Field("token")), (part.normalizer, Field("constant"))
+    return {option: kind for option, kind in named if isinstance(option, str)}
 
 
 def wanted_fields(
@@ -61,15 +66,11 @@ def wanted_fields(
         )
     wanted = [field for field in ("mask", "token_weights", TEMPERATURE, *KEPT_FIELDS) if field in batch]
     for what, part in parts:
-        for field in part.fields:
+        needed = [*part.fields, *named_by(part)]
+        for field in needed:
             if field not in batch:
                 raise ValueError(f"{what} {part.label} needs batch[{field!r}], which is missing")
-        wanted += [*part.fields, *(field for field in part.optional_fields if field in batch)]
-        for option in (getattr(part, "token_weights", None), getattr(part, "normalizer", None)):
-            if isinstance(option, str):
-                if option not in batch:
-                    raise ValueError(f"{what} {part.label} needs batch[{option!r}], which is missing")
-                wanted.append(option)
+        wanted += [*needed, *(field for field in part.optional_fields if field in batch)]
         for field in {"token": (), "segment": ("segments",), "pair": ("segments", "pairs")}[part.unit]:
             if field not in batch:
                 raise ValueError(f"{what} {part.label} has values per {part.unit} and needs batch[{field!r}]")
@@ -96,8 +97,7 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
         )
     if value.layout != torch.strided:
         raise TypeError(f"{where} must be a dense tensor, got layout {value.layout}; pass .to_dense()")
-    if value.device != frame.device:
-        raise ValueError(f"{where} is on {value.device}, the target's rows on {frame.device}; move one of them")
+    check_device(where, value, frame.device, "the target's rows")
     if value.requires_grad:
         raise ValueError(f"{where} takes no gradient here; pass it .detach()ed")
     right = {

@@ -207,8 +207,7 @@ def check_buffer(label: str, buffer: Tensor, weight: Tensor, operands: dict[str,
             f"{name_of(buffer.dtype)}; sums in 16 bits lose what is added late: keep the gradient in a buffer of its "
             "own, such as weight.main_grad"
         )
-    if buffer.device != weight.device:
-        raise ValueError(f"{label} is on {buffer.device}, weight on {weight.device}; move one of them")
+    checks.check_device(label, buffer, weight.device, "weight")
     if not buffer.is_contiguous():
         raise ValueError(f"{label} must be contiguous, got strides {buffer.stride()}; make it by torch.zeros")
     if buffer.requires_grad:

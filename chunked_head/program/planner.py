@@ -2,28 +2,22 @@
 
 import functools
 import math
-from collections.abc import Callable
+import re
 from dataclasses import dataclass, replace
 
 import torch
 
-from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, forward_terms, recompute_terms, sweep_terms
-from .plans import (
-    DEFAULT_BUDGET,
-    GOOD_CHUNK,
-    HALF_TILE,
-    MAX_HALF_CHUNKS,
-    Plan,
-    balanced,
-    default_budget,
-    largest,
-    name,
-    parse_bytes,
-    rows_of,
-    uneven,
-)
+from .memory import CHUNK_MULTIPLE, Memory, MiB, forward_memory, recompute_memory, sweep_memory
+from .plans import HALF_TILE, MAX_HALF_CHUNKS, SLACK, Plan, Schedule, balanced, name, rows_of, uneven
 from .sizes import Sizes
-from .tiles import best_tile, hidden_accumulator
+from .tiles import best_tile
+
+DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares, and that has no more rows than this is for
+# fewer rows than this leave the matmuls starved and make every pass over the gradient of the weight count
+GOOD_CHUNK = 2048
+MODEST_SWEEP = 60 * MiB
+# as many chunks, or fewer, may be one fewer at the price of rows that are no multiple of a tile's
+FEW_CHUNKS = 4
 
 
 @dataclass(frozen=True)
@@ -56,14 +50,30 @@ class Request:
 
 
 DEFAULT_REQUEST = Request()
-MODEST_SWEEP = 60 * MiB
-# as many chunks, or fewer, may be one fewer at the price of rows that are no multiple of a tile's
-FEW_CHUNKS = 4
+
+
+def parse_bytes(value: int | str, argument: str) -> int:
+    """Bytes from an int or from a string such as ``"640MiB"``, ``"1.5 GB"``."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f'{argument} must be an int (bytes) or a string such as "640MiB", got {value!r}')
+    size = value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)
+        if match is None:
+            raise ValueError(f'{argument} must be bytes or a size such as "640MiB" or "1.5GB", got {value!r}')
+        number, prefix, binary = match.groups()
+        base = 1024 if binary else 1000
+        size = int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+    if int(size) <= 0:
+        raise ValueError(f"{argument} must be positive, got {value!r}")
+    return int(size)
 
 
 @functools.lru_cache(maxsize=1024)
 def make_plan(sizes: Sizes, request: Request) -> Plan:
     """The plan for a call of these sizes; ValueError or TypeError where the request cannot be met."""
+    if sizes.largest_part is not None:
+        return plan_part(sizes, request, sizes.largest_part)
     check_request(sizes, request)
     plan = fastest(sizes, replace(request, default=default_budget(sizes, 1)))
     if sizes.ranks == 1 or request.explicit:
@@ -77,10 +87,51 @@ def make_plan(sizes: Sizes, request: Request) -> Plan:
     return less if as_good and less.chunk_tokens >= min(GOOD_CHUNK, plan.chunk_tokens) else plan
 
 
+def plan_part(sizes: Sizes, request: Request, most: int) -> Plan:
+    """A plan of the same chunks on every rank, made for the largest part of the vocabulary, ``most`` columns, for a
+    rank of ``sizes.vocab`` of them. The demand of ``sizes`` is of the whole vocabulary."""
+    teacher = sizes.teacher_columns > 0
+    plan = make_plan(replace(sizes, vocab=most, largest_part=None, padding=0, teacher_columns=most * teacher), request)
+    own = replace(sizes, demand=sizes.demand.of_columns(sizes.vocab), teacher_columns=sizes.vocab * teacher)
+    # sums in 16 bits are over as many chunks as they may be
+    most_chunks = MAX_HALF_CHUNKS if plan.sums_halves else 0
+    rows, block = (
+        divisible(n, sizes.spread, sizes.tokens, most_chunks) for n in (plan.chunk_tokens, plan.block_tokens)
+    )
+    tile = min(plan.tile_columns, sizes.vocab)
+    return replace(plan, sizes=own, tile_columns=tile, chunk_tokens=rows, block_tokens=block)
+
+
+def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
+    """Rows that come from all ranks alike, a few less or, where that made more chunks than may be, a few more."""
+    fewer = rows // ranks * ranks
+    if fewer and not (-(-tokens // rows) <= most_chunks < -(-tokens // fewer)):
+        return fewer
+    return fewer if fewer == rows else fewer + ranks
+
+
+def default_budget(sizes: Sizes, ranks: int) -> int:
+    """Bytes that a call may take where its caller says nothing: what a chunk of 2048 tokens does where its logits
+    alone, in the operands' dtype, are more than 640 MiB.
+
+    Of ranks that share a vocabulary each is to do with less as they grow in number, and chunks become larger. A token's
+    hidden states are as long on any number of ranks, so from 16 on it stays.
+    """
+    share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
+    rows = int(GOOD_CHUNK * SLACK) if sizes.by_segments else GOOD_CHUNK
+    logits = rows * sizes.vocab * sizes.element
+    # a copy of all hidden states is no part of a chunk; where it brings pairs together it comes on top
+    copy = sizes.own_tokens * sizes.hidden * sizes.hidden_dtype.itemsize if sizes.copied and sizes.by_segments else 0
+    if logits <= share:
+        return share + copy
+    memory = forward_memory(replace(sizes, copied=copy > 0), sizes.hidden_dtype, sizes.weight_dtype)
+    return logits + memory.extra(rows) - sizes.gradient_kept_bytes(rows)
+
+
 def fastest(sizes: Sizes, request: Request) -> Plan:
     """The plan within one budget."""
     if not sizes.any_grad:
-        return plan_loss_only(sizes, request)
+        return untiled(sizes, request.budget, "loss only", sweep_rows(sizes, request, sweep_memory(sizes)))
     if sizes.late_upstream:
         return plan_recompute(sizes, request, "the upstream gradient comes late")
     if sizes.coupled:
@@ -104,23 +155,18 @@ def check_request(sizes: Sizes, request: Request) -> None:
         )
 
 
-def plan_loss_only(sizes: Sizes, request: Request) -> Plan:
-    rows = sweep_rows(sizes, request)
-    return assemble(sizes, request.budget, "loss only", rows, sweep_terms(sizes, rows))
-
-
-def sweep_rows(sizes: Sizes, request: Request) -> int:
+def sweep_rows(sizes: Sizes, request: Request, memory: Memory) -> int:
     """Rows of a chunk in a pass that keeps statistics and no gradient."""
-    most = sizes.tokens if request.chunk_tokens is None else min(sizes.tokens, request.chunk_tokens)
-    rows = largest(lambda n: extra_of(sweep_terms(sizes, n)) <= request.budget, max(most, 1))
+    named = request.chunk_tokens
+    most = max(1, sizes.tokens if named is None else min(sizes.tokens, named))
+    if named is not None and not request.explicit:
+        return balanced(sizes.tokens, most)
+    rows = memory.largest(request.budget, most)
     if not request.explicit and not sizes.keeps_sweep:
         # where no logits are kept, larger chunks gain nothing
-        modest = largest(lambda n: extra_of(sweep_terms(sizes, n)) <= MODEST_SWEEP, max(most, 1))
-        rows = min(rows, max(modest, GOOD_CHUNK))
-    if request.chunk_tokens is not None and not request.explicit:
-        rows = max(most, 1)
-    if rows == 0 or (request.chunk_tokens is not None and rows < most):
-        refuse(request, extra_of(sweep_terms(sizes, most if request.chunk_tokens else 1)), request.chunk_tokens or 1)
+        rows = min(rows, max(memory.largest(MODEST_SWEEP, most), GOOD_CHUNK))
+    if rows == 0 or (named is not None and rows < min(sizes.tokens, named)):
+        raise too_small(request, memory.extra(min(sizes.tokens, named) if named else 1), named or 1)
     return balanced(sizes.tokens, rows)
 
 
@@ -128,14 +174,13 @@ def plan_forward(
     sizes: Sizes, request: Request, weight_acc: torch.dtype, grow: int = 0, least: int = 1, most_chunks: int = 0
 ) -> Plan:
     """Gradients in the forward pass with this accumulator, in chunks of at least ``least`` rows; else ValueError."""
-    budget = request.budget + grow
+    budget, named = request.budget + grow, request.chunk_tokens
     wide = torch.float32 if sizes.hidden_dtype.itemsize < 4 else sizes.hidden_dtype
     # a 16-bit gradient of hidden that waits in fp32 is rounded once, after the upstream gradient is known
     # (fp16 waits without its scale, and so wants the range as well)
     # beside a caller's buffer the upstream gradient is promised
     waits = weight_acc != sizes.weight_dtype and sizes.buffer_dtype is None
     keep_wide = waits or not sizes.weight_grad or sizes.dtype == torch.float16
-    needed = 0
     choices = [wide] if keep_wide and wide != sizes.hidden_dtype else []
     if sizes.sums_into(sizes.hidden_dtype):
         choices.append(sizes.hidden_dtype)
@@ -143,35 +188,29 @@ def plan_forward(
     if sizes.deterministic:  # no choice by size
         choices = [wide] if sizes.dtype == torch.float16 else choices[-1:]
     for hidden_acc in choices:
-        terms = functools.cache(functools.partial(forward_terms, sizes, hidden_acc=hidden_acc, weight_acc=weight_acc))
-
-        def extra(rows: int, terms: Callable[[int], tuple[Term, ...]] = terms) -> int:
-            return extra_of(terms(rows))
-
-        rows = chunk_rows(sizes, request, extra, budget, last=hidden_acc == choices[-1])
-        enough = rows >= max(1, min(least, sizes.tokens)) if request.chunk_tokens is None else rows > 0
+        memory = forward_memory(sizes, hidden_acc, weight_acc)
+        rows = chunk_rows(sizes, request, memory, budget, last=hidden_acc == choices[-1])
+        enough = rows >= max(1, min(least, sizes.tokens)) if named is None else rows > 0
         if enough and (not most_chunks or -(-sizes.tokens // rows) <= most_chunks):
-            named = request.chunk_tokens is not None
-            equal = balanced(sizes.tokens, rows) if named or not sizes.by_segments else uneven(sizes.tokens, rows)
+            by_segments = named is None and sizes.by_segments
+            equal = uneven(sizes.tokens, rows) if by_segments else balanced(sizes.tokens, rows)
             # parts of dhidden may take more of fewer rows
-            rows = equal if request.chunk_tokens is not None or extra(equal) <= budget else rows
-            return assemble(sizes, budget, "forward", rows, terms(rows), hidden_acc, weight_acc)
-        needed = extra(min(request.chunk_tokens or least, max(sizes.tokens, 1)))
-    refuse(request, needed, request.chunk_tokens or least)
-    raise AssertionError("refuse() raises")
+            rows = equal if named is not None or memory.extra(equal) <= budget else rows
+            return untiled(sizes, budget, "forward", rows, hidden_acc, weight_acc)
+    raise too_small(request, memory.extra(min(named or least, max(sizes.tokens, 1))), named or least)
 
 
-def chunk_rows(sizes: Sizes, request: Request, extra, budget: int, last: bool) -> int:
+def chunk_rows(sizes: Sizes, request: Request, memory: Memory, budget: int, last: bool) -> int:
     """Rows of a chunk within the budget, or as many as the caller named; 0 where they do not fit."""
     if request.chunk_tokens is None:
-        rows = largest(lambda n: extra(n) <= budget, max(sizes.tokens, 1))
+        rows = memory.largest(budget, max(sizes.tokens, 1))
         # A chunk less may fit where the next multiple of 128 does not. That is worth rows that tiles compute in vain
         # where it saves a quarter of the passes over dweight, and not where it saves an eighth.
         fewer = -(-sizes.tokens // rows) - 1 if rows else 0
         for multiple in HALF_TILE, 16:
             fitting = multiple * math.ceil(sizes.tokens / fewer / multiple) if fewer else 0
             worth = 0 < fewer < FEW_CHUNKS or fitting % CHUNK_MULTIPLE == 0
-            if fitting and worth and extra(fitting) <= budget:
+            if fitting and worth and memory.extra(fitting) <= budget:
                 return fitting
         return rows
     rows = balanced(sizes.tokens, request.chunk_tokens)
@@ -179,7 +218,7 @@ def chunk_rows(sizes: Sizes, request: Request, extra, budget: int, last: bool) -
         # a named chunk overrides the default budget; what may wait in fp32 beside it still has to be modest
         modest = sizes.tokens * sizes.hidden * 4 <= request.default // 2
         return rows if last or modest else 0
-    return rows if extra(rows) <= budget else 0
+    return rows if memory.extra(rows) <= budget else 0
 
 
 def plan_coupled(sizes: Sizes, request: Request) -> Plan:
@@ -206,28 +245,25 @@ def plan_half_weight(sizes: Sizes, request: Request) -> Plan:
             "accumulate_dtype=torch.float16 cannot hold sums of unscaled gradients (they pass 65504); "
             f"use torch.float32, which needs {4 * sizes.weight_elements / MiB:.0f} MiB, or None"
         )
-    fp32_bytes = 4 * sizes.weight_elements
-    attempts: list[tuple[torch.dtype, int, int, int]] = []  # accumulator, budget's growth, least rows, most chunks
-    if may_own:
-        attempts.append((own, 0, 1, 1))
-    if may_wide:
-        attempts.append((torch.float32, 0, GOOD_CHUNK, 0))
-    if may_own:
-        attempts.append((own, 0, 1, MAX_HALF_CHUNKS))
-    if may_own and wanted is not None and not request.explicit and request.chunk_tokens is None:
+    fp32_bytes, unasked = 4 * sizes.weight_elements, request
+    if request.chunk_tokens is None and wanted == own and not request.explicit:
         # asked for by name, it overrides the default budget: chunks as large as the accuracy asks
         request = replace(request, chunk_tokens=rows_of(sizes.tokens, MAX_HALF_CHUNKS))
-        attempts.append((own, 0, 1, MAX_HALF_CHUNKS))
-    if may_wide:
-        attempts.append((torch.float32, 0 if request.explicit else fp32_bytes, CHUNK_MULTIPLE, 0))
-    for accumulator, grow, least, most_chunks in attempts:
-        if request.chunk_tokens is not None and accumulator != own and grow == 0 and wanted is None:
-            # fp32 unasked must fit the budget beside the named chunk
-            attempt = replace(request, memory_budget=request.budget)
-        else:
-            attempt = request
+    elif request.chunk_tokens is not None and wanted is None:
+        # fp32 unasked must fit the budget beside the named chunk
+        unasked = replace(request, memory_budget=request.budget)
+    grown = 0 if request.explicit else fp32_bytes
+    attempts: tuple[tuple[bool, Request, torch.dtype, int, int, int], ...] = (
+        # whether it may be made, and of ``plan_forward`` accumulator, growth of the budget, least rows, most chunks
+        (may_own, request, own, 0, 1, 1),
+        (may_wide, unasked, torch.float32, 0, GOOD_CHUNK, 0),
+        (may_own, request, own, 0, 1, MAX_HALF_CHUNKS),
+        (may_wide, request, torch.float32, grown, CHUNK_MULTIPLE, 0),
+    )
+    for may, attempt, accumulator, growth, least, most_chunks in attempts:
         try:
-            return plan_forward(sizes, attempt, accumulator, grow, least, most_chunks)
+            if may:
+                return plan_forward(sizes, attempt, accumulator, growth, least, most_chunks)
         except ValueError:
             continue
     if wanted == own:
@@ -237,7 +273,7 @@ def plan_half_weight(sizes: Sizes, request: Request) -> Plan:
             "chunk_tokens, or leave accumulate_dtype=None"
         )
     if request.chunk_tokens is not None:
-        refuse(request, fp32_bytes + request.chunk_tokens * sizes.row_bytes, request.chunk_tokens)
+        raise too_small(request, fp32_bytes + request.chunk_tokens * sizes.row_bytes, request.chunk_tokens)
     if sizes.deterministic:
         raise ValueError(
             f"deterministic=True makes these gradients in the forward pass whatever the sizes, and no accumulator of "
@@ -248,13 +284,12 @@ def plan_half_weight(sizes: Sizes, request: Request) -> Plan:
 
 
 def half_bytes(sizes: Sizes) -> int:
-    rows = rows_of(sizes.tokens, MAX_HALF_CHUNKS)
-    return extra_of(forward_terms(sizes, rows, sizes.hidden_dtype, sizes.weight_dtype))
+    return forward_memory(sizes, sizes.hidden_dtype, sizes.weight_dtype).extra(rows_of(sizes.tokens, MAX_HALF_CHUNKS))
 
 
 def plan_recompute(sizes: Sizes, request: Request, note: str) -> Plan:
     """Statistics in the forward pass, gradients in backward from logits computed again."""
-    rows = sweep_rows(sizes, request)
+    rows = sweep_rows(sizes, request, sweep_memory(sizes))
     half_weight = sizes.own_weight_grad and sizes.weight_dtype.itemsize < 4
     # a tile of the weight's gradient is finished once per block of tokens: 16-bit sums for few blocks only
     few = 1 if request.accumulate_dtype == torch.float32 else MAX_HALF_CHUNKS
@@ -266,52 +301,30 @@ def plan_recompute(sizes: Sizes, request: Request, note: str) -> Plan:
         found = best_tile(sizes, budget, weight_acc, most_blocks, rows)
         if found:
             block, tile = found
-            hidden_acc = hidden_accumulator(sizes, tile)
-            terms = recompute_terms(sizes, rows, block, tile, hidden_acc, weight_acc)
-            plan = assemble(sizes, budget, "recompute", rows, terms, hidden_acc, weight_acc)
+            plan = untiled(sizes, budget, "recompute", rows, sizes.hidden_accumulator(tile), weight_acc)
             return replace(plan, block_tokens=block, tile_columns=tile, note=note)
-    block, tile = rows_of(sizes.tokens, attempts[0][2]), min(sizes.vocab, CHUNK_MULTIPLE)
-    hidden_acc = hidden_accumulator(sizes, tile)
-    refuse(request, extra_of(recompute_terms(sizes, rows, block, tile, hidden_acc, attempts[0][0])), block)
-    raise AssertionError("refuse() raises")
+    weight_acc, _, most_blocks = attempts[0]
+    block = rows_of(sizes.tokens, most_blocks)
+    needed = recompute_memory(sizes, rows, block, weight_acc).extra(min(sizes.vocab, CHUNK_MULTIPLE))
+    raise too_small(request, needed, block)
 
 
-def assemble(
+def untiled(
     sizes: Sizes,
     budget: int,
-    schedule,
+    schedule: Schedule,
     rows: int,
-    terms: tuple[Term, ...],
     hidden_acc: torch.dtype | None = None,
     weight_acc: torch.dtype | None = None,
 ) -> Plan:
-    return Plan(
-        sizes=sizes,
-        budget=budget,
-        schedule=schedule,
-        chunk_tokens=rows,
-        block_tokens=rows,
-        tile_columns=sizes.vocab,
-        hidden_accumulate=hidden_acc or sizes.hidden_dtype,
-        weight_accumulate=weight_acc or sizes.weight_dtype,
-        terms=terms,
-    )
+    """All columns of a chunk's logits at a time."""
+    accumulate = hidden_acc or sizes.hidden_dtype, weight_acc or sizes.weight_dtype
+    return Plan(sizes, budget, schedule, rows, rows, sizes.vocab, *accumulate)
 
 
-def terms_of(plan: Plan) -> tuple[Term, ...]:
-    """What this plan's sizes cost, however it was come by."""
-    sizes, rows = plan.sizes, plan.chunk_tokens
-    if plan.schedule == "loss only":
-        return sweep_terms(sizes, rows)
-    hidden_acc, weight_acc = plan.hidden_accumulate, plan.weight_accumulate
-    if plan.schedule == "forward":
-        return forward_terms(sizes, rows, hidden_acc, weight_acc)
-    return recompute_terms(sizes, rows, plan.block_tokens, plan.tile_columns, hidden_acc, weight_acc)
-
-
-def refuse(request: Request, needed: int, rows: int) -> None:
+def too_small(request: Request, needed: int, rows: int) -> ValueError:
     what = "one row of logits" if rows == 1 else f"a chunk of {rows} rows"
-    raise ValueError(
+    return ValueError(
         f"memory_budget of {request.budget} bytes is too small: {what} and what goes with it needs {needed} bytes "
         f"({needed / MiB:.1f} MiB) beside the gradients; raise memory_budget"
         + (" or lower chunk_tokens" if request.chunk_tokens is not None else "")

@@ -1,20 +1,17 @@
 """The plan of a call: chunk size, schedule and accumulation dtype, and a prediction of its memory."""
 
+import functools
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from ..kernels.common.gpus import Gpu
-from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, forward_terms, peak_of
+from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, forward_memory, peak_of, recompute_memory, sweep_memory
 from .sizes import ROUNDING_ERROR, Sizes
 
-DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares, and that has no more rows than this is for
-# fewer rows than this leave the matmuls starved and make every pass over the gradient of the weight count
-GOOD_CHUNK = 2048
 # by how much chunks that end where segments do may be larger than equal ones, so that there are no more of them: at
 # most, and where the budget is near at least
 SLACK, LEAST_SLACK = 1.25, 1.1
@@ -25,24 +22,6 @@ FEW_TOKENS = 16  # up to which each number of tokens is a size of its own
 MAX_HALF_CHUNKS = 8
 Schedule = Literal["loss only", "forward", "recompute"]
 Section = tuple[str, Sequence[tuple[str, ...]]]  # a title and its rows of cells
-
-
-def default_budget(sizes: Sizes, ranks: int) -> int:
-    """Bytes that a call may take where its caller says nothing: what a chunk of 2048 tokens does where its logits
-    alone, in the operands' dtype, are more than 640 MiB.
-
-    Of ranks that share a vocabulary each is to do with less as they grow in number, and chunks become larger. A token's
-    hidden states are as long on any number of ranks, so from 16 on it stays.
-    """
-    share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
-    rows = int(GOOD_CHUNK * SLACK) if sizes.by_segments else GOOD_CHUNK
-    logits = rows * sizes.vocab * sizes.element
-    # a copy of all hidden states is no part of a chunk; where it brings pairs together it comes on top
-    copy = sizes.own_tokens * sizes.hidden * sizes.hidden_dtype.itemsize if sizes.copied and sizes.by_segments else 0
-    if logits <= share:
-        return share + copy
-    terms = forward_terms(replace(sizes, copied=copy > 0), rows, sizes.hidden_dtype, sizes.weight_dtype)
-    return logits + extra_of(terms) - sizes.gradient_kept_bytes(rows)
 
 
 @dataclass(frozen=True)
@@ -61,7 +40,6 @@ class Plan:
     tile_columns: int
     hidden_accumulate: torch.dtype
     weight_accumulate: torch.dtype
-    terms: tuple[Term, ...]
     note: str = ""
     arithmetic: str = ""  # how the losses' own is done, where it is not compiled as it could be
     ending: int | None = None  # chunks of a call that end where its segments do: as many as there are
@@ -98,6 +76,17 @@ class Plan:
     @property
     def blocks(self) -> int:
         return math.ceil(self.sizes.tokens / self.block_tokens)
+
+    @functools.cached_property
+    def terms(self) -> tuple[Term, ...]:
+        """What these sizes cost, however the plan was come by."""
+        sizes, rows = self.sizes, self.chunk_tokens
+        hidden_acc, weight_acc = self.hidden_accumulate, self.weight_accumulate
+        if self.schedule == "loss only":
+            return sweep_memory(sizes).terms(rows)
+        if self.schedule == "forward":
+            return forward_memory(sizes, hidden_acc, weight_acc).terms(rows)
+        return recompute_memory(sizes, rows, self.block_tokens, weight_acc, hidden_acc).terms(self.tile_columns)
 
     @property
     def gradient_bytes(self) -> int:
@@ -164,23 +153,6 @@ def slices(total: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 
-def parse_bytes(value: int | str, argument: str) -> int:
-    """Bytes from an int or from a string such as ``"640MiB"``, ``"1.5 GB"``."""
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f'{argument} must be an int (bytes) or a string such as "640MiB", got {value!r}')
-    size = value
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)
-        if match is None:
-            raise ValueError(f'{argument} must be bytes or a size such as "640MiB" or "1.5GB", got {value!r}')
-        number, prefix, binary = match.groups()
-        base = 1024 if binary else 1000
-        size = int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
-    if int(size) <= 0:
-        raise ValueError(f"{argument} must be positive, got {value!r}")
-    return int(size)
-
-
 def balanced(tokens: int, most: int) -> int:
     """Rows of equal chunks of at most ``most``, a multiple of 128, 64 or 16, where ``most`` leaves room for that."""
     if tokens <= most:
@@ -201,20 +173,6 @@ def rows_of(tokens: int, chunks: int) -> int:
     """Rows of equal chunks, no more of them than ``chunks``, a multiple of 128 where there are several."""
     rows = -(-max(tokens, 1) // chunks)
     return min(max(tokens, 1), -(-rows // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
-
-
-def largest(fits: Callable[[int], bool], most: int, multiple: int = CHUNK_MULTIPLE) -> int:
-    """The largest n up to ``most`` that fits, a multiple of ``multiple`` unless it is ``most`` or no such fits."""
-    if fits(most):
-        return most
-    for step, top in ((multiple, most // multiple), (1, multiple - 1)):
-        low, high = 0, top  # fits is monotone: bisect
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
-        if low:
-            return low * step
-    return 0
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:

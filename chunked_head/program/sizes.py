@@ -46,6 +46,7 @@ class Sizes:
     teacher_cast: bool = False  # whether its head is cast for autocast
     teacher_store: Literal["relative", "logits"] | None = None  # of its logits; None where the caller's are read
     store: Store = "logits"  # what the reused buffer holds between the matmul and the gradient
+    largest_part: int | None = None  # columns of the rank that has most of them, where ranks share a vocabulary
     padding: int = 0  # rows of the weight that stand for no id: its gradient has them too
     spread: int = 1  # ranks that each hold an equal part of the hidden states
     ranks: int = 1  # that share the vocabulary, and whose statistics come together
@@ -71,6 +72,13 @@ class Sizes:
     def own_weight_grad(self) -> bool:
         """Whether the weight's gradient is a tensor of the call's, to be handed over."""
         return self.weight_grad and self.buffer_dtype is None
+
+    def hidden_accumulator(self, tile: int) -> torch.dtype:
+        """One tile makes the gradient of hidden in one product; several are added in fp32, where fp16 gets its
+        scale."""
+        own = self.hidden_dtype
+        wide = tile < self.vocab or self.dtype == torch.float16 or not self.sums_into(own)
+        return torch.float32 if wide and own.itemsize < 4 else own
 
     def through_fp32(self, weight_acc: torch.dtype) -> bool:
         """Whether a tile of the weight's gradient is made in fp32 first: fp16 gets its scale there."""
@@ -127,12 +135,6 @@ class Sizes:
             parts = wanted * 4 * math.ceil(self.vocab / (RELATIVE_STRIP * STRIPS_AT_ONCE))
         return rows * (self.kept_bytes + parts) - (rows - self.teacher_rows(rows)) * self.teacher_bytes
 
-    @functools.cached_property
-    def sweep_bytes(self) -> int:
-        """The same in a pass that makes no gradient."""
-        kept = self.keeps_sweep
-        return kept * self.kept_bytes + self.swept_bytes(kept)
-
     @property
     def keeps_sweep(self) -> bool:
         """Whether a pass that makes no gradient stores its logits."""
@@ -140,14 +142,14 @@ class Sizes:
             return self.demand.pairing is not None
         return self.store == "logits" or not self.demand.one_sweep
 
-    @property
+    @functools.cached_property
     def teacher_bytes(self) -> int:
         """A row of a dense teacher's logits."""
         if self.teacher_store == "logits":
             return self.teacher_columns * max(4, self.element)
         return padded_columns(self.teacher_columns) * 2 if self.teacher_store == "relative" else 0
 
-    @property
+    @functools.cached_property
     def kept_bytes(self) -> int:
         """A row of stored logits, and its teacher's."""
         if self.store == "kept":
@@ -214,7 +216,7 @@ class Sizes:
             return WHOLE  # nothing is chosen by size
         return dhidden_split(self.gpu.product, rows, self.hidden, self.vocab, self.multiprocessors, most_units)
 
-    @property
+    @functools.cached_property
     def own_dhidden(self) -> bool:
         """Whether dhidden's products are ours: where they are faster than BLAS's, or have to be."""
         faster = self.gpu is not None and self.gpu.own_dhidden

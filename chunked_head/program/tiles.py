@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from .memory import extra_of, recompute_terms
-from .plans import largest, rows_of
+from .memory import recompute_memory
+from .plans import rows_of
 from .sizes import Sizes
 
 # columns of the widest tile of the logits matmul: what is left over in a narrower one is computed for nothing
@@ -28,32 +28,18 @@ def best_tile(
         tried = block
         if moved_by_blocks(sizes, block, weight_acc) >= least:
             break  # more blocks move more, whatever their tiles are
-
-        def fits(tile: int, block: int = block) -> bool:
-            terms = recompute_terms(sizes, rows, block, tile, hidden_accumulator(sizes, tile), weight_acc)
-            return extra_of(terms) <= budget
-
+        memory = recompute_memory(sizes, rows, block, weight_acc)
         if sizes.deterministic:
             tile = min(sizes.vocab, FIXED_TILE)
-            if not fits(tile):
-                continue
+            tile = tile if memory.extra(tile) <= budget else 0
         else:
-            widest = largest(fits, sizes.vocab, TILE_MULTIPLE)
-            if widest == 0:
-                continue
-            tile = even_tile(sizes.vocab, widest)
+            tile = even_tile(sizes.vocab, memory.largest(budget, sizes.vocab, TILE_MULTIPLE))
+        if tile == 0:
+            continue
         moved = moved_by_blocks(sizes, block, weight_acc) + moved_by_tiles(sizes, tile)
         if moved < least:
             best, least = (block, tile), moved
     return best
-
-
-def hidden_accumulator(sizes: Sizes, tile: int) -> torch.dtype:
-    """One tile makes the gradient of hidden in one product; several are added in fp32, where fp16 gets its scale."""
-    narrow = sizes.hidden_dtype.itemsize < 4
-    if narrow and (tile < sizes.vocab or sizes.dtype == torch.float16 or not sizes.sums_into(sizes.hidden_dtype)):
-        return torch.float32
-    return sizes.hidden_dtype
 
 
 def even_tile(vocab: int, widest: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ...losses.base import Field
+from ...parallel.hidden_rows import interleaved
 from ...parallel.shard import Shard
 from ...program.fields import Frame
 from ..head_options import HeadOptions, LogitsOptions
@@ -46,6 +47,6 @@ def of_all_ranks(
     words = {"the number of tokens": str(count), "the fields of tokens": str(sorted(own))}
     words |= {f"batch[{name!r}]": f"{list(value.shape[1:])} {value.dtype}" for name, value in own.items()}
     shard.agreed_on(words, frame.device)
-    whole = shard.whole_fields(own)
+    whole = {name: interleaved(value, shard.group) for name, value in own.items()}
     target = whole.pop("target", None)
     return target, {**batch, **whole}, frame._replace(leading=(count * shard.parallel.ranks,))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...core.shift import in_backward
 from ...losses.base import Losses
-from ...program.planner import Request, make_plan
-from ...program.plans import GOOD_CHUNK, MAX_HALF_CHUNKS, Plan, name
+from ...program.planner import GOOD_CHUNK, Request, make_plan
+from ...program.plans import MAX_HALF_CHUNKS, name
 from ..autograd import Forward
 from ..call import Outcome, Placed, Planned, Wants, planned, sizes_of
 from ..head_options import HeadOptions
@@ -109,13 +109,9 @@ def common_accumulator(prepared: Sequence[PreparedCall], wants: Sequence[Wants])
         placed = Placed(tokens, want, again, one.packing is not None, False, copied, is_plain(head.weight), True, None)
         found.append(sizes_of(head, one.program, placed, one.teacher))
     sizes = replace(max(found, key=lambda each: each.row_bytes), coupled=False, late_upstream=False)
-    first, request = head_of(prepared[0]), prepared[0].program.request
-
-    def plan_with(wish: Request) -> Plan:
-        return make_plan(sizes, wish) if first.shard is None else first.shard.plan(sizes, wish)
-
+    request = prepared[0].program.request
     waits = again or any(one.program.coupled for one in prepared)  # for a backward, in blocks of tokens
-    plan = plan_with(request)
+    plan = make_plan(sizes, request)
     chunks = sum(-(-len(one.target) // plan.chunk_tokens) for one in prepared)
     half = sizes.weight_dtype.itemsize < 4
     few = plan.schedule == "forward" and not waits and chunks <= MAX_HALF_CHUNKS
@@ -126,7 +122,7 @@ def common_accumulator(prepared: Sequence[PreparedCall], wants: Sequence[Wants])
                 f"chunks, and these streams have {chunks} or more; raise memory_budget or chunk_tokens, or leave "
                 "accumulate_dtype=None"
             )
-        plan = plan_with(replace(request, accumulate_dtype=torch.float32))
+        plan = make_plan(sizes, replace(request, accumulate_dtype=torch.float32))
     if plan.schedule != "forward":
         raise ValueError(
             f"memory_budget={request.memory_budget!r} is too small for streams, which add up the weight's gradient in "

@@ -141,7 +141,7 @@ class HeldTeacher:
         self.chunk, count = chunk, chunk.stop - chunk.start
         clean, target = self.buffer[:count], self.target[chunk]
         self.clean_rows(clean, self.teacher.hidden[chunk], target, None)
-        rows = Rows(clean, target, teacher=self.teacher.with_hidden(clean))
+        rows = Rows(clean, target, teacher=replace(self.teacher, hidden=clean))
         self.session.hold_teacher(rows, self.stats.at(slice(0, count)))
 
 
