@@ -17,7 +17,7 @@ from torch import Tensor
 from chunked_head import linear_loss, losses, metrics
 from chunked_head.core.batch import Batch
 from chunked_head.core.loss_stats import Stats
-from chunked_head.losses import distillation, label, policy, policy_segments, preference, topk
+from chunked_head.losses import distillation, label, policy, policy_segments, preference, preference_pairs, topk
 from chunked_head.losses.base import Losses
 from chunked_head.metrics import Metric, MetricValue, all_reduce, combine, merge, unit_weights
 from chunked_head.metrics.values import selected
@@ -612,8 +612,10 @@ def test_functions_compile() -> None:
 
 # ---- the documentation
 
-MODULES = (label, policy, policy_segments, preference, distillation, topk, metrics.functions)
-INNER = ("paired", "dense")  # what several factories share
+MODULES = (
+    label, policy, policy_segments, preference, preference_pairs, distillation, topk, metrics.functions,
+)  # fmt: skip
+INNER = ("paired", "dense", "make")  # what several factories share
 
 
 def factories() -> list[Callable]:

@@ -188,7 +188,7 @@ def make_loss(
 ) -> Losses:
     """``probabilities``: smoothed and weighted already."""
     if probabilities:
-        loss = class_probabilities.loss()
+        loss = losses.forward_kl("cross_entropy", token_weights=class_probabilities.MASS)
     else:
         loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
     return loss + z_loss * losses.z_loss() if z_loss else loss

@@ -17,9 +17,8 @@ from ..engine.head_options import HeadOptions, LogitsOptions, head_of
 from ..engine.prepared import PreparedCall
 from ..engine.streams.run import Streams
 from ..engine.task import Task
-from ..losses.base import Losses
+from ..losses.base import Losses, as_losses
 from ..losses.user.closures import Function
-from ..losses.user.custom import as_losses
 from ..metrics import Metric, MetricValue
 from ..metrics.values import as_metrics
 from ..program import checks

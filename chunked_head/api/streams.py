@@ -12,7 +12,7 @@ from ..engine.call import Outcome
 from ..engine.streams.over import value_over_streams
 from ..engine.streams.run import Streams
 from ..engine.task import Task
-from ..losses.user.custom import as_losses
+from ..losses.base import as_losses
 from ..metrics import Metric
 from ..metrics.values import as_metrics
 

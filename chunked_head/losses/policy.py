@@ -13,24 +13,17 @@ from torch import Tensor
 from ..core.batch import Batch
 from ..core.estimates import clamped, gate, kl_estimate
 from ..core.loss_stats import Stats
-from .base import Losses, bound, choice, flag, make, number
-from .policy_segments import gmpo, gspo, rloo, vespo
+from ..core.options import bound, choice, flag, number
+from .base import Losses, make
 from .policy_shared import (
-    PolicyOptions,
     Rollout,
     checked_clamp,
+    checked_clip,
     clipped_ratio,
     make_policy,
-    ratio_bounds,
     token_log_ratio,
-    two_sided,
     weighted,
 )
-
-__all__ = [
-    "ESTIMATORS", "PolicyOptions", "cispo", "gmpo", "grpo", "gspo", "kl_to_reference", "reinforce", "rloo", "sapo",
-    "vespo",
-]  # fmt: skip
 
 
 def reinforce(**policy: Any) -> Losses:
@@ -68,30 +61,19 @@ def grpo(
     and Fast-LLM have none: None). GRPO, Dr. GRPO, DAPO and BNPO differ in normalisers only: ``chunked_head.weights``.
     0.2 is everyone's default; ``clip_low`` is at most 1, which clips nothing. ``policy``: ``PolicyOptions``.
     """
-    low, high = ratio_bounds("grpo", clip_low, clip_high)
-    ceiling = None
+    clip = checked_clip("losses.grpo", clip_low, clip_high, delta if dual_clip is None else None)
     if delta is not None and dual_clip is not None:
         raise ValueError("losses.grpo takes delta or dual_clip, which bound the same ratio, not both")
-    if delta is not None:
-        high, ceiling = two_sided("grpo", high, delta)
     if dual_clip is not None:
-        ceiling = bound("grpo", "dual_clip", dual_clip, 1.0, open_=True)
-    options = {"low": low, "high": high, "ceiling": ceiling, "ratio_clamp": checked_clamp("grpo", ratio_clamp)}
+        clip["ceiling"] = bound("losses.grpo", "dual_clip", dual_clip, 1.0, open_=True)
+    options = {**clip, "ratio_clamp": checked_clamp("losses.grpo", ratio_clamp)}
     return make_policy("grpo", _grpo, options, policy)
 
 
-def _grpo(
-    stats: Stats,
-    batch: Batch,
-    low: float,
-    high: float,
-    ceiling: float | None,
-    ratio_clamp: float | None,
-    rollout: Rollout | None,
-) -> Tensor:
+def _grpo(stats: Stats, batch: Batch, ratio_clamp: float | None, rollout: Rollout | None, **clip: Any) -> Tensor:
     advantages = weighted(batch["advantages"], stats, batch, rollout)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
-    return -advantages * clipped_ratio(log_ratio, advantages, low, high, ceiling)
+    return -advantages * clipped_ratio(log_ratio, advantages, **clip)
 
 
 def cispo(
@@ -110,14 +92,14 @@ def cispo(
     below 1 would shrink every on-policy gradient and is refused. The default caps r at 5, which TRL advises after
     ScaleRL. ``ratio_clamp``: see ``grpo``. ``policy``: ``PolicyOptions``.
     """
-    choice("cispo", "bounds", bounds, ("offset", "raw"))
+    choice("losses.cispo", "bounds", bounds, ("offset", "raw"))
     if bounds == "offset":
-        high = 1.0 + bound("cispo", "clip_high", clip_high)
-        low = None if clip_low is None else 1.0 - number("cispo", "clip_low", clip_low, 0.0, 1.0)
+        high = 1.0 + bound("losses.cispo", "clip_high", clip_high)
+        low = None if clip_low is None else 1.0 - number("losses.cispo", "clip_low", clip_low, 0.0, 1.0)
     else:
-        high = bound("cispo", 'clip_high (bounds="raw")', clip_high, 1.0)
-        low = None if clip_low is None else number("cispo", 'clip_low (bounds="raw")', clip_low, 0.0, 1.0)
-    options = {"low": low, "high": high, "ratio_clamp": checked_clamp("cispo", ratio_clamp)}
+        high = bound("losses.cispo", 'clip_high (bounds="raw")', clip_high, 1.0)
+        low = None if clip_low is None else number("losses.cispo", 'clip_low (bounds="raw")', clip_low, 0.0, 1.0)
+    options = {"low": low, "high": high, "ratio_clamp": checked_clamp("losses.cispo", ratio_clamp)}
     return make_policy("cispo", _cispo, options, policy)
 
 
@@ -137,20 +119,15 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None 
     ``ratio_clamp``: see ``grpo``. TRL averages it as GRPO: ``weights.sequence_mean``. ``policy``: ``PolicyOptions``.
     """
     options = {
-        "tau_pos": number("sapo", "tau_pos", tau_pos, 0.0, 1e6, open_=True),
-        "tau_neg": number("sapo", "tau_neg", tau_neg, 0.0, 1e6, open_=True),
-        "ratio_clamp": checked_clamp("sapo", ratio_clamp),
+        "tau_pos": number("losses.sapo", "tau_pos", tau_pos, 0.0, 1e6, open_=True),
+        "tau_neg": number("losses.sapo", "tau_neg", tau_neg, 0.0, 1e6, open_=True),
+        "ratio_clamp": checked_clamp("losses.sapo", ratio_clamp),
     }
     return make_policy("sapo", _sapo, options, policy)
 
 
 def _sapo(
-    stats: Stats,
-    batch: Batch,
-    tau_pos: float,
-    tau_neg: float,
-    ratio_clamp: float | None,
-    rollout: Rollout | None,
+    stats: Stats, batch: Batch, tau_pos: float, tau_neg: float, ratio_clamp: float | None, rollout: Rollout | None
 ) -> Tensor:
     advantages = weighted(batch["advantages"], stats, batch, rollout)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
@@ -188,21 +165,22 @@ def kl_to_reference(
     reach of ordinary tokens. ``ratio_clamp``: of log r, see ``grpo``.
     ``summand``: ``SummandOptions``; rollout weights don't apply to it.
     """
-    choice("kl_to_reference", "estimator", estimator, ESTIMATORS)
-    choice("kl_to_reference", "level", level, ("token", "segment"))
+    where = "losses.kl_to_reference"
+    choice(where, "estimator", estimator, ESTIMATORS)
+    choice(where, "level", level, ("token", "segment"))
     if level == "segment" and not bias_correction:
-        raise ValueError('level="segment" of losses.kl_to_reference is of its bias_correction, which is False')
-    if flag("kl_to_reference", "bias_correction", bias_correction) and estimator.endswith("+"):
+        raise ValueError(f'level="segment" of {where} is of its bias_correction, which is False')
+    if flag(f"bias_correction of {where}", bias_correction) and estimator.endswith("+"):
         raise ValueError(
-            f"bias_correction of losses.kl_to_reference corrects the gradient that estimator {estimator!r} replaces; "
-            f"use {estimator[:-1]!r} with it"
+            f"bias_correction of {where} corrects the gradient that estimator {estimator!r} replaces; use "
+            f"{estimator[:-1]!r} with it"
         )
     options = {
         "estimator": estimator,
         "bias_correction": bias_correction,
-        "log_ratio_clamp": checked_clamp("kl_to_reference", log_ratio_clamp, "log_ratio_clamp"),
-        "kl_clamp": checked_clamp("kl_to_reference", kl_clamp, "kl_clamp"),
-        "ratio_clamp": checked_clamp("kl_to_reference", ratio_clamp),
+        "log_ratio_clamp": checked_clamp(where, log_ratio_clamp, "log_ratio_clamp"),
+        "kl_clamp": checked_clamp(where, kl_clamp, "kl_clamp"),
+        "ratio_clamp": checked_clamp(where, ratio_clamp),
         "level": level,
     }
     optional = ("old_logprobs",) if bias_correction else ()

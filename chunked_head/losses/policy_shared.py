@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..core.batch import Batch
 from ..core.loss_stats import Stats
-from ..core.options import refuse_unknown
-from .base import Losses, SummandOptions, bound, choice, make, number
+from ..core.options import bound, choice, number, refuse_unknown
+from .base import Losses, SummandOptions, make
 
 
 class PolicyOptions(SummandOptions, total=False):
@@ -42,6 +42,20 @@ class Rollout(NamedTuple):
     least: float
 
 
+def checked_clip(where: str, clip_low: float, clip_high: float, delta: float | None = None) -> dict[str, Any]:
+    """Options of ``clipped_ratio``: around 1, of a ratio that is at most ``delta`` unclipped."""
+    low, high = 1.0 - number(where, "clip_low", clip_low, 0.0, 1.0), 1.0 + bound(where, "clip_high", clip_high)
+    if delta is None:
+        return {"low": low, "high": high, "ceiling": None}
+    # clip(r) caps what the min sees of A > 0 and stays a floor of what it sees of A < 0
+    delta = bound(where, "delta", delta, open_=True)
+    return {"low": low, "high": min(delta, high), "ceiling": max(delta, high)}
+
+
+def checked_clamp(where: str, value: float | None, argument: str = "ratio_clamp") -> float | None:
+    return None if value is None else bound(where, argument, value, open_=True)
+
+
 def token_log_ratio(stats: Stats, batch: Batch) -> Tensor:
     """log r of each token [n]; on policy, where no old log-probabilities are given, 0 with gradient 1."""
     return stats.logprob - old_logprobs(stats, batch)
@@ -51,9 +65,7 @@ def old_logprobs(stats: Stats, batch: Batch) -> Tensor:
     return batch["old_logprobs"] if "old_logprobs" in batch else stats.logprob.detach()
 
 
-def clipped_ratio(
-    log_ratio: Tensor, advantages: Tensor, low: float, high: float, ceiling: float | None = None
-) -> Tensor:
+def clipped_ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: float, ceiling: float | None) -> Tensor:
     """The ratio r such that ``-A r`` is the clipped surrogate: at most ``high`` where A > 0, at least ``low`` and at
     most ``ceiling`` where A < 0, 1 where A = 0; nan stays nan elsewhere.
 
@@ -100,33 +112,19 @@ def make_policy(
     policy: dict[str, Any],
     unit: str | None = None,  # None: a loss of tokens that knows no segments
     size: Any = token_size,
-    segments: bool = False,  # whether one of tokens reads them
 ) -> Losses:
     """The loss with its rollout weights taken out of ``policy``."""
     refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
-    policy = dict(policy)
-    names = ("rollout", "rollout_level", "rollout_max", "rollout_min")
-    given = {name: policy.pop(name) for name in names if name in policy}
-    rollout = _rollout(kind, **given)
-    segments = segments or unit is not None or (rollout is not None and rollout.level == "segment")
-    fields = ["advantages"]
-    if segments:
-        fields.append("segments")
-    if rollout is not None:
-        fields.append("rollout_logprobs")
+    summand = {name: value for name, value in policy.items() if not name.startswith("rollout")}
+    rollout = _rollout(f"losses.{kind}", **{name: policy[name] for name in policy.keys() - summand.keys()})
+    segments = unit is not None or (rollout is not None and rollout.level == "segment")
+    fields = ("advantages", *["segments"] * segments, *["rollout_logprobs"] * (rollout is not None))
     # REINFORCE has no ratio: old log-probabilities are part of its rollout weights only
     optional = () if kind == "reinforce" and rollout is None else ("old_logprobs",)
     return make(
-        kind,
-        function,
-        policy,
-        {**options, "rollout": rollout},
-        fields=tuple(fields),
-        optional_fields=optional,
-        scope="segment" if segments else "token",
-        unit=unit or "token",
-        size=size,
-    )
+        kind, function, summand, {**options, "rollout": rollout}, fields=fields, optional_fields=optional,
+        scope="segment" if segments else "token", unit=unit or "token", size=size,
+    )  # fmt: skip
 
 
 def _rollout(
@@ -138,7 +136,7 @@ def _rollout(
 ) -> Rollout | None:
     if rollout is None:
         if rollout_max is not None or rollout_min is not None or rollout_level != "token":
-            raise ValueError(f'rollout_level, rollout_max and rollout_min of losses.{where} go with rollout="truncate"')
+            raise ValueError(f'rollout_level, rollout_max and rollout_min of {where} go with rollout="truncate"')
         return None
     choice(where, "rollout", rollout, ("truncate", "mask"))
     choice(where, "rollout_level", rollout_level, ("token", "segment"))
@@ -147,21 +145,3 @@ def _rollout(
     least = 0.0 if rollout_min is None else number(where, "rollout_min", rollout_min, 0.0)
     most = number(where, "rollout_max", rollout_max, least, 1e30)
     return Rollout(rollout, rollout_level, most, least)
-
-
-def ratio_bounds(where: str, clip_low: float, clip_high: float) -> tuple[float, float]:
-    """The least and the largest ratio, which is at least 0."""
-    return 1.0 - number(where, "clip_low", clip_low, 0.0, 1.0), 1.0 + bound(where, "clip_high", clip_high)
-
-
-def two_sided(where: str, high: float, delta: float | None) -> tuple[float, float | None]:
-    """The largest ratio where A > 0, and where A < 0, for a ratio that is at most ``delta`` unclipped."""
-    if delta is None:
-        return high, None
-    # clip(r) caps what the min sees of A > 0 and stays a floor of what it sees of A < 0
-    delta = bound(where, "delta", delta, open_=True)
-    return min(delta, high), max(delta, high)
-
-
-def checked_clamp(where: str, value: float | None, argument: str = "ratio_clamp") -> float | None:
-    return None if value is None else bound(where, argument, value, open_=True)
