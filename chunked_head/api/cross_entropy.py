@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from .. import losses
 from ..core.options import flag, nearest
-from ..core.shift import at_targets
 from ..engine.execution import Head, check_options
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, LogitsOptions, head_of
@@ -18,7 +17,7 @@ from ..engine.task import Task
 from ..losses import class_probabilities
 from ..losses.base import Losses
 from ..program import checks
-from .loss import reduced_task
+from .loss import in_graph_values, reduced_task
 
 
 @operation
@@ -200,11 +199,7 @@ remembered_loss = functools.lru_cache(maxsize=64)(make_loss)
 
 @in_graph(linear_cross_entropy)
 def in_graph_cross_entropy(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
-    if given.get("reduction") == "none":
-        target, rows = given["target"], given["hidden"] if "hidden" in given else given["logits"]
-        leading = target.shape if probabilities_of(target, rows) is None else target.shape[:-1]
-        return at_targets(outputs[0], leading, given.get("shift", 0))
-    return outputs[0]
+    return in_graph_values(outputs, given) if given.get("reduction") == "none" else outputs[0]
 
 
 class ChunkedHead(nn.Module):
