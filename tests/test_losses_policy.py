@@ -13,7 +13,7 @@ from torch import Tensor
 from chunked_head import losses as library
 from chunked_head.core.batch import Batch
 from chunked_head.core.loss_stats import Stats
-from chunked_head.losses import policy
+from chunked_head.losses import reference_kl
 from chunked_head.losses.base import Losses
 
 V, S = 17, 7
@@ -172,7 +172,7 @@ def test_rollout_weights_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("on_policy", [False, True])
-@pytest.mark.parametrize("estimator", policy.ESTIMATORS)
+@pytest.mark.parametrize("estimator", reference_kl.ESTIMATORS)
 @pytest.mark.parametrize(
     "clamps",
     [{}, {"log_ratio_clamp": None}, {"log_ratio_clamp": 0.3}, {"kl_clamp": 0.05}, {"ratio_clamp": 0.2}],
@@ -192,7 +192,7 @@ def test_kl_gradients_in_closed_form() -> None:
     batch = Batch({"ref_logprobs": logprob + d}, torch.zeros(5, dtype=torch.int64), None, V)
     expected = {"k1": torch.ones_like(d), "abs": -d.sign(), "k2": -d, "k3": 1 - d.exp()}
     expected |= {"k1+": -d, "abs+": -d, "k3+": -d}
-    assert set(expected) == set(policy.ESTIMATORS)
+    assert set(expected) == set(reference_kl.ESTIMATORS)
     for estimator, slope in expected.items():
         leaf = logprob.clone().requires_grad_()
         only(library.kl_to_reference(estimator)).values(Stats({"logprob": leaf}), batch, {}).sum().backward()
@@ -248,7 +248,7 @@ def test_without_clamp_gradients_are_finite_where_values_are(kind: str, dtype: t
 
 def test_kl_of_extreme_ratios_is_finite() -> None:
     d = torch.tensor(EXTREME)
-    for estimator in policy.ESTIMATORS:
+    for estimator in reference_kl.ESTIMATORS:
         for bias_correction in (False, True)[: 1 if estimator.endswith("+") else 2]:
             logprob = torch.full_like(d, -1.0).requires_grad_()
             fields = {"ref_logprobs": logprob.detach() + d, "old_logprobs": logprob.detach() - d.flip(0)}
@@ -261,7 +261,7 @@ def test_kl_of_extreme_ratios_is_finite() -> None:
                 assert not grad[d.abs() > 20].any()
 
 
-@pytest.mark.parametrize("estimator", policy.ESTIMATORS)
+@pytest.mark.parametrize("estimator", reference_kl.ESTIMATORS)
 def test_a_clamp_of_the_kl_alone(estimator: str) -> None:
     """It acts before anything overflows, on the value and on its slope; a "+" keeps the slope of k2."""
     d = torch.tensor([-1e4, -100.0, -1.0, 0.5, 89.0, 100.0, 1e4])
@@ -270,7 +270,7 @@ def test_a_clamp_of_the_kl_alone(estimator: str) -> None:
     batch = Batch({"ref_logprobs": d - 1.0}, torch.zeros(len(d), dtype=torch.int64), None, V)
     values = losses.values(Stats({"logprob": leaf}), batch, {})
     (grad,) = torch.autograd.grad(values.sum(), leaf)
-    exact = policy.kl_estimate(d.double(), estimator.removesuffix("+"))
+    exact = reference_kl.kl_estimate(d.double(), estimator.removesuffix("+"))
     torch.testing.assert_close(values.double(), exact.clamp(-10.0, 10.0))
     slopes = {"k1": 1.0, "abs": -d.sign(), "k2": -d, "k3": 1.0 - d.exp()}
     slope = -d if estimator.endswith("+") else torch.where(exact.abs() <= 10.0, slopes[estimator], 0.0)

@@ -11,7 +11,7 @@ from ..core.estimates import clamped
 from ..core.loss_stats import Stats
 from ..core.options import bound, choice, number
 from .base import Losses
-from .policy_shared import (
+from .policy import (
     Rollout,
     checked_clamp,
     checked_clip,

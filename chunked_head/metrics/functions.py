@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.estimates import clamped, kl_estimate
 from ..core.options import bound, choice, flag, number, refuse_unknown
-from ..losses.policy import estimated_kl
+from ..losses.reference_kl import estimated_kl
 from .values import Metric, MetricOptions, Reduce
 
 AGAINST = {"old": "old_logprobs", "reference": "ref_logprobs", "rollout": "rollout_logprobs"}
