@@ -91,8 +91,8 @@ def dpo(
         ld_alpha = number(where, "ld_alpha", ld_alpha, 0.0, 1.0)
         if variant in SORTED:
             raise ValueError(f"ld_alpha of {where} weighs the tokens of pairs, which {variant!r} takes apart")
-    shape = {"tau": tau, "power": power, "ld_alpha": ld_alpha}
-    return paired("dpo", beta, variant, label_smoothing, average, reference, summand, **shape)
+    more = {"tau": tau, "power": power, "ld_alpha": ld_alpha}
+    return paired("dpo", beta, variant, label_smoothing, average, reference, summand, **more)
 
 
 def simpo(
@@ -106,11 +106,11 @@ def simpo(
     ``simpo_gamma``, as are the defaults; the paper's code says ``gamma_beta_ratio = gamma / beta`` and trains with
     beta 2 to 10. TRL and Liger can add the chosen segments' NLL: ``cpo`` says how to.
     """
-    shape = {
+    more = {
         "margin": number("losses.simpo", "gamma", gamma),
         "power": -number("losses.simpo", "alpha", alpha),
     }
-    return paired("simpo", beta, "sigmoid", label_smoothing, True, False, summand, **shape)
+    return paired("simpo", beta, "sigmoid", label_smoothing, True, False, summand, **more)
 
 
 def cpo(
@@ -146,9 +146,9 @@ def paired(
     average: bool | None,
     reference: bool,
     summand: dict[str, Any],
-    **shape: Any,
+    **more: Any,
 ) -> Losses:
-    """A loss of a pair's two scores; ``shape``: further options of ``unweighted``, checked."""
+    """A loss of a pair's two scores; ``more``: further options of ``unweighted``, checked."""
     where = f"losses.{kind}"
     smoothing = number(where, "label_smoothing", label_smoothing, 0.0, 1.0)
     if variant not in SMOOTHED and smoothing:
@@ -169,7 +169,7 @@ def paired(
         "eps": smoothing,
         "average": variant in AVERAGED if average is None else flag(f"average of {where}", average),
         "reference": reference,
-        **shape,
+        **more,
     }
     fields = ("segments", "pairs", *["ref_logprobs"] * reference)
     alone = variant not in SORTED
