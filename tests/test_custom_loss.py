@@ -15,8 +15,8 @@ from chunked_head.core.batch import Batch
 from chunked_head.core.loss_stats import Stats
 from chunked_head.losses.base import FIELDS, Field, Losses, Summand, Teacher
 from chunked_head.losses.user import closures
+from chunked_head.losses.user.checks import check_over_ranks
 from chunked_head.losses.user.custom import custom
-from chunked_head.losses.user.spread_check import check_over_ranks
 from chunked_head.losses.user.synthetic import MASKED, SEGMENT_IDS, SEGMENTS, TOKENS, VOCAB, Synthetic
 
 

@@ -42,7 +42,7 @@ from chunked_head import (
 from chunked_head.engine.arithmetic import compiled, kernels
 from chunked_head.engine.graph.deferred import ranges
 from chunked_head.engine.graph.recipes import described, text_of
-from chunked_head.program.planner import Request
+from chunked_head.program.planner import Request, make_plan
 
 pytestmark = pytest.mark.compiled
 
@@ -156,10 +156,12 @@ def test_lengths_at_which_gradients_wait_in_another_dtype() -> None:
 @pytest.mark.parametrize("budget", [None, "1GiB", "64MiB"])
 @pytest.mark.parametrize("shape", [(4096, 128256), (2304, 256000), (512, 32000)], ids=str)
 def test_ranges_of_lengths_are_those_of_the_plans(shape: tuple[int, int], budget: str | None) -> None:
-    def planned(tokens: int) -> Any:
-        return plan(tokens, *shape, torch.bfloat16, device="cuda", backend="triton", memory_budget=budget)
+    sizes, request = plan(1, *shape, torch.bfloat16, device="cuda", backend="triton").sizes, Request(budget)
 
-    table = ranges(replace(planned(1).sizes, tokens=0), Request(memory_budget=budget))
+    def planned(tokens: int) -> Any:  # calls in a graph run with their own tokens alone
+        return make_plan(replace(sizes, tokens=tokens), request)
+
+    table = ranges(replace(sizes, tokens=0), request)
     edges = [most + more for most, *_ in table[:-1] for more in (0, 1)]
     for tokens in [*edges, *(1 << power for power in range(18)), *range(3000, 120000, 3001)]:
         try:

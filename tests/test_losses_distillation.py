@@ -13,7 +13,7 @@ from torch import Tensor
 from chunked_head.api.gathered_topk import gathered_topk_kl
 from chunked_head.core.batch import Batch
 from chunked_head.core.loss_stats import Stats
-from chunked_head.losses import distillation
+from chunked_head.losses import distillation, topk
 from chunked_head.losses.base import Losses, Summand, Teacher
 from chunked_head.losses.topk import entries
 
@@ -217,7 +217,7 @@ class Known:
 
     def ours(self, x: Tensor, rows: slice = slice(None), **options: Any) -> Tensor:
         fields = {name: field[rows] for name, field in self.fields().items()}
-        summand = only(distillation.topk_kl(**options))
+        summand = only(topk.topk_kl(**options))
         assert set(fields) <= {*summand.fields, *summand.optional_fields}
         target = torch.zeros(len(x), dtype=torch.int64)[rows]
         stats = full_stats(x[rows], target, ids=fields["teacher_ids"])
@@ -371,7 +371,7 @@ def test_topk_of_tokens_that_do_not_count(options: dict[str, Any]) -> None:
     student = zeros.clone().requires_grad_()
     batch = Batch({"teacher_ids": zeros.long(), "teacher_logprobs": zeros}, torch.full((3,), -1), None, VOCAB)
     values, gradient = with_gradient(
-        only(distillation.topk_kl(**options)).values(Stats({"topk_logprobs": student}), batch, {}), student
+        only(topk.topk_kl(**options)).values(Stats({"topk_logprobs": student}), batch, {}), student
     )
     assert values.isfinite().all() and gradient.isfinite().all()
 
@@ -412,7 +412,7 @@ def test_topk_compiles_and_differentiates(divergence: str, normalize: str) -> No
     """Under torch.func.grad, and as one graph with dynamic shapes."""
     torch._dynamo.reset()  # each option is a compilation of the same code
     data = Known(spoilt=True)
-    summand = only(distillation.topk_kl(divergence, normalize))
+    summand = only(topk.topk_kl(divergence, normalize))
     student = full_stats(data.x, torch.zeros(TOKENS).long(), ids=data.teacher_ids).topk_logprobs.detach()
 
     def total(logprobs: Tensor, target: Tensor, fields: dict[str, Tensor]) -> Tensor:
@@ -509,11 +509,11 @@ def test_gathered_half_is_float32() -> None:
         (lambda: distillation.reverse_kl(teacher_softcap=0.0), "teacher_softcap of losses.reverse_kl must be a pos"),
         (lambda: distillation.reverse_kl(t_squared=True), "t_squared of losses.reverse_kl needs the loss's own"),
         (lambda: distillation.jsd(1.5), "beta of losses.jsd must be a number in"),
-        (lambda: distillation.topk_kl("kl"), "divergence of losses.topk_kl must be one of"),
-        (lambda: distillation.topk_kl(normalize="k"), "normalize of losses.topk_kl must be one of"),
-        (lambda: distillation.topk_kl(beta=-0.1), "beta of losses.topk_kl must be a number in"),
-        (lambda: distillation.topk_kl(normalize="vocab", teacher_temperature=2.0), "pass teacher_renormalize=True"),
-        (lambda: distillation.topk_kl(teacher_temperature=0.0), "teacher_temperature of losses.topk_kl must be a pos"),
+        (lambda: topk.topk_kl("kl"), "divergence of losses.topk_kl must be one of"),
+        (lambda: topk.topk_kl(normalize="k"), "normalize of losses.topk_kl must be one of"),
+        (lambda: topk.topk_kl(beta=-0.1), "beta of losses.topk_kl must be a number in"),
+        (lambda: topk.topk_kl(normalize="vocab", teacher_temperature=2.0), "pass teacher_renormalize=True"),
+        (lambda: topk.topk_kl(teacher_temperature=0.0), "teacher_temperature of losses.topk_kl must be a pos"),
         (lambda: gathered_topk_kl(torch.ones(2, 3), torch.ones(2, 3)), "lse is needed with normalize='tail'"),
         (lambda: gathered_topk_kl(torch.ones(2, 3), torch.ones(2, 3), reduction="batchmean"), "reduction of losses"),
         (

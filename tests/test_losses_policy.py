@@ -10,9 +10,10 @@ from full_stats import check, full_stats, make_batch, only
 from oracle import policy as oracle
 from torch import Tensor
 
+from chunked_head import losses as library
 from chunked_head.core.batch import Batch
 from chunked_head.core.loss_stats import Stats
-from chunked_head.losses import policy
+from chunked_head.losses import reference_kl
 from chunked_head.losses.base import Losses
 
 V, S = 17, 7
@@ -51,7 +52,7 @@ def compare(kind: str, spread: float = 0.4, on_policy: bool = False, **options: 
     x, target, fields = make_data(spread)
     if on_policy:
         del fields["old_logprobs"]
-    losses = getattr(policy, kind)(**options)
+    losses = getattr(library, kind)(**options)
     check(losses, getattr(oracle, kind), x, target, fields, S, options)
 
 
@@ -151,8 +152,8 @@ def test_rollout_defaults_act() -> None:
     }
     batch = Batch(fields, torch.zeros(6, dtype=torch.int64), None, V)
     stats = Stats({"logprob": logprob})
-    truncated = only(policy.reinforce(rollout="truncate")).values(stats, batch, {})
-    masked = only(policy.reinforce(rollout="mask")).values(stats, batch, {})
+    truncated = only(library.reinforce(rollout="truncate")).values(stats, batch, {})
+    masked = only(library.reinforce(rollout="mask")).values(stats, batch, {})
     torch.testing.assert_close(truncated, torch.tensor([0.5, 1.9, 2, 2, 2, 2], dtype=F64))
     torch.testing.assert_close(masked, torch.tensor([0.5, 1.9, 2.1, 2.9, 0, 0], dtype=F64))
 
@@ -163,7 +164,7 @@ def test_rollout_weights_stay_finite() -> None:
         ones = torch.ones(6, dtype=dtype)
         for mode, largest in (("truncate", 2.0), ("mask", 0.0)):
             for level in ("token", "segment"):
-                losses = policy.grpo(rollout=mode, rollout_level=level)
+                losses = library.grpo(rollout=mode, rollout_level=level)
                 values, grad = on_leaf(losses, 0 * ones, ones, rollout_logprobs=rollout)
                 expected = torch.where(rollout < 0, largest, 0.0).to(dtype)
                 torch.testing.assert_close(-grad, expected, rtol=1e-5, atol=1e-6)
@@ -171,7 +172,7 @@ def test_rollout_weights_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("on_policy", [False, True])
-@pytest.mark.parametrize("estimator", policy.ESTIMATORS)
+@pytest.mark.parametrize("estimator", reference_kl.ESTIMATORS)
 @pytest.mark.parametrize(
     "clamps",
     [{}, {"log_ratio_clamp": None}, {"log_ratio_clamp": 0.3}, {"kl_clamp": 0.05}, {"ratio_clamp": 0.2}],
@@ -191,14 +192,14 @@ def test_kl_gradients_in_closed_form() -> None:
     batch = Batch({"ref_logprobs": logprob + d}, torch.zeros(5, dtype=torch.int64), None, V)
     expected = {"k1": torch.ones_like(d), "abs": -d.sign(), "k2": -d, "k3": 1 - d.exp()}
     expected |= {"k1+": -d, "abs+": -d, "k3+": -d}
-    assert set(expected) == set(policy.ESTIMATORS)
+    assert set(expected) == set(reference_kl.ESTIMATORS)
     for estimator, slope in expected.items():
         leaf = logprob.clone().requires_grad_()
-        only(policy.kl_to_reference(estimator)).values(Stats({"logprob": leaf}), batch, {}).sum().backward()
+        only(library.kl_to_reference(estimator)).values(Stats({"logprob": leaf}), batch, {}).sum().backward()
         torch.testing.assert_close(leaf.grad, slope)
     # on policy the correction makes k3's gradient that of k2
     leaf = logprob.clone().requires_grad_()
-    corrected = policy.kl_to_reference("k3", bias_correction=True)
+    corrected = library.kl_to_reference("k3", bias_correction=True)
     only(corrected).values(Stats({"logprob": leaf}), batch, {}).sum().backward()
     torch.testing.assert_close(leaf.grad, -d)
 
@@ -210,7 +211,7 @@ EXTREME = [-math.inf, -1e4, -100.0, -21.0, 0.0, 21.0, 100.0, 1e4, math.inf]
 @pytest.mark.parametrize("kind", ["reinforce", "grpo", "cispo", "sapo", "gspo", "gspo-token", "gmpo", "rloo"])
 def test_extreme_ratios_stay_finite(kind: str, dtype: torch.dtype) -> None:
     options = {"level": "token"} if kind == "gspo-token" else {}
-    losses = getattr(policy, kind.partition("-")[0])(**options)
+    losses = getattr(library, kind.partition("-")[0])(**options)
     log_ratio = torch.tensor(EXTREME, dtype=dtype)
     for advantage in (-1.0, 0.0, 1.0):
         values, grad = on_leaf(losses, log_ratio, torch.full_like(log_ratio, advantage))
@@ -230,7 +231,7 @@ def test_without_clamp_gradients_are_finite_where_values_are(kind: str, dtype: t
     options: dict[str, Any] = {"level": "token"} if kind == "gspo-token" else {}
     if kind == "grpo":
         options["dual_clip"] = 3.0
-    losses = getattr(policy, kind.partition("-")[0])(ratio_clamp=None, **options)
+    losses = getattr(library, kind.partition("-")[0])(ratio_clamp=None, **options)
     log_ratio = torch.tensor(EXTREME, dtype=dtype)
     for advantage in (-1.0, 0.0, 1.0):
         values, grad = on_leaf(losses, log_ratio, torch.full_like(log_ratio, advantage))
@@ -247,12 +248,12 @@ def test_without_clamp_gradients_are_finite_where_values_are(kind: str, dtype: t
 
 def test_kl_of_extreme_ratios_is_finite() -> None:
     d = torch.tensor(EXTREME)
-    for estimator in policy.ESTIMATORS:
+    for estimator in reference_kl.ESTIMATORS:
         for bias_correction in (False, True)[: 1 if estimator.endswith("+") else 2]:
             logprob = torch.full_like(d, -1.0).requires_grad_()
             fields = {"ref_logprobs": logprob.detach() + d, "old_logprobs": logprob.detach() - d.flip(0)}
             batch = Batch(fields, torch.zeros(len(d), dtype=torch.int64), None, V)
-            losses = policy.kl_to_reference(estimator, bias_correction)
+            losses = library.kl_to_reference(estimator, bias_correction)
             values = only(losses).values(Stats({"logprob": logprob}), batch, {})
             (grad,) = torch.autograd.grad(values.sum(), logprob)
             assert values.isfinite().all() and grad.isfinite().all() and values.any()
@@ -260,16 +261,16 @@ def test_kl_of_extreme_ratios_is_finite() -> None:
                 assert not grad[d.abs() > 20].any()
 
 
-@pytest.mark.parametrize("estimator", policy.ESTIMATORS)
+@pytest.mark.parametrize("estimator", reference_kl.ESTIMATORS)
 def test_a_clamp_of_the_kl_alone(estimator: str) -> None:
     """It acts before anything overflows, on the value and on its slope; a "+" keeps the slope of k2."""
     d = torch.tensor([-1e4, -100.0, -1.0, 0.5, 89.0, 100.0, 1e4])
     leaf, far = (torch.full_like(d, -1.0).requires_grad_() for _ in range(2))
-    losses = only(policy.kl_to_reference(estimator, log_ratio_clamp=None, kl_clamp=10.0))
+    losses = only(library.kl_to_reference(estimator, log_ratio_clamp=None, kl_clamp=10.0))
     batch = Batch({"ref_logprobs": d - 1.0}, torch.zeros(len(d), dtype=torch.int64), None, V)
     values = losses.values(Stats({"logprob": leaf}), batch, {})
     (grad,) = torch.autograd.grad(values.sum(), leaf)
-    exact = policy.kl_estimate(d.double(), estimator.removesuffix("+"))
+    exact = reference_kl.kl_estimate(d.double(), estimator.removesuffix("+"))
     torch.testing.assert_close(values.double(), exact.clamp(-10.0, 10.0))
     slopes = {"k1": 1.0, "abs": -d.sign(), "k2": -d, "k3": 1.0 - d.exp()}
     slope = -d if estimator.endswith("+") else torch.where(exact.abs() <= 10.0, slopes[estimator], 0.0)
@@ -291,7 +292,7 @@ def test_impossible_target_without_advantage(kind: str) -> None:
         "segments": torch.arange(2),
     }
     batch = Batch(fields, torch.zeros(2, dtype=torch.int64), 2, V)
-    values = only(getattr(policy, kind)()).values(Stats({"logprob": logprob}), batch, {})
+    values = only(getattr(library, kind)()).values(Stats({"logprob": logprob}), batch, {})
     (grad,) = torch.autograd.grad(values.sum(), logprob)
     assert values[0] == 0 and values[1] and grad.tolist() == [0.0, -1.0]
 
@@ -300,7 +301,7 @@ def test_nan_is_not_hidden() -> None:
     """A log-ratio that is nan at a token that counts shows, unless its advantage is 0."""
     log_ratio, advantages = torch.full((3,), math.nan), torch.tensor([-1.0, 0.0, 1.0])
     for kind in ("grpo", "gspo", "rloo", "sapo", "gmpo"):
-        values, _ = on_leaf(getattr(policy, kind)(), log_ratio, advantages)
+        values, _ = on_leaf(getattr(library, kind)(), log_ratio, advantages)
         assert values.isnan().tolist() == [True, False, True], kind
 
 
@@ -308,7 +309,7 @@ def test_nan_is_not_hidden() -> None:
 def test_gradient_flows_at_the_bound(kind: str) -> None:
     """Bounds that are the ratio itself: the gradient is the unclipped one; an ulp closer and there is none."""
     options = {"level": "token"} if kind == "gspo-token" else {}
-    factory = getattr(policy, kind.partition("-")[0])
+    factory = getattr(library, kind.partition("-")[0])
     one = torch.ones(1, dtype=F64)
     for log_ratio, sign in ((0.15, 1.0), (-0.15, -1.0)):
         # of the log-ratio that subtraction leaves, which on_leaf makes again
@@ -332,8 +333,8 @@ def test_gradient_flows_at_the_ceiling(bound: dict[str, Any]) -> None:
     one = torch.ones(1, dtype=F64)
     logprob = torch.full((1,), -3.0, dtype=F64)
     ratio = (logprob - (logprob - 0.6)).exp().item()
-    _, at = on_leaf(policy.grpo(**{name: ratio}), 0.6 * one, -one)
-    values, beyond = on_leaf(policy.grpo(**{name: math.nextafter(ratio, 0)}), 0.6 * one, -one)
+    _, at = on_leaf(library.grpo(**{name: ratio}), 0.6 * one, -one)
+    values, beyond = on_leaf(library.grpo(**{name: math.nextafter(ratio, 0)}), 0.6 * one, -one)
     assert at.item() == ratio and beyond.item() == 0 and math.isclose(values.item(), ratio)
 
 
@@ -342,8 +343,8 @@ def test_dual_clip_is_delta_beyond_the_upper_clip() -> None:
     for advantage in (-2.0, 0.0, 2.0):
         advantages = torch.full_like(log_ratio, advantage)
         for bound, equal in ((1.2, True), (1.5, True), (3.0, True), (1.1, advantage >= 0)):
-            delta = on_leaf(policy.grpo(delta=bound), log_ratio, advantages)
-            dual = on_leaf(policy.grpo(dual_clip=bound), log_ratio, advantages)
+            delta = on_leaf(library.grpo(delta=bound), log_ratio, advantages)
+            dual = on_leaf(library.grpo(dual_clip=bound), log_ratio, advantages)
             same = all(torch.equal(a, b) for a, b in zip(delta, dual, strict=True))
             # below the upper clip, delta also lowers what a positive advantage can gain
             assert same == (equal and not (bound < 1.2 and advantage > 0)), (bound, advantage)
@@ -352,7 +353,7 @@ def test_dual_clip_is_delta_beyond_the_upper_clip() -> None:
 def test_on_policy_gradients_are_reinforce() -> None:
     advantages = torch.tensor([-1.5, 0.0, 0.5, 2.0], dtype=F64)
     for kind in (*TOKEN_LOSSES, *SEGMENT_LOSSES):
-        _, grad = on_leaf(getattr(policy, kind)(), torch.zeros(4, dtype=F64), advantages)
+        _, grad = on_leaf(getattr(library, kind)(), torch.zeros(4, dtype=F64), advantages)
         torch.testing.assert_close(grad, -advantages)
 
 
@@ -362,7 +363,7 @@ def test_gspo_levels_agree_where_advantages_are_constant() -> None:
     grads, segments = [], []
     for level in ("segment", "token"):
         leaf = torch.nan_to_num(x, 0, 0, 0).requires_grad_()
-        losses = only(policy.gspo(level=level))
+        losses = only(library.gspo(level=level))
         values = losses.values(full_stats(leaf, target), make_batch(fields, target, V, S), {})
         grads.append(torch.autograd.grad(values.sum(), leaf)[0])
         segments.append(values)
@@ -374,7 +375,7 @@ def test_gspo_levels_agree_where_advantages_are_constant() -> None:
 @pytest.mark.parametrize("kind", ["gspo", "gspo-token", "gmpo", "rloo"])
 def test_segments_without_tokens_are_zero(kind: str) -> None:
     x, target, fields = make_data()
-    losses = getattr(policy, kind.partition("-")[0])(**({"level": "token"} if "-" in kind else {}))
+    losses = getattr(library, kind.partition("-")[0])(**({"level": "token"} if "-" in kind else {}))
     values = only(losses).values(full_stats(x, target), make_batch(fields, target, V, S), {})
     assert values.shape == (S,) and values.isfinite().all()
     assert values.eq(0).tolist() == [s in (2, 4) for s in range(S)]
@@ -385,7 +386,7 @@ def test_tokens_of_no_segment_are_zero(options: dict[str, Any]) -> None:
     x, target, fields = make_data()
     fields["advantages"][[1, 8]] = 0.5
     leaf = torch.nan_to_num(x, 0, 0, 0).requires_grad_()
-    losses = only(policy.gspo(weighting="token", **options))
+    losses = only(library.gspo(weighting="token", **options))
     values = losses.values(full_stats(leaf, target), make_batch(fields, target, V, S), {})
     nowhere = (fields["segments"] < 0) & (target >= 0)
     (grad,) = torch.autograd.grad(values.sum(), leaf)
@@ -397,7 +398,7 @@ def test_tokens_of_no_segment_are_zero(options: dict[str, Any]) -> None:
 def test_slices_equal_the_whole(kind: str) -> None:
     x, target, fields = make_data()
     options: dict[str, Any] = {"bias_correction": True} if kind == "kl_to_reference" else {"rollout": "truncate"}
-    losses = only(getattr(policy, kind)(**options))
+    losses = only(getattr(library, kind)(**options))
     assert losses.scope == "token"
 
     def values(rows: slice) -> Tensor:
@@ -410,26 +411,26 @@ def test_slices_equal_the_whole(kind: str) -> None:
 
 def test_scope_unit_and_fields() -> None:
     for kind in TOKEN_LOSSES:
-        plain, weighted = only(getattr(policy, kind)()), only(getattr(policy, kind)(rollout="mask"))
-        by_segment = only(getattr(policy, kind)(rollout="mask", rollout_level="segment"))
+        plain, weighted = only(getattr(library, kind)()), only(getattr(library, kind)(rollout="mask"))
+        by_segment = only(getattr(library, kind)(rollout="mask", rollout_level="segment"))
         assert (plain.scope, plain.unit, plain.fields) == ("token", "token", ("advantages",))
         assert (weighted.scope, weighted.fields) == ("token", ("advantages", "rollout_logprobs"))
         assert (by_segment.scope, by_segment.unit) == ("segment", "token")
         assert by_segment.fields == ("advantages", "segments", "rollout_logprobs")
         assert weighted.optional_fields == ("old_logprobs",)
-    assert only(policy.reinforce()).optional_fields == ()
+    assert only(library.reinforce()).optional_fields == ()
     for kind in SEGMENT_LOSSES:
-        summand = only(getattr(policy, kind)())
+        summand = only(getattr(library, kind)())
         assert (summand.scope, summand.unit, summand.fields) == ("segment", "segment", ("advantages", "segments"))
-    assert only(policy.gspo(weighting="token")).unit == "token"
-    assert only(policy.gspo(weighting="token")).scope == "segment"
-    reference = only(policy.kl_to_reference())
+    assert only(library.gspo(weighting="token")).unit == "token"
+    assert only(library.gspo(weighting="token")).scope == "segment"
+    reference = only(library.kl_to_reference())
     assert (reference.fields, reference.optional_fields) == (("ref_logprobs",), ())
-    assert only(policy.kl_to_reference(bias_correction=True)).optional_fields == ("old_logprobs",)
-    assert only(policy.grpo(temperature=0.5, name="pg", token_weights="mine")).label == "pg"
-    hash(only(policy.grpo(rollout="mask")).key)
-    assert only(policy.grpo(rollout="mask")).key == only(policy.grpo(rollout="mask", rollout_max=3.0)).key
-    assert only(policy.grpo(rollout="mask")).key != only(policy.grpo(rollout="truncate")).key
+    assert only(library.kl_to_reference(bias_correction=True)).optional_fields == ("old_logprobs",)
+    assert only(library.grpo(temperature=0.5, name="pg", token_weights="mine")).label == "pg"
+    hash(only(library.grpo(rollout="mask")).key)
+    assert only(library.grpo(rollout="mask")).key == only(library.grpo(rollout="mask", rollout_max=3.0)).key
+    assert only(library.grpo(rollout="mask")).key != only(library.grpo(rollout="truncate")).key
 
 
 @pytest.mark.parametrize("kind", [*TOKEN_LOSSES, *SEGMENT_LOSSES, "gspo by token", "gspo-token", "gspo-token by token"])
@@ -438,7 +439,7 @@ def test_size_bounds_gradients_on_policy(kind: str) -> None:
     fields["advantages"][SEGMENTS.index(6)] = 0
     options = {"weighting": "token"} if kind.endswith("by token") else {}
     options |= {"level": "token"} if "-token" in kind else {}
-    losses = only(getattr(policy, kind.split()[0].partition("-")[0])(**options))
+    losses = only(getattr(library, kind.split()[0].partition("-")[0])(**options))
     del fields["old_logprobs"]
     batch = make_batch(fields, target, V, S)
     logprob = full_stats(x, target).logprob.detach().requires_grad_()
@@ -453,17 +454,17 @@ def test_size_bounds_gradients_on_policy(kind: str) -> None:
 @pytest.mark.parametrize(
     "losses",
     [
-        policy.reinforce(),
-        policy.grpo(delta=4.0, rollout="mask"),
-        policy.grpo(rollout="truncate", rollout_level="segment"),
-        policy.cispo(rollout="truncate"),
-        policy.sapo(),
-        policy.gspo(),
-        policy.gspo(weighting="token", level="token", rollout="mask", rollout_level="segment"),
-        policy.gmpo(),
-        policy.rloo(rollout="mask"),
-        policy.kl_to_reference("k3", True),
-        policy.kl_to_reference("k3+", kl_clamp=10.0),
+        library.reinforce(),
+        library.grpo(delta=4.0, rollout="mask"),
+        library.grpo(rollout="truncate", rollout_level="segment"),
+        library.cispo(rollout="truncate"),
+        library.sapo(),
+        library.gspo(),
+        library.gspo(weighting="token", level="token", rollout="mask", rollout_level="segment"),
+        library.gmpo(),
+        library.rloo(rollout="mask"),
+        library.kl_to_reference("k3", True),
+        library.kl_to_reference("k3+", kl_clamp=10.0),
     ],
     ids=lambda losses: only(losses).kind,
 )
@@ -535,16 +536,16 @@ def over_rows(values: Tensor, mask: Tensor) -> Tensor:
 
 
 LIGER: list[tuple[str, Callable[[], Losses], Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = [
-    ("dapo", lambda: policy.grpo(0.2, 0.28), per_token_mean, {"epsilon_high": 0.28}),
-    ("bnpo", lambda: policy.grpo(delta=1.4), per_token_mean, {"delta": 1.4}),
-    ("grpo", lambda: policy.grpo(delta=1.1), per_row_mean, {"delta": 1.1}),
-    ("cispo", lambda: policy.cispo(1.3, bounds="raw"), per_token_mean, {"epsilon_high": 1.3}),
-    ("sapo", lambda: policy.sapo(2.0, 1.5), per_row_mean, {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 1.5}),
-    ("grpo", policy.gspo, over_rows, {"importance_sampling_level": "sequence"}),
-    ("dapo", lambda: policy.gspo(0.1, 0.1, "token"), per_token_mean,
+    ("dapo", lambda: library.grpo(0.2, 0.28), per_token_mean, {"epsilon_high": 0.28}),
+    ("bnpo", lambda: library.grpo(delta=1.4), per_token_mean, {"delta": 1.4}),
+    ("grpo", lambda: library.grpo(delta=1.1), per_row_mean, {"delta": 1.1}),
+    ("cispo", lambda: library.cispo(1.3, bounds="raw"), per_token_mean, {"epsilon_high": 1.3}),
+    ("sapo", lambda: library.sapo(2.0, 1.5), per_row_mean, {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 1.5}),
+    ("grpo", library.gspo, over_rows, {"importance_sampling_level": "sequence"}),
+    ("dapo", lambda: library.gspo(0.1, 0.1, "token"), per_token_mean,
      {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.1}),
     # a segment's value times its length, over the number of segments
-    ("luspo", lambda: policy.gspo(weighting="token"), over_rows, {"importance_sampling_level": "sequence"}),
+    ("luspo", lambda: library.gspo(weighting="token"), over_rows, {"importance_sampling_level": "sequence"}),
 ]  # fmt: skip
 
 
@@ -578,8 +579,8 @@ def test_kl_and_rollout_weights_against_liger(level: str, bias_correction: bool)
     difference = torch.where(mask, fields["old_logprobs"] - fields["rollout_logprobs"], 0.0)
     difference = difference if level == "token" else difference.sum(-1, keepdim=True)
     leaf, other = logprob.clone().requires_grad_(), logprob.clone().requires_grad_()
-    gradient = policy.grpo(rollout="truncate", rollout_level=level, rollout_max=1.1)
-    parts = [ours(losses, mask, leaf, fields) for losses in (gradient, policy.kl_to_reference("k3", bias_correction))]
+    gradient = library.grpo(rollout="truncate", rollout_level=level, rollout_max=1.1)
+    parts = [ours(losses, mask, leaf, fields) for losses in (gradient, library.kl_to_reference("k3", bias_correction))]
     loss = per_token_mean(parts[0] + 0.04 * parts[1], mask)
     theirs, (kl, _) = liger.ppo_loss_fn(
         other, mask.to(F64), fields["advantages"], mask.to(F64), fields["ref_logprobs"], fields["old_logprobs"],
@@ -595,30 +596,30 @@ def test_kl_and_rollout_weights_against_liger(level: str, bias_correction: bool)
 @pytest.mark.parametrize(
     ("wrong", "error", "named"),
     [
-        (lambda: policy.grpo(clip_low=-0.1), ValueError, "clip_low of losses.grpo"),
-        (lambda: policy.grpo(clip_high="x"), ValueError, "clip_high of losses.grpo"),
-        (lambda: policy.grpo(delta=0.0), ValueError, "delta of losses.grpo"),
-        (lambda: policy.grpo(dual_clip=1.0), ValueError, "dual_clip of losses.grpo"),
-        (lambda: policy.grpo(delta=4.0, dual_clip=3.0), ValueError, "delta or dual_clip"),
-        (lambda: policy.grpo(ratio_clamp=0.0), ValueError, "ratio_clamp of losses.grpo"),
-        (lambda: policy.cispo(0.3, bounds="raw"), ValueError, "clip_high .* of losses.cispo"),
-        (lambda: policy.cispo(bounds="verl"), ValueError, "bounds of losses.cispo"),
-        (lambda: policy.cispo(clip_low=1.5), ValueError, "clip_low of losses.cispo"),
-        (lambda: policy.sapo(tau_pos=0.0), ValueError, "tau_pos of losses.sapo"),
-        (lambda: policy.gspo(weighting="mean"), ValueError, "weighting of losses.gspo"),
-        (lambda: policy.gspo(level="row"), ValueError, "level of losses.gspo"),
-        (lambda: policy.gmpo(clip_low=-1.0), ValueError, "clip_low of losses.gmpo"),
-        (lambda: policy.rloo(clip_high=-1.0), ValueError, "clip_high of losses.rloo"),
-        (lambda: policy.reinforce(rollout="clip"), ValueError, "rollout of losses.reinforce"),
-        (lambda: policy.grpo(rollout="mask", rollout_level="row"), ValueError, "rollout_level of losses.grpo"),
-        (lambda: policy.grpo(rollout="mask", rollout_min=4.0), ValueError, "rollout_max of losses.grpo"),
-        (lambda: policy.grpo(rollout_max=4.0), ValueError, "rollout_max .* of losses.grpo go with"),
-        (lambda: policy.kl_to_reference("k4"), ValueError, "estimator of losses.kl_to_reference"),
-        (lambda: policy.kl_to_reference("k3+", True), ValueError, "bias_correction of losses.kl_to_reference"),
-        (lambda: policy.kl_to_reference("k3", 1), TypeError, "bias_correction of losses.kl_to_reference"),
-        (lambda: policy.kl_to_reference(kl_clamp=-1.0), ValueError, "kl_clamp of losses.kl_to_reference"),
-        (lambda: policy.gspo(token_weights="w"), ValueError, "token_weights of losses.gspo"),
-        (lambda: policy.grpo(rollout="mask", rollout_max=2.0, clip=1.0), TypeError, "clip"),
+        (lambda: library.grpo(clip_low=-0.1), ValueError, "clip_low of losses.grpo"),
+        (lambda: library.grpo(clip_high="x"), ValueError, "clip_high of losses.grpo"),
+        (lambda: library.grpo(delta=0.0), ValueError, "delta of losses.grpo"),
+        (lambda: library.grpo(dual_clip=1.0), ValueError, "dual_clip of losses.grpo"),
+        (lambda: library.grpo(delta=4.0, dual_clip=3.0), ValueError, "delta or dual_clip"),
+        (lambda: library.grpo(ratio_clamp=0.0), ValueError, "ratio_clamp of losses.grpo"),
+        (lambda: library.cispo(0.3, bounds="raw"), ValueError, "clip_high .* of losses.cispo"),
+        (lambda: library.cispo(bounds="verl"), ValueError, "bounds of losses.cispo"),
+        (lambda: library.cispo(clip_low=1.5), ValueError, "clip_low of losses.cispo"),
+        (lambda: library.sapo(tau_pos=0.0), ValueError, "tau_pos of losses.sapo"),
+        (lambda: library.gspo(weighting="mean"), ValueError, "weighting of losses.gspo"),
+        (lambda: library.gspo(level="row"), ValueError, "level of losses.gspo"),
+        (lambda: library.gmpo(clip_low=-1.0), ValueError, "clip_low of losses.gmpo"),
+        (lambda: library.rloo(clip_high=-1.0), ValueError, "clip_high of losses.rloo"),
+        (lambda: library.reinforce(rollout="clip"), ValueError, "rollout of losses.reinforce"),
+        (lambda: library.grpo(rollout="mask", rollout_level="row"), ValueError, "rollout_level of losses.grpo"),
+        (lambda: library.grpo(rollout="mask", rollout_min=4.0), ValueError, "rollout_max of losses.grpo"),
+        (lambda: library.grpo(rollout_max=4.0), ValueError, "rollout_max .* of losses.grpo go with"),
+        (lambda: library.kl_to_reference("k4"), ValueError, "estimator of losses.kl_to_reference"),
+        (lambda: library.kl_to_reference("k3+", True), ValueError, "bias_correction of losses.kl_to_reference"),
+        (lambda: library.kl_to_reference("k3", 1), TypeError, "bias_correction of losses.kl_to_reference"),
+        (lambda: library.kl_to_reference(kl_clamp=-1.0), ValueError, "kl_clamp of losses.kl_to_reference"),
+        (lambda: library.gspo(token_weights="w"), ValueError, "token_weights of losses.gspo"),
+        (lambda: library.grpo(rollout="mask", rollout_max=2.0, clip=1.0), TypeError, "clip"),
     ],
 )
 def test_wrong_options(wrong: Callable[[], Losses], error: type, named: str) -> None:
@@ -638,7 +639,7 @@ def test_vespo_against_trl(rollout: bool) -> None:
     fields |= {"segments": torch.arange(rows).repeat_interleave(length), "rollout_logprobs": old - 0.1}
     weights = torch.full((rows, length), math.exp(0.1), dtype=F64) if rollout else None
     phi = trainer.get_gamma_weights(advantages, (logprobs - old).view(rows, length), mask, weights)
-    losses = policy.vespo(rollout="truncate") if rollout else policy.vespo()
+    losses = library.vespo(rollout="truncate") if rollout else library.vespo()
     values = only(losses).values(Stats({"logprob": logprobs}), Batch(fields, target, rows, V), {})
     torch.testing.assert_close(values.view(rows, length), -phi * advantages * logprobs.view(rows, length))
 
@@ -650,7 +651,7 @@ def test_vespo_against_trl(rollout: bool) -> None:
 )  # fmt: skip
 def test_a_rollout_weight_of_0_leaves_nothing_of_an_infinite_ratio(kind: str, options: dict[str, Any]) -> None:
     log_ratio, advantages = torch.tensor([90.0, 0.1, 90.0]), torch.tensor([-1.0, -1.0, -2.0])
-    losses = getattr(policy, kind)(ratio_clamp=None, rollout="mask", rollout_min=0.5, **options)
+    losses = getattr(library, kind)(ratio_clamp=None, rollout="mask", rollout_min=0.5, **options)
     # the first and the last have a weight of e^-2 and of e^90, both outside
     rollout = torch.linspace(-3.0, -0.1, 3) - log_ratio + torch.tensor([2.0, 0.0, -90.0])
     value, grad = on_leaf(losses, log_ratio, advantages, rollout_logprobs=rollout)
@@ -663,7 +664,7 @@ def test_vespo_of_large_exponents() -> None:
     """In fp32 a phi of e^104 beside an advantage of e^-40, and ratios that are infinite or nearly so."""
     log_ratio = torch.tensor([11.5, 11.5, 11.0, 8.0, 87.0, torch.inf, -torch.inf, 0.0])
     advantages = torch.tensor([4e-18, -4e-18, 1e-12, 1.0, 1.0, 1.0, -1.0, 1e-6])
-    losses = policy.vespo(k_pos=10.0, lambda_pos=0.0, k_neg=10.0, lambda_neg=0.0, ratio_clamp=math.inf)
+    losses = library.vespo(k_pos=10.0, lambda_pos=0.0, k_neg=10.0, lambda_neg=0.0, ratio_clamp=math.inf)
     value, grad = on_leaf(losses, log_ratio, advantages)
     w = log_ratio.double().clamp(math.log(1e-8), 100.0)
     phi = (10.0 * w + 1e-4 * (1.0 - w.exp())).exp()

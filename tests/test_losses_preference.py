@@ -11,12 +11,13 @@ from full_stats import full_stats
 from oracle import preference as oracle
 from torch import Tensor
 
+from chunked_head import losses as library
 from chunked_head.core.batch import Batch
 from chunked_head.core.loss_stats import Stats
-from chunked_head.losses import preference
 from chunked_head.losses.base import Losses, Summand
 from chunked_head.losses.preference import log_odds
-from chunked_head.losses.user.spread_check import check_over_ranks
+from chunked_head.losses.preference_pairs import DPO_VARIANTS
+from chunked_head.losses.user.checks import check_over_ranks
 
 VOCAB, SEGMENTS = 13, 9
 EMPTY = 4  # the segment without a token
@@ -33,7 +34,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"variant": "robust", "label_smoothing": 0.3}),
     ("dpo", {"variant": "exo_pair", "label_smoothing": 1e-3}),
     ("dpo", {"variant": "discopop", "discopop_tau": 0.3}),
-    *[("dpo", {"variant": variant}) for variant in preference.DPO_VARIANTS if variant != "exo_pair"],
+    *[("dpo", {"variant": variant}) for variant in DPO_VARIANTS if variant != "exo_pair"],
     ("dpo", {"variant": "aot", "label_smoothing": 0.1}),
     ("dpo", {"variant": "aot", "reference_free": True, "average": True}),
     *[("dpo", {"divergence": kind, "variant": "hinge"}) for kind in ("forward_kl", "js", "alpha")],
@@ -120,7 +121,7 @@ def test_against_oracle(kind: str, options: dict[str, Any]) -> None:
     garbage[~data.counts] = torch.nan
     data.ref[~data.counts] = torch.nan
     x = garbage.requires_grad_()
-    losses = getattr(preference, kind)(**options)
+    losses = getattr(library, kind)(**options)
     mine = data.ours(losses, x)
     assert mine.shape == ((SEGMENTS,) if kind == "kto" else (len(PAIRS),))
     assert_same(mine, data.theirs(kind, options, x), x)
@@ -133,11 +134,11 @@ def test_kto_baseline(baseline: float | str) -> None:
     x = data.x.requires_grad_()
     value = torch.randn(SEGMENTS).double() if baseline == "each" else torch.tensor(baseline)
     value.requires_grad_()
-    mine = data.ours(preference.kto(beta=0.5), x, kl_baseline=value)
+    mine = data.ours(library.kto(beta=0.5), x, kl_baseline=value)
     assert_same(mine, data.theirs("kto", {"beta": 0.5}, x, kl_baseline=value), x)
-    (gradient,) = torch.autograd.grad(data.ours(preference.kto(), x, kl_baseline=value).sum(), value, allow_unused=True)
+    (gradient,) = torch.autograd.grad(data.ours(library.kto(), x, kl_baseline=value).sum(), value, allow_unused=True)
     assert gradient is None
-    without = data.ours(preference.kto(beta=0.5), x)
+    without = data.ours(library.kto(beta=0.5), x)
     assert torch.equal(without, mine) == (baseline == -0.8)  # below 0 it is 0
 
 
@@ -150,7 +151,7 @@ def test_policy_is_reference(options: dict[str, Any]) -> None:
     """Equal policies: each loss has the value of a difference of 0."""
     data = Data()
     data.ref = full_stats(data.x, data.target).logprob
-    mine = data.ours(preference.dpo(**options), data.x)
+    mine = data.ours(library.dpo(**options), data.x)
     beta, eps, log2 = options.get("beta", 0.1), options.get("label_smoothing", 0.0), math.log(2)
     expected = {
         "sigmoid": log2, "sigmoid_norm": log2, "robust": log2, "nca_pair": 2 * log2, "bco_pair": 2 * log2,
@@ -166,7 +167,7 @@ def test_policy_is_reference(options: dict[str, Any]) -> None:
 def test_empty_segments_and_empty_calls(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     """A pair with a segment without tokens is finite, with finite gradients; so are calls of no token and no pair."""
     data = Data(dtype=dtype)
-    losses = getattr(preference, kind)(**options)
+    losses = getattr(library, kind)(**options)
     pairs = torch.tensor([[0, EMPTY], [EMPTY, 1], [EMPTY, EMPTY]])
     x = data.x.requires_grad_()
     values, gradient = with_gradient(data.ours(losses, x, pairs=pairs), x)
@@ -191,7 +192,7 @@ def test_far_from_the_reference(kind: str, options: dict[str, Any], shift: float
         data.ref = data.ref + shift * torch.isin(data.segments, PAIRS[:, 0])
         data.x, data.ref = data.x.to(dtype), data.ref.to(dtype)
         x = data.x.requires_grad_()
-        results.append(with_gradient(data.ours(getattr(preference, kind)(**options), x), x))
+        results.append(with_gradient(data.ours(getattr(library, kind)(**options), x), x))
     (values, gradient), (true_values, true_gradient) = results
     assert values.isfinite().all() and gradient.isfinite().all()
     torch.testing.assert_close(values.double(), true_values, rtol=1e-4, atol=1e-5)
@@ -210,7 +211,7 @@ def test_long_sequences_keep_the_difference() -> None:
         2,
         VOCAB,
     )
-    value = only(preference.dpo(beta=1.0)).values(Stats({"logprob": logprob}), batch, {})
+    value = only(library.dpo(beta=1.0)).values(Stats({"logprob": logprob}), batch, {})
     difference = logprob.double() - ref.double()
     u, v = difference[segments == 0].sum(), difference[segments == 1].sum()
     torch.testing.assert_close(value.double(), F.softplus(v - u)[None], rtol=1e-4, atol=0.0)
@@ -231,10 +232,10 @@ def test_saturated_sigmoids_keep_their_gradient(variant: str) -> None:
     """1 - s(x) rounds to 0 in float32 where s(x) is nearly 1, and the slope s(x) * (1 - s(x)) with it."""
     u, v = -torch.tensor([20.0, 40.0, 17.0, 0.5]), -torch.tensor([41.0, 0.1, 30.0, 17.0])
     options: dict[str, Any] = {"beta": 1.0, "reference_free": True}
-    losses = preference.kto(**options) if variant == "kto" else None
+    losses = library.kto(**options) if variant == "kto" else None
     if losses is None:
         smoothing = 1e-3 if variant == "exo_pair" else 0.0
-        losses = preference.dpo(variant=variant, label_smoothing=smoothing, **options)
+        losses = library.dpo(variant=variant, label_smoothing=smoothing, **options)
     _, gradient = of_tokens(losses, u, v)
     u, v = u.double(), v.double()
 
@@ -252,8 +253,8 @@ def test_saturated_sigmoids_keep_their_gradient(variant: str) -> None:
 
 
 @pytest.mark.parametrize("make", [
-    lambda: preference.dpo(variant="ipo", reference_free=True, divergence="forward_kl"),
-    lambda: preference.cpo(variant="ipo", alpha=1.0),
+    lambda: library.dpo(variant="ipo", reference_free=True, divergence="forward_kl"),
+    lambda: library.cpo(variant="ipo", alpha=1.0),
 ])  # fmt: skip
 def test_ipo_squares_no_infinite_rewards(make: Any) -> None:
     values, gradient = of_tokens(make(), -torch.tensor([300.0, 39.0]), -torch.tensor([1.0, 300.0]))
@@ -266,7 +267,7 @@ def test_ipo_squares_no_infinite_rewards(make: Any) -> None:
 
 def test_discopop_far_below() -> None:
     """Differences at which exp(-d) alone overflows."""
-    summand = only(preference.dpo(beta=1.0, variant="discopop"))
+    summand = only(library.dpo(beta=1.0, variant="discopop"))
     logprob = torch.tensor([-150.0, -1.0], requires_grad=True)
     fields = {"segments": torch.arange(2), "ref_logprobs": torch.zeros(2), "pairs": torch.tensor([[0, 1]])}
     value = summand.values(Stats({"logprob": logprob}), Batch(fields, torch.zeros(2).long(), 2, VOCAB), {})
@@ -276,11 +277,11 @@ def test_discopop_far_below() -> None:
 
 def test_order_of_tokens_changes_nothing() -> None:
     data = Data()
-    mine = data.ours(preference.dpo(beta=1.0), data.x)
+    mine = data.ours(library.dpo(beta=1.0), data.x)
     order = torch.randperm(len(data.x))
     for name in ("x", "target", "segments", "counts", "ref"):
         setattr(data, name, getattr(data, name)[order])
-    torch.testing.assert_close(data.ours(preference.dpo(beta=1.0), data.x), mine, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(data.ours(library.dpo(beta=1.0), data.x), mine, rtol=1e-12, atol=1e-12)
     assert mine.unique().numel() == len(PAIRS)
 
 
@@ -312,18 +313,18 @@ def test_sure_segments_are_finite() -> None:
     x.requires_grad_()
     target = torch.zeros(4).long()
     fields = {"segments": torch.tensor([0, 0, 1, 1]), "pairs": torch.tensor([[0, 1], [1, 0], [0, 0]])}
-    values = only(preference.orpo(1.0)).values(full_stats(x, target), Batch(fields, target, 2, VOCAB), {})
+    values = only(library.orpo(1.0)).values(full_stats(x, target), Batch(fields, target, 2, VOCAB), {})
     (gradient,) = torch.autograd.grad(values.sum(), x)
     assert values.isfinite().all() and gradient.isfinite().all()
     assert values[0] < 1e-5 and values[1] > 10
     torch.testing.assert_close(values[2], torch.tensor(0.5).log().neg())
 
 
-@pytest.mark.parametrize("variant", preference.DPO_VARIANTS)
+@pytest.mark.parametrize("variant", DPO_VARIANTS)
 def test_compiles_and_differentiates(variant: str) -> None:
     """Under torch.func.grad, and as one graph with dynamic shapes."""
     data = Data(dtype=torch.float32)
-    summand = only(preference.dpo(variant=variant, label_smoothing=0.1 if variant == "exo_pair" else 0.0))
+    summand = only(library.dpo(variant=variant, label_smoothing=0.1 if variant == "exo_pair" else 0.0))
     target = torch.where(data.counts, data.target, -1)
 
     def total(logprob: Tensor) -> Tensor:
@@ -341,17 +342,17 @@ def test_compiles_and_differentiates(variant: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: preference.dpo(beta=0.0), "beta of losses.dpo must be a number in"),
-        (lambda: preference.dpo(variant="kto"), "variant of losses.dpo must be one of 'sigmoid'"),
-        (lambda: preference.dpo(variant="exo_pair"), "must be between 0 and 1 for 'exo_pair'"),
-        (lambda: preference.dpo(variant="robust", label_smoothing=0.5), "must be below 0.5 for 'robust'"),
-        (lambda: preference.dpo(variant="hinge", label_smoothing=0.1), "does not apply to variant 'hinge'"),
-        (lambda: preference.dpo(variant="discopop", discopop_tau=0.0), "discopop_tau of losses.dpo"),
-        (lambda: preference.dpo(token_weights="token_weights"), "values are per pair"),
-        (lambda: preference.cpo(variant="robust"), "variant of losses.cpo must be one of"),
-        (lambda: preference.simpo(gamma="1"), "gamma of losses.simpo must be a number"),
-        (lambda: preference.orpo(beta=-1.0), "beta of losses.orpo must be a number"),
-        (lambda: preference.kto(desirable_weight=-1.0), "desirable_weight of losses.kto must be a number"),
+        (lambda: library.dpo(beta=0.0), "beta of losses.dpo must be a number in"),
+        (lambda: library.dpo(variant="kto"), "variant of losses.dpo must be one of 'sigmoid'"),
+        (lambda: library.dpo(variant="exo_pair"), "must be between 0 and 1 for 'exo_pair'"),
+        (lambda: library.dpo(variant="robust", label_smoothing=0.5), "must be below 0.5 for 'robust'"),
+        (lambda: library.dpo(variant="hinge", label_smoothing=0.1), "does not apply to variant 'hinge'"),
+        (lambda: library.dpo(variant="discopop", discopop_tau=0.0), "discopop_tau of losses.dpo"),
+        (lambda: library.dpo(token_weights="token_weights"), "values are per pair"),
+        (lambda: library.cpo(variant="robust"), "variant of losses.cpo must be one of"),
+        (lambda: library.simpo(gamma="1"), "gamma of losses.simpo must be a number"),
+        (lambda: library.orpo(beta=-1.0), "beta of losses.orpo must be a number"),
+        (lambda: library.kto(desirable_weight=-1.0), "desirable_weight of losses.kto must be a number"),
     ],
 )
 def test_errors(make: Any, message: str) -> None:
@@ -360,12 +361,12 @@ def test_errors(make: Any, message: str) -> None:
 
 
 def test_fields() -> None:
-    assert only(preference.dpo()).fields == ("segments", "pairs", "ref_logprobs")
-    assert only(preference.dpo(reference_free=True)).fields == ("segments", "pairs")
-    assert only(preference.kto()).fields == ("segments", "segment_labels", "ref_logprobs")
-    for losses in (preference.dpo(), preference.simpo(), preference.cpo(), preference.orpo()):
+    assert only(library.dpo()).fields == ("segments", "pairs", "ref_logprobs")
+    assert only(library.dpo(reference_free=True)).fields == ("segments", "pairs")
+    assert only(library.kto()).fields == ("segments", "segment_labels", "ref_logprobs")
+    for losses in (library.dpo(), library.simpo(), library.cpo(), library.orpo()):
         assert (only(losses).unit, only(losses).scope) == ("pair", "segment")
-    assert (only(preference.kto()).unit, only(preference.kto()).scope) == ("segment", "segment")
+    assert (only(library.kto()).unit, only(library.kto()).scope) == ("segment", "segment")
 
 
 class Rectangular:
@@ -402,16 +403,14 @@ class Rectangular:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)  # Liger's softmax is float32
 
 
-@pytest.mark.parametrize(
-    "variant", sorted(set(preference.DPO_VARIANTS) - {"ipo", "sigmoid_norm", "aot", "aot_unpaired"})
-)
+@pytest.mark.parametrize("variant", sorted(set(DPO_VARIANTS) - {"ipo", "sigmoid_norm", "aot", "aot_unpaired"}))
 def test_liger_dpo(variant: str) -> None:
     """IPO is not in Liger; its sigmoid ignores label smoothing."""
     liger = pytest.importorskip("liger_kernel.chunked_loss")
     data, smoothing = Rectangular(), 0.1 if variant in ("robust", "exo_pair") else 0.0
     theirs = liger.LigerFusedLinearDPOLoss(beta=0.3, loss_type=variant, label_smoothing=smoothing, compiled=False)
     loss = theirs(data.weight, data.hidden, data.target, ref_input=data.ref_hidden, ref_weight=data.weight)[0]
-    data.assert_same(data.ours(preference.dpo(0.3, variant, label_smoothing=smoothing)), loss)
+    data.assert_same(data.ours(library.dpo(0.3, variant, label_smoothing=smoothing)), loss)
 
 
 @pytest.mark.parametrize("kind", ["SimPO", "CPO", "ORPO"])
@@ -422,7 +421,7 @@ def test_liger_without_reference(kind: str) -> None:
     more = {} if kind == "ORPO" else {"label_smoothing": 0.1}
     theirs = getattr(liger, f"LigerFusedLinear{kind}Loss")(beta=0.3, compute_nll_loss=False, compiled=False, **more)
     loss = theirs(data.weight, data.hidden, data.target)[0]
-    data.assert_same(data.ours(getattr(preference, kind.lower())(0.3, **more)), loss)
+    data.assert_same(data.ours(getattr(library, kind.lower())(0.3, **more)), loss)
 
 
 def test_liger_kto() -> None:
@@ -434,7 +433,7 @@ def test_liger_kto() -> None:
         data.hidden, data.weight, data.target, preference_labels=data.labels, ref_input=data.ref_hidden,
         ref_weight=data.weight, kl=torch.tensor(0.4),
     )[0]  # fmt: skip
-    data.assert_same(data.ours(preference.kto(0.3), kl_baseline=torch.tensor(0.4)), loss)
+    data.assert_same(data.ours(library.kto(0.3), kl_baseline=torch.tensor(0.4)), loss)
 
 
 @pytest.mark.parametrize("variant", ["sigmoid", "hinge", "ipo", "simpo"])
@@ -443,7 +442,7 @@ def test_alphapo_against_trl(variant: str) -> None:
     u, v = -torch.rand(2, 5, dtype=torch.float64)
     given = {"alpha": 0.3, "loss_type": variant, "beta": 0.4, "label_smoothing": 0.0, "simpo_gamma": 0.5}
     theirs, *_ = trainer.cpo_loss(SimpleNamespace(**given, accelerator=SimpleNamespace(device="cpu")), u, v)
-    ours = preference.simpo(0.4, 0.5, alpha=0.3) if variant == "simpo" else preference.cpo(0.4, variant, alpha=0.3)
+    ours = library.simpo(0.4, 0.5, alpha=0.3) if variant == "simpo" else library.cpo(0.4, variant, alpha=0.3)
     pairs, segments = torch.arange(10).view(2, 5).t(), torch.arange(10)
     batch = Batch({"segments": segments, "pairs": pairs}, torch.zeros(10, dtype=torch.int64), 10, VOCAB)
     values = only(ours).values(Stats({"logprob": torch.cat([u, v])}), batch, {})
@@ -452,4 +451,4 @@ def test_alphapo_against_trl(variant: str) -> None:
 
 def test_places_in_a_segment_are_refused_over_ranks() -> None:
     with pytest.raises(ValueError, match="needs each token's place in its segment"):
-        check_over_ranks(only(preference.dpo(ld_alpha=0.5)), "loss", frozenset(), {})
+        check_over_ranks(only(library.dpo(ld_alpha=0.5)), "loss", frozenset(), {})

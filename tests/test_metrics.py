@@ -17,7 +17,16 @@ from torch import Tensor
 from chunked_head import linear_loss, losses, metrics
 from chunked_head.core.batch import Batch
 from chunked_head.core.loss_stats import Stats
-from chunked_head.losses import distillation, label, policy, policy_segments, preference, topk
+from chunked_head.losses import (
+    distillation,
+    label,
+    policy,
+    policy_segments,
+    preference,
+    preference_pairs,
+    reference_kl,
+    topk,
+)
 from chunked_head.losses.base import Losses
 from chunked_head.metrics import Metric, MetricValue, all_reduce, combine, merge, unit_weights
 from chunked_head.metrics.values import selected
@@ -362,7 +371,7 @@ def test_ratios_stay_finite() -> None:
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
 def test_kl_to_reference_is_what_its_loss_is(estimator: str, options: dict[str, Any]) -> None:
     data = Data()
-    ((_, loss),) = policy.kl_to_reference(estimator, **options).terms
+    ((_, loss),) = reference_kl.kl_to_reference(estimator, **options).terms
     stats, batch = data.piece(0, TOKENS)
     expected = torch.where(data.mask, loss.values(stats, batch, {}), 0.0).sum() / len(rows(data))
     assert measure(metrics.kl_reference(estimator, **options), data).value.item() == pytest.approx(expected.item())
@@ -612,8 +621,10 @@ def test_functions_compile() -> None:
 
 # ---- the documentation
 
-MODULES = (label, policy, policy_segments, preference, distillation, topk, metrics.functions)
-INNER = ("paired", "dense")  # what several factories share
+MODULES = (
+    label, policy, policy_segments, preference, preference_pairs, reference_kl, distillation, topk, metrics.functions,
+)  # fmt: skip
+INNER = ("paired", "dense", "make", "make_policy")  # what several factories share
 
 
 def factories() -> list[Callable]:

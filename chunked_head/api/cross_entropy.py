@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from .. import losses
 from ..core.options import flag, nearest
-from ..core.shift import at_targets
 from ..engine.execution import Head, check_options
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, LogitsOptions, head_of
@@ -18,7 +17,7 @@ from ..engine.task import Task
 from ..losses import class_probabilities
 from ..losses.base import Losses
 from ..program import checks
-from .loss import reduced_task
+from .loss import in_graph_values, reduced_task
 
 
 @operation
@@ -106,30 +105,44 @@ def linear_cross_entropy(
     checks.check_number("z_loss", z_loss, 0.0, math.inf)
     checks.check_scalar("normalizer", normalizer, head.device, reduction == "mean", 'reduction="mean"')
     checks.check_scalar("upstream", upstream, head.device, reduction != "none", 'reduction="mean" or "sum"')
-    if class_weights is not None:
-        head.check()
-        checks.check_class_weights(class_weights, head.vocab, head.device)
-    loss, batch = loss_and_fields(
-        head, probabilities, float(label_smoothing), float(z_loss), class_weights, token_weights
-    )
-    return cross_entropy_task("linear_cross_entropy", head, loss, reduction, normalizer, upstream, batch)
+    return cross_entropy_task(
+        "linear_cross_entropy", head, probabilities, reduction, label_smoothing, z_loss, class_weights,
+        token_weights=token_weights, normalizer=normalizer, upstream=upstream,
+    )  # fmt: skip
 
 
 def cross_entropy_task(
     function: str,
     head: HeadOptions | LogitsOptions,
-    loss: Losses,
+    probabilities: Tensor | None,
     reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    class_weights: Tensor | None,
+    called: str = "class_weights",
+    token_weights: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     upstream: float | Tensor | None = None,
-    batch: dict[str, Tensor] | None = None,
     inplace: bool = False,
 ) -> Task[Tensor]:
-    """A cross-entropy of hidden states or of logits, one number or one for each token."""
+    """A cross-entropy of hidden states or of logits, with class ids or probabilities: one number or one per token."""
 
     def check() -> None:
-        checks.check_token_weights((batch or {}).get("token_weights"), head.leading, head.device)
+        checks.check_token_weights(token_weights, head.leading, head.device)
 
+    if class_weights is not None:
+        head.check()
+        checks.check_class_weights(class_weights, head.vocab, head.device, called)
+    label_smoothing, z_loss = float(label_smoothing), float(z_loss)
+    if probabilities is None:
+        make = remembered_loss if class_weights is None else make_loss
+        loss = make(label_smoothing, z_loss, class_weights)
+        batch = None if token_weights is None else {"token_weights": token_weights}
+    else:
+        check_probabilities(head, probabilities)
+        check()
+        loss = remembered_loss(0.0, z_loss, None, probabilities=True)
+        batch = class_probabilities.fields_of(probabilities, label_smoothing, class_weights, token_weights, head.shift)
     # the z-loss shares the denominator of the cross-entropy, class weights and all
     return reduced_task(
         function, head, loss, lambda ran: ran.outputs[0], reduction, normalizer, upstream, share_denominator=True,
@@ -146,25 +159,6 @@ def probabilities_of(target: Any, rows: Any) -> Tensor | None:
 def ids_of(rows: Tensor) -> Tensor:
     """Targets that all count."""
     return rows.new_zeros(rows.shape[:-1], dtype=torch.int64)
-
-
-def loss_and_fields(
-    head: HeadOptions | LogitsOptions,
-    probabilities: Tensor | None,
-    label_smoothing: float,
-    z_loss: float,
-    class_weights: Tensor | None,
-    token_weights: Tensor | None = None,
-) -> tuple[Losses, dict[str, Tensor] | None]:
-    """A cross-entropy, of class ids or of probabilities, and what it reads beside the logits."""
-    if probabilities is None:
-        make = remembered_loss if class_weights is None else make_loss
-        loss = make(label_smoothing, z_loss, class_weights)
-        return loss, None if token_weights is None else {"token_weights": token_weights}
-    check_probabilities(head, probabilities)
-    checks.check_token_weights(token_weights, head.leading, head.device)
-    fields = class_probabilities.fields_of(probabilities, label_smoothing, class_weights, token_weights, head.shift)
-    return remembered_loss(0.0, z_loss, None, probabilities=True), fields
 
 
 def check_probabilities(head: HeadOptions | LogitsOptions, probabilities: Tensor) -> None:
@@ -188,7 +182,7 @@ def make_loss(
 ) -> Losses:
     """``probabilities``: smoothed and weighted already."""
     if probabilities:
-        loss = class_probabilities.loss()
+        loss = losses.forward_kl("cross_entropy", token_weights=class_probabilities.MASS)
     else:
         loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
     return loss + z_loss * losses.z_loss() if z_loss else loss
@@ -200,11 +194,7 @@ remembered_loss = functools.lru_cache(maxsize=64)(make_loss)
 
 @in_graph(linear_cross_entropy)
 def in_graph_cross_entropy(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
-    if given.get("reduction") == "none":
-        target, rows = given["target"], given["hidden"] if "hidden" in given else given["logits"]
-        leading = target.shape if probabilities_of(target, rows) is None else target.shape[:-1]
-        return at_targets(outputs[0], leading, given.get("shift", 0))
-    return outputs[0]
+    return in_graph_values(outputs, given) if given.get("reduction") == "none" else outputs[0]
 
 
 class ChunkedHead(nn.Module):

@@ -15,7 +15,7 @@ from ..engine.task import Task
 from ..parallel.dtensor import local_logits, whole
 from ..program import checks
 from ..program.checks import is_dtensor
-from .cross_entropy import cross_entropy_task, ids_of, in_graph_cross_entropy, loss_and_fields, probabilities_of
+from .cross_entropy import cross_entropy_task, ids_of, in_graph_cross_entropy, probabilities_of
 
 
 class CrossEntropyLoss(OptionsModule):
@@ -130,11 +130,10 @@ def logits_cross_entropy(
     )  # fmt: skip
     checks.check_tensor("input", logits, optional=False)
     check_inplace(logits, inplace)
-    if class_weights is not None:
-        options.check()
-        checks.check_class_weights(class_weights, options.vocab, options.device, "weight")
-    loss, batch = loss_and_fields(options, probabilities, float(label_smoothing), float(z_loss), class_weights)
-    return cross_entropy_task("CrossEntropyLoss", options, loss, reduction, batch=batch, inplace=inplace)
+    return cross_entropy_task(
+        "CrossEntropyLoss", options, probabilities, reduction, label_smoothing, z_loss, class_weights, "weight",
+        inplace=inplace,
+    )  # fmt: skip
 
 
 in_graph(logits_cross_entropy)(in_graph_cross_entropy)

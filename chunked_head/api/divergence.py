@@ -130,8 +130,7 @@ def linear_divergence(
         "teacher_logits": teacher_logits, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight,
         "teacher_bias": teacher_bias, "mask": mask,
     }  # fmt: skip
-    flag("entropy", entropy)
-    names = output_names(entropy)
+    names = ("divergence", "entropy") if flag("entropy", entropy) else ("divergence",)
 
     def check() -> None:
         head.refuse_tokens("linear_divergence")
@@ -150,8 +149,7 @@ def linear_divergence(
         return stats_objective(prepared, tuple(found_in[name] for name in names), len(names))
 
     return Task(
-        "linear_divergence", head, loss, objective,
-        lambda ran: laid_out(ran.outputs),
+        "linear_divergence", head, loss, objective, lambda ran: laid_out(ran.outputs),
         batch={name: value for name, value in given.items() if value is not None}, check=check, options=(entropy,),
         wants=wants, per_token=names,
     )  # fmt: skip
@@ -170,15 +168,11 @@ def divergence_of(
     )
 
 
-def output_names(entropy: bool) -> tuple[str, ...]:
-    return ("divergence", "entropy") if entropy else ("divergence",)
-
-
 def laid_out(values: Sequence[Tensor]) -> Any:
     return values[0] if len(values) == 1 else Divergence(*values)
 
 
 @in_graph(linear_divergence)
 def in_graph_divergence(outputs: list[Tensor], given: dict[str, Any]) -> Any:
-    names = output_names(given.get("entropy", False))
-    return laid_out(all_at_targets(outputs[: len(names)], tuple(given["hidden"].shape[:-1]), given.get("shift", 0)))
+    found = outputs[: 1 + given.get("entropy", False)]
+    return laid_out(all_at_targets(found, tuple(given["hidden"].shape[:-1]), given.get("shift", 0)))

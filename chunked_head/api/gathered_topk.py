@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..losses.base import choice
-from ..losses.temperatures import positive, squared
-from ..losses.topk import entries, topk_divergence, topk_options
+from ..core.options import choice
+from ..losses.topk import entries, positive, squared, topk_divergence, topk_options
 from ..program import checks
 
-WHERE = "gathered_topk_kl"
+WHERE = "losses.gathered_topk_kl"
 
 
 def gathered_topk_kl(
@@ -60,20 +59,19 @@ def gathered_topk_kl(
             f"student_logits must be floating-point [..., K], got {student_logits.dtype} {tuple(student_logits.shape)}"
         )
     each, leading = tuple(student_logits.shape), tuple(student_logits.shape[:-1])
-    given: tuple[tuple[str, Tensor | None, tuple[int, ...]], ...] = (
-        ("teacher_logprobs", teacher_logprobs, each),
-        ("teacher_ids", teacher_ids, each),
-        ("teacher_mask", teacher_mask, each),
-        ("lse", lse, leading),
-        ("mask", mask, leading),
-        ("token_weights", token_weights, leading),
-    )
-    for argument, tensor, shape in given:
+    given: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "teacher_logprobs": (teacher_logprobs, each),
+        "teacher_ids": (teacher_ids, each),
+        "teacher_mask": (teacher_mask, each),
+        "lse": (lse, leading),
+        "mask": (mask, leading),
+        "token_weights": (token_weights, leading),
+    }
+    for argument, (tensor, shape) in given.items():
         checks.check_tensor(argument, tensor, optional=argument != "teacher_logprobs")
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{argument} must have shape {shape}, got {tuple(tensor.shape)}")
-    for argument, tensor in (("teacher_mask", teacher_mask), ("mask", mask)):
-        if tensor is not None and tensor.dtype != torch.bool:
+        if tensor is not None and argument in ("teacher_mask", "mask") and tensor.dtype != torch.bool:
             raise TypeError(f"{argument} must be bool, got {tensor.dtype}")
 
     dtype = torch.promote_types(student_logits.dtype, torch.float32)
@@ -94,10 +92,6 @@ def gathered_topk_kl(
     if reduction == "sum":
         return total
     if normalizer is None:
-        count = values.new_full((), values.numel()) if mask is None else mask.sum().to(dtype)
-        return total / count.clamp(min=1)
-    if isinstance(normalizer, Tensor):
-        divisor = normalizer.detach().to(device=values.device, dtype=dtype)
-    else:
-        divisor = total.new_full((), normalizer)
+        normalizer = values.numel() if mask is None else mask.sum()
+    divisor = normalizer.detach().to(total) if isinstance(normalizer, Tensor) else total.new_full((), normalizer)
     return torch.where(divisor == 0, 0.0, total / torch.where(divisor == 0, 1.0, divisor))

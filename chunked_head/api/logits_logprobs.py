@@ -9,7 +9,7 @@ from ..engine.head_options import LogitsOptions
 from ..engine.task import Task
 from ..parallel import TokenParallel, VocabParallel
 from ..parallel.dtensor import local_logits
-from .logprobs import in_graph_logprobs, logprobs_task
+from .logprobs import FLAGS, in_graph_logprobs, logprobs_task
 
 
 @operation
@@ -47,10 +47,7 @@ def logits_logprobs(
         logits=logits, target=target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
         temperature=temperature, shift=shift, backend=backend, vocab_size=vocab_size, parallel=parallel,
     )  # fmt: skip
-    flags = {
-        "entropy": entropy, "lse": lse, "mean_logit": mean_logit, "log_sum_sq_probs": log_sum_sq_probs,
-        "argmax": argmax,
-    }  # fmt: skip
+    flags = dict(zip(FLAGS, (entropy, lse, mean_logit, log_sum_sq_probs, argmax), strict=True))
     fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
     return logprobs_task("logits_logprobs", options, fields, flags, None, kept_everywhere)
 

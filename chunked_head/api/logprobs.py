@@ -14,12 +14,15 @@ from ..engine.arithmetic.token_objectives import StatsObjective
 from ..engine.call import stats_objective
 from ..engine.execution import Head, KeptOptions
 from ..engine.graph.operation import in_graph, operation
-from ..engine.head_options import HeadOptions, LogitsOptions, OfRanks, head_of
+from ..engine.head_options import HeadOptions, LogitsOptions, head_of
 from ..engine.prepared import PreparedCall
 from ..engine.task import Task
 from ..losses.base import Losses
 from ..program import checks
 from .fields import with_candidates
+
+FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # of what is returned on demand, in order
+DIFFERENTIABLE = ("logprobs", *FLAGS[:-1])
 
 if TYPE_CHECKING:
 
@@ -124,10 +127,7 @@ def linear_logprobs(
         TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
     """
     head = head_of("linear_logprobs", hidden, weight, target, options, temperature)
-    flags = {
-        "entropy": entropy, "lse": lse, "mean_logit": mean_logit, "log_sum_sq_probs": log_sum_sq_probs,
-        "argmax": argmax,
-    }  # fmt: skip
+    flags = dict(zip(FLAGS, (entropy, lse, mean_logit, log_sum_sq_probs, argmax), strict=True))
     fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
     fields, everywhere = with_candidates(head, fields, kept_everywhere, candidates, candidate_bias)
     return logprobs_task("linear_logprobs", head, fields, flags, top_k, everywhere)
@@ -142,12 +142,19 @@ def logprobs_task(
     kept_everywhere: bool,
 ) -> Task[Any]:
     """What a function does that returns statistics of each token, of hidden states or of logits."""
-    check_flags(flags, top_k)
-    names = output_names(**flags, top_k=top_k)
+    for argument, value in flags.items():
+        flag(argument, value)
+    if top_k is not None:
+        checks.check_int("top_k", top_k)
+    names = output_names(flags, top_k)
 
     def check() -> None:
         head.refuse_tokens(function)
-        check_choice(head, top_k)
+        if head.target is None:
+            raise ValueError("target is None, and log-probabilities are those of targets; pass token ids")
+        most = head.vocab if head.shard is None else min(head.shard.split.rows)
+        if top_k is not None and not 1 <= top_k <= most:
+            raise ValueError(f"top_k must be in [1, {most}] (the vocabulary, on every rank) or None, got {top_k}")
 
     def objective(prepared: PreparedCall) -> StatsObjective:
         return stats_objective(prepared, names, sum(name in DIFFERENTIABLE for name in names))
@@ -158,24 +165,6 @@ def logprobs_task(
         options=(*flags.values(), top_k), wants=lambda _: demand_of(names, top_k), per_token=names,
         kept_everywhere=flag("kept_everywhere", kept_everywhere),
     )  # fmt: skip
-
-
-def check_flags(flags: Mapping[str, bool], top_k: int | None) -> None:
-    """Raises what is wrong with the choice of what is returned, by itself."""
-    for argument, value in flags.items():
-        flag(argument, value)
-    if top_k is not None:
-        checks.check_int("top_k", top_k)
-
-
-def check_choice(head: OfRanks, top_k: int | None) -> None:
-    """Raises where the call cannot return that."""
-    if head.target is None:
-        raise ValueError("target is None, and log-probabilities are those of targets; pass token ids")
-    if top_k is not None:
-        most = head.vocab if head.shard is None else min(head.shard.split.rows)
-        if not 1 <= top_k <= most:
-            raise ValueError(f"top_k must be in [1, {most}] (the vocabulary, on every rank) or None, got {top_k}")
 
 
 def demand_of(names: Sequence[str], top_k: int | None) -> Demand:
@@ -189,25 +178,17 @@ def demand_of(names: Sequence[str], top_k: int | None) -> Demand:
     )  # fmt: skip
 
 
-DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", "log_sum_sq_probs")
-
-
-def output_names(
-    entropy: bool, lse: bool, mean_logit: bool, log_sum_sq_probs: bool, argmax: bool, top_k: int | None
-) -> tuple[str, ...]:
+def output_names(flags: Mapping[str, Any], top_k: int | None) -> tuple[str, ...]:
     """What a call returns, in order; those that take a gradient come first."""
-    wanted = (
-        ("logprobs", True), ("entropy", entropy), ("lse", lse), ("mean_logit", mean_logit),
-        ("log_sum_sq_probs", log_sum_sq_probs), ("argmax", argmax), ("top_k_logprobs", bool(top_k)),
-        ("top_k_ids", bool(top_k)),
-    )  # fmt: skip
-    return tuple(name for name, asked_for in wanted if asked_for)
+    flagged = [name for name in FLAGS if flags.get(name, False)]
+    return ("logprobs", *flagged, *(("top_k_logprobs", "top_k_ids") if top_k else ()))
 
 
 # made here, all of them: a compiler cannot take the making of a type
+CHOICES = itertools.product((False, True), repeat=len(FLAGS) + 1)
 RESULT_TYPES = {
     names: namedtuple("LogProbs", names)
-    for names in itertools.starmap(output_names, itertools.product((False, True), repeat=6))
+    for names in [output_names(dict(zip(FLAGS, flags, strict=True)), top_k) for *flags, top_k in CHOICES]
 }
 
 
@@ -217,7 +198,6 @@ def laid_out(values: Sequence[Tensor], names: tuple[str, ...]) -> Any:
 
 @in_graph(linear_logprobs)
 def in_graph_logprobs(outputs: list[Tensor], given: dict[str, Any]) -> Any:
-    flags = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")
-    names = output_names(**{name: given.get(name, False) for name in flags}, top_k=given.get("top_k"))
+    names = output_names(given, given.get("top_k"))
     values = all_at_targets(outputs[: len(names)], tuple(given["target"].shape), given.get("shift", 0))
     return laid_out(values, names)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -10,16 +10,16 @@ from torch import Tensor
 from ..core.shift import at_targets
 from ..engine.arithmetic.compiled import SLOW
 from ..engine.arithmetic.objective import Objective, ScalarObjective
-from ..engine.call import Outcome, ordered_metrics, scalar_objective, token_objective
+from ..engine.call import Outcome, scalar_objective, token_objective
 from ..engine.execution import Head
 from ..engine.graph.operation import in_graph, operation
+from ..engine.graph.recipes import TASKS
 from ..engine.head_options import HeadOptions, LogitsOptions, head_of
 from ..engine.prepared import PreparedCall
 from ..engine.streams.run import Streams
 from ..engine.task import Task
-from ..losses.base import Losses
+from ..losses.base import Losses, as_losses
 from ..losses.user.closures import Function
-from ..losses.user.custom import as_losses
 from ..metrics import Metric, MetricValue
 from ..metrics.values import as_metrics
 from ..program import checks
@@ -162,41 +162,17 @@ def linear_loss(
             "metrics": metrics, "reduction": reduction, "normalizer": normalizer, "temperature": temperature,
             "upstream": upstream, **options,
         }  # fmt: skip
-        return streams_of(loss_task, hidden, weight, target, loss, stream_weights, given)
+        return streams_of(TASKS["linear_loss"], hidden, weight, target, loss, stream_weights, given)
     if stream_weights is not None:
         raise ValueError("stream_weights go with several streams: pass hidden as a list, or leave them out")
-    return loss_task(
-        hidden, weight, target, loss, batch, num_segments, segment_lengths, kept_everywhere, candidates,
-        candidate_bias, metrics, reduction, normalizer, temperature, upstream, **options,
-    )  # fmt: skip
-
-
-def loss_task(
-    hidden: Any,  # the first four as ``linear_loss`` takes them of one stream
-    weight: Tensor,
-    target: Any,
-    loss: Any,
-    batch: Mapping[str, Tensor] | None,
-    num_segments: int | None,
-    segment_lengths: Sequence[int] | Tensor | None,
-    kept_everywhere: bool,
-    candidates: Tensor | None,
-    candidate_bias: Tensor | None,
-    metrics: Sequence[Metric],
-    reduction: str,
-    normalizer: float | Tensor | None,
-    temperature: float | Tensor,
-    upstream: float | Tensor | None,
-    **options: Unpack[Head],
-) -> Task[LossOutput]:
-    """The call on one stream."""
+    hidden, target, loss = cast("tuple[Tensor, Tensor | None, Losses | Function]", (hidden, target, loss))
     head = head_of("linear_loss", hidden, weight, target, options, temperature)
     checks.check_tensor("hidden", head.hidden, optional=False)
     batch, everywhere = with_candidates(head, batch, kept_everywhere, candidates, candidate_bias)
     batch, num_segments, segments = with_segments(head, batch, num_segments, segment_lengths)
-    loss, measured = check_loss(head.device, loss, metrics, reduction, normalizer, upstream)
+    summed, measured = check_loss(head.device, loss, metrics, reduction, normalizer, upstream)
     return reduced_task(
-        "linear_loss", head, loss, loss_output, reduction, normalizer, upstream, metrics=measured, batch=batch,
+        "linear_loss", head, summed, loss_output, reduction, normalizer, upstream, metrics=measured, batch=batch,
         num_segments=num_segments, kept_everywhere=everywhere, segments=segments,
     )  # fmt: skip
 
@@ -223,17 +199,20 @@ def reduced_task(
     return Task(function, head, loss, objective, result, per_token=("values",) if per_token else (), **given)
 
 
+def in_graph_values(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
+    """One for each token, at the target's places."""
+    rows = given["hidden"] if "hidden" in given else given["logits"]
+    return at_targets(outputs[0], rows.shape[:-1], given.get("shift", 0))
+
+
 @in_graph(linear_loss)
 def in_graph_loss(outputs: list[Tensor], given: dict[str, Any]) -> LossOutput:
     if given.get("reduction") == "none":
-        operand, target = given["hidden"] if "hidden" in given else given["logits"], given["target"]
-        leading = operand.shape[:-1] if target is None else target.shape
-        return LossOutput(at_targets(outputs[0], leading, given.get("shift", 0)), {}, {}, None)
+        return LossOutput(in_graph_values(outputs, given), {}, {}, None)
     value, packed = outputs[0], outputs[1]
-    parts, measured, at = {}, {}, 0
-    for _, summand in given["loss"].terms:
-        parts[summand.label] = packed[at]
-        at += 1
+    labels = [summand.label for _, summand in given["loss"].terms]
+    parts = {label: packed[at] for at, label in enumerate(labels)}
+    measured, at = {}, len(labels)
     for metric in given.get("metrics", ()):
         count = metric.components
         found = packed[at] if count == 1 else packed[at : at + count]
@@ -304,6 +283,4 @@ def loss_output(ran: Outcome) -> LossOutput:
     reason = SLOW.get(objective.structure.key)
     if plan is not None and reason is not None:
         plan = replace(plan, arithmetic=f"plain autograd: {reason}")
-    names = [metric.label for metric in ran.prepared.metrics]
-    assert len(ordered_metrics(ran.prepared)) == len(names)
-    return LossOutput(value, parts, {name: values[name] for name in names}, plan)
+    return LossOutput(value, parts, {metric.label: values[metric.label] for metric in ran.prepared.metrics}, plan)

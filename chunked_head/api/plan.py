@@ -12,9 +12,8 @@ from ..core.stats import Teacher
 from ..engine.execution import check_options
 from ..engine.program import alone, coupling, may_pad
 from ..kernels.common.gpus import GPUS, Gpu
-from ..losses.base import Losses, Summand
+from ..losses.base import Losses, Summand, as_losses
 from ..losses.user.closures import Function
-from ..losses.user.custom import as_losses
 from ..metrics import Metric
 from ..metrics.values import as_metrics
 from ..program import checks

@@ -12,7 +12,7 @@ from ..engine.call import Outcome
 from ..engine.streams.over import value_over_streams
 from ..engine.streams.run import Streams
 from ..engine.task import Task
-from ..losses.user.custom import as_losses
+from ..losses.base import as_losses
 from ..metrics import Metric
 from ..metrics.values import as_metrics
 
@@ -29,7 +29,7 @@ def streams_of(
     stream_weights: Sequence[float | Tensor] | None,
     given: Mapping[str, Any],
 ) -> Streams[Any]:
-    """``make`` called for each stream; ``given``: the call's other arguments."""
+    """``make``, ``linear_loss``, called for each stream; ``given``: the call's other arguments."""
     count = len(hidden)
     if not count:
         raise ValueError("hidden must be a tensor or a list of one tensor or more, got an empty list")
@@ -45,6 +45,8 @@ def streams_of(
     losses = [as_losses(one) for one in each("loss", loss, count)]
     tasks = []
     for i, (states, targets) in enumerate(zip(hidden, each("target", target, count), strict=True)):
+        if isinstance(states, list | tuple):
+            raise TypeError(f"hidden must be a torch.Tensor, got {type(states).__name__}")
         own = {name: each(name, given[name], count)[i] for name in EACH if name in given}
         if isinstance(given["batch"], Mapping):
             own["batch"] = {name: each(f"batch[{name!r}]", value, count)[i] for name, value in given["batch"].items()}

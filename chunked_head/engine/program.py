@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backends import Backend, resolve
 from ..core.stats import Demand
 from ..losses.base import Field, Losses, Summand
-from ..losses.user.spread_check import check_over_ranks
+from ..losses.user.checks import check_over_ranks
 from ..metrics import Metric
 from ..program import checks
 from ..program.demand import Needs, check_kept, needs_of

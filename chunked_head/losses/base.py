@@ -2,11 +2,11 @@
 
 A ``Summand`` is one loss; ``Losses`` is a sum of them with coefficients, and the only thing that users hold:
 ``losses.cross_entropy() + 1e-4 * losses.z_loss()``. A loss has no kernel: the kernels make the statistics that it
-``needs`` and take the coefficients that autograd finds.
+``needs`` and take the coefficients that autograd finds. What it has in common with a metric is a ``Part``.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -94,21 +94,47 @@ SUMMAND = tuple(SummandOptions.__annotations__)
 
 
 @dataclass(frozen=True, eq=False)
-class Summand:
-    """One loss. ``function(stats, batch, **options, **tensors)`` gives unreduced values, one per unit."""
+class Part:
+    """A loss or a metric of a call: ``function(stats, batch, **options, **tensors)`` gives values, one per unit."""
 
     kind: str  # the name of its factory
     function: Callable[..., Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)  # hashable: part of what is compiled
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # as long as the vocabulary: inputs of what is compiled
     needs: frozenset[str] = frozenset()
     fields: tuple[str, ...] = ()
     optional_fields: tuple[str, ...] = ()
-    extra_fields: Mapping[str, Field] = field(default_factory=dict)  # of a user's loss: what FIELDS does not know
+    extra_fields: Mapping[str, Field] = field(default_factory=dict)  # what FIELDS does not know
     scope: Scope = "token"
-    alone: bool = True  # of scope "segment": a segment's (a pair's) tokens are all that its values depend on
     unit: Unit = "token"
     reads_target: bool = True
+    temperature: float | None = None
+    name: str | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind
+
+    @property
+    def code(self) -> tuple:
+        """What decides which code it compiles to."""
+        return self.function, tuple(sorted(self.options.items())), self.unit, self.temperature
+
+    @property
+    def reads(self) -> tuple:
+        """How it goes into a call."""
+        fields = self.fields, self.optional_fields, tuple(self.extra_fields.items())
+        return self.label, fields, self.needs, self.scope, self.reads_target
+
+    def values(self, stats: Any, batch: Any, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
+        return self.function(stats, batch, **self.options, **(tensors or {}))
+
+
+@dataclass(frozen=True, eq=False)
+class Summand(Part):
+    """One loss; its values are unreduced."""
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # as long as the vocabulary: inputs of what is compiled
+    alone: bool = True  # of scope "segment": a segment's (a pair's) tokens are all that its values depend on
     teacher: Teacher | None = None
     # (batch, **tensors) -> what each token adds to the default denominator (None: 1), and how large its gradient is
     # beside its weight (None: about 1), which keeps fp16 gradients within range
@@ -119,21 +145,14 @@ class Summand:
     of_columns: bool = False  # reads logits of the token's ``teacher_ids`` alone, up to a constant of the token
     compiled: bool = True
     lasting: bool = True  # whether the function may be kept: it holds no tensors
-    temperature: float | None = None
     token_weights: Tensor | str | None = None
     normalizer: float | Tensor | str | None = None
     reduction: str | None = None
-    name: str | None = None
-
-    @property
-    def label(self) -> str:
-        return self.name or self.kind
 
     @property
     def key(self) -> tuple:
         """Equal for summands that compile to the same code."""
-        options = tuple(sorted(self.options.items()))
-        return self.function, options, tuple(self.tensors), self.unit, self.temperature, self.teacher
+        return *self.code, tuple(self.tensors), self.teacher
 
     @property
     def weights(self) -> Tensor | None:
@@ -144,18 +163,12 @@ class Summand:
     def signature(self) -> Hashable:
         """Equal for summands that run in the same way, whatever their numbers."""
         weights = type(self.token_weights) if isinstance(self.token_weights, Tensor) else self.token_weights
-        normalizer = self.normalizer
+        normalizer: Hashable = self.normalizer
         if isinstance(normalizer, Tensor):
-            normalizer = (normalizer.shape, normalizer.dtype, normalizer.device)  # type: ignore[assignment]
+            normalizer = (normalizer.shape, normalizer.dtype, normalizer.device)
         elif normalizer is not None and not isinstance(normalizer, str):
             normalizer = "a number"
-        return (
-            self.key, self.label, self.fields, self.optional_fields, tuple(self.extra_fields.items()), self.needs,
-            self.scope, self.reduction, self.reads_target, weights, normalizer,
-        )  # fmt: skip
-
-    def values(self, stats: Any, batch: Any, tensors: Mapping[str, Tensor]) -> Tensor:
-        return self.function(stats, batch, **self.options, **tensors)
+        return self.key, self.reads, self.reduction, weights, normalizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,9 +178,7 @@ class Losses:
     terms: tuple[tuple[float | Tensor, Summand], ...]
 
     def __add__(self, other: "Losses | Callable[..., Tensor]") -> "Losses":
-        if not isinstance(other, Losses) and not callable(other):
-            return NotImplemented
-        return Losses(self.terms + as_losses(other).terms)
+        return Losses(self.terms + as_summand(other).terms) if is_summand(other) else NotImplemented
 
     def __mul__(self, factor: float | Tensor) -> "Losses":
         if isinstance(factor, Tensor):
@@ -198,19 +209,17 @@ class Losses:
     def __radd__(self, other: "int | Callable[..., Tensor]") -> "Losses":
         """``sum([...])`` begins with 0."""
         if callable(other):
-            return as_losses(other) + self
+            return as_summand(other) + self
         return self if other == 0 else NotImplemented
 
     def __neg__(self) -> "Losses":
         return self * -1.0
 
     def __sub__(self, other: "Losses | Callable[..., Tensor]") -> "Losses":
-        if not isinstance(other, Losses) and not callable(other):
-            return NotImplemented
-        return self + -as_losses(other)
+        return self + -as_summand(other) if is_summand(other) else NotImplemented
 
     def __rsub__(self, other: "Callable[..., Tensor]") -> "Losses":
-        return as_losses(other) + -self if callable(other) else NotImplemented
+        return as_summand(other) + -self if callable(other) else NotImplemented
 
     def __truediv__(self, divisor: float) -> "Losses":
         return self * (1.0 / divisor)
@@ -219,12 +228,32 @@ class Losses:
         return "Losses(" + " + ".join(f"{coefficient} * {summand.label}" for coefficient, summand in self.terms) + ")"
 
 
-MAKERS: list[Callable[[Any, str], Losses]] = []  # the one of ``losses.user.custom``, which imports this module
+PACKAGE = __name__.rpartition(".")[0] + "."
+TAKERS: list[Callable[[Callable[..., Tensor]], Losses]] = []  # the one of ``user.custom``, which imports this module
 
 
-def as_losses(summand: Any) -> Losses:
-    """A summand as it is, or made of a plain function."""
-    return MAKERS[0](summand, "a summand")
+def as_losses(loss: Any, argument: str = "loss") -> Losses:
+    """A sum of losses as it is, and a plain function as ``custom(function, scope="token")`` makes it."""
+    if isinstance(loss, Losses):
+        return loss
+    if getattr(loss, "__module__", "").startswith(PACKAGE):
+        name = getattr(loss, "__name__", "")
+        made = f"losses.{name}()" if name.isidentifier() and name != "custom" else "losses.custom(function, scope=...)"
+        raise TypeError(f"{argument} is what makes a loss, {name}, and no loss yet; call it: {made}")
+    if not callable(loss) or isinstance(loss, type):
+        raise TypeError(
+            f"{argument} must be made of chunked_head.losses, got {type(loss).__name__}; a function (stats, batch) -> "
+            "values is taken as well"
+        )
+    return TAKERS[0](loss)
+
+
+def as_summand(other: Any) -> Losses:
+    return as_losses(other, "a summand")
+
+
+def is_summand(other: Any) -> bool:
+    return isinstance(other, Losses) or callable(other)
 
 
 def make(
@@ -232,12 +261,13 @@ def make(
     function: Callable[..., Tensor],
     given: Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
+    needs: Iterable[str] = (),
     **known: Any,
 ) -> Losses:
     """A sum of one loss; ``given`` are the user's ``SummandOptions``, ``known`` further fields of ``Summand``. Where
     they don't fit, an error that names the loss."""
     shared.refuse_unknown("losses", kind, given, SUMMAND)
-    summand = Summand(kind, function, options or {}, **known, **given)
+    summand = Summand(kind, function, options or {}, frozenset(needs), **known, **given)
     check_summand(summand)
     return Losses(((1.0, summand),))
 
@@ -270,29 +300,3 @@ def check_summand(summand: Summand) -> None:
         )
     if weights is not None and summand.unit != "token":
         raise ValueError(f"token_weights of {where} do not apply: its values are per {summand.unit}")
-
-
-def number(
-    where: str,
-    argument: str,
-    value: Any,
-    least: float = -shared.INFINITY,
-    most: float = shared.INFINITY,
-    open_: bool = False,
-) -> float:
-    """A loss's option as a float, or an error that names it."""
-    return shared.number(f"losses.{where}", argument, value, least, most, open_)
-
-
-def bound(where: str, argument: str, value: Any, least: float = 0.0, open_: bool = False) -> float:
-    """The same, and infinity, which bounds nothing."""
-    return shared.bound(f"losses.{where}", argument, value, least, open_)
-
-
-def flag(where: str, argument: str, value: Any) -> bool:
-    return shared.flag(f"{argument} of losses.{where}", value)
-
-
-def choice(where: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """A loss's option out of several, or an error that names it."""
-    return shared.choice(f"losses.{where}", argument, value, allowed)

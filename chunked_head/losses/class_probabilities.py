@@ -4,15 +4,8 @@ import torch
 from torch import Tensor
 
 from ..core.shift import shift_left
-from .base import Losses
-from .distillation import forward_kl
 
 MASS = "target_mass"  # field: what a token's probabilities add up to
-
-
-def loss() -> Losses:
-    """Of the fields that ``fields_of`` makes."""
-    return forward_kl("cross_entropy", token_weights=MASS)
 
 
 def fields_of(
@@ -22,8 +15,8 @@ def fields_of(
     token_weights: Tensor | None,  # [...]
     shift: int,
 ) -> dict[str, Tensor]:
-    """Fields of ``loss``: with ``q = class_weights * ((1 - e) * probabilities + e / V)`` and its sum ``s`` per token
-    the cross-entropy is s times that of ``softmax(log q) = q / s``.
+    """Fields of ``forward_kl("cross_entropy", token_weights=MASS)``: with the sum ``s`` per token of ``q =
+    class_weights * ((1 - e) * probabilities + e / V)`` the cross-entropy is s times that of ``softmax(log q) = q / s``.
 
     The logarithm is a copy of the probabilities, in float32 at least. A token whose probabilities are all 0 has loss 0.
     """

@@ -1,4 +1,4 @@
-"""Distillation: from a dense teacher, and from a teacher's K largest log-probabilities (``topk``).
+"""Distillation from a dense teacher.
 
 Throughout, ``p`` is the student's distribution and ``q`` the teacher's, which takes no gradient.
 """
@@ -10,12 +10,9 @@ from torch import Tensor
 
 from ..core.batch import Batch
 from ..core.loss_stats import Stats
-from ..core.options import refuse_unknown
-from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, choice, make, number
-from .temperatures import positive, squared
-from .topk import topk_kl
-
-__all__ = ["TeacherOptions", "forward_kl", "jsd", "lk", "reverse_kl", "topk_kl", "tvd"]
+from ..core.options import choice, number, refuse_unknown
+from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, make
+from .topk import positive, squared
 
 
 class TeacherOptions(SummandOptions, total=False):
@@ -50,7 +47,7 @@ def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
     A mixture of forward and reverse, or with hard labels at temperature 1, is a sum:
     ``0.5 * losses.forward_kl(temperature=2.0) + 0.5 * losses.cross_entropy()``.
     """
-    choice("forward_kl", "form", form, ("kl", "cross_entropy"))
+    choice("losses.forward_kl", "form", form, ("kl", "cross_entropy"))
     return dense("forward_kl", ("forward_kl",) if form == "kl" else ("forward_kl", "teacher_entropy"), teacher)
 
 
@@ -69,7 +66,7 @@ def jsd(beta: float = 0.5, **teacher: Any) -> Losses:
     ``beta`` as in TRL, Liger and Axolotl: 0 is ``forward_kl`` and 1 ``reverse_kl``. They are cases of their own: the
     formula tends to 0 at both ends. Fields and other options as ``forward_kl``.
     """
-    beta = number("jsd", "beta", beta, 0.0, 1.0)
+    beta = number("losses.jsd", "beta", beta, 0.0, 1.0)
     ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
     return dense("jsd", (ends.get(beta, "jsd"),), teacher, None if beta in ends else beta)
 
@@ -89,8 +86,8 @@ def lk(form: str = "log", eta: float = 3.0, least: float = 1e-5, **teacher: Any)
     ``form="log"``: ``-log(max(a, least))``, whose gradient is that of ``tvd`` over ``a``: 0 below ``least``.
     ``form="hybrid"``: ``w * KL(q || p) + (1 - w) * tvd`` with ``w = exp(-eta * a)``, which takes no gradient.
     """
-    choice("lk", "form", form, ("log", "hybrid"))
-    eta, least = number("lk", "eta", eta, 0.0), number("lk", "least", least, 0.0, 1.0, open_=True)
+    choice("losses.lk", "form", form, ("log", "hybrid"))
+    eta, least = number("losses.lk", "eta", eta, 0.0), number("losses.lk", "least", least, 0.0, 1.0, open_=True)
     if form == "log":
         return dense("lk", ("overlap",), teacher, None, _log_acceptance, {"least": least}, bounded=False)
     return dense("lk", ("forward_kl", "tvd"), teacher, None, _hybrid_acceptance, {"eta": eta})
@@ -105,40 +102,34 @@ def _hybrid_acceptance(stats: Stats, batch: Batch, factor: float, eta: float) ->
     return (share * stats.forward_kl + (1.0 - share) * stats.tvd) * factor
 
 
+def _sum_of(stats: Stats, batch: Batch, factor: float, statistics: tuple[str, ...]) -> Tensor:
+    first, *others = (getattr(stats, name) for name in statistics)
+    return sum(others, first) * factor
+
+
 def dense(
     kind: str,
     statistics: tuple[str, ...],
     given: dict[str, Any],
     beta: float | None = None,
-    function: Callable[..., Tensor] | None = None,
+    function: Callable[..., Tensor] = _sum_of,
     options: dict[str, Any] | None = None,
     bounded: bool = True,
 ) -> Losses:
     """The loss that is a function of these statistics, or their sum; ``given``: ``TeacherOptions``."""
     refuse_unknown("losses", kind, given, TeacherOptions.__annotations__)
-    summand = dict(given)
+    where, summand = f"losses.{kind}", dict(given)
     temperature, softcap = summand.pop("teacher_temperature", None), summand.pop("teacher_softcap", None)
-    scale = number(kind, "teacher_logit_scale", summand.pop("teacher_logit_scale", 1.0))
-    factor = squared(kind, summand.get("temperature"), summand.pop("t_squared", False))
+    scale = number(where, "teacher_logit_scale", summand.pop("teacher_logit_scale", 1.0))
+    factor = squared(where, summand.get("temperature"), summand.pop("t_squared", False))
     teacher = Teacher(
-        None if temperature is None else positive(kind, "teacher_temperature", temperature),
+        None if temperature is None else positive(where, "teacher_temperature", temperature),
         scale,
-        None if softcap is None else positive(kind, "teacher_softcap", softcap),
+        None if softcap is None else positive(where, "teacher_softcap", softcap),
         beta,
     )
+    options = {"statistics": statistics} if options is None else options
     return make(
-        kind,
-        function or _sum_of,
-        summand,
-        {"factor": factor, **({"statistics": statistics} if options is None else options)},
-        needs=frozenset(statistics),
-        optional_fields=TEACHER_FIELDS,
-        reads_target=False,
-        bounded=bounded,
-        teacher=teacher,
-    )
-
-
-def _sum_of(stats: Stats, batch: Batch, factor: float, statistics: tuple[str, ...]) -> Tensor:
-    first, *others = (getattr(stats, name) for name in statistics)
-    return sum(others, first) * factor
+        kind, function, summand, {"factor": factor, **options}, needs=statistics, optional_fields=TEACHER_FIELDS,
+        reads_target=False, bounded=bounded, teacher=teacher,
+    )  # fmt: skip

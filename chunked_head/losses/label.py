@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..core.batch import Batch
 from ..core.loss_stats import Stats
-from .base import Losses, flag, make, number
+from ..core.options import flag, number
+from .base import Losses, make
 
 
 def cross_entropy(
@@ -31,28 +32,20 @@ def cross_entropy(
     largest logits', and is not divided: 3, LLaMA-Factory's divisor, goes into the coefficient as ``1 / 3 ** a``.
     Defaults: PyTorch's. ``summand``: ``SummandOptions``.
     """
-    smoothing = number("cross_entropy", "label_smoothing", label_smoothing, 0.0, 1.0)
-    options = {"label_smoothing": smoothing, "token_scaling": flag("cross_entropy", "token_scaling", token_scaling)}
-    # an entropy of 12 nats to a power is a large factor
-    needs, bounded = set() if entropy_scaling is None else {"entropy"}, entropy_scaling is None
+    where = "losses.cross_entropy"
+    smoothing = number(where, "label_smoothing", label_smoothing, 0.0, 1.0)
+    options = {"label_smoothing": smoothing, "token_scaling": flag(f"token_scaling of {where}", token_scaling)}
+    known: dict[str, Any] = {"needs": set(), "bounded": True}
     if entropy_scaling is not None:
-        options["entropy_scaling"] = number("cross_entropy", "entropy_scaling", entropy_scaling, 0.0)
-    if class_weights is None:
-        needs |= {"mean_logit"} if smoothing else set()
-        return make("cross_entropy", _cross_entropy, summand, options, needs=frozenset(needs), bounded=bounded)
-    _check_per_class("cross_entropy", "class_weights", class_weights)
-
-    return make(
-        "cross_entropy",
-        _cross_entropy,
-        summand,
-        options,
-        tensors={"class_weights": class_weights},
-        needs=frozenset(needs | ({"weighted_sum"} if smoothing else set())),
-        counted=_target_weight,
-        size=functools.partial(_smoothed_weight, smoothing) if smoothing else _target_weight,
-        bounded=bounded,
-    )
+        options["entropy_scaling"] = number(where, "entropy_scaling", entropy_scaling, 0.0)
+        known = {"needs": {"entropy"}, "bounded": False}  # an entropy of 12 nats to a power is a large factor
+    if smoothing:
+        known["needs"].add("mean_logit" if class_weights is None else "weighted_sum")
+    if class_weights is not None:
+        _check_per_class(where, "class_weights", class_weights)
+        size = functools.partial(_smoothed_weight, smoothing) if smoothing else _target_weight
+        known |= {"tensors": {"class_weights": class_weights}, "counted": _target_weight, "size": size}
+    return make("cross_entropy", _cross_entropy, summand, options, **known)
 
 
 def _target_weight(batch: Batch, class_weights: Tensor) -> Tensor:
@@ -94,14 +87,14 @@ def focal(gamma: float = 2.0, alpha: float | Tensor | None = None, **summand: An
     in it, unlike ``class_weights`` of cross-entropy. ``gamma = 0`` is cross-entropy; 2 is the paper's choice, alpha is
     left out by default because the paper's 0.25 balances two classes. ``summand``: ``SummandOptions``.
     """
-    gamma = number("focal", "gamma", gamma, 0.0, 1e3)
+    options = {"gamma": number("losses.focal", "gamma", gamma, 0.0, 1e3)}
+    known: dict[str, Any] = {}
     if isinstance(alpha, Tensor):
-        _check_per_class("focal", "alpha", alpha)
-        return make(
-            "focal", _focal, summand, {"gamma": gamma}, tensors={"alpha": alpha}, size=_target_alpha, bounded=True
-        )
-    factor = 1.0 if alpha is None else number("focal", "alpha", alpha, 0.0)
-    return make("focal", _focal, summand, {"gamma": gamma, "alpha": factor}, bounded=True)
+        _check_per_class("losses.focal", "alpha", alpha)
+        known = {"tensors": {"alpha": alpha}, "size": _target_alpha}
+    else:
+        options["alpha"] = 1.0 if alpha is None else number("losses.focal", "alpha", alpha, 0.0)
+    return make("focal", _focal, summand, options, bounded=True, **known)
 
 
 def _target_alpha(batch: Batch, alpha: Tensor) -> Tensor:
@@ -153,7 +146,7 @@ def entropy(**summand: Any) -> Losses:
     Of the softmax at the loss's temperature, as in verl; TRL's chunked log-probabilities ignore this gradient. Needs no
     target. ``summand``: ``SummandOptions``.
     """
-    return make("entropy", _entropy, summand, needs=frozenset({"entropy"}), reads_target=False, bounded=True)
+    return make("entropy", _entropy, summand, needs=("entropy",), reads_target=False, bounded=True)
 
 
 def _entropy(stats: Stats, batch: Batch) -> Tensor:
@@ -162,9 +155,9 @@ def _entropy(stats: Stats, batch: Batch) -> Tensor:
 
 def _check_per_class(where: str, argument: str, weights: Any) -> None:
     if not isinstance(weights, Tensor):
-        raise TypeError(f"{argument} of losses.{where} must be a tensor [vocab], got {weights!r}")
+        raise TypeError(f"{argument} of {where} must be a tensor [vocab], got {weights!r}")
     if weights.dim() != 1 or not weights.is_floating_point() or weights.requires_grad:
         raise ValueError(
-            f"{argument} of losses.{where} must be a floating-point tensor [vocab] without gradient, got shape "
+            f"{argument} of {where} must be a floating-point tensor [vocab] without gradient, got shape "
             f"{tuple(weights.shape)}, {weights.dtype}, requires_grad={weights.requires_grad}"
         )

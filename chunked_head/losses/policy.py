@@ -2,35 +2,50 @@
 
 ``r = exp(logprob - old_logprobs)`` throughout, ``A`` the advantages, signs those of a loss to be minimised. Entropy
 bonus and KL to a reference are summands of their own. Normalisers (GRPO, Dr. GRPO, DAPO ...): ``chunked_head.weights``.
-Here are those whose values are per token; those of segments are in ``policy_segments``.
+Here are those whose values are per token, and what they share with those of segments, in ``policy_segments``.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.batch import Batch
-from ..core.estimates import clamped, gate, kl_estimate
+from ..core.estimates import clamped, gate
 from ..core.loss_stats import Stats
-from .base import Losses, bound, choice, flag, make, number
-from .policy_segments import gmpo, gspo, rloo, vespo
-from .policy_shared import (
-    PolicyOptions,
-    Rollout,
-    checked_clamp,
-    clipped_ratio,
-    make_policy,
-    ratio_bounds,
-    token_log_ratio,
-    two_sided,
-    weighted,
-)
+from ..core.options import bound, choice, number, refuse_unknown
+from .base import Losses, SummandOptions, make
 
-__all__ = [
-    "ESTIMATORS", "PolicyOptions", "cispo", "gmpo", "grpo", "gspo", "kl_to_reference", "reinforce", "rloo", "sapo",
-    "vespo",
-]  # fmt: skip
+
+class PolicyOptions(SummandOptions, total=False):
+    """What every policy loss but ``kl_to_reference`` takes beside its own options.
+
+    ``rollout``: weights against the mismatch of rollout engine and trainer, ``v = exp(old_logprobs -
+    rollout_logprobs)``, detached factors of the loss's values (of no other summand); without ``old_logprobs`` the
+    detached ``logprob`` stands for them. "truncate" clamps v to [rollout_min, rollout_max], "mask" takes 0 for a v
+    outside; a token so masked stays in every count and denominator (verl's rejection masks leave it out: put those into
+    ``batch["mask"]``). A token whose weight is 0, as is an e^-104 in fp32, has value 0 whatever its ratio is. None, the
+    default: no weights.
+    ``rollout_level``: "token" (default), or "segment" for one v per segment, of the sum of its log-ratios; tokens of
+    segment -1 then have v = 1. For losses per segment, "token" takes the mean of the tokens' weights.
+    ``rollout_max``: by default 2 to truncate (verl) and 3 to mask (TRL). ``rollout_min``: None, the default, is 0.
+    Sources: TRL ``vllm_importance_sampling_mode`` (its default: segment, mask), verl ``rollout_is``, NeMo-RL TIS
+    (truncate) and IcePop (mask).
+    """
+
+    rollout: str | None
+    rollout_level: str
+    rollout_max: float | None
+    rollout_min: float | None
+
+
+class Rollout(NamedTuple):
+    """Checked options of the rollout weights."""
+
+    mode: str
+    level: str
+    most: float
+    least: float
 
 
 def reinforce(**policy: Any) -> Losses:
@@ -68,30 +83,19 @@ def grpo(
     and Fast-LLM have none: None). GRPO, Dr. GRPO, DAPO and BNPO differ in normalisers only: ``chunked_head.weights``.
     0.2 is everyone's default; ``clip_low`` is at most 1, which clips nothing. ``policy``: ``PolicyOptions``.
     """
-    low, high = ratio_bounds("grpo", clip_low, clip_high)
-    ceiling = None
+    clip = checked_clip("losses.grpo", clip_low, clip_high, delta if dual_clip is None else None)
     if delta is not None and dual_clip is not None:
         raise ValueError("losses.grpo takes delta or dual_clip, which bound the same ratio, not both")
-    if delta is not None:
-        high, ceiling = two_sided("grpo", high, delta)
     if dual_clip is not None:
-        ceiling = bound("grpo", "dual_clip", dual_clip, 1.0, open_=True)
-    options = {"low": low, "high": high, "ceiling": ceiling, "ratio_clamp": checked_clamp("grpo", ratio_clamp)}
+        clip["ceiling"] = bound("losses.grpo", "dual_clip", dual_clip, 1.0, open_=True)
+    options = {**clip, "ratio_clamp": checked_clamp("losses.grpo", ratio_clamp)}
     return make_policy("grpo", _grpo, options, policy)
 
 
-def _grpo(
-    stats: Stats,
-    batch: Batch,
-    low: float,
-    high: float,
-    ceiling: float | None,
-    ratio_clamp: float | None,
-    rollout: Rollout | None,
-) -> Tensor:
+def _grpo(stats: Stats, batch: Batch, ratio_clamp: float | None, rollout: Rollout | None, **clip: Any) -> Tensor:
     advantages = weighted(batch["advantages"], stats, batch, rollout)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
-    return -advantages * clipped_ratio(log_ratio, advantages, low, high, ceiling)
+    return -advantages * clipped_ratio(log_ratio, advantages, **clip)
 
 
 def cispo(
@@ -110,14 +114,14 @@ def cispo(
     below 1 would shrink every on-policy gradient and is refused. The default caps r at 5, which TRL advises after
     ScaleRL. ``ratio_clamp``: see ``grpo``. ``policy``: ``PolicyOptions``.
     """
-    choice("cispo", "bounds", bounds, ("offset", "raw"))
+    choice("losses.cispo", "bounds", bounds, ("offset", "raw"))
     if bounds == "offset":
-        high = 1.0 + bound("cispo", "clip_high", clip_high)
-        low = None if clip_low is None else 1.0 - number("cispo", "clip_low", clip_low, 0.0, 1.0)
+        high = 1.0 + bound("losses.cispo", "clip_high", clip_high)
+        low = None if clip_low is None else 1.0 - number("losses.cispo", "clip_low", clip_low, 0.0, 1.0)
     else:
-        high = bound("cispo", 'clip_high (bounds="raw")', clip_high, 1.0)
-        low = None if clip_low is None else number("cispo", 'clip_low (bounds="raw")', clip_low, 0.0, 1.0)
-    options = {"low": low, "high": high, "ratio_clamp": checked_clamp("cispo", ratio_clamp)}
+        high = bound("losses.cispo", 'clip_high (bounds="raw")', clip_high, 1.0)
+        low = None if clip_low is None else number("losses.cispo", 'clip_low (bounds="raw")', clip_low, 0.0, 1.0)
+    options = {"low": low, "high": high, "ratio_clamp": checked_clamp("losses.cispo", ratio_clamp)}
     return make_policy("cispo", _cispo, options, policy)
 
 
@@ -137,20 +141,15 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None 
     ``ratio_clamp``: see ``grpo``. TRL averages it as GRPO: ``weights.sequence_mean``. ``policy``: ``PolicyOptions``.
     """
     options = {
-        "tau_pos": number("sapo", "tau_pos", tau_pos, 0.0, 1e6, open_=True),
-        "tau_neg": number("sapo", "tau_neg", tau_neg, 0.0, 1e6, open_=True),
-        "ratio_clamp": checked_clamp("sapo", ratio_clamp),
+        "tau_pos": number("losses.sapo", "tau_pos", tau_pos, 0.0, 1e6, open_=True),
+        "tau_neg": number("losses.sapo", "tau_neg", tau_neg, 0.0, 1e6, open_=True),
+        "ratio_clamp": checked_clamp("losses.sapo", ratio_clamp),
     }
     return make_policy("sapo", _sapo, options, policy)
 
 
 def _sapo(
-    stats: Stats,
-    batch: Batch,
-    tau_pos: float,
-    tau_neg: float,
-    ratio_clamp: float | None,
-    rollout: Rollout | None,
+    stats: Stats, batch: Batch, tau_pos: float, tau_neg: float, ratio_clamp: float | None, rollout: Rollout | None
 ) -> Tensor:
     advantages = weighted(batch["advantages"], stats, batch, rollout)
     log_ratio = clamped(token_log_ratio(stats, batch), ratio_clamp)
@@ -160,85 +159,109 @@ def _sapo(
     return -advantages * torch.where(advantages > 0, positive, negative)
 
 
-ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
+# ---- what they share
 
 
-def kl_to_reference(
-    estimator: str = "k3",
-    bias_correction: bool = False,
-    log_ratio_clamp: float | None = 20.0,
-    kl_clamp: float | None = None,
-    ratio_clamp: float | None = 20.0,
-    level: str = "token",
-    **summand: Any,
-) -> Losses:
-    """An estimate of KL(policy || reference) from the target alone, with ``d = ref_logprobs - logprob``:
-    k1 ``-d``; abs ``|d|``; k2 ``d^2 / 2``; k3 ``e^d - d - 1`` (TRL, Liger; verl's low_var_kl).
+def checked_clip(where: str, clip_low: float, clip_high: float, delta: float | None = None) -> dict[str, Any]:
+    """Options of ``clipped_ratio``: around 1, of a ratio that is at most ``delta`` unclipped."""
+    low, high = 1.0 - number(where, "clip_low", clip_low, 0.0, 1.0), 1.0 + bound(where, "clip_high", clip_high)
+    if delta is None:
+        return {"low": low, "high": high, "ceiling": None}
+    # clip(r) caps what the min sees of A > 0 and stays a floor of what it sees of A < 0
+    delta = bound(where, "delta", delta, open_=True)
+    return {"low": low, "high": min(delta, high), "ceiling": max(delta, high)}
 
-    Fields: ref_logprobs [tokens]; for ``bias_correction`` optionally old_logprobs [tokens].
-    On samples of the policy, the gradient of k2 alone is that of the KL (k1's vanishes on average, k3's is that of
-    another divergence). "k1+", "abs+" and "k3+" have the value of the first and the gradient of k2, as verl's;
-    NeMo-RL's default, k3 with the score function, has the gradient of "k3+".
-    ``bias_correction``: times r = exp(logprob - old_logprobs), with its gradient (DeepSeek-V3.2; TRL and Liger
-    ``use_bias_correction_kl``); r is 1 with its gradient where old_logprobs are missing. With ``level="segment"`` r is
-    that of the token's segment, of the mean of its log-ratios (TRL with sequence-level importance sampling).
-    ``log_ratio_clamp`` c: d is clamped to [-c, c]; ``kl_clamp`` c: the value, before the correction. No gradient where
-    a clamp acts, but ``kl_clamp`` leaves the gradient of a "+" (as verl). verl: 20 and 10 (k3); NeMo-RL the same;
-    PipelineRL 10 and None; TRL and Liger None and None. The default keeps k3 finite and is out of
-    reach of ordinary tokens. ``ratio_clamp``: of log r, see ``grpo``.
-    ``summand``: ``SummandOptions``; rollout weights don't apply to it.
+
+def checked_clamp(where: str, value: float | None, argument: str = "ratio_clamp") -> float | None:
+    return None if value is None else bound(where, argument, value, open_=True)
+
+
+def token_log_ratio(stats: Stats, batch: Batch) -> Tensor:
+    """log r of each token [n]; on policy, where no old log-probabilities are given, 0 with gradient 1."""
+    return stats.logprob - old_logprobs(stats, batch)
+
+
+def old_logprobs(stats: Stats, batch: Batch) -> Tensor:
+    return batch["old_logprobs"] if "old_logprobs" in batch else stats.logprob.detach()
+
+
+def clipped_ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: float, ceiling: float | None) -> Tensor:
+    """The ratio r such that ``-A r`` is the clipped surrogate: at most ``high`` where A > 0, at least ``low`` and at
+    most ``ceiling`` where A < 0, 1 where A = 0; nan stays nan elsewhere.
+
+    Where a bound acts, or A is 0, the ratio is a constant chosen before exp: a product of 0 and an infinite ratio would
+    come out of the gradient of any clamp after it.
     """
-    choice("kl_to_reference", "estimator", estimator, ESTIMATORS)
-    choice("kl_to_reference", "level", level, ("token", "segment"))
-    if level == "segment" and not bias_correction:
-        raise ValueError('level="segment" of losses.kl_to_reference is of its bias_correction, which is False')
-    if flag("kl_to_reference", "bias_correction", bias_correction) and estimator.endswith("+"):
-        raise ValueError(
-            f"bias_correction of losses.kl_to_reference corrects the gradient that estimator {estimator!r} replaces; "
-            f"use {estimator[:-1]!r} with it"
-        )
-    options = {
-        "estimator": estimator,
-        "bias_correction": bias_correction,
-        "log_ratio_clamp": checked_clamp("kl_to_reference", log_ratio_clamp, "log_ratio_clamp"),
-        "kl_clamp": checked_clamp("kl_to_reference", kl_clamp, "kl_clamp"),
-        "ratio_clamp": checked_clamp("kl_to_reference", ratio_clamp),
-        "level": level,
-    }
-    optional = ("old_logprobs",) if bias_correction else ()
-    fields = ("ref_logprobs", "segments") if level == "segment" else ("ref_logprobs",)
-    scope: Any = level
-    return make("kl_to_reference", estimated_kl, summand, options, fields=fields, optional_fields=optional, scope=scope)
+    ratio = log_ratio.detach().exp()
+    above = (advantages > 0) & (ratio > high)
+    below = (advantages < 0) & (ratio < low)
+    fixed = above | below | (advantages == 0)
+    if ceiling is not None:
+        beyond = (advantages < 0) & (ratio > ceiling)
+        fixed = fixed | beyond
+    ratio = torch.where(fixed, 0.0, log_ratio).exp()
+    ratio = torch.where(above, high, torch.where(below, low, ratio))
+    return ratio if ceiling is None else torch.where(beyond, ceiling, ratio)
 
 
-def clamped_estimate(d: Tensor, estimator: str, bound: float | None) -> Tensor:
-    """Within [-bound, bound]; outside, found before any gradient is, ``d`` has no part in it: its slope may be
-    infinite."""
-    if bound is None:
-        return kl_estimate(d, estimator)
-    value = kl_estimate(d.detach(), estimator)
-    outside = ~(value.abs() <= bound) & ~d.isnan()
-    value = value.nan_to_num(torch.inf).clamp(-bound, bound)  # the difference of two infinities, too
-    return torch.where(outside, value, kl_estimate(torch.where(outside, 0.0, d), estimator))
+def rollout_weights(stats: Stats, batch: Batch, rollout: Rollout) -> Tensor:
+    """One detached weight per token [n]."""
+    log_ratio = old_logprobs(stats, batch) - batch["rollout_logprobs"]
+    if rollout.level == "segment":
+        log_ratio = batch.per_token(batch.segment_sum(log_ratio))
+    weights = log_ratio.exp()
+    if rollout.mode == "truncate":
+        return weights.clamp(rollout.least, rollout.most)
+    return torch.where((weights < rollout.least) | (weights > rollout.most), 0.0, weights)
 
 
-def estimated_kl(
-    stats: Stats,
-    batch: Batch,
-    estimator: str,
-    bias_correction: bool,
-    log_ratio_clamp: float | None,
-    kl_clamp: float | None,
-    ratio_clamp: float | None,
-    level: str = "token",
-) -> Tensor:
-    d = clamped(batch["ref_logprobs"] - stats.logprob, log_ratio_clamp)
-    values = clamped_estimate(d, estimator.removesuffix("+"), kl_clamp)
-    if estimator.endswith("+"):
-        k2 = kl_estimate(d, "k2")
-        return values.detach() + (k2 - k2.detach())
-    if bias_correction:
-        log_ratio = token_log_ratio(stats, batch)
-        log_ratio = batch.per_token(batch.segment_mean(log_ratio)) if level == "segment" else log_ratio
-        return values * clamped(log_ratio, ratio_clamp).exp()
-    return values
+def weighted(advantages: Tensor, stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
+    """Advantages of tokens [n] times the rollout weights: of a weight of 0, as of an advantage of 0, nothing is left
+    whatever the ratio is."""
+    return advantages if rollout is None else advantages * rollout_weights(stats, batch, rollout)
+
+
+def token_size(batch: Batch) -> Tensor:
+    return batch["advantages"].abs()
+
+
+def make_policy(
+    kind: str,
+    function: Any,
+    options: dict[str, Any],
+    policy: dict[str, Any],
+    unit: str | None = None,  # None: a loss of tokens that knows no segments
+    size: Any = token_size,
+) -> Losses:
+    """The loss with its rollout weights taken out of ``policy``."""
+    refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
+    summand = {name: value for name, value in policy.items() if not name.startswith("rollout")}
+    rollout = _rollout(f"losses.{kind}", **{name: policy[name] for name in policy.keys() - summand.keys()})
+    segments = unit is not None or (rollout is not None and rollout.level == "segment")
+    fields = ("advantages", *["segments"] * segments, *["rollout_logprobs"] * (rollout is not None))
+    # REINFORCE has no ratio: old log-probabilities are part of its rollout weights only
+    optional = () if kind == "reinforce" and rollout is None else ("old_logprobs",)
+    return make(
+        kind, function, summand, {**options, "rollout": rollout}, fields=fields, optional_fields=optional,
+        scope="segment" if segments else "token", unit=unit or "token", size=size,
+    )  # fmt: skip
+
+
+def _rollout(
+    where: str,
+    rollout: str | None = None,
+    rollout_level: str = "token",
+    rollout_max: float | None = None,
+    rollout_min: float | None = None,
+) -> Rollout | None:
+    if rollout is None:
+        if rollout_max is not None or rollout_min is not None or rollout_level != "token":
+            raise ValueError(f'rollout_level, rollout_max and rollout_min of {where} go with rollout="truncate"')
+        return None
+    choice(where, "rollout", rollout, ("truncate", "mask"))
+    choice(where, "rollout_level", rollout_level, ("token", "segment"))
+    if rollout_max is None:
+        rollout_max = 2.0 if rollout == "truncate" else 3.0
+    least = 0.0 if rollout_min is None else number(where, "rollout_min", rollout_min, 0.0)
+    most = number(where, "rollout_max", rollout_max, least, 1e30)
+    return Rollout(rollout, rollout_level, most, least)

@@ -9,17 +9,17 @@ from torch import Tensor
 from ..core.batch import Batch
 from ..core.estimates import clamped
 from ..core.loss_stats import Stats
-from .base import Losses, bound, choice, number
-from .policy_shared import (
+from ..core.options import bound, choice, number
+from .base import Losses
+from .policy import (
     Rollout,
     checked_clamp,
+    checked_clip,
     clipped_ratio,
     make_policy,
-    ratio_bounds,
     rollout_weights,
     token_log_ratio,
     token_size,
-    two_sided,
     weighted,
 )
 
@@ -46,17 +46,11 @@ def gspo(
     ``ratio_clamp`` c: log R is clamped to [-c, c], without gradient outside (verl: at most 10; others none: None).
     The paper clips at 3e-4 and 4e-4; 0.2 is what TRL, verl and Fast-LLM do unless told. ``policy``: ``PolicyOptions``.
     """
-    low, high = ratio_bounds("gspo", clip_low, clip_high)
-    high, ceiling = two_sided("gspo", high, delta)
-    choice("gspo", "weighting", weighting, ("segment", "token"))
-    choice("gspo", "level", level, ("segment", "token"))
     options = {
-        "low": low,
-        "high": high,
-        "ceiling": ceiling,
-        "weighting": weighting,
-        "level": level,
-        "ratio_clamp": checked_clamp("gspo", ratio_clamp),
+        **checked_clip("losses.gspo", clip_low, clip_high, delta),
+        "weighting": choice("losses.gspo", "weighting", weighting, ("segment", "token")),
+        "level": choice("losses.gspo", "level", level, ("segment", "token")),
+        "ratio_clamp": checked_clamp("losses.gspo", ratio_clamp),
     }
     size = _segment_mean_size if weighting == "segment" else _segment_size
     return make_policy("gspo", _gspo, options, policy, unit=weighting, size=size)
@@ -65,27 +59,25 @@ def gspo(
 def _gspo(
     stats: Stats,
     batch: Batch,
-    low: float,
-    high: float,
-    ceiling: float | None,
     weighting: str,
     level: str,
     ratio_clamp: float | None,
     rollout: Rollout | None,
+    **clip: Any,
 ) -> Tensor:
     log_ratio = batch.segment_mean(token_log_ratio(stats, batch))
     if level == "token":
         advantages = torch.where(batch["segments"] >= 0, weighted(batch["advantages"], stats, batch, rollout), 0.0)
         # R's value, each token's own gradient
         log_ratio = batch.per_token(log_ratio).detach() + (stats.logprob - stats.logprob.detach())
-        values = -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, low, high, ceiling)
+        values = -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, **clip)
         return values if weighting == "token" else batch.segment_mean(values)
     if weighting == "segment":
         advantages = _weighted_means(stats, batch, rollout)
     else:
         advantages = weighted(batch.per_token(batch.segment_mean(batch["advantages"])), stats, batch, rollout)
         log_ratio = batch.per_token(log_ratio)
-    return -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, low, high, ceiling)
+    return -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, **clip)
 
 
 def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
@@ -98,9 +90,9 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | Non
     ``ratio_clamp`` c: the tokens' log-ratios are clamped to [-c, c] first. ``policy``: ``PolicyOptions``.
     """
     options = {
-        "clip_low": bound("gmpo", "clip_low", clip_low),
-        "clip_high": bound("gmpo", "clip_high", clip_high),
-        "ratio_clamp": checked_clamp("gmpo", ratio_clamp),
+        "clip_low": bound("losses.gmpo", "clip_low", clip_low),
+        "clip_high": bound("losses.gmpo", "clip_high", clip_high),
+        "ratio_clamp": checked_clamp("losses.gmpo", ratio_clamp),
     }
     return make_policy("gmpo", _gmpo, options, policy, unit="segment", size=_segment_mean_size)
 
@@ -134,24 +126,15 @@ def rloo(
     ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c]. Defaults:
     TRL's. ``policy``: ``PolicyOptions``.
     """
-    low, high = ratio_bounds("rloo", clip_low, clip_high)
-    high, ceiling = two_sided("rloo", high, delta)
-    options = {"low": low, "high": high, "ceiling": ceiling, "ratio_clamp": checked_clamp("rloo", ratio_clamp)}
+    clip = checked_clip("losses.rloo", clip_low, clip_high, delta)
+    options = {**clip, "ratio_clamp": checked_clamp("losses.rloo", ratio_clamp)}
     return make_policy("rloo", _rloo, options, policy, unit="segment", size=_segment_size)
 
 
-def _rloo(
-    stats: Stats,
-    batch: Batch,
-    low: float,
-    high: float,
-    ceiling: float | None,
-    ratio_clamp: float | None,
-    rollout: Rollout | None,
-) -> Tensor:
+def _rloo(stats: Stats, batch: Batch, ratio_clamp: float | None, rollout: Rollout | None, **clip: Any) -> Tensor:
     advantages = _weighted_means(stats, batch, rollout)
     log_ratio = clamped(batch.segment_sum(token_log_ratio(stats, batch)), ratio_clamp)
-    return -advantages * clipped_ratio(log_ratio, advantages, low, high, ceiling)
+    return -advantages * clipped_ratio(log_ratio, advantages, **clip)
 
 
 LEAST_WEIGHT = 1e-8  # of a segment's ratio in VESPO, as TRL
@@ -180,13 +163,13 @@ def vespo(
     if policy.get("rollout_level", "token") != "token":
         raise ValueError('rollout_level of losses.vespo must be "token": a segment\'s weight is a sum over its tokens')
     options = {
-        "k_pos": number("vespo", "k_pos", k_pos, 0.0),
-        "lambda_pos": max(1e-4, number("vespo", "lambda_pos", lambda_pos, 0.0)),
-        "k_neg": number("vespo", "k_neg", k_neg, 0.0),
-        "lambda_neg": max(1e-4, number("vespo", "lambda_neg", lambda_neg, 0.0)),
-        "ratio_clamp": bound("vespo", "ratio_clamp", ratio_clamp, open_=True),
+        "k_pos": number("losses.vespo", "k_pos", k_pos, 0.0),
+        "lambda_pos": max(1e-4, number("losses.vespo", "lambda_pos", lambda_pos, 0.0)),
+        "k_neg": number("losses.vespo", "k_neg", k_neg, 0.0),
+        "lambda_neg": max(1e-4, number("losses.vespo", "lambda_neg", lambda_neg, 0.0)),
+        "ratio_clamp": bound("losses.vespo", "ratio_clamp", ratio_clamp, open_=True),
     }
-    return make_policy("vespo", _vespo, options, policy, unit="token", segments=True)
+    return make_policy("vespo", _vespo, options, policy, unit="token")
 
 
 def _vespo(

@@ -8,11 +8,8 @@ from torch import Tensor
 
 from ..core.batch import Batch
 from ..core.loss_stats import Stats
-from .base import Losses, choice, flag, make, number
-from .temperatures import positive, squared
-
-DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
-NORMALIZATIONS = ("tail", "vocab", "topk")
+from ..core.options import bound, choice, flag, number
+from .base import Losses, make
 
 # teachers' log-probabilities at and below this stand for none: collators pad with -1e9, -inf or the dtype's minimum
 PADDING = -1e6
@@ -61,14 +58,14 @@ def topk_kl(
     the teacher's is not small, the tail's part of value and gradient has a relative error of about 1e-7 / r, and below
     epsilon no gradient, in plain PyTorch on log-probabilities as here.
     """
-    options = topk_options("topk_kl", divergence, normalize, beta, teacher_renormalize, teacher_temperature)
-    options["factor"] = squared("topk_kl", summand.get("temperature"), t_squared)
+    options = topk_options("losses.topk_kl", divergence, normalize, beta, teacher_renormalize, teacher_temperature)
+    options["factor"] = squared("losses.topk_kl", summand.get("temperature"), t_squared)
     return make(
         "topk_kl",
         _topk_kl,
         summand,
         options,
-        needs=frozenset({"topk_logprobs"}),
+        needs=("topk_logprobs",),
         fields=("teacher_ids", "teacher_logprobs"),
         optional_fields=("teacher_mask",),
         reads_target=False,
@@ -77,7 +74,7 @@ def topk_kl(
 
 
 def topk_options(
-    kind: str,
+    where: str,
     divergence: str,
     normalize: str,
     beta: float,
@@ -85,22 +82,20 @@ def topk_options(
     teacher_temperature: float | None,
 ) -> dict[str, Any]:
     """Options of ``topk_divergence``, checked."""
-    choice(kind, "divergence", divergence, DIVERGENCES)
-    choice(kind, "normalize", normalize, NORMALIZATIONS)
-    beta = number(kind, "beta", beta, 0.0, 1.0)
+    choice(where, "divergence", divergence, ("forward", "reverse", "jsd", "tvd"))
+    choice(where, "normalize", normalize, ("tail", "vocab", "topk"))
+    beta = number(where, "beta", beta, 0.0, 1.0)
     if divergence == "jsd" and beta in (0.0, 1.0):
         divergence = "reverse" if beta else "forward"
     renormalize = normalize == "topk"
     if teacher_renormalize is not None:
-        renormalize = flag(kind, "teacher_renormalize", teacher_renormalize)
-    temperature = 1.0
-    if teacher_temperature is not None:
-        temperature = positive(kind, "teacher_temperature", teacher_temperature)
-        if temperature != 1 and normalize != "tail" and not renormalize:
-            raise ValueError(
-                f"teacher_temperature of losses.{kind} cannot change probabilities that are not normalised over "
-                f"anything known, with normalize={normalize!r}; pass teacher_renormalize=True"
-            )
+        renormalize = flag(f"teacher_renormalize of {where}", teacher_renormalize)
+    temperature = 1.0 if teacher_temperature is None else positive(where, "teacher_temperature", teacher_temperature)
+    if temperature != 1 and normalize != "tail" and not renormalize:
+        raise ValueError(
+            f"teacher_temperature of {where} cannot change probabilities that are not normalised over anything known, "
+            f"with normalize={normalize!r}; pass teacher_renormalize=True"
+        )
     return {
         "divergence": divergence,
         "normalize": normalize,
@@ -108,6 +103,23 @@ def topk_options(
         "teacher_renormalize": renormalize,
         "teacher_temperature": temperature,
     }
+
+
+def positive(where: str, argument: str, value: Any) -> float:
+    value = bound(where, argument, value)
+    if not 0 < value < math.inf:
+        remedy = "; for T = 0 train on the teacher's argmax as the target" if "temperature" in argument else ""
+        raise ValueError(f"{argument} of {where} must be a positive number, got {value:g}{remedy}")
+    return value
+
+
+def squared(where: str, temperature: Any, t_squared: bool) -> float:
+    """What ``t_squared`` multiplies the values by."""
+    if not flag(f"t_squared of {where}", t_squared):
+        return 1.0
+    if temperature is None:
+        raise ValueError(f"t_squared of {where} needs the loss's own temperature; pass temperature=")
+    return positive(where, "temperature", temperature) ** 2
 
 
 def _topk_kl(stats: Stats, batch: Batch, factor: float, **options: Any) -> Tensor:

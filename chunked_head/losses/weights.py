@@ -55,8 +55,7 @@ def sequence_mean(
         raise TypeError(
             f"mask of weights.sequence_mean must be a bool tensor [..., tokens], got {got}; use mask.bool()"
         )
-    # whatever the call's dtype is, it loses nothing to these
-    wide = torch.float32 if mask.device.type == "mps" else torch.float64
+    wide = _wide(mask)  # whatever the call's dtype is, it loses nothing to these
     if segments is None:
         if num_segments is not None:
             raise ValueError("num_segments of weights.sequence_mean goes with segments; without, rows are sequences")
@@ -173,11 +172,14 @@ def wpo(
 
 def _segment_sums(inside: Tensor, segments: Tensor, num_segments: int, *values: Tensor) -> list[Tensor]:
     """Sums [num_segments] at the tokens ``inside``, in float64 where there is one: a GPU adds in any order."""
-    wide = torch.float32 if inside.device.type == "mps" else torch.float64
     # what belongs nowhere is counted in one segment more
     ids = torch.where(inside, segments, num_segments).flatten().long()
-    zeros = torch.zeros(num_segments + 1, dtype=wide, device=inside.device)
-    return [zeros.index_add(0, ids, each.flatten().to(wide))[:-1] for each in values]
+    zeros = torch.zeros(num_segments + 1, dtype=_wide(inside), device=inside.device)
+    return [zeros.index_add(0, ids, each.flatten().to(zeros.dtype))[:-1] for each in values]
+
+
+def _wide(like: Tensor) -> torch.dtype:
+    return torch.float32 if like.device.type == "mps" else torch.float64
 
 
 def _covariance(where: str, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

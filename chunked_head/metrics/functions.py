@@ -3,21 +3,21 @@
 A metric of your own is a ``Metric(...)``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..core.estimates import clamped, kl_estimate
-from ..core.options import bound, choice, flag, number
-from ..losses.policy import estimated_kl
-from .values import Metric, Reduce, make
+from ..core.options import bound, choice, flag, number, refuse_unknown
+from ..losses.reference_kl import estimated_kl
+from .values import Metric, MetricOptions, Reduce
 
 AGAINST = {"old": "old_logprobs", "reference": "ref_logprobs", "rollout": "rollout_logprobs"}
 
 
-def _made(
+def make(
     kind: str,
     function: Callable[..., Tensor],
     common: Mapping[str, Any],
@@ -27,21 +27,27 @@ def _made(
     name: str | None = None,
     suffix: str = "",
     fields: tuple[str, ...] = (),
+    needs: Iterable[str] = (),
     **known: Any,
 ) -> Metric:
     """A metric whose default name says what of it is not the usual: ``name`` (the kind), ``suffix``, level and
-    reduction."""
-    if choice(f"metrics.{kind}", "level", level, ("token", "segment")) == "segment":
+    reduction; ``common`` are ``MetricOptions``, ``known`` further fields of ``Metric``."""
+    of_segments = choice(f"metrics.{kind}", "level", level, ("token", "segment")) == "segment"
+    refuse_unknown("metrics", kind, common, MetricOptions.__annotations__)
+    if of_segments:
+        if common.get("weighting") is not None:
+            raise ValueError(f"weighting of metrics.{kind} has no meaning here: its values are per segment")
         known |= {"scope": "segment", "unit": "segment"}
         fields = (*fields, "segments")
     unusual = suffix, "" if level == "token" else level, "" if reduce == "mean" else str(reduce)
-    named = "_".join([name or kind, *filter(None, unusual)])
-    return make(kind, function, common, name=named, reduce=reduce, fields=fields, **known)
+    known |= {"name": "_".join([name or kind, *filter(None, unusual)]), "reduce": reduce, "fields": fields}
+    given = {option: value for option, value in common.items() if value is not None}
+    return Metric(kind, function, needs=frozenset(needs), **(known | given))
 
 
 def accuracy(**common: Any) -> Metric:
     """Share of tokens whose target has the largest logit, the first of them on ties. ``common``: ``MetricOptions``."""
-    return _made("accuracy", _accuracy, common, needs=frozenset({"argmax"}))
+    return make("accuracy", _accuracy, common, needs=("argmax",))
 
 
 def _accuracy(stats: Any, batch: Any) -> Tensor:
@@ -51,8 +57,8 @@ def _accuracy(stats: Any, batch: Any) -> Tensor:
 def perplexity(weighting: Literal["token", "segment"] = "token", **common: Any) -> Metric:
     """``exp(-mean log-probability)``; ``weighting="segment"``: the mean of the segments' own perplexities, as verl."""
     if choice("metrics.perplexity", "weighting", weighting, ("token", "segment")) == "token":
-        return _made("perplexity", _negative_logprob, common, finish="perplexity")
-    return _made("perplexity", _segment_perplexity, common, level="segment")
+        return make("perplexity", _negative_logprob, common, finish="perplexity")
+    return make("perplexity", _segment_perplexity, common, level="segment")
 
 
 def _negative_logprob(stats: Any, batch: Any) -> Tensor:
@@ -65,7 +71,7 @@ def _segment_perplexity(stats: Any, batch: Any) -> Tensor:
 
 def entropy(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Entropy of the softmax in nats, at the metric's temperature."""
-    return _statistic("entropy", reduce, common, needs=frozenset({"entropy"}), reads_target=False)
+    return _statistic("entropy", reduce, common, needs=("entropy",), reads_target=False)
 
 
 def lse(reduce: Reduce = "mean", **common: Any) -> Metric:
@@ -75,7 +81,7 @@ def lse(reduce: Reduce = "mean", **common: Any) -> Metric:
 
 def mean_logit(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Mean of a token's logits over the vocabulary (TRL's ``logits/chosen`` is its mean over chosen tokens)."""
-    return _statistic("mean_logit", reduce, common, needs=frozenset({"mean_logit"}), reads_target=False)
+    return _statistic("mean_logit", reduce, common, needs=("mean_logit",), reads_target=False)
 
 
 def logprob(reduce: Reduce = "mean", **common: Any) -> Metric:
@@ -84,7 +90,7 @@ def logprob(reduce: Reduce = "mean", **common: Any) -> Metric:
 
 
 def _statistic(kind: str, reduce: Reduce, common: Mapping[str, Any], **known: Any) -> Metric:
-    return _made(kind, _read, common, reduce=reduce, options={"statistic": kind}, **known)
+    return make(kind, _read, common, reduce=reduce, options={"statistic": kind}, **known)
 
 
 def _read(stats: Any, batch: Any, statistic: str) -> Tensor:
@@ -93,8 +99,7 @@ def _read(stats: Any, batch: Any, statistic: str) -> Tensor:
 
 def top_probability(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Probability of the most probable token."""
-    needs = frozenset({"top_logprob"})
-    return _made("top_probability", _top_probability, common, reduce=reduce, needs=needs, reads_target=False)
+    return make("top_probability", _top_probability, common, reduce=reduce, needs=("top_logprob",), reads_target=False)
 
 
 def _top_probability(stats: Any, batch: Any) -> Tensor:
@@ -114,8 +119,9 @@ def ratio(
     ``level="segment"``: GSPO's, ``exp`` of the mean log-ratio over a segment's tokens, one per segment. The log-ratio
     is held within ``ratio_clamp`` before ``exp`` (None: not), as in the policy losses.
     """
-    known = _against("ratio", against, level, ratio_clamp)
-    return _made("ratio", _ratio, common, level=level, reduce=reduce, **known)
+    other, suffix = _against("ratio", against)
+    known = _of_ratios("ratio", other, level, ratio_clamp)
+    return make("ratio", _ratio, common, reduce=reduce, suffix=suffix, **known)
 
 
 def effective_sample_size(
@@ -136,19 +142,21 @@ def effective_sample_size(
         raise ValueError("weighting of metrics.effective_sample_size has no meaning: it goes over all tokens")
     flag(f"normalized of metrics.{kind}", normalized)
     finish = "effective_sample_fraction" if normalized else "effective_sample_size"
-    known = _against(kind, against, level, ratio_clamp)
-    return _made(kind, _ratio_powers, common, level=level, name=finish, finish=finish, **known)
+    other, suffix = _against(kind, against)
+    known = _of_ratios(kind, other, level, ratio_clamp)
+    return make(kind, _ratio_powers, common, name=finish, finish=finish, suffix=suffix, **known)
 
 
-def _against(kind: str, against: str, level: str, ratio_clamp: float | None) -> dict[str, Any]:
-    """What of a metric of ratios says which."""
+def _against(kind: str, against: str) -> tuple[str, str]:
+    """The field of the other log-probabilities, and what of a metric's name says which."""
     field = AGAINST[choice(f"metrics.{kind}", "against", against, tuple(AGAINST))]
-    options = _ratio_options(kind, field, level, ratio_clamp)
-    return {"options": options, "fields": (field,), "suffix": "" if against == "old" else against}
+    return field, "" if against == "old" else against
 
 
-def _ratio_options(kind: str, other: str, level: str, ratio_clamp: float | None) -> dict[str, Any]:
-    return {"other": other, "level": level, "ratio_clamp": _clamp(kind, "ratio_clamp", ratio_clamp)}
+def _of_ratios(kind: str, other: str, level: str, ratio_clamp: float | None, **options: Any) -> dict[str, Any]:
+    """What a metric of ratios is made with."""
+    options |= {"other": other, "level": level, "ratio_clamp": _clamp(kind, "ratio_clamp", ratio_clamp)}
+    return {"level": level, "options": options, "fields": (other,)}
 
 
 def _clamp(kind: str, argument: str, value: float | None) -> float | None:
@@ -183,11 +191,9 @@ def kl_old(
     ``kl_new_old``, TRL's asynchronous GRPO). ``d`` is held within ``ratio_clamp``. ``level="segment"``: of the mean of
     ``d`` over the segment's tokens, GSPO's log-ratio.
     """
-    kind = "kl_old"
-    options = _ratio_options(kind, "old_logprobs", level, ratio_clamp) | {"estimator": _estimator(kind, estimator)}
+    known = _of_ratios("kl_old", "old_logprobs", level, ratio_clamp, estimator=_estimator("kl_old", estimator))
     suffix = "" if estimator == "k3" else estimator
-    fields = ("old_logprobs",)
-    return _made(kind, _kl_old, common, level=level, reduce=reduce, options=options, fields=fields, suffix=suffix)
+    return make("kl_old", _kl_old, common, reduce=reduce, suffix=suffix, **known)
 
 
 def _estimator(kind: str, estimator: str) -> str:
@@ -224,7 +230,7 @@ def kl_reference(
     }
     fields = ("ref_logprobs", "old_logprobs") if bias_correction else ("ref_logprobs",)
     suffix = "_".join(filter(None, ("" if estimator == "k3" else estimator, "corrected" if bias_correction else "")))
-    return _made(kind, estimated_kl, common, reduce=reduce, options=options, fields=fields, suffix=suffix)
+    return make(kind, estimated_kl, common, reduce=reduce, options=options, fields=fields, suffix=suffix)
 
 
 def clip_fraction(
@@ -243,17 +249,16 @@ def clip_fraction(
     ``high_mean``, ``region_mean``), which is where PPO's clip takes the gradient away. At a bound is not clipped, as in
     the losses. ``level="segment"``: GSPO's ratio, and the mean of the segment's advantages.
     """
-    kind = "clip_fraction"
-    choice(f"metrics.{kind}", "side", side, ("unsigned", "signed", "low", "high"))
-    options = _ratio_options(kind, "old_logprobs", level, ratio_clamp) | {
-        "low": 1 - number(f"metrics.{kind}", "clip_low", clip_low, 0.0, 1.0),
-        "high": 1 + bound(f"metrics.{kind}", "clip_high", clip_high),
-        "side": side,
+    where = "metrics.clip_fraction"
+    choice(where, "side", side, ("unsigned", "signed", "low", "high"))
+    bounds = {
+        "low": 1 - number(where, "clip_low", clip_low, 0.0, 1.0),
+        "high": 1 + bound(where, "clip_high", clip_high),
     }
-    unsigned = side == "unsigned"
-    fields = ("old_logprobs",) if unsigned else ("old_logprobs", "advantages")
-    suffix = "" if unsigned else side
-    return _made(kind, _clip_fraction, common, level=level, options=options, fields=fields, suffix=suffix)
+    known = _of_ratios("clip_fraction", "old_logprobs", level, ratio_clamp, side=side, **bounds)
+    if side != "unsigned":
+        known |= {"fields": ("old_logprobs", "advantages"), "suffix": side}
+    return make("clip_fraction", _clip_fraction, common, **known)
 
 
 def _clip_fraction(
@@ -272,7 +277,7 @@ def _clip_fraction(
 
 def advantage(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Mean, maximum or minimum of ``batch["advantages"]`` over tokens that count."""
-    return _made("advantage", _advantage, common, reduce=reduce, fields=("advantages",), reads_target=False)
+    return make("advantage", _advantage, common, reduce=reduce, fields=("advantages",), reads_target=False)
 
 
 def _advantage(stats: Any, batch: Any) -> Tensor:
@@ -282,14 +287,14 @@ def _advantage(stats: Any, batch: Any) -> Tensor:
 def acceptance(reduce: Reduce = "mean", **common: Any) -> Metric:
     """``sum_j min(p_j, q_j)``: the probability that a verifier ``q`` accepts a token that a drafter ``p`` has sampled
     (Leviathan et al., 2211.17192). ``q`` is the dense teacher of a loss of the call, at that loss's softmaxes."""
-    needs = frozenset({"overlap"})
-    return _made("acceptance", _acceptance, common, reduce=reduce, needs=needs, reads_target=False)
+    needs = ("overlap",)
+    return make("acceptance", _acceptance, common, reduce=reduce, needs=needs, reads_target=False)
 
 
 def agreement(**common: Any) -> Metric:
     """Share of tokens whose most probable id is the dense teacher's too: what a verifier that decodes greedily accepts.
     The teacher is that of a loss of the call; of equal logits the first id's counts."""
-    return _made("agreement", _agreement, common, needs=frozenset({"argmax", "teacher_argmax"}), reads_target=False)
+    return make("agreement", _agreement, common, needs=("argmax", "teacher_argmax"), reads_target=False)
 
 
 def _agreement(stats: Any, batch: Any) -> Tensor:
@@ -304,8 +309,8 @@ def accepted_length(**common: Any) -> Metric:
     """
     if common.get("weighting") is not None:
         raise ValueError("weighting of metrics.accepted_length has no meaning: it goes over all tokens")
-    needs = frozenset({"overlap"})
-    return _made("accepted_length", _acceptance, common, needs=needs, reads_target=False, over_streams=True)
+    needs = ("overlap",)
+    return make("accepted_length", _acceptance, common, needs=needs, reads_target=False, over_streams=True)
 
 
 def _acceptance(stats: Any, batch: Any) -> Tensor:

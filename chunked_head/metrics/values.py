@@ -7,15 +7,15 @@ number: a sum and a count, or an extremum. Both reduce correctly over micro-batc
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
 from ..core.collectives import all_gather
-from ..core.options import INFINITY, check_temperature, choice, refuse_unknown
-from ..losses.base import Field, Scope
+from ..core.options import INFINITY, check_temperature, choice
+from ..losses.base import Part
 
 Reduce = Literal["mean", "max", "min"]
 Weighting = Literal["token", "segment", "document"]
@@ -37,24 +37,13 @@ class MetricOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, eq=False)
-class Metric:
+class Metric(Part):
     """``function(stats, batch, **options)`` gives values per unit, [n] or, with several components, [n, c]."""
 
-    kind: str  # the name of its factory
-    function: Callable[..., Tensor]
-    options: Mapping[str, Any] = field(default_factory=dict)  # hashable: part of what is compiled
-    needs: frozenset[str] = frozenset()
-    fields: tuple[str, ...] = ()
-    optional_fields: tuple[str, ...] = ()
-    extra_fields: Mapping[str, Field] = field(default_factory=dict)  # what FIELDS does not know
-    scope: Scope = "token"
     unit: Literal["token", "segment"] = "token"
-    reads_target: bool = True
     reduce: Reduce = "mean"
     weighting: Weighting = "token"  # of unit token; the mean of segments is over those with a token
     finish: Finish = "mean"  # from sums and count to .value
-    temperature: float | None = None
-    name: str | None = None
     over_streams: bool = False  # of products of the values of a token in each stream of a call
 
     def __post_init__(self) -> None:
@@ -73,20 +62,14 @@ class Metric:
             object.__setattr__(self, "fields", (*self.fields, self.ids))
 
     @property
-    def label(self) -> str:
-        return self.name or self.kind
-
-    @property
     def key(self) -> tuple:
         """Equal for metrics that compile to the same code."""
-        options = tuple(sorted(self.options.items()))
-        return self.function, options, self.unit, self.temperature, self.reduce, self.weighting
+        return *self.code, self.reduce, self.weighting
 
     @functools.cached_property
     def signature(self) -> Hashable:
         """Equal for metrics that run in the same way."""
-        fields = self.fields, self.optional_fields, tuple(self.extra_fields.items())
-        return self.key, self.label, fields, self.needs, self.scope, self.finish, self.reads_target
+        return self.key, self.reads, self.finish
 
     @property
     def components(self) -> int:
@@ -97,18 +80,6 @@ class Metric:
     def ids(self) -> str:
         """The field that the weighting goes by."""
         return "documents" if self.weighting == "document" else "segments"
-
-    def values(self, stats: Any, batch: Any) -> Tensor:
-        return self.function(stats, batch, **self.options)
-
-
-def make(kind: str, function: Callable[..., Tensor], common: Mapping[str, Any], **known: Any) -> Metric:
-    """A metric of ``kind``; ``common`` are MetricOptions, ``known`` fields of Metric, ``name`` the default name."""
-    refuse_unknown("metrics", kind, common, MetricOptions.__annotations__)
-    if common.get("weighting") is not None and known.get("unit") == "segment":
-        raise ValueError(f"weighting of metrics.{kind} has no meaning here: its values are per segment")
-    given = {name: value for name, value in common.items() if value is not None}
-    return Metric(kind, function, **(known | given))
 
 
 def as_metrics(metrics: Any) -> tuple[Metric, ...]:

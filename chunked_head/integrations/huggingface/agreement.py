@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from ... import losses
 from ...api.loss import LossOutput
 from ...core.shift import in_backward
-from ...losses.base import Losses
+from ...losses.base import Losses, as_losses
 from ...losses.user.closures import Function
-from ...losses.user.custom import as_losses
 from ...metrics import Metric, MetricValue, combine
 from ...metrics.values import as_metrics
 from .find_head import NotUnderstood, embeddings, find_heads, make_lazy, make_plain, name_of

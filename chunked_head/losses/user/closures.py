@@ -24,13 +24,13 @@ def frozen(function: Function) -> tuple[Function, tuple | None]:
     A copy with cells of its own: were a variable of the first one's maker to change, all others would change with it.
     What closes over anything but plain values (a tensor, an object) stays itself, and None.
     """
+    if type(function) is not FunctionType:
+        return function, None
     try:
         key, copy = _freeze(function, ())
     except _NotPlainError:
         return function, None
-    if not isinstance(copy, FunctionType):
-        return function, None
-    return _first(_functions, key, copy), key
+    return remembered(_functions, key, lambda: copy), key
 
 
 class _NotPlainError(Exception):
@@ -71,18 +71,19 @@ def _freeze(value: Any, inside: tuple[int, ...]) -> tuple[tuple, Any]:
     return key, copy
 
 
-def _first(held: dict[tuple, Any], key: tuple, value: Any) -> Any:
-    if key not in held:
+def remembered(held: dict[tuple, Any], key: tuple | None, make: Callable[[], Any]) -> Any:
+    """What was made for an equal key, of the last ones; without a key it is made anew."""
+    if key is None:
+        return make()
+    found = held.get(key)
+    if found is None:
+        found = make()
         while len(held) >= REMEMBERED:
             del held[next(iter(held))]
-        held[key] = value
-    return held[key]
+        held[key] = found
+    return found
 
 
-def known_result(key: tuple | None) -> Any:
-    return None if key is None else _results.get(key)
-
-
-def remember(key: tuple | None, found: Any) -> None:
-    if key is not None:
-        _first(_results, key, found)
+def known(key: tuple | None, make: Callable[[], Any]) -> Any:
+    """What is known of a function, found out once."""
+    return remembered(_results, key, make)

@@ -13,8 +13,8 @@ from ...core.options import choice
 from ..base import (
     DENSE,
     FIELDS,
-    MAKERS,
     STATISTICS,
+    TAKERS,
     TEACHER_FIELDS,
     Field,
     Losses,
@@ -25,9 +25,8 @@ from ..base import (
     Unit,
     make,
 )
-from .closures import Function, frozen, known_result, remember
-from .scope_check import checked
-from .synthetic import Reads
+from .checks import checked
+from .closures import Function, frozen, known
 
 ALWAYS = ("logprob", "lse")
 
@@ -100,11 +99,11 @@ def custom(
     teacher; ``summand``: ``SummandOptions``.
     """
     if function is None:
-        known: dict[str, Any] = summand | {
+        given: dict[str, Any] = summand | {
             "needs": needs, "fields": fields, "unit": unit, "name": name, "compiled": compiled, "check": check,
             "reads_target": reads_target, "options": options, "tensors": tensors, "teacher": teacher,
         }  # fmt: skip
-        return lambda decorated: custom(decorated, scope=scope, **known)
+        return lambda decorated: custom(decorated, scope=scope, **given)
     if not callable(function):
         raise TypeError(f"losses.custom takes a function (stats, batch) -> values, got {function!r}")
     own = getattr(function, "__name__", "custom")
@@ -115,8 +114,8 @@ def custom(
     if unit != "token" and scope == "token":
         raise ValueError(f'{where} has values per {unit}, which need all tokens: scope="segment"')
     declared, extra = _declared(where, fields)
-    wanted = frozenset(needs or ())
-    if unknown := sorted(wanted - {*ALWAYS, *STATISTICS, *DENSE}):
+    statistics, required, optional = set(needs or ()), set[str](), set[str]()
+    if unknown := sorted(statistics - {*ALWAYS, *STATISTICS, *DENSE}):
         raise ValueError(f"needs of {where}: there is no statistic {unknown[0]!r}")
     options, tensors = dict(options or {}), dict(tensors or {})
     for option, value in options.items():
@@ -124,30 +123,27 @@ def custom(
             raise TypeError(f"option {option!r} of {where} must be hashable, got {value!r}")
     function, identity = frozen(function)
     if check:
-        question = Summand("custom", function, unit=unit, scope=scope, name=name, options=options, tensors=tensors)
+        question = Summand("custom", function, options, unit=unit, scope=scope, name=name, tensors=tensors)
         key = None
         if identity is not None and not tensors:
             key = (identity, tuple(sorted(options.items())), scope, unit, tuple(sorted(extra.items())))
-        found = known_result(key)
-        if found is None:
-            found = checked(where, question, extra)
-            remember(key, found)
-        if found.target and reads_target is False:
+        reads = known(key, lambda: checked(where, question, extra))
+        if reads.target and reads_target is False:
             raise ValueError(f"{where} reads the target, in stats.logprob or batch.target: not reads_target=False")
-        reads = replace(found, optional=found.optional | set(declared), statistics=found.statistics | wanted)
-        # a branch that a field would choose may read what this one did not
-        reads.target = bool(found.target or found.optional) if reads_target is None else reads_target
+        statistics |= reads.statistics
+        required, optional = set(reads.required), reads.optional | set(declared)
+        if reads_target is None:  # a branch that a field would choose may read what this one did not
+            reads_target = bool(reads.target or reads.optional)
     else:
-        reads = Reads(required=set(declared), statistics=set(wanted), target=reads_target is not False)
-    required, optional = set(reads.required), set(reads.optional)
-    if "topk_logprobs" in reads.statistics:
+        required = set(declared)
+    if "topk_logprobs" in statistics:
         required.add("teacher_ids")
-    if "weighted_sum" in reads.statistics and "class_weights" not in tensors:
+    if "weighted_sum" in statistics and "class_weights" not in tensors:
         raise ValueError(f'{where} reads stats.weighted_sum: pass the weights, tensors={{"class_weights": ...}}')
-    if reads.statistics & set(DENSE):
+    if statistics & set(DENSE):
         optional |= set(TEACHER_FIELDS)  # which of them, the call decides
         teacher = teacher or Teacher()
-        if "jsd" in reads.statistics and teacher.beta is None:
+        if "jsd" in statistics and teacher.beta is None:
             raise ValueError(
                 f"{where} reads stats.jsd: pass teacher=Teacher(beta=...), the teacher's part of the mixture"
             )
@@ -158,7 +154,7 @@ def custom(
         options,
         tensors=tensors,
         teacher=teacher,
-        needs=frozenset(reads.statistics) - set(ALWAYS),
+        needs=statistics - set(ALWAYS),
         fields=tuple(sorted(required)),
         optional_fields=tuple(sorted(optional - required)),
         extra_fields=extra,
@@ -167,33 +163,13 @@ def custom(
         unit=unit,
         compiled=compiled,
         lasting=identity is not None,
-        reads_target=reads.target,
+        reads_target=reads_target is not False,
     )
 
 
-PACKAGE = __name__.partition(".user.")[0] + "."
 # what is known of functions that were taken as they are and close over more than plain values: as long as they live,
 # and without a reference to them; of methods by their object
 TAKEN: "WeakKeyDictionary[Any, dict[Any, Summand]]" = WeakKeyDictionary()
-
-
-def as_losses(loss: Any, argument: str = "loss") -> Losses:
-    """A sum of losses as it is, and a plain function as ``custom(function, scope="token")`` makes it."""
-    if isinstance(loss, Losses):
-        return loss
-    if getattr(loss, "__module__", "").startswith(PACKAGE):
-        name = getattr(loss, "__name__", "")
-        made = f"losses.{name}()" if name.isidentifier() and name != "custom" else "losses.custom(function, scope=...)"
-        raise TypeError(f"{argument} is what makes a loss, {name}, and no loss yet; call it: {made}")
-    if not callable(loss) or isinstance(loss, type):
-        raise TypeError(
-            f"{argument} must be made of chunked_head.losses, got {type(loss).__name__}; a function (stats, batch) -> "
-            "values is taken as well"
-        )
-    return taken(loss)
-
-
-MAKERS.append(as_losses)
 
 
 @breaks_graph
@@ -201,20 +177,19 @@ def taken(given: Function) -> Losses:
     """The loss of a plain function, checked once."""
     function, identity = frozen(given)
     if identity is not None:
-        made = known_result(("taken", identity))
-        if made is None:
-            made = custom(function, scope="token")
-            remember(("taken", identity), made)
-        return made
+        return known(("taken", identity), lambda: custom(function, scope="token"))
     owner, part = (given.__self__, given.__func__) if isinstance(given, MethodType) else (given, None)
     try:
-        known = TAKEN.setdefault(owner, {})
+        of_owner = TAKEN.setdefault(owner, {})
     except TypeError:  # it cannot be referred to weakly, or has no hash
-        known = {}
-    if part not in known:
+        of_owner = {}
+    if part not in of_owner:
         ((_, summand),) = custom(given, scope="token").terms
-        known[part] = replace(summand, function=cast(Any, None))  # a reference to it would keep the owner alive
-    return Losses(((1.0, replace(known[part], function=given)),))
+        of_owner[part] = replace(summand, function=cast(Any, None))  # a reference to it would keep the owner alive
+    return Losses(((1.0, replace(of_owner[part], function=given)),))
+
+
+TAKERS.append(taken)
 
 
 def _declared(
@@ -226,8 +201,8 @@ def _declared(
     if not isinstance(fields, Mapping):
         fields = {name: FIELDS.get(name, "") for name in fields or ()}
     extra: dict[str, Field] = {}
-    for name, known in fields.items():
-        kind = known if isinstance(known, Field) else Field(known)  # type: ignore[arg-type]
+    for name, declared in fields.items():
+        kind = declared if isinstance(declared, Field) else Field(declared)  # type: ignore[arg-type]
         if kind.kind not in ("token", "row", "segment", "pair", "constant"):
             raise ValueError(
                 f"field {name!r} of {where} must be declared as one of 'token', 'row', 'segment', 'pair', 'constant' "
@@ -235,6 +210,6 @@ def _declared(
             )
         if name not in FIELDS:
             extra[name] = kind
-        elif kind.kind != FIELDS[name].kind or (isinstance(known, Field) and known != FIELDS[name]):
+        elif kind.kind != FIELDS[name].kind or (isinstance(declared, Field) and declared != FIELDS[name]):
             raise ValueError(f"field {name!r} of {where} is a known one, {FIELDS[name]}, and cannot be another")
     return tuple(fields), extra

@@ -1,6 +1,6 @@
 """Made-up tokens on which a user's loss is run, and what it is seen to read there."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,48 +27,22 @@ class Reads:
 
 
 class RecordingStats(dict):
-    def __init__(self, values: Mapping[str, Tensor], read: Callable[[str], None]):
-        super().__init__(values)
-        self.read = read
-
-    def __getitem__(self, name: str) -> Tensor:
-        self.read(name)
-        return super().__getitem__(name)
-
-
-class RecordingFields(dict):
-    """``get`` and ``in`` ask whether a field is there: it is optional then, read or not."""
-
     def __init__(self, values: Mapping[str, Tensor], reads: Reads):
         super().__init__(values)
         self.reads = reads
 
-    def __missing__(self, name: str) -> Tensor:
-        raise KeyError(f"there is no field {name!r}; declare one of your own: fields={{{name!r}: 'token'}}")
-
     def __getitem__(self, name: str) -> Tensor:
-        self.reads.required |= {name} - self.reads.optional
+        self.reads.statistics.add(name)
+        self.reads.target |= name == "logprob"
         return super().__getitem__(name)
-
-    def __contains__(self, name: object) -> bool:
-        if not super().__contains__(name):
-            self.__missing__(str(name))
-        self.reads.optional |= {str(name)} - self.reads.required
-        return True
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401
-
-    def __iter__(self) -> Iterator[str]:
-        raise TypeError("a loss names the fields that it reads: batch cannot be iterated over in losses.custom")
-
-    keys = values = items = __iter__  # type: ignore[assignment]
 
 
 class RecordingBatch(Batch):
-    def __init__(self, fields: Mapping[str, Tensor], target: Tensor, vocab: int, reads: Reads):
-        self.reads = reads
-        super().__init__(RecordingFields(fields, reads), target, SEGMENTS, vocab)
+    """``get`` and ``in`` ask whether a field is there: it is optional then, read or not."""
+
+    def __init__(self, held: Mapping[str, Tensor], target: Tensor, vocab: int, reads: Reads):
+        self.held, self.reads = held, reads
+        super().__init__(self, target, SEGMENTS, vocab)
 
     @property
     def target(self) -> Tensor:
@@ -80,13 +54,27 @@ class RecordingBatch(Batch):
         self._target = target
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.fields[name]
+        self._refuse_unknown(name)
+        self.reads.required |= {name} - self.reads.optional
+        return self.held[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.fields
+        self._refuse_unknown(name)
+        self.reads.optional |= {str(name)} - self.reads.required
+        return True
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self.fields.get(name, default)
+        return self[name] if name in self else default  # noqa: SIM401
+
+    def _refuse_unknown(self, name: object) -> None:
+        if name not in self.held:
+            raise KeyError(f"there is no field {name!r}; declare one of your own: fields={{{name!r}: 'token'}}")
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError("a loss names the fields that it reads: batch cannot be iterated over in losses.custom")
+
+    def __len__(self) -> int:
+        return len(self.held)
 
 
 class Synthetic:
@@ -98,21 +86,22 @@ class Synthetic:
         first = next(iter(tensors.values()), None)
         self.vocab = len(first) if first is not None and first.dim() else VOCAB
         self.device = torch.device("cpu") if first is None else first.device
-        with torch.device("cpu"):  # whatever torch.set_default_device says
+        # whatever torch.set_default_device says, and without a part in anyone else's random numbers
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(7)
             self._make(extra)
 
     def _make(self, extra: Mapping[str, Field]) -> None:
-        self.generator = torch.Generator().manual_seed(7)
         mask = torch.ones(TOKENS, dtype=torch.bool).index_fill(0, torch.tensor(MASKED), False)
-        target = torch.where(mask, self._integers(self.vocab, TOKENS), -1)
-        logprob = -0.1 - 3 * self._uniform(TOKENS)
-        stats = {name: 0.1 + 2 * self._uniform(TOKENS) for name in (*STATISTICS, *DENSE)} | {
+        target = torch.where(mask, torch.randint(self.vocab, (TOKENS,)), -1)
+        logprob = -0.1 - 3 * torch.rand(TOKENS)
+        stats = {name: 0.1 + 2 * torch.rand(TOKENS) for name in (*STATISTICS, *DENSE)} | {
             "logprob": logprob,
-            "lse": 4 * self._normal(TOKENS),
-            "mean_logit": self._normal(TOKENS),
-            "argmax": self._integers(self.vocab, TOKENS),
+            "lse": 4 * torch.randn(TOKENS),
+            "mean_logit": torch.randn(TOKENS),
+            "argmax": torch.randint(self.vocab, (TOKENS,)),
             "top_logprob": logprob * 0.5,
-            "topk_logprobs": self._uniform(TOKENS, TRAILING).softmax(-1).log() - 0.2,
+            "topk_logprobs": torch.rand(TOKENS, TRAILING).softmax(-1).log() - 0.2,
         }
         kinds = {name: kind for name, kind in (FIELDS | dict(extra)).items() if kind.kind != "kept"}
         fields = {name: self._field(kind) for name, kind in kinds.items()}
@@ -121,31 +110,26 @@ class Synthetic:
         fields["segments"] = fields["documents"] = torch.tensor(SEGMENT_IDS)
         fields["pairs"] = torch.tensor([[0, 1], [2, 3], [3, 0]])
         self.per_token = {name for name, kind in kinds.items() if kind.kind in ("token", "row")}
-        for held in (fields, stats):
-            for name, value in held.items():
-                if held is stats or name in self.per_token:
-                    empty = torch.full_like(value, -1 if name in ("segments", "documents") else 0)
-                    held[name] = torch.where(mask.view(-1, *[1] * (value.dim() - 1)), value, empty)
-        self.fields = {name: value.to(self.device) for name, value in fields.items()}
-        self.stats = {name: value.to(self.device) for name, value in stats.items()}
+
+        def clean(name: str, value: Tensor) -> Tensor:
+            none = -1 if name in ("segments", "documents") else 0
+            wide = mask.view(-1, *[1] * (value.dim() - 1))
+            return torch.where(wide, value, torch.full_like(value, none)).to(self.device)
+
+        self.stats = {name: clean(name, value) for name, value in stats.items()}
+        self.fields = {
+            name: clean(name, value) if name in self.per_token else value.to(self.device)
+            for name, value in fields.items()
+        }
         self.mask, self.target = mask.to(self.device), target.to(self.device)
-        self.upstream = (self._uniform(TOKENS) + 0.5).to(self.device)
-
-    def _uniform(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self.generator)
-
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator)
-
-    def _integers(self, below: int, *shape: int) -> Tensor:
-        return torch.randint(below, shape, generator=self.generator)
+        self.upstream = (torch.rand(TOKENS) + 0.5).to(self.device)
 
     def _field(self, kind: Field) -> Tensor:
         first = {"token": (TOKENS,), "row": (TOKENS,), "segment": (SEGMENTS,), "pair": (PAIRS,), "constant": ()}
         shape = (*first[kind.kind], *(TRAILING,) * kind.trailing)
         if kind.type == "float":
-            return self._normal(*shape)
-        return self._integers(2, *shape).to(torch.bool if kind.type == "bool" else torch.int64)
+            return torch.randn(shape)
+        return torch.randint(2, shape).to(torch.bool if kind.type == "bool" else torch.int64)
 
     def fields_of(self, piece: slice) -> dict[str, Tensor]:
         return {name: value[piece] if name in self.per_token else value for name, value in self.fields.items()}
