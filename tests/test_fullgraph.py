@@ -162,17 +162,17 @@ def test_ranges_of_lengths_are_those_of_the_plans(shape: tuple[int, int], budget
         return make_plan(replace(sizes, tokens=tokens), request)
 
     table = ranges(replace(sizes, tokens=0), request)
-    edges = [most + more for most, *_ in table[:-1] for more in (0, 1)]
+    edges = [most + more for most, _ in table[:-1] for more in (0, 1)]
     for tokens in [*edges, *(1 << power for power in range(18)), *range(3000, 120000, 3001)]:
         try:
             expected = planned(tokens)
         except ValueError:  # more than the budget holds
             assert budget == "64MiB"
             continue
-        dtypes = [torch.bfloat16, torch.bfloat16]
+        dtypes = torch.bfloat16, torch.bfloat16
         if expected.schedule == "forward":
-            dtypes = [expected.hidden_accumulate, expected.weight_accumulate]
-        assert next(found for most, *found in table if tokens <= most) == dtypes, tokens
+            dtypes = expected.hidden_accumulate, expected.weight_accumulate
+        assert next(found for most, found in table if tokens <= most) == dtypes, tokens
 
 
 def test_a_denominator_that_changes() -> None:

@@ -17,7 +17,7 @@ from ..head_options import DEFAULTS
 from ..replay.replay import execute
 from ..streams.run import Streams
 from ..task import Task
-from . import logits_operators, operators
+from . import operators
 from .recipes import TASKS, described
 
 P = ParamSpec("P")
@@ -93,21 +93,14 @@ def as_operator(name: str, given: dict[str, Any]) -> Any:
     """Traced: nothing here but tuples, attributes and one call of an operator."""
     from .tracing import registered
 
-    hidden = given["hidden"] if "hidden" in given else given["logits"]
-    device = hidden.device.type
+    operands = [given[operand] for operand in OPERANDS if given.get(operand) is not None]
+    device = operands[0].device
     if is_denominator(given.get("normalizer")):
         # it may be another at every step: as a tensor it is none of the numbers that a graph is made for
-        given = given | {"normalizer": torch.ones((), dtype=torch.float64, device=hidden.device) * given["normalizer"]}
+        given = given | {"normalizer": torch.ones((), dtype=torch.float64, device=device) * given["normalizer"]}
     tensors: list[Tensor] = []
     arguments = tuple([(key, described(value, tensors)) for key, value in given.items() if key not in OPERANDS])
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    key = registered(name, arguments, autocast)
-    grad = torch.is_grad_enabled()
-    if "logits" in given:
-        return results[name](logits_operators.forward(hidden, tensors, key, grad and hidden.requires_grad), given)
-    weight, bias = given["weight"], given.get("bias")
-    outputs = operators.forward(
-        hidden, weight, bias, tensors, key, grad and hidden.requires_grad, grad and weight.requires_grad,
-        grad and bias is not None and bias.requires_grad,
-    )  # fmt: skip
-    return results[name](outputs, given)
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    key, grad = registered(name, arguments, autocast), torch.is_grad_enabled()
+    wanted = [grad and operand.requires_grad for operand in operands]
+    return results[name](operators.forward(operands, tensors, key, wanted), given)

@@ -1,13 +1,15 @@
-"""The custom operators: a call that makes its gradients as it goes, and the backward of one that cannot.
+"""The custom operators: a call, and the gradients of one that cannot make them as it goes.
 
-What ``forward`` returns. Of a scalar loss: the loss, values of parts and metrics in one vector, the expected upstream
-gradient with the factor that the gradients still lack, and the gradients that are wanted. Of values per token: those,
-and where a gradient is wanted the statistics, of which ``backward`` makes gradients once the upstream ones are known.
+What ``forward`` returns. First the values: per token, or the loss and in one vector those of its parts and metrics.
+Then, where a gradient is wanted, what it comes from. For a loss of hidden states these are the expected upstream
+gradient with the factor that the gradients still lack, and the gradients; else the statistics, of which ``backward``
+makes them once the upstream gradients are known.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,25 +17,28 @@ import torch
 from torch import Tensor
 
 from ...core.private import in_own_thread, private
-from ...core.stats import Demand, Head, RowStats
+from ...core.stats import Head, RowStats
 from ...program.planner import DEFAULT_REQUEST, Request, make_plan
-from ..arithmetic.objective import Objective, ScalarObjective
+from ..arithmetic.objective import ScalarObjective
 from ..autograd import as_called
 from ..call import Wants, planned
+from ..head_options import LogitsOptions
+from ..logits_call import Call as LogitsCall
+from ..logits_call import call_of
 from ..loop import Call, recompute, sweep
-from ..prepared import PreparedCall, prepare
+from ..packing import Packing
+from ..prepared import prepare
 from ..program import Program
 from ..task import Task
-from .deferred import Deferred, deferred
+from .deferred import deferred
 from .recipes import recipe_of
 
-Operands = tuple[Tensor, Tensor, Tensor | None]
-WANTED = "str key, bool hidden_grad, bool weight_grad, bool bias_grad) -> Tensor[]"
-FORWARD = "(Tensor hidden, Tensor weight, Tensor? bias, Tensor[] others, " + WANTED
-BACKWARD = "(Tensor hidden, Tensor weight, Tensor? bias, Tensor[] others, Tensor[] stats, Tensor[] upstream, " + WANTED
+# operands are logits, or hidden states, weight and perhaps bias; ``wanted``: of which of them the gradient is
+FORWARD = "(Tensor[] operands, Tensor[] others, str key, bool[] wanted) -> Tensor[]"
+BACKWARD = "(Tensor[] operands, Tensor[] others, Tensor[] stats, Tensor[] upstream, str key, bool[] wanted) -> Tensor[]"
+SCALAR = ("loss", "packed")
 INTEGERS = ("argmax", "top_k_ids")
-
-
+WITHOUT_GRADIENT = (*INTEGERS, "top_k_logprobs", "packed")
 DISPATCH = ("_C.DispatchKey", "_C.DispatchKeySet", "_C._dispatch_tls_local_include_set", "_C._ForceDispatchKeyGuard")
 
 
@@ -65,46 +70,59 @@ def switched_off() -> Any:
     return found
 
 
-def begun(task: Task, program: Program, wants: Wants) -> tuple[PreparedCall, Objective, Tensor, Call]:
-    """What both operators begin with: fields beside rows, the objective, the plan. Only per-token calls come back."""
+def begun(
+    task: Task, program: Program, operands: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[LogitsCall | Call, Tensor, Head, Packing | None]:
+    """What both operators begin with: the call, its logits or rows of hidden states, the head, the tokens' order."""
     prepared = prepare(task, program)
-    made, objective = planned(prepared, wants), task.objective(prepared)
-    return prepared, objective, made.rows, made.call(prepared, objective)
+    if isinstance(prepared.head, LogitsOptions):
+        logits, on_logits = call_of(prepared, task.objective(prepared), inplace=False)
+        return on_logits, logits, on_logits.head(logits), None
+    made = planned(prepared, wants_of(wanted))
+    call = made.call(prepared, task.objective(prepared))
+    return call, made.rows, call.head(operands[1], operands[2] if len(operands) > 2 else None), prepared.packing
+
+
+def wants_of(wanted: Sequence[bool]) -> Wants:
+    return Wants(*(*wanted, False)[:3])
+
+
+def comes_late(task: Task) -> bool:
+    """Whether ``backward`` makes the gradients."""
+    return bool(task.per_token) or isinstance(task.head, LogitsOptions)
 
 
 @torch.library.custom_op("chunked_head::forward", mutates_args=(), schema=FORWARD)
 @plainly
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    others: list[Tensor],
-    key: str,
-    hidden_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-) -> list[Tensor]:
-    wants = Wants(hidden_grad, weight_grad, bias_grad)
-    with torch.no_grad(), as_called(hidden.device):
-        task, program = recipe_of(key).task(others, hidden, weight, bias=bias)
-        prepared, objective, rows, call = begun(task, program, wants)
-        head = call.head(weight, bias)
-        stats, grads = sweep(call, rows, head)
+def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
+    with torch.no_grad(), as_called(operands[0].device):
+        task, program = recipe_of(key).task(operands, others)
+        call, rows, head, packing = begun(task, program, operands, wanted)
+        objective = call.objective
+        stats, grads = (call.stats(rows), None) if isinstance(call, LogitsCall) else sweep(call, rows, head)
         outputs = objective.outputs(stats)
-        if task.per_token:
-            if prepared.packing is not None:
-                outputs = tuple(map(prepared.packing.unpack, outputs))
-            return [*outputs, *(stats.named().values() if any(wants) else ())]
-        assert isinstance(objective, ScalarObjective)
-        made = [*outputs, packed(task, objective, stats), left_over(objective, grads is not None)]
-        if any(wants):
-            wait = deferred(task, program, wants)
-            if grads is None:
-                ready = gradients_now(call, rows, head, stats, wait)
-            else:
-                ready = grads.hidden, grads.whole("weight"), grads.whole("bias")
-            made += [grad.to(dtype) for grad, dtype in zip(ready, wait, strict=True) if grad is not None]
-        return made
+        if isinstance(objective, ScalarObjective):
+            outputs = *outputs, packed(task, objective, stats)
+        elif packing is not None:
+            outputs = tuple(map(packing.unpack, outputs))
+        if not any(wanted):
+            return [*outputs]
+        if comes_late(task):
+            return [*outputs, *stats.named().values()]
+        assert isinstance(objective, ScalarObjective) and isinstance(call, Call)
+        dtypes = deferred(task, program, wants_of(wanted))
+        if grads is None:
+            ready, gain = gradients_now(call, objective, rows, head, stats, dtypes), None
+        else:
+            ready, gain = (grads.hidden, grads.whole("weight"), grads.whole("bias")), objective.gain_so_far
+        made = [grad.to(dtype) for grad, dtype in zip(ready, dtypes, strict=True) if grad is not None]
+        return [*outputs, left_over(objective, gain), *shaped(made, operands, wanted)]
+
+
+def shaped(grads: Sequence[Tensor], operands: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
+    """Gradients as their operands are."""
+    found = iter(grads)
+    return [next(found).view(operand.shape) for operand, own in zip(operands, wanted, strict=True) if own]
 
 
 def packed(task: Task, objective: ScalarObjective, stats: RowStats) -> Tensor:
@@ -117,27 +135,19 @@ def packed(task: Task, objective: ScalarObjective, stats: RowStats) -> Tensor:
     return torch.cat([each.detach().reshape(-1).to(objective.dtype) for each in found])
 
 
-def count_packed(task: Task) -> int:
-    """How many numbers those are."""
-    of_metrics = sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in task.metrics)
-    return len(task.losses.terms) + of_metrics
-
-
-def left_over(objective: ScalarObjective, in_forward: bool) -> Tensor:
+def left_over(objective: ScalarObjective, gain: Tensor | None) -> Tensor:
     """[2]: the upstream gradient that the gradients hold, and what else they are to be multiplied by."""
     one, factor = torch.ones_like(objective.one_or_nan), objective.one_or_nan
-    for gain in (objective.gain, *objective.taken_out) if in_forward else ():
-        if gain is not None:
-            factor = factor * gain
-    return torch.stack([one * objective.declared, factor])
+    return torch.stack([one * objective.declared, factor if gain is None else factor * gain])
 
 
-def gradients_now(call: Call, rows: Tensor, head: Head, stats: RowStats, wait: Deferred) -> tuple[Tensor | None, ...]:
+def gradients_now(
+    call: Call, objective: ScalarObjective, rows: Tensor, head: Head, stats: RowStats, dtypes: Sequence[torch.dtype]
+) -> tuple[Tensor | None, ...]:
     """Gradients of a plan that leaves them to backward, with the expected upstream gradient."""
-    objective = call.objective
-    assert isinstance(objective, ScalarObjective)
     coefficients, gain = objective.late(stats, (torch.ones_like(objective.one_or_nan) * objective.declared,))
-    sizes = replace(call.plan.sizes, hidden_dtype=wait.hidden, weight_dtype=wait.weight, bias_dtype=wait.bias)
+    hidden, weight, bias = dtypes
+    sizes = replace(call.plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
     if sizes != call.plan.sizes:
         sizes = replace(sizes, late_upstream=True)
         try:
@@ -149,120 +159,85 @@ def gradients_now(call: Call, rows: Tensor, head: Head, stats: RowStats, wait: D
 
 
 @forward.register_fake
-def forward_outputs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, others: list[Tensor], key: str, *wanted: bool
-) -> list[Tensor]:
+def forward_outputs(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
     """Their shapes; raises what is wrong with the arguments."""
-    wants = Wants(*wanted)
-    task, program = recipe_of(key).task(others, hidden, weight, bias=bias)
-    tokens, dtype = math.prod(hidden.shape[:-1]), program.statistics_dtype
-    if task.per_token:
-        named = RowStats.empty(tokens, program.demand, dtype, hidden.device).named()
-        return [*empty_values(task, program.demand, tokens, dtype, hidden), *(named.values() if any(wants) else ())]
-    made = [hidden.new_empty(shape, dtype=dtype) for shape in ((), (count_packed(task),), (2,))]
-    if any(wants):
-        wait = deferred(task, program, wants)
-        shapes = (tokens, weight.shape[1]), tuple(weight.shape), (weight.shape[0],)
-        made += [
-            hidden.new_empty(shape, dtype=each)
-            for shape, each, wanted in zip(shapes, wait, wants, strict=True)
-            if wanted
-        ]
-    return made
-
-
-def empty_values(task: Task, demand: Demand, tokens: int, dtype: torch.dtype, like: Tensor) -> list[Tensor]:
-    """Of what is returned per token."""
-    made = []
-    for name in task.per_token:
-        shape = (tokens, demand.top_k) if name.startswith("top_k") else (tokens,)
-        made.append(like.new_empty(shape, dtype=torch.int64 if name in INTEGERS else dtype))
-    return made
+    task, program = recipe_of(key).task(operands, others)
+    first, dtype = operands[0], program.statistics_dtype
+    tokens = math.prod(first.shape[:-1])
+    numbers = len(task.losses.terms)
+    numbers += sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in task.metrics)
+    top_k = tokens, program.demand.top_k
+    shapes = {"loss": (), "packed": (numbers,), "top_k_ids": top_k, "top_k_logprobs": top_k}
+    made = [
+        first.new_empty(shapes.get(name, (tokens,)), dtype=torch.int64 if name in INTEGERS else dtype)
+        for name in task.per_token or SCALAR
+    ]
+    if not any(wanted):
+        return made
+    if comes_late(task):
+        return [*made, *RowStats.empty(tokens, program.demand, dtype, first.device).named().values()]
+    dtypes = deferred(task, program, wants_of(wanted))
+    grads = [each.new_empty(each.shape, dtype=own) for each, own in zip(operands, dtypes, strict=False)]
+    return [*made, first.new_empty(2, dtype=dtype), *itertools.compress(grads, wanted)]
 
 
 @torch.library.custom_op("chunked_head::backward", mutates_args=(), schema=BACKWARD)
 @plainly
 def backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    others: list[Tensor],
-    stats: list[Tensor],
-    upstream: list[Tensor],
-    key: str,
-    hidden_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-) -> list[Tensor]:
-    wants = Wants(hidden_grad, weight_grad, bias_grad)
-    with torch.no_grad(), as_called(hidden.device):
-        task, program = recipe_of(key).task(others, hidden, weight, bias=bias)
-        prepared, objective, rows, call = begun(task, program, wants)
-        names = RowStats.empty(0, program.demand, objective.dtype, hidden.device).named()
+    operands: list[Tensor], others: list[Tensor], stats: list[Tensor], upstream: list[Tensor], key: str,
+    wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    with torch.no_grad(), as_called(operands[0].device):
+        task, program = recipe_of(key).task(operands, others)
+        call, rows, head, packing = begun(task, program, operands, wanted)
+        names = RowStats.empty(0, program.demand, program.statistics_dtype, rows.device).named()
         kept = RowStats(**dict(zip(names, stats, strict=True)))
-        if prepared.packing is not None:
-            upstream = [prepared.packing.pack(each) for each in upstream]
-        coefficients, gain = objective.late(kept, tuple(upstream))
-        found = recompute(call, rows, call.head(weight, bias), kept, coefficients, gain)
-        return [grad for grad in found if grad is not None]
+        if isinstance(call, LogitsCall):
+            return [call.gradient(rows, kept, upstream)]
+        if packing is not None:
+            upstream = [packing.pack(each) for each in upstream]
+        found = recompute(call, rows, head, kept, *call.objective.late(kept, tuple(upstream)))
+        return shaped([grad for grad in found if grad is not None], operands, wanted)
 
 
 @backward.register_fake
 def backward_outputs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    others: list[Tensor],
-    stats: list[Tensor],
-    upstream: list[Tensor],
-    key: str,
-    *wanted: bool,
-) -> list[Tensor]:
-    rows = hidden.new_empty((math.prod(hidden.shape[:-1]), hidden.shape[-1]))
-    made = [rows, weight.new_empty(weight.shape), None if bias is None else bias.new_empty(bias.shape)]
-    return [grad for grad, asked_for in zip(made, wanted, strict=True) if asked_for and grad is not None]
+    operands: list[Tensor], others: list[Tensor], stats: list[Tensor], upstream: list[Tensor], key: str,
+    wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    return [operand.new_empty(operand.shape) for operand in itertools.compress(operands, wanted)]
 
 
 def keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     """For the gradient: no more than it needs."""
-    hidden, weight, bias, others, key, *wants = inputs
-    task, _ = recipe_of(key).task(others, hidden, weight, bias=bias)
-    ctx.key, ctx.wants, ctx.others, ctx.values = key, wants, len(others), len(task.per_token)
-    ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-    if task.per_token:
-        gradless = [value for name, value in zip(task.per_token, output, strict=False) if name in WITHOUT_GRADIENT]
-        ctx.mark_non_differentiable(*gradless, *output[ctx.values :])
-        ctx.bias = bias is not None
-        ctx.save_for_backward(hidden, weight, *([bias] if ctx.bias else []), *others, *output[ctx.values :])
-    else:
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*output[2:])
-
-
-WITHOUT_GRADIENT = (*INTEGERS, "top_k_logprobs")
+    operands, others, ctx.key, ctx.wanted = inputs
+    task, _ = recipe_of(ctx.key).task(operands, others)
+    names = task.per_token or SCALAR
+    gradless = [value for name, value in zip(names, output, strict=False) if name in WITHOUT_GRADIENT]
+    kept = output[len(names) :]
+    ctx.mark_non_differentiable(*gradless, *kept)
+    ctx.late, ctx.values = comes_late(task), len(task.per_token) or 1
+    ctx.operands, ctx.others = len(operands), len(others)
+    ctx.dtypes = [operand.dtype for operand in itertools.compress(operands, ctx.wanted)]
+    ctx.save_for_backward(*(operands if ctx.late else ()), *(others if ctx.late else ()), *kept)
 
 
 def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
     """Gradients of the operator's arguments; traced."""
-    if ctx.values:
-        hidden, weight, *rest = ctx.saved_tensors
-        bias = rest.pop(0) if ctx.bias else None
-        others, stats = rest[: ctx.others], rest[ctx.others :]
-        made = backward(hidden, weight, bias, others, stats, upstream[: ctx.values], ctx.key, *ctx.wants)
+    if ctx.late:
+        saved, count = [*ctx.saved_tensors], ctx.operands + ctx.others
+        operands, others, stats = saved[: ctx.operands], saved[ctx.operands : count], saved[count:]
+        made = backward(operands, others, stats, upstream[: ctx.values], ctx.key, ctx.wanted)
     else:
         left, *made = ctx.saved_tensors
         ratio = torch.where(upstream[0] == left[0], 1.0, upstream[0] / left[0]) * left[1]
         # plain arithmetic, which a compiler does in the memory of what it reads: the gradients are nobody else's
-        dtypes = [dtype for dtype, asked_for in zip(ctx.dtypes, ctx.wants, strict=True) if asked_for]
         made = [
             (grad.to(torch.promote_types(grad.dtype, torch.float32)) * ratio).to(dtype)
-            for grad, dtype in zip(made, dtypes, strict=True)
+            for grad, dtype in zip(made, ctx.dtypes, strict=True)
         ]
     found = iter(made)
-    d_hidden, d_weight, d_bias = (next(found) if wanted else None for wanted in ctx.wants)
-    if d_hidden is not None:
-        d_hidden = d_hidden.view(ctx.shape)
-    return d_hidden, d_weight, d_bias, [None] * ctx.others, None, None, None, None
+    return [next(found) if own else None for own in ctx.wanted], [None] * ctx.others, None, None
 
 
 forward.register_autograd(differentiate, setup_context=keep)

@@ -22,6 +22,7 @@ from ..program import Program, program_of
 from ..task import Task
 
 SUMMAND, METRIC = tuple(Summand.__dataclass_fields__), tuple(Metric.__dataclass_fields__)
+RECORDS = {"summand": Summand, "metric": Metric}  # made of their fields in order
 PACKAGE = __name__.partition(".")[0] + "."
 
 TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
@@ -37,13 +38,14 @@ class Recipe:
     arguments: tuple  # described
     autocast: torch.dtype | None
 
-    def task(self, others: list[Tensor], *operands: Tensor, **options: Tensor | None) -> tuple[Task, Program]:
+    def task(self, operands: list[Tensor], others: list[Tensor]) -> tuple[Task, Program]:
         """The call, and its program: the arguments checked, as the public function does."""
         arguments = {name: restored(value, others) for name, value in self.arguments}
-        arguments |= {name: tensor for name, tensor in options.items() if tensor is not None}
+        if len(operands) > 2:
+            arguments["bias"] = operands[2]
         check_in_graph(arguments)
         with torch.autocast(operands[0].device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            task = TASKS[self.function](*operands, **arguments)
+            task = TASKS[self.function](*operands[:2], **arguments)
             program = program_of(task)
         if arguments.get("skip_ignored") and not program.backend.bounds_rows("fast"):
             raise ValueError(
@@ -70,8 +72,9 @@ def described(value: Any, tensors: list[Tensor]) -> tuple:
         tensors.append(value)
         return "tensor", len(tensors) - 1
     if isinstance(value, Losses):
-        terms = [(described(factor, tensors), of_fields(summand, SUMMAND, tensors)) for factor, summand in value.terms]
-        return "losses", tuple(terms)
+        return "losses", described(value.terms, tensors)
+    if isinstance(value, Summand):
+        return "summand", of_fields(value, SUMMAND, tensors)
     if isinstance(value, Metric):
         return "metric", of_fields(value, METRIC, tensors)
     if isinstance(value, Mapping):
@@ -93,13 +96,9 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
     if kind == "tensor":
         return tensors[content]
     if kind == "losses":
-        terms = []
-        for factor, fields in content:
-            values = [restored(field, tensors) for field in fields]
-            terms.append((restored(factor, tensors), Summand(**dict(zip(SUMMAND, values, strict=True)))))
-        return Losses(tuple(terms))
-    if kind == "metric":
-        return Metric(**dict(zip(METRIC, [restored(field, tensors) for field in content], strict=True)))
+        return Losses(restored(content, tensors))
+    if kind in RECORDS:
+        return RECORDS[kind](*[restored(field, tensors) for field in content])
     if kind == "mapping":
         return {name: restored(item, tensors) for name, item in content}
     if kind == "tuple":
