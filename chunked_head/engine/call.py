@@ -53,7 +53,7 @@ def scalar_objective(
     factors = stacked([times(i.value, c, declared) for c, i in zip(coefficients, inverse, strict=True)])
     inputs = make_inputs(prepared, factors)
     segmented, coupled = prepared.program.segmented, prepared.program.coupled
-    gain = None
+    taken_out: list[Tensor] = []
     if prepared.dtype == torch.float16 and not coupled:
         slope: float | Tensor = abs(prepared.logit_scale)
         if prepared.scale is not None and prepared.scale.numel():
@@ -61,11 +61,12 @@ def scalar_objective(
         structure = prepared.needs.structure
         slopes = [slope * structure.views[view].ratio for _, view in structure.summands]
         gain = foreseen_gain(losses, factors, inputs.weights, prepared.batch, slopes)
-        inputs = inputs._replace(factors=factors / gain)
+        inputs, taken_out = inputs._replace(factors=factors / gain), [gain]
     weights, counts = metric_counts(ordered_metrics(prepared), prepared)
     return ScalarObjective(
         **common(prepared), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
-        declared=declared, gain=gain, coupled=coupled, counts=counts, segment_metrics=prepared.needs.segment_metrics,
+        declared=declared, taken_out=taken_out, coupled=coupled, counts=counts,
+        segment_metrics=prepared.needs.segment_metrics,
         # done once for a call it is not worth compiling
         fuse=None if segmented and prepared.groups is None else prepared.backend, spread=spread,
         together=spread is not None and segmented,

@@ -39,11 +39,15 @@ class Structure:
         return replace(self, leaves=frozenset())
 
     @functools.cached_property
+    def widths(self) -> list[int]:
+        """How many numbers each summand and metric has of a token, 0 for those with values of other units."""
+        own = [int(summand.unit == "token") for summand, _ in self.summands]
+        return own + [metric.components if metric.unit == "token" else 0 for metric, _ in self.metrics]
+
+    @functools.cached_property
     def plain_sums(self) -> bool:
         """Whether all values and metrics are sums over tokens, one of each."""
-        metrics = [metric for metric, _ in self.metrics]
-        units = {summand.unit for summand, _ in self.summands} | {metric.unit for metric in metrics}
-        return units <= {"token"} and all(metric.reduce == "mean" and metric.components == 1 for metric in metrics)
+        return set(self.widths) <= {1} and all(metric.reduce == "mean" for metric, _ in self.metrics)
 
     @property
     def compiled(self) -> bool:

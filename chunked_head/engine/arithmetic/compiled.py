@@ -6,7 +6,6 @@ softmax.
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -64,10 +63,11 @@ def run_unhooked(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs
         if len(COMPILED) >= MOST_COMPILED:
             COMPILED.clear()
         COMPILED[key] = torch.compile(closed(structure), dynamic=True, fullgraph=True)
+    errors = private("_dynamo.exc.TorchDynamoException") or (RuntimeError,)  # of which that is a kind
     try:
         return Evaluation(*COMPILED[key](leaves, inputs))
-    except compiler_errors() as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except errors as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         names = ", ".join(summand.label for summand, _ in structure.summands)
         warnings.warn(f"losses {names} do not compile ({reason}); they run as plain autograd", stacklevel=2)
         SLOW[key] = reason
@@ -75,19 +75,10 @@ def run_unhooked(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs
         return evaluate(structure, leaves, inputs)
 
 
-def compiler_errors() -> type[Exception]:
-    """What ``torch.compile`` raises for what it cannot take: a kind of RuntimeError."""
-    kind = private("_dynamo.exc.TorchDynamoException")
-    return RuntimeError if kind is None else kind[0]
-
-
 def closed(structure: Structure) -> Callable[..., tuple]:
     """``evaluate`` of one structure, as a function with code of its own: the compiler keeps what it has compiled by
-    code, and gives up on code that it has seen with a handful of structures."""
-
-    # it outlives the call, and so must not hold its tensors
-    bare = tuple((replace(summand, tensors={}, normalizer=None), view) for summand, view in structure.summands)
-    structure = replace(structure, summands=bare)
+    code, and gives up on code that it has seen with a handful of structures. A program's structure holds no tensor of
+    a call, which this outlives."""
 
     def compiled(leaves: dict[str, Tensor], inputs: Inputs) -> tuple:
         return tuple(evaluate(structure, leaves, inputs))

@@ -6,21 +6,21 @@ weights and fields are inputs.
 """
 
 import sys
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...core.batch import Batch
 from ...core.loss_stats import Stats
-from ...core.stats import Coefficients
 from ...losses.base import DENSE
 from ...metrics.values import selected
 from ...parallel.tokens import Spread
 from ...program.demand import SUFFIX, Structure
 
-Result = TypeVar("Result")
+Named = dict[str, Tensor]
+Total = Callable[[Named], tuple[Tensor, list[Tensor]]]
 
 
 class Inputs(NamedTuple):
@@ -36,26 +36,33 @@ class Inputs(NamedTuple):
     token_fields: frozenset[str] = frozenset()  # those of ``fields`` that are sliced with the tokens
     spread: Spread | None = None  # where segments are to be summed over ranks: then nothing is compiled
 
+    def map(self, change: Callable[[Tensor, int | None], Tensor]) -> "Inputs":
+        """With ``change`` of each tensor and of the dimension that tokens are counted along in it, None for none."""
+        along = {name: 0 if name in self.token_fields else None for name in self.fields}
+        return self._replace(
+            target=change(self.target, 0),
+            factors=change(self.factors, 1 if self.factors.dim() == 2 else None),
+            fields={name: change(value, along[name]) for name, value in self.fields.items()},
+            weights=[None if weight is None else change(weight, 0) for weight in self.weights],
+            tensors=[{name: change(value, None) for name, value in own.items()} for own in self.tensors],
+            metric_weights={name: change(value, 0) for name, value in self.metric_weights.items()},
+        )
+
     def at(self, rows: slice) -> "Inputs":
         """The inputs of a slice of tokens, sharing memory."""
-        if rows.start == 0 and rows.stop == self.target.shape[0]:
+        first, count = rows.start, rows.stop - rows.start
+        if count == self.target.shape[0]:
             return self
-        return self._replace(
-            target=self.target[rows],
-            fields={name: value[rows] if name in self.token_fields else value for name, value in self.fields.items()},
-            weights=[None if weight is None else weight[rows] for weight in self.weights],
-            metric_weights={name: value[rows] for name, value in self.metric_weights.items()},
-        )
+        return self.map(lambda value, dim: value if dim is None else value.narrow(dim, first, count))
 
 
 class Evaluation(NamedTuple):
-    coefficients: dict[str, Tensor]
+    coefficients: Named
     table: Tensor  # [rows, n]: weighted values of each summand per token, then of each metric, for sums over all chunks
-    widths: list[int]  # rows of each of them, 0 for those with other units than tokens
-    apart: list[Tensor]  # values of these
+    apart: list[Tensor]  # values of those with other units than tokens
 
 
-def stats_at(structure: Structure, view: int, leaves: Mapping[str, Tensor]) -> Stats:
+def stats_at(structure: Structure, view: int, leaves: Named) -> Stats:
     """The statistics as a loss sees them, at one softmax."""
     suffix, ratio = SUFFIX[view], structure.views[view].ratio
     lse = leaves["lse" + suffix]
@@ -80,7 +87,7 @@ def stats_at(structure: Structure, view: int, leaves: Mapping[str, Tensor]) -> S
     return Stats(values)
 
 
-def logprob_of(x: Tensor, leaves: Mapping[str, Tensor], suffix: str) -> Tensor:
+def logprob_of(x: Tensor, leaves: Named, suffix: str) -> Tensor:
     """Log-probabilities of some logits [..., n] of each token, without the rounding of lse."""
     return (x - leaves["start" + suffix]) + leaves["rest" + suffix]
 
@@ -90,7 +97,7 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask if values.dim() == 1 else mask[:, None], values, torch.zeros_like(values))
 
 
-def without_slope(leaves: Mapping[str, Tensor], off: Tensor) -> dict[str, Tensor]:
+def without_slope(leaves: Named, off: Tensor) -> Named:
     """The same values with no gradient where ``off`` ([] or [n]): a factor of 0 takes an infinite slope out by
     selection."""
     return {
@@ -119,27 +126,14 @@ def share_mask(unit: str, batch: Batch) -> Tensor:
     return counted & batch.spread.mine(len(counted), counted.device)
 
 
-class Values(NamedTuple):
-    """What is found of tokens: an ``Evaluation`` whose table is yet its rows."""
-
-    coefficients: dict[str, Tensor]
-    rows: list[Tensor]
-    widths: list[int]
-    apart: list[Tensor]
-
-
 def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Evaluation:
     """Coefficients of the gradient of ``sum of factor * weight * value``, and the sums of parts and metrics."""
     compiled_autograd = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
     # compiled autograd would compile the gradient of the vectors, from which ``torch.func`` keeps it
     traced = torch.compiler.is_compiling() or compiled_autograd
-    found = values_of(structure, leaves, inputs, by_transform if traced else by_autograd)
-    table = torch.stack(found.rows) if found.rows else leaves["lse"].new_empty(0, inputs.target.shape[0])
-    return Evaluation(found.coefficients, table, found.widths, found.apart)
-
-
-Named = dict[str, Tensor]
-Total = Callable[[Named], tuple[Tensor, list[Tensor]]]
+    coefficients, rows, apart = values_of(structure, leaves, inputs, by_transform if traced else by_autograd)
+    table = torch.stack(rows) if rows else leaves["lse"].new_empty(0, inputs.target.shape[0])
+    return Evaluation(coefficients, table, apart)
 
 
 def by_transform(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
@@ -165,17 +159,17 @@ def values_of(
     leaves: Named,
     inputs: Inputs,
     differentiate: Callable[[Total, Named], tuple[Named, list[Tensor]]] = by_transform,
-) -> Values:
+) -> tuple[Named, list[Tensor], list[Tensor]]:
     """The same with a tensor for each row of the table."""
     batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.spread)
     leaves = {name: masked(value, batch.mask) for name, value in leaves.items()}
     wanted = {name: leaves[name] for name in leaves if name in structure.leaves}
     rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
 
-    def summand_values(i: int, wanted: dict[str, Tensor]) -> Tensor:
-        return weighted_values(structure, i, structure.summands[i][1], {**wanted, **rest}, batch, inputs)
+    def summand_values(i: int, wanted: Named) -> Tensor:
+        return weighted_values(structure, i, {**wanted, **rest}, batch, inputs)
 
-    def total(wanted: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def total(wanted: Named) -> tuple[Tensor, list[Tensor]]:
         values, whole = [], inputs.target.new_zeros((), dtype=inputs.factors.dtype)
         for i in range(len(structure.summands)):
             values.append(summand_values(i, without_slope(wanted, inputs.factors[i] == 0)))
@@ -189,24 +183,21 @@ def values_of(
         coefficients = coefficients_of(structure, grads, leaves)
     else:
         coefficients, values = {}, [summand_values(i, wanted) for i in range(len(structure.summands))]
+    rows: list[Tensor] = []
+    apart: list[Tensor] = []
     columns = [[value] for value in values] + metric_values(structure, leaves, batch, inputs)
     units = [*(summand.unit for summand, _ in structure.summands), *(metric.unit for metric, _ in structure.metrics)]
-    rows: list[Tensor] = []
-    widths: list[int] = []
-    apart: list[Tensor] = []
     for unit, own in zip(units, columns, strict=True):
-        rows += own if unit == "token" else []
-        widths.append(len(own) if unit == "token" else 0)
-        apart += own if unit != "token" else []
-    dtype = leaves["lse"].dtype
-    return Values(coefficients, [row.to(dtype) for row in rows], widths, apart)
+        if unit == "token":
+            rows += [row.to(leaves["lse"].dtype) for row in own]
+        else:
+            apart += own
+    return coefficients, rows, apart
 
 
-def weighted_values(
-    structure: Structure, i: int, view: int, leaves: Mapping[str, Tensor], batch: Batch, inputs: Inputs
-) -> Tensor:
+def weighted_values(structure: Structure, i: int, leaves: Named, batch: Batch, inputs: Inputs) -> Tensor:
     """``m * w * l`` of a summand, one per unit."""
-    summand = structure.summands[i][0]
+    summand, view = structure.summands[i]
     values = summand.values(stats_at(structure, view, leaves), batch, inputs.tensors[i])
     weight = inputs.weights[i]
     if weight is not None:
@@ -214,9 +205,7 @@ def weighted_values(
     return masked(values, share_mask(summand.unit, batch))
 
 
-def metric_values(
-    structure: Structure, leaves: Mapping[str, Tensor], batch: Batch, inputs: Inputs
-) -> list[list[Tensor]]:
+def metric_values(structure: Structure, leaves: Named, batch: Batch, inputs: Inputs) -> list[list[Tensor]]:
     """What sums (or extrema) are taken of: 0 (or an infinity) where a unit does not count. Tokens' are a list of [n],
     others' one tensor [n] or [n, c]."""
     found = []
@@ -242,13 +231,13 @@ def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tens
     sums = table.sum(1)
     if structure.metrics:
         sums = sums * one_or_nan
+    if structure.plain_sums:
+        return list(sums.unbind(0))
     # a chunk's own segments are those that count in it
     apart = (torch.cat(of_chunks) for of_chunks in zip(*[e.apart for e in evaluations], strict=True))
-    row, found, widths = 0, [], evaluations[0].widths
+    row, found = 0, []
     reductions = ["mean"] * len(structure.summands) + [metric.reduce for metric, _ in structure.metrics]
-    if all(width == 1 for width in widths) and all(reduce == "mean" for reduce in reductions):
-        return list(sums.unbind(0))
-    for reduce, width in zip(reductions, widths, strict=True):
+    for reduce, width in zip(reductions, structure.widths, strict=True):
         values = next(apart).t() if width == 0 else table[row : row + width]
         if reduce != "mean":
             total = extremum(values, reduce)
@@ -266,9 +255,7 @@ def extremum(values: Tensor, reduce: str) -> Tensor:
     return values.amax(-1) if reduce == "max" else values.amin(-1)
 
 
-def coefficients_of(
-    structure: Structure, grads: Mapping[str, Tensor], leaves: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
     """Derivatives with respect to statistics -> factors of the gradient identity's terms, by the chain rule:
 
         d logprob = 1[target] - p,   d lse = p,   d entropy = -p (log p + H),   d weighted_sum = omega,
@@ -279,7 +266,7 @@ def coefficients_of(
     sign and its mean are both nearly 1, and the logarithm of the overlap has their difference as its slope: 1 is taken
     out of both beforehand (``below``), since probabilities of rounded logits do not quite add up to it.
     """
-    total: dict[str, Tensor] = {}
+    total: Named = {}
 
     def add(name: str, value: Tensor) -> None:
         total[name] = total[name] + value if name in total else value
@@ -323,7 +310,3 @@ def coefficients_of(
             add("alpha" + suffix, g * leaves["below"])
             add("theta", g)
     return total
-
-
-def as_coefficients(values: Mapping[str, Tensor]) -> Coefficients:
-    return Coefficients(**values)

@@ -1,8 +1,7 @@
 """The losses' arithmetic as a kernel of the backend's: which losses have one, and its launch for a chunk of tokens."""
 
 import functools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +20,7 @@ PLAIN = (type(None), bool, int, float, str)
 MOST_KERNELS = 256
 
 
-class Arithmetic(NamedTuple):
-    """A kernel, and what its outputs are."""
-
-    kernel: VectorKernel
-    names: tuple[str, ...]  # of the coefficients, in order
-    widths: list[int]  # rows of the table of each summand and metric
-    rows: int
-
-
+Arithmetic = tuple[VectorKernel, tuple[str, ...]]  # a kernel, and the coefficients that it makes, in order
 KERNELS: dict[tuple, Arithmetic | None] = {}
 
 
@@ -49,33 +40,12 @@ def arithmetic_of(
 
 
 def tensors_of(inputs: Inputs) -> list[Tensor]:
+    """In the order of ``Inputs.map``."""
     return [
         inputs.target, inputs.factors, *inputs.fields.values(),
         *[weight for weight in inputs.weights if weight is not None],
         *[tensor for own in inputs.tensors for tensor in own.values()], *inputs.metric_weights.values(),
     ]  # fmt: skip
-
-
-def refilled(inputs: Inputs, tensors: Iterator[Tensor]) -> Inputs:
-    """The same with other tensors, in the order of ``tensors_of``."""
-    target, factors = next(tensors), next(tensors)
-    fields = {name: next(tensors) for name in inputs.fields}
-    weights = [None if weight is None else next(tensors) for weight in inputs.weights]
-    own = [{name: next(tensors) for name in held} for held in inputs.tensors]
-    of_metrics = {name: next(tensors) for name in inputs.metric_weights}
-    return inputs._replace(
-        target=target, factors=factors, fields=fields, weights=weights, tensors=own, metric_weights=of_metrics
-    )
-
-
-def token_dims(leaves: dict[str, Tensor], inputs: Inputs) -> list[int | None]:
-    """Which dimension of each tensor tokens are counted along."""
-    dims: list[int | None] = [0] * len(leaves)
-    dims += [0, 1 if inputs.factors.dim() == 2 else None]
-    dims += [0 if name in inputs.token_fields else None for name in inputs.fields]
-    dims += [0 for weight in inputs.weights if weight is not None]
-    dims += [None for own in inputs.tensors for _ in own]
-    return dims + [0] * len(inputs.metric_weights)
 
 
 def is_own(part: Summand | Metric) -> bool:
@@ -96,22 +66,26 @@ def make_arithmetic(
     contiguous = all(tensor.is_contiguous() for tensor in tensors)
     if not (float32 and contiguous and all(map(is_own, parts))):
         return None
-    # what is found of the coefficients' names and the table's rows comes from the same trace
-    found: dict[str, Any] = {}
+    names: list[str] = []
+    dims: list[int | None] = [0] * len(leaves)  # that tokens are counted along
 
     def function(given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         them = iter(given)
         named = {name: next(them) for name in leaves}
-        values = values_of(structure, named, refilled(inputs, them))
-        if values.apart:
+        coefficients, rows, apart = values_of(structure, named, inputs.map(lambda value, dim: next(them)))
+        if apart:
             raise ValueError("values of other units than tokens")
-        found.update(names=tuple(values.coefficients), widths=values.widths, rows=len(values.rows))
-        return list(values.coefficients.values()), values.rows
+        names[:] = coefficients
+        return list(coefficients.values()), rows
 
+    def note(value: Tensor, dim: int | None) -> Tensor:
+        dims.append(dim)
+        return value
+
+    inputs.map(note)
     # a trace begins without whatever modes and hooks there are around the call
-    make = functools.partial(backend.vector_kernel, function, tensors, token_dims(leaves, inputs))
-    kernel = in_own_thread(make)
-    return None if kernel is None else Arithmetic(kernel, **found)
+    kernel = in_own_thread(functools.partial(backend.vector_kernel, function, tensors, dims))
+    return None if kernel is None else (kernel, tuple(names))
 
 
 def evaluate_rows(
@@ -128,12 +102,11 @@ def evaluate_rows(
         leaves = stats.named()
         arithmetic, tensors = arithmetic_of(fuse, structure, leaves, inputs)
         if arithmetic is not None:
-            like = tensors[0]
+            (kernel, names), like = arithmetic, tensors[0]
             if table is None:
-                table = like.new_empty(arithmetic.rows, inputs.target.shape[0])
-            chunk = like.new_empty(len(arithmetic.names), rows.stop - rows.start)
-            arithmetic.kernel(tensors, rows, chunk, table)
-            coefficients = dict(zip(arithmetic.names, chunk.unbind(0), strict=True))
-            return Evaluation(coefficients, table, arithmetic.widths, [])
+                table = like.new_empty(sum(structure.widths), inputs.target.shape[0])
+            chunk = like.new_empty(len(names), rows.stop - rows.start)
+            kernel(tensors, rows, chunk, table)
+            return Evaluation(dict(zip(names, chunk.unbind(0), strict=True)), table, [])
     fused = fuse is not None and inputs.target.device.type == "cuda"
     return run(structure, stats.at(rows).named(), inputs.at(rows), fused)

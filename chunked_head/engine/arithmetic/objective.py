@@ -17,7 +17,7 @@ from ...parallel.tokens import Spread, whole_metrics
 from ...program.demand import Structure
 from .compiled import run
 from .denominators import Inverse, gain_of, stacked, times
-from .evaluate import Evaluation, Inputs, as_coefficients, totals, whole_table
+from .evaluate import Evaluation, Inputs, totals, whole_table
 from .kernels import evaluate_rows, is_own
 
 
@@ -129,11 +129,10 @@ class Objective:
 class ScalarObjective(Objective):
     """A sum of losses, each reduced by itself."""
 
-    inputs: Inputs  # of all tokens; factors at the expected upstream gradient, less ``gain``
+    inputs: Inputs  # of all tokens; factors at the expected upstream gradient, less what is ``taken_out`` of them
     coefficients: list[float | Tensor]  # of the summands, tensors 0-d
     inverse: list[Inverse]  # 1 / D of each
     declared: Tensor | float  # the expected upstream gradient
-    gain: Tensor | None
     coupled: bool
     counts: list[Tensor]  # of the metrics
     segment_metrics: tuple[tuple[Metric, int], ...]
@@ -141,10 +140,10 @@ class ScalarObjective(Objective):
     reduced: Mapping[str, str]  # by which reduction and what kinds of denominator and upstream gradient
     spread: Spread | None = None  # where ranks hold different tokens of the batch
     together: bool = False  # whether they must exchange sums of segments for the values
+    taken_out: list[Tensor] = field(default_factory=list)  # of the coefficients in the forward pass: one for fp16
     evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
     parts: list[Tensor] = field(default_factory=list)  # values of the summands
     found: list[Tensor] = field(default_factory=list)  # totals of the metrics
-    taken_out: list[Tensor] = field(default_factory=list)  # by ``fitted`` in the forward pass
     exchanged: list[Coefficients] = field(default_factory=list)  # of all tokens, at the expected upstream gradient
 
     @property
@@ -159,20 +158,19 @@ class ScalarObjective(Objective):
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
     ) -> Coefficients | None:
         if not values:
-            return as_coefficients(self.evaluate(stats, rows, self.inputs.factors, gradient).coefficients)
+            return Coefficients(**self.evaluate(stats, rows, self.inputs.factors, gradient).coefficients)
         if self.coupled and not closed and not (rows.start == 0 and rows.stop == self.target.shape[0]):
             return None
+        table = self.evaluations[0].table if self.evaluations else None
         if self.together:
             evaluation = self.exchange(stats)
         else:
-            table = self.evaluations[0].table if self.evaluations else None
             evaluation = self.evaluate(stats, rows, self.inputs.factors, gradient, table)
-            if evaluation.table is table:  # which has the chunk's values now
-                return as_coefficients(evaluation.coefficients) if gradient else None
-        self.evaluations.append(evaluation)
+        if table is None or evaluation.table is not table:  # else it has the chunk's values now
+            self.evaluations.append(evaluation)
         if not gradient:
             return None
-        coefficients = as_coefficients(evaluation.coefficients)
+        coefficients = Coefficients(**evaluation.coefficients)
         if self.coupled:
             coefficients, gain = self.fitted(coefficients)
             self.taken_out[:] = [] if gain is None else [gain]
@@ -183,7 +181,7 @@ class ScalarObjective(Objective):
         the forward pass, and always both. Ranks' plans differ, as their tokens do; what they send must not."""
         inputs = self.inputs._replace(spread=self.spread)
         evaluation = run(self.structure, stats.named(), inputs, False)
-        self.exchanged[:] = [as_coefficients(evaluation.coefficients)]
+        self.exchanged[:] = [Coefficients(**evaluation.coefficients)]
         return evaluation
 
     def evaluate(
@@ -211,6 +209,7 @@ class ScalarObjective(Objective):
         count, evaluations, first = len(self.inverse), self.evaluations, None
         if not evaluations:
             self.parts[:] = [inverse.value * 0.0 for inverse in self.inverse]
+            self.found[:] = self.of_nothing(self.structure.metrics)
             return None
         inverse = self.inverse[0].value
         alike = all(other.value is inverse and not other.given for other in self.inverse)
@@ -227,32 +226,27 @@ class ScalarObjective(Objective):
 
     def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
         """Metrics of all chunks; those that must see all tokens at once are made here."""
-        # without tokens there is nothing, but what is exchanged with ranks that have some
-        nothing: list[Tensor | None] = [None] * len(self.structure.metrics)
-        found = [*self.found] if self.found else nothing
+        found = [*self.found]
         if self.segment_metrics and not self.target.shape[0] and self.spread is None:
-            found += [None] * len(self.segment_metrics)
+            found += self.of_nothing(self.segment_metrics)
         elif self.segment_metrics:
             structure = replace(self.structure, summands=(), metrics=self.segment_metrics, leaves=frozenset())
             inputs = self.inputs._replace(spread=self.spread)
-            apart = totals(structure, [run(structure, stats.named(), inputs, False)], self.one_or_nan)
-            found += apart
-        measured = [metric for metric, _ in (*self.structure.metrics, *self.segment_metrics)]
-        values = {
-            metric.label: self.metric_value(metric, found[i], self.counts[i]) for i, metric in enumerate(measured)
-        }
+            found += totals(structure, [run(structure, stats.named(), inputs, False)], self.one_or_nan)
+        values = {}
+        measured = (*self.structure.metrics, *self.segment_metrics)
+        for (metric, _), total, count in zip(measured, found, self.counts, strict=True):
+            if metric.reduce == "mean":
+                values[metric.label] = MetricValue("mean", total, count, finish=metric.finish)
+            else:
+                values[metric.label] = MetricValue(metric.reduce, extremum=total)
         return values if self.spread is None else whole_metrics(values, self.spread.parallel)
 
-    def metric_value(self, metric: Metric, found: Tensor | None, count: Tensor) -> MetricValue:
-        if metric.reduce == "mean":
-            if found is None:
-                shape = () if metric.components == 1 else (metric.components,)
-                found = torch.zeros(shape, dtype=self.dtype, device=self.target.device)
-            return MetricValue("mean", found, count, finish=metric.finish)
-        if found is None:
-            lowest = -torch.inf if metric.reduce == "max" else torch.inf
-            found = torch.full((), lowest, dtype=self.dtype, device=self.target.device)
-        return MetricValue(metric.reduce, extremum=found)
+    def of_nothing(self, metrics: Sequence[tuple[Metric, int]]) -> list[Tensor]:
+        """Their totals without tokens."""
+        like, totals = self.one_or_nan, {"mean": 0.0, "max": -torch.inf, "min": torch.inf}
+        shapes = [() if metric.components == 1 else (metric.components,) for metric, _ in metrics]
+        return [like.new_full(shape, totals[metric.reduce]) for shape, (metric, _) in zip(shapes, metrics, strict=True)]
 
     def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
         (given,) = upstream
@@ -262,7 +256,7 @@ class ScalarObjective(Objective):
             return self.fitted(self.exchanged[0].times(ratio))
         factors = stacked([times(i.value, c, given) for c, i in zip(self.coefficients, self.inverse, strict=True)])
         evaluation = self.evaluate(stats, slice(0, self.target.shape[0]), factors, gradient=True)
-        return self.fitted(as_coefficients(evaluation.coefficients))
+        return self.fitted(Coefficients(**evaluation.coefficients))
 
     @property
     def expected(self) -> Expected:
@@ -276,5 +270,4 @@ class ScalarObjective(Objective):
 
     @property
     def gain_so_far(self) -> Tensor | None:
-        # one or the other: coupled losses find theirs once all tokens have been seen
-        return self.taken_out[0] if self.taken_out else self.gain
+        return self.taken_out[0] if self.taken_out else None

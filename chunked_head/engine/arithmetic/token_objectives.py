@@ -9,7 +9,7 @@ from ...backends import Backend
 from ...core.stats import Coefficients, RowStats
 from .compiled import run
 from .denominators import stacked, times
-from .evaluate import Inputs, as_coefficients, coefficients_of, masked
+from .evaluate import Inputs, coefficients_of, masked
 from .kernels import evaluate_rows
 from .objective import Objective
 
@@ -34,7 +34,7 @@ class TokenObjective(Objective):
         factors = stacked([times(given, c) for c in self.coefficients])
         inputs = self.inputs._replace(factors=factors)
         evaluation = evaluate_rows(self.structure, stats, inputs, slice(0, len(self.target)), self.fuse)
-        return self.fitted(as_coefficients(evaluation.coefficients))
+        return self.fitted(Coefficients(**evaluation.coefficients))
 
 
 LEAF = {"logprobs": "logprob"}  # outputs that are called otherwise than the statistic
@@ -97,4 +97,4 @@ class StatsObjective(Objective):
             grads["lse"] = grads["lse"] - 2 * given if "lse" in grads else -2 * given
         found = coefficients_of(self.structure, grads, stats.named())
         # by selection: where a token does not count there may be no statistics, or those of a teacher that is nan
-        return self.fitted(as_coefficients({name: masked(value, counts) for name, value in found.items()}))
+        return self.fitted(Coefficients(**{name: masked(value, counts) for name, value in found.items()}))
