@@ -79,14 +79,11 @@ class GradientBuffer:
 class StreamsBuffer(GradientBuffer):
     """The gradient that the streams of one call add to: nobody else sees it before the call's backward returns it."""
 
+    fresh = True  # until a stream with tokens has added to it
+
     def __init__(self, weight: Tensor, vocab: int, dtype: torch.dtype):
         super().__init__(weight, torch.empty(weight.shape, dtype=dtype, device=weight.device), None)
         self.buffer[vocab:].zero_()  # rows that stand for no id
-        self.added: list[bool] = []  # for each stream so far, whether it had a token
-
-    @property
-    def fresh(self) -> bool:
-        return not any(self.added)
 
     def handed_over(self) -> None:
         """The backward of all streams returns it, once."""

@@ -35,16 +35,11 @@ class Streams(Generic[Result]):
         heads = [head_of(one) for one in prepared]
         weight, bias = heads[0].weight, heads[0].bias
         wants = [Wants.of(head.hidden, weight, bias) for head in heads]
-        plans, shared = plans_of(prepared, wants), SharedTeacher.of(prepared, wants)
-        sharing = None if shared is None else plans_sharing(shared, prepared, wants, plans)
-        if sharing is None:
-            shared = None
-        else:
-            prepared, plans = sharing
+        prepared, plans, shared = plans_sharing(prepared, wants)
         objectives = [task.objective(one) for task, one in zip(self.tasks, prepared, strict=True)]
         calls = [plan.call(*pair) for plan, *pair in zip(plans.each, prepared, objectives, strict=True)]
         made: list[Forward] = []
-        streams = StreamCalls(calls, heads[0].columns, plans.buffer_dtype, shared)
+        streams = StreamCalls(calls, plans.buffer_dtype, shared)
         total = StreamsLoss.apply(streams, made, weight, bias, *(plan.rows for plan in plans.each))
         outcomes = []
         for i, call in enumerate(calls):
@@ -78,11 +73,13 @@ def plans_of(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> Plans:
 
 
 def plans_sharing(
-    shared: SharedTeacher, prepared: list[PreparedCall], wants: Sequence[Wants], plans: Plans
-) -> tuple[list[PreparedCall], Plans] | None:
-    """The streams and their plans where some have a teacher in common, from those of streams that do not; None where
-    they had better not."""
-    named = head_of(prepared[0]).request.chunk_tokens is not None
+    prepared: list[PreparedCall], wants: Sequence[Wants]
+) -> tuple[list[PreparedCall], Plans, SharedTeacher | None]:
+    """The streams, their plans, and the teacher that some have in common, unless they had better not share it."""
+    plans, shared = plans_of(prepared, wants), SharedTeacher.of(prepared, wants)
+    apart = prepared, plans, None
+    if shared is None:
+        return apart
     try:
         if any(plans.each[i].plan.teacher_last for i in shared.streams):
             # a chunk of the teacher's logits is to be there before the gradients, and takes memory
@@ -91,11 +88,11 @@ def plans_sharing(
             for own, other in zip(plans.each, late.each, strict=True):
                 if own.plan.chunk_tokens < min(GOOD_CHUNK, other.plan.chunk_tokens):
                     # more passes over the weight's gradient may cost more than the teacher's matmuls
-                    return None
-        together = shared.planned(plans.each, named)
+                    return apart
+        together = shared.planned(plans.each, head_of(prepared[0]).request.chunk_tokens is not None)
     except ValueError:  # the budget is too small
-        return None
-    return None if together is None else (prepared, plans._replace(each=together))
+        return apart
+    return apart if together is None else (prepared, plans._replace(each=together), shared)
 
 
 def common_accumulator(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> tuple[torch.dtype, Request]:

@@ -190,5 +190,5 @@ def sweep_together(
         for call, (steps, own) in zip(calls, sweeps, strict=True):
             next(steps)
             if isinstance(call.gradient_buffer, StreamsBuffer):
-                call.gradient_buffer.added.append(own[i].start < own[i].stop)
+                call.gradient_buffer.fresh &= own[i].start == own[i].stop
     return {i: finished(steps) for i, (steps, _) in zip(shared.streams, sweeps, strict=True)}
