@@ -60,7 +60,7 @@ def scalar_objective(
             slope = slope * prepared.scale.amax()
         structure = prepared.needs.structure
         slopes = [slope * structure.views[view].ratio for _, view in structure.summands]
-        gain = foreseen_gain(losses, factors, inputs.weights, prepared.batch, slopes)
+        gain = foreseen_gain(losses, factors, prepared.batch, slopes)
         inputs, taken_out = inputs._replace(factors=factors / gain), [gain]
     weights, counts = metric_counts(ordered_metrics(prepared), prepared)
     return ScalarObjective(
@@ -115,19 +115,10 @@ def ordered_metrics(prepared: PreparedCall) -> tuple[Metric, ...]:
 
 
 def make_inputs(prepared: PreparedCall, factors: Tensor) -> Inputs:
-    fields, dtype = prepared.token_rows.fields, prepared.statistics_dtype
-    weights: list[Tensor | None] = []
-    for _, summand in prepared.losses.terms:
-        name = summand.token_weights
-        assert name is None or isinstance(name, str)
-        weight = fields.get("token_weights") if name is None else fields[name]
-        weights.append(None if weight is None or summand.unit != "token" else weight.to(dtype))
+    rows, dtype = prepared.token_rows, prepared.statistics_dtype
     # copies: backward may read them, and would not notice that the caller had changed his
     tensors = [{k: v.to(dtype, copy=True) for k, v in summand.tensors.items()} for _, summand in prepared.losses.terms]
-    return Inputs(
-        prepared.token_rows.target, fields, prepared.token_rows.num_segments, factors, weights, tensors, {},
-        prepared.token_fields,
-    )  # fmt: skip
+    return Inputs(rows.target, rows.fields, rows.num_segments, factors, tensors, {}, prepared.token_fields)
 
 
 class Wants(NamedTuple):

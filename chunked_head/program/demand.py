@@ -29,7 +29,7 @@ class Structure:
 
     @functools.cached_property
     def key(self) -> tuple:
-        summands = tuple((summand.key, view) for summand, view in self.summands)
+        summands = tuple((summand.key, summand.token_weights, view) for summand, view in self.summands)
         metrics = tuple((metric.key, view) for metric, view in self.metrics)
         return summands, metrics, self.views, self.pairing, self.leaves, self.vocab
 

@@ -10,7 +10,7 @@ from ...core.batch import Batch
 from ...losses.base import Losses, Summand
 from ...metrics.values import Metric, weights_in
 from ..prepared import PreparedCall
-from .evaluate import masked, unit_mask
+from .evaluate import masked, unit_mask, weight_of
 
 FP16_LARGEST = 64.0
 
@@ -100,18 +100,17 @@ def count_units(unit: str, prepared: PreparedCall) -> Tensor:
     return prepared.unit_counts[unit]
 
 
-def foreseen_gain(
-    losses: Losses, factors: Tensor, weights: list[Tensor | None], batch: Batch, slopes: Sequence[float | Tensor]
-) -> Tensor:
+def foreseen_gain(losses: Losses, factors: Tensor, batch: Batch, slopes: Sequence[float | Tensor]) -> Tensor:
     """The gain of fp16 gradients that are made before all coefficients are known, from what is: weights and sizes, and
     ``slopes``, what each summand's logits are made by of the raw ones."""
     largest = torch.zeros_like(factors[0])
-    for (_, summand), factor, weight, slope in zip(losses.terms, factors, weights, slopes, strict=True):
+    for (_, summand), factor, slope in zip(losses.terms, factors, slopes, strict=True):
         size = torch.ones_like(batch.target, dtype=factor.dtype)
         if summand.size is not None:
             size = summand.size(batch, **summand.tensors).abs().to(factor.dtype)
+        weight = weight_of(summand, batch.fields)
         if weight is not None:
-            size = size * weight.abs()
+            size = size * weight.to(factor.dtype).abs()
         size = torch.where(batch.mask, size, 0.0)
         largest = largest + factor.abs() * slope * (size.amax() if len(size) else 0.0)
     return gain_of(largest)

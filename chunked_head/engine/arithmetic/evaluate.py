@@ -6,7 +6,7 @@ weights and fields are inputs.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.batch import Batch
 from ...core.loss_stats import Stats
-from ...losses.base import DENSE
+from ...losses.base import DENSE, Summand
 from ...metrics.values import selected
 from ...parallel.tokens import Spread
 from ...program.demand import SUFFIX, Structure
@@ -30,7 +30,6 @@ class Inputs(NamedTuple):
     fields: dict[str, Tensor]
     num_segments: int | None
     factors: Tensor  # [summands] or [summands, n]: coefficient / D of each
-    weights: list[Tensor | None]  # of each summand [n]
     tensors: list[dict[str, Tensor]]  # of each summand
     metric_weights: dict[str, Tensor]  # of tokens, for each weighting but "token"
     token_fields: frozenset[str] = frozenset()  # those of ``fields`` that are sliced with the tokens
@@ -43,7 +42,6 @@ class Inputs(NamedTuple):
             target=change(self.target, 0),
             factors=change(self.factors, 1 if self.factors.dim() == 2 else None),
             fields={name: change(value, along[name]) for name, value in self.fields.items()},
-            weights=[None if weight is None else change(weight, 0) for weight in self.weights],
             tensors=[{name: change(value, None) for name, value in own.items()} for own in self.tensors],
             metric_weights={name: change(value, 0) for name, value in self.metric_weights.items()},
         )
@@ -165,14 +163,21 @@ def values_of(
     leaves = {name: masked(value, batch.mask) for name, value in leaves.items()}
     wanted = {name: leaves[name] for name in leaves if name in structure.leaves}
     rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
+    dtype = leaves["lse"].dtype
 
-    def summand_values(i: int, wanted: Named) -> Tensor:
-        return weighted_values(structure, i, {**wanted, **rest}, batch, inputs)
+    def weighted_values(i: int, wanted: Named) -> Tensor:
+        """``m * w * l`` of a summand, one per unit."""
+        summand, view = structure.summands[i]
+        values = summand.values(stats_at(structure, view, {**wanted, **rest}), batch, inputs.tensors[i])
+        weight = weight_of(summand, inputs.fields)
+        if weight is not None:
+            values = values * weight.to(dtype)
+        return masked(values, share_mask(summand.unit, batch))
 
     def total(wanted: Named) -> tuple[Tensor, list[Tensor]]:
         values, whole = [], inputs.target.new_zeros((), dtype=inputs.factors.dtype)
         for i in range(len(structure.summands)):
-            values.append(summand_values(i, without_slope(wanted, inputs.factors[i] == 0)))
+            values.append(weighted_values(i, without_slope(wanted, inputs.factors[i] == 0)))
             whole = whole + (values[i] * inputs.factors[i]).sum()
         return whole, values
 
@@ -182,27 +187,24 @@ def values_of(
         grads = {name: masked(grad, batch.mask) for name, grad in grads.items()}
         coefficients = coefficients_of(structure, grads, leaves)
     else:
-        coefficients, values = {}, [summand_values(i, wanted) for i in range(len(structure.summands))]
+        coefficients, values = {}, [weighted_values(i, wanted) for i in range(len(structure.summands))]
     rows: list[Tensor] = []
     apart: list[Tensor] = []
     columns = [[value] for value in values] + metric_values(structure, leaves, batch, inputs)
     units = [*(summand.unit for summand, _ in structure.summands), *(metric.unit for metric, _ in structure.metrics)]
     for unit, own in zip(units, columns, strict=True):
         if unit == "token":
-            rows += [row.to(leaves["lse"].dtype) for row in own]
+            rows += [row.to(dtype) for row in own]
         else:
             apart += own
     return coefficients, rows, apart
 
 
-def weighted_values(structure: Structure, i: int, leaves: Named, batch: Batch, inputs: Inputs) -> Tensor:
-    """``m * w * l`` of a summand, one per unit."""
-    summand, view = structure.summands[i]
-    values = summand.values(stats_at(structure, view, leaves), batch, inputs.tensors[i])
-    weight = inputs.weights[i]
-    if weight is not None:
-        values = values * weight
-    return masked(values, share_mask(summand.unit, batch))
+def weight_of(summand: Summand, fields: Mapping[str, Tensor]) -> Tensor | None:
+    """[n] what each token's value is multiplied by, None for 1."""
+    name = summand.token_weights
+    assert name is None or isinstance(name, str)
+    return fields.get("token_weights" if name is None else name) if summand.unit == "token" else None
 
 
 def metric_values(structure: Structure, leaves: Named, batch: Batch, inputs: Inputs) -> list[list[Tensor]]:

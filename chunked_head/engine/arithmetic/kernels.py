@@ -30,8 +30,7 @@ def arithmetic_of(
     """The kernel for inputs like these, None where there is none; and all that it may read."""
     tensors = [*leaves.values(), *tensors_of(inputs)]
     kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in tensors])
-    weights = tuple([weight is not None for weight in inputs.weights])
-    key = backend, structure.key, tuple(leaves), tuple(inputs.fields), weights, tuple(inputs.metric_weights), kinds
+    key = backend, structure.key, tuple(leaves), tuple(inputs.fields), tuple(inputs.metric_weights), kinds
     if key not in KERNELS:
         if len(KERNELS) >= MOST_KERNELS:
             KERNELS.clear()
@@ -43,7 +42,6 @@ def tensors_of(inputs: Inputs) -> list[Tensor]:
     """In the order of ``Inputs.map``."""
     return [
         inputs.target, inputs.factors, *inputs.fields.values(),
-        *[weight for weight in inputs.weights if weight is not None],
         *[tensor for own in inputs.tensors for tensor in own.values()], *inputs.metric_weights.values(),
     ]  # fmt: skip
 

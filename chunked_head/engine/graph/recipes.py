@@ -21,8 +21,10 @@ from ...metrics.values import Metric
 from ..program import Program, program_of
 from ..task import Task
 
-SUMMAND, METRIC = tuple(Summand.__dataclass_fields__), tuple(Metric.__dataclass_fields__)
-RECORDS = {"summand": Summand, "metric": Metric}  # made of their fields in order
+RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # which are made of their fields in order
+    "summand": (Summand, tuple(Summand.__dataclass_fields__)),
+    "metric": (Metric, tuple(Metric.__dataclass_fields__)),
+}
 PACKAGE = __name__.partition(".")[0] + "."
 
 TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
@@ -73,10 +75,9 @@ def described(value: Any, tensors: list[Tensor]) -> tuple:
         return "tensor", len(tensors) - 1
     if isinstance(value, Losses):
         return "losses", described(value.terms, tensors)
-    if isinstance(value, Summand):
-        return "summand", of_fields(value, SUMMAND, tensors)
-    if isinstance(value, Metric):
-        return "metric", of_fields(value, METRIC, tensors)
+    for kind, (record, names) in RECORDS.items():
+        if isinstance(value, record):
+            return kind, tuple([described(getattr(value, name), tensors) for name in names])
     if isinstance(value, Mapping):
         return "mapping", tuple([(name, described(item, tensors)) for name, item in value.items()])
     if type(value) in (list, tuple):
@@ -87,10 +88,6 @@ def described(value: Any, tensors: list[Tensor]) -> tuple:
     return "plain", value
 
 
-def of_fields(value: Any, names: tuple[str, ...], tensors: list[Tensor]) -> tuple:
-    return tuple([described(getattr(value, name), tensors) for name in names])
-
-
 def restored(description: tuple, tensors: list[Tensor]) -> Any:
     kind, content = description
     if kind == "tensor":
@@ -98,7 +95,8 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
     if kind == "losses":
         return Losses(restored(content, tensors))
     if kind in RECORDS:
-        return RECORDS[kind](*[restored(field, tensors) for field in content])
+        record, _ = RECORDS[kind]
+        return record(*[restored(field, tensors) for field in content])
     if kind == "mapping":
         return {name: restored(item, tensors) for name, item in content}
     if kind == "tuple":

@@ -22,9 +22,8 @@ class StreamCalls(NamedTuple):
     shared: SharedTeacher | None
 
     def buffer(self, weight: Tensor) -> StreamsBuffer | None:
-        if self.buffer_dtype is None:
-            return None
-        return StreamsBuffer(weight, self.calls[0].plan.sizes.vocab, self.buffer_dtype)
+        vocab, dtype = self.calls[0].plan.sizes.vocab, self.buffer_dtype
+        return None if dtype is None else StreamsBuffer(weight, vocab, dtype)
 
 
 class StreamsLoss(torch.autograd.Function):
