@@ -139,17 +139,11 @@ def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
         merge_lists(unpack(gathered.message.double(), out, gathered.names), out)
 
 
-def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, pairs: bool) -> None:
+def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, alone: bool, pairs: bool) -> None:
     session = GivenLogits(head, demand, rows.hidden, None)
-    session.stats(rows, out)
+    session.stats(rows, out) if alone else session.read_both(rows)
     if pairs:
         session.pair_stats(rows, out)
-
-
-def logits_pair_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
-    session = GivenLogits(head, demand, rows.hidden, None)
-    session.read_both(rows)
-    session.pair_stats(rows, out)
 
 
 def logits_grad(

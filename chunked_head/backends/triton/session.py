@@ -12,7 +12,7 @@ from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
 from ...kernels.statistics.launch import Outputs
 from ...program.plans import Plan
-from ..dlogits import AddsDlogits
+from ..session import Session
 
 
 def transform(head: Head | Teacher, scale: Tensor | None) -> Transform:
@@ -58,7 +58,7 @@ def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
     return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
 
 
-class KernelSession(AddsDlogits):
+class KernelSession(Session):
     """What sessions with a pass over stored logits share: second views, teachers, columns, gradients."""
 
     stored: Stored
