@@ -121,6 +121,7 @@ def test_clean_rows(place: Place, with_logits: bool) -> None:
 def test_level_rows_scales_hidden_states(place: Place, width: int) -> None:
     from chunked_head.kernels.common.operands import Strips, Transform
     from chunked_head.kernels.gradients import launch as gradients
+    from chunked_head.kernels.gradients.launch import NO_SOFTMAX, Softmax, Terms
 
     rows, vocab = 37, 64
     device = torch.device(place.device)
@@ -134,8 +135,8 @@ def test_level_rows_scales_hidden_states(place: Place, width: int) -> None:
     before, exp = hidden.clone(), torch.rand(rows, vocab, device=device).bfloat16()
     softmax, at_target = torch.empty(2, rows, device=device).unbind(0)
     gradients.level_rows(
-        exp, softmax, at_target, hidden, target, Strips.empty(rows, 2, device).of_rows(rows), 32, level, level, start,
-        rest, logprob, alpha, beta, Transform(2.0),
+        exp, softmax, at_target, hidden, Strips.empty(rows, 2, device).of_rows(rows), 32, level, logprob,
+        Terms(target, level, beta, None, Softmax(start, rest, alpha), NO_SOFTMAX), Transform(2.0),
     )  # fmt: skip
     counts = target >= 0
     expected = 2.0 * alpha * (level - start + rest).exp()

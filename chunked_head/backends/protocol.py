@@ -1,6 +1,6 @@
 """The two ways to compute: Triton kernels, and torch operations for every device without them.
 
-A backend is a module with three functions, ``Backend`` below; a ``Session`` holds one call's reused buffer.
+A backend is a module with the functions of ``Backend``; a ``Session`` holds one call's reused buffer.
 """
 
 import importlib
@@ -16,66 +16,10 @@ from ..kernels.common.gpus import Gpu, gpu_of
 from ..parallel.merge import GatheredStats
 from ..program.plans import Plan
 from ..program.sizes import Store
-from .gradients import Gradients
 from .kept import KeptColumns, KeptRows
+from .session import Session
 
 BACKENDS = ("triton", "torch")
-
-
-class Session(Protocol):
-    """One call's buffer of logits and what is done in it.
-
-    ``known_targets``: its ``stats`` leave the target's logit whole where ranks share the vocabulary, not each rank's
-    part.
-    ``pieces``: statistics that its last ``stats`` left of blocks of the vocabulary instead, [blocks, numbers, rows] as
-    in ``GatheredStats``, its first row of the target's logit unwritten; or None.
-    """
-
-    known_targets: bool
-    pieces: Tensor | None
-
-    def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
-        """``Backend.clean_rows`` of the source into ``rows.hidden``, before ``stats`` of these rows, which may have
-        their targets' logits by it."""
-
-    def exchange_target_logits(self, hidden: Tensor, target: Tensor, scale: Tensor | None, out: RowStats) -> None:
-        """Where ranks share the vocabulary, every token's target logit in one message if ``stats`` would send each
-        chunk's; ``hidden`` [tokens, hidden] as given, ``target`` and ``scale`` [tokens] beside it."""
-
-    def hold_teacher(self, rows: Rows, out: RowStats) -> None:
-        """Logits of a chunk of a teacher's rows, for calls of ``stats`` with ``Rows.held``, and their
-        ``TEACHER_STATS``; not where ``Plan.teacher_last``."""
-
-    def stats(self, rows: Rows, out: RowStats) -> None:
-        """Logits of a chunk of rows into the buffer, and every statistic that ``out`` has room for, a teacher's beside
-        the student apart, and a teacher's where ``Plan.teacher_last`` or ``Rows.held``."""
-
-    def pair_stats(self, rows: Rows, out: RowStats) -> None:
-        """Those, once ``out`` holds the softmaxes of both."""
-
-    def add_gradients(
-        self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
-    ) -> None:
-        """Gradients of the chunk that ``stats`` saw last, rows ``at`` of the call, added to ``grads``. Where
-        ``Plan.teacher_last``, ``stats`` receives a teacher's statistics, alone and beside the student."""
-
-    def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
-        """What was left over until rows ``at``, all of the call's where there are all, had been seen.
-
-        ``hidden`` [rows, hidden] as given, ``order`` where in it each row stands, ``target`` -1 where its column is
-        none of these.
-        """
-
-    def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
-        """The gradient of the raw logits in a slice of the vocabulary, whose statistics are known [rows, tile]."""
-
-    def tile_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
-        """``out = dlogits @ weight`` where ``first``, else added: rows' share of a tile [rows, hidden]."""
-
-    def add_dweight(
-        self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
-    ) -> None:
-        """``out = gain * dlogits.T @ operand`` where ``first``, else added."""
 
 
 class Layout(NamedTuple):
@@ -165,13 +109,10 @@ class Backend(Protocol):
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Statistics of the whole vocabulary from its pieces', as ``parallel.merge.merge_ranks``."""
 
-    def logits_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats, pairs: bool) -> None:
+    def logits_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats, alone: bool, pairs: bool) -> None:
         """Statistics of logits that exist already: ``rows.hidden`` are they, [rows, vocab] with contiguous columns, of
-        any floating-point dtype. Of ``head`` only scale, cap and class weights are read. ``pairs``: those of a teacher
-        beside the student too."""
-
-    def logits_pair_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
-        """These, once ``out`` holds the softmaxes of both over all of the vocabulary."""
+        any floating-point dtype. Of ``head`` only scale, cap and class weights are read. ``alone``: the student's and
+        a teacher's own; ``pairs``: those of one beside the other, after the former or once ``out`` holds them."""
 
     def logits_grad(
         self, out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients

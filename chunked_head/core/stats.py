@@ -8,8 +8,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-# stands for log q where a teacher's probability is 0 and KL(p || q) would be infinite
-LOG_FLOOR = -1e4
 # of a dense teacher alone
 TEACHER_STATS = ("teacher_start", "teacher_rest", "teacher_top", "teacher_argmax")
 # of a dense teacher beside the student: sums over columns, made once the softmaxes of the whole vocabulary are known

@@ -80,7 +80,7 @@ class Call(OwnColumns):
         parts = [(at, rows) for at, rows in self.rows(logits) if len(rows.target)]
         head, paired = self.head(logits), objective.demand.pairing is not None
         for at, rows in parts if self.multiplies else ():
-            backend.logits_stats(rows, head, self.demand, stats.at(at), paired and shard is None)
+            backend.logits_stats(rows, head, self.demand, stats.at(at), alone=True, pairs=paired and shard is None)
         kept = self.kept_columns(logits)
         if kept is not None:
             kept.stats(slice(0, len(objective.target)), stats)
@@ -91,7 +91,7 @@ class Call(OwnColumns):
         shard.merge(backend.merge_ranks, everything, self.token_checks, stats, objective.demand, known_targets=False)
         if paired:
             for at, rows in parts:
-                backend.logits_pair_stats(rows, head, self.demand, stats.at(at))
+                backend.logits_stats(rows, head, self.demand, stats.at(at), alone=False, pairs=True)
             shard.add_pairs(stats)
         return stats
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..backends import Backend, KeptColumns, KeptRows, Session
-from ..backends.dlogits import add_tile
 from ..backends.gradients import Gradients
 from ..core.stats import Coefficients, Head, Rows, RowStats
 from ..kernels.common.recording import aside
@@ -299,7 +298,7 @@ def recompute(
                 of_block = of_others(kept.kept.has[block], *of_block)
             for tile in plan.column_tiles():
                 dlogits = session.tile_grad(rows, tile, *of_block)
-                add_tile(session, dlogits, rows, head.weight[tile], d_rows, grads, tile, block.start == 0, gain, plan)
+                session.add_tile(dlogits, rows, head.weight[tile], d_rows, grads, tile, block.start == 0, gain, plan)
             if d_rows is not None and grads.hidden is not None:
                 if gain is not None:
                     d_rows.mul_(gain)

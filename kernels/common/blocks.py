@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
-from . import elsewhere
+from . import elsewhere, tiles
 
 ELSEWHERE, BEHIND = tl.constexpr(elsewhere.ELSEWHERE), tl.constexpr(elsewhere.BEHIND)
+INTERPRETED = tl.constexpr(tiles.INTERPRETED)
 
 
 @triton.jit
@@ -52,6 +53,14 @@ def load_rows(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EV
             return tl.load(at + column)
         else:
             return tl.load(at + column, mask=(offs_col < whole_vectors(columns))[None, :], other=0.0)
+
+
+@triton.jit
+def dot(a, b, total):
+    """``total + a @ b``; the interpreter's product of bf16 operands is wrong, of fp32 ones right."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total)
 
 
 @triton.jit

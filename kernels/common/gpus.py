@@ -52,10 +52,6 @@ class Gpu(NamedTuple):
         few = [tile for tile in self.few if rows <= tile.block_m and columns(tile) == columns(usual)]
         return (*few, usual)[0]
 
-    def grad_tile(self, hidden: int) -> Tile:
-        """Where logits are computed again and leave as gradients, which no strips hold to the tile before."""
-        return self.narrow if hidden <= SHORT_HIDDEN else self.wide
-
     def strip_width(self, hidden: int, relative: bool) -> int:
         """Columns of a strip: of its own width where it has an offset of its own."""
         return RELATIVE_STRIP if relative else self.exp_tile(hidden).block_n

@@ -25,6 +25,15 @@ class Counted(NamedTuple):
 ALL_ROWS = Counted()
 
 
+class KeptEntries(NamedTuple):
+    """Columns that rows keep, an entry for each; a row's stand together."""
+
+    columns: torch.Tensor  # [n] int32, -1 for none
+    begins: torch.Tensor  # [rows] int64
+    ends: torch.Tensor  # [rows] int64, where they begin for a row that keeps none
+    target: torch.Tensor  # [rows] int64
+
+
 class Transform(NamedTuple):
     """From raw logits to those that the softmax sees: ``row_scale * softcap * tanh(logit_scale * raw / softcap)``, each
     None where there is none."""

@@ -4,7 +4,10 @@ by adding their strip's offset."""
 import triton
 import triton.language as tl
 
+from . import gpus
 from .transform import transform_logits
+
+STRIP = tl.constexpr(gpus.RELATIVE_STRIP)
 
 
 @triton.jit
@@ -37,7 +40,6 @@ def load_row(
     logit_scale,
     softcap,
     row_scale,
-    STRIP: tl.constexpr,
 ):
     """Columns ``offs`` of one row, as the softmax sees them; anything outside."""
     x = tl.load(logits_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
@@ -65,7 +67,6 @@ def load_block(
     logit_scale,
     softcap,
     row_scale,
-    STRIP: tl.constexpr,
 ):
     """A block of rows and columns, as the softmax sees it; anything outside."""
     at = logits_ptr + offs_row.to(tl.int64)[:, None] * stride + offs[None, :]

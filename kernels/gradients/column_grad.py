@@ -57,8 +57,6 @@ def column_grad_kernel(
     SECOND: tl.constexpr,
     LOG_BETA: tl.constexpr,
     LOG_REST: tl.constexpr,
-    FLOOR: tl.constexpr,
-    STRIP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Overwrites the gradient of some columns with what exact logits give: ``p - t`` out of a rounded ``p`` would lose
@@ -86,7 +84,7 @@ def column_grad_kernel(
         in_teacher = here & (offs < teacher_columns)
         y = load_row(
             teacher_ptr + row * teacher_stride, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs,
-            in_teacher, teacher_scale, teacher_softcap, load_number(teacher_row_scale_ptr, row), STRIP,
+            in_teacher, teacher_scale, teacher_softcap, load_number(teacher_row_scale_ptr, row),
         )  # fmt: skip
         log_q = (y - tl.load(teacher_start_ptr + row)) + tl.load(teacher_rest_ptr + row)
         log_q = tl.where(in_teacher, log_q, float("-inf"))
@@ -97,6 +95,6 @@ def column_grad_kernel(
         load_number(start2_ptr, row), load_number(rest2_ptr, row), load_number(alpha2_ptr, row),
         load_number(eta2_ptr, row), load_number(gamma_ptr, row), load_number(rho_ptr, row), load_number(tau_ptr, row),
         load_number(theta_ptr, row), logit_scale, softcap, row_scale, ratio2, columns2, SECOND, LOG_BETA, LOG_REST,
-        FLOOR, False,
+        False,
     )  # fmt: skip
     tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=here)

@@ -11,7 +11,7 @@ since a compiler that saw only values there would compute both and select.
 import triton
 import triton.language as tl
 
-from ..common.blocks import column_halves, counted_rows, load_rows, store_tile, tile_place, to_type_of
+from ..common.blocks import column_halves, counted_rows, dot, load_rows, store_tile, tile_place, to_type_of
 from ..common.kernel import kernel
 from ..common.stored import load_column
 from ..common.transform import transform_logits
@@ -21,7 +21,6 @@ from .identity import logits_gradient
 @triton.jit
 def grad_half(
     dlogits,  # of whose type it is to be
-    # inputs
     acc,  # [BLOCK_M, WIDTH] fp32
     bias_ptr,
     class_weights_ptr,
@@ -64,7 +63,7 @@ def grad_half(
     grad = logits_gradient(
         x, is_target, offs[None, :], omega, None, None, target_logit, beta, kappa, start, rest, alpha, eta,
         start2, rest2, alpha2, eta2, None, None, None, None, logit_scale, softcap, row_scale, ratio2,
-        columns2 if SPECIAL else None, False, 0.0, 0.0, 0.0, True,
+        columns2 if SPECIAL else None, False, 0.0, 0.0, True,
     )  # fmt: skip
     # selection, whatever stands in a row that does not count
     return to_type_of(dlogits, tl.where(counts[:, None], grad, 0.0))
@@ -170,8 +169,6 @@ def grad_logits_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     EVEN_HIDDEN: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    UPCAST: tl.constexpr,  # the interpreter's product of bf16 operands is wrong, of fp32 ones right
 ):
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
@@ -182,16 +179,14 @@ def grad_logits_kernel(
         target_logit_ptr, beta_ptr, kappa_ptr, start_ptr, rest_ptr, alpha_ptr, eta_ptr, start2_ptr, rest2_ptr,
         alpha2_ptr, eta2_ptr, row_scale_ptr,
     )  # fmt: skip
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=hidden_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, hidden, BLOCK_K):
             h = load_rows(h_matrix, row_start, k, BLOCK_M, BLOCK_K, EVEN_HIDDEN)
             w = load_rows(w_matrix, column_start, k, BLOCK_N, BLOCK_K, EVEN_HIDDEN)
-            if UPCAST:
-                h, w = h.to(tl.float32), w.to(tl.float32)
-            acc = tl.dot(h, w.T, acc)
+            acc = dot(h, w.T, acc)
 
         offs_row = row_start + tl.arange(0, BLOCK_M)
         target = tl.load(target_ptr + offs_row, mask=offs_row < rows, other=-1)

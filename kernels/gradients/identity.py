@@ -10,7 +10,10 @@ None is absent, and no code is generated for it.
 import triton
 import triton.language as tl
 
+from ..common import elsewhere
 from ..common.transform import log2_e, log_mixture, transform_derivative
+
+LOG_FLOOR = tl.constexpr(elsewhere.LOG_FLOOR)
 
 
 @triton.jit
@@ -46,7 +49,6 @@ def teacher_terms(
     theta,
     LOG_BETA: tl.constexpr,
     LOG_REST: tl.constexpr,
-    FLOOR: tl.constexpr,
 ):
     """The second line of the identity."""
     p, q = tl.exp2(log_p * log2_e), tl.exp2(log_q * log2_e)
@@ -54,7 +56,7 @@ def teacher_terms(
     if gamma is not None:
         grad -= gamma * q
     if rho is not None:
-        grad -= tl.where(p > 0.0, rho * p * tl.maximum(log_q, FLOOR), 0.0)
+        grad -= tl.where(p > 0.0, rho * p * tl.maximum(log_q, LOG_FLOOR), 0.0)
     if tau is not None:
         grad += tl.where(p > 0.0, tau * p * (log_p - log_mixture(log_q, log_p, LOG_BETA, LOG_REST)), 0.0)
     if theta is not None:
@@ -115,7 +117,6 @@ def logits_gradient(
     SECOND: tl.constexpr,  # p beside the teacher is of the second temperature
     LOG_BETA: tl.constexpr,
     LOG_REST: tl.constexpr,
-    FLOOR: tl.constexpr,
     ROUNDED: tl.constexpr,  # to 16 bits, and so p may be fused_softmax_term's
 ):
     """The identity times the slope; anything where a row does not count."""
@@ -152,5 +153,5 @@ def logits_gradient(
         grad -= kappa if omega is None else kappa * omega
     if log_q is not None:
         beside = log_p2 if SECOND else log_p
-        grad += teacher_terms(beside, log_q, gamma, rho, tau, theta, LOG_BETA, LOG_REST, FLOOR)
+        grad += teacher_terms(beside, log_q, gamma, rho, tau, theta, LOG_BETA, LOG_REST)
     return grad * transform_derivative(x, logit_scale, softcap, row_scale)

@@ -7,8 +7,8 @@ import torch
 
 from ..common.descriptors import even, matrix, row_stride
 from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
-from ..common.operands import ALL_ROWS, PLAIN, Counted, Stored, Strips, Transform, mixture, strip_stride
-from ..common.tiles import FUSED, INTERPRETED, PRODUCT_ROWS, STRIPS_AT_ONCE, Tile, cdiv, power_of_2, row_block
+from ..common.operands import ALL_ROWS, PLAIN, Counted, KeptEntries, Stored, Strips, Transform, mixture, strip_stride
+from ..common.tiles import FUSED, STRIPS_AT_ONCE, Tile, cdiv, power_of_2, row_block
 from .add_parts import add_parts_kernel
 from .column_grad import column_grad_kernel
 from .grad_logits import grad_logits_kernel
@@ -66,7 +66,6 @@ class Beside(NamedTuple):
     tau: torch.Tensor | None
     theta: torch.Tensor | None
     beta: float | None
-    floor: float
     # where a gradient leaves its programs' parts of KL(q || p) and of q's entropy, for ``add_parts``
     forward_kl: torch.Tensor | None = None  # [row_programs, rows] fp32
     teacher_entropy: torch.Tensor | None = None
@@ -80,10 +79,10 @@ def row_programs(columns: int) -> int:
 def beside_arguments(beside: Beside | None) -> tuple[tuple, tuple[int, int], Transform, dict]:
     """A teacher as the kernels take it: tensors, columns and stride, scale and cap, constants; None for none."""
     if beside is None:
-        return (None,) * 9, (0, 0), PLAIN, {"SECOND": False, **mixture(None), "FLOOR": 0.0}
+        return (None,) * 9, (0, 0), PLAIN, {"SECOND": False, **mixture(None)}
     side = beside.stored
     tensors = (side.logits, side.offset, side.bias, *beside[1:3], *beside[5:9])
-    constants = {"SECOND": beside.second, **mixture(beside.beta), "FLOOR": beside.floor}
+    constants = {"SECOND": beside.second, **mixture(beside.beta)}
     return tensors, (beside.columns, side.logits.stride(0)), side.transform, constants
 
 
@@ -96,14 +95,12 @@ def row_grad(
     first_column: int,
     transform: Transform,
     counted: Counted = ALL_ROWS,  # rows behind the last that counts may stay as they are, but for some
-    relative: tuple[int, int] = (8, 4),  # rows and warps of a program over relative logits
 ) -> None:
     rows, columns = dlogits.shape
     if stored.offset is not None:
-        block_rows, warps = relative
         # several strips a program: what is per row is loaded once for them
-        block = RELATIVE_STRIP
-        column_programs = row_programs(columns)
+        block_rows, column_programs = 8, row_programs(columns)
+        block, warps = RELATIVE_STRIP, 4
     else:
         # one program walks a row, because a narrower gradient overwrites logits that lie before it
         block_rows, column_programs = 1, 1
@@ -118,9 +115,7 @@ def row_grad(
         strip_stride(stored) if beside is None else strip_stride(stored, beside.stored),
         next((part.stride(0) for part in parts if part is not None), None),
         *counted, *transform, terms.second.ratio, *scalars,
-        **constants, PRODUCT_ROWS=PRODUCT_ROWS,
-        COLUMN_PROGRAMS=column_programs, STRIP=RELATIVE_STRIP, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
-        **FUSED,
+        **constants, COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps, **FUSED,
     )  # fmt: skip
 
 
@@ -156,7 +151,7 @@ def column_grad(
         columns, first_column, terms.second.columns, sizes[0], count, dlogits.stride(0), sizes[1],
         0 if beside is None else strip_stride(beside.stored),
         *transform, terms.second.ratio, *scalars, **constants,
-        STRIP=RELATIVE_STRIP, BLOCK=power_of_2(count), num_warps=1, **FUSED,
+        BLOCK=power_of_2(count), num_warps=1, **FUSED,
     )  # fmt: skip
 
 
@@ -180,11 +175,10 @@ def grad_logits(
         *matrix(dlogits, tile.block_m, tile.block_n // 2, tile),
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
-        bias, class_weights, *terms.tensors, counted.count, counted.first_row, rows, columns, width,
+        bias, class_weights, *terms.tensors, *counted, rows, columns, width,
         first_column, terms.second.columns, row_stride(dlogits, tile), *transform, terms.second.ratio,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
-        EVEN_HIDDEN=even(width, tile), FLATTEN=tile.described, UPCAST=INTERPRETED, num_warps=tile.warps,
-        num_stages=tile.stages, **FUSED,
+        EVEN_HIDDEN=even(width, tile), num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
 
 
@@ -193,16 +187,11 @@ def level_rows(
     softmax_factor: torch.Tensor,
     target_factor: torch.Tensor,
     hidden: torch.Tensor | None,  # [rows, hidden] contiguous, times the softmax factor in place; None: not
-    target: torch.Tensor,  # [rows] int64, -1 where the row does not count
     strips: Strips,
     strip: int,  # columns
     level: torch.Tensor,
-    target_logit: torch.Tensor,
-    start: torch.Tensor,
-    rest: torch.Tensor,
     logprob: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
+    terms: Terms,  # of one softmax, alpha and beta
     transform: Transform,  # without a cap
     counted: Counted = ALL_ROWS,
 ) -> None:
@@ -212,8 +201,8 @@ def level_rows(
     count = strips.offset.shape[0]
     level_rows_kernel[(cdiv(rows, block_rows), splits)](
         exp, hidden, softmax_factor, target_factor,
-        strips.offset, strips.sum, level, target, target_logit, start, rest, logprob, alpha, beta, counted.count,
-        counted.first_row, rows, vocab, count, strips.offset.stride(0), exp.stride(0), width,
+        strips.offset, strips.sum, level, terms.target, terms.target_logit, *terms.first[:2], logprob,
+        terms.first.alpha, terms.beta, *counted, rows, vocab, count, strips.offset.stride(0), exp.stride(0), width,
         transform.logit_scale, transform.row_scale,
         BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, BLOCK=min(power_of_2(max(width, 1)), 256),
         num_warps=4, **FUSED,
@@ -243,16 +232,14 @@ def scale(
 def kept_grad(
     dlogit: torch.Tensor,  # [n] fp32
     logit: torch.Tensor,  # [n] fp32
-    columns: torch.Tensor,  # [n] int64, -1 for none
-    begins: torch.Tensor,  # [rows] int64
-    ends: torch.Tensor,  # [rows] int64
+    entries: KeptEntries,
     terms: Terms,  # without kappa
     transform: Transform,
 ) -> None:
     """The gradients of the logits of columns that rows keep; other rows' entries stay as they are."""
     terms = terms.without_unused()
     kept_grad_kernel[(len(terms.target),)](
-        dlogit, logit, columns, begins, ends, *terms.tensors[:3], *terms.tensors[4:], *transform,
+        dlogit, logit, *entries[:3], *terms.tensors[:3], *terms.tensors[4:], *transform,
         terms.second.ratio, BLOCK=128, num_warps=1, **FUSED,
     )  # fmt: skip
 
@@ -261,17 +248,15 @@ def kept_dhidden(
     out: torch.Tensor,  # [rows or more, hidden] contiguous
     dlogit: torch.Tensor,  # [n] fp32
     weight: torch.Tensor,  # [vocab, hidden] contiguous
-    columns: torch.Tensor,
-    begins: torch.Tensor,  # [rows] int64
-    ends: torch.Tensor,  # [rows] int64
+    entries: KeptEntries,
     order: torch.Tensor | None,  # [rows] int64, rows of ``out``
     gain: torch.Tensor | None,  # []
     fill: bool,
 ) -> None:
     """``out[row] = sum(dlogit * weight[column])`` over a row's columns, if it keeps some; else 0 with ``fill``."""
-    rows, width = len(begins), weight.shape[1]
+    rows, width = len(entries.begins), weight.shape[1]
     block = min(power_of_2(width), 256)
     kept_dhidden_kernel[(rows, cdiv(width, block))](
-        out, dlogit, weight, columns, begins, ends, order, gain, width, *weight.stride(),
+        out, dlogit, weight, *entries[:3], order, gain, width, *weight.stride(),
         FILL=fill, AT_ONCE=8, BLOCK=block, num_warps=1, **FUSED,
     )  # fmt: skip

@@ -2,11 +2,14 @@
 
 import triton.language as tl
 
+from ..common import tiles
 from ..common.blocks import counted_rows
 from ..common.kernel import kernel
 from ..common.stored import load_block, load_column
 from ..common.transform import log2_e
 from .identity import log_probability, logits_gradient
+
+PRODUCT_ROWS = tl.constexpr(tiles.PRODUCT_ROWS)
 
 
 @kernel
@@ -65,12 +68,9 @@ def row_grad_kernel(
     SECOND: tl.constexpr,  # p beside the teacher is of the second temperature
     LOG_BETA: tl.constexpr,
     LOG_REST: tl.constexpr,
-    FLOOR: tl.constexpr,
     COLUMN_PROGRAMS: tl.constexpr,
-    PRODUCT_ROWS: tl.constexpr,
-    STRIP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,  # STRIP where logits are relative
+    BLOCK: tl.constexpr,  # a strip where logits are relative
 ):
     column_program = tl.program_id(0) % COLUMN_PROGRAMS
     offs_row = (tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -114,7 +114,7 @@ def row_grad_kernel(
         mask = in_rows[:, None] & in_columns[None, :]
         x = load_block(
             logits_ptr, strip_offset_ptr, bias_ptr, offs_row, in_rows, strip_stride, logits_stride, start, offs,
-            in_columns, logit_scale, softcap, row_scale, STRIP,
+            in_columns, logit_scale, softcap, row_scale,
         )  # fmt: skip
         omega = None
         if kappa_ptr is not None and class_weights_ptr is not None:
@@ -124,7 +124,7 @@ def row_grad_kernel(
             in_teacher = in_rows[:, None] & (offs < teacher_columns)[None, :]
             y = load_block(
                 teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, in_rows, strip_stride, teacher_stride,
-                start, offs, offs < teacher_columns, teacher_scale, teacher_softcap, teacher_row_scale, STRIP,
+                start, offs, offs < teacher_columns, teacher_scale, teacher_softcap, teacher_row_scale,
             )  # fmt: skip
             log_q = tl.where(in_teacher, (y - teacher_start) + teacher_rest, float("-inf"))
         # as pair_stats sums them: a probability of 0 has no part in a sum, whatever its logarithm
@@ -140,7 +140,7 @@ def row_grad_kernel(
         grad = logits_gradient(
             x, offs[None, :] == target, offs[None, :], omega, log_q, zero, target_logit, beta, kappa,
             row_start, row_rest, alpha, eta, start2, rest2, alpha2, eta2, gamma, rho, tau, theta,
-            logit_scale, softcap, row_scale, ratio2, columns2, SECOND, LOG_BETA, LOG_REST, FLOOR, False,
+            logit_scale, softcap, row_scale, ratio2, columns2, SECOND, LOG_BETA, LOG_REST, False,
         )  # fmt: skip
         # selection: where a row does not count a teacher's logits, or a bias, may be nan
         grad = tl.where(counts, grad, 0.0)

@@ -6,27 +6,24 @@ A persistent GEMM that knows, on the device alone, how many rows count: what lie
 import triton
 import triton.language as tl
 
-from ..common.blocks import ELSEWHERE, column_halves, counted_rows, load_tile, tile_place
+from ..common.blocks import ELSEWHERE, column_halves, counted_rows, dot, load_tile, tile_place
 from ..common.kernel import kernel
 
 
 @triton.jit
 def store_dhidden(
-    dhidden_ptr,
+    out,  # pointer to dhidden, to its order, and how long a row is
+    factors,  # pointers: weight, target, softmax_factor, target_factor
     acc,
-    weight_ptr,
-    order_ptr,
-    target_ptr,
-    softmax_factor_ptr,
-    target_factor_ptr,
     row_start,
     column_start,
     counted,
-    hidden,
     ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    dhidden_ptr, order_ptr, hidden = out
+    weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr = factors
     offs_row = row_start + tl.arange(0, BLOCK_M)
     offs_col = column_start + tl.arange(0, COLUMNS)
     in_rows = offs_row < counted
@@ -54,30 +51,19 @@ def store_dhidden(
 
 @triton.jit
 def store_halves(
-    dhidden_ptr,
-    left_half,
-    right_half,
-    weight_ptr,
-    order_ptr,
-    target_ptr,
-    softmax_factor_ptr,
-    target_factor_ptr,
+    out,
+    factors,
+    left,
+    right,
     row_start,
     column_start,
     counted,
-    hidden,
     ADD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
 ):
-    store_dhidden(
-        dhidden_ptr, left_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
-        row_start, column_start, counted, hidden, ADD, BLOCK_M, BLOCK_N // 2,
-    )  # fmt: skip
-    store_dhidden(
-        dhidden_ptr, right_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
-        row_start, column_start + BLOCK_N // 2, counted, hidden, ADD, BLOCK_M, BLOCK_N // 2,
-    )  # fmt: skip
+    store_dhidden(out, factors, left, row_start, column_start, counted, ADD, ROWS, HALF)
+    store_dhidden(out, factors, right, row_start, column_start + HALF, counted, ADD, ROWS, HALF)
 
 
 @triton.jit
@@ -122,8 +108,6 @@ def dhidden_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,  # nothing fills a row of the gradient
-    FLATTEN: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """``dhidden (+)= softmax_factor * (grad @ weight) + target_factor * weight[target]``, but for tiles that are cut:
     of these the parts."""
@@ -138,7 +122,11 @@ def dhidden_kernel(
     part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), parts) * BLOCK_K
     g_matrix = grad_desc, grad_ptr, grad_stride, rows, vocab
     w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
-    for unit in tl.range(tl.program_id(0), whole + (tiles - whole) * parts, tl.num_programs(0), flatten=FLATTEN):
+    out = dhidden_ptr, order_ptr, hidden
+    factors = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
+    for unit in tl.range(
+        tl.program_id(0), whole + (tiles - whole) * parts, tl.num_programs(0), flatten=grad_desc is not None
+    ):
         # bounds that are the same for all units would make the compiler unfold the loop, with spills
         tile, first, last = unit, unit // tiles, vocab
         if part_ptr is not None:
@@ -153,15 +141,12 @@ def dhidden_kernel(
         for k in range(first, last, BLOCK_K):
             g = load_tile(g_matrix, row_start, k, BLOCK_M, BLOCK_K, not EVEN_VOCAB)
             w = load_tile(w_matrix, k, column_start, BLOCK_K, BLOCK_N, False)
-            if UPCAST:
-                g, w = g.to(tl.float32), w.to(tl.float32)
-            acc = tl.dot(g, w, acc)
+            acc = dot(g, w, acc)
         left_half, right_half = column_halves(acc, BLOCK_M, BLOCK_N)
         if part_ptr is None:
             store_halves(
-                dhidden_ptr, left_half, right_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr,
-                target_factor_ptr, row_start, column_start, counted, hidden, ADD, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+                out, factors, left_half, right_half, row_start, column_start, counted, ADD, BLOCK_M, BLOCK_N // 2
+            )
         else:
             if unit >= whole:
                 offs_row, offs_col = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N // 2)
@@ -170,9 +155,8 @@ def dhidden_kernel(
                 tl.store(part_ptr + at + BLOCK_N // 2, right_half)
             else:
                 store_halves(
-                    dhidden_ptr, left_half, right_half, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr,
-                    target_factor_ptr, row_start, column_start, counted, hidden, ADD, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                    out, factors, left_half, right_half, row_start, column_start, counted, ADD, BLOCK_M, BLOCK_N // 2
+                )
 
 
 @kernel
@@ -214,10 +198,8 @@ def join_parts_kernel(
         total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
         for part in range(0, parts):
             total += tl.load(part_ptr + (part * (tiles - whole) + at) * (BLOCK_M * BLOCK_N) + offs)
-        store_dhidden(
-            dhidden_ptr, total, weight_ptr, order_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr,
-            tile_m * BLOCK_M + first, tile_n * BLOCK_N, counted, hidden, ADD, ROWS, BLOCK_N,
-        )  # fmt: skip
+        out, factors = (dhidden_ptr, order_ptr, hidden), (weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr)
+        store_dhidden(out, factors, total, tile_m * BLOCK_M + first, tile_n * BLOCK_N, counted, ADD, ROWS, BLOCK_N)
 
 
 @kernel
@@ -239,7 +221,5 @@ def finish_dhidden_kernel(
     """What ``dhidden_kernel`` does after its product."""
     row, column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
     product = load_tile((None, product_ptr, hidden, rows, hidden), row, column, ROWS, COLUMNS, False)
-    store_dhidden(
-        dhidden_ptr, product, weight_ptr, None, target_ptr, softmax_factor_ptr, target_factor_ptr,
-        row, column, rows, hidden, False, ROWS, COLUMNS,
-    )  # fmt: skip
+    factors = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
+    store_dhidden((dhidden_ptr, None, hidden), factors, product, row, column, rows, False, ROWS, COLUMNS)

@@ -6,7 +6,7 @@ A persistent GEMM, as ``dhidden.py`` has one: rows behind those that count cost 
 import triton
 import triton.language as tl
 
-from ..common.blocks import column_halves, counted_rows, load_tile, store_tile, tile_place
+from ..common.blocks import column_halves, counted_rows, dot, load_tile, store_tile, tile_place
 from ..common.kernel import kernel
 
 
@@ -44,8 +44,6 @@ def dweight_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """``dweight (+)= grad.T @ hidden``"""
     counted = counted_rows(count_ptr, first_row, rows)
@@ -57,16 +55,14 @@ def dweight_kernel(
     dw_matrix = dweight_desc, dweight_ptr, hidden, vocab, hidden
     g_matrix = grad_desc, grad_ptr, grad_stride, rows, vocab
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=grad_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start, column_start = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, counted, BLOCK_K):
             g = load_tile(g_matrix, k, row_start, BLOCK_K, BLOCK_M, False)
             h = load_tile(h_matrix, k, column_start, BLOCK_K, BLOCK_N, False)
-            if UPCAST:
-                g, h = g.to(tl.float32), h.to(tl.float32)
-            acc = tl.dot(g.T, h, acc)
+            acc = dot(g.T, h, acc)
         left, right = column_halves(acc, BLOCK_M, BLOCK_N)
         add_or_store(dw_matrix, row_start, column_start, left, ADD, BY_MEMORY)
         add_or_store(dw_matrix, row_start, column_start + BLOCK_N // 2, right, ADD, BY_MEMORY)

@@ -63,8 +63,8 @@ def dhidden(
         *matrix(grad, tile.block_m, tile.block_k, tile),
         matrix(weight, tile.block_k, tile.block_n, tile)[0],
         weight, counted.count, order, *factors, counted.first_row, rows, vocab, hidden, *split, row_stride(grad, tile),
-        BLOCK_K=tile.block_k, EVEN_VOCAB=tile.described or vocab % 8 == 0, FLATTEN=tile.described, UPCAST=INTERPRETED,
-        num_warps=tile.warps, num_stages=tile.stages, **shared, **FUSED,
+        BLOCK_K=tile.block_k, EVEN_VOCAB=tile.described or vocab % 8 == 0, num_warps=tile.warps,
+        num_stages=tile.stages, **shared, **FUSED,
     )  # fmt: skip
     if cut:
         tiles, joined = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n), min(16, tile.block_m)
@@ -104,10 +104,10 @@ def dweight(
         *matrix(out, tile.block_m, tile.block_n // 2, tile),
         *matrix(grad, tile.block_k, tile.block_m, tile),
         *matrix(hidden, tile.block_k, tile.block_n, tile),
-        counted.count, counted.first_row, rows, vocab, width, row_stride(grad, tile),
+        *counted, rows, vocab, width, row_stride(grad, tile),
         ADD=not first, BY_MEMORY=tile.described and out.dtype == torch.float32 and not INTERPRETED,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
-        FLATTEN=tile.described, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+        num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
 
 
@@ -156,11 +156,11 @@ def add_target_rows(
         count, targets, pieces = at.stop - first, sorted_target[at], cdiv(at.stop - first, PIECE)
         add_target_rows_kernel[pieces, cdiv(columns, block)](
             dweight, piece_sum, hidden, order[at], None if rows is None else rows[at], targets, target_factor,
-            count, columns, hidden.stride(0), PIECE=PIECE, BLOCK=block, PRECISION=gpu.fp32_products,
+            count, columns, hidden.stride(0), BLOCK=block, PRECISION=gpu.fp32_products,
             num_warps=2, **FUSED,
         )  # fmt: skip
         join_pieces_kernel[pieces, cdiv(columns, wide)](
-            dweight, piece_sum, targets, count, columns, pieces, PIECE=PIECE, AT_ONCE=16, BLOCK=wide,
+            dweight, piece_sum, targets, count, columns, pieces, AT_ONCE=16, BLOCK=wide,
             num_warps=4, **FUSED,
         )  # fmt: skip
 

@@ -2,7 +2,10 @@
 
 import triton.language as tl
 
+from ..common import tiles
 from ..common.kernel import kernel
+
+PIECE = tl.constexpr(tiles.PIECE)
 
 
 @kernel
@@ -20,7 +23,6 @@ def add_target_rows_kernel(
     tokens,
     hidden,
     hidden_stride,
-    PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,  # of fp32 operands
 ):
@@ -79,7 +81,6 @@ def join_pieces_kernel(
     tokens,
     hidden,
     pieces,
-    PIECE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

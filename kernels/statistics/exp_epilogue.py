@@ -6,6 +6,9 @@ import triton.language as tl
 from ..common.blocks import column_halves, store_tile
 from ..common.transform import log2_e
 
+# nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
+REACH = tl.constexpr(60.0)
+
 
 @triton.jit
 def first_column(i, moved, WIDTH: tl.constexpr):
@@ -31,7 +34,6 @@ def finish_half(
     SHIFTED: tl.constexpr,
     SECOND: tl.constexpr,
     SHIFTED2: tl.constexpr,
-    TARGETS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Stores half of a tile; its sums: of exponentials, of those times their exponents, and at the second softmax."""
@@ -46,7 +48,7 @@ def finish_half(
             x, tl.full(x.shape, log2_e, tl.float32), tl.broadcast_to((shift * -log2_e)[:, None], x.shape)
         )
         e = tl.exp2(exponent)
-    if TARGETS:
+    if target is not None:
         is_target = offs_col[None, :] == target[:, None]
         e = tl.where(is_target, 0.0, e)
     sums = tl.sum(e, 1)
@@ -58,7 +60,7 @@ def finish_half(
         if ratio2 is not None:
             z2 = z * ratio2
         e2 = tl.exp2(z2 * log2_e)
-        if TARGETS:
+        if target is not None:
             e2 = tl.where(is_target, 0.0, e2)
         e2 = tl.where((offs_col < columns2)[None, :], e2, 0.0)
         sums2 = tl.sum(e2, 1)
@@ -74,67 +76,54 @@ def finish_half(
 
 @triton.jit
 def finish_strip(
-    # outputs
-    out,
-    strip_offset_ptr,
-    strip_shifted_sum_ptr,
-    strip_weighted_sum_ptr,
-    strip_top_ptr,
-    strip_argmax_ptr,
-    strip_sum2_ptr,
-    strip_shifted_sum2_ptr,
-    # inputs
+    out,  # matrix: exponentials or relative logits; a descriptor and a pointer of None where nothing is stored
+    strips,  # pointers to what is left of each strip
+    strip_stride,  # from strip to strip of these
     x,  # [BLOCK_M, STRIP] fp32
     class_weights_ptr,
-    row_offset,
-    target,
-    # sizes
+    row_offset,  # None: each strip's own maximum
+    target,  # None where no column of these is one
     row_start,
     strip,
     moved,  # by how many columns strips are away from where they follow each other; None for 0
-    rows,
-    strip_stride,  # from strip to strip of the statistics
     vocab,  # where the columns end that are summed
-    columns2,
-    # scalars
-    ratio2,
+    second,  # columns and ratio of the second softmax
     BLOCK_M: tl.constexpr,
     STRIP: tl.constexpr,
     STORE: tl.constexpr,
-    REACH: tl.constexpr,
-    STORED: tl.constexpr,
-    GIVEN: tl.constexpr,
-    TARGETS: tl.constexpr,
     EDGE: tl.constexpr,
 ):
     """A strip's statistics but for its sum of exponentials, which is returned: negative where the offset is its own
     instead of the row's."""
+    offset_ptr, _, shifted_sum_ptr, weighted_sum_ptr, top_ptr, argmax_ptr, sum2_ptr, shifted_sum2_ptr = strips
+    columns2, ratio2 = second
     offs_row = row_start + tl.arange(0, BLOCK_M)
     offs_col = first_column(strip, moved, STRIP) + tl.arange(0, STRIP)
-    in_rows = offs_row < rows
+    in_rows = offs_row < out[3]
     in_vocab = offs_col < vocab
     stats_at = strip.to(tl.int64) * strip_stride + offs_row
+    STORED: tl.constexpr = out[0] is not None or out[1] is not None
     # in blocks exponentials are rounded alike whatever sums are asked for
-    RELATIVE: tl.constexpr = (STORED and not GIVEN) or moved is not None
-    SHIFTED: tl.constexpr = strip_shifted_sum_ptr is not None
-    SECOND: tl.constexpr = strip_sum2_ptr is not None
-    SHIFTED2: tl.constexpr = strip_shifted_sum2_ptr is not None
-    if strip_weighted_sum_ptr is not None:
+    RELATIVE: tl.constexpr = (STORED and row_offset is None) or moved is not None
+    SHIFTED: tl.constexpr = shifted_sum_ptr is not None
+    SECOND: tl.constexpr = sum2_ptr is not None
+    SHIFTED2: tl.constexpr = shifted_sum2_ptr is not None
+    if weighted_sum_ptr is not None:
         omega = tl.where(in_vocab, 1.0, 0.0)
         if class_weights_ptr is not None:
             omega = tl.load(class_weights_ptr + offs_col, mask=in_vocab, other=0.0).to(tl.float32)
         # selection, so that a logit of -inf with weight 0 does not become nan
         weighted = tl.where(omega[None, :] != 0.0, x * omega[None, :], 0.0)
-        tl.store(strip_weighted_sum_ptr + stats_at, tl.sum(weighted, 1), mask=in_rows)
+        tl.store(weighted_sum_ptr + stats_at, tl.sum(weighted, 1), mask=in_rows)
     if EDGE:
         x = tl.where(in_vocab[None, :], x, float("-inf"))
     top = tl.max(x, 1)
-    if strip_top_ptr is not None:
+    if top_ptr is not None:
         here = tl.where(x == top[:, None], offs_col[None, :], 2147483647)
-        tl.store(strip_top_ptr + stats_at, top, mask=in_rows)
-        tl.store(strip_argmax_ptr + stats_at, tl.min(here, 1), mask=in_rows)
+        tl.store(top_ptr + stats_at, top, mask=in_rows)
+        tl.store(argmax_ptr + stats_at, tl.min(here, 1), mask=in_rows)
     offset = top
-    if GIVEN:
+    if row_offset is not None:
         offset = tl.where(top - row_offset > REACH, top - REACH, row_offset)
     shift = tl.where(offset == float("-inf"), 0.0, offset)  # a strip of -inf alone: exp(-inf - 0) = 0
 
@@ -142,95 +131,72 @@ def finish_strip(
     if STORE == STRIP:
         sums, shifted, sums2, shifted2 = finish_half(
             out, x, shift, target, row_start, first, columns2, ratio2,
-            STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
+            STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, STORE,
         )  # fmt: skip
     else:
         left, right = column_halves(x, BLOCK_M, STRIP)
         sums, shifted, sums2, shifted2 = finish_half(
             out, left, shift, target, row_start, first, columns2, ratio2,
-            STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
+            STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, STORE,
         )  # fmt: skip
         more, more_shifted, more2, more_shifted2 = finish_half(
             out, right, shift, target, row_start, first + STORE, columns2, ratio2,
-            STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, TARGETS, STORE,
+            STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, STORE,
         )  # fmt: skip
         sums, shifted, sums2, shifted2 = sums + more, shifted + more_shifted, sums2 + more2, shifted2 + more_shifted2
     if not (RELATIVE or SHIFTED or SECOND):
         # what the fused multiply-add's constant was rounded by
         sums = sums * tl.exp2(-tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e))
-    if GIVEN:
+    if row_offset is not None:
         own = offset != row_offset
-        tl.store(strip_offset_ptr + stats_at, offset, mask=in_rows & own)
+        tl.store(offset_ptr + stats_at, offset, mask=in_rows & own)
         sums = tl.where(own, -sums, sums)
     else:
-        tl.store(strip_offset_ptr + stats_at, offset, mask=in_rows)
+        tl.store(offset_ptr + stats_at, offset, mask=in_rows)
     if SHIFTED:
-        tl.store(strip_shifted_sum_ptr + stats_at, shifted, mask=in_rows)
+        tl.store(shifted_sum_ptr + stats_at, shifted, mask=in_rows)
     if SECOND:
-        tl.store(strip_sum2_ptr + stats_at, sums2, mask=in_rows)
+        tl.store(sum2_ptr + stats_at, sums2, mask=in_rows)
         if SHIFTED2:
-            tl.store(strip_shifted_sum2_ptr + stats_at, shifted2, mask=in_rows)
+            tl.store(shifted_sum2_ptr + stats_at, shifted2, mask=in_rows)
     return sums
 
 
 @triton.jit
 def finish_tile(
-    # outputs
-    out,
-    strip_offset_ptr,
-    strip_sum_ptr,
-    strip_shifted_sum_ptr,
-    strip_weighted_sum_ptr,
-    strip_top_ptr,
-    strip_argmax_ptr,
-    strip_sum2_ptr,
-    strip_shifted_sum2_ptr,
-    # inputs
+    out,  # as all but the tile's number
+    strips,
+    strip_stride,
     x,
     class_weights_ptr,
     row_offset,
     target,
-    # sizes
     row_start,
     tile_n,
     moved,
-    rows,
-    strip_stride,  # from strip to strip of the statistics
-    vocab,  # where the columns end that are summed
-    columns2,
-    # scalars
-    ratio2,
+    vocab,
+    second,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIP: tl.constexpr,
-    REACH: tl.constexpr,
-    STORED: tl.constexpr,
-    GIVEN: tl.constexpr,
-    TARGETS: tl.constexpr,
     EDGE: tl.constexpr,
 ):
     """All of a tile but its last strip's sum, which is returned."""
     if STRIP == BLOCK_N:
         return finish_strip(
-            out, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
-            strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr, row_offset, target, row_start, tile_n, moved,
-            rows, strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, BLOCK_N // 2,
-            REACH, STORED, GIVEN, TARGETS, EDGE,
+            out, strips, strip_stride, x, class_weights_ptr, row_offset, target, row_start, tile_n, moved, vocab,
+            second, BLOCK_M, STRIP, BLOCK_N // 2, EDGE,
         )  # fmt: skip
     else:
         left, right = column_halves(x, BLOCK_M, BLOCK_N)
         sums = finish_strip(
-            out, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
-            strip_sum2_ptr, strip_shifted_sum2_ptr, left, class_weights_ptr, row_offset, target, row_start,
-            tile_n * 2, moved, rows, strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP,
-            REACH, STORED, GIVEN, TARGETS, EDGE,
+            out, strips, strip_stride, left, class_weights_ptr, row_offset, target, row_start, tile_n * 2, moved,
+            vocab, second, BLOCK_M, STRIP, STRIP, EDGE,
         )  # fmt: skip
         offs_row = row_start + tl.arange(0, BLOCK_M)
-        tl.store(strip_sum_ptr + (tile_n * 2).to(tl.int64) * strip_stride + offs_row, sums, mask=offs_row < rows)
+        tl.store(strips[1] + (tile_n * 2).to(tl.int64) * strip_stride + offs_row, sums, mask=offs_row < out[3])
         # past the vocabulary the right strip writes what merges to nothing (-inf, 0), and its store falls outside
         return finish_strip(
-            out, strip_offset_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr, strip_argmax_ptr,
-            strip_sum2_ptr, strip_shifted_sum2_ptr, right, class_weights_ptr, row_offset, target, row_start,
-            tile_n * 2 + 1, moved, rows, strip_stride, vocab, columns2, ratio2, BLOCK_M, STRIP, STRIP,
-            REACH, STORED, GIVEN, TARGETS, EDGE,
+            out, strips, strip_stride, right, class_weights_ptr, row_offset, target, row_start, tile_n * 2 + 1, moved,
+            vocab, second, BLOCK_M, STRIP, STRIP, EDGE,
         )  # fmt: skip

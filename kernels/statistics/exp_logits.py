@@ -21,7 +21,7 @@ exact logit: then loss and gradient see one and the same logit.
 
 import triton.language as tl
 
-from ..common.blocks import counted_rows, load_rows, tile_place
+from ..common.blocks import counted_rows, dot, load_rows, tile_place
 from ..common.kernel import kernel
 from ..common.transform import transform_logits
 from .exp_epilogue import finish_tile, first_column
@@ -69,15 +69,9 @@ def exp_logits_kernel(
     BLOCK_K: tl.constexpr,
     STRIP: tl.constexpr,  # BLOCK_N or half of it
     GROUP_M: tl.constexpr,
-    REACH: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
     EVEN_HIDDEN: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    UPCAST: tl.constexpr,  # the interpreter's product of bf16 operands is wrong, of fp32 ones right
 ):
-    STORED: tl.constexpr = out_desc is not None or out_ptr is not None
-    TARGETS: tl.constexpr = target_ptr is not None
-    GIVEN: tl.constexpr = row_offset_ptr is not None
     tiles_m = tl.cdiv(counted_rows(count_ptr, first_row, rows), BLOCK_M)
     tiles_n = tl.cdiv(vocab, BLOCK_N)
     if block_columns is not None:
@@ -86,8 +80,12 @@ def exp_logits_kernel(
     out = out_desc, out_ptr, out_stride, rows, vocab
     h_matrix = hidden_desc, hidden_ptr, hidden, rows, hidden
     w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
-    # FLATTEN merges the tile loop with the loop over K, so that the next tile's loads run under this one's epilogue
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+    strips = (
+        strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr,
+        strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr,
+    )  # fmt: skip
+    # flattened the tile loop is one with the loop over K, so that the next tile's loads run under this one's epilogue
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=hidden_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row_start = tile_m * BLOCK_M
         moved, end = None, vocab
@@ -100,9 +98,7 @@ def exp_logits_kernel(
         for k in range(0, hidden, BLOCK_K):
             h = load_rows(h_matrix, row_start, k, BLOCK_M, BLOCK_K, EVEN_HIDDEN)
             w = load_rows(w_matrix, first_column(tile_n, moved, BLOCK_N), k, BLOCK_N, BLOCK_K, EVEN_HIDDEN)
-            if UPCAST:
-                h, w = h.to(tl.float32), w.to(tl.float32)
-            acc = tl.dot(h, w.T, acc)
+            acc = dot(h, w.T, acc)
 
         offs_row = row_start + tl.arange(0, BLOCK_M)
         in_rows = offs_row < rows
@@ -114,11 +110,11 @@ def exp_logits_kernel(
         if row_scale_ptr is not None:
             row_scale = tl.load(row_scale_ptr + offs_row, mask=in_rows, other=1.0)[:, None]
         x = transform_logits(x, logit_scale, softcap, row_scale)
-        row_offset, target = offs_row, offs_row
+        row_offset, target = row_offset_ptr, target_ptr
         special = tile_n < 0
-        if GIVEN:
+        if row_offset_ptr is not None:
             row_offset = tl.load(row_offset_ptr + offs_row, mask=in_rows, other=0.0)
-        if TARGETS:
+        if target_ptr is not None:
             target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32)
             if block_columns is None:
                 special = tl.max((target // BLOCK_N == tile_n).to(tl.int32), 0) > 0
@@ -134,17 +130,13 @@ def exp_logits_kernel(
         # operations, 3 to 10 % of the whole; with its own stores in it, the branch stays a branch.
         if special:
             sums = finish_tile(
-                out, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr,
-                strip_top_ptr, strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr,
-                row_offset, target, row_start, tile_n, moved, rows, strip_stride, end, columns2, ratio2,
-                BLOCK_M, BLOCK_N, STRIP, REACH, STORED, GIVEN, TARGETS, not EVEN_VOCAB,
+                out, strips, strip_stride, x, class_weights_ptr, row_offset, target, row_start, tile_n, moved, end,
+                (columns2, ratio2), BLOCK_M, BLOCK_N, STRIP, not EVEN_VOCAB,
             )  # fmt: skip
         else:
             sums = finish_tile(
-                out, strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr,
-                strip_top_ptr, strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr, x, class_weights_ptr,
-                row_offset, target, row_start, tile_n, moved, rows, strip_stride, end, columns2, ratio2,
-                BLOCK_M, BLOCK_N, STRIP, REACH, STORED, GIVEN, False, False,
+                out, strips, strip_stride, x, class_weights_ptr, row_offset, None, row_start, tile_n, moved, end,
+                (columns2, ratio2), BLOCK_M, BLOCK_N, STRIP, False,
             )  # fmt: skip
         last_strip = (tile_n + 1) * (BLOCK_N // STRIP) - 1
         tl.store(strip_sum_ptr + last_strip.to(tl.int64) * strip_stride + offs_row, sums, mask=in_rows)

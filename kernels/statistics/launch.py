@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 
 from ..common.descriptors import even, matrix, row_stride
-from ..common.gpus import RELATIVE_STRIP, programs_of
-from ..common.operands import ALL_ROWS, PLAIN, Counted, Stored, Strips, Transform, mixture, strip_stride
-from ..common.tiles import FUSED, INTERPRETED, Tile, cdiv, power_of_2, row_block
+from ..common.gpus import programs_of
+from ..common.operands import ALL_ROWS, PLAIN, Counted, KeptEntries, Stored, Strips, Transform, mixture, strip_stride
+from ..common.tiles import FUSED, Tile, cdiv, power_of_2, row_block
 from .clean_rows import clean_rows_kernel
 from .columns import dot_columns_kernel, pick_columns_kernel
 from .exp_logits import exp_logits_kernel
@@ -19,9 +19,6 @@ from .merge_strips import merge_strips_kernel
 from .pair_stats import pair_stats_kernel
 from .row_stats import row_stats_kernel
 from .sum_rows import sum_rows_kernel
-
-# nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
-REACH = 60.0
 
 
 class Outputs(NamedTuple):
@@ -39,40 +36,42 @@ class Outputs(NamedTuple):
 
 
 def read_targets(
-    paired: torch.Tensor,  # [rows] int64, as many as tokens or more
-    counted: torch.Tensor,  # [] fp32
-    one_or_nan: torch.Tensor,  # [] fp32
-    inverse: torch.Tensor,  # [] fp32
-    target: torch.Tensor,  # [...] int64, tokens in all
+    target: torch.Tensor,  # [...] int64
     mask: torch.Tensor | None,  # [...] bool
-    tokens: int,
-    length: int,  # of the last dimension
     shift: int,
     ignore_index: int,
     vocab: int,
-) -> None:
-    """Targets ``shift`` further along the last dimension, -1 where one does not count; how many do, 1 or nan, and that
-    over how many do."""
+    dtype: torch.dtype,  # of the numbers
+    rows: int | None = None,  # as many as tokens or more; None: as many
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Targets [rows] ``shift`` further along the last dimension, -1 where one does not count; how many do, 1 or nan,
+    and that over how many do."""
+    tokens, length = target.numel(), target.shape[-1] if target.dim() else 1
+    paired = torch.empty(rows or tokens, dtype=torch.int64, device=target.device)
+    counted, one_or_nan, inverse = torch.empty(3, dtype=dtype, device=target.device).unbind()
     read_targets_kernel[(1,)](
         paired, counted, one_or_nan, inverse,
         target.contiguous(), None if mask is None else mask.contiguous().view(torch.uint8),
         paired.shape[0], tokens, length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16, **FUSED,
     )  # fmt: skip
+    return paired, counted, one_or_nan, inverse
 
 
 def read_fields(
-    outs: torch.Tensor,  # [fields, tokens] fp32
     values: Sequence[torch.Tensor],  # [...] floating point each, tokens in all
     target: torch.Tensor,  # [tokens] int64, -1 where a row does not count
     shift: int,
-) -> None:
-    """Fields as ``read_targets`` has laid the targets beside rows."""
+    dtype: torch.dtype,
+) -> Sequence[torch.Tensor]:
+    """Fields [tokens] as ``read_targets`` has laid the targets beside rows."""
     tokens, block = len(target), 1024
+    outs = torch.empty(len(values), tokens, dtype=dtype, device=target.device)
     for first in range(0, len(values) if tokens else 0, 4):
         given = [value.contiguous() for value in values[first : first + 4]]
         read_fields_kernel[(cdiv(tokens, block),)](
             outs[first], *given, *[None] * (4 - len(given)), target, tokens, shift, BLOCK=block, num_warps=4, **FUSED
         )
+    return outs.unbind()
 
 
 def clean_rows(
@@ -94,17 +93,18 @@ def clean_rows(
 
 
 def sum_rows(
-    first: torch.Tensor,  # [] fp32, as all
-    out: torch.Tensor,  # [rows]
-    table: torch.Tensor,  # [rows, tokens] contiguous
+    table: torch.Tensor,  # [rows, tokens] fp32 contiguous
     parts: int,
     inverse: torch.Tensor,  # []
     one_or_nan: torch.Tensor,  # []
-) -> None:
-    """Sums over tokens, of the first ``parts`` rows times ``inverse``, of the others times ``one_or_nan``."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over tokens, of the first ``parts`` rows times ``inverse``, of the others times ``one_or_nan``: the first
+    [] in memory of its own, and all [rows]."""
+    first, sums = table.new_empty(()), table.new_empty(table.shape[0])
     sum_rows_kernel[(table.shape[0],)](
-        first, out, table, inverse, one_or_nan, table.shape[1], parts, BLOCK=4096, num_warps=8, **FUSED
+        first, sums, table, inverse, one_or_nan, table.shape[1], parts, BLOCK=4096, num_warps=8, **FUSED
     )
+    return first, sums
 
 
 def exp_logits(
@@ -133,14 +133,12 @@ def exp_logits(
         *strips,
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),
-        bias, class_weights, row_offset, target, counted.count,
-        counted.first_row, rows, strips.offset.stride(0), row_stride(out, tile), vocab, hidden.shape[1],
-        columns2, block, *transform, ratio2,
+        bias, class_weights, row_offset, target, *counted, rows, strips.offset.stride(0), row_stride(out, tile), vocab,
+        hidden.shape[1], columns2, block, *transform, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STRIP=tile.block_n // (strips.offset.shape[0] // tiles),
-        GROUP_M=tile.group_m, REACH=REACH,
-        EVEN_VOCAB=even_vocab, EVEN_HIDDEN=even(hidden.shape[1], tile),
-        FLATTEN=tile.described, UPCAST=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+        GROUP_M=tile.group_m, EVEN_VOCAB=even_vocab, EVEN_HIDDEN=even(hidden.shape[1], tile),
+        num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
 
 
@@ -190,34 +188,23 @@ def row_stats(
 
 
 def pair_stats(
-    forward_kl: torch.Tensor | None,  # [rows] fp32, as all outputs
-    reverse_kl: torch.Tensor | None,
-    teacher_entropy: torch.Tensor | None,
-    kl_mixture: torch.Tensor | None,
-    jsd: torch.Tensor | None,
-    tvd: torch.Tensor | None,
-    below: torch.Tensor | None,
-    overlap: torch.Tensor | None,
+    outs: Sequence[torch.Tensor | None],  # [rows] fp32 each, in the kernel's order
     student: Stored,
-    start: torch.Tensor,
-    rest: torch.Tensor,
+    softmax: tuple[torch.Tensor, torch.Tensor],  # start and rest, [rows] fp32
     ratio: float | None,
     teacher: Stored,
-    teacher_start: torch.Tensor,
-    teacher_rest: torch.Tensor,
+    teacher_softmax: tuple[torch.Tensor, torch.Tensor],
     columns: int,
     beta: float | None,
-    floor: float,
 ) -> None:
     rows = student.logits.shape[0]
     block = min(row_block(columns)[0], 2048)
     pair_stats_kernel[(rows,)](
-        forward_kl, reverse_kl, teacher_entropy, kl_mixture, jsd, tvd, below, overlap,
-        student.logits, student.offset, student.bias, start, rest,
-        teacher.logits, teacher.offset, teacher.bias, teacher_start, teacher_rest,
+        *outs, student.logits, student.offset, student.bias, *softmax,
+        teacher.logits, teacher.offset, teacher.bias, *teacher_softmax,
         strip_stride(student, teacher), columns, student.logits.stride(0), teacher.logits.stride(0),
         *student.transform, ratio, *teacher.transform,
-        BETA=beta, **mixture(beta), FLOOR=floor, STRIP=RELATIVE_STRIP, BLOCK=block, num_warps=4, **FUSED,
+        BETA=beta, **mixture(beta), BLOCK=block, num_warps=4, **FUSED,
     )  # fmt: skip
 
 
@@ -317,15 +304,11 @@ def kept_logits(
 def kept_stats(
     out: Outputs,  # but the weighted sum
     logit: torch.Tensor,  # [n] fp32
-    columns: torch.Tensor,  # [n] int32
-    begins: torch.Tensor,  # [rows] int64
-    ends: torch.Tensor,  # [rows] int64
-    target: torch.Tensor,  # [rows] int64
+    entries: KeptEntries,
     ratio: float | None,
     fill: bool,
 ) -> None:
     """Of rows that keep columns; the others' stay as they are, or are 0 with ``fill``."""
-    kept_stats_kernel[(len(target),)](
-        *out[:6], out.top, out.argmax, logit, columns, begins, ends, target, ratio,
-        FILL=fill, BLOCK=128, num_warps=1, **FUSED,
-    )  # fmt: skip
+    kept_stats_kernel[(len(entries.target),)](
+        *out[:6], out.top, out.argmax, logit, *entries, ratio, FILL=fill, BLOCK=128, num_warps=1, **FUSED
+    )

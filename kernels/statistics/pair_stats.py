@@ -5,9 +5,12 @@ Each is summed from differences of log-probabilities, so that equal rows give ex
 
 import triton.language as tl
 
+from ..common import elsewhere
 from ..common.kernel import kernel
 from ..common.stored import load_number, load_row
 from ..common.transform import log2_e, log_mixture
+
+LOG_FLOOR = tl.constexpr(elsewhere.LOG_FLOOR)
 
 
 @kernel
@@ -49,8 +52,6 @@ def pair_stats_kernel(
     BETA: tl.constexpr,
     LOG_BETA: tl.constexpr,
     LOG_REST: tl.constexpr,  # log(1 - beta)
-    FLOOR: tl.constexpr,  # of log q in KL(p || q), where q may be 0
-    STRIP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -73,11 +74,10 @@ def pair_stats_kernel(
         inside = offs < columns
         x = load_row(
             logits_ptr, strip_offset_ptr, bias_ptr, row, strip_stride, offs, inside, logit_scale, softcap, row_scale,
-            STRIP,
         )  # fmt: skip
         y = load_row(
             teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs, inside, teacher_scale,
-            teacher_softcap, teacher_row_scale, STRIP,
+            teacher_softcap, teacher_row_scale,
         )  # fmt: skip
         if ratio is not None:
             x = x * ratio
@@ -89,7 +89,7 @@ def pair_stats_kernel(
         if forward_kl_ptr is not None:
             forward += tl.where(q > 0.0, q * (log_q - log_p), 0.0)
         if reverse_kl_ptr is not None:
-            reverse += tl.where(p > 0.0, p * (log_p - tl.maximum(log_q, FLOOR)), 0.0)
+            reverse += tl.where(p > 0.0, p * (log_p - tl.maximum(log_q, LOG_FLOOR)), 0.0)
         if teacher_entropy_ptr is not None:
             entropy -= tl.where(q > 0.0, q * log_q, 0.0)
         if jsd_ptr is not None:

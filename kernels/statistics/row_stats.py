@@ -87,7 +87,7 @@ def row_stats_kernel(
     for start in range(0, columns, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         inside = offs < columns
-        x = load_row(logits_ptr, None, bias_ptr, row, 0, offs, inside, logit_scale, softcap, row_scale, 1)
+        x = load_row(logits_ptr, None, bias_ptr, row, 0, offs, inside, logit_scale, softcap, row_scale)
         if weighted_sum_ptr is not None:
             omega = tl.where(inside, 1.0, 0.0)
             if class_weights_ptr is not None:

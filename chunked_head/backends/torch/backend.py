@@ -14,15 +14,16 @@ from torch import Tensor
 from ...core.shift import shift_left
 from ...core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 from ...parallel.merge import merge_ranks as merge_ranks
-from ...program.plans import Plan, slices
+from ...program.plans import slices
 from ...program.sizes import Store
-from ..kept import KeptColumns, KeptRows
 from ..protocol import Layout, Targets
 from . import tiles as tiles
 from .kept import TorchKeptColumns
 from .kept import kept_sets as kept_sets
 from .session import TorchSession
 from .tiles import clean_rows as clean_rows
+
+session, kept_columns = TorchSession, TorchKeptColumns
 
 
 def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
@@ -104,10 +105,6 @@ def vector_kernel(function: object, inputs: object, token_dims: object) -> None:
     """It has no kernels."""
 
 
-def session(head: Head, plan: Plan, tiled: bool) -> "TorchSession":
-    return TorchSession(head, plan, tiled)
-
-
 class GivenLogits(TorchSession):
     """Logits that exist already, in the place of hidden states and of what a matmul makes of them."""
 
@@ -128,23 +125,13 @@ class GivenLogits(TorchSession):
         return logits
 
 
-def kept_columns(head: Head, rows: KeptRows, demand: Demand) -> KeptColumns:
-    return TorchKeptColumns(head, rows, demand)
-
-
-def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, pairs: bool) -> None:
+def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, alone: bool, pairs: bool) -> None:
     session = GivenLogits(head, demand, rows.hidden)
     for block in tiles.row_blocks(rows.hidden):
-        session.stats(rows.at(block), out.at(block))
+        some, of_some = rows.at(block), out.at(block)
+        session.stats(some, of_some) if alone else session.read_both(some)
         if pairs:
-            session.pair_stats(rows.at(block), out.at(block))
-
-
-def logits_pair_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
-    session = GivenLogits(head, demand, rows.hidden)
-    for block in tiles.row_blocks(rows.hidden):
-        session.read_both(rows.at(block))
-        session.pair_stats(rows.at(block), out.at(block))
+            session.pair_stats(some, of_some)
 
 
 def logits_grad(

@@ -87,7 +87,18 @@ class TorchKeptColumns(KeptColumns):
         target_logit = summed(torch.where(is_target, x, 0.0))
         put("target_logit", target_logit)
         for suffix, view in zip(("", "2"), self.demand.views, strict=False):
-            self.one_softmax(x * view.ratio, target_logit * view.ratio, place, suffix, view, out, put, summed)
+            scaled = x * view.ratio
+            top = x.new_full((count + 1,), -torch.inf).scatter_reduce_(0, place, scaled, "amax")
+            z = scaled - torch.where(top == -torch.inf, 0.0, top)[place]
+            e = z.exp()
+            total, top = summed(e), top[:count]
+            log_sum = total.log()
+            put("lse" + suffix, top + log_sum)
+            put("start" + suffix, top)
+            put("rest" + suffix, -log_sum)
+            put("logprob" + suffix, (target_logit * view.ratio - top) - log_sum)
+            if getattr(out, "entropy" + suffix) is not None:
+                put("entropy" + suffix, log_sum - summed(torch.where(e > 0, e * z, 0.0)) / total)
         if out.top is not None:
             top = x.new_full((count + 1,), -torch.inf).scatter_reduce_(0, place, x, "amax")
             first = torch.where(x == top[place], self.kept.columns.long(), torch.iinfo(torch.int64).max)
@@ -95,20 +106,6 @@ class TorchKeptColumns(KeptColumns):
             ids = ids.scatter_reduce_(0, place, first, "amin")[:count]
             put("top", top[:count])
             put("argmax", torch.where(ids == torch.iinfo(torch.int64).max, 0, ids))
-
-    def one_softmax(self, x, target_logit, place, suffix, view, out, put, summed) -> None:
-        count = len(target_logit)
-        top = x.new_full((count + 1,), -torch.inf).scatter_reduce_(0, place, x, "amax")
-        z = x - torch.where(top == -torch.inf, 0.0, top)[place]
-        e = z.exp()
-        total, top = summed(e), top[:count]
-        log_sum = total.log()
-        put("lse" + suffix, top + log_sum)
-        put("start" + suffix, top)
-        put("rest" + suffix, -log_sum)
-        put("logprob" + suffix, (target_logit - top) - log_sum)
-        if getattr(out, "entropy" + suffix) is not None:
-            put("entropy" + suffix, log_sum - summed(torch.where(e > 0, e * z, 0.0)) / total)
 
     def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
         place = self.place(at)

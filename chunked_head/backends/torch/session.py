@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
-from ...core.stats import LOG_FLOOR, PAIR_STATS, Coefficients, Head, Rows, RowStats, View
+from ...core.stats import PAIR_STATS, Coefficients, Head, Rows, RowStats, View
+from ...kernels.common.elsewhere import LOG_FLOOR
 from ...program.plans import Plan, slices
-from ..dlogits import AddsDlogits
 from ..matmul import again_rows, project_biased
+from ..session import Session
 from . import tiles as tiles
 
 
-class TorchSession(AddsDlogits):
+class TorchSession(Session):
     def __init__(self, head: Head, plan: Plan, tiled: bool):
         self.head, self.sizes, self.demand = head, plan.sizes, plan.sizes.demand
         self.dtype = torch.promote_types(head.weight.dtype, torch.float32)
@@ -108,18 +109,8 @@ class TorchSession(AddsDlogits):
         x = x[:, : view.columns]
         top = x.amax(1) if view.columns is not None else row_max
         top = torch.where(top == -torch.inf, 0.0, top)
-        total, shifted = torch.zeros_like(top), torch.zeros_like(top)
         entropy = getattr(out, "entropy" + suffix)
-        for columns in slices(x.shape[1], tiles.TILE_COLUMNS):
-            z = torch.sub(x[:, columns], top[:, None], out=self.tile_like(x[:, columns]))
-            if view.ratio != 1.0:
-                z.mul_(view.ratio)
-            if entropy is None:
-                total += z.exp_().sum(1)
-                continue
-            e = z.exp()
-            total += e.sum(1)
-            shifted += torch.where(e > 0, e * z, 0.0).sum(1)
+        total, shifted = self.sums(x, top, view.ratio, entropy is not None)
         log_sum = total.log()
         getattr(out, "lse" + suffix).copy_(top * view.ratio + log_sum)
         getattr(out, "start" + suffix).copy_(top * view.ratio)
@@ -137,11 +128,23 @@ class TorchSession(AddsDlogits):
             out.teacher_top.copy_(top)
             out.teacher_argmax.copy_(y.argmax(1))
         out.teacher_start.copy_(torch.where(top == -torch.inf, 0.0, top))
-        total = torch.zeros_like(top)
-        for columns in slices(y.shape[1], tiles.TILE_COLUMNS):
-            z = torch.sub(y[:, columns], out.teacher_start[:, None], out=self.tile_like(y[:, columns]))
-            total += z.exp_().sum(1)
+        total, _ = self.sums(y, out.teacher_start, 1.0, False)
         out.teacher_rest.copy_(-total.log())
+
+    def sums(self, x: Tensor, start: Tensor, ratio: float, wanted: bool) -> tuple[Tensor, Tensor]:
+        """Of exponentials of each row's ``ratio * (x - start)``, and where they are wanted of those times these."""
+        total, shifted = torch.zeros_like(start), torch.zeros_like(start)
+        for columns in slices(x.shape[1], tiles.TILE_COLUMNS):
+            z = torch.sub(x[:, columns], start[:, None], out=self.tile_like(x[:, columns]))
+            if ratio != 1.0:
+                z.mul_(ratio)
+            if wanted:
+                e = z.exp()
+                shifted += torch.where(e > 0, e * z, 0.0).sum(1)
+                total += e.sum(1)
+            else:
+                total += z.exp_().sum(1)
+        return total, shifted
 
     def block_pair_stats(self, x: Tensor, y: Tensor, out: RowStats) -> None:
         pairing = self.demand.pairing

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...core.stats import LOG_FLOOR, Coefficients, Head, Teacher
+from ...core.stats import Coefficients, Head, Teacher
+from ...kernels.common.elsewhere import LOG_FLOOR
 from ...program.plans import slices
 
 TILE_COLUMNS = 1 << 15

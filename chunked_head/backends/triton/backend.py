@@ -24,10 +24,12 @@ from ...kernels.common.gpus import gpu_of, multiprocessors_of
 from ...kernels.common.tiles import INTERPRETED
 from ...kernels.gradients import launch as gradients
 from ...kernels.statistics import launch as statistics
+from ...kernels.statistics.launch import clean_rows as clean_rows
+from ...kernels.statistics.launch import read_fields as read_fields
+from ...kernels.statistics.launch import sum_rows as sum_rows
 from ...parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ...program.plans import Plan
 from ...program.sizes import Store
-from ..kept import KeptColumns, KeptRows
 from ..matmul import sums_halves
 from ..protocol import Layout, Targets
 from .grads import GradSession
@@ -36,6 +38,9 @@ from .logits import GivenLogits, LogitsSession
 from .relative import FastSession, RelativeSession
 from .session import TMA_BYTES, outputs_of, teacher_outputs
 from .vectors import vector_kernel as vector_kernel
+
+kept_columns = TritonKeptColumns
+PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"
 
 
 def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
@@ -82,31 +87,11 @@ def read_targets(
     dtype: torch.dtype,
     rows: int | None = None,
 ) -> Targets:
-    tokens, length = target.numel(), target.shape[-1] if target.dim() else 1
-    paired = torch.empty(rows or tokens, dtype=torch.int64, device=target.device)
-    numbers = torch.empty(3, dtype=dtype, device=target.device).unbind()
-    statistics.read_targets(paired, *numbers, target, mask, tokens, length, shift, ignore_index, vocab)
-    return Targets(paired, *numbers)
-
-
-def read_fields(values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> Sequence[Tensor]:
-    outs = torch.empty(len(values), len(target), dtype=dtype, device=target.device)
-    statistics.read_fields(outs, values, target, shift)
-    return outs.unbind()
-
-
-def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
-    statistics.clean_rows(out, source, target, order)
+    return Targets(*statistics.read_targets(target, mask, shift, ignore_index, vocab, dtype, rows))
 
 
 def bounds_rows(store: Store) -> bool:
     return store != "logits"
-
-
-def sum_rows(table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
-    first, sums = table.new_empty(()), table.new_empty(table.shape[0])
-    statistics.sum_rows(first, sums, table, parts, inverse, one_or_nan)
-    return first, sums
 
 
 def scale(source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -135,45 +120,30 @@ def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tens
     statistics.kept_sets(out.starts, out.ends, out.rows, out.columns, out.bias, *numbers, target, *sets)
 
 
-def kept_columns(head: Head, rows: KeptRows, demand: Demand) -> KeptColumns:
-    return TritonKeptColumns(head, rows, demand)
-
-
 def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
     at = dict(zip(gathered.names, itertools.accumulate(widths(out, gathered.names), initial=0), strict=False))
-
-    def places(start: str, rest: str, entropy: str, of_top: str = "") -> dict[str, int]:
-        numbers = {
-            "START": start, "REST": rest, "TARGET": "target_logit", "ENTROPY": entropy, "WEIGHTED": "weighted_sum",
-            "TOP": of_top + "top", "ARGMAX": of_top + "argmax",
-        }  # fmt: skip
-        return {place: at.get(name, -1) for place, name in numbers.items()}
-
-    known_targets = gathered.known_targets
-    of_all = gathered.message, gathered.zero_or_nan, gathered.target
     named = out.named()
-    statistics.merge_ranks(outputs_of(named), *of_all, 1.0, places("start", "rest", "entropy"), known_targets)
+    softmaxes = [(outputs_of(named), 1.0, ("start", "rest", "entropy", "top", "argmax"))]
     if "start2" in named:
-        of_view = places("start2", "rest2", "entropy2")
-        statistics.merge_ranks(outputs_of(named, "2"), *of_all, gathered.ratio2, of_view, known_targets)
+        softmaxes.append((outputs_of(named, "2"), gathered.ratio2, ("start2", "rest2", "entropy2", "top", "argmax")))
     if "teacher_start" in named:
-        of_teacher = places("teacher_start", "teacher_rest", "", "teacher_")
-        statistics.merge_ranks(teacher_outputs(out), *of_all, 1.0, of_teacher, known_targets)
+        names = "teacher_start", "teacher_rest", "", "teacher_top", "teacher_argmax"
+        softmaxes.append((teacher_outputs(out), 1.0, names))
+    for outputs, ratio, names in softmaxes:
+        places = [at.get(name, -1) for name in ("target_logit", "weighted_sum", *names)]
+        statistics.merge_ranks(
+            outputs, gathered.message, gathered.zero_or_nan, gathered.target, ratio,
+            dict(zip(PLACES, places, strict=True)), gathered.known_targets,
+        )  # fmt: skip
     if out.column_logits is not None or out.top_k_logits is not None:
         merge_lists(unpack(gathered.message.double(), out, gathered.names), out)
 
 
-def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, pairs: bool) -> None:
+def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, alone: bool, pairs: bool) -> None:
     session = GivenLogits(head, demand, rows.hidden, None)
-    session.stats(rows, out)
+    session.stats(rows, out) if alone else session.read_both(rows)
     if pairs:
         session.pair_stats(rows, out)
-
-
-def logits_pair_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
-    session = GivenLogits(head, demand, rows.hidden, None)
-    session.read_both(rows)
-    session.pair_stats(rows, out)
 
 
 def logits_grad(

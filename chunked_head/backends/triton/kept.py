@@ -3,12 +3,12 @@
 from torch import Tensor
 
 from ...core.stats import Coefficients, RowStats
+from ...kernels.common.operands import KeptEntries
 from ...kernels.gradients import launch as gradients
-from ...kernels.gradients.launch import NO_SOFTMAX, Softmax, Terms
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
 from ..kept import KeptColumns
-from .session import outputs_of, ratio_of, transform
+from .session import outputs_of, ratio_of, terms_of, transform
 
 
 class TritonKeptColumns(KeptColumns):
@@ -19,31 +19,23 @@ class TritonKeptColumns(KeptColumns):
             transform(head, self.rows.scale),
         )  # fmt: skip
 
-    def of(self, at: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The entries' columns, where those of rows ``at`` begin and end, and those rows' targets."""
-        return self.kept.columns, self.kept.starts[at], self.kept.ends[at], self.rows.target[at]
+    def entries(self, at: slice) -> KeptEntries:
+        return KeptEntries(self.kept.columns, self.kept.starts[at], self.kept.ends[at], self.rows.target[at])
 
     def softmax_stats(self, at: slice, out: RowStats) -> None:
         for suffix, view in zip(("", "2"), self.demand.views, strict=False):
             outputs, ratio = outputs_of(out.named(), suffix), ratio_of(view.ratio)
-            statistics.kept_stats(outputs, self.logits, *self.of(at), ratio, self.kept.everywhere)
+            statistics.kept_stats(outputs, self.logits, self.entries(at), ratio, self.kept.everywhere)
 
     def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
-        c, second = coefficients, NO_SOFTMAX
-        if len(self.demand.views) > 1:
-            second = Softmax(stats.start2, stats.rest2, c.alpha2, c.eta2, ratio_of(self.demand.views[1].ratio))
         scale = None if self.rows.scale is None else self.rows.scale[at]
-        *entries, target = self.of(at)
-        first = Softmax(stats.start, stats.rest, c.alpha, c.eta)
-        terms = Terms(target, stats.target_logit, c.beta, None, first, second)
-        gradients.kept_grad(self.dlogits, self.logits, *entries, terms, transform(self.head, scale))
+        entries = self.entries(at)
+        terms = terms_of(self.demand, entries.target, stats, coefficients)
+        gradients.kept_grad(self.dlogits, self.logits, entries, terms, transform(self.head, scale))
 
     def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
-        columns, begins, ends, _ = self.of(at)
         order = None if self.rows.order is None else self.rows.order[at]
-        gradients.kept_dhidden(
-            out, self.dlogits, self.head.weight, columns, begins, ends, order, gain, self.kept.everywhere
-        )
+        gradients.kept_dhidden(out, self.dlogits, self.head.weight, self.entries(at), order, gain, self.kept.everywhere)
 
     def put_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor, add: bool) -> None:
         rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()

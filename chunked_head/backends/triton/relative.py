@@ -172,14 +172,13 @@ class RelativeSession(OwnProducts):
     def grad_beside_(self, dlogits: Tensor, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
         """The gradient beside a teacher whose logits are made here, some rows at a time, and its statistics: the pass
         over both makes the divergence too."""
-        count, offset = len(dlogits), self.stored_strips.offset
+        count = len(dlogits)
         for at in slices(count, self.teacher_rows):
             some, out = rows.at(at), stats.at(at)
             self.teacher_stats(some, out)
-            stored = self.stored._replace(logits=self.stored.logits[at], offset=offset[:, at])
             forward_kl, entropy = (None if part is None else part[:, at] for part in self.parts)
             self.differentiate_(
-                dlogits[at], stored, self.head, 0, some, out, coefficients.at(at), self.teacher_stored,
+                dlogits[at], self.stored.at(at), self.head, 0, some, out, coefficients.at(at), self.teacher_stored,
                 self.differentiated(some), (forward_kl, entropy),
             )  # fmt: skip
         parts = [None if part is None else part[:, :count] for part in self.parts]
@@ -233,14 +232,12 @@ class FastSession(RelativeSession):
         self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
     ) -> None:
         exp, count = self.stored.logits, rows.target.shape[0]
-        assert coefficients.alpha is not None and coefficients.beta is not None
         softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
         # nobody reads the chunk's hidden states after this but the weight's gradient
         gradients.level_rows(
-            exp, softmax_factor, target_factor, None if grads.weight is None else rows.hidden, rows.target,
-            self.stored_strips, self.gpu.strip_width(self.sizes.hidden, relative=False),
-            self.level, stats.target_logit, stats.start, stats.rest, stats.logprob, coefficients.alpha,
-            coefficients.beta, transform(self.head, rows.scale), counted_of(rows),
+            exp, softmax_factor, target_factor, None if grads.weight is None else rows.hidden,
+            self.stored_strips, self.gpu.strip_width(self.sizes.hidden, relative=False), self.level, stats.logprob,
+            self.terms(rows, stats, coefficients, 0, self.vocab), transform(self.head, rows.scale), counted_of(rows),
         )  # fmt: skip
         if grads.hidden is not None:
             factors = products.Factors(rows.target, softmax_factor, target_factor)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ...core.stats import LOG_FLOOR, Coefficients, Head, Rows, RowStats, Teacher
+from ...core.stats import PAIR_STATS, Coefficients, Demand, Head, Rows, RowStats, Teacher
 from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Transform
 from ...kernels.gradients import launch as gradients
 from ...kernels.gradients.launch import NO_SOFTMAX, Beside, Softmax, Terms
@@ -12,7 +12,7 @@ from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
 from ...kernels.statistics.launch import Outputs
 from ...program.plans import Plan
-from ..dlogits import AddsDlogits
+from ..session import Session
 
 
 def transform(head: Head | Teacher, scale: Tensor | None) -> Transform:
@@ -41,6 +41,14 @@ def ratio_of(ratio: float) -> float | None:
     return None if ratio == 1.0 else float(ratio)
 
 
+def terms_of(demand: Demand, target: Tensor, stats: RowStats, c: Coefficients, columns2: int = 0) -> Terms:
+    """What a gradient is made of; ``columns2``: of a second softmax."""
+    second = NO_SOFTMAX
+    if stats.start2 is not None:
+        second = Softmax(stats.start2, stats.rest2, c.alpha2, c.eta2, ratio_of(demand.views[1].ratio), columns2)
+    return Terms(target, stats.target_logit, c.beta, c.kappa, Softmax(stats.start, stats.rest, c.alpha, c.eta), second)
+
+
 def counted_of(rows: Rows) -> Counted:
     return Counted(rows.counted, rows.first)
 
@@ -50,7 +58,7 @@ def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
     return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
 
 
-class KernelSession(AddsDlogits):
+class KernelSession(Session):
     """What sessions with a pass over stored logits share: second views, teachers, columns, gradients."""
 
     stored: Stored
@@ -82,11 +90,9 @@ class KernelSession(AddsDlogits):
         start, rest = (out.start2, out.rest2) if pairing.view else (out.start, out.rest)
         assert start is not None and rest is not None
         statistics.pair_stats(
-            out.forward_kl, out.reverse_kl, out.teacher_entropy, out.kl_mixture, out.jsd, out.tvd, out.below,
-            out.overlap,
-            self.stored, start, rest, ratio_of(demand.views[pairing.view].ratio),
-            self.teacher_stored, out.teacher_start, out.teacher_rest,
-            pairing.columns, pairing.beta, LOG_FLOOR,
+            [getattr(out, name) for name in PAIR_STATS],
+            self.stored, (start, rest), ratio_of(demand.views[pairing.view].ratio),
+            self.teacher_stored, (out.teacher_start, out.teacher_rest), pairing.columns, pairing.beta,
         )  # fmt: skip
 
     def store_teacher(self, rows: Rows, normalize: Outputs) -> Stored:
@@ -101,14 +107,6 @@ class KernelSession(AddsDlogits):
         if normalize is not None:
             statistics.row_stats(normalize, stored, stored.logits.shape[1])
         return stored
-
-    def second(self, stats: RowStats, coefficients: Coefficients, first: int, columns: int) -> Softmax:
-        if stats.start2 is None:
-            return NO_SOFTMAX
-        view = self.demand.views[1]
-        here = min(max((view.columns or self.vocab) - first, 0), columns)
-        c = coefficients
-        return Softmax(stats.start2, stats.rest2, c.alpha2, c.eta2, ratio_of(view.ratio), here)
 
     def differentiate_(
         self,
@@ -130,7 +128,7 @@ class KernelSession(AddsDlogits):
             beside = Beside(
                 teacher, stats.teacher_start, stats.teacher_rest,
                 min(max(pairing.columns - first, 0), columns), pairing.view == 1,
-                c.gamma, c.rho, c.tau, c.theta, pairing.beta, LOG_FLOOR, *parts,
+                c.gamma, c.rho, c.tau, c.theta, pairing.beta, *parts,
             )  # fmt: skip
         common = self.terms(rows, stats, c, first, columns)
         gradients.row_grad(
@@ -141,8 +139,10 @@ class KernelSession(AddsDlogits):
 
     def terms(self, rows: Rows, stats: RowStats, c: Coefficients, first: int, columns: int) -> Terms:
         """What the gradient of a tile's columns is made of."""
-        softmaxes = Softmax(stats.start, stats.rest, c.alpha, c.eta), self.second(stats, c, first, columns)
-        return Terms(rows.target, stats.target_logit, c.beta, c.kappa, *softmaxes)
+        columns2 = 0
+        if stats.start2 is not None:
+            columns2 = min(max((self.demand.views[1].columns or self.vocab) - first, 0), columns)
+        return terms_of(self.demand, rows.target, stats, c, columns2)
 
     def replace_columns_(
         self,

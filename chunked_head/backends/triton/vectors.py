@@ -63,11 +63,7 @@ class NoKernelError(Exception):
 
 
 class VectorKernel:
-    """``kernel(inputs, rows, chunk, table)`` for tokens ``rows`` of inputs that hold all tokens' numbers.
-
-    Outputs for the chunk are stored in the rows of ``chunk`` [outputs, tokens of the chunk], those for all tokens at
-    the tokens' places in the rows of ``table`` [outputs, tokens].
-    """
+    """As ``protocol.VectorKernel``, of a source that reads these inputs, of which some have rows."""
 
     def __init__(self, source: str, used: Sequence[int], strided: Sequence[int]):
         self.used, self.strided = tuple(used), tuple(strided)
@@ -94,11 +90,7 @@ class VectorKernel:
 def vector_kernel(
     function: Function, inputs: Sequence[Tensor], token_dims: Sequence[int | None]
 ) -> VectorKernel | None:
-    """A kernel of ``function`` for inputs like these, None where it can have none.
-
-    ``token_dims``: the dimension of each input that tokens are counted along, or None. ``function`` returns the outputs
-    for a chunk and those for all tokens, each [n].
-    """
+    """As ``protocol.Backend`` has it: None where the function can have none."""
     try:
         one, other = (Writer(*trace(function, inputs, token_dims, n), token_dims) for n in LENGTHS)
     except Exception:  # whatever a trace or a function may raise: run as it is, the function raises it as well
