@@ -32,7 +32,7 @@ FILES = {
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
     "h100": "speed-cuda-h100.json", "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
-    "framework-steps": "framework_steps-cuda.json",
+    "framework-steps": "framework_steps-cuda.json", "framework-axolotl": "framework_steps-axolotl-cuda.json",
 }  # fmt: skip
 NAMES = {
     "floor": "three matmuls alone", "ours": "**chunked_head**", "eager": "plain PyTorch", "compile": "torch.compile",
@@ -153,14 +153,16 @@ def framework_steps() -> str:
     def figures(way: dict[str, Any]) -> list[str]:
         return [f"{way['ms']:.1f} ms", f"{way['peak_bytes'] / 2**30:.1f} GiB"] if "ms" in way else [way["status"], "-"]
 
+    sources = "framework-steps", "framework-axolotl"  # of a framework the last one counts
+    rows = {(row["framework"], row["case"]): row for name in sources for row in read(name)["rows"] if "ways" in row}
     lines = []
-    for row in (row for row in read("framework-steps")["rows"] if "ways" in row):
+    for row in rows.values():
         *theirs, (_, ours) = row["ways"].items()
         for name, way in theirs:
             title = f"{row['framework']} {row['version']}, {row['case']}: {name}"
             lines.append([title, *figures(way), *figures(ours), row["lines"]])
     head = ["", "step, its head", "peak, its head", "step, here", "peak, here", "lines to change"]
-    return table(head, lines, "framework-steps")
+    return table(head, lines, *sources)
 
 
 def accuracy() -> str:

@@ -59,7 +59,8 @@ def test_steps_of_frameworks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     made = {"rows": rows, "device": "a GPU", "versions": {"torch": "2"}, "date": "2026-01-02T", "commit": "1234567890"}
     path = tmp_path / "steps.json"
     path.write_text(json.dumps(made | {"command": "python -m benchmarks.framework_steps --output x/y.json"}))
-    monkeypatch.setitem(report.FILES, "framework-steps", str(path))
+    for name in ("framework-steps", "framework-axolotl"):
+        monkeypatch.setitem(report.FILES, name, str(path))
     lines = report.framework_steps().splitlines()
     assert lines[2:5] == [
         "| verl 0.9.1, PPO: its own | 71.8 ms | 18.0 GiB | 53.8 ms | 5.4 GiB | 2 |",
