@@ -147,6 +147,19 @@ def test_lengths_on_a_gpu(call: Callable[[Data], Any], rows_of_calls: list[int |
     assert set(rows_of_calls) == {128}
 
 
+def test_values_may_be_changed_in_place(by_triton: None, by_address: None) -> None:
+    """They are the caller's, whether a recording or the call has made them."""
+    for i, tokens in enumerate(LENGTHS):
+        d = make_data(torch.bfloat16, "cpu", tokens, seed=i)
+        found = linear_logprobs(d.hidden, d.weight, d.target, entropy=True)
+        expected = torch.autograd.grad((found[0] * 2 + found[1] * 3).sum(), d.hidden, retain_graph=True)
+        found[0].mul_(2)
+        found[1].mul_(3)
+        ours = torch.autograd.grad((found[0] + found[1]).sum(), d.hidden)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    assert replay.REPLAYS
+
+
 @pytest.mark.parametrize(
     "options",
     [{"memory_budget": "8MiB"}, {"chunk_tokens": 32}, {"skip_ignored": True}, {"backend": "torch"}],

@@ -39,7 +39,8 @@ class Forward(NamedTuple):
         """The outputs of a call of so many rows: of each, or numbers."""
         if not self.padded:
             return self.outputs
-        return tuple([output[:rows] if output.dim() else output for output in self.outputs])
+        # as no view that autograd knows of: these may not be changed in place, which an output of ours may
+        return tuple([output[:rows].detach() if output.dim() else output for output in self.outputs])
 
     def bare(self) -> "Forward":
         """Without what has been handed over."""
