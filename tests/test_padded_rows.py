@@ -16,8 +16,9 @@ from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan
 from chunked_head.backends import resolve
-from chunked_head.engine import program
+from chunked_head.engine import call, program
 from chunked_head.engine.replay import replay
+from chunked_head.program import planner
 from chunked_head.program.plans import padded_rows
 
 CASES = [
@@ -158,6 +159,26 @@ def test_values_may_be_changed_in_place(by_triton: None, by_address: None) -> No
         ours = torch.autograd.grad((found[0] + found[1]).sum(), d.hidden)
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
     assert replay.REPLAYS
+
+
+def test_a_chunk_without_a_token_is_not_recorded(
+    by_triton: None, by_address: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call knows nothing of where the tokens of a longer one lie in it."""
+    monkeypatch.setattr(planner, "balanced", lambda tokens, most: 16)
+    for plans in (planner.make_plan.cache_clear, call.PLANS.clear):
+        plans()
+
+    def once(i: int) -> list[Tensor | None]:
+        d = make_data(torch.bfloat16, "cpu", (20, 20, 60, 64)[i], seed=i)
+        hidden = d.hidden[0].detach().requires_grad_()
+        out = linear_loss(hidden, d.weight.detach(), d.target[0], losses.cross_entropy())
+        assert out.plan.chunk_tokens == 16 and out.plan.sizes.tokens == 64
+        return [out.loss.detach(), *torch.autograd.grad(out.loss, hidden)]
+
+    assert_replayed(once)  # that of 60 tokens is
+    for plans in (planner.make_plan.cache_clear, call.PLANS.clear):
+        plans()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..backends import Backend, KeptColumns, KeptRows, Session
 from ..backends.gradients import Gradients
 from ..core.stats import Coefficients, Head, Rows, RowStats
-from ..kernels.common.recording import aside
+from ..kernels.common.recording import aside, refuse
 from ..parallel.merge import merge_blocks
 from ..parallel.shard import Shard
 from ..program.gradient_buffer import GradientBuffer
@@ -101,6 +101,8 @@ class Operands:
             session.clean_rows(made, self.raw, self.raw_order, stats)
         else:
             whole = order is not None or count == self.tokens
+            if rows.start >= len(self.hidden):  # where another call's tokens of this chunk lie, this one cannot say
+                refuse("a chunk without a token")
             # of rows that follow the call's own there is nothing to read
             source = self.hidden if whole else self.hidden[min(rows.start, len(self.hidden) - 1) : rows.stop]
             session.clean_rows(made, source, order, stats)
