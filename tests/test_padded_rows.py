@@ -17,7 +17,7 @@ from torch import Tensor
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan
 from chunked_head.backends import resolve
 from chunked_head.engine import call, program
-from chunked_head.engine.replay import replay
+from chunked_head.engine.replay import kinds, replay
 from chunked_head.program import planner
 from chunked_head.program.plans import padded_rows
 
@@ -179,6 +179,22 @@ def test_a_chunk_without_a_token_is_not_recorded(
     assert_replayed(once)  # that of 60 tokens is
     for plans in (planner.make_plan.cache_clear, call.PLANS.clear):
         plans()
+
+
+def test_tensors_that_share_memory_are_of_a_kind_with_others_alike() -> None:
+    """Of the weight and a part of it a recording knows one address; it is for parts that are as long."""
+    weight = torch.zeros(64, 64, dtype=torch.bfloat16)
+    target = torch.zeros(64, dtype=torch.int64)
+
+    def kind(hidden: Tensor) -> Any:
+        given = {"hidden": hidden, "weight": weight, "target": target[: len(hidden)]}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kinds, "DEVICES", {"cpu"})
+            return kinds.Arguments(linear_cross_entropy, given, {}).kind
+
+    kinds_of = [kind(hidden) for hidden in (weight, weight[:48], weight[:40], torch.zeros_like(weight))]
+    assert None not in kinds_of and kinds_of[1] == kinds_of[2]
+    assert len(set(kinds_of)) == 3
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,10 @@ class Arguments:
              tensor.requires_grad, addresses[i] & 15)
             for i, tensor in enumerate(tensors)
         ]  # fmt: skip
-        shared = tuple(map(addresses.index, addresses)) if len(set(addresses)) < len(addresses) else ()
+        shared: tuple[int, ...] = ()
+        if len(set(addresses)) < len(addresses):  # one tensor given twice, or parts of one that are as long
+            spans = [(address, tensor.nbytes) for address, tensor in zip(addresses, tensors, strict=True)]
+            shared = tuple(map(spans.index, spans))
         device, shift = hidden.device, given.get("shift", 0)
         beyond = type(shift) is int and bool(leading) and leading[-1] <= shift  # which is an error
         cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
