@@ -184,7 +184,6 @@ def launch(record: Launch) -> Step:
     numbers = record.numbers
     known = [(*at, *kind) for at, kind in zip(descriptors, described, strict=True)]
     in_c: list[InC | None] = []  # once it is known
-    maps: list[dict[int, Any]] = [{} for _ in descriptors]  # of each descriptor, by its address
 
     def given(addresses: list[int], stream: int) -> list[Any]:
         found = arguments.copy()
@@ -197,34 +196,23 @@ def launch(record: Launch) -> Step:
             descriptor.__dict__.update(attributes, base=Address(addresses[slot] + offset))
         return found
 
-    def seen(addresses: list[int], stream: int) -> InC | None:
-        made = InC.of(record, given(addresses, stream))
-        if made is not None:
-            for i, (_, slot, offset), of in zip(made.maps, descriptors, maps, strict=True):
-                if len(of) >= MOST_ADDRESSES:
-                    of.clear()
-                of[addresses[slot] + offset] = made.words[i]
-        return made
-
     def step(held: list[Any], addresses: list[int], stream: int) -> None:
         if not in_c:
-            in_c.append(seen(addresses, stream))
-        if in_c[0] is None:
+            in_c.append(InC.of(record, given(addresses, stream)))
+        direct = in_c[0]
+        if direct is None:
             run(*given(addresses, stream))
             return
-        function, words, at, places, maps_at = in_c[0]
+        function, words, at, numbers_at, maps = direct
         words = words.copy()
         words[at] = stream
-        for i, slot, offset in places:
+        for i, slot, offset in numbers_at:
             words[i] = addresses[slot] + offset
-        for i, (_, slot, offset), of in zip(maps_at, descriptors, maps, strict=True):
-            address = addresses[slot] + offset
+        for i, slot, offset, by_address in maps:
             try:
-                words[i] = of[address]
+                words[i] = by_address[addresses[slot] + offset]
             except KeyError:
-                made = seen(addresses, stream)
-                assert made is not None
-                words[i] = made.words[i]
+                words[i] = direct.described(run, given(addresses, stream), addresses)[i]
         function(*words)
 
     return step
@@ -241,7 +229,17 @@ class InC(NamedTuple):
     words: list[Any]
     stream_at: int
     numbers: list[tuple[int, int, int]]
-    maps: list[int]  # which of the words are those of the descriptors, in their order
+    maps: list[tuple[int, int, int, dict[int, Any]]]  # which of the words, where it lies, and those of other addresses
+
+    def described(self, run: Callable[..., None], given: list[Any], addresses: list[int]) -> list[Any]:
+        """The words of another launch, whose maps are remembered."""
+        found = flattened(run, given)
+        assert found is not None
+        for i, slot, offset, by_address in self.maps:
+            if len(by_address) >= MOST_ADDRESSES:
+                by_address.clear()
+            by_address[addresses[slot] + offset] = found[1][i]
+        return found[1]
 
     @classmethod
     def of(cls, record: Launch, given: list[Any]) -> "InC | None":
@@ -254,11 +252,17 @@ class InC(NamedTuple):
         if found is None:
             return None
         function, words = found
+        _, again = flattened(record.run, given) or found
         places = [[i for i, word in enumerate(words) if word is mark] for mark in marks]
         # what stands behind a map is its shape and strides, which are the same for all addresses
-        maps = [i for i, word in enumerate(words) if type(word) not in PLAIN and not any(word is one for one in given)]
+        anew = [i for i, (one, other) in enumerate(zip(words, again, strict=True)) if one is not other]
+        maps = [i for i in anew if type(words[i]) not in PLAIN]
         if any(len(place) != 1 for place in places) or len(maps) != len(record.descriptors):
             return None
         (stream,), *others = places
         numbers = [(i, slot, offset) for (i,), (_, slot, offset) in zip(others, record.numbers, strict=True)]
-        return cls(function, words, stream, numbers, maps)
+        described = [
+            (i, slot, offset, {given[at].base.data_ptr(): words[i]})
+            for i, (at, slot, offset) in zip(maps, record.descriptors, strict=True)
+        ]
+        return cls(function, words, stream, numbers, described)
