@@ -7,7 +7,7 @@ import graph_calls
 import pytest
 import torch
 from budget import assert_outcome
-from cases import FAST_OPTIONS, GPU, SINGLE, TRITON, Case, Place, bias, per_token, run, run_reference
+from cases import FAST_OPTIONS, GPU, HALVES, SINGLE, TRITON, Case, Place, bias, per_token, run, run_reference
 from graph_calls import Data, make_data, named
 from test_replay import assert_replayed, mixed
 from test_replay import on_cpu as on_cpu
@@ -60,16 +60,24 @@ def test_sizes() -> None:
     assert len({padded_rows(tokens) for tokens in range(1, 8193)}) == 16 + 1 + 64
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def combinations() -> list:
+    """Cases x dtypes x places; interpreted, each option once, on its path."""
+    found = []
+    for place in PLACES:
+        for case in CASES:
+            path = torch.bfloat16 if case.options.keys() <= FAST_OPTIONS else torch.float16
+            everything = place.values[0].device == "cuda"
+            for dtype in HALVES if everything else [path] if "-47" not in case.name else []:
+                name = f"{case.name}-{str(dtype)[6:]}-{place.id}"
+                found.append(pytest.param(case, dtype, place.values[0], marks=place.marks, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("case", "dtype", "place"), combinations())
 def test_cases(
     case: Case, dtype: torch.dtype, place: Place, rows_of_calls: list[int | None], request: pytest.FixtureRequest
 ) -> None:
     if place.device == "cpu":
-        fast = case.options.keys() <= FAST_OPTIONS
-        if dtype != (torch.bfloat16 if fast else torch.float16) or "-47" in case.name:
-            pytest.skip("interpreted, each option once")
         request.getfixturevalue("on_cpu")
     inputs = case.inputs(dtype, place.device)
     truth, eager = run_reference(inputs, torch.float64), run_reference(inputs, dtype)
