@@ -149,7 +149,7 @@ def plan(
     parts_of_loss: list[Summand | Metric] = [*(summand for _, summand in loss.terms), *measured]
     fields = [field for part in parts_of_loss for field in part.fields]
     on_a_gpu = place.type == "cuda" and ranks == 1 and not skip_ignored and chosen.bounds_rows(store)
-    if on_a_gpu and may_pad(loss, measured, fields, kinds_of(parts_of_loss), request):
+    if on_a_gpu and may_pad(parts_of_loss, fields, kinds_of(parts_of_loss), request):
         tokens = padded_rows(tokens)
     sizes = Sizes(
         tokens, hidden, parts[0], dtype, largest_part=parts[0] if ranks > 1 else None,

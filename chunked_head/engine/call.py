@@ -167,7 +167,7 @@ def run(task: Task, program: Program, rows: int | None = None) -> Outcome:
     made = planned(prepared, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
     # the first that ranks with other tokens send each other: what one of them refuses is known by now
     objective = task.objective(prepared)
-    call = replace(made.call(prepared, objective), padded=rows is not None)
+    call = made.call(prepared, objective, padded=rows is not None)
     found: list[Forward] = []
     outputs = HeadLoss.apply(made.rows, head.weight, head.bias, functools.partial(forward_of, call), found)
     if prepared.packing is not None and task.per_token:
@@ -188,7 +188,7 @@ class Planned(NamedTuple):
     plan: Plan
     spans: Spans | None
 
-    def call(self, prepared: PreparedCall, objective: Objective) -> Call:
+    def call(self, prepared: PreparedCall, objective: Objective, padded: bool = False) -> Call:
         """With what the ranks know of each other."""
         head, shard = prepared.head, prepared.head.shard
         assert isinstance(head, HeadOptions)
@@ -198,7 +198,7 @@ class Planned(NamedTuple):
                 words["segment_lengths"] = str(self.spans)
             shard = shard.agreed(self.plan, words, self.rows.device)
         options = prepared.logit_scale, prepared.softcap, self.request, head.gradient_buffer, self.packing, self.spans
-        return Call(self.plan, prepared.backend, objective, *options, shard)
+        return Call(self.plan, prepared.backend, objective, *options, shard, padded)
 
 
 # by program and by what else a plan depends on; of calls among ranks, or with a teacher's tensors, they are made anew

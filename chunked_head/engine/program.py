@@ -126,21 +126,16 @@ def build(task: Task, lasting: bool = False) -> Program:
         isinstance(head, HeadOptions) and not head.skip_ignored and not task.per_token and alone(losses, dtype),
         task.kept_everywhere or demand.columns_alone,
         isinstance(head, HeadOptions) and not head.skip_ignored and head.shard is None and head.tokens is None
-        and head.target is not None and may_pad(losses, metrics, wanted, known, head.request),
+        and head.target is not None and may_pad(parts, wanted, known, head.request),
         lasting,
     )  # fmt: skip
 
 
 def may_pad(
-    losses: Losses,
-    metrics: Sequence[Metric],
-    wanted: Iterable[str],
-    known: Mapping[str, Field],
-    request: Request,
+    parts: Sequence[Summand | Metric], wanted: Iterable[str], known: Mapping[str, Field], request: Request
 ) -> bool:
     """Whether rows that do not count may follow the tokens' own without anyone's notice: kernels alone read what goes
     with tokens, functions of users see none of it, and no limit of the caller's is on sizes."""
-    parts: list[Summand | Metric] = [*(summand for _, summand in losses.terms), *metrics]
     token = Field("token")
     numbers = all(field == "mask" or (known[field] == token and field != TEMPERATURE) for field in wanted)
     alone = all(part.unit == "token" and part.scope == "token" and is_own(part) for part in parts)
