@@ -79,6 +79,18 @@ def test_default_for_many_rows_is_a_chunk_of_2048_tokens(hidden: int, vocab: int
     assert shared.sizes.vocab == vocab and shared.chunks == 4 and shared.budget < 2.2 * 2048 * vocab
 
 
+@pytest.mark.parametrize(("loss", "sets"), [(losses.forward_kl(), 1.5), (losses.jsd(), 2.0)], ids=["forward_kl", "jsd"])
+def test_default_counts_a_teachers_logits_as_the_students(loss: losses.base.Losses, sets: float) -> None:
+    """Where they are made here: forward KL makes them for some of a chunk's rows at a time."""
+    made = plan(8192, **LLAMA, loss=loss, teacher_hidden=4096)
+    assert (made.chunks, made.chunk_tokens) == (4, 2048)
+    logits = 2 * 2048 * LLAMA["vocab"]
+    assert made.extra_bytes <= made.budget < (1.2 if INTERPRETED else 1.1) * sets * logits
+    assert plan(2048, 4096, 64000, torch.bfloat16, loss=loss, teacher_hidden=4096, device="cuda").budget == 640 * MiB
+    given = plan(8192, **LLAMA, loss=loss)
+    assert given.budget == 640 * MiB and given.chunks == 4
+
+
 def test_default_falls_with_the_ranks() -> None:
     """Of ranks that share the vocabulary each one's memory is less than that of fewer, in fewer chunks."""
     made = [plan(8192, **LLAMA, ranks=ranks) for ranks in (1, 2, 4, 8)]

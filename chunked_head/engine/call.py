@@ -222,7 +222,7 @@ def planned(
     # a view shares memory with what it views, a copy does not
     copied = rows.numel() > 0 and rows.data_ptr() != hidden.data_ptr()
     if packing is not None and packing.waited:
-        rows, packing = packing.pack(rows), None
+        rows, packing = packing.pack_rows(rows), None
         copied = rows.numel() > 0
     placed = Placed(
         prepared.token_rows.target.shape[0], wants, again, packing is not None, prepared.groups is not None, copied,

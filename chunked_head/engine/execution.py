@@ -81,9 +81,10 @@ class Execution(TypedDict, total=False):
     Attributes:
         memory_budget: bytes, or a string such as "512MiB", that everything beside the gradients (and under autocast the
             cast weight) may take. None: 640 MiB, or what a chunk of 2048 tokens takes where its logits alone, in the
-            operands' dtype, are more; and where that would mean more than 8 chunks of a 16-bit weight's gradient, an
-            fp32 accumulator of it on top. On each of several ranks that share the vocabulary 640 MiB over the square
-            root of their number, or of 16, where that leaves chunks of 2048 tokens. See ``chunked_head.plan``.
+            operands' dtype and with those of a teacher that gives hidden states, are more; and where that would mean
+            more than 8 chunks of a 16-bit weight's gradient, an fp32 accumulator of it on top. On each of several ranks
+            that share the vocabulary 640 MiB over the square root of their number, or of 16, where that leaves chunks
+            of 2048 tokens. See ``chunked_head.plan``.
         chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives.
         accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
             weight's own over few chunks), ``torch.float32`` or the weight's dtype.

@@ -2,6 +2,7 @@
 belong together side by side."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,11 @@ class Packing:
         """Values [tokens, ...] in this order [kept, ...]."""
         return values.index_select(0, self.order)
 
+    def pack_rows(self, hidden: Tensor) -> Tensor:
+        """The same of hidden states, whose gradient comes back by a copy: ``index_select`` would add it, for which it
+        takes seven times as long."""
+        return RowsInOrder.apply(hidden, self.order)
+
     def places(self, rows: Tensor) -> Tensor:
         """Where rows of the call stand in this order, -1 for those that are none."""
         place = torch.full((self.tokens + 1,), -1, dtype=torch.int64, device=rows.device)
@@ -51,3 +57,21 @@ class Packing:
         """Values [kept, ...] at their tokens' places [tokens, ...], 0 elsewhere; differentiable."""
         everywhere = values.new_zeros(self.tokens, *values.shape[1:])
         return everywhere.index_copy(0, self.order, values)
+
+
+class RowsInOrder(torch.autograd.Function):
+    """Rows of a matrix, each at most once."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.count = len(rows)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        if len(order) < ctx.count:
+            return grad.new_zeros(ctx.count, grad.shape[1]).index_copy_(0, order, grad), None
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(ctx.count, device=order.device))
+        return grad.index_select(0, places), None

@@ -112,20 +112,21 @@ def divisible(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
 
 def default_budget(sizes: Sizes, ranks: int) -> int:
     """Bytes that a call may take where its caller says nothing: what a chunk of 2048 tokens does where its logits
-    alone, in the operands' dtype, are more than 640 MiB.
+    alone, in the operands' dtype and with those of a teacher that gives hidden states, are more than 640 MiB.
 
     Of ranks that share a vocabulary each is to do with less as they grow in number, and chunks become larger. A token's
     hidden states are as long on any number of ranks, so from 16 on it stays.
     """
     share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
     rows = int(GOOD_CHUNK * SLACK) if sizes.by_segments else GOOD_CHUNK
-    logits = rows * sizes.vocab * sizes.element
+    columns = sizes.vocab + (sizes.teacher_columns if sizes.teacher_store is not None else 0)
     # a copy of all hidden states is no part of a chunk; where it brings pairs together it comes on top
     copy = sizes.own_tokens * sizes.hidden * sizes.hidden_dtype.itemsize if sizes.copied and sizes.by_segments else 0
+    logits, stored = rows * columns * sizes.element, 0 if sizes.store == "kept" else rows * columns * sizes.logit_bytes
     if logits <= share:
         return share + copy
     memory = forward_memory(replace(sizes, copied=copy > 0), sizes.hidden_dtype, sizes.weight_dtype)
-    return logits + memory.extra(rows) - sizes.gradient_kept_bytes(rows)
+    return memory.extra(rows) - stored + logits
 
 
 def fastest(sizes: Sizes, request: Request) -> Plan:

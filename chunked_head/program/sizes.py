@@ -20,7 +20,7 @@ PLAIN = Demand()
 Store = Literal["fast", "relative", "logits", "kept"]  # the last: no logits, tokens keep sets of columns
 # of a teacher's logits at a time, where nothing waits for all of a chunk's: the weight is read again for each so many,
 # which is half as long as its product takes; a multiple of the rows that other products read at a time
-TEACHER_ROWS = 4 * PRODUCT_ROWS
+TEACHER_ROWS = 6 * PRODUCT_ROWS
 
 
 @dataclass(frozen=True)

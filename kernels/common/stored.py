@@ -67,15 +67,20 @@ def load_block(
     logit_scale,
     softcap,
     row_scale,
+    row_start=None,  # of relative logits, with row_rest: their log-probabilities (x - row_start) + row_rest are wanted
+    row_rest=None,
 ):
-    """A block of rows and columns, as the softmax sees it; anything outside."""
+    """A block of rows and columns, as the softmax sees it; outside -inf where logits are relative, else anything."""
     at = logits_ptr + offs_row.to(tl.int64)[:, None] * stride + offs[None, :]
-    x = tl.load(at, mask=in_rows[:, None] & in_columns[None, :], other=0.0).to(tl.float32)
+    mask = in_rows[:, None] & in_columns[None, :]
     if strip_offset_ptr is not None:
         offset_at = strip_offset_ptr + tl.cast(start // STRIP, tl.int64) * strip_stride + offs_row
-        x += tl.load(offset_at, mask=in_rows, other=0.0)[:, None]
+        offset = tl.load(offset_at, mask=in_rows, other=0.0)[:, None]
+        if row_start is not None:
+            offset = (offset - row_start) + row_rest
+        return tl.load(at, mask=mask, other=float("-inf")).to(tl.float32) + offset
     else:
+        x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             x += tl.load(bias_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        x = transform_logits(x, logit_scale, softcap, row_scale)
-    return x
+        return transform_logits(x, logit_scale, softcap, row_scale)

@@ -40,7 +40,8 @@ def fused_softmax_term(
 
 
 @triton.jit
-def teacher_terms(
+def add_teacher_terms(
+    grad,
     log_p,
     log_q,
     gamma,  # or None, like all that follow
@@ -50,9 +51,8 @@ def teacher_terms(
     LOG_BETA: tl.constexpr,
     LOG_REST: tl.constexpr,
 ):
-    """The second line of the identity."""
+    """With the second line of the identity."""
     p, q = tl.exp2(log_p * log2_e), tl.exp2(log_q * log2_e)
-    grad = tl.zeros(p.shape, dtype=tl.float32)
     if gamma is not None:
         grad -= gamma * q
     if rho is not None:
@@ -79,6 +79,8 @@ def log_probability(
         if ratio2 is not None:
             x = x * ratio2
         return (x - start2) + rest2
+    elif start is None:
+        return x
     else:
         return (x - start) + rest
 
@@ -96,7 +98,7 @@ def logits_gradient(
     target_logit,
     beta,
     kappa,
-    start,  # log p = (x - start) + rest
+    start,  # log p = (x - start) + rest; None with rest where x, and target_logit, are log p already
     rest,
     alpha,
     eta,
@@ -123,11 +125,15 @@ def logits_gradient(
     # the target's column from its exact logit: p - 1 out of a rounded p would lose everything as p nears 1
     if is_target is not None:
         x = tl.where(is_target, target_logit, x)
-    log_p = (x - start) + rest
+    log_p = x
+    if start is not None:
+        log_p = (x - start) + rest
     grad = added
     if alpha is not None:
-        fused = ROUNDED and eta is None
-        term = fused_softmax_term(x, start, rest, alpha) if fused else softmax_term(log_p, alpha, eta)
+        if ROUNDED and eta is None and start is not None:
+            term = fused_softmax_term(x, start, rest, alpha)
+        else:
+            term = softmax_term(log_p, alpha, eta)
         grad = term if grad is None else grad + term
     log_p2 = log_p
     if start2 is not None:
@@ -153,5 +159,5 @@ def logits_gradient(
         grad -= kappa if omega is None else kappa * omega
     if log_q is not None:
         beside = log_p2 if SECOND else log_p
-        grad += teacher_terms(beside, log_q, gamma, rho, tau, theta, LOG_BETA, LOG_REST)
+        grad = add_teacher_terms(grad, beside, log_q, gamma, rho, tau, theta, LOG_BETA, LOG_REST)
     return grad * transform_derivative(x, logit_scale, softcap, row_scale)

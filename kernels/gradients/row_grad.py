@@ -80,10 +80,15 @@ def row_grad_kernel(
         # products read as many rows as a tile has
         behind = tl.cdiv(counted_rows(count_ptr, first_row, rows), PRODUCT_ROWS) * PRODUCT_ROWS
         last = tl.where((tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS < behind, columns, 0)
-    wide_row = offs_row.to(tl.int64)[:, None]
-    target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)[:, None]
+    wide_row, written = offs_row.to(tl.int64)[:, None], in_rows
+    target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1)
     counts = target >= 0
-    target = (target - first_column).to(tl.int32)
+    target = (target - first_column).to(tl.int32)[:, None]
+    # Relative logits are read as log-probabilities, where neither a second softmax nor the slope of a cap needs them:
+    # what a row and a strip add is one number then. Of rows that do not count nothing is read.
+    LOGARITHMS: tl.constexpr = strip_offset_ptr is not None and start2_ptr is None and softcap is None
+    if LOGARITHMS:
+        in_rows = in_rows & counts
     # per row, and so before the loop over columns
     target_logit = load_column(target_logit_ptr, offs_row, in_rows)
     row_start = load_column(start_ptr, offs_row, in_rows)
@@ -104,51 +109,57 @@ def row_grad_kernel(
     rho = load_column(rho_ptr, offs_row, in_rows)
     tau = load_column(tau_ptr, offs_row, in_rows)
     theta = load_column(theta_ptr, offs_row, in_rows)
+    start_of_x, rest_of_x, row_start_left, row_rest_left = None, None, row_start, row_rest
+    if LOGARITHMS:
+        start_of_x, rest_of_x, row_start_left, row_rest_left = row_start, row_rest, None, None
+        target_logit = (target_logit - row_start) + row_rest
     if forward_kl_ptr is not None:
-        forward = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+        forward = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
     if teacher_entropy_ptr is not None:
-        entropy = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+        entropy = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
     for start in range(column_program * BLOCK, last, COLUMN_PROGRAMS * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         in_columns = offs < columns
-        mask = in_rows[:, None] & in_columns[None, :]
         x = load_block(
             logits_ptr, strip_offset_ptr, bias_ptr, offs_row, in_rows, strip_stride, logits_stride, start, offs,
-            in_columns, logit_scale, softcap, row_scale,
+            in_columns, logit_scale, softcap, row_scale, start_of_x, rest_of_x,
         )  # fmt: skip
         omega = None
         if kappa_ptr is not None and class_weights_ptr is not None:
             omega = tl.load(class_weights_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
         log_q = None
         if teacher_ptr is not None:
-            in_teacher = in_rows[:, None] & (offs < teacher_columns)[None, :]
-            y = load_block(
+            in_teacher = offs < teacher_columns
+            log_q = load_block(
                 teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, in_rows, strip_stride, teacher_stride,
-                start, offs, offs < teacher_columns, teacher_scale, teacher_softcap, teacher_row_scale,
+                start, offs, in_teacher, teacher_scale, teacher_softcap, teacher_row_scale, teacher_start, teacher_rest,
             )  # fmt: skip
-            log_q = tl.where(in_teacher, (y - teacher_start) + teacher_rest, float("-inf"))
+            if teacher_offset_ptr is None:
+                log_q = (log_q - teacher_start) + teacher_rest
+                log_q = tl.where(in_rows[:, None] & in_teacher[None, :], log_q, float("-inf"))
         # as pair_stats sums them: a probability of 0 has no part in a sum, whatever its logarithm
         if forward_kl_ptr is not None:
             q = tl.exp2(log_q * log2_e)
-            log_p = log_probability(x, row_start, row_rest, start2, rest2, ratio2, SECOND)
-            forward += tl.sum(tl.where(q > 0.0, q * (log_q - log_p), 0.0), 1)
+            log_p = log_probability(x, row_start_left, row_rest_left, start2, rest2, ratio2, SECOND)
+            forward += q * tl.where(q > 0.0, log_q - log_p, 0.0)
         if teacher_entropy_ptr is not None:
             q = tl.exp2(log_q * log2_e)
-            entropy -= tl.sum(tl.where(q > 0.0, q * log_q, 0.0), 1)
+            entropy -= q * tl.where(q > 0.0, log_q, 0.0)
         # summed from zero on: ptxas takes 32 registers so for plain rows, and 49 where the first term begins the sum
         zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         grad = logits_gradient(
             x, offs[None, :] == target, offs[None, :], omega, log_q, zero, target_logit, beta, kappa,
-            row_start, row_rest, alpha, eta, start2, rest2, alpha2, eta2, gamma, rho, tau, theta,
+            row_start_left, row_rest_left, alpha, eta, start2, rest2, alpha2, eta2, gamma, rho, tau, theta,
             logit_scale, softcap, row_scale, ratio2, columns2, SECOND, LOG_BETA, LOG_REST, False,
         )  # fmt: skip
-        # selection: where a row does not count a teacher's logits, or a bias, may be nan
-        grad = tl.where(counts, grad, 0.0)
+        if not LOGARITHMS:
+            # selection: where a row does not count a teacher's logits, or a bias, may be nan
+            grad = tl.where(counts[:, None], grad, 0.0)
         # a narrower dlogits[j] lands on the bytes of logits[j / 2]: all of the block must have been read
         tl.debug_barrier()
         at = dlogits_ptr + wide_row * dlogits_stride + offs[None, :]
-        tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
+        tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=written[:, None] & in_columns[None, :])
     if forward_kl_ptr is not None:
-        tl.store(forward_kl_ptr + column_program * parts_stride + offs_row, forward, mask=in_rows)
+        tl.store(forward_kl_ptr + column_program * parts_stride + offs_row, tl.sum(forward, 1), mask=in_rows)
     if teacher_entropy_ptr is not None:
-        tl.store(teacher_entropy_ptr + column_program * parts_stride + offs_row, entropy, mask=in_rows)
+        tl.store(teacher_entropy_ptr + column_program * parts_stride + offs_row, tl.sum(entropy, 1), mask=in_rows)
