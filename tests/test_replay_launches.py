@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_behind
 from chunked_head.kernels.common import launcher, recording
 from test_replay import assert_replayed
 from test_replay import on_cpu as on_cpu
@@ -155,14 +156,14 @@ def grpo(hidden: Tensor, weight: Tensor, target: Tensor, made: torch.Generator, 
     ).loss  # fmt: skip
 
 
+CALLS = [
+    (plain, torch.bfloat16, None), (capped, torch.bfloat16, 32), (grpo, torch.bfloat16, 32),
+    (plain, torch.bfloat16, 32), (plain, torch.float32, 32), (grpo, torch.float32, None),
+]  # fmt: skip
+
+
 @pytest.mark.compiled
-@pytest.mark.parametrize(
-    ("call", "dtype", "chunk_tokens"),
-    [
-        (plain, torch.bfloat16, None), (plain, torch.bfloat16, 32), (plain, torch.float32, 32),
-        (capped, torch.bfloat16, 32), (grpo, torch.bfloat16, 32), (grpo, torch.float32, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "dtype", "chunk_tokens"), slow_behind(3, CALLS))
 def test_two_calls_at_once(
     call: Callable[..., Tensor], dtype: torch.dtype, chunk_tokens: int | None, by_address: None
 ) -> None:
