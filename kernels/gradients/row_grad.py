@@ -130,8 +130,9 @@ def row_grad_kernel(
         log_q = None
         if teacher_ptr is not None:
             in_teacher = offs < teacher_columns
+            beside = in_rows & (start < teacher_columns)  # a strip behind the teacher's last has no offset
             log_q = load_block(
-                teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, in_rows, strip_stride, teacher_stride,
+                teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, beside, strip_stride, teacher_stride,
                 start, offs, in_teacher, teacher_scale, teacher_softcap, teacher_row_scale, teacher_start, teacher_rest,
             )  # fmt: skip
             if teacher_offset_ptr is None:
