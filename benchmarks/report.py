@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from chunked_head.kernels.common.gpus import GPUS
 
 from benchmarks import providers
 from chunked_head import plan
@@ -56,6 +57,10 @@ NAMES = {
     "grpo-temperature": "GRPO at temperature 0.8", "grpo-temperatures": "GRPO with a temperature per token",
     "streams": "cross-entropy of four streams of a quarter of the tokens each",
     "topk-alone": 'top-K distillation alone, `normalize="topk"`',
+}  # fmt: skip
+KNOWN = {
+    "sm_80": "A100", "sm_86": "RTX 3090, A40, A10", "sm_89": "RTX 4090, L40S, L4", "sm_90": "H100, H200",
+    "sm_100": "B200", "sm_103": "B300", "sm_120": "RTX 5090, RTX PRO 6000", "gfx942": "MI300, MI325", "gfx950": "MI350",
 }  # fmt: skip
 COLORS = ("#00798c", "#d1495b", "#edae49", "#30638e", "#7b4b94", "#5d6470", "#6a994e", "#bc6c25", "#e07a9b", "#3a3a3a")
 Points = Sequence[tuple[float, float]]
@@ -247,12 +252,34 @@ def plans() -> str:
     return table(["MiB", *(f"{tokens // 1024}K tokens" for tokens in sizes)], lines)
 
 
+def gpus() -> str:
+    """The architectures that the library has kernels for."""
+    measured = {"sm_90": "on an H200 and an H100", "sm_80": "compiled; run on an H200"}
+    lines = []
+    for name, gpu in GPUS.items():
+        operands = "tensor copies" if gpu.wide.described else "pointers"
+        how = f"{operands}, {gpu.wide.block_m} x {gpu.wide.block_n}; {'our own' if gpu.own_dhidden else 'BLAS'}"
+        lines.append([name, KNOWN[name], how, f"{gpu.shared:,} bytes", measured.get(name, "compiled only")])
+    logits = "logits: operands by, tile; gradient of hidden by"
+    return table(["architecture", "for example", logits, "shared memory", "measured"], lines)
+
+
+def forced(question: str, own: str, column: str, **equal: Any) -> str:
+    """Ratios with another GPU's kernels, and with this one's own."""
+    here, there = ({row[column]: f"{row['ratio']:.3f}" for row in rows_of(q, **equal)} for q in (question, own))
+    lines = [[NAMES.get(one, one.replace("x", " x ")), ratio, there[one]] for one, ratio in here.items()]
+    head = "tokens x hidden x vocabulary" if column == "shape" else ""
+    return table([head, "with sm_80's kernels", "with the H200's"], lines, question)
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "readme": lambda: heads("ours", "eager", "compile", "liger", "cce"), "heads": lambda: heads(source=("head",)),
     "default": default, "losses": all_losses, "accuracy": accuracy, "memory": memory, "models": models,
     "trainers": trainers, "framework-steps": framework_steps,
-    "peers": lambda: matrix("peers", "row", ("default", "compile", *providers.PACKAGES),
-                            lambda row: f"{row['ratios']['3 products']:.3f}"),
+    **{question: functools.partial(matrix, question, "row", ("default", "compile", *providers.PACKAGES),
+                                   lambda row: f"{row['ratios']['3 products']:.3f}") for question in ("peers", "h100")},
+    "gpus": gpus, "sm_80": lambda: forced("sm_80", "speed", "shape", row="default"),
+    "sm_80-losses": lambda: forced("sm_80-losses", "losses", "workload", shape="8192x4096x128256"),
     "options": lambda: matrix("speed", "row", ("half-skipped", "256MiB"), lambda row: f"{row['ratio']:.2f}"),
     "curves": curves, "parallel": parallel, "host": host, "cpu": cpu, "plans": plans,
     **{question: functools.partial(framework, question) for question in ("lm_eval", "ms-swift", "llamafactory")},
