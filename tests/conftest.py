@@ -41,8 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU, of a function with many cases a share runs, the same each time, and no test that is marked slow;
-    everything with ``--all``, on a GPU, and where somebody names tests."""
-    named = config.option.keyword or any("::" in argument for argument in config.args)
+    everything with ``--all``, on a GPU, and where somebody names files or tests."""
+    named = config.option.keyword or not all(os.path.isdir(argument) for argument in config.args)
     if HAS_GPU or named or config.getoption("--all"):
         return
     cases = defaultdict[tuple, list[pytest.Item]](list)
