@@ -43,7 +43,8 @@ class Packing:
         return values.index_select(0, self.order)
 
     def pack_rows(self, hidden: Tensor) -> Tensor:
-        """The same of hidden states, whose gradient comes back by a copy: ``index_select`` would add it, for takes five times as long."""
+        """The same of hidden states, whose gradient comes back by a copy: ``index_select`` would add it, which takes
+        five times as long."""
         return RowsInOrder.apply(hidden, self.order)
 
     def places(self, rows: Tensor) -> Tensor:
