@@ -122,10 +122,12 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     columns = sizes.vocab + (sizes.teacher_columns if sizes.teacher_store is not None else 0)
     # a copy of all hidden states is no part of a chunk; where it brings pairs together it comes on top
     copy = sizes.own_tokens * sizes.hidden * sizes.hidden_dtype.itemsize if sizes.copied and sizes.by_segments else 0
-    logits, stored = rows * columns * sizes.element, 0 if sizes.store == "kept" else rows * columns * sizes.logit_bytes
+    logits = rows * columns * sizes.element
     if logits <= share:
         return share + copy
     memory = forward_memory(replace(sizes, copied=copy > 0), sizes.hidden_dtype, sizes.weight_dtype)
+    # logits count as many bytes as they have in the operands' dtype, whatever the buffer keeps of them
+    stored = 0 if sizes.store == "kept" else rows * columns * sizes.logit_bytes
     return memory.extra(rows) - stored + logits
 
 

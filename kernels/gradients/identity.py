@@ -51,7 +51,7 @@ def add_teacher_terms(
     LOG_BETA: tl.constexpr,
     LOG_REST: tl.constexpr,
 ):
-    """With the second line of the identity."""
+    """``grad`` and the second line of the identity."""
     p, q = tl.exp2(log_p * log2_e), tl.exp2(log_q * log2_e)
     if gamma is not None:
         grad -= gamma * q
@@ -130,10 +130,7 @@ def logits_gradient(
         log_p = (x - start) + rest
     grad = added
     if alpha is not None:
-        if ROUNDED and eta is None and start is not None:
-            term = fused_softmax_term(x, start, rest, alpha)
-        else:
-            term = softmax_term(log_p, alpha, eta)
+        term = fused_softmax_term(x, start, rest, alpha) if ROUNDED and eta is None else softmax_term(log_p, alpha, eta)
         grad = term if grad is None else grad + term
     log_p2 = log_p
     if start2 is not None:

@@ -85,7 +85,7 @@ def row_grad_kernel(
     counts = target >= 0
     target = (target - first_column).to(tl.int32)[:, None]
     # Relative logits are read as log-probabilities, where neither a second softmax nor the slope of a cap needs them:
-    # what a row and a strip add is one number then. Of rows that do not count nothing is read.
+    # what a row and a strip add is one number then. Of rows that do not count nothing is read, and no part is written.
     LOGARITHMS: tl.constexpr = strip_offset_ptr is not None and start2_ptr is None and softcap is None
     if LOGARITHMS:
         in_rows = in_rows & counts
@@ -109,10 +109,10 @@ def row_grad_kernel(
     rho = load_column(rho_ptr, offs_row, in_rows)
     tau = load_column(tau_ptr, offs_row, in_rows)
     theta = load_column(theta_ptr, offs_row, in_rows)
-    start_of_x, rest_of_x, row_start_left, row_rest_left = None, None, row_start, row_rest
+    read_start, read_rest = None, None
     if LOGARITHMS:
-        start_of_x, rest_of_x, row_start_left, row_rest_left = row_start, row_rest, None, None
         target_logit = (target_logit - row_start) + row_rest
+        read_start, read_rest, row_start, row_rest = row_start, row_rest, None, None
     if forward_kl_ptr is not None:
         forward = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
     if teacher_entropy_ptr is not None:
@@ -122,7 +122,7 @@ def row_grad_kernel(
         in_columns = offs < columns
         x = load_block(
             logits_ptr, strip_offset_ptr, bias_ptr, offs_row, in_rows, strip_stride, logits_stride, start, offs,
-            in_columns, logit_scale, softcap, row_scale, start_of_x, rest_of_x,
+            in_columns, logit_scale, softcap, row_scale, read_start, read_rest,
         )  # fmt: skip
         omega = None
         if kappa_ptr is not None and class_weights_ptr is not None:
@@ -141,7 +141,7 @@ def row_grad_kernel(
         # as pair_stats sums them: a probability of 0 has no part in a sum, whatever its logarithm
         if forward_kl_ptr is not None:
             q = tl.exp2(log_q * log2_e)
-            log_p = log_probability(x, row_start_left, row_rest_left, start2, rest2, ratio2, SECOND)
+            log_p = log_probability(x, row_start, row_rest, start2, rest2, ratio2, SECOND)
             forward += q * tl.where(q > 0.0, log_q - log_p, 0.0)
         if teacher_entropy_ptr is not None:
             q = tl.exp2(log_q * log2_e)
@@ -150,7 +150,7 @@ def row_grad_kernel(
         zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         grad = logits_gradient(
             x, offs[None, :] == target, offs[None, :], omega, log_q, zero, target_logit, beta, kappa,
-            row_start_left, row_rest_left, alpha, eta, start2, rest2, alpha2, eta2, gamma, rho, tau, theta,
+            row_start, row_rest, alpha, eta, start2, rest2, alpha2, eta2, gamma, rho, tau, theta,
             logit_scale, softcap, row_scale, ratio2, columns2, SECOND, LOG_BETA, LOG_REST, False,
         )  # fmt: skip
         if not LOGARITHMS:
