@@ -35,6 +35,12 @@ def test_no_result_is_kept_that_nothing_shows() -> None:
     assert {path.name for path in report.RESULTS.iterdir()} == set(report.FILES.values())
 
 
+def test_figures_of_gpus_are_of_those() -> None:
+    assert "H100" in report.read("h100")["device"]
+    expected = {"sm_80": "sm_80", "sm_80-losses": "sm_80", "speed": "sm_90", "losses": "sm_90"}
+    assert {question: report.read(question)["architecture"] for question in expected} == expected
+
+
 def test_a_sitting_writes_what_is_shown() -> None:
     assert {file for file, _, _ in sitting.PARTS.values()} <= set(report.FILES.values())
     pytest.importorskip("rich")
