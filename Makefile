@@ -13,7 +13,7 @@ PIP := -m pip install --quiet --no-compile --disable-pip-version-check --constra
 INSTALL := $(BIN)/python $(PIP)
 SMOKE := $(VENV)-smoke
 
-.PHONY: help demo test test-all lint environment smoke floor report docs docs-serve
+.PHONY: help demo test lint environment smoke floor report docs docs-serve
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -22,12 +22,8 @@ help:  ## this list
 demo: $(READY)  ## train a small model with both heads and compare loss, memory and time (two minutes)
 	$(BIN)/python -m benchmarks.demo
 
-CASES ?=
-test: $(READY) lint  ## linters, type checks and the tests that need no GPU; of tests with many cases a third of these
-	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --ignore tests/test_smoke.py $(CASES)
-
-test-all:  ## the same with every case
-	$(MAKE) test CASES=--all
+test: $(READY) lint  ## linters, type checks and all tests that need no GPU
+	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --ignore tests/test_smoke.py
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """The list of calls that every backend is held to, and their inputs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,12 +37,6 @@ HALVES = (torch.bfloat16, torch.float16)
 # of matmuls that read by the tensor copy engine, and of those that read through pointers
 TILES = list(dict.fromkeys([run_as("sm_90").wide, run_as("sm_90").narrow, run_as("sm_80").wide]))
 PRODUCT_TILES = [run_as("sm_90").product, run_as("sm_80").product]
-
-
-def slow_behind(count: int, cases: Iterable[Any]) -> list:
-    """Cases of which those behind the first ``count`` run on a GPU, and elsewhere with ``--all``."""
-    tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*case, marks=pytest.mark.slow if i >= count else ()) for i, case in enumerate(tuples)]
 
 
 def named(tile: Tile) -> str:

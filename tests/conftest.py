@@ -2,8 +2,6 @@
 
 import gc
 import os
-import zlib
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,34 +30,7 @@ LONGEST = ("compile_for", "linear_loss", "packaging", "patch_compile", "fullgrap
            "vocab_parallel", "token_parallel", "compiled", "benchmark_parallel", "architectures")  # fmt: skip
 
 
-LEAST_CASES, SHARE = 8, 3  # of a test function on a CPU: at least so many, and one of so many
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run every case on a CPU too, and tests marked slow")
-
-
-def sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU, of a function with many cases a share runs, the same each time, and no test that is marked slow;
-    everything with ``--all``, on a GPU, and where somebody names files or tests."""
-    named = config.option.keyword or not all(os.path.isdir(argument) for argument in config.args)
-    if HAS_GPU or named or config.getoption("--all"):
-        return
-    cases = defaultdict[tuple, list[pytest.Item]](list)
-    for item in items:
-        if not any(item.get_closest_marker(place) for place in ("gpu", "multigpu", "deepspeed")):
-            cases[item.path, getattr(item, "originalname", item.name)].append(item)
-    left = set[pytest.Item]()
-    for found in cases.values():
-        found.sort(key=lambda item: zlib.crc32(item.nodeid.rpartition("::")[2].encode()))
-        left.update(found[max(LEAST_CASES, -(-len(found) // SHARE)) :])
-    left.update(item for item in items if item.get_closest_marker("slow"))
-    items[:] = [item for item in items if item not in left]
-    config.hook.pytest_deselected(items=list(left))
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    sample(config, items)
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
     asked = config.getoption("-m").replace("not gpu", "").replace("not multigpu", "")

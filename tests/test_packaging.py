@@ -179,7 +179,7 @@ def test_wheel_needs_torch_and_triton_alone(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in metadata
 
 
-@pytest.mark.parametrize("mode", [[], pytest.param(["editable_mode=strict"], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("mode", [[], ["editable_mode=strict"]], ids=str)
 def test_editable_install(mode: list[str], tmp_path: Path) -> None:
     source, target = copied(tmp_path / "source"), tmp_path / "target"
     subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", str(target)], check=True)

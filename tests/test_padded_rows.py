@@ -7,20 +7,7 @@ import graph_calls
 import pytest
 import torch
 from budget import assert_outcome
-from cases import (
-    FAST_OPTIONS,
-    GPU,
-    HALVES,
-    SINGLE,
-    TRITON,
-    Case,
-    Place,
-    bias,
-    per_token,
-    run,
-    run_reference,
-    slow_behind,
-)
+from cases import FAST_OPTIONS, GPU, HALVES, SINGLE, TRITON, Case, Place, bias, per_token, run, run_reference
 from graph_calls import Data, make_data, named
 from test_replay import assert_replayed, mixed
 from test_replay import on_cpu as on_cpu
@@ -145,16 +132,12 @@ def under_autocast(d: Data) -> Tensor:
         return linear_cross_entropy(d.hidden.float(), d.weight.float(), d.target, softcap=9.0, normalizer=d.scalar)
 
 
-def name_of(call: Callable[[Data], Any]) -> str:
-    return call.__name__
-
-
-CALLS = [graph_calls.plain, mixed, added, graph_calls.unreduced, values, weighted_loss, under_autocast]
+CALLS = [graph_calls.plain, graph_calls.unreduced, mixed, values, weighted_loss, added, under_autocast]
 
 
 @pytest.mark.compiled
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted")
-@pytest.mark.parametrize("call", slow_behind(3, CALLS), ids=name_of)
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_lengths(
     call: Callable[[Data], Any], by_triton: None, by_address: None, rows_of_calls: list[int | None]
 ) -> None:
@@ -165,7 +148,7 @@ def test_lengths(
 
 @pytest.mark.gpu
 @pytest.mark.compiled
-@pytest.mark.parametrize("call", CALLS, ids=name_of)
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_lengths_on_a_gpu(call: Callable[[Data], Any], rows_of_calls: list[int | None]) -> None:
     tapes = {graph_calls.plain: 2, graph_calls.unreduced: 0}.get(call, 1)  # values per token are plain PyTorch's
     with torch.compiler.set_stance("force_eager"):

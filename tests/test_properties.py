@@ -8,7 +8,6 @@ import inspect
 import fuzz
 import pytest
 import torch
-from cases import slow_behind
 from fuzz import Call
 
 import chunked_head
@@ -23,7 +22,7 @@ NOT_DRAWN = {
 }
 
 
-@pytest.mark.parametrize("block", slow_behind(4, range(8)))
+@pytest.mark.parametrize("block", range(8))
 def test_torch(block: int) -> None:
     ran = fuzz.sweep(range(100 * block, 100 * block + 100), backends=("torch",))
     assert all(ran.values()), ran
@@ -31,7 +30,7 @@ def test_torch(block: int) -> None:
 
 if not torch.cuda.is_available():
 
-    @pytest.mark.parametrize("block", slow_behind(2, range(3)))
+    @pytest.mark.parametrize("block", range(3))
     def test_triton_interpreted(block: int) -> None:
         ran = fuzz.sweep(range(50 * block, 50 * block + 50), backends=("triton",))
         assert all(ran.values()), ran

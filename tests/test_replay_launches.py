@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import slow_behind
 from chunked_head.kernels.common import launcher, recording
 from test_replay import assert_replayed
 from test_replay import on_cpu as on_cpu
@@ -156,14 +155,14 @@ def grpo(hidden: Tensor, weight: Tensor, target: Tensor, made: torch.Generator, 
     ).loss  # fmt: skip
 
 
-CALLS = [
-    (plain, torch.bfloat16, None), (capped, torch.bfloat16, 32), (grpo, torch.bfloat16, 32),
-    (plain, torch.bfloat16, 32), (plain, torch.float32, 32), (grpo, torch.float32, None),
-]  # fmt: skip
-
-
 @pytest.mark.compiled
-@pytest.mark.parametrize(("call", "dtype", "chunk_tokens"), slow_behind(3, CALLS))
+@pytest.mark.parametrize(
+    ("call", "dtype", "chunk_tokens"),
+    [
+        (plain, torch.bfloat16, None), (plain, torch.bfloat16, 32), (plain, torch.float32, 32),
+        (capped, torch.bfloat16, 32), (grpo, torch.bfloat16, 32), (grpo, torch.float32, None),
+    ],
+)  # fmt: skip
 def test_two_calls_at_once(
     call: Callable[..., Tensor], dtype: torch.dtype, chunk_tokens: int | None, by_address: None
 ) -> None:
