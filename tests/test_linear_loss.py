@@ -160,6 +160,27 @@ def test_a_teacher_of_few_columns(columns: int, place: Place, monkeypatch: pytes
         assert_within_budget(ours, 0.37 * other.double(), 0.37 * true, dtype, f"gradient of {name}")
 
 
+@pytest.mark.parametrize("place", KERNELS)
+@pytest.mark.parametrize("above", [45.0, 120.0])
+def test_an_id_that_the_teacher_lacks_far_above_those_it_has(above: float, place: Place) -> None:
+    """Behind the teacher's last id and in its strip; the divergence is over a softmax without it, the loss beside it
+    is not."""
+    terms = reference.Term(1.0, "forward_kl"), reference.Term(0.5, "cross_entropy")
+    case = LossCase("far", terms, ("teacher_hidden", "teacher_weight"), teacher_vocab=150)
+    dtype = torch.float16 if place.device == "cpu" else torch.bfloat16
+    inputs = inputs_of(case, dtype, place.device, tokens=40)
+    inputs.hidden[:, 0], inputs.weight[:, 0], inputs.weight[150, 0] = 1.0, 0.0, above
+    inputs.target.clamp_(max=150)
+    inputs.target[::2] = 150
+    truth, _, exact = run_reference(case, inputs.to(torch.float64))
+    out, grads = run_ours(case, inputs, place)
+    torch.testing.assert_close(out.loss.double(), truth, rtol=1e-3, atol=0.0, check_device=False)
+    for name, ours, true in zip(("hidden", "weight"), grads, exact, strict=True):
+        worst = (ours.double() - 0.37 * true).abs().max() / (0.37 * true).abs().max()
+        # fp16 logits relative to the middle between the two
+        assert worst < above / 2 * 2**-12 + 2**-8, f"gradient of {name}: {worst:.4f}"
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_users_function_of_a_divergence(place: Place) -> None:
     """Its slope depends on the value, which has to come first."""

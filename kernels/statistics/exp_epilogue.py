@@ -8,6 +8,8 @@ from ..common.transform import log2_e
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = tl.constexpr(60.0)
+# nats below a strip's maximum that its offset may lie: fp32 holds the sum of e^75 over a strip's columns
+BELOW = tl.constexpr(75.0)
 
 
 @triton.jit
@@ -123,6 +125,12 @@ def finish_strip(
         tl.store(top_ptr + stats_at, top, mask=in_rows)
         tl.store(argmax_ptr + stats_at, tl.min(here, 1), mask=in_rows)
     offset = top
+    if SECOND:
+        before = first_column(strip, moved, STRIP)
+        if (before < columns2) & (columns2 < before + STRIP):
+            # midway between what the second softmax is over and what it is not: either may be far above the other
+            top2 = tl.max(tl.where((offs_col < columns2)[None, :], x, float("-inf")), 1)
+            offset = tl.where(top2 == float("-inf"), top, top - tl.minimum(0.5 * (top - top2), BELOW))
     if row_offset is not None:
         offset = tl.where(top - row_offset > REACH, top - REACH, row_offset)
     shift = tl.where(offset == float("-inf"), 0.0, offset)  # a strip of -inf alone: exp(-inf - 0) = 0
