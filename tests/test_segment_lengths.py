@@ -1,5 +1,6 @@
 """Segments whose lengths the host knows: the oracle's values and gradients, in chunks that end where segments end."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,7 +9,7 @@ import pytest
 import ranks
 import torch
 from budget import assert_within_budget
-from cases import PLACES, Place
+from cases import GPU, PLACES, TRITON, Place
 from fuzz import compare
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +18,10 @@ from oracle.reference import Term
 from torch import Tensor
 
 from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
-from chunked_head.engine import loop
-from chunked_head.program.segments import Segments, groups_of, order_of, spans_of
+from chunked_head.engine import loop, prepared
+from chunked_head.program import segments
+from chunked_head.program.plans import LEAST_SLACK, SLACK, uneven
+from chunked_head.program.segments import Segments, arrangement, filling, groups_of, order_of, spans_of
 
 VOCAB, HIDDEN, CHUNK = 61, 24, 16
 # a line, whole lines, and lines that hold several segments; one is empty, some are longer than a chunk
@@ -123,6 +126,52 @@ def test_16_bits(name: str, place: Place) -> None:
         assert_within_budget(ours, *others, half, what)
 
 
+MOVED = {
+    "dpo": losses.dpo(),  # exponentials; pairs do not stand together
+    "gspo": losses.gspo() + 0.1 * losses.entropy(),  # relative logits
+    "teacher": losses.gspo() + losses.forward_kl(),
+}
+
+
+@pytest.mark.parametrize("place", [*TRITON, GPU[0]])
+@pytest.mark.parametrize("name", MOVED)
+def test_rows_are_read_and_written_where_they_lie(name: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a copy of hidden states in the order of chunks; bf16, in which the interpreter is wrong in both alike."""
+    monkeypatch.setattr(segments, "GOOD_CHUNK", CHUNK / SLACK)
+    monkeypatch.setattr(segments, "CHUNK_MULTIPLE", 8)
+    chunks: list[list[int]] = []
+    real = loop.Operands.rows
+
+    def noted(self: Any, rows: slice, *others: Any) -> Any:
+        made = real(self, rows, *others)
+        chunks[-1] += [rows.stop - rows.start] if made.order is not None else []
+        return made
+
+    monkeypatch.setattr(loop.Operands, "rows", noted)
+    lengths, found = [6, 7, 10, 9, 23, 9], []
+    for in_place in (True, False):
+        chunks.append([])
+        hidden, weight, target, batch = made("packed", torch.bfloat16, place.device)
+        given = fields_of(name, batch)
+        if name == "teacher":
+            given |= {"teacher_hidden": hidden.flip(0).clone(), "teacher_weight": 3 * weight.flip(0)}
+        hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+        with monkeypatch.context() as patch:
+            if not in_place:
+                patch.setattr(prepared, "may_lie_anywhere", lambda prepared: False)
+            out = linear_loss(
+                hidden, weight, target, MOVED[name], batch=given, segment_lengths=lengths, backend=place.backend,
+                metrics=[metrics.ratio(level="segment"), metrics.entropy()], chunk_tokens=CHUNK,
+            )  # fmt: skip
+        assert out.plan is not None and out.plan.schedule == "forward"
+        (out.loss * 0.37).backward()
+        found.append((out.loss.detach(), *(metric.value for metric in out.metrics.values()), hidden.grad, weight.grad))
+    # those longer than a chunk are swept twice
+    assert chunks == [[15, 16, 14, 16, 14, 16, 3, 16, 3] if name == "dpo" else [16, 7, 16, 7, 16, 16, 9], []]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.01 * float(other.abs().max()))
+
+
 def test_metrics_and_parts_are_those_of_two_passes() -> None:
     place = Place("torch", "cpu")
     out, *_ = step("orpo", "packed", torch.float64, place, 1)
@@ -177,6 +226,32 @@ def test_chunks_hold_whole_groups(sizes: list[int], most: int, slack: float) -> 
         assert len(mine) == 1
         assert size > most or all(len(span) == 1 for span in mine)
         first += size
+
+
+def tiles_of(sizes: list[int], order: Sequence[int], most: int) -> tuple[int, int]:
+    """Chunks, and tiles of 128 rows in all of them."""
+    spans = spans_of([sizes[group] for group in order], most, LEAST_SLACK)
+    rows = [chunk.stop - chunk.start for span in spans for chunk in span]
+    return len(rows), sum(-(-count // 128) for count in rows)
+
+
+@given(st.lists(st.integers(0, 999), max_size=40), st.integers(1, 2560))
+def test_an_order_that_fills_tiles(sizes: list[int], most: int) -> None:
+    as_they_stand = range(len(sizes))
+    assert sorted(filling(sizes, most)) == list(as_they_stand)
+    order = arrangement(sizes, most)
+    assert sorted(order) == list(as_they_stand)
+    assert tiles_of(sizes, order, most) <= tiles_of(sizes, as_they_stand, most)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tiles_compute_few_rows_in_vain(seed: int) -> None:
+    """Of 8192 tokens in 64 segments all 64 tiles are full; in 16 the rows of one are empty."""
+    for count, tiles in ((64, 64), (16, 65)):
+        cuts = torch.randperm(8191, generator=torch.Generator().manual_seed(seed))[: count - 1].sort().values + 1
+        sizes = torch.diff(cuts, prepend=torch.tensor([0]), append=torch.tensor([8192])).tolist()
+        chunks, found = tiles_of(sizes, arrangement(sizes, 2560), uneven(8192, 2560))
+        assert chunks == 4 and found <= tiles, (sizes, found)
 
 
 @given(st.data())

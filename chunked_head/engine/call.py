@@ -221,11 +221,11 @@ def planned(
     rows = flat(hidden)
     # a view shares memory with what it views, a copy does not
     copied = rows.numel() > 0 and rows.data_ptr() != hidden.data_ptr()
-    if packing is not None and packing.waited:
+    if packing is not None and packing.copied:
         rows, packing = packing.pack_rows(rows), None
         copied = rows.numel() > 0
     placed = Placed(
-        prepared.token_rows.target.shape[0], wants, again, packing is not None, prepared.groups is not None, copied,
+        prepared.token_rows.target.shape[0], wants, again, prepared.skips, prepared.groups is not None, copied,
         is_plain(weight), rows.stride(1) == 1 or rows.shape[1] == 1,
         buffer_dtype if head.gradient_buffer is None else head.gradient_buffer.buffer.dtype, request,
     )  # fmt: skip

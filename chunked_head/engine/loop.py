@@ -146,7 +146,7 @@ def sweep_steps(
         dtypes = plan.hidden_accumulate, plan.weight_accumulate
         grads = Gradients.empty(plan, *dtypes, hidden.device, call.gradient_buffer)
         grads.over_ranks = None if call.shard is None else call.shard.hidden_gradient()
-        if call.packing is not None and grads.hidden is not None:
+        if call.packing is not None and call.packing.count is not None and grads.hidden is not None:
             grads.hidden.zero_()  # where a token does not count nothing is computed
     if plan.sizes.tokens == 0:
         return stats, grads

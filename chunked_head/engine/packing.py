@@ -12,14 +12,15 @@ from torch import Tensor
 class Packing:
     """An order of a call's tokens: those that count first, in the order in which they stand, or one the host names.
 
-    Without ``waited`` nobody but the device knows how many they are: all tokens are kept, and the matmuls stop at
-    ``count``. With it the host has waited for the number, and ``order`` holds those that count alone.
+    ``count``: how many count, where nobody but the device knows: all tokens are kept, and the matmuls stop there.
+    None where ``order`` holds those that the matmuls are made of alone. ``copied``: hidden states are brought into
+    this order before all else; if not, kernels read and write them where they lie.
     """
 
     order: Tensor  # [kept] int64: where each token stands in the call's tensors
-    count: Tensor  # [] int64
+    count: Tensor | None  # [] int64
     tokens: int  # of the call
-    waited: bool
+    copied: bool
 
     @classmethod
     def of(cls, target: Tensor, wait: bool, kept: Tensor | None = None) -> "Packing":
@@ -30,13 +31,8 @@ class Packing:
         first = counts if kept is None else counts & ~kept
         order = torch.sort(last if kept is None else last | kept, stable=True).indices
         if wait:
-            order = order[: int(counts.sum())]
-        return cls(order, first.sum(), len(target), wait)
-
-    @classmethod
-    def moved(cls, order: Tensor) -> "Packing":
-        """Of all tokens, in an order that the host knows."""
-        return cls(order, order.new_full((), len(order)), len(order), True)
+            return cls(order[: int(counts.sum())], None, len(target), copied=True)
+        return cls(order, first.sum(), len(target), copied=False)
 
     def pack(self, values: Tensor) -> Tensor:
         """Values [tokens, ...] in this order [kept, ...]."""

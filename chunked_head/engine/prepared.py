@@ -83,6 +83,11 @@ class PreparedCall:
         return may_look(self.target) and not self.backend.bounds_rows("fast")
 
     @property
+    def skips(self) -> bool:
+        """Whether products stop at a number of rows that only the device knows."""
+        return self.packing is not None and self.packing.count is not None
+
+    @property
     def counts(self) -> Tensor:
         """Which of the call's tokens count [tokens], where they stand."""
         counts = self.token_rows.target >= 0
@@ -139,9 +144,13 @@ def prepare(task: Task, program: Program, rows: int | None = None) -> PreparedCa
         return packed(prepared, packing_of(prepared, head.skip_ignored))
     if not (program.by_segments and task.segments is not None and len(token_rows.target)):
         return prepared
-    groups = groups_of(task.segments, frame.leading[-1] if frame.leading else 1, frame.shift)
+    in_place = may_lie_anywhere(prepared)
+    groups = groups_of(task.segments, frame.leading[-1] if frame.leading else 1, frame.shift, arrange=in_place)
     prepared = replace(prepared, groups=groups)
-    return prepared if groups.order is None else packed(prepared, Packing.moved(order_of(groups.order, head.device)))
+    if groups.order is None:
+        return prepared
+    order = order_of(groups.order, head.device)
+    return packed(prepared, Packing(order, None, len(order), copied=not in_place))
 
 
 def keeps_some(prepared: PreparedCall, head: HeadOptions) -> bool:
@@ -154,6 +163,17 @@ def own_matmuls(head: HeadOptions, program: Program) -> bool:
     """Whether the logits are made by a matmul of the backend's own."""
     layout = layout_of(head, program, is_plain(head.weight), plain_rows=True, bias_grad=False)
     return program.backend.bounds_rows(program.backend.store(layout))
+
+
+def may_lie_anywhere(prepared: PreparedCall) -> bool:
+    """Whether the kernels that read hidden states and write their gradients can do so in any order."""
+    head, teacher = prepared.head, prepared.teacher
+    gpu = prepared.backend.traits(head.device).get("gpu")
+    if not isinstance(head, HeadOptions) or head.shard is not None or prepared.kept is not None:
+        return False
+    read_as_given = teacher is not None and teacher.logits is not None
+    own_products = gpu is not None and gpu.own_dhidden and own_matmuls(head, prepared.program)
+    return own_products and not read_as_given
 
 
 def is_plain(weight: Tensor) -> bool:
@@ -218,7 +238,7 @@ def packed(prepared: PreparedCall, packing: Packing) -> PreparedCall:
     if "segments" in fields and prepared.groups is None:
         # a segment's tokens do not stand in their order any more
         fields[PLACES], token_fields = packing.order, token_fields | {PLACES}
-    if teacher is not None and packing.waited:
+    if teacher is not None and packing.copied:
         teacher = replace(
             teacher,
             logits=None if teacher.logits is None else packing.pack(teacher.logits),
@@ -235,7 +255,7 @@ def packed(prepared: PreparedCall, packing: Packing) -> PreparedCall:
         places = packing.places(kept.rows)
         kept = replace(
             kept, starts=packing.pack(kept.starts), ends=packing.pack(kept.ends), rows=places,
-            sources=places if packing.waited else kept.rows,
+            sources=places if packing.copied else kept.rows,
         )  # fmt: skip
     return replace(
         prepared, token_rows=token_rows, token_fields=token_fields, teacher=teacher, scale=scale, kept=kept,

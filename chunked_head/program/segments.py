@@ -6,13 +6,16 @@ on several of its own, whose logits alone are computed twice.
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .plans import balanced, slices
+from .memory import CHUNK_MULTIPLE
+from .planner import GOOD_CHUNK
+from .plans import LEAST_SLACK, SLACK, balanced, slices
 
 
 class Segments(NamedTuple):
@@ -32,14 +35,18 @@ class Groups(NamedTuple):
 Spans = tuple[tuple[slice, ...], ...]  # of rows: the chunks of each
 
 
-def groups_of(segments: Segments, length: int, shift: int) -> Groups:
-    """``length`` of the last dimension of the tokens, along which rows predict tokens ``shift`` behind them."""
+def groups_of(segments: Segments, length: int, shift: int, arrange: bool = False) -> Groups:
+    """``length`` of the last dimension of the tokens, along which rows predict tokens ``shift`` behind them.
+    ``arrange``: in an order in which chunks leave few rows of tiles empty."""
     ends = itertools.accumulate(segments.lengths, initial=0)
     # rows at the end of a line predict none, and go with those before them
     starts = [end - min(shift, end % length) for end in ends]
     rows = [range(first, last) for first, last in itertools.pairwise(starts)]
     joined = joined_by(segments.pairs, len(rows))
     sizes = tuple([sum(len(rows[segment]) for segment in group) for group in joined])
+    if arrange:
+        arranged = arrangement(sizes, int(GOOD_CHUNK * SLACK))
+        joined, sizes = [joined[group] for group in arranged], tuple([sizes[group] for group in arranged])
     order = [segment for group in joined for segment in group if len(rows[segment])]
     if all(one < next for one, next in itertools.pairwise(order)):
         return Groups(sizes, None)
@@ -77,24 +84,77 @@ def joined_by(pairs: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     return list(groups.values())
 
 
+def arrangement(sizes: Sequence[int], most: int) -> Sequence[int]:
+    """Numbers of groups in their order, or in one in which chunks of at most ``most`` rows leave fewer rows of tiles
+    empty."""
+
+    def cost(order: Sequence[int]) -> tuple[int, int]:
+        chunks = [chunk for span in spans_of([sizes[group] for group in order], most, LEAST_SLACK) for chunk in span]
+        return len(chunks), sum((chunk.start - chunk.stop) % CHUNK_MULTIPLE for chunk in chunks)
+
+    as_they_stand = range(len(sizes))
+    return as_they_stand if sum(sizes) <= most else min(as_they_stand, filling(sizes, most), key=cost)
+
+
+def filling(sizes: Sequence[int], most: int) -> list[int]:
+    """Numbers of groups, one chunk's after the other: from those that come next a set whose rows fill whole tiles.
+    What sets of them add up to are bits of a number, bit ``n`` for ``n`` rows."""
+    order = [group for group, size in enumerate(sizes) if size > most]
+    waiting = [group for group, size in enumerate(sizes) if size <= most]
+    rest = sum(sizes[group] for group in waiting)
+    while rest > most:
+        reach, seen = [1], 0
+        for group in waiting:
+            reach.append((reach[-1] | reach[-1] << sizes[group]) & (2 << most) - 1)
+            seen += sizes[group]
+            if seen > 2 * most:
+                break
+        rows = best_sum(reach[-1], rest / math.ceil(rest / most * LEAST_SLACK), most)
+        rest -= rows
+        taken = set[int]()
+        for group, before in zip(reversed(waiting[: len(reach) - 1]), reversed(reach[:-1]), strict=True):
+            if not before >> rows & 1:
+                taken.add(group)
+                rows -= sizes[group]
+        order += sorted(taken)
+        waiting = [group for group in waiting if group not in taken]
+    return order + waiting
+
+
+def best_sum(sums: int, wanted: float, most: int) -> int:
+    """Of these sums the one near to ``wanted`` that leaves the fewest rows of a tile empty, else the largest."""
+    least = max(0, int(2 * wanted - most)) // CHUNK_MULTIPLE + 1
+    whole = [tiles * CHUNK_MULTIPLE for tiles in range(least, most // CHUNK_MULTIPLE + 1)]
+    whole.sort(key=lambda rows: abs(rows - wanted))
+    near = (rows - empty for empty in range(CHUNK_MULTIPLE) for rows in whole)
+    return next((rows for rows in near if sums >> rows & 1), sums.bit_length() - 1)
+
+
 def spans_of(sizes: Sequence[int], most: int, slack: float = 1.0) -> Spans:
     """Chunks of at most ``most`` rows that hold whole groups, several for a group that is longer; as many, where that
-    can be, as there were of ``most / slack`` rows."""
+    can be, as there were of ``most / slack`` rows, and with few rows of tiles that are empty."""
     spans: list[tuple[slice, ...]] = []
-    total = max(1, sum(sizes))
-    aim = total / math.ceil(total * slack / most)
-    start = end = 0
-    for size in sizes:
-        # as near to the end of an equal part as a group ends
-        full = end - start + size > most or end + size / 2 > (round(start / aim) + 1) * aim
-        if end > start and full:
-            spans.append((slice(start, end),))
-            start = end
-        end += size
-        if end - start > most:
-            parts = slices(size, balanced(size, most))
-            spans.append(tuple([slice(start + part.start, start + part.stop) for part in parts]))
-            start = end
-    if end > start:
-        spans.append((slice(start, end),))
+    ends = list(itertools.accumulate(sizes))
+    start, total = 0, sum(sizes)
+    left = math.ceil(total * slack / most)  # chunks
+    while start < total:
+        left = max(left, math.ceil((total - start) / most))
+        wanted = (total - start) / left
+        first = bisect_right(ends, start)
+        fitting = ends[first : bisect_right(ends, start + most)]
+        end = fitting[-1] if fitting else ends[first]
+        if fitting and end < total:
+            # chunks behind this one can be as much larger
+            end = min(fitting, key=lambda end: chunk_cost(end - start, wanted, most - wanted))
+        parts = slices(end - start, most if fitting else balanced(end - start, most))
+        spans.append(tuple([slice(start + part.start, start + part.stop) for part in parts]))
+        left -= len(spans[-1])
+        start = end
     return tuple(spans)
+
+
+def chunk_cost(rows: int, wanted: float, spare: float) -> tuple[float, ...]:
+    """Of chunks with other ends the best comes first: by as many rows as it is farther than ``spare`` from those
+    wanted, then by rows that a tile computes in vain."""
+    away = abs(rows - wanted)
+    return max(away - spare, 0), -rows % CHUNK_MULTIPLE, away
