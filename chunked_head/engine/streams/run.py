@@ -47,7 +47,8 @@ class Streams(Generic[Result]):
             ranks = spread.parallel.ranks if spread is not None and spread.parallel.average else 1
             with torch.no_grad():
                 parts = zip(objectives[i].parts, self.losses[i].terms, strict=True)
-                value = sum((part * coefficient * ranks for part, (coefficient, _) in parts), torch.zeros_like(total))
+                first, *others = [part * (coefficient * ranks) for part, (coefficient, _) in parts]
+                value = sum(others, first)
             outcomes.append(Outcome((value,), call.plan, prepared[i], objectives[i], made[i].stats, call, made[i]))
         return self.result(total, outcomes)
 
