@@ -20,7 +20,7 @@ from torch import Tensor
 from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
 from chunked_head.engine import loop, prepared
 from chunked_head.program import segments
-from chunked_head.program.plans import LEAST_SLACK, SLACK, uneven
+from chunked_head.program.plans import LEAST_SLACK, uneven
 from chunked_head.program.segments import Segments, arrangement, filling, groups_of, order_of, spans_of
 
 VOCAB, HIDDEN, CHUNK = 61, 24, 16
@@ -137,7 +137,6 @@ MOVED = {
 @pytest.mark.parametrize("name", MOVED)
 def test_rows_are_read_and_written_where_they_lie(name: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a copy of hidden states in the order of chunks; bf16, in which the interpreter is wrong in both alike."""
-    monkeypatch.setattr(segments, "GOOD_CHUNK", CHUNK / SLACK)
     monkeypatch.setattr(segments, "CHUNK_MULTIPLE", 8)
     chunks: list[list[int]] = []
     real = loop.Operands.rows

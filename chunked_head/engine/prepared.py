@@ -15,6 +15,7 @@ from ..metrics import Metric
 from ..parallel.tokens import Spread
 from ..program.demand import Needs
 from ..program.fields import TEMPERATURE, Frame
+from ..program.planner import SEGMENTS_CHUNK
 from ..program.segments import Groups, groups_of, order_of
 from ..program.teachers import make_teacher
 from .head_options import HeadOptions, LogitsOptions
@@ -144,8 +145,11 @@ def prepare(task: Task, program: Program, rows: int | None = None) -> PreparedCa
         return packed(prepared, packing_of(prepared, head.skip_ignored))
     if not (program.by_segments and task.segments is not None and len(token_rows.target)):
         return prepared
-    in_place = may_lie_anywhere(prepared)
-    groups = groups_of(task.segments, frame.leading[-1] if frame.leading else 1, frame.shift, arrange=in_place)
+    in_place, request = may_lie_anywhere(prepared), program.request
+    # a plan comes later, and says what else a budget of the caller's makes of chunks
+    most = request.chunk_tokens or (None if request.explicit else SEGMENTS_CHUNK)
+    line = frame.leading[-1] if frame.leading else 1
+    groups = groups_of(task.segments, line, frame.shift, most if in_place else None)
     prepared = replace(prepared, groups=groups)
     if groups.order is None:
         return prepared

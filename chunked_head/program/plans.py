@@ -1,7 +1,6 @@
 """The plan of a call: chunk size, schedule and accumulation dtype, and a prediction of its memory."""
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -152,14 +151,6 @@ def padded_rows(tokens: int) -> int:
 
 def slices(total: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
-
-
-def even_slices(total: int, most: int) -> Iterator[slice]:
-    """As few as of ``most`` rows, and of about as many tiles each."""
-    tile = math.gcd(most, CHUNK_MULTIPLE)
-    parts, tiles = math.ceil(total / most), math.ceil(total / tile)
-    ends = [min(i * tiles // parts * tile, total) for i in range(parts + 1)]
-    return (slice(start, end) for start, end in itertools.pairwise(ends))
 
 
 def balanced(tokens: int, most: int) -> int:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from .memory import CHUNK_MULTIPLE
-from .planner import GOOD_CHUNK
-from .plans import LEAST_SLACK, SLACK, balanced, slices
+from .plans import LEAST_SLACK, balanced, slices
 
 
 class Segments(NamedTuple):
@@ -35,17 +34,17 @@ class Groups(NamedTuple):
 Spans = tuple[tuple[slice, ...], ...]  # of rows: the chunks of each
 
 
-def groups_of(segments: Segments, length: int, shift: int, arrange: bool = False) -> Groups:
+def groups_of(segments: Segments, length: int, shift: int, most: int | None = None) -> Groups:
     """``length`` of the last dimension of the tokens, along which rows predict tokens ``shift`` behind them.
-    ``arrange``: in an order in which chunks leave few rows of tiles empty."""
+    ``most``: rows of a chunk for which they may take another order; None: groups stay in theirs."""
     ends = itertools.accumulate(segments.lengths, initial=0)
     # rows at the end of a line predict none, and go with those before them
     starts = [end - min(shift, end % length) for end in ends]
     rows = [range(first, last) for first, last in itertools.pairwise(starts)]
     joined = joined_by(segments.pairs, len(rows))
     sizes = tuple([sum(len(rows[segment]) for segment in group) for group in joined])
-    if arrange:
-        arranged = arrangement(sizes, int(GOOD_CHUNK * SLACK))
+    if most is not None:
+        arranged = arrangement(sizes, most)
         joined, sizes = [joined[group] for group in arranged], tuple([sizes[group] for group in arranged])
     order = [segment for group in joined for segment in group if len(rows[segment])]
     if all(one < next for one, next in itertools.pairwise(order)):
@@ -87,13 +86,11 @@ def joined_by(pairs: Sequence[Sequence[int]], count: int) -> list[list[int]]:
 def arrangement(sizes: Sequence[int], most: int) -> Sequence[int]:
     """Numbers of groups in their order, or in one in which chunks of at most ``most`` rows leave fewer rows of tiles
     empty."""
-
-    def cost(order: Sequence[int]) -> tuple[int, int]:
-        chunks = [chunk for span in spans_of([sizes[group] for group in order], most, LEAST_SLACK) for chunk in span]
-        return len(chunks), sum((chunk.start - chunk.stop) % CHUNK_MULTIPLE for chunk in chunks)
-
     as_they_stand = range(len(sizes))
-    return as_they_stand if sum(sizes) <= most else min(as_they_stand, filling(sizes, most), key=cost)
+    if sum(sizes) <= most:
+        return as_they_stand
+    orders = as_they_stand, filling(sizes, most)
+    return min(orders, key=lambda order: cost_of(spans_of([sizes[group] for group in order], most, LEAST_SLACK)))
 
 
 def filling(sizes: Sequence[int], most: int) -> list[int]:
@@ -133,6 +130,18 @@ def best_sum(sums: int, wanted: float, most: int) -> int:
 def spans_of(sizes: Sequence[int], most: int, slack: float = 1.0) -> Spans:
     """Chunks of at most ``most`` rows that hold whole groups, several for a group that is longer; as many, where that
     can be, as there were of ``most / slack`` rows, and with few rows of tiles that are empty."""
+    return min((cut(sizes, most, slack, spare) for spare in (1.0, 0.0)), key=cost_of)
+
+
+def cost_of(spans: Spans) -> tuple[int, int]:
+    """Chunks, and rows of tiles that are empty."""
+    chunks = [chunk for span in spans for chunk in span]
+    return len(chunks), sum((chunk.start - chunk.stop) % CHUNK_MULTIPLE for chunk in chunks)
+
+
+def cut(sizes: Sequence[int], most: int, slack: float, spare: float) -> Spans:
+    """``spare``: of the rows that chunks may have more than equal ones the share that one may have fewer, so that its
+    tiles are full: those behind it make up for it."""
     spans: list[tuple[slice, ...]] = []
     ends = list(itertools.accumulate(sizes))
     start, total = 0, sum(sizes)
@@ -144,8 +153,7 @@ def spans_of(sizes: Sequence[int], most: int, slack: float = 1.0) -> Spans:
         fitting = ends[first : bisect_right(ends, start + most)]
         end = fitting[-1] if fitting else ends[first]
         if fitting and end < total:
-            # chunks behind this one can be as much larger
-            end = min(fitting, key=lambda end: chunk_cost(end - start, wanted, most - wanted))
+            end = min(fitting, key=lambda end: chunk_cost(end - start, wanted, spare * (most - wanted)))
         parts = slices(end - start, most if fitting else balanced(end - start, most))
         spans.append(tuple([slice(start + part.start, start + part.stop) for part in parts]))
         left -= len(spans[-1])

@@ -12,7 +12,7 @@ from ...kernels.statistics import launch as statistics
 from ...kernels.statistics.launch import Outputs
 from ...parallel.merge import unpack
 from ...program.memory import part_sums
-from ...program.plans import Plan, even_slices
+from ...program.plans import Plan, slices
 from ...program.sizes import padded_columns
 from ..gradients import Gradients
 from ..matmul import add_dhidden, project
@@ -173,7 +173,7 @@ class RelativeSession(OwnProducts):
         """The gradient beside a teacher whose logits are made here, some rows at a time, and its statistics: the pass
         over both makes the divergence too."""
         count = len(dlogits)
-        for at in even_slices(count, self.teacher_rows):
+        for at in slices(count, self.teacher_rows):
             some, out = rows.at(at), stats.at(at)
             self.teacher_stats(some, out)
             forward_kl, entropy = (None if part is None else part[:, at] for part in self.parts)
