@@ -177,8 +177,8 @@ def test_an_id_that_the_teacher_lacks_far_above_those_it_has(above: float, place
     torch.testing.assert_close(out.loss.double(), truth, rtol=1e-3, atol=0.0, check_device=False)
     for name, ours, true in zip(("hidden", "weight"), grads, exact, strict=True):
         worst = (ours.double().cpu() - 0.37 * true.cpu()).abs().max() / (0.37 * true).abs().max().cpu()
-        # fp16 logits relative to the middle between the two
-        assert worst < above / 2 * 2**-12 + 2 * torch.finfo(dtype).eps, f"gradient of {name}: {worst:.4f}"
+        # of an id at 120 the fp16 logit is relative to 70
+        assert worst < max(above - 70, 0) * 2**-12 + 4 * torch.finfo(dtype).eps, f"gradient of {name}: {worst:.4f}"
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -1,5 +1,6 @@
 """Segments whose lengths the host knows: the oracle's values and gradients, in chunks that end where segments end."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,19 @@ from oracle.reference import Term
 from torch import Tensor
 
 from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
-from chunked_head.engine import loop, prepared
+from chunked_head.engine import call, loop
 from chunked_head.program import segments
 from chunked_head.program.plans import LEAST_SLACK, uneven
-from chunked_head.program.segments import Segments, arrangement, filling, groups_of, order_of, spans_of
+from chunked_head.program.segments import (
+    Group,
+    Segments,
+    arranged,
+    filling,
+    groups_of,
+    order_of,
+    spans_of,
+    waste,
+)
 
 VOCAB, HIDDEN, CHUNK = 61, 24, 16
 # a line, whole lines, and lines that hold several segments; one is empty, some are longer than a chunk
@@ -157,7 +167,7 @@ def test_rows_are_read_and_written_where_they_lie(name: str, place: Place, monke
         hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
         with monkeypatch.context() as patch:
             if not in_place:
-                patch.setattr(prepared, "may_lie_anywhere", lambda prepared: False)
+                patch.setattr(call, "reads_any_order", lambda prepared: False)
             out = linear_loss(
                 hidden, weight, target, MOVED[name], batch=given, segment_lengths=lengths, backend=place.backend,
                 metrics=[metrics.ratio(level="segment"), metrics.entropy()], chunk_tokens=CHUNK,
@@ -227,30 +237,30 @@ def test_chunks_hold_whole_groups(sizes: list[int], most: int, slack: float) -> 
         first += size
 
 
-def tiles_of(sizes: list[int], order: Sequence[int], most: int) -> tuple[int, int]:
-    """Chunks, and tiles of 128 rows in all of them."""
-    spans = spans_of([sizes[group] for group in order], most, LEAST_SLACK)
-    rows = [chunk.stop - chunk.start for span in spans for chunk in span]
-    return len(rows), sum(-(-count // 128) for count in rows)
+def one_after_the_other(sizes: Sequence[int]) -> list[Group]:
+    """A group of one segment for each size."""
+    ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return [(range(start, end),) for start, end in itertools.pairwise(ends)]
 
 
-@given(st.lists(st.integers(0, 999), max_size=40), st.integers(1, 2560))
-def test_an_order_that_fills_tiles(sizes: list[int], most: int) -> None:
-    as_they_stand = range(len(sizes))
-    assert sorted(filling(sizes, most)) == list(as_they_stand)
-    order = arrangement(sizes, most)
-    assert sorted(order) == list(as_they_stand)
-    assert tiles_of(sizes, order, most) <= tiles_of(sizes, as_they_stand, most)
+@given(st.lists(st.integers(1, 999), max_size=90), st.integers(1, 2560), st.sampled_from([1.0, LEAST_SLACK]))
+def test_an_order_that_fills_tiles(sizes: list[int], most: int, slack: float) -> None:
+    groups = one_after_the_other(sizes)
+    assert sorted(filling(sizes, most, slack)) == list(range(len(sizes)))
+    (plain, unmoved), (moved, spans) = (arranged(groups, most, slack, may_move) for may_move in (False, True))
+    assert list(plain) == groups and sorted(moved, key=lambda group: group[0].start) == groups
+    assert unmoved == spans_of(sizes, most, slack) and waste(spans) <= waste(unmoved)
+    assert spans == spans_of([len(*group) for group in moved], most, slack)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_tiles_compute_few_rows_in_vain(seed: int) -> None:
-    """Of 8192 tokens in 64 segments all 64 tiles are full; in 16 the rows of one are empty."""
-    for count, tiles in ((64, 64), (16, 65)):
+    """Of 8192 tokens in 64 segments or 2048 all 64 tiles are full; in 16 the rows of one are empty."""
+    for count, most in ((2048, 0), (64, 0), (16, 128)):
         cuts = torch.randperm(8191, generator=torch.Generator().manual_seed(seed))[: count - 1].sort().values + 1
         sizes = torch.diff(cuts, prepend=torch.tensor([0]), append=torch.tensor([8192])).tolist()
-        chunks, found = tiles_of(sizes, arrangement(sizes, 2560), uneven(8192, 2560))
-        assert chunks == 4 and found <= tiles, (sizes, found)
+        _, spans = arranged(one_after_the_other(sizes), uneven(8192, 2560), LEAST_SLACK, may_move=True)
+        assert waste(spans) <= (4, most), sizes
 
 
 @given(st.data())
@@ -259,11 +269,11 @@ def test_groups_are_of_pairs(data: st.DataObject) -> None:
     count, ids = len(lengths), st.integers(-1, len(lengths) - 1)
     pairs = data.draw(st.lists(st.tuples(ids, ids), max_size=8))
     groups = groups_of(Segments(tuple(lengths), tuple(pairs)), max(1, sum(lengths)), 0)
-    order = torch.arange(sum(lengths))
-    order = order if groups.order is None else order_of(groups.order, order.device)
-    assert sorted(order.tolist()) == list(range(sum(lengths))) and sum(groups.sizes) == sum(lengths)
+    order = order_of([rows for group in groups for rows in group], torch.device("cpu"))
+    sizes = [sum(map(len, group)) for group in groups]
+    assert sorted(order.tolist()) == list(range(sum(lengths))) and min(sizes, default=1) > 0
     segment_of = torch.arange(count).repeat_interleave(torch.tensor(lengths))[order]
-    group_of = torch.arange(len(groups.sizes)).repeat_interleave(torch.tensor(groups.sizes))
+    group_of = torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
     for one, other in [*pairs, *((segment, segment) for segment in range(count))]:
         assert len(set(group_of[(segment_of == one) | (segment_of == other)].tolist())) <= 1 or min(one, other) < 0
 

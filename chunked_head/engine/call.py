@@ -13,7 +13,7 @@ from ..core.stats import Kept, RowStats, Teacher
 from ..metrics import Metric
 from ..program.planner import Request, make_plan
 from ..program.plans import LEAST_SLACK, MAX_HALF_CHUNKS, Plan
-from ..program.segments import Spans, spans_of
+from ..program.segments import Spans, arranged
 from ..program.sizes import Sizes
 from .arithmetic.denominators import foreseen_gain, inverses, kept, metric_counts, stacked, times
 from .arithmetic.evaluate import Inputs
@@ -25,7 +25,7 @@ from .logits_call import LogitsLoss
 from .logits_call import call_of as logits_call_of
 from .loop import Call
 from .packing import Packing
-from .prepared import PreparedCall, is_plain, layout_of, prepare
+from .prepared import PreparedCall, in_order, is_plain, layout_of, prepare, reads_any_order
 from .program import Program
 from .ranks.global_counts import agreed_batch, described_options, kind_of, with_global_counts
 from .task import Task
@@ -166,8 +166,9 @@ def run(task: Task, program: Program, rows: int | None = None) -> Outcome:
     head = prepared.head
     made = planned(prepared, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
     # the first that ranks with other tokens send each other: what one of them refuses is known by now
+    prepared = made.prepared
     objective = task.objective(prepared)
-    call = made.call(prepared, objective, padded=rows is not None)
+    call = made.call(objective, padded=rows is not None)
     found: list[Forward] = []
     outputs = HeadLoss.apply(made.rows, head.weight, head.bias, functools.partial(forward_of, call), found)
     if prepared.packing is not None and task.per_token:
@@ -182,15 +183,16 @@ def run(task: Task, program: Program, rows: int | None = None) -> Outcome:
 class Planned(NamedTuple):
     """How a call runs, before its ranks have exchanged anything."""
 
-    rows: Tensor  # hidden states
-    packing: Packing | None
+    prepared: PreparedCall  # its rows in the order in which they run
+    rows: Tensor  # hidden states, in this order if they had to be copied
+    packing: Packing | None  # the order, if they have not been
     request: Request
     plan: Plan
     spans: Spans | None
 
-    def call(self, prepared: PreparedCall, objective: Objective, padded: bool = False) -> Call:
+    def call(self, objective: Objective, padded: bool = False) -> Call:
         """With what the ranks know of each other."""
-        head, shard = prepared.head, prepared.head.shard
+        prepared, head, shard = self.prepared, self.prepared.head, self.prepared.head.shard
         assert isinstance(head, HeadOptions)
         if shard is not None:
             words = described_options(prepared, objective)
@@ -215,29 +217,36 @@ def planned(
 ) -> Planned:
     """``again``: inside of a backward. ``request``: other than the call's own. ``buffer_dtype``: of a buffer that the
     weight's gradient is added to, where it is none of the caller's."""
-    head, program, packing = prepared.head, prepared.program, prepared.packing
+    head, program, groups = prepared.head, prepared.program, prepared.groups
     assert isinstance(head, HeadOptions)
     hidden, weight = head.hidden, head.weight
     rows = flat(hidden)
+    in_place = groups is not None and reads_any_order(prepared)
+    if groups is not None and not in_place:
+        prepared = in_order(prepared, groups, copied=True)
+    packing = prepared.packing
     # a view shares memory with what it views, a copy does not
     copied = rows.numel() > 0 and rows.data_ptr() != hidden.data_ptr()
     if packing is not None and packing.copied:
         rows, packing = packing.pack_rows(rows), None
         copied = rows.numel() > 0
     placed = Placed(
-        prepared.token_rows.target.shape[0], wants, again, prepared.skips, prepared.groups is not None, copied,
+        prepared.token_rows.target.shape[0], wants, again, prepared.skips, groups is not None, copied,
         is_plain(weight), rows.stride(1) == 1 or rows.shape[1] == 1,
         buffer_dtype if head.gradient_buffer is None else head.gradient_buffer.buffer.dtype, request,
     )  # fmt: skip
     plan, spans = plan_placed(prepared, placed), None
-    if prepared.groups is not None and plan.schedule == "forward" and plan.chunks > 1:
+    if groups is not None and plan.schedule == "forward" and plan.chunks > 1:
         slack = LEAST_SLACK if (request or program.request).chunk_tokens is None else 1.0
-        spans = spans_of(prepared.groups.sizes, plan.chunk_tokens, slack)
+        order, spans = arranged(groups, plan.chunk_tokens, slack, may_move=in_place)
         plan = replace(plan, ending=sum(map(len, spans)))
         if plan.sums_halves and plan.chunks > MAX_HALF_CHUNKS:
             # segments are too uneven for so few bits
             plan, spans = plan_placed(prepared, placed._replace(by_segments=False)), None
-    return Planned(rows, packing, request or program.request, plan, spans)
+        elif in_place:
+            prepared = in_order(prepared, order, copied=False)
+            packing = prepared.packing
+    return Planned(prepared, rows, packing, request or program.request, plan, spans)
 
 
 def plan_placed(prepared: PreparedCall, placed: "Placed") -> Plan:

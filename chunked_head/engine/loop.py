@@ -32,7 +32,7 @@ class Call(OwnColumns):
     softcap: float | None
     request: Request = DEFAULT_REQUEST
     gradient_buffer: GradientBuffer | None = None  # where the weight's gradient goes, instead of back
-    packing: Packing | None = None  # of tokens that only the device can tell from those that do not count
+    packing: Packing | None = None  # the order in which hidden states are read where they lie
     spans: Spans | None = None  # of rows whose gradients wait for each other alone; None: as the plan says
     shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
     padded: bool = False  # whether rows that do not count follow the call's: targets have them, hidden states have not

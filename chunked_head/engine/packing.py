@@ -12,9 +12,10 @@ from torch import Tensor
 class Packing:
     """An order of a call's tokens: those that count first, in the order in which they stand, or one the host names.
 
-    ``count``: how many count, where nobody but the device knows: all tokens are kept, and the matmuls stop there.
-    None where ``order`` holds those that the matmuls are made of alone. ``copied``: hidden states are brought into
-    this order before all else; if not, kernels read and write them where they lie.
+    Either nobody but the device knows how many count: ``order`` holds all tokens, and the matmuls stop at ``count``.
+    Or ``count`` is None, and the matmuls are over all that ``order`` holds: those that count, where the host has waited
+    for their number, or all tokens. With ``copied`` hidden states are brought into this order before all else; without
+    it kernels read them, and write their gradients, where they lie.
     """
 
     order: Tensor  # [kept] int64: where each token stands in the call's tensors

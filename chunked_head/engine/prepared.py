@@ -1,7 +1,8 @@
 """A call with its fields beside rows: the first work on tensors."""
 
 import functools
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +16,7 @@ from ..metrics import Metric
 from ..parallel.tokens import Spread
 from ..program.demand import Needs
 from ..program.fields import TEMPERATURE, Frame
-from ..program.planner import SEGMENTS_CHUNK
-from ..program.segments import Groups, groups_of, order_of
+from ..program.segments import Group, groups_of, order_of
 from ..program.teachers import make_teacher
 from .head_options import HeadOptions, LogitsOptions
 from .packing import Packing
@@ -43,7 +43,7 @@ class PreparedCall:
     scale: Tensor | None = None  # [tokens] what their logits are multiplied by, 1 / temperature
     kept: Kept | None = None  # columns of tokens whose softmax is over no others
     packing: Packing | None = None
-    groups: Groups | None = None  # of rows whose gradients wait for each other alone
+    groups: tuple[Group, ...] | None = None  # of rows whose gradients wait for each other alone
     spread: Spread | None = None  # over ranks, whose counts those of ``token_rows`` are then
 
     @property
@@ -145,16 +145,7 @@ def prepare(task: Task, program: Program, rows: int | None = None) -> PreparedCa
         return packed(prepared, packing_of(prepared, head.skip_ignored))
     if not (program.by_segments and task.segments is not None and len(token_rows.target)):
         return prepared
-    in_place, request = may_lie_anywhere(prepared), program.request
-    # a plan comes later, and says what else a budget of the caller's makes of chunks
-    most = request.chunk_tokens or (None if request.explicit else SEGMENTS_CHUNK)
-    line = frame.leading[-1] if frame.leading else 1
-    groups = groups_of(task.segments, line, frame.shift, most if in_place else None)
-    prepared = replace(prepared, groups=groups)
-    if groups.order is None:
-        return prepared
-    order = order_of(groups.order, head.device)
-    return packed(prepared, Packing(order, None, len(order), copied=not in_place))
+    return replace(prepared, groups=groups_of(task.segments, frame.leading[-1] if frame.leading else 1, frame.shift))
 
 
 def keeps_some(prepared: PreparedCall, head: HeadOptions) -> bool:
@@ -169,15 +160,24 @@ def own_matmuls(head: HeadOptions, program: Program) -> bool:
     return program.backend.bounds_rows(program.backend.store(layout))
 
 
-def may_lie_anywhere(prepared: PreparedCall) -> bool:
-    """Whether the kernels that read hidden states and write their gradients can do so in any order."""
+def reads_any_order(prepared: PreparedCall) -> bool:
+    """Whether kernels can read rows of hidden states, and write their gradients, in any order where they lie."""
     head, teacher = prepared.head, prepared.teacher
     gpu = prepared.backend.traits(head.device).get("gpu")
     if not isinstance(head, HeadOptions) or head.shard is not None or prepared.kept is not None:
         return False
-    read_as_given = teacher is not None and teacher.logits is not None
-    own_products = gpu is not None and gpu.own_dhidden and own_matmuls(head, prepared.program)
-    return own_products and not read_as_given
+    # a teacher's logits are read as they stand, and other products take rows whose columns are contiguous
+    as_given = (teacher is not None and teacher.logits is not None) or head.hidden.stride(-1) != 1
+    return gpu is not None and gpu.own_dhidden and own_matmuls(head, prepared.program) and not as_given
+
+
+def in_order(prepared: PreparedCall, groups: Sequence[Group], copied: bool) -> PreparedCall:
+    """The call with its rows in the order of groups, if that is not their own."""
+    ranges = [rows for group in groups for rows in group]
+    if all(one.start < next.start for one, next in itertools.pairwise(ranges)):
+        return prepared
+    order = order_of(ranges, prepared.head.device)
+    return packed(prepared, Packing(order, None, len(order), copied))
 
 
 def is_plain(weight: Tensor) -> bool:

@@ -15,7 +15,6 @@ from .tiles import best_tile
 DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares, and that has no more rows than this is for
 # fewer rows than this leave the matmuls starved and make every pass over the gradient of the weight count
 GOOD_CHUNK = 2048
-SEGMENTS_CHUNK = int(GOOD_CHUNK * SLACK)  # where chunks end where segments do
 MODEST_SWEEP = 60 * MiB
 # as many chunks, or fewer, may be one fewer at the price of rows that are no multiple of a tile's
 FEW_CHUNKS = 4
@@ -119,7 +118,7 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     hidden states are as long on any number of ranks, so from 16 on it stays.
     """
     share = math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16))
-    rows = SEGMENTS_CHUNK if sizes.by_segments else GOOD_CHUNK
+    rows = int(GOOD_CHUNK * SLACK) if sizes.by_segments else GOOD_CHUNK
     columns = sizes.vocab + (sizes.teacher_columns if sizes.teacher_store is not None else 0)
     # a copy of all hidden states is no part of a chunk; where it brings pairs together it comes on top
     copy = sizes.own_tokens * sizes.hidden * sizes.hidden_dtype.itemsize if sizes.copied and sizes.by_segments else 0

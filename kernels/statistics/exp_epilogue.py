@@ -8,8 +8,8 @@ from ..common.transform import log2_e
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = tl.constexpr(60.0)
-# nats below a strip's maximum that its offset may lie: fp32 holds the sum of e^75 over a strip's columns
-BELOW = tl.constexpr(75.0)
+# nats below a strip's offset where exponentials still have all their bits, and above it where fp32 holds a strip's sum
+DEEP, HIGH = tl.constexpr(70.0), tl.constexpr(75.0)
 
 
 @triton.jit
@@ -128,9 +128,10 @@ def finish_strip(
     if SECOND:
         before = first_column(strip, moved, STRIP)
         if (before < columns2) & (columns2 < before + STRIP):
-            # midway between what the second softmax is over and what it is not: either may be far above the other
+            # what the second softmax is not over may be so far above what it is over that nothing would be left of that
             top2 = tl.max(tl.where((offs_col < columns2)[None, :], x, float("-inf")), 1)
-            offset = tl.where(top2 == float("-inf"), top, top - tl.minimum(0.5 * (top - top2), BELOW))
+            lower = tl.minimum(tl.maximum((top - top2) - DEEP, 0.0), HIGH)
+            offset = tl.where(top2 == float("-inf"), top, top - lower)
     if row_offset is not None:
         offset = tl.where(top - row_offset > REACH, top - REACH, row_offset)
     shift = tl.where(offset == float("-inf"), 0.0, offset)  # a strip of -inf alone: exp(-inf - 0) = 0

@@ -129,7 +129,7 @@ class RelativeSession(OwnProducts):
         )  # fmt: skip
 
     def put_by_blas(self, dlogits: Tensor, rows: Rows, out: Tensor, factors: products.Factors) -> None:
-        assert rows.order is None, "rows are moved where some are skipped, and then the products are ours"
+        assert rows.order is None, "rows are read in another order where the products are ours alone"
         if factors.target is None:
             super().put_dhidden(dlogits, rows, out)
             return

@@ -79,8 +79,8 @@ def begun(
         logits, on_logits = call_of(prepared, task.objective(prepared), inplace=False)
         return on_logits, logits, on_logits.head(logits), None
     made = planned(prepared, wants_of(wanted))
-    call = made.call(prepared, task.objective(prepared))
-    return call, made.rows, call.head(operands[1], operands[2] if len(operands) > 2 else None), prepared.packing
+    call = made.call(task.objective(made.prepared))
+    return call, made.rows, call.head(operands[1], operands[2] if len(operands) > 2 else None), made.prepared.packing
 
 
 def wants_of(wanted: Sequence[bool]) -> Wants:

@@ -35,9 +35,10 @@ class Streams(Generic[Result]):
         heads = [head_of(one) for one in prepared]
         weight, bias = heads[0].weight, heads[0].bias
         wants = [Wants.of(head.hidden, weight, bias) for head in heads]
-        prepared, plans, shared = plans_sharing(prepared, wants)
+        plans, shared = plans_sharing(prepared, wants)
+        prepared = [plan.prepared for plan in plans.each]
         objectives = [task.objective(one) for task, one in zip(self.tasks, prepared, strict=True)]
-        calls = [plan.call(*pair) for plan, *pair in zip(plans.each, prepared, objectives, strict=True)]
+        calls = [plan.call(objective) for plan, objective in zip(plans.each, objectives, strict=True)]
         made: list[Forward] = []
         streams = StreamCalls(calls, plans.buffer_dtype, shared)
         total = StreamsLoss.apply(streams, made, weight, bias, *(plan.rows for plan in plans.each))
@@ -73,12 +74,10 @@ def plans_of(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> Plans:
     return Plans(buffer_dtype, [planned(*pair, in_backward(), request, buffer_dtype) for pair in pairs])
 
 
-def plans_sharing(
-    prepared: list[PreparedCall], wants: Sequence[Wants]
-) -> tuple[list[PreparedCall], Plans, SharedTeacher | None]:
-    """The streams, their plans, and the teacher that some have in common, unless they had better not share it."""
+def plans_sharing(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> tuple[Plans, SharedTeacher | None]:
+    """The streams' plans, and the teacher that some have in common, unless they had better not share it."""
     plans, shared = plans_of(prepared, wants), SharedTeacher.of(prepared, wants)
-    apart = prepared, plans, None
+    apart = plans, None
     if shared is None:
         return apart
     try:
@@ -93,7 +92,7 @@ def plans_sharing(
         together = shared.planned(plans.each, head_of(prepared[0]).request.chunk_tokens is not None)
     except ValueError:  # the budget is too small
         return apart
-    return apart if together is None else (prepared, plans._replace(each=together), shared)
+    return apart if together is None else (plans._replace(each=together), shared)
 
 
 def common_accumulator(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> tuple[torch.dtype, Request]:
