@@ -1,7 +1,8 @@
 """Segments whose lengths the host knows: chunks end where segments end, and a chunk's gradients follow its statistics.
 
 A group of segments that belong together, as those of a pair do, is on one chunk or, where it is longer than a chunk,
-on several of its own, whose logits alone are computed twice.
+on several of its own, whose logits alone are computed twice. A tile of a matmul has 128 rows and takes as long where
+some of them are empty. So chunks end where tiles do, if groups add up so in their own order or in another.
 """
 
 import itertools
