@@ -19,7 +19,7 @@ SMOKE := $(VENV)-smoke
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY)  ## train a small model with both heads and compare loss, memory and time (two minutes)
+demo: $(READY)  ## train a small model with both heads and compare loss, memory and time (two to three minutes)
 	$(BIN)/python -m benchmarks.demo
 
 test: $(READY) lint  ## linters, type checks and all tests that need no GPU
