@@ -24,7 +24,6 @@ from .head_options import HeadOptions, LogitsOptions
 from .logits_call import LogitsLoss
 from .logits_call import call_of as logits_call_of
 from .loop import Call
-from .packing import Packing
 from .prepared import PreparedCall, in_order, is_plain, layout_of, prepare, reads_any_order
 from .program import Program
 from .ranks.global_counts import agreed_batch, described_options, kind_of, with_global_counts
@@ -165,8 +164,8 @@ def run(task: Task, program: Program, rows: int | None = None) -> Outcome:
         return Outcome(outputs, None, prepared, objective, seen[0])
     head = prepared.head
     made = planned(prepared, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
-    # the first that ranks with other tokens send each other: what one of them refuses is known by now
     prepared = made.prepared
+    # the first that ranks with other tokens send each other: what one of them refuses is known by now
     objective = task.objective(prepared)
     call = made.call(objective, padded=rows is not None)
     found: list[Forward] = []
@@ -185,7 +184,6 @@ class Planned(NamedTuple):
 
     prepared: PreparedCall  # its rows in the order in which they run
     rows: Tensor  # hidden states, in this order if they had to be copied
-    packing: Packing | None  # the order, if they have not been
     request: Request
     plan: Plan
     spans: Spans | None
@@ -193,13 +191,14 @@ class Planned(NamedTuple):
     def call(self, objective: Objective, padded: bool = False) -> Call:
         """With what the ranks know of each other."""
         prepared, head, shard = self.prepared, self.prepared.head, self.prepared.head.shard
+        packing = prepared.packing if prepared.packing is None or not prepared.packing.copied else None
         assert isinstance(head, HeadOptions)
         if shard is not None:
             words = described_options(prepared, objective)
             if self.spans is not None:
                 words["segment_lengths"] = str(self.spans)
             shard = shard.agreed(self.plan, words, self.rows.device)
-        options = prepared.logit_scale, prepared.softcap, self.request, head.gradient_buffer, self.packing, self.spans
+        options = prepared.logit_scale, prepared.softcap, self.request, head.gradient_buffer, packing, self.spans
         return Call(self.plan, prepared.backend, objective, *options, shard, padded)
 
 
@@ -224,11 +223,10 @@ def planned(
     in_place = groups is not None and reads_any_order(prepared)
     if groups is not None and not in_place:
         prepared = in_order(prepared, groups, copied=True)
-    packing = prepared.packing
     # a view shares memory with what it views, a copy does not
     copied = rows.numel() > 0 and rows.data_ptr() != hidden.data_ptr()
-    if packing is not None and packing.copied:
-        rows, packing = packing.pack_rows(rows), None
+    if prepared.packing is not None and prepared.packing.copied:
+        rows = prepared.packing.pack_rows(rows)
         copied = rows.numel() > 0
     placed = Placed(
         prepared.token_rows.target.shape[0], wants, again, prepared.skips, groups is not None, copied,
@@ -245,8 +243,7 @@ def planned(
             plan, spans = plan_placed(prepared, placed._replace(by_segments=False)), None
         elif in_place:
             prepared = in_order(prepared, order, copied=False)
-            packing = prepared.packing
-    return Planned(prepared, rows, packing, request or program.request, plan, spans)
+    return Planned(prepared, rows, request or program.request, plan, spans)
 
 
 def plan_placed(prepared: PreparedCall, placed: "Placed") -> Plan:

@@ -91,10 +91,10 @@ def arranged(
 def waste(spans: Spans) -> tuple[int, int]:
     """How many chunks there are, and how many rows of their last tiles are empty."""
     chunks = [chunk for span in spans for chunk in span]
-    return len(chunks), sum(empty(chunk.stop - chunk.start) for chunk in chunks)
+    return len(chunks), sum(empty_rows(chunk.stop - chunk.start) for chunk in chunks)
 
 
-def empty(rows: int) -> int:
+def empty_rows(rows: int) -> int:
     """Rows of a chunk's last tile that it does not fill."""
     return -rows % CHUNK_MULTIPLE
 
@@ -112,7 +112,7 @@ def filling(sizes: Sequence[int], most: int, slack: float) -> list[int]:
             taken.append(waiting.popleft())
             rows += sizes[taken[-1]]
         near = [waiting.popleft() for _ in range(min(FEW, len(waiting)))]
-        # bit n: whether groups before one, each in or out, make n rows with those that are taken
+        # bit n: whether groups before one, each in or out, make n rows with those that are taken; up to ``most``
         sums = [1 << rows]
         for group in near:
             sums.append((sums[-1] | sums[-1] << sizes[group]) & ((2 << most) - 1))
@@ -163,7 +163,7 @@ def cut(sizes: Sequence[int], most: int, slack: float, spare: float) -> Spans:
             free = spare * (start + most - wanted)
             near = ends[bisect_left(ends, wanted - free, first, last) : bisect_right(ends, wanted + free, first, last)]
             if near:
-                end = min(near, key=lambda end: (empty(end - start), abs(end - wanted)))
+                end = min(near, key=lambda end: (empty_rows(end - start), abs(end - wanted)))
             else:
                 behind = bisect_right(ends, wanted, first, last)
                 end = min(ends[max(behind - 1, first) : min(behind + 1, last)], key=lambda end: abs(end - wanted))
