@@ -23,7 +23,7 @@ demo: $(READY)  ## train a small model with both heads and compare loss, memory 
 	$(BIN)/python -m benchmarks.demo
 
 test: $(READY) lint  ## linters, type checks and all tests that need no GPU
-	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --ignore tests/test_smoke.py
+	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --ignore tests/docs/test_smoke.py
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -40,7 +40,7 @@ smoke:  ## test what `pip install .` makes, in an environment of its own
 	cp -r chunked_head kernels pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md $(SMOKE)/source
 	cd $(SMOKE)/source && ../bin/python $(PIP) '.[smoke]'
 	cd $(SMOKE) && bin/python -VV && bin/python -c "import chunked_head as c; print(c.__version__, c.__file__)"
-	$(SMOKE)/bin/pytest -q -o pythonpath=tests -p no:cacheprovider tests/test_smoke.py
+	$(SMOKE)/bin/pytest -q -o "pythonpath=tests tests/helpers" -p no:cacheprovider tests/docs/test_smoke.py
 
 floor:  ## the same with the oldest versions
 	$(MAKE) smoke TORCH=torch==2.9.0 CONSTRAINTS=.ci/floor.txt VENV=$(VENV)-floor
@@ -65,17 +65,17 @@ $(READY): pyproject.toml .ci/constraints.txt
 	$(INSTALL) --editable '.[dev]'
 	touch $(READY)
 
-# The frameworks of chunked_head/integrations, in environments above .venv: each has only what a file of tests/frameworks
+# The frameworks of chunked_head/integrations, in environments above .venv: each has only what a file of tests/frameworks/real
 # asks for and .venv lacks or has in another version. A file that begins with "# --no-deps" names all of that itself.
-FRAMEWORKS ?= $(patsubst tests/frameworks/%.txt,%,$(wildcard tests/frameworks/*.txt))
+FRAMEWORKS ?= $(patsubst tests/frameworks/real/%.txt,%,$(wildcard tests/frameworks/real/*.txt))
 .PHONY: test-frameworks $(FRAMEWORKS:%=test-framework-%)
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)  ## test integrations with the real frameworks; FRAMEWORKS=fast as CI does
 
 $(FRAMEWORKS:%=test-framework-%): test-framework-%: $(VENV)-%/.ready
-	HF_HUB_OFFLINE=1 $(VENV)-$*/bin/python -m pytest -q tests/frameworks
+	HF_HUB_OFFLINE=1 $(VENV)-$*/bin/python -m pytest -q tests/frameworks/real
 
 PACKAGES := bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-$(VENV)-%/.ready: tests/frameworks/%.txt $(READY)
+$(VENV)-%/.ready: tests/frameworks/real/%.txt $(READY)
 	$(BIN)/python -m venv --without-pip $(SYSTEM) $(VENV)-$*
 	echo "import site; site.addsitedir('$$($(VENV)/$(PACKAGES))')" >"$$($(VENV)-$*/$(PACKAGES))/below.pth"
 	$(VENV)-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check \

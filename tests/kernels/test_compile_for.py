@@ -14,7 +14,7 @@ from chunked_head.kernels.common.gpus import GPUS
 from chunked_head.kernels.common.tiles import PRODUCT_ROWS
 from compile_for import MATMULS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # whose calls launch the same
 ALIKE = {"sm_100": [], "sm_80": ["sm_86", "sm_89", "sm_120"], "sm_90": [], "gfx942": []}
 # bytes that a thread may spill: nobody has measured tiles of Blackwell there
@@ -28,7 +28,7 @@ HOLDS = {
 
 def compiled(name: str) -> list[dict[str, Any]]:
     environment = os.environ | {"CHUNKED_HEAD_ARCH": name, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "tests/compile_for.py"), *ALIKE[name]]
+    command = [sys.executable, str(ROOT / "tests/helpers/compile_for.py"), *ALIKE[name]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -389,7 +389,7 @@ def test_merge_ranks(place: Place, known: bool, off: int | None) -> None:
 def launches() -> list[tuple[str, ast.Call]]:
     """Every launch of a kernel that the sources hold: ``kernel[grid](...)``."""
     found = []
-    for path in sorted((Path(__file__).parent.parent / "kernels").glob("*/launch.py")):
+    for path in sorted((Path(__file__).parents[2] / "kernels").glob("*/launch.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 found.append((f"{path.parent.name}/{path.name}:{node.lineno}", node))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 TOY = f"--vocab 512 --bpe-vocab 300 --steps {STEPS} --batch 2 --context 16 --hidden 32 --layers 1 --device cpu".split()
 

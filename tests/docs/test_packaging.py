@@ -18,7 +18,7 @@ from torch import Tensor
 
 import chunked_head
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = Path("kernels") / "statistics" / "launch.py"
 KERNELS = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels").rglob("*.py")}
 USE = "import chunked_head, chunked_head.kernels.statistics.launch as k; print(k.__file__)"
@@ -157,7 +157,7 @@ def test_sdist(sdist: Path) -> None:
 def test_installed(installed: Path, tmp_path: Path) -> None:
     code = "import chunked_head, importlib.metadata as m; print(chunked_head.__version__, m.version('chunked-head'))"
     assert run_python(code, tmp_path, interpreter=str(installed)).split() == [chunked_head.__version__] * 2
-    run_python((ROOT / "tests" / "typed_use.py").read_text(), tmp_path, interpreter=str(installed))
+    run_python((ROOT / "tests" / "helpers" / "typed_use.py").read_text(), tmp_path, interpreter=str(installed))
 
 
 def test_wheel(wheel: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Which option takes which path on a GPU: docs/paths.md is this table, made from the dispatcher itself.
 
-`python tests/test_paths.py > docs/paths.md` makes it anew.
+`python tests/kernels/test_paths.py > docs/paths.md` makes it anew.
 """
 
 from pathlib import Path
@@ -66,8 +66,8 @@ def table() -> str:
 
 
 def test_table() -> None:
-    written = Path(__file__).parent.parent / "docs" / "paths.md"
-    assert written.read_text() == table(), "python tests/test_paths.py > docs/paths.md"
+    written = Path(__file__).parents[2] / "docs" / "paths.md"
+    assert written.read_text() == table(), "python tests/kernels/test_paths.py > docs/paths.md"
 
 
 if __name__ == "__main__":

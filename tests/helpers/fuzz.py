@@ -1,7 +1,8 @@
 """Random calls of every public function, with every option, against the oracle in float64.
 
 A seed draws one call: sizes from zero tokens and one vocabulary row on, layouts, masks with nonsense behind them, any
-options that go together. ``python tests/fuzz.py --first 0 --count 1000 [--device cuda]`` runs more than the tests do.
+options that go together. ``python tests/helpers/fuzz.py --first 0 --count 1000 [--device cuda]`` runs more than
+the tests do.
 """
 
 import functools

@@ -67,7 +67,7 @@ def test_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_framework_that_is_missing_is_a_row(tmp_path: Path) -> None:
-    """Its steps are tested in ``tests/frameworks``."""
+    """Its steps are tested in ``tests/frameworks/real``."""
     (tmp_path / "verl" / "verl").mkdir(parents=True)
     (tmp_path / "verl" / "verl" / "__init__.py").write_text("raise ImportError('this one is found first')")
     path = tmp_path / "steps.json"

@@ -1,6 +1,6 @@
 """What ranks that share a vocabulary send each other in a step, counted; docs/guides/multi-gpu.md shows it.
 
-`python tests/test_traffic.py` makes that section anew.
+`python tests/ranks/test_traffic.py` makes that section anew.
 """
 
 import math
@@ -25,8 +25,8 @@ from benchmarks.losses import WORKLOADS
 from benchmarks.shapes import Shape
 from chunked_head import VocabParallel, linear_loss, losses, plan
 
-DOCS = Path(__file__).parent.parent / "docs" / "guides" / "multi-gpu.md"
-BEGIN, END = "<!-- made by tests/test_traffic.py -->", "<!-- end -->"
+DOCS = Path(__file__).parents[2] / "docs" / "guides" / "multi-gpu.md"
+BEGIN, END = "<!-- made by tests/ranks/test_traffic.py -->", "<!-- end -->"
 SHAPE, PAPER = Shape(16, 40, 256), Shape(8192, 4096, 128256)
 TWO, CHUNKS = 2, 2
 GRPO = WORKLOADS["grpo+z+metrics"]
@@ -206,7 +206,7 @@ def test_counts_stand_in_the_documentation(tmp_path: Path) -> None:
     text = DOCS.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
     written = text.split(BEGIN)[1].split(END)[0].strip()
-    assert written == section(counted(tmp_path)).strip(), "python tests/test_traffic.py"
+    assert written == section(counted(tmp_path)).strip(), "python tests/ranks/test_traffic.py"
 
 
 if __name__ == "__main__":

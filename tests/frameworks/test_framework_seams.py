@@ -1,5 +1,5 @@
 """The seams of training frameworks by their own signatures (verl 0.9.1, megatron-core 0.19.2), against plain PyTorch;
-``tests/frameworks`` has them with the frameworks."""
+``tests/frameworks/real`` has them with the frameworks."""
 
 import importlib
 import importlib.util

@@ -14,7 +14,7 @@ from chunked_head.backends.torch.session import TorchSession
 from chunked_head.commands import doctor
 from chunked_head.commands.main import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SIZES = ["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "128256"]
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": 32,
          "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}  # fmt: skip

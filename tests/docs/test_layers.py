@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # from the lowest to the highest; kernels know nothing but each other
 LAYERS = ("kernels", "core", "losses", "metrics", "program", "parallel", "backends", "engine", "api", "integrations",
           "commands", "__main__")  # fmt: skip

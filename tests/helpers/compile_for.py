@@ -1,5 +1,5 @@
 """Compiles what an architecture's calls launch, on a machine without such a GPU:
-``CHUNKED_HEAD_ARCH=sm_80 python tests/compile_for.py [OTHER ...]``.
+``CHUNKED_HEAD_ARCH=sm_80 python tests/helpers/compile_for.py [OTHER ...]``.
 
 The calls run on the CPU with launches that do nothing; each kind of launch is then compiled as Triton would compile it
 there. Matmuls are also compiled for the others, architectures whose calls launch the same. Prints a line of JSON for
