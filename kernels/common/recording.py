@@ -3,7 +3,6 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import BuiltinFunctionType, CellType, FunctionType
 from typing import Any, NamedTuple
 
 # arguments of kernels that are the call's own numbers: of tokens, and along the last dimension of the targets
@@ -50,32 +49,3 @@ def aside() -> Iterator[None]:
         yield
     finally:
         RECORDING.recorder = recorder
-
-
-def flattened(run: Any, arguments: Sequence[Any]) -> tuple[Callable[..., None], list[Any]] | None:
-    """The function in C that ``run(*arguments)`` comes down to, and what it is given; None where a launch may do more
-    or this Triton keeps no such function. Nothing is launched: a copy of ``run`` calls ``look_on`` instead."""
-    last, seen = getattr(run, "launch", None), list[tuple[Any, ...]]()
-    if getattr(run, "global_scratch_size", None) != 0 or getattr(run, "profile_scratch_size", None) != 0:
-        return None  # memory of the launch's own
-
-    def look_on(*words: Any) -> None:
-        seen.append(words)
-
-    in_c: Any = last
-    look: Any = look_on
-    if isinstance(last, FunctionType) and last.__closure__ is not None and "launcher" in last.__code__.co_freevars:
-        # it makes tensor maps of descriptors, and calls the one in C
-        cells = dict(zip(last.__code__.co_freevars, last.__closure__, strict=True))
-        in_c = cells["launcher"].cell_contents
-        closure = tuple((cells | {"launcher": CellType(look_on)}).values())
-        look = FunctionType(last.__code__, last.__globals__, None, None, closure)
-    if not isinstance(in_c, BuiltinFunctionType):
-        return None
-    try:
-        copy = object.__new__(type(run))
-        vars(copy).update(vars(run), launch=look)
-        copy(*arguments)
-    except (AttributeError, TypeError):
-        return None  # another Triton's
-    return (in_c, list(seen[0])) if len(seen) == 1 else None

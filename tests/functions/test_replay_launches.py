@@ -5,7 +5,6 @@ Memory is filled with nan when a tape lets go of it, and results are compared bi
 
 import ctypes
 import inspect
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -39,33 +38,6 @@ class Like:
         return torch.empty(0, dtype=self.dtype).set_(memory.untyped_storage(), 0, *self.form)
 
 
-class CudaLauncher:
-    """What stands for Triton's: it ends in a function in C, ``operator.call``."""
-
-    global_scratch_size = profile_scratch_size = 0
-
-    def __init__(self, kernel: Callable[..., None], described: bool):
-        self.kernel, self.launch = kernel, mapping(operator.call) if described else operator.call
-
-    def __call__(self, *words: Any) -> None:
-        self.launch(self.kernel, *words)
-
-
-class Map:
-    """What stands for a tensor map: the numbers that a descriptor becomes."""
-
-    def __init__(self, descriptor: Any):
-        self.address = descriptor.base.data_ptr()
-        self.attributes = {name: value for name, value in vars(descriptor).items() if name != "base"}
-
-
-def mapping(launcher: Any) -> Callable[..., None]:
-    def inner(*words: Any) -> None:
-        launcher(*[Map(word) if isinstance(word, TensorDescriptor) else word for word in words])
-
-    return inner
-
-
 def launched(self: launcher.Launcher, grid: tuple[int, ...]) -> Callable[..., None]:
     """``Launcher.__getitem__``, by addresses."""
 
@@ -77,22 +49,22 @@ def launched(self: launcher.Launcher, grid: tuple[int, ...]) -> Callable[..., No
         tensors = [getattr(value, "base", value) for value in arguments]
         likes = [Like(one) if isinstance(one, Tensor) else None for one in tensors]
 
-        def kernel(x: int, y: int, z: int, stream: int, device: int, *words: Any) -> None:
+        def run(x: int, y: int, z: int, stream: int, device: int, *words: Any) -> None:
             assert stream == STREAM
             real = list(words)
             with recording.aside():
                 for i, (like, word) in enumerate(zip(likes, words, strict=True)):
-                    if isinstance(word, Map):
+                    if isinstance(word, TensorDescriptor):
                         assert like is not None
                         real[i] = object.__new__(TensorDescriptor)
-                        vars(real[i]).update(word.attributes, base=like.at(word.address))
+                        vars(real[i]).update(vars(word), base=like.at(word.base.data_ptr()))
                     elif like is not None:
                         assert type(word) is int
                         real[i] = like.at(word)
                 self.kernel[x, y, z](*real, **constants)
 
         words = [value.data_ptr() if kind == "ptr" else value for kind, value in zip(kinds, arguments, strict=True)]
-        run, full = CudaLauncher(kernel, "desc" in kinds), (*(*grid, 1, 1)[:3], STREAM, 0, *words)
+        full = (*(*grid, 1, 1)[:3], STREAM, 0, *words)
         run(*full)
         if recording.RECORDING.recorder is not None:
             at = [[i + FIRST for i, name in enumerate(names) if name.endswith(end)] for end in ("_ptr", "_desc")]

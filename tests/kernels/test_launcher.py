@@ -288,23 +288,3 @@ def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launcher, "kernel", SimpleNamespace(pre_run_hooks=[]))
     for one, two in zip(all_of_them(), plain, strict=True):
         assert torch.equal(one, two)
-
-
-def test_the_function_in_c_of_this_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Triton's own launcher is seen through: each word is one of the function's, or in a tuple, as from 3.9 on."""
-    from chunked_head.kernels.common.recording import flattened
-    from triton.backends.nvidia.driver import CudaLauncher
-    from triton.runtime import driver
-
-    monkeypatch.setattr(driver, "_active", SimpleNamespace())
-    run = object.__new__(CudaLauncher)
-    sizes = dict.fromkeys(("global_scratch_size", "profile_scratch_size", "global_scratch_align"), 0)
-    vars(run).update(sizes, profile_scratch_align=1, num_ctas=1, launch_cooperative_grid=False, launch_pdl=False)
-    vars(run).update(launch=print, gsan_enabled=False, arg_annotations=None, kernel_signature=None)
-    stream, words = 12345, (1 << 40, 7)
-    found = flattened(run, [1, 1, 1, stream, "function", (4, 1, 0), None, None, None, *words])
-    assert found is not None and found[0] is print and found[1][:5] == [1, 1, 1, stream, "function"]
-    assert tuple(found[1][-2:]) == words or found[1][-1] == words
-    assert not capsys.readouterr().out  # nothing was launched
-    run.global_scratch_size = 8
-    assert flattened(run, [1, 1, 1, stream, "function", (4, 1, 0), None, None, None, *words]) is None

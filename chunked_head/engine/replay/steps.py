@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.common.recording import CALL_SIZES, Launched, flattened
+from ...kernels.common.recording import CALL_SIZES, Launched
 
 Held = Sequence[Any] | Mapping[int, Any]  # what slots hold
-MOST_ADDRESSES = 64  # of a descriptor's memory that one launch remembers
-PLAIN = {type(None), bool, int, float}  # words of a launch that are no tensor map
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
 
 
@@ -183,86 +181,16 @@ def launch(record: Launch) -> Step:
     run, arguments, stream_at, _, descriptors, described, _ = record
     numbers = record.numbers
     known = [(*at, *kind) for at, kind in zip(descriptors, described, strict=True)]
-    in_c: list[InC | None] = []  # once it is known
-
-    def given(addresses: list[int], stream: int) -> list[Any]:
-        found = arguments.copy()
-        found[stream_at] = stream
-        for i, slot, offset in numbers:
-            found[i] = addresses[slot] + offset
-        for i, slot, offset, kind, attributes in known:
-            descriptor: Any = object.__new__(kind)
-            found[i] = descriptor
-            descriptor.__dict__.update(attributes, base=Address(addresses[slot] + offset))
-        return found
 
     def step(held: list[Any], addresses: list[int], stream: int) -> None:
-        if not in_c:
-            in_c.append(InC.of(record, given(addresses, stream)))
-        direct = in_c[0]
-        if direct is None:
-            run(*given(addresses, stream))
-            return
-        function, words, at, numbers_at, maps = direct
-        words = words.copy()
-        words[at] = stream
-        for i, slot, offset in numbers_at:
-            words[i] = addresses[slot] + offset
-        for i, slot, offset, by_address in maps:
-            try:
-                words[i] = by_address[addresses[slot] + offset]
-            except KeyError:
-                words[i] = direct.described(run, given(addresses, stream), addresses)[i]
-        function(*words)
+        given = arguments.copy()
+        given[stream_at] = stream
+        for i, slot, offset in numbers:
+            given[i] = addresses[slot] + offset
+        for i, slot, offset, kind, attributes in known:
+            descriptor: Any = object.__new__(kind)
+            given[i] = descriptor
+            descriptor.__dict__.update(attributes, base=Address(addresses[slot] + offset))
+        run(*given)
 
     return step
-
-
-class Mark(int):
-    """A number that is found again by identity, among equal ones."""
-
-
-class InC(NamedTuple):
-    """A launch as Triton's function in C takes it: descriptors are tensor maps already, each good for one address."""
-
-    function: Callable[..., None]
-    words: list[Any]
-    stream_at: int
-    numbers: list[tuple[int, int, int]]
-    maps: list[tuple[int, int, int, dict[int, Any]]]  # which of the words, where it lies, and those of other addresses
-
-    def described(self, run: Callable[..., None], given: list[Any], addresses: list[int]) -> list[Any]:
-        """The words of another launch, whose maps are remembered."""
-        found = flattened(run, given)
-        assert found is not None
-        for i, slot, offset, by_address in self.maps:
-            if len(by_address) >= MOST_ADDRESSES:
-                by_address.clear()
-            by_address[addresses[slot] + offset] = found[1][i]
-        return found[1]
-
-    @classmethod
-    def of(cls, record: Launch, given: list[Any]) -> "InC | None":
-        """None where not every address is one word of what the function in C takes, and every map another."""
-        at = [record.stream_at, *(i for i, *_ in record.numbers)]
-        marks = [Mark(given[i]) for i in at]
-        for i, mark in zip(at, marks, strict=True):
-            given[i] = mark
-        found = flattened(record.run, given)
-        if found is None:
-            return None
-        function, words = found
-        _, again = flattened(record.run, given) or found
-        places = [[i for i, word in enumerate(words) if word is mark] for mark in marks]
-        # what stands behind a map is its shape and strides, which are the same for all addresses
-        anew = [i for i, (one, other) in enumerate(zip(words, again, strict=True)) if one is not other]
-        maps = [i for i in anew if type(words[i]) not in PLAIN]
-        if any(len(place) != 1 for place in places) or len(maps) != len(record.descriptors):
-            return None
-        (stream,), *others = places
-        numbers = [(i, slot, offset) for (i,), (_, slot, offset) in zip(others, record.numbers, strict=True)]
-        described = [
-            (i, slot, offset, {given[at].base.data_ptr(): words[i]})
-            for i, (at, slot, offset) in zip(maps, record.descriptors, strict=True)
-        ]
-        return cls(function, words, stream, numbers, described)
