@@ -2,11 +2,13 @@
 
 import gc
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import quick_interpreter
+import tiers
 import torch
 import uninitialised
 from hypothesis import settings
@@ -25,21 +27,32 @@ settings.register_profile("repeatable", database=None)
 settings.load_profile("repeatable")
 
 
-# begun first, so that no worker is left with one of them at the end
-LONGEST = ("compile_for", "linear_loss", "packaging", "patch_compile", "fullgraph", "vocab_parallel_logits", "demo",
-           "vocab_parallel", "token_parallel", "compiled", "benchmark_parallel", "architectures")  # fmt: skip
+def asked_for(config: pytest.Config) -> set[str]:
+    """Names that ``-m`` asks for, and not those that it leaves out."""
+    return set(re.findall(r"(?<!not )\b(?!not\b)\w+", config.option.markexpr))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
-    asked = config.getoption("-m").replace("not gpu", "").replace("not multigpu", "")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the exhaustive tests too, which the default -m leaves out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.all:
+        config.option.markexpr = config.option.markexpr.replace(" and not exhaustive", "")
+    asked = asked_for(config)
+    tiers.ALL = config.option.all or HAS_GPU or "exhaustive" in asked
     if "multigpu" in asked and torch.cuda.device_count() < 2:
         raise pytest.UsageError("tests marked multigpu were asked for and torch sees fewer than two GPUs")
-    if HAS_GPU or "gpu" not in asked:
-        return
-    if any(item.get_closest_marker("gpu") for item in items):
+    if "gpu" in asked and not HAS_GPU:
         raise pytest.UsageError("tests marked gpu were asked for and torch sees no GPU: they fail rather than skip")
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: Any) -> list[Any] | None:
+    """No tests of a GPU where there is none: they would be left out one by one."""
+    if HAS_GPU or not name.startswith("test"):
+        return None
+    marks = {mark.name for mark in (*collector.iter_markers(), *getattr(obj, "pytestmark", ()))}
+    return [] if marks & {"gpu", "multigpu"} else None
 
 
 def pytest_collection_finish() -> None:
@@ -96,6 +109,23 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     private.private.cache_clear()
     yield
     private.private.cache_clear()
+
+
+@pytest.fixture(params=["sm_80", "sm_100"])
+def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Calls take another GPU's paths than Hopper's: operands through pointers, other tiles."""
+    from chunked_head.kernels.common import gpus
+
+    from chunked_head.engine.call import PLANS
+    from chunked_head.engine.program import PROGRAMS
+
+    caches = gpus.gpu_of.cache_clear, gpus.multiprocessors_of.cache_clear, PLANS.clear, PROGRAMS.clear
+    monkeypatch.setattr(gpus, "HERE", request.param)
+    for forget in caches:
+        forget()
+    yield request.param
+    for forget in caches:
+        forget()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses
 
-OURS = [*TRITON, GPU[0]]
+OURS = [*TRITON, *GPU[:1]]
 
 
 def operands(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,6 +44,13 @@ def test_alone_as_among_others(place: Place, entropy: bool, schedule: str) -> No
         assert torch.equal(gradient, found[0][1][: len(gradient)])
 
 
+@pytest.mark.usefixtures("architecture")
+@pytest.mark.parametrize("place", OURS)
+@pytest.mark.parametrize("schedule", ["forward", "recompute"])
+def test_on_other_gpus(place: Place, schedule: str) -> None:
+    test_alone_as_among_others(place, True, schedule)
+
+
 @pytest.mark.parametrize("place", OURS)
 def test_run_to_run(place: Place) -> None:
     hidden, weight, target = operands(place, torch.bfloat16)
@@ -72,9 +79,10 @@ def test_where_it_cannot_be(place: Place) -> None:
         linear_cross_entropy(hidden, weight, target, deterministic=1)
 
 
-@pytest.mark.parametrize("place", [GPU[0]])
-def test_sums_of_segments(place: Place) -> None:
+@pytest.mark.gpu
+def test_sums_of_segments() -> None:
     """A GPU adds them up in any order: an error, and no promise that is not kept."""
+    place = Place("triton", "cuda")
     hidden, weight, target = operands(place, torch.bfloat16)
     batch = {name: torch.zeros(150, device=place.device) for name in ("old_logprobs", "advantages")}
     batch["segments"] = (torch.arange(150) % 3).to(place.device)

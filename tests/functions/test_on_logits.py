@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from budget import assert_within_budget
 from cases import PLACES, Place, upstream_like
-from loss_cases import FEWER, LOSS_CASES, TOKENS, LossCase, LossInputs, inputs_of, run_reference
+from logits_cases import assert_gradient, by_oracle, made_logits, made_target, on_logits, wide
+from loss_cases import FEWER, LOSS_CASES, LossCase, inputs_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from tracking import Tracker
@@ -24,20 +25,6 @@ from chunked_head.engine.logits_call import count_views, row_views
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TRITON_PLACES = [place for place in PLACES if place.values[0].backend == "triton"]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def made_logits(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 5) -> Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2.0).to(device, dtype)
-
-
-def made_target(vocab: int, *leading: int, ignore_index: int = -100, device: str = "cpu") -> Tensor:
-    made = torch.Generator().manual_seed(6)
-    target = torch.randint(0, vocab, leading, generator=made)
-    return target.masked_fill(torch.rand(leading, generator=made) < 0.2, ignore_index).to(device)
 
 
 def loss_and_grad(function: Callable[[Tensor], Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,40 +166,6 @@ def test_the_module_is_a_drop_in() -> None:
 
 
 # ---- every loss
-
-
-def on_logits(case: LossCase, inputs: LossInputs, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
-    """Logits, fields and options of a case of the linear head; a teacher gives its logits."""
-    head, batch = dict(inputs.head), dict(inputs.batch)
-    bias = head.pop("bias", None)
-    # the head's products before scale and cap, rounded as a model's are
-    logits = F.linear(inputs.hidden, inputs.weight, bias).to(dtype)
-    if "teacher_hidden" in batch:
-        names = ("teacher_hidden", "teacher_weight", "teacher_bias")
-        batch["teacher_logits"] = F.linear(*(batch.pop(name, None) for name in names))
-    if dtype == torch.float64:  # the oracle caps a teacher in its own dtype
-        batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
-    if case.name == "orpo":  # whose oracle has the odds of segments of which no token counts, 1 / 0
-        empty = torch.tensor([5, 7], device=logits.device)
-        batch["pairs"] = batch["pairs"][~torch.isin(batch["pairs"], empty).any(1)]
-    return logits, batch, head
-
-
-def assert_gradient(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
-    """Within the budget, but for what fp32 leaves of a row's terms, of order 1 / tokens, where they cancel."""
-    assert ours.shape == truth.shape and ours.dtype == dtype and torch.isfinite(truth).all() and truth.any()
-    error = ours.double().cpu() - truth
-    slack = 4 * torch.finfo(torch.float32).eps / TOKENS
-    error = error.sign() * (error.abs() - slack).clamp(min=0)
-    assert_within_budget(truth + error, eager, truth, dtype, "gradient")
-
-
-def by_oracle(case: LossCase, logits: Tensor, batch: dict[str, Any], head: dict[str, Any], inputs: LossInputs) -> Any:
-    """The oracle of the linear head, whose weight is the identity."""
-    identity = torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device)
-    given = LossInputs(logits, identity, inputs.target, batch, head, inputs.num_segments)
-    loss, parts, grads = run_reference(case, given)
-    return loss, parts, grads[0]
 
 
 def loss_combinations() -> list:

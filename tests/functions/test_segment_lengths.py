@@ -143,7 +143,7 @@ MOVED = {
 }
 
 
-@pytest.mark.parametrize("place", [*TRITON, GPU[0]])
+@pytest.mark.parametrize("place", [*TRITON, *GPU[:1]])
 @pytest.mark.parametrize("name", MOVED)
 def test_rows_are_read_and_written_where_they_lie(name: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a copy of hidden states in the order of chunks; bf16, in which the interpreter is wrong in both alike."""

@@ -61,6 +61,14 @@ def test_cross_entropy(place: Place, dtype: torch.dtype, ignored: float, reducti
     same(ours, usual, dtype)
 
 
+@pytest.mark.usefixtures("architecture")
+@pytest.mark.parametrize("place", [*TRITON, *GPU[:1]])
+@pytest.mark.parametrize("ignored", SHARES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_on_other_gpus(place: Place, ignored: float, reduction: str) -> None:
+    test_cross_entropy(place, torch.bfloat16, ignored, reduction, True)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_against_the_oracle(place: Place, dtype: torch.dtype) -> None:
@@ -138,7 +146,7 @@ def test_where_rows_cannot_be_bounded(place: Place) -> None:
         linear_cross_entropy(hidden, weight, target, backend=place.backend, skip_ignored=True)
 
 
-@pytest.mark.parametrize("place", [*TRITON, GPU[0]])
+@pytest.mark.parametrize("place", [*TRITON, *GPU[:1]])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_memory_that_nobody_has_written(place: Place, dtype: torch.dtype, reduction: str) -> None:
@@ -152,7 +160,7 @@ def test_memory_that_nobody_has_written(place: Place, dtype: torch.dtype, reduct
     same(ours, usual, dtype)
 
 
-@pytest.mark.parametrize("place", [*TRITON, GPU[0]])
+@pytest.mark.parametrize("place", [*TRITON, *GPU[:1]])
 def test_a_teacher_whose_rows_start_anywhere(place: Place) -> None:
     """Recomputed beside a dense teacher, gradients lie in fp32 logits: rows our own products do not take."""
     made = torch.Generator().manual_seed(2)

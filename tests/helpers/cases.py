@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from budget import assert_outcome
 from chunked_head.kernels.common.gpus import run_as
 from chunked_head.kernels.common.tiles import Tile
 from oracle import reference
@@ -23,12 +24,13 @@ class Place(NamedTuple):
     device: str
 
 
-# on a GPU nothing is interpreted, so the interpreter's place is there only without one
+# on a GPU nothing is interpreted, so the interpreter's place is there only without one, as a GPU's are only on one
 TORCH_CPU = pytest.param(Place("torch", "cpu"), id="torch-cpu")
 TRITON = [] if torch.cuda.is_available() else [pytest.param(Place("triton", "cpu"), id="triton-interpreted")]
 GPU = [
-    pytest.param(Place("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu),
-    pytest.param(Place("torch", "cuda"), id="torch-cuda", marks=pytest.mark.gpu),
+    pytest.param(Place(backend, "cuda"), id=f"{backend}-cuda", marks=pytest.mark.gpu)
+    for backend in ("triton", "torch")
+    if torch.cuda.is_available()
 ]
 PLACES = [TORCH_CPU, *TRITON, *GPU]
 # the interpreter runs a program for each row, and its tiles have 32
@@ -228,3 +230,10 @@ def run_ours(inputs: Inputs, place: Place, given_grad: Tensor | None = None, **e
 
 def run_reference(inputs: Inputs, dtype: torch.dtype, given_grad: Tensor | None = None) -> Outcome:
     return run(reference.linear_cross_entropy, inputs.to(dtype), given_grad)
+
+
+def hold(case: Case, dtype: torch.dtype, place: Place) -> None:
+    """A call within the budget of the oracle on full logits."""
+    inputs = case.inputs(dtype, place.device)
+    truth, eager = run_reference(inputs, torch.float64), run_reference(inputs, dtype)
+    assert_outcome(run_ours(inputs, place), eager, truth, dtype)

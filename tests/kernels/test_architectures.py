@@ -1,39 +1,19 @@
 """Paths of other GPUs than Hopper's against the same oracle: operands through pointers, gradients' products by BLAS."""
 
-from collections.abc import Iterator
-
+import cases
+import loss_cases
 import pytest
-import test_cross_entropy
-import test_deterministic
-import test_linear_loss
-import test_skip_ignored
 import torch
 from cases import HALVES, Case, Place, combinations
 from chunked_head.kernels.common import gpus
-from loss_cases import LossCase
+from loss_cases import LossCase, loss_combinations
 
 from chunked_head import plan
 from chunked_head.backends import resolve
 from chunked_head.backends.matmul import sums_halves
-from chunked_head.engine.call import PLANS
-from chunked_head.engine.program import PROGRAMS
 
 # tiles of any others differ in size alone; sm_100 reads as Hopper does, multiplies as sm_80 does: each fourth case
 ARCHITECTURES = {"sm_80": 1, "sm_100": 4}
-PLACES = test_deterministic.OURS
-
-
-def forget() -> None:
-    for cache in (gpus.gpu_of.cache_clear, gpus.multiprocessors_of.cache_clear, PLANS.clear, PROGRAMS.clear):
-        cache()
-
-
-@pytest.fixture(params=ARCHITECTURES)
-def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(gpus, "HERE", request.param)
-    forget()
-    yield request.param
-    forget()
 
 
 def ours(params: list) -> list:
@@ -47,28 +27,15 @@ def ours(params: list) -> list:
 
 @pytest.mark.parametrize(("architecture", "case", "dtype", "place"), ours(combinations()), indirect=["architecture"])
 def test_cross_entropy_of(architecture: str, case: Case, dtype: torch.dtype, place: Place) -> None:
-    test_cross_entropy.test_case(case, dtype, place)
+    cases.hold(case, dtype, place)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "case", "dtype", "place", "schedule"), ours(test_linear_loss.combinations()),
+    ("architecture", "case", "dtype", "place", "schedule"), ours(loss_combinations()),
     indirect=["architecture"],
 )  # fmt: skip
 def test_loss_of(architecture: str, case: LossCase, dtype: torch.dtype, place: Place, schedule: dict) -> None:
-    test_linear_loss.test_loss(case, dtype, place, schedule)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("ignored", test_skip_ignored.SHARES)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_skips(architecture: str, place: Place, ignored: float, reduction: str) -> None:
-    test_skip_ignored.test_cross_entropy(place, torch.bfloat16, ignored, reduction, True)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("schedule", ["forward", "recompute"])
-def test_deterministic_of(architecture: str, place: Place, schedule: str) -> None:
-    test_deterministic.test_alone_as_among_others(place, True, schedule)
+    loss_cases.hold(case, dtype, place, schedule)
 
 
 @pytest.mark.parametrize("name", gpus.GPUS)

@@ -17,7 +17,7 @@ from torch import Tensor
 from chunked_head import VocabParallel, linear_cross_entropy, linear_logprobs, plan
 from chunked_head.core.groups import block_of
 
-OURS = [*TRITON, GPU[0]]
+OURS = [*TRITON, *GPU[:1]]
 EVERYTHING = ("entropy", "lse", "argmax", "mean_logit", "log_sum_sq_probs")
 
 

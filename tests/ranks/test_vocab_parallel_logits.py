@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import PLACES, Place
+from logits_cases import assert_gradient, by_oracle, made_logits, made_target, on_logits
 from loss_cases import LOSS_CASES, VOCAB, LossCase, LossInputs, inputs_of
-from test_on_logits import assert_gradient, by_oracle, made_logits, made_target, on_logits
 from test_token_parallel import places, spread, whole
 from test_vocab_parallel import SEED, SOME_CASES, Run, in_parts, of_gpus, piece
 from torch import Tensor

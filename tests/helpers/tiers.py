@@ -1,0 +1,81 @@
+"""Which combinations of parameters ``make test`` runs; ``--all`` runs every one.
+
+What is wrong with an option shows by itself or where it meets another one. A product of parameters runs the same two
+values together once for each value of all the others, so here each two of different parameters meet once.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+ALL = False  # whether combinations of the second tier are made at all: conftest.py sets it
+
+
+def tier(param: Any, first: bool) -> list[Any]:
+    """A ``pytest.param`` of the first tier, or an exhaustive one of the second; none where nobody asked for those."""
+    if first:
+        return [param]
+    return [pytest.param(*param.values, id=param.id, marks=[*param.marks, pytest.mark.exhaustive])] if ALL else []
+
+
+def crossed(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """``parametrize`` of a test over all combinations, of which ``make test`` runs those of ``pairs``."""
+    columns = [[labelled(name, i, value) for i, value in enumerate(values)] for name, values in parameters.items()]
+    sizes = [len(column) for column in columns]
+    first = pairs(sizes)
+    rows = []
+    for at in itertools.product(*map(range, sizes)) if ALL else first:
+        chosen = [column[i] for column, i in zip(columns, at, strict=True)]
+        param = pytest.param(
+            *(value for one in chosen for value in one.values), id="-".join(one.id for one in chosen),
+            marks=[mark for one in chosen for mark in one.marks],
+        )  # fmt: skip
+        rows += tier(param, at in first)
+    return pytest.mark.parametrize(tuple(parameters), rows)
+
+
+def labelled(name: str, index: int, value: Any) -> Any:
+    """A value as a ``pytest.param`` with an id."""
+    if hasattr(value, "marks"):
+        return value
+    if isinstance(value, torch.dtype | str | int | float | None):
+        text = str(value).removeprefix("torch.")
+    else:
+        text = getattr(value, "name", None) or getattr(value, "__name__", None) or f"{name}{index}"
+    return pytest.param(value, id=text)
+
+
+def pairs(sizes: Sequence[int]) -> dict[tuple[int, ...], None]:
+    """Rows of indices, one of each column, in which each two of different columns meet: the product of the two longest
+    columns, where each further column takes the index that meets most others for the first time, and rows for the
+    pairs that are left."""
+    longest = sorted(range(len(sizes)), key=lambda column: -sizes[column])
+    missing = {
+        (i, a, j, b) for i, j in itertools.combinations(range(len(sizes)), 2)
+        for a in range(sizes[i]) for b in range(sizes[j])
+    }  # fmt: skip
+    found: dict[tuple[int, ...], None] = {}
+
+    def met(row: dict[int, int], column: int, index: int) -> set[tuple[int, int, int, int]]:
+        new = {(i, a, column, index) if i < column else (column, index, i, a) for i, a in row.items()}
+        return new & missing
+
+    def complete(row: dict[int, int]) -> None:
+        turn = len(found)
+        for column in longest:
+            if column not in row:
+                size = sizes[column]
+                row[column] = max(((turn + i) % size for i in range(size)), key=lambda i: len(met(row, column, i)))
+        for column, index in row.items():
+            missing.difference_update(met({i: a for i, a in row.items() if i != column}, column, index))
+        found[tuple(row[column] for column in range(len(sizes)))] = None
+
+    for at in itertools.product(*(range(sizes[column]) for column in longest[:2])):
+        complete(dict(zip(longest[:2], at, strict=True)))
+    while missing:
+        i, a, j, b = min(missing)
+        complete({i: a, j: b})
+    return found
