@@ -66,26 +66,24 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def uncompiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The losses' arithmetic runs as plain PyTorch: to compile each of hundreds of sums of losses would take an hour.
-    Tests marked ``compiled`` hold the compiled ones, and the kernels, to these."""
+def plain_arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The losses' arithmetic runs as plain PyTorch: to write a kernel for each of hundreds of sums of losses would take
+    long. Tests marked ``compiled`` hold the kernels to it."""
     if request.node.get_closest_marker("compiled"):
         yield
         return
     from chunked_head.engine.arithmetic import kernels  # not at the top: it imports triton
 
-    with torch.compiler.set_stance("force_eager"), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "arithmetic_of", lambda *call: (None, []))
         yield
 
 
 @pytest.fixture(autouse=True)
 def nothing_known_before() -> None:
-    """What one test's function taught about compiling it says nothing of the next one's, and each records its own."""
-    from chunked_head.engine.arithmetic.compiled import SLOW  # not at the top: it imports triton
-    from chunked_head.engine.replay.replay import REPLAYS, SEEN
+    """Each test records its own calls."""
+    from chunked_head.engine.replay.replay import REPLAYS, SEEN  # not at the top: it imports triton
 
-    SLOW.clear()
     REPLAYS.clear()
     SEEN.clear()
 

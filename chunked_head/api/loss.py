@@ -1,14 +1,13 @@
 """Any loss of a linear head, with metrics; and what a call of given sizes needs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
 
 from ..core.shift import at_targets
-from ..engine.arithmetic.compiled import SLOW
 from ..engine.arithmetic.objective import Objective, ScalarObjective
 from ..engine.call import Outcome, scalar_objective, token_objective
 from ..engine.execution import Head
@@ -280,7 +279,4 @@ def loss_output(ran: Outcome) -> LossOutput:
     with torch.no_grad():
         parts = dict(zip([s.label for _, s in ran.prepared.losses.terms], objective.parts, strict=True))
         values = objective.metric_values(ran.stats)
-    reason = SLOW.get(objective.structure.key)
-    if plan is not None and reason is not None:
-        plan = replace(plan, arithmetic=f"plain autograd: {reason}")
     return LossOutput(value, parts, {metric.label: values[metric.label] for metric in ran.prepared.metrics}, plan)

@@ -33,6 +33,26 @@ def under_hooks() -> bool:
         return True
 
 
+HOOKS = [f"_C._autograd._{verb}_saved_tensors_default_hooks" for verb in ("top", "pop", "push")]
+
+
+def without_hooks(function: Callable[[], Result]) -> Result:
+    """What ``function`` returns, run without hooks on what autograd saves."""
+    stack = private(*HOOKS)
+    if stack is None:
+        return in_own_thread(function) if under_hooks() else function()
+    top, pop, push = stack
+    hooks = []
+    try:
+        while (pair := top(True)) is not None:
+            hooks.append(pair)
+            pop()
+        return function()
+    finally:
+        for pack, unpack in reversed(hooks):
+            push(pack, unpack)
+
+
 def in_own_thread(function: Callable[[], Result]) -> Result:
     """What ``function`` returns, run by a new thread: torch keeps hooks and what is switched off of its dispatcher by
     thread, and a new one begins without."""

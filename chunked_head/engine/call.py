@@ -66,7 +66,6 @@ def scalar_objective(
         **common(prepared), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
         declared=declared, taken_out=taken_out, coupled=coupled, counts=counts,
         segment_metrics=prepared.needs.segment_metrics,
-        # done once for a call it is not worth compiling
         fuse=None if segmented and prepared.groups is None else prepared.backend, spread=spread,
         together=spread is not None and segmented,
         reduced=how,

@@ -143,7 +143,6 @@ class Summand(Part):
     # whether no coefficient is larger than weight and size by more than a factor of hundreds, whatever the statistics
     bounded: bool = False
     of_columns: bool = False  # reads logits of the token's ``teacher_ids`` alone, up to a constant of the token
-    compiled: bool = True
     lasting: bool = True  # whether the function may be kept: it holds no tensors
     token_weights: Tensor | str | None = None
     normalizer: float | Tensor | str | None = None

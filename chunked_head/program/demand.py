@@ -49,10 +49,6 @@ class Structure:
         """Whether all values and metrics are sums over tokens, one of each."""
         return set(self.widths) <= {1} and all(metric.reduce == "mean" for metric, _ in self.metrics)
 
-    @property
-    def compiled(self) -> bool:
-        return all(summand.compiled for summand, _ in self.summands)
-
 
 class Needs(NamedTuple):
     """The softmaxes, statistics and derivatives of a call."""

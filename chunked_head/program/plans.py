@@ -41,7 +41,6 @@ class Plan:
     hidden_accumulate: torch.dtype
     weight_accumulate: torch.dtype
     note: str = ""
-    arithmetic: str = ""  # how the losses' own is done, where it is not compiled as it could be
     ending: int | None = None  # chunks of a call that end where its segments do: as many as there are
 
     @property
@@ -203,8 +202,6 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     if s.buffer_dtype is not None and s.weight_grad:
         phase = "forward pass" if plan.schedule == "forward" else "backward pass"
         rows.append(("gradient of weight", f"added to a {name(s.buffer_dtype)} buffer in the {phase}"))
-    if plan.arithmetic:
-        rows.append(("losses", plan.arithmetic))
     if plan.weight_error is not None:
         rows.append(("expected error of dweight", f"{plan.weight_error:.1e} relative"))
     return rows

@@ -10,7 +10,7 @@ from tracking import no_host_synchronisation
 
 from chunked_head import ChunkedHead, LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 
-# the losses' arithmetic is compiled, as it is for a user, and so captured as it is compiled
+# the losses' arithmetic has kernels, as it has for a user, and so they are captured
 pytestmark = [pytest.mark.gpu, pytest.mark.compiled]
 TOKENS, HIDDEN, VOCAB, SEGMENTS = 700, 256, 5003, 7
 DEVICE = "cuda"

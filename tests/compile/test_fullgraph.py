@@ -39,7 +39,6 @@ from chunked_head import (
     metrics,
     plan,
 )
-from chunked_head.engine.arithmetic import compiled, kernels
 from chunked_head.engine.graph.deferred import ranges
 from chunked_head.engine.graph.recipes import described, text_of
 from chunked_head.program.planner import Request, make_plan
@@ -58,24 +57,6 @@ def test_fullgraph(call: Callable[[Data], Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_inductor(call: Callable[[Data], Any], dtype: torch.dtype) -> None:
     assert_alike(call, make_data(dtype), exact=False)
-
-
-def test_compiled_arithmetic_in_a_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the operator compiles the losses' arithmetic when it first runs, inside of the outer graph."""
-    real, run = torch.compile, compiled.run
-    monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, **({"backend": "aot_eager"} | how)))
-    monkeypatch.setattr(kernels, "run", lambda s, leaves, i, fused: run(s, leaves, i, True))
-    compiled.COMPILED.clear()
-    data = make_data()
-    for call in (grpo, plain):
-        found, ours = outcome(torch.compile(call, fullgraph=True), data, 0.37)
-        assert compiled.COMPILED and not compiled.SLOW
-        with torch.compiler.set_stance("force_eager"):
-            expected, grads = outcome(call, data, 0.37)
-        for name, value in named(expected).items():
-            torch.testing.assert_close(named(found)[name], value)
-        for mine, grad in zip(ours[:2], grads[:2], strict=True):
-            torch.testing.assert_close(mine, grad)
 
 
 @pytest.mark.gpu

@@ -151,8 +151,7 @@ def test_lengths(
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_lengths_on_a_gpu(call: Callable[[Data], Any], rows_of_calls: list[int | None]) -> None:
     tapes = {graph_calls.plain: 2, graph_calls.unreduced: 0}.get(call, 1)  # values per token are plain PyTorch's
-    with torch.compiler.set_stance("force_eager"):
-        assert_replayed(rounds(call, "cuda", again=call is graph_calls.plain), tapes)
+    assert_replayed(rounds(call, "cuda", again=call is graph_calls.plain), tapes)
     assert set(rows_of_calls) == {128}
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.engine import call, prepared, rows
-from chunked_head.engine.arithmetic import compiled
+from chunked_head.engine.arithmetic import evaluate
 from chunked_head.engine.prepared import PreparedCall
 from chunked_head.engine.replay import kinds, replay
 from chunked_head.engine.replay.recorder import Recorder
@@ -37,7 +37,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "DEVICES", {"cpu"})
     for module in (prepared, rows):
         monkeypatch.setattr(module, "may_look", lambda tensor: False)
-    monkeypatch.setattr(compiled, "refuse", lambda *reason, **never: None)
+    monkeypatch.setattr(evaluate, "refuse", lambda *reason, **never: None)
 
 
 def assert_replayed(call: Callable[[int], list[Tensor | None]], expected_tapes: int = 1) -> None:
@@ -93,8 +93,7 @@ def test_calls_on_a_gpu(call: Callable[[Data], Any], dtype: torch.dtype) -> None
     tapes = tapes or (call in (graph_calls.plain, graph_calls.grpo, graph_calls.kept, mixed) and dtype != torch.float16)
     # elsewhere rows that keep sets are put after the others, and values per token back
     tapes = tapes or (call is graph_calls.kept_logprobs and dtype == torch.float32)
-    with torch.compiler.set_stance("force_eager"):
-        assert_replayed(round_of(call, "cuda", dtype), int(tapes))
+    assert_replayed(round_of(call, "cuda", dtype), int(tapes))
 
 
 CASES = [case for case in [*OPTION_CASES, *SIZE_CASES] if case.options.get("reduction") != "none"]
@@ -569,9 +568,9 @@ def test_hooks_are_not_recorded(on_cpu: None) -> None:
 
 
 def test_what_has_no_kernel_finds_no_mode_around_it(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled function would refuse to run under a recorder: not even a first call that failed leads to that."""
-    monkeypatch.setattr(compiled, "refuse", recording.refuse)
-    whole, modes = compiled.evaluate, list[int]()
+    """Not even after a first call that failed."""
+    monkeypatch.setattr(evaluate, "refuse", recording.refuse)
+    whole, modes = evaluate.values_of, list[int]()
 
     def watched(*given: Any) -> Any:
         modes.append(_len_torch_dispatch_stack())
@@ -579,7 +578,7 @@ def test_what_has_no_kernel_finds_no_mode_around_it(on_cpu: None, monkeypatch: p
             raise MemoryError
         return whole(*given)
 
-    monkeypatch.setattr(compiled, "evaluate", watched)
+    monkeypatch.setattr(evaluate, "values_of", watched)
     hidden, weight, target = operands(0)
     with pytest.raises(MemoryError):
         linear_cross_entropy(hidden, weight, target)

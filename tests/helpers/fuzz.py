@@ -677,7 +677,6 @@ if __name__ == "__main__":
     parser.add_argument("--backend", action="append")
     parser.add_argument("--traceback", action="store_true")
     given = parser.parse_args()
-    torch.compiler.set_stance("force_eager")
     wrong = 0
     for seed in range(given.first, given.first + given.count):
         try:

@@ -60,7 +60,7 @@ def test_what_it_reads(function: Callable, needs: set[str], fields: tuple, optio
     assert found.fields == fields
     assert found.optional_fields == optional
     assert found.reads_target is reads_target
-    assert (found.scope, found.unit, found.label, found.compiled) == ("token", "token", "custom", True)
+    assert (found.scope, found.unit, found.label) == ("token", "token", "custom")
 
 
 def test_segments_and_pairs_are_fields() -> None:
@@ -128,12 +128,12 @@ def test_options_tensors_and_summand_options() -> None:
     found = summand(
         custom(
             weighted, scope="token", options={"power": 2.0}, tensors={"class_weights": weights}, name="mine",
-            temperature=0.5, token_weights="advantages", reduction="sum", compiled=False,
+            temperature=0.5, token_weights="advantages", reduction="sum",
         )
     )  # fmt: skip
     assert found.options == {"power": 2.0} and found.tensors["class_weights"] is weights
     assert (found.name, found.temperature, found.token_weights) == ("mine", 0.5, "advantages")
-    assert (found.reduction, found.compiled) == ("sum", False)
+    assert found.reduction == "sum"
     smoothed = custom(lambda s, b, class_weights: s.weighted_sum, scope="token", tensors={"class_weights": weights})
     assert summand(smoothed).needs == {"weighted_sum"}
     found = summand(custom(lambda s, b: s.jsd, scope="token", teacher=Teacher(beta=0.3)))

@@ -333,12 +333,7 @@ def test_shift_targets(of_two: list[dict[str, Any]], of_four: list[dict[str, Any
 
 @pytest.fixture(scope="module")
 def of_four_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return ranks.run(work_of_four_gpus, 4, tmp_path_factory.mktemp("gpus"), "cuda")
-
-
-def work_of_four_gpus(rank: int, device: str) -> dict[str, Any]:
-    with torch.compiler.set_stance("force_eager"):  # as in all tests but those marked compiled
-        return work_of_four(rank, device)
+    return ranks.run(work_of_four, 4, tmp_path_factory.mktemp("gpus"), "cuda")
 
 
 @pytest.mark.multigpu

@@ -150,8 +150,7 @@ def work_of_four(rank: int, device: str) -> dict[str, Any]:
 
 
 def work_of_gpus(rank: int, device: str, work: Callable[..., Any], run: Run, part: int) -> dict[str, Any]:
-    with torch.compiler.set_stance("force_eager"):  # as in all tests but those marked compiled
-        return work(rank, device, [run], slice(part * PART, (part + 1) * PART))
+    return work(rank, device, [run], slice(part * PART, (part + 1) * PART))
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 """From statistics to values and coefficients: the losses' and metrics' own arithmetic, on vectors of tokens.
 
-``evaluate`` is plain PyTorch and differentiated by autograd, in traces by ``torch.func``. It runs as a kernel of the
-backend's where it can (``kernels.py``), else compiled or as it is (``compiled.py``). Coefficients, denominators,
-weights and fields are inputs.
+``evaluate`` is plain PyTorch and differentiated by autograd, in traces by ``torch.func``. Of the library's own losses
+the backend has kernels where it can (``kernels.py``). Coefficients, denominators, weights and fields are inputs.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ...core.batch import Batch
 from ...core.loss_stats import Stats
+from ...core.private import without_hooks
+from ...kernels.common.recording import refuse
 from ...losses.base import DENSE, Summand
 from ...metrics.values import selected
 from ...parallel.tokens import Spread
@@ -33,7 +35,7 @@ class Inputs(NamedTuple):
     tensors: list[dict[str, Tensor]]  # of each summand
     metric_weights: dict[str, Tensor]  # of tokens, for each weighting but "token"
     token_fields: frozenset[str] = frozenset()  # those of ``fields`` that are sliced with the tokens
-    spread: Spread | None = None  # where segments are to be summed over ranks: then nothing is compiled
+    spread: Spread | None = None  # where segments are to be summed over ranks
 
     def map(self, change: Callable[[Tensor, int | None], Tensor]) -> "Inputs":
         """With ``change`` of each tensor and of the dimension that tokens are counted along in it, None for none."""
@@ -125,11 +127,17 @@ def share_mask(unit: str, batch: Batch) -> Tensor:
 
 
 def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Evaluation:
-    """Coefficients of the gradient of ``sum of factor * weight * value``, and the sums of parts and metrics."""
+    """Coefficients of the gradient of ``sum of factor * weight * value``, and the sums of parts and metrics.
+
+    No tape holds it: a user's function may read what changes from call to call. It runs without the hooks of an
+    activation checkpoint around the call: the vectors' graph lives and dies in here, and ``torch.func`` refuses to run
+    under hooks.
+    """
+    refuse("losses without a kernel", never=True)
     compiled_autograd = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
     # compiled autograd would compile the gradient of the vectors, from which ``torch.func`` keeps it
-    traced = torch.compiler.is_compiling() or compiled_autograd
-    coefficients, rows, apart = values_of(structure, leaves, inputs, by_transform if traced else by_autograd)
+    differentiate = by_transform if compiled_autograd else by_autograd
+    coefficients, rows, apart = without_hooks(functools.partial(values_of, structure, leaves, inputs, differentiate))
     table = torch.stack(rows) if rows else leaves["lse"].new_empty(0, inputs.target.shape[0])
     return Evaluation(coefficients, table, apart)
 

@@ -12,8 +12,7 @@ from ...core.stats import RowStats
 from ...losses.base import Summand
 from ...metrics import Metric
 from ...program.demand import Structure
-from .compiled import run
-from .evaluate import Evaluation, Inputs, values_of
+from .evaluate import Evaluation, Inputs, evaluate, values_of
 
 PACKAGE = __name__.partition(".")[0] + "."
 PLAIN = (type(None), bool, int, float, str)
@@ -48,7 +47,7 @@ def tensors_of(inputs: Inputs) -> list[Tensor]:
 
 def is_own(part: Summand | Metric) -> bool:
     """Whether a loss or metric is the library's, and a function of nothing but its arguments. A user's function may
-    read what changes from call to call, which ``torch.compile`` notices and a kernel would not."""
+    read what changes from call to call, which a kernel would not notice."""
     return is_plain(tuple(part.options.values())) and part.function.__module__.startswith(PACKAGE)
 
 
@@ -95,7 +94,7 @@ def evaluate_rows(
     table: Tensor | None = None,  # of an earlier chunk
 ) -> Evaluation:
     """``evaluate`` for the tokens ``rows`` of all: by a kernel of the backend ``fuse``, whose table is of all tokens,
-    else compiled on a GPU; plainly without a backend."""
+    else as it is."""
     if fuse is not None:
         leaves = stats.named()
         arithmetic, tensors = arithmetic_of(fuse, structure, leaves, inputs)
@@ -106,5 +105,4 @@ def evaluate_rows(
             chunk = like.new_empty(len(names), rows.stop - rows.start)
             kernel(tensors, rows, chunk, table)
             return Evaluation(dict(zip(names, chunk.unbind(0), strict=True)), table, [])
-    fused = fuse is not None and inputs.target.device.type == "cuda"
-    return run(structure, stats.at(rows).named(), inputs.at(rows), fused)
+    return evaluate(structure, stats.at(rows).named(), inputs.at(rows))

@@ -15,9 +15,8 @@ from ...core.stats import Coefficients, Demand, Kept, RowStats, Teacher
 from ...metrics import Metric, MetricValue
 from ...parallel.tokens import Spread, whole_metrics
 from ...program.demand import Structure
-from .compiled import run
 from .denominators import Inverse, gain_of, stacked, times
-from .evaluate import Evaluation, Inputs, totals, whole_table
+from .evaluate import Evaluation, Inputs, evaluate, totals, whole_table
 from .kernels import evaluate_rows, is_own
 
 
@@ -180,7 +179,7 @@ class ScalarObjective(Objective):
         """Values and gradients of losses that sum segments over ranks, with all their messages: once for a call, in
         the forward pass, and always both. Ranks' plans differ, as their tokens do; what they send must not."""
         inputs = self.inputs._replace(spread=self.spread)
-        evaluation = run(self.structure, stats.named(), inputs, False)
+        evaluation = evaluate(self.structure, stats.named(), inputs)
         self.exchanged[:] = [Coefficients(**evaluation.coefficients)]
         return evaluation
 
@@ -232,7 +231,7 @@ class ScalarObjective(Objective):
         elif self.segment_metrics:
             structure = replace(self.structure, summands=(), metrics=self.segment_metrics, leaves=frozenset())
             inputs = self.inputs._replace(spread=self.spread)
-            found += totals(structure, [run(structure, stats.named(), inputs, False)], self.one_or_nan)
+            found += totals(structure, [evaluate(structure, stats.named(), inputs)], self.one_or_nan)
         values = {}
         measured = (*self.structure.metrics, *self.segment_metrics)
         for (metric, _), total, count in zip(measured, found, self.counts, strict=True):

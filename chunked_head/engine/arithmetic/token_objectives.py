@@ -7,9 +7,8 @@ from torch import Tensor
 
 from ...backends import Backend
 from ...core.stats import Coefficients, RowStats
-from .compiled import run
 from .denominators import stacked, times
-from .evaluate import Inputs, coefficients_of, masked
+from .evaluate import Inputs, coefficients_of, evaluate, masked
 from .kernels import evaluate_rows
 from .objective import Objective
 
@@ -23,7 +22,7 @@ class TokenObjective(Objective):
     fuse: Backend | None  # whose kernels are to do the arithmetic
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        table = run(self.structure.values_only, stats.named(), self.inputs, False).table
+        table = evaluate(self.structure.values_only, stats.named(), self.inputs).table
         first, *others = map(times, table, self.coefficients)
         return (sum(others, first) * self.one_or_nan,)
 

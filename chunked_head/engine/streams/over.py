@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...metrics import Metric, MetricValue
 from ...parallel.tokens import whole_metrics
-from ..arithmetic.compiled import run
+from ..arithmetic.evaluate import evaluate
 from ..arithmetic.objective import ScalarObjective
 from ..call import Outcome
 
@@ -36,5 +36,5 @@ def values_of(metric: Metric, ran: Outcome) -> Tensor:
     objective, packing = ran.objective, ran.prepared.packing
     own = objective.structure.metrics[place_of(metric, objective)]
     structure = replace(objective.structure, summands=(), metrics=(own,), leaves=frozenset())
-    values = run(structure, ran.stats.named(), objective.inputs, False).table[0]
+    values = evaluate(structure, ran.stats.named(), objective.inputs).table[0]
     return values if packing is None else packing.unpack(values)

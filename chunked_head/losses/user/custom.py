@@ -37,7 +37,6 @@ class CustomOptions(SummandOptions, total=False):
     needs: Iterable[str] | None
     fields: Mapping[str, Field | str] | Iterable[str] | None
     unit: Unit
-    compiled: bool
     reads_target: bool | None
     check: bool
     teacher: Teacher | None
@@ -60,7 +59,6 @@ def custom(
     fields: Mapping[str, Field | str] | Iterable[str] | None = None,
     unit: Unit = "token",
     name: str | None = None,
-    compiled: bool = True,
     reads_target: bool | None = None,
     check: bool = True,
     options: Mapping[str, Any] | None = None,
@@ -76,8 +74,7 @@ def custom(
 
     ``scope``: ``"token"`` where a token's value depends on nothing but its own statistics and fields, so that it may be
     computed on any slice of the tokens; ``"segment"`` where it needs other tokens (``batch.segment_sum`` and the like):
-    then all statistics come first and logits are computed twice. ``compiled=False`` where ``torch.compile`` cannot take
-    the function.
+    then all statistics come first and logits are computed twice.
 
     The function runs here once, on some made-up tokens with every field: which statistics (``needs``) and fields it
     reads is found out. With ``scope="token"`` it runs on two unequal pieces of them too, and values and gradients are
@@ -100,7 +97,7 @@ def custom(
     """
     if function is None:
         given: dict[str, Any] = summand | {
-            "needs": needs, "fields": fields, "unit": unit, "name": name, "compiled": compiled, "check": check,
+            "needs": needs, "fields": fields, "unit": unit, "name": name, "check": check,
             "reads_target": reads_target, "options": options, "tensors": tensors, "teacher": teacher,
         }  # fmt: skip
         return lambda decorated: custom(decorated, scope=scope, **given)
@@ -161,7 +158,6 @@ def custom(
         scope=scope,
         alone=scope == "token",
         unit=unit,
-        compiled=compiled,
         lasting=identity is not None,
         reads_target=reads_target is not False,
     )
