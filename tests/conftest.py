@@ -114,10 +114,9 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Calls take another GPU's paths than Hopper's: operands through pointers, other tiles."""
     from chunked_head.kernels.common import gpus
 
-    from chunked_head.engine.call import PLANS
     from chunked_head.engine.program import PROGRAMS
 
-    caches = gpus.gpu_of.cache_clear, gpus.multiprocessors_of.cache_clear, PLANS.clear, PROGRAMS.clear
+    caches = gpus.gpu_of.cache_clear, gpus.multiprocessors_of.cache_clear, PROGRAMS.clear
     monkeypatch.setattr(gpus, "HERE", request.param)
     for forget in caches:
         forget()

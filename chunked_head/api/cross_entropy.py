@@ -1,6 +1,5 @@
 """Cross-entropy of a linear head, and its module."""
 
-import functools
 import inspect
 import math
 from typing import Any, Unpack
@@ -14,6 +13,7 @@ from ..engine.execution import Head, check_options
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, LogitsOptions, head_of
 from ..engine.task import Task
+from ..kernels.common.cache import Cache
 from ..losses import class_probabilities
 from ..losses.base import Losses
 from ..program import checks
@@ -135,13 +135,13 @@ def cross_entropy_task(
         checks.check_class_weights(class_weights, head.vocab, head.device, called)
     label_smoothing, z_loss = float(label_smoothing), float(z_loss)
     if probabilities is None:
-        make = remembered_loss if class_weights is None else make_loss
-        loss = make(label_smoothing, z_loss, class_weights)
+        given = label_smoothing, z_loss, False
+        loss = remembered_loss(*given) if class_weights is None else make_loss(*given, class_weights)
         batch = None if token_weights is None else {"token_weights": token_weights}
     else:
         check_probabilities(head, probabilities)
         check()
-        loss = remembered_loss(0.0, z_loss, None, probabilities=True)
+        loss = remembered_loss(0.0, z_loss, True)
         batch = class_probabilities.fields_of(probabilities, label_smoothing, class_weights, token_weights, head.shift)
     # the z-loss shares the denominator of the cross-entropy, class weights and all
     return reduced_task(
@@ -178,7 +178,7 @@ def check_probabilities(head: HeadOptions | LogitsOptions, probabilities: Tensor
 
 
 def make_loss(
-    label_smoothing: float, z_loss: float, class_weights: Tensor | None, probabilities: bool = False
+    label_smoothing: float, z_loss: float, probabilities: bool, class_weights: Tensor | None = None
 ) -> Losses:
     """``probabilities``: smoothed and weighted already."""
     if probabilities:
@@ -188,8 +188,13 @@ def make_loss(
     return loss + z_loss * losses.z_loss() if z_loss else loss
 
 
-# with it lives what has been found out about it
-remembered_loss = functools.lru_cache(maxsize=64)(make_loss)
+# with a loss lives what has been found out about it
+LOSSES: Cache[tuple[float, float, bool], Losses] = Cache(64)
+
+
+def remembered_loss(label_smoothing: float, z_loss: float, probabilities: bool) -> Losses:
+    key = label_smoothing, z_loss, probabilities
+    return LOSSES.made(key, lambda: make_loss(*key))
 
 
 @in_graph(linear_cross_entropy)

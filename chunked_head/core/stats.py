@@ -8,6 +8,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from ..kernels.common.cache import Cache
+
 # of a dense teacher alone
 TEACHER_STATS = ("teacher_start", "teacher_rest", "teacher_top", "teacher_argmax")
 # of a dense teacher beside the student: sums over columns, made once the softmaxes of the whole vocabulary are known
@@ -175,9 +177,15 @@ class RowStats(Vectors):
             value.zero_()
 
 
-@functools.lru_cache(maxsize=256)
+NAMES: Cache[Demand, tuple[str, ...]] = Cache(256)
+
+
 def vector_names(demand: Demand) -> tuple[str, ...]:
     """Of the statistics that are one floating-point number per token."""
+    return NAMES.made(demand, lambda: names_of(demand))
+
+
+def names_of(demand: Demand) -> tuple[str, ...]:
     two, pairing = len(demand.views) > 1, demand.pairing
     wanted = {
         "entropy": demand.entropy[0], "weighted_sum": demand.weighted_sum, "top": demand.top,

@@ -201,11 +201,6 @@ class Planned(NamedTuple):
         return Call(self.plan, prepared.backend, objective, *options, shard, padded)
 
 
-# by program and by what else a plan depends on; of calls among ranks, or with a teacher's tensors, they are made anew
-PLANS: dict[tuple, Plan] = {}
-MOST_PLANS = 4096
-
-
 def planned(
     prepared: PreparedCall,
     wants: Wants,
@@ -248,10 +243,8 @@ def planned(
 def plan_placed(prepared: PreparedCall, placed: "Placed") -> Plan:
     head, program = prepared.head, prepared.program
     assert isinstance(head, HeadOptions)
-    lasting = program.lasting and head.shard is None and prepared.teacher is None
-    key = program, placed
-    plan = PLANS.get(key) if lasting else None
-    if plan is None:
+
+    def make() -> Plan:
         sizes = sizes_of(head, program, placed, prepared.teacher)
         check_own_matmuls(prepared, sizes)
         # computed again in backward, a call recomputes whatever its request was made for
@@ -260,11 +253,10 @@ def plan_placed(prepared: PreparedCall, placed: "Placed") -> Plan:
         plan = make_plan(sizes, wish)
         if head.shard is not None and plan.vocab_block is not None and not placed.again:
             head.shard.split.check_blocks()
-        if lasting:
-            if len(PLANS) >= MOST_PLANS:
-                PLANS.clear()
-            PLANS[key] = plan
-    return plan
+        return plan
+
+    # of calls among ranks, or with a teacher's tensors, plans are made anew
+    return program.plans.made(placed, make) if head.shard is None and prepared.teacher is None else make()
 
 
 class Placed(NamedTuple):

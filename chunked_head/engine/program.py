@@ -1,7 +1,7 @@
 """Everything about a call that no tensor's content decides, found out and checked once for all calls of a signature."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..backends import Backend, resolve
 from ..core.stats import Demand
+from ..kernels.common.cache import Cache
 from ..losses.base import Field, Losses, Summand
 from ..losses.user.checks import check_over_ranks
 from ..metrics import Metric
@@ -17,13 +18,14 @@ from ..program import checks
 from ..program.demand import Needs, check_kept, needs_of
 from ..program.fields import TEMPERATURE, Frame, check_fields, wanted_fields
 from ..program.planner import Request
+from ..program.plans import Plan
 from ..program.teachers import check_dense_teacher
 from .arithmetic.kernels import is_own
 from .head_options import HeadOptions, LogitsOptions
 from .ranks.gather import whole_teacher
 from .task import Signature, Task
 
-MOST_PROGRAMS = 512
+MOST_PROGRAMS, MOST_PLANS = 512, 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,16 +46,16 @@ class Program:
     by_segments: bool  # those of a segment's, or a pair's, are all that is waited for
     kept_everywhere: bool  # whether every token that counts has columns of its own, and no token the vocabulary
     pads: bool  # whether rows that do not count may follow the tokens' own: ``may_pad``
-    lasting: bool  # whether all calls of its signature have it: its losses hold no tensors
+    plans: Cache[Hashable, Plan] = field(default_factory=lambda: Cache(MOST_PLANS))  # that its calls have had
 
     @property
     def statistics_dtype(self) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32)
 
 
-PROGRAMS: dict[Signature, Program] = {}
+PROGRAMS: Cache[Signature, Program] = Cache(MOST_PROGRAMS)
 # those of functions that close over tensors, and that nobody is to keep: by their loss, as long as it lives
-OF_LOSSES: "WeakKeyDictionary[Losses, dict[Signature, Program]]" = WeakKeyDictionary()
+OF_LOSSES: "WeakKeyDictionary[Losses, Cache[Signature, Program]]" = WeakKeyDictionary()
 
 
 def program_of(task: Task) -> Program:
@@ -63,17 +65,11 @@ def program_of(task: Task) -> Program:
     if signature is None:
         return build(task)
     lasting = all(summand.lasting for _, summand in task.losses.terms)
-    known = PROGRAMS if lasting else OF_LOSSES.setdefault(task.losses, {})
-    program = known.get(signature)
-    if program is None:
-        program = build(task, lasting)
-        if len(known) >= MOST_PROGRAMS:
-            known.clear()
-        known[signature] = program
-    return program
+    known = PROGRAMS if lasting else OF_LOSSES.setdefault(task.losses, Cache(MOST_PROGRAMS))
+    return known.made(signature, lambda: build(task))
 
 
-def build(task: Task, lasting: bool = False) -> Program:
+def build(task: Task) -> Program:
     """Checks everything that can be known before a tensor is looked into."""
     head, metrics = task.head, task.metrics
     dtype = head.check()
@@ -95,10 +91,10 @@ def build(task: Task, lasting: bool = False) -> Program:
         checks.check_int("num_segments", task.num_segments)
         if task.num_segments < 1:
             raise ValueError(f"num_segments must be at least 1, got {task.num_segments}")
-    for field in {s.token_weights for _, s in losses.terms if isinstance(s.token_weights, str)}:
-        if known[field].kind != "token" or known[field].trailing or field == "mask":
-            remedy = "the mask applies by itself" if field == "mask" else f"not one of kind {known[field].kind!r}"
-            raise ValueError(f"token_weights={field!r} must name a token field; {remedy}")
+    for name in {s.token_weights for _, s in losses.terms if isinstance(s.token_weights, str)}:
+        if known[name].kind != "token" or known[name].trailing or name == "mask":
+            remedy = "the mask applies by itself" if name == "mask" else f"not one of kind {known[name].kind!r}"
+            raise ValueError(f"token_weights={name!r} must name a token field; {remedy}")
     check_fields(batch, wanted, known, frame_of(task, dtype))
     if head.tokens is not None:
         for part in parts:
@@ -127,7 +123,6 @@ def build(task: Task, lasting: bool = False) -> Program:
         task.kept_everywhere or demand.columns_alone,
         isinstance(head, HeadOptions) and not head.skip_ignored and head.shard is None and head.tokens is None
         and head.target is not None and may_pad(parts, wanted, known, head.request),
-        lasting,
     )  # fmt: skip
 
 

@@ -10,13 +10,15 @@ import torch
 from torch import distributed
 
 from ..core.collectives import all_gather
+from ..kernels.common.cache import Cache
 
 Words = Mapping[str, str]  # what a call's ranks must have in common, by argument, written alike in every process
 LONGEST = 160  # letters of a value in an error
 
 # Kinds of calls that all ranks of a group are known to make alike. By the group itself: its name comes back, for other
 # ranks too, once torch.distributed has been shut down and begun again.
-AGREED: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+# All ranks forget the same ones, since they ask for the same in the same order.
+AGREED: WeakKeyDictionary[Any, Cache[int, bool]] = WeakKeyDictionary()
 
 
 def talks_always(device: torch.device) -> bool:
@@ -31,8 +33,8 @@ def agree(words: Words, group: Any, device: torch.device, what: str) -> int:
     it, before the first of its kind.
     """
     key = int.from_bytes(hashlib.sha256(repr(sorted(words.items())).encode()).digest()[:7], "big")
-    agreed = AGREED.setdefault(group, set())
-    if talks_always(device) or key not in agreed:
+    agreed = AGREED.setdefault(group, Cache(4096))
+    if talks_always(device) or agreed.get(key) is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"a call of {what} that ranks have not agreed on cannot be captured: run it once before")
         mine = torch.tensor([key], dtype=torch.int64, device=device)
@@ -43,7 +45,7 @@ def agree(words: Words, group: Any, device: torch.device, what: str) -> int:
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                 distributed.all_gather_object(every, dict(words), group)
             raise difference(every, distributed.get_rank(group), what)
-        agreed.add(key)
+        agreed[key] = True
     return key
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from ..core.collectives import all_gather
 from ..core.groups import MOST_IDS, Split, VocabParallel
 from ..core.stats import PAIR_STATS, Demand, Rows, RowStats, sent
-from ..kernels.common.elsewhere import ELSEWHERE
+from ..kernels.common.tiles import ELSEWHERE
 from ..program.plans import Plan
 from .agree import Words, agree
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows

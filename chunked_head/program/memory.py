@@ -4,12 +4,12 @@ Bytes are counted per phase of a call (a sweep for statistics, the loop that mak
 them over), because what waits in the loop and what is handed over never lie in memory with everything else.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 
+from ..kernels.common.cache import Cache
 from ..kernels.common.tiles import LEAST_SECTION, piece_bytes
 from .sizes import BYTES_PER_COLUMN, BYTES_PER_EVALUATED, Sizes
 
@@ -95,10 +95,17 @@ def sweep_memory(sizes: Sizes) -> Memory:
     return Memory((), sized, common_terms(sizes))
 
 
-@functools.lru_cache(maxsize=16)
+FORWARD: Cache[tuple, Memory] = Cache(16)
+
+
 def forward_memory(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dtype) -> Memory:
     """Gradients in the forward pass, by rows: they wait in ``*_acc`` and are the gradients where that is their
     dtype."""
+    key = sizes, hidden_acc, weight_acc
+    return FORWARD.made(key, lambda: forward_memory_of(*key))
+
+
+def forward_memory_of(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dtype) -> Memory:
     d_hidden, d_weight = gradient_terms(sizes)
     wait_h = sizes.own_tokens * sizes.hidden * hidden_acc.itemsize if sizes.hidden_grad else 0
     wait_w = sizes.weight_elements * weight_acc.itemsize if sizes.own_weight_grad else 0

@@ -1,12 +1,12 @@
 """Decides a ``Plan``: the fastest schedule that the budget holds, at the accuracy that the contract promises."""
 
-import functools
 import math
 import re
 from dataclasses import dataclass, replace
 
 import torch
 
+from ..kernels.common.cache import Cache
 from .memory import CHUNK_MULTIPLE, Memory, MiB, forward_memory, recompute_memory, sweep_memory
 from .plans import HALF_TILE, MAX_HALF_CHUNKS, SLACK, Plan, Schedule, balanced, name, rows_of, uneven
 from .sizes import Sizes
@@ -69,9 +69,15 @@ def parse_bytes(value: int | str, argument: str) -> int:
     return int(size)
 
 
-@functools.lru_cache(maxsize=1024)
+PLANS: Cache[tuple[Sizes, Request], Plan] = Cache(1024)
+
+
 def make_plan(sizes: Sizes, request: Request) -> Plan:
     """The plan for a call of these sizes; ValueError or TypeError where the request cannot be met."""
+    return PLANS.made((sizes, request), lambda: plan_anew(sizes, request))
+
+
+def plan_anew(sizes: Sizes, request: Request) -> Plan:
     if sizes.largest_part is not None:
         return plan_part(sizes, request, sizes.largest_part)
     check_request(sizes, request)

@@ -4,10 +4,10 @@ their base."""
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .cache import Cache
 from .tiles import Tile
 
-MOST_KEPT = 4096
-KEPT: dict[tuple, dict] = {}
+KEPT: Cache[tuple, dict] = Cache(4096)
 
 
 def described(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -16,8 +16,6 @@ def described(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor
     known = KEPT.get(key)
     if known is None:
         descriptor = TensorDescriptor.from_tensor(tensor, [rows, columns])
-        if len(KEPT) >= MOST_KEPT:
-            KEPT.clear()
         KEPT[key] = {name: value for name, value in vars(descriptor).items() if name != "base"}
         return descriptor
     descriptor = object.__new__(TensorDescriptor)

@@ -9,11 +9,11 @@ import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 
+from .cache import Cache
 from .recording import RECORDING, Launched, refuse, sizes_among
 
 # versions whose rules of what is compiled anew are those of ``specialization``
 OLDEST, NEWEST = (3, 5), (3, 9)
-MOST_KEPT = 4096
 STREAM_AT = 3  # behind the three sizes of the grid
 # what somebody has set in place of what environment variables say
 RUNTIME, COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
@@ -90,7 +90,7 @@ class Launcher:
     def __init__(self, kernel: Any):
         self.kernel = kernel
         # threads that meet a kind at once both have it compiled, and one of the two is kept
-        self.kept: dict[tuple, tuple[Any, Any, Any, tuple]] = {}
+        self.kept: Cache[tuple, tuple[Any, Any, Any, tuple]] = Cache(4096)
 
     @functools.cached_property
     def known(self) -> bool:
@@ -150,8 +150,6 @@ class Launcher:
         return launch
 
     def keep(self, key: tuple, compiled: Any, constants: dict[str, Any]) -> None:
-        if len(self.kept) >= MOST_KEPT:
-            self.kept.clear()
         names = [parameter.name for parameter in self.kernel.params if parameter.is_constexpr]
         last = tuple(constants[name] for name in names)
         self.kept[key] = compiled.run, compiled.function, compiled.packed_metadata, last

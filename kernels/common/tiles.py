@@ -1,12 +1,18 @@
-"""Tiles of matmuls and the arithmetic of sizes; nothing here needs Triton."""
+"""Tiles of matmuls, the arithmetic of sizes and numbers that kernels share with the rest; nothing here needs Triton."""
 
-import functools
 import os
 from typing import NamedTuple
+
+from .cache import Cache
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 # of every launch: a product and a sum are one instruction, whatever Triton does by itself (from 3.10 on it does not)
 FUSED = {"enable_fp_fusion": True}
+# the column of a target that is none of those at hand, for rows that count: a vocabulary in parts has it elsewhere
+ELSEWHERE = 1 << 30
+BEHIND = -2  # behind the last of the ids that tokens keep
+# stands for log q where a teacher's probability is 0 and KL(p || q) would be infinite
+LOG_FLOOR = -1e4
 
 
 def cdiv(size: int, step: int) -> int:
@@ -65,9 +71,9 @@ class DhiddenSplit(NamedTuple):
 WHOLE = DhiddenSplit()
 MOST_PARTS = 16
 LEAST_STEPS = 4  # over the vocabulary in a part
+SPLITS: Cache[tuple, DhiddenSplit] = Cache(4096)  # asked for each chunk of each call
 
 
-@functools.lru_cache(maxsize=4096)  # asked for each chunk of each call
 def dhidden_split(
     tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int | None = None
 ) -> DhiddenSplit:
@@ -77,6 +83,11 @@ def dhidden_split(
     eleventh. A part costs its sums' way to memory and back, about 0.2 % of a turn, and room: it has to save 0.5 %.
     """
     most_units = 4 * multiprocessors if most_units is None else most_units
+    key = tile, rows, hidden, vocab, multiprocessors, most_units
+    return SPLITS.made(key, lambda: fewest_turns(*key))
+
+
+def fewest_turns(tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int) -> DhiddenSplit:
     left = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n) % multiprocessors
     best, fewest = WHOLE, float("inf")
     for parts in range(1, MOST_PARTS + 1):

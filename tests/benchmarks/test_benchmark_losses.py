@@ -94,7 +94,7 @@ def test_the_plan_is_that_of_the_call(name, monkeypatch):
 
     step = losses.make_step(name, operands(), {"memory_budget": 300 * 2**10})
     monkeypatch.setattr(chunked_head.engine.call, "make_plan", record)
-    chunked_head.engine.call.PLANS.clear()  # another workload's may serve
+    chunked_head.engine.program.PROGRAMS.clear()  # another workload's may serve
     step()
     found = losses.plan_of(step)
     assert (found.peak_bytes, found.extra_bytes) == (made[0].peak_bytes, made[0].extra_bytes)

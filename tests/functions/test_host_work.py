@@ -111,7 +111,7 @@ def loss_of(tokens: int, vocab: int = 40, loss: Any = None, **options: Any) -> T
 
 def test_calls_alike_have_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of tokens, of segments, of the losses' coefficients; what is checked is checked once."""
-    monkeypatch.setattr(program, "PROGRAMS", {})
+    program.PROGRAMS.clear()
     checked = mock.Mock(side_effect=program.build)
     monkeypatch.setattr(program, "build", checked)
     for tokens in (5, 40, 41, 64, 8):  # 40 is the vocabulary, 8 the width
@@ -134,7 +134,7 @@ def test_calls_alike_have_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=" ".join,
 )  # fmt: skip
 def test_what_differs_has_another_program(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "PROGRAMS", {})
+    program.PROGRAMS.clear()
     loss_of(9)
     loss_of(9, **other)
     assert len(program.PROGRAMS) == 2
@@ -146,8 +146,7 @@ def test_what_differs_has_another_program(other: dict[str, Any], monkeypatch: py
 
 
 def test_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "PROGRAMS", {})
-    monkeypatch.setattr(program, "MOST_PROGRAMS", 3)
+    monkeypatch.setattr(program.PROGRAMS, "most", 3)
     for vocab in range(10, 18):
         loss_of(3, vocab)
     assert len(program.PROGRAMS) <= 3

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan
 from chunked_head.backends import resolve
-from chunked_head.engine import call, program
+from chunked_head.engine import program
 from chunked_head.engine.replay import kinds, replay
 from chunked_head.program import planner
 from chunked_head.program.plans import padded_rows
@@ -173,7 +173,7 @@ def test_a_chunk_without_a_token_is_not_recorded(
 ) -> None:
     """The call knows nothing of where the tokens of a longer one lie in it."""
     monkeypatch.setattr(planner, "balanced", lambda tokens, most: 16)
-    for plans in (planner.make_plan.cache_clear, call.PLANS.clear):
+    for plans in (planner.PLANS.clear, program.PROGRAMS.clear):
         plans()
 
     def once(i: int) -> list[Tensor | None]:
@@ -184,7 +184,7 @@ def test_a_chunk_without_a_token_is_not_recorded(
         return [out.loss.detach(), *torch.autograd.grad(out.loss, hidden)]
 
     assert_replayed(once)  # that of 60 tokens is
-    for plans in (planner.make_plan.cache_clear, call.PLANS.clear):
+    for plans in (planner.PLANS.clear, program.PROGRAMS.clear):
         plans()
 
 

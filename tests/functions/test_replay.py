@@ -582,7 +582,8 @@ def test_what_has_no_kernel_finds_no_mode_around_it(on_cpu: None, monkeypatch: p
     hidden, weight, target = operands(0)
     with pytest.raises(MemoryError):
         linear_cross_entropy(hidden, weight, target)
-    replay.SEEN.update(dict.fromkeys(replay.SEEN, 1))  # as if another thread had not come so far
+    for kind in replay.SEEN:
+        replay.SEEN[kind] = 1  # as if another thread had not come so far
     for _ in range(ROUNDS):
         linear_cross_entropy(hidden, weight, target)
     assert modes == [0] * (1 + ROUNDS) and not replay.REPLAYS

@@ -148,9 +148,9 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
 
     monkeypatch.setattr(planner, "best_tile", lambda sizes, *_: (sizes.tokens - 20, COLUMNS))
     monkeypatch.setattr(gradients, "grad_logits", watched)
-    planner.make_plan.cache_clear()
+    planner.PLANS.clear()
     yield seen
-    planner.make_plan.cache_clear()
+    planner.PLANS.clear()
 
 
 def expected_tiles(tokens: int = TOKENS, vocab: int = VOCAB) -> list[tuple[int, int]]:

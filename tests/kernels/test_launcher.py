@@ -149,10 +149,8 @@ def test_each_device_compiles(device: SimpleNamespace) -> None:
 
 
 def test_keeps_no_more_than_so_many(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    from chunked_head.kernels.common import launcher as module
-
-    monkeypatch.setattr(module, "MOST_KEPT", 4)
     _, launcher = made()
+    monkeypatch.setattr(launcher.kept, "most", 4)
     for block in range(10):
         positional, constants = arguments({"BLOCK": block})
         launcher[(3,)](*positional, **constants)
@@ -275,11 +273,11 @@ def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     first, again = all_of_them(), all_of_them()
     launchers = gradients.scale_kernel, statistics.exp_logits_kernel
     assert all(launcher.known and launcher.kept for launcher in launchers)
-    kept = [dict(launcher.kept) for launcher in launchers]
+    kept = [[*launcher.kept] for launcher in launchers]
     for launcher in launchers:
         monkeypatch.setitem(launcher.__dict__, "known", False)
     plain = all_of_them()
-    assert [dict(launcher.kept) for launcher in launchers] == kept
+    assert [[*launcher.kept] for launcher in launchers] == kept
     for one, two, three in zip(first, again, plain, strict=True):
         assert torch.equal(one, two) and torch.equal(two, three)
     # what is launched directly asks Triton's own way for nothing

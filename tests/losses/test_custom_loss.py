@@ -431,9 +431,8 @@ COUNTER: list[int] = []
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closures, "REMEMBERED", 4)
-    monkeypatch.setattr(closures, "_functions", {})
-    monkeypatch.setattr(closures, "_results", {})
+    for cache in (closures._functions, closures._results):
+        monkeypatch.setattr(cache, "most", 4)
     first = summand(of(100.0)).key
     for beta in range(101, 110):
         assert summand(of(float(beta))).key != first

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, Kept, RowStats, Sets
-from ...kernels.common.elsewhere import BEHIND
+from ...kernels.common.tiles import BEHIND
 from ...program.plans import slices
 from ..kept import KeptColumns
 from . import tiles

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ...core.stats import PAIR_STATS, Coefficients, Head, Rows, RowStats, View
-from ...kernels.common.elsewhere import LOG_FLOOR
+from ...kernels.common.tiles import LOG_FLOOR
 from ...program.plans import Plan, slices
 from ..matmul import again_rows, project_biased
 from ..session import Session

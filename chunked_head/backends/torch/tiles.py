@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, Head, Teacher
-from ...kernels.common.elsewhere import LOG_FLOOR
+from ...kernels.common.tiles import LOG_FLOOR
 from ...program.plans import slices
 
 TILE_COLUMNS = 1 << 15

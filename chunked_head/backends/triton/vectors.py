@@ -9,6 +9,7 @@ import itertools
 import linecache
 import math
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,7 +69,8 @@ class VectorKernel:
     def __init__(self, source: str, used: Sequence[int], strided: Sequence[int]):
         self.used, self.strided = tuple(used), tuple(strided)
         name = f"<chunked_head arithmetic {next(COUNT)}>"
-        linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+        linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # where Triton reads it
+        weakref.finalize(self, linecache.cache.pop, name, None)
         scope: dict[str, Any] = {"tl": tl, "functions": functions}
         exec(compile(source, name, "exec"), scope)
         pointers = ["chunk_ptr", "table_ptr", *(f"in{i}_ptr" for i in self.used)]

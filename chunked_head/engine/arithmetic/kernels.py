@@ -9,6 +9,7 @@ from torch import Tensor
 from ...backends import Backend, VectorKernel
 from ...core.private import in_own_thread
 from ...core.stats import RowStats
+from ...kernels.common.cache import Cache
 from ...losses.base import Summand
 from ...metrics import Metric
 from ...program.demand import Structure
@@ -16,11 +17,8 @@ from .evaluate import Evaluation, Inputs, evaluate, values_of
 
 PACKAGE = __name__.partition(".")[0] + "."
 PLAIN = (type(None), bool, int, float, str)
-MOST_KERNELS = 256
-
-
 Arithmetic = tuple[VectorKernel, tuple[str, ...]]  # a kernel, and the coefficients that it makes, in order
-KERNELS: dict[tuple, Arithmetic | None] = {}
+KERNELS: Cache[tuple, Arithmetic | None] = Cache(256)
 
 
 def arithmetic_of(
@@ -30,11 +28,7 @@ def arithmetic_of(
     tensors = [*leaves.values(), *tensors_of(inputs)]
     kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in tensors])
     key = backend, structure.key, tuple(leaves), tuple(inputs.fields), tuple(inputs.metric_weights), kinds
-    if key not in KERNELS:
-        if len(KERNELS) >= MOST_KERNELS:
-            KERNELS.clear()
-        KERNELS[key] = make_arithmetic(backend, structure, leaves, inputs, tensors)
-    return KERNELS[key], tensors
+    return KERNELS.made(key, lambda: make_arithmetic(backend, structure, leaves, inputs, tensors)), tensors
 
 
 def tensors_of(inputs: Inputs) -> list[Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...core.options import NUMBERS
+from ...kernels.common.cache import Cache
 from ...losses.base import Losses, Summand
 from ...metrics.values import Metric
 from ..program import Program, program_of
@@ -28,8 +29,11 @@ RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # which are made of their 
 PACKAGE = __name__.partition(".")[0] + "."
 
 TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
+# One for each call that a graph has been traced with, and none for any other; nothing is ever taken out, since a graph
+# names its recipe in code of which nobody says when it is gone.
 RECIPES: dict[str, "Recipe"] = {}
-_tokens: dict[Any, str] = {}  # of functions that are not the library's own
+# of functions that are not the library's own; one that is forgotten gets another token when it is traced again
+_tokens: Cache[Any, str] = Cache(256)
 
 
 @dataclass(frozen=True)
@@ -130,9 +134,7 @@ def text_of(value: Any) -> str:
 
 def token_of(function: Any) -> str:
     """A name that no other function has or has had, here or in another process."""
-    if function not in _tokens:
-        _tokens[function] = f"user function {uuid.uuid4().hex}"
-    return _tokens[function]
+    return _tokens.made(function, lambda: f"user function {uuid.uuid4().hex}")
 
 
 def recipe_of(key: str) -> Recipe:

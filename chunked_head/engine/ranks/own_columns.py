@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, Kept, RowStats
-from ...kernels.common.elsewhere import ELSEWHERE
+from ...kernels.common.tiles import ELSEWHERE
 from ...parallel.shard import Shard
 from ..arithmetic.objective import Objective
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...core.shift import in_backward
-from ...kernels.common.elsewhere import BEHIND
+from ...kernels.common.tiles import BEHIND
 from ...losses.base import Losses
 from ...metrics import Metric
 from ...program import checks

@@ -17,6 +17,7 @@ from ...backends.gradients import Gradients, Scaling
 from ...core.private import under_hooks
 from ...core.shift import all_at_targets
 from ...core.stats import RowStats
+from ...kernels.common.cache import Cache
 from ...kernels.common.recording import RECORDING
 from ...program.plans import Plan
 from ..autograd import Forward, HeadLoss, as_called, flat
@@ -33,7 +34,6 @@ from .steps import Place
 from .tape import Tape
 from .template import Template
 
-MOST_TAPES, MOST_SEEN = 256, 4096
 ATTEMPTS = 3  # to record one: where a kernel is compiled there is no tape
 
 
@@ -87,8 +87,8 @@ class Scaled:
 
 
 # by kind; of calls that run at their own number of tokens alone, by kind and leading shape
-REPLAYS: dict[Kind, Replay] = {}
-SEEN: dict[Kind, int] = {}  # how often a call without one has run
+REPLAYS: Cache[Kind, Replay] = Cache(256)
+SEEN: Cache[Kind, int] = Cache(4096)  # how often a call without one has run
 
 
 def execute(
@@ -114,12 +114,10 @@ def execute(
         rows = arguments.rows if own_matmuls(task.head, program) else None
     if kind is not None and rows is None:
         kind = kind, arguments.leading
-    times = 0 if kind is None else SEEN.get(kind, 0)
+    times = 0 if kind is None else SEEN.get(kind) or 0
     hooked = times > 0 and under_hooks()  # hooks on what autograd saves would be recorded as well
     if kind is None or replay is not None or times > ATTEMPTS or hooked:
         return task.result(run(task, program, rows))
-    if len(SEEN) >= MOST_SEEN:
-        SEEN.clear()
     SEEN[kind], RECORDING.never = times + 1, False
     try:
         return recorded(task, program, arguments, kind, rows) if times else task.result(run(task, program, rows))
@@ -139,11 +137,8 @@ def recorded(task: Task[Result], program: Program, arguments: Arguments, kind: K
         except NotRecordedError as error:
             recorder.failure = str(error)
     if replay is not None:
-        if len(REPLAYS) >= MOST_TAPES:
-            oldest, *_ = REPLAYS
-            REPLAYS.pop(oldest, None)
-            SEEN.pop(oldest, None)
         REPLAYS[kind] = replay
+        SEEN.pop(kind)  # once it is forgotten the call is recorded again
     return task.result(ran) if result is None else result
 
 

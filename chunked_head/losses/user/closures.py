@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.common.cache import Cache
+
 Function = Callable[..., Tensor]
 
 PLAIN = (type(None), bool, int, str, bytes, complex, torch.dtype, torch.device, type, ModuleType, BuiltinFunctionType)
 REMEMBERED = 256  # functions; beyond that the oldest are forgotten, and compiled anew if they come back
-_functions: dict[tuple, FunctionType] = {}
-_results: dict[tuple, Any] = {}
+_functions: Cache[tuple, FunctionType] = Cache(REMEMBERED)
+_results: Cache[tuple, Any] = Cache(REMEMBERED)
 
 
 def frozen(function: Function) -> tuple[Function, tuple | None]:
@@ -30,7 +32,7 @@ def frozen(function: Function) -> tuple[Function, tuple | None]:
         key, copy = _freeze(function, ())
     except _NotPlainError:
         return function, None
-    return remembered(_functions, key, lambda: copy), key
+    return _functions.made(key, lambda: copy), key
 
 
 class _NotPlainError(Exception):
@@ -71,19 +73,6 @@ def _freeze(value: Any, inside: tuple[int, ...]) -> tuple[tuple, Any]:
     return key, copy
 
 
-def remembered(held: dict[tuple, Any], key: tuple | None, make: Callable[[], Any]) -> Any:
-    """What was made for an equal key, of the last ones; without a key it is made anew."""
-    if key is None:
-        return make()
-    found = held.get(key)
-    if found is None:
-        found = make()
-        while len(held) >= REMEMBERED:
-            del held[next(iter(held))]
-        held[key] = found
-    return found
-
-
 def known(key: tuple | None, make: Callable[[], Any]) -> Any:
-    """What is known of a function, found out once."""
-    return remembered(_results, key, make)
+    """What is known of a function, found out once; without a key anew each time."""
+    return make() if key is None else _results.made(key, make)
