@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,11 +36,8 @@ from chunked_head import (
     linear_loss,
     losses,
     metrics,
-    plan,
 )
-from chunked_head.engine.graph.deferred import ranges
 from chunked_head.engine.graph.recipes import described, text_of
-from chunked_head.program.planner import Request, make_plan
 
 pytestmark = pytest.mark.compiled
 
@@ -88,14 +84,16 @@ def test_reduced_overhead_on_a_gpu() -> None:
     ids=str,
 )
 def test_gradients_wait_as_outside(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """In fp32 where the plan says so, and rounded once: the same bits with an upstream gradient of 0.37."""
+    """In fp32 in fp16 and where the caller names it, rounded once: the same bits with an upstream gradient of 0.37.
+    Others are rounded once more where the plan would have them wait in fp32, as it would of several chunks."""
 
     def call(d: Data) -> Tensor:
         # half precision's gradients must survive a denominator and a loss scale
         loss = linear_cross_entropy(d.hidden, d.weight, d.target, normalizer=float(1 << 20), **options)
         return loss * float(1 << 16)
 
-    assert_alike(call, make_data(dtype, tokens=40), exact="memory_budget" not in options, backend="aot_eager")
+    twice = "memory_budget" in options or ("chunk_tokens" in options and dtype == torch.bfloat16)
+    assert_alike(call, make_data(dtype, tokens=40), exact=not twice, backend="aot_eager")
 
 
 def test_other_lengths_share_a_graph() -> None:
@@ -115,8 +113,8 @@ def test_other_lengths_share_a_graph() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_lengths_at_which_gradients_wait_in_another_dtype() -> None:
-    """bf16 gradients of one chunk wait as they are, of several in fp32: a graph each, and no length goes wrong."""
+def test_lengths_of_other_plans_share_a_graph() -> None:
+    """bf16 gradients of one chunk are summed as they are, of several in fp32: a graph does not know the length."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
@@ -131,29 +129,7 @@ def test_lengths_at_which_gradients_wait_in_another_dtype() -> None:
         for mine, grad in zip(ours[:2], grads[:2], strict=True):
             assert mine is not None and grad is not None
             assert (mine.double() - grad.double()).norm() <= 6e-3 * grad.double().norm()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
-
-
-@pytest.mark.parametrize("budget", [None, "1GiB", "64MiB"])
-@pytest.mark.parametrize("shape", [(4096, 128256), (2304, 256000), (512, 32000)], ids=str)
-def test_ranges_of_lengths_are_those_of_the_plans(shape: tuple[int, int], budget: str | None) -> None:
-    sizes, request = plan(1, *shape, torch.bfloat16, device="cuda", backend="triton").sizes, Request(budget)
-
-    def planned(tokens: int) -> Any:  # calls in a graph run with their own tokens alone
-        return make_plan(replace(sizes, tokens=tokens), request)
-
-    table = ranges(replace(sizes, tokens=0), request)
-    edges = [most + more for most, _ in table[:-1] for more in (0, 1)]
-    for tokens in [*edges, *(1 << power for power in range(18)), *range(3000, 120000, 3001)]:
-        try:
-            expected = planned(tokens)
-        except ValueError:  # more than the budget holds
-            assert budget == "64MiB"
-            continue
-        dtypes = torch.bfloat16, torch.bfloat16
-        if expected.schedule == "forward":
-            dtypes = expected.hidden_accumulate, expected.weight_accumulate
-        assert next(found for most, found in table if tokens <= most) == dtypes, tokens
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_denominator_that_changes() -> None:

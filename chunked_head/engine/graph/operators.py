@@ -2,8 +2,8 @@
 
 What ``forward`` returns. First the values: per token, or the loss and in one vector those of its parts and metrics.
 Then, where a gradient is wanted, what it comes from. For a loss of hidden states these are the expected upstream
-gradient with the factor that the gradients still lack, and the gradients; else the statistics, of which ``backward``
-makes them once the upstream gradients are known.
+gradient and the gradients at it; else the statistics, of which ``backward`` makes them once the upstream gradients are
+known.
 """
 
 import functools
@@ -19,10 +19,11 @@ from torch import Tensor
 from ...core.private import in_own_thread, private
 from ...core.stats import Head, RowStats
 from ...program.planner import DEFAULT_REQUEST, Request, make_plan
+from ...program.sizes import Sizes
 from ..arithmetic.objective import ScalarObjective
 from ..autograd import as_called
 from ..call import Wants, planned
-from ..head_options import LogitsOptions
+from ..head_options import HeadOptions, LogitsOptions
 from ..logits_call import Call as LogitsCall
 from ..logits_call import call_of
 from ..loop import Call, recompute, sweep
@@ -30,7 +31,6 @@ from ..packing import Packing
 from ..prepared import prepare
 from ..program import Program
 from ..task import Task
-from .deferred import deferred
 from .recipes import recipe_of
 
 # operands are logits, or hidden states, weight and perhaps bias; ``wanted``: of which of them the gradient is
@@ -110,13 +110,15 @@ def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list
         if comes_late(task):
             return [*outputs, *stats.named().values()]
         assert isinstance(objective, ScalarObjective) and isinstance(call, Call)
-        dtypes = deferred(task, program, wants_of(wanted))
+        dtypes = waiting_dtypes(task, program)
         if grads is None:
-            ready, gain = gradients_now(call, objective, rows, head, stats, dtypes), None
+            ready = gradients_now(call, objective, rows, head, stats, dtypes)
         else:
-            ready, gain = (grads.hidden, grads.whole("weight"), grads.whole("bias")), objective.gain_so_far
-        made = [grad.to(dtype) for grad, dtype in zip(ready, dtypes, strict=True) if grad is not None]
-        return [*outputs, left_over(objective, gain), *shaped(made, operands, wanted)]
+            gain, one_or_nan = objective.gain_so_far, objective.one_or_nan
+            factors = [one_or_nan] if gain is None else [gain, one_or_nan]
+            ready = grads.finish(call.backend, factors, one_or_nan, replace(call.plan, sizes=in_dtypes(call, dtypes)))
+        made = [grad for grad in ready if grad is not None]
+        return [*outputs, expected_upstream(objective), *shaped(made, operands, wanted)]
 
 
 def shaped(grads: Sequence[Tensor], operands: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
@@ -135,19 +137,36 @@ def packed(task: Task, objective: ScalarObjective, stats: RowStats) -> Tensor:
     return torch.cat([each.detach().reshape(-1).to(objective.dtype) for each in found])
 
 
-def left_over(objective: ScalarObjective, gain: Tensor | None) -> Tensor:
-    """[2]: the upstream gradient that the gradients hold, and what else they are to be multiplied by."""
-    one, factor = torch.ones_like(objective.one_or_nan), objective.one_or_nan
-    return torch.stack([one * objective.declared, factor if gain is None else factor * gain])
+def waiting_dtypes(task: Task, program: Program) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Dtypes in which gradients of hidden states, weight and bias wait for the upstream gradient: one rule for every
+    number of tokens, which a graph does not know. The operands' own; fp32 where ``accumulate_dtype`` names it, and in
+    fp16, whose range they may pass before denominators and upstream have come.
+    """
+    head = task.head
+    assert isinstance(head, HeadOptions)
+    wide = torch.promote_types(program.dtype, torch.float32)
+    if program.dtype == torch.float16 or head.accumulate_dtype == torch.float32:
+        return torch.promote_types(head.hidden.dtype, wide), torch.promote_types(head.weight.dtype, wide), wide
+    return head.hidden.dtype, head.weight.dtype, wide
+
+
+def in_dtypes(call: Call, dtypes: Sequence[torch.dtype]) -> Sizes:
+    """The call's sizes with gradients of these dtypes."""
+    hidden, weight, bias = dtypes
+    return replace(call.plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
+
+
+def expected_upstream(objective: ScalarObjective) -> Tensor:
+    """[] the upstream gradient that the gradients hold."""
+    return torch.ones_like(objective.one_or_nan) * objective.declared
 
 
 def gradients_now(
     call: Call, objective: ScalarObjective, rows: Tensor, head: Head, stats: RowStats, dtypes: Sequence[torch.dtype]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a plan that leaves them to backward, with the expected upstream gradient."""
-    coefficients, gain = objective.late(stats, (torch.ones_like(objective.one_or_nan) * objective.declared,))
-    hidden, weight, bias = dtypes
-    sizes = replace(call.plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
+    coefficients, gain = objective.late(stats, (expected_upstream(objective),))
+    sizes = in_dtypes(call, dtypes)
     if sizes != call.plan.sizes:
         sizes = replace(sizes, late_upstream=True)
         try:
@@ -176,9 +195,9 @@ def forward_outputs(operands: list[Tensor], others: list[Tensor], key: str, want
         return made
     if comes_late(task):
         return [*made, *RowStats.empty(tokens, program.demand, dtype, first.device).named().values()]
-    dtypes = deferred(task, program, wants_of(wanted))
+    dtypes = waiting_dtypes(task, program)
     grads = [each.new_empty(each.shape, dtype=own) for each, own in zip(operands, dtypes, strict=False)]
-    return [*made, first.new_empty(2, dtype=dtype), *itertools.compress(grads, wanted)]
+    return [*made, first.new_empty((), dtype=dtype), *itertools.compress(grads, wanted)]
 
 
 @torch.library.custom_op("chunked_head::backward", mutates_args=(), schema=BACKWARD)
@@ -229,8 +248,8 @@ def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
         operands, others, stats = saved[: ctx.operands], saved[ctx.operands : count], saved[count:]
         made = backward(operands, others, stats, upstream[: ctx.values], ctx.key, ctx.wanted)
     else:
-        left, *made = ctx.saved_tensors
-        ratio = torch.where(upstream[0] == left[0], 1.0, upstream[0] / left[0]) * left[1]
+        expected, *made = ctx.saved_tensors
+        ratio = torch.where(upstream[0] == expected, 1.0, upstream[0] / expected)
         # plain arithmetic, which a compiler does in the memory of what it reads: the gradients are nobody else's
         made = [
             (grad.to(torch.promote_types(grad.dtype, torch.float32)) * ratio).to(dtype)

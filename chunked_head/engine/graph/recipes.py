@@ -27,6 +27,7 @@ RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # which are made of their 
     "metric": (Metric, tuple(Metric.__dataclass_fields__)),
 }
 PACKAGE = __name__.partition(".")[0] + "."
+FORMAT = 2  # of the operators' outputs: one more for other outputs, since compiled graphs are kept on disk
 
 TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
 # One for each call that a graph has been traced with, and none for any other; nothing is ever taken out, since a graph
@@ -110,7 +111,7 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
 
 def registered(function: str, arguments: tuple, autocast: torch.dtype | None) -> str:
     """The key of a recipe: equal for equal ones, in every process, since compiled graphs are kept on disk."""
-    digest = hashlib.sha256(text_of((arguments, autocast)).encode()).hexdigest()[:24]
+    digest = hashlib.sha256(text_of((FORMAT, arguments, autocast)).encode()).hexdigest()[:24]
     key = f"{function}-{digest}"
     RECIPES.setdefault(key, Recipe(function, arguments, autocast))
     return key
