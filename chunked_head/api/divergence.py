@@ -1,7 +1,7 @@
 """Per-token divergences from a dense teacher, differentiable, for a loss of the caller's own."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from ..core.shift import all_at_targets
 from ..core.stats import Demand
 from ..engine.arithmetic.token_objectives import StatsObjective
 from ..engine.call import stats_objective
-from ..engine.execution import Head, PerTokenOptions
+from ..engine.execution import Head
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import head_of
 from ..engine.prepared import PreparedCall
@@ -29,47 +29,6 @@ class Divergence(NamedTuple):
     entropy: Tensor
 
 
-class DivergenceOptions(PerTokenOptions, total=False):
-    """Keywords of ``linear_divergence``, for its types alone."""
-
-    divergence: str
-    beta: float
-    teacher_logits: Tensor | None
-    teacher_hidden: Tensor | None
-    teacher_weight: Tensor | None
-    teacher_bias: Tensor | None
-    teacher_logit_scale: float
-    teacher_softcap: float | None
-    teacher_temperature: float | None
-
-
-@overload
-def linear_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor | None = None,
-    *,
-    entropy: Literal[False] = False,
-    **options: Unpack[DivergenceOptions],
-) -> Tensor: ...
-@overload
-def linear_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor | None = None,
-    *,
-    entropy: Literal[True],
-    **options: Unpack[DivergenceOptions],
-) -> Divergence: ...
-@overload
-def linear_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor | None = None,
-    *,
-    entropy: bool,
-    **options: Unpack[DivergenceOptions],
-) -> Tensor | Divergence: ...
 @operation
 def linear_divergence(
     hidden: Tensor,  # [..., hidden]
@@ -119,7 +78,8 @@ def linear_divergence(
         The rest: as in ``linear_logprobs``.
 
     Returns:
-        ``divergence`` [...], or a named tuple ``(divergence, entropy)``; fp32 (fp64 for fp64), differentiable.
+        ``divergence`` [...], or with ``entropy=True`` a named tuple ``(divergence, entropy)``; fp32 (fp64 for fp64),
+        differentiable.
 
     Raises:
         TypeError, ValueError, IndexError: as ``linear_loss``.

@@ -12,7 +12,7 @@ from ..core.shift import all_at_targets
 from ..core.stats import Demand, View
 from ..engine.arithmetic.token_objectives import StatsObjective
 from ..engine.call import stats_objective
-from ..engine.execution import Head, KeptOptions
+from ..engine.execution import Head, PerTokenOptions
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, LogitsOptions, head_of
 from ..engine.prepared import PreparedCall
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @overload
-def linear_logprobs(hidden: Tensor, weight: Tensor, target: Tensor, **options: Unpack[KeptOptions]) -> Tensor: ...
+def linear_logprobs(hidden: Tensor, weight: Tensor, target: Tensor, **options: Unpack[PerTokenOptions]) -> Tensor: ...
 @overload
 def linear_logprobs(
     hidden: Tensor,
@@ -53,7 +53,7 @@ def linear_logprobs(
     top_k: int | None = None,
     mean_logit: bool = False,
     log_sum_sq_probs: bool = False,
-    **options: Unpack[KeptOptions],
+    **options: Unpack[PerTokenOptions],
 ) -> "LogProbs": ...
 @operation
 def linear_logprobs(

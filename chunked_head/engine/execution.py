@@ -87,7 +87,9 @@ class Execution(TypedDict, total=False):
             of 2048 tokens. See ``chunked_head.plan``.
         chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives.
         accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
-            weight's own over few chunks), ``torch.float32`` or the weight's dtype.
+            weight's own over few chunks), ``torch.float32`` or the weight's dtype. Under ``torch.compile`` 16-bit
+            gradients wait for the upstream gradient in float32 where it is named here, and else in their own dtype,
+            which an upstream gradient that is no power of two rounds again.
         accumulate_into: a contiguous [vocab, hidden] tensor that the weight's gradient is added to, or the name of the
             weight's attribute that is one (``"grad"``, ``"main_grad"``), looked up at each call. float32, or float64
             for a float64 weight. The gradient is then held nowhere else, and backward gives ``weight`` none. It is
@@ -135,15 +137,10 @@ class Head(Execution, total=False):
 
 
 class PerTokenOptions(Head, total=False):
-    """Keywords that functions of values per token share."""
+    """Keywords of ``linear_logprobs`` beside what it returns."""
 
     temperature: float | Tensor  # [...], indexed like the target
     mask: Tensor | None
-
-
-class KeptOptions(PerTokenOptions, total=False):
-    """The same where tokens may keep sets of ids."""
-
     kept_ids: Tensor | None
     kept_offsets: Tensor | None
     kept_everywhere: bool

@@ -96,6 +96,7 @@ class DivergenceSeam:
                     teacher_softcap=teacher_final_logit_softcapping, temperature=temperature,
                     softcap=student_final_logit_softcapping, logit_scale=student_logit_scale, **self.options,
                 )  # fmt: skip
+                assert isinstance(found, tuple)
             return found.divergence, found.entropy.detach()
 
         teacher = (teacher_weight, teacher_bias)

@@ -100,9 +100,11 @@ def divergence(student: Tensor, teacher: Tensor, beta: float, temperature: float
 
     def of_student(given: dict[str, Any], head: Any, hidden: Tensor, _: Any) -> Tensor:
         options = head_of(ours.source, own.tail, whole(head.weight), head.bias)
-        return linear_divergence(
+        found = linear_divergence(
             hidden, divergence="jsd", beta=beta, temperature=temperature, mask=mask, **given, **options
         )
+        assert isinstance(found, Tensor)
+        return found
 
     def of_teacher(head: Any, hidden: Tensor, _: Any) -> Tensor:
         found = head_of(theirs.source, teachers.tail, whole(head.weight.detach()), head.bias)
