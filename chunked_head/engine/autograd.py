@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..backends.gradients import Gradients, Scaling
 from ..core.stats import RowStats
-from ..kernels.common.recording import aside
-from ..program.gradient_buffer import Canary, GradientBuffer
+from ..program.gradient_buffer import GradientBuffer
 from ..program.planner import DEFAULT_REQUEST, Request
 from ..program.plans import Plan
 from .arithmetic.objective import Expected, ScalarObjective
@@ -30,7 +29,6 @@ class Forward(NamedTuple):
     backend: Scaling
     plan: Plan
     gradient_buffer: GradientBuffer | None
-    canary: Canary | None
     padded: bool  # as the call
     saved: Sequence[Tensor]  # for a backward that makes gradients, beside the operands
     later: Callable[[Sequence[Tensor]], tuple[Call, RowStats]]  # the call and its statistics, of operands and saved
@@ -56,10 +54,7 @@ def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, 
     """``swept``: by a sweep that is over."""
     stats, grads = swept or sweep(call, hidden, call.head(weight, bias))
     objective, named = call.objective, stats.named()
-    outputs, canary = objective.outputs(stats), None
-    if call.gradient_buffer is not None and grads is not None:
-        with aside():
-            canary = call.gradient_buffer.canary(call.own_target)
+    outputs = objective.outputs(stats)
     lasting = call.without_teacher()
     # attributes, but for statistics that are outputs: these would hold the graph that holds them
     held, late = (named, {}) if isinstance(objective, ScalarObjective) else ({}, named)
@@ -72,7 +67,7 @@ def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, 
 
     return Forward(
         outputs, objective.differentiable, stats, grads, objective.expected, objective.exchanges, call.backend,
-        call.plan, call.gradient_buffer, canary, call.padded, (*late.values(), *objective.teacher_tensors), later,
+        call.plan, call.gradient_buffer, call.padded, (*late.values(), *objective.teacher_tensors), later,
     )  # fmt: skip
 
 
@@ -118,8 +113,6 @@ class HeadLoss(torch.autograd.Function):
                     # for these an activation checkpoint computes the forward pass again, messages and all: on every
                     # rank or on none, whichever of them find their gradients waiting
                     ctx.saved_tensors  # noqa: B018
-                if made.canary is not None:
-                    ctx.made = made._replace(canary=None)
                 finished = handed_over(made, grads, upstream[0])
             else:
                 finished = made_late(made, ctx.saved_tensors, upstream)
@@ -144,8 +137,6 @@ def handed_over(made: Forward, grads: Gradients, given: Tensor | None) -> tuple[
     if made.gradient_buffer is not None and grads.weight is not None:
         # it was promised, and only as promised can what has been added stay
         one_or_nan = made.expected.one_or_nan_for(given)
-        if made.canary is not None:
-            one_or_nan = one_or_nan * made.canary.one_or_nan()
         factors = *factors[:1], one_or_nan
     return grads.finish(made.backend, factors, one_or_nan, made.plan)
 

@@ -94,10 +94,11 @@ class Execution(TypedDict, total=False):
             weight's attribute that is one (``"grad"``, ``"main_grad"``), looked up at each call. float32, or float64
             for a float64 weight. The gradient is then held nowhere else, and backward gives ``weight`` none. It is
             added in the forward pass, and you promise one backward whose upstream gradient is ``upstream``, or 1: with
-            any other, and where the buffer was zeroed in between, ``hidden``'s gradient and the buffer become nan.
-            Where gradients are made in backward (``reduction="none"``, a second backward, an activation checkpoint's)
-            they are added there, whatever the upstream gradient is. Without gradients, or with a frozen weight, nothing
-            is written. One that does not begin on 16 bytes takes all tokens' product, also under ``skip_ignored``.
+            any other, ``hidden``'s gradient and the buffer become nan. The buffer must not be cleared between the two:
+            that would lose the gradient unnoticed. Where gradients are made in backward (``reduction="none"``, a second
+            backward, an activation checkpoint's) they are added there, whatever the upstream gradient is. Without
+            gradients, or with a frozen weight, nothing is written. One that does not begin on 16 bytes takes all
+            tokens' product, also under ``skip_ignored``.
         skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
             operands on GPUs that docs/gpus.md lists, and anything on a CPU; ValueError elsewhere). Where every token
             counts it costs next to nothing on Hopper, but up to 5 % where BLAS's product for the weight's gradient is

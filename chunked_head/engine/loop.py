@@ -9,7 +9,7 @@ from torch import Tensor
 from ..backends import Backend, KeptColumns, KeptRows, Session
 from ..backends.gradients import Gradients
 from ..core.stats import Coefficients, Head, Rows, RowStats
-from ..kernels.common.recording import aside, refuse
+from ..kernels.common.recording import refuse
 from ..parallel.merge import merge_blocks
 from ..parallel.shard import Shard
 from ..program.gradient_buffer import GradientBuffer
@@ -137,9 +137,6 @@ def sweep_steps(
     """A sweep that pauses after each chunk. ``operands``, ``session``: other sweeps have them too, in their pauses.
     ``chunks``: other than the plan's, perhaps without a row."""
     plan, objective = call.plan, call.objective
-    if call.gradient_buffer is not None and plan.schedule == "forward":
-        with aside():
-            call.gradient_buffer.before_adding()
     stats = RowStats.empty(plan.sizes.tokens, objective.demand, objective.dtype, hidden.device)
     grads = None
     if plan.schedule == "forward":
@@ -272,8 +269,6 @@ def recompute(
     Blocks of tokens outside, tiles of the vocabulary inside: a tile of the weight's gradient is one product per block.
     """
     plan = call.plan
-    if call.gradient_buffer is not None:
-        call.gradient_buffer.before_adding()
     grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device, call.gradient_buffer)
     grads.over_ranks = None if call.shard is None else call.shard.hidden_gradient()
     kept = kept_columns(call, hidden, head) if plan.sizes.tokens else None

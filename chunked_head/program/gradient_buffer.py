@@ -1,7 +1,6 @@
 """A buffer of the caller's that the weight's gradient is added to, instead of one made for it: ``accumulate_into=``."""
 
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -9,9 +8,6 @@ from torch import Tensor
 from ..core.private import private
 from . import checks
 from .plans import name as name_of
-
-CANARY_ROWS = 32  # rows that tell whether somebody has zeroed the buffer
-Place = tuple[str, int, int]  # device, address and elements of a buffer
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,27 +50,6 @@ class GradientBuffer:
         """Whether nothing has been added yet to what nobody has set to 0."""
         return False
 
-    @property
-    def place(self) -> Place:
-        return str(self.buffer.device), self.buffer.data_ptr(), self.buffer.numel()
-
-    def before_adding(self) -> None:
-        """Looks whether the buffer has been zeroed under calls that wait for their backward: once this one has added to
-        it, nothing would show that."""
-        ledger = LEDGERS.get(self.place)
-        if ledger is not None:
-            ledger.look()
-
-    def canary(self, target: Tensor) -> "Canary | None":
-        """Notes some of what a forward pass has added, for ``target`` [tokens], -1 where one does not count."""
-        if not len(target):
-            return None
-        ledger = LEDGERS.get(self.place)
-        if ledger is None:
-            LEDGERS[self.place] = ledger = Ledger(self.buffer)
-        ledger.note(target)
-        return Canary(ledger, ledger.cleared)
-
 
 class StreamsBuffer(GradientBuffer):
     """The gradient that the streams of one call add to: nobody else sees it before the call's backward returns it."""
@@ -93,51 +68,6 @@ class StreamsBuffer(GradientBuffer):
         sums = self.buffer
         object.__setattr__(self, "buffer", sums.new_empty(0))
         return sums
-
-    def before_adding(self) -> None:
-        """Nobody can have zeroed it."""
-
-    def canary(self, target: Tensor) -> None:
-        """None is needed."""
-
-
-class Ledger:
-    """How often somebody has zeroed a buffer while calls that have added to it wait for their backward: all on the
-    device, from rows that held something when the last forward pass was over."""
-
-    def __init__(self, buffer: Tensor):
-        self.buffer = buffer
-        self.rows = torch.zeros(CANARY_ROWS, dtype=torch.int64, device=buffer.device)
-        self.held = torch.zeros((), dtype=torch.bool, device=buffer.device)  # whether these rows did
-        self.cleared = torch.zeros((), dtype=torch.int64, device=buffer.device)
-
-    def look(self) -> None:
-        """Counts once more where the rows that held something hold nothing now."""
-        zeroed = self.held & (self.buffer.index_select(0, self.rows) == 0).all()
-        self.cleared, self.held = self.cleared + zeroed, self.held & ~zeroed
-
-    def note(self, target: Tensor) -> None:
-        """Rows of ``target`` are those to look at, where they hold something."""
-        rows = target[torch.arange(CANARY_ROWS, device=target.device) * len(target) // CANARY_ROWS].clamp(min=0)
-        holds = (self.buffer.index_select(0, rows) != 0).any()
-        self.rows, self.held = torch.where(holds, rows, self.rows), self.held | holds
-
-
-# Of buffers with calls that wait for their backward, which keep them: by memory, of which there may be several views.
-LEDGERS: WeakValueDictionary[Place, Ledger] = WeakValueDictionary()
-
-
-@dataclass(frozen=True, eq=False)
-class Canary:
-    """How often the buffer had been zeroed when a forward pass was over."""
-
-    ledger: Ledger
-    cleared: Tensor  # []
-
-    def one_or_nan(self) -> Tensor:
-        """[] nan where it has been since, and the gradient with it."""
-        self.ledger.look()
-        return torch.where(self.ledger.cleared == self.cleared, 1.0, torch.nan)
 
 
 def resolve(

@@ -1,8 +1,7 @@
 """Whether somebody records what is launched and done, to do it again: chunked_head's ``engine/replay/recorder.py``."""
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 # arguments of kernels that are the call's own numbers: of tokens, and along the last dimension of the targets
@@ -39,13 +38,3 @@ def refuse(reason: str, never: bool = False) -> None:
     RECORDING.never |= never
     if RECORDING.recorder is not None:
         RECORDING.recorder.stop(reason)
-
-
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """What is done inside is no part of a tape; whoever uses the tape does it himself."""
-    recorder, RECORDING.recorder = RECORDING.recorder, None
-    try:
-        yield
-    finally:
-        RECORDING.recorder = recorder

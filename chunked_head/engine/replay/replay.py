@@ -51,7 +51,6 @@ class Replay:
     differentiable: int
     grads: tuple[Place | None, ...] | None  # of hidden, weight, bias
     expected: Template
-    target: Place
     stats: dict[str, Place]
     saved: bool  # whether autograd saves ``stats`` for backward
     call: Template
@@ -157,18 +156,18 @@ def replay_of(task: Task[Result], recorder: Recorder, ran: Outcome, result: Any,
     stats = {name: place(value) for name, value in ran.stats.named().items()}
     template = Template(replace(call, gradient_buffer=None), place)
     finish, of_result = finish_of(task, ran, result, place)
-    target, of_stats = place(call.own_target), {at.slot for at in stats.values()}
+    of_stats = {at.slot for at in stats.values()}
     at_once = {at.slot for at in (*outputs, *(grads or ())) if at is not None}.union(expected.slots, of_result)
     differentiable = forward.plan.sizes.any_grad
     saved = differentiable and len(forward.saved) > 0
     later = template.slots.difference(operands).union(() if saved else of_stats) if differentiable else set()
-    tape = recorder.tape(at_once.union(of_stats if saved else ()), later | {target.slot})
-    seen = recorder.operated.union(at_once, of_stats, template.slots - {operands[0]}, [target.slot])
+    tape = recorder.tape(at_once.union(of_stats if saved else ()), later)
+    seen = recorder.operated.union(at_once, of_stats, template.slots - {operands[0]})
     if seen.intersection(of_tokens):
         raise NotRecordedError("what depends on the number of tokens")
     return Replay(
-        tape, tuple(operands), outputs, forward.differentiable, grads, expected, target, stats, saved, template, later,
-        finish, Scaled(forward.backend), forward.plan, forward.padded,
+        tape, tuple(operands), outputs, forward.differentiable, grads, expected, stats, saved, template, later, finish,
+        Scaled(forward.backend), forward.plan, forward.padded,
     )  # fmt: skip
 
 
@@ -207,17 +206,11 @@ def forward_again(
 ) -> Forward:
     """``forward_of`` from a tape; ``held`` receives what its slots hold."""
     gradient_buffer = arguments.gradient_buffer
-    added_to = None if replay.grads is None else gradient_buffer
-    if added_to is not None:
-        added_to.before_adding()
     held += replay.tape(arguments.tensors, arguments.sizes)
     grads = None
     if replay.grads is not None:
         of_hidden, of_weight, of_bias = [None if at is None else at.tensor(held) for at in replay.grads]
         grads = Gradients(of_hidden, of_weight, of_bias, gradient_buffer)
-    canary = None
-    if added_to is not None:
-        canary = added_to.canary(replay.target.view(replay.tape.memory(held, [replay.target.slot])))
     # as the call that was recorded saves them: an activation checkpoint compares the two
     saved = replay.stats_of(held) if replay.saved else []
     kept = replay.tape.part(held, replay.kept)
@@ -230,6 +223,5 @@ def forward_again(
 
     return Forward(
         tuple([output.tensor(held) for output in replay.outputs]), replay.differentiable, None, grads,
-        replay.expected.build(held), False, replay.scaled, replay.plan, gradient_buffer, canary, replay.padded, saved,
-        later,
+        replay.expected.build(held), False, replay.scaled, replay.plan, gradient_buffer, replay.padded, saved, later,
     )  # fmt: skip
