@@ -195,7 +195,14 @@ def reduced_task(
             return token_objective(prepared)
         return scalar_objective(prepared, reduction, normalizer, upstream, share_denominator)
 
-    return Task(function, head, loss, objective, result, per_token=("values",) if per_token else (), **given)
+    asked = {"reduction": reduction, "normalizer": kind_of(normalizer), "upstream": kind_of(upstream)}
+    names = ("values",) if per_token else ()
+    return Task(function, head, loss, objective, result, per_token=names, asked=asked, **given)
+
+
+def kind_of(number: float | Tensor | None) -> str:
+    """Not which number it is, since another at every step would be a new kind of call each time."""
+    return type(number).__name__ if number is None or isinstance(number, Tensor) else "number"
 
 
 def in_graph_values(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:

@@ -26,7 +26,7 @@ from .logits_call import call_of as logits_call_of
 from .loop import Call
 from .prepared import PreparedCall, in_order, is_plain, layout_of, prepare, reads_any_order
 from .program import Program
-from .ranks.global_counts import agreed_batch, described_options, kind_of, with_global_counts
+from .ranks.global_counts import agreed_batch, call_fields, with_global_counts
 from .task import Task
 
 
@@ -37,8 +37,7 @@ def scalar_objective(
     upstream: float | Tensor | None,
     share_denominator: bool = False,
 ) -> ScalarObjective:
-    how = {"reduction": reduction, "normalizer": kind_of(normalizer), "upstream": kind_of(upstream)}
-    prepared, losses = with_global_counts(prepared, how), prepared.losses
+    prepared, losses = with_global_counts(prepared), prepared.losses
     spread = prepared.spread
     coefficients = [kept(coefficient, prepared.one_or_nan) for coefficient, _ in losses.terms]
     if spread is not None and spread.parallel.average:
@@ -68,12 +67,11 @@ def scalar_objective(
         segment_metrics=prepared.needs.segment_metrics,
         fuse=None if segmented and prepared.groups is None else prepared.backend, spread=spread,
         together=spread is not None and segmented,
-        reduced=how,
     )  # fmt: skip
 
 
 def token_objective(prepared: PreparedCall) -> TokenObjective:
-    agreed_batch(prepared, {"reduction": "none"})
+    agreed_batch(prepared)
     coefficients = [kept(coefficient, prepared.one_or_nan) for coefficient, _ in prepared.losses.terms]
     # values alone are asked for until the upstream gradients come, and they are the factors
     return TokenObjective(
@@ -193,10 +191,8 @@ class Planned(NamedTuple):
         packing = prepared.packing if prepared.packing is None or not prepared.packing.copied else None
         assert isinstance(head, HeadOptions)
         if shard is not None:
-            words = described_options(prepared, objective)
-            if self.spans is not None:
-                words["segment_lengths"] = str(self.spans)
-            shard = shard.agreed(self.plan, words, self.rows.device)
+            fields = call_fields(prepared) | {"tokens": str(head.leading), "segment_lengths": str(self.spans)}
+            shard = shard.agreed(self.plan, fields, self.rows.device)
         options = prepared.logit_scale, prepared.softcap, self.request, head.gradient_buffer, packing, self.spans
         return Call(self.plan, prepared.backend, objective, *options, shard, padded)
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from ..backends import Backend, KeptColumns, KeptRows
 from ..core.options import flag
 from ..core.stats import Demand, Head, Rows, RowStats
-from ..parallel.shard import Shard, demand_words
+from ..parallel.agree import described
+from ..parallel.shard import Shard
 from .arithmetic.objective import Objective
 from .autograd import OnlyOnce, as_called
 from .head_options import LogitsOptions
 from .prepared import PreparedCall
-from .ranks.global_counts import described_options
+from .ranks.global_counts import call_fields
 from .ranks.own_columns import OwnColumns, of_others
 
 MOST_VIEWS = 64  # of rows that no one stride reaches; with more of them a copy is cheaper than so many launches
@@ -137,9 +138,9 @@ def call_of(prepared: PreparedCall, objective: Objective, inplace: bool) -> tupl
     if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or count_views(logits) > MOST_VIEWS:
         logits = logits.contiguous()
     if shard is not None:
-        words = {"the function": "logits_loss", "the dtype of logits": str(logits.dtype)}
-        words |= {**described_options(prepared, objective), **demand_words(objective.demand)}
-        shard = shard.agreed_on(words, logits.device)
+        fields = {"tokens": str(prepared.head.leading), "logits.dtype": str(logits.dtype)}
+        fields |= described(objective.demand.of_columns(None), "demand.")
+        shard = shard.agreed_on(call_fields(prepared) | fields, logits.device)
     options = prepared.logit_scale, prepared.softcap, inplace, prepared.head.columns, shard
     return logits, Call(prepared.backend, objective, *options)
 

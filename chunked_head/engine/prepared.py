@@ -40,6 +40,7 @@ class PreparedCall:
     token_rows: TokenRows
     token_fields: frozenset[str]
     teacher: Teacher | None
+    asked: Mapping[str, str]  # the function and its objective's options, by name
     scale: Tensor | None = None  # [tokens] what their logits are multiplied by, 1 / temperature
     kept: Kept | None = None  # columns of tokens whose softmax is over no others
     packing: Packing | None = None
@@ -137,7 +138,8 @@ def prepare(task: Task, program: Program, rows: int | None = None) -> PreparedCa
             fields = {name: value for name, value in fields.items() if name not in DENSE}
             token_rows = token_rows._replace(fields=fields)
     token_fields &= frozenset(fields)
-    prepared = PreparedCall(head, program, losses, task.metrics, token_rows, token_fields, teacher, scale)
+    asked = {"function": task.function, **task.asked}
+    prepared = PreparedCall(head, program, losses, task.metrics, token_rows, token_fields, teacher, asked, scale)
     if "kept_ids" in program.wanted and len(token_rows.target):
         kept = sets_of(prepared, batch, frame, task.kept_everywhere)
         prepared = replace(prepared, kept=kept)

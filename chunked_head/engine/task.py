@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -45,6 +45,7 @@ class Task(Generic[Result]):
     wants: Callable[[Demand], Demand] = lambda needed: needed
     per_token: tuple[str, ...] = ()
     inplace: bool = False
+    asked: Mapping[str, str] = field(default_factory=dict)  # the objective's options, by name
     kept_everywhere: bool = False  # whether every token that counts keeps a set of columns
     segments: Segments | None = None  # where the host knows them
 

@@ -1,7 +1,7 @@
 """One call's part of the vocabulary, and every message that its ranks exchange for it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,28 +12,14 @@ from ..core.groups import MOST_IDS, Split, VocabParallel
 from ..core.stats import PAIR_STATS, Demand, Rows, RowStats, sent
 from ..kernels.common.tiles import ELSEWHERE
 from ..program.plans import Plan
-from .agree import Words, agree
+from .agree import agree, described
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows
 from .merge import GatheredStats, complete_blocks, pack, unpack
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
 SAME_HIDDEN = 1e-3
-# what a rank takes the parts of the vocabulary to be
-SPLIT = "the split of the vocabulary (VocabParallel's rows, where parts are uneven)"
-# sizes of a call, as its caller knows them
-NAMES = {
-    "hidden": "the size of hidden states", "dtype": "the dtype of matmuls", "hidden_dtype": "the dtype of hidden",
-    "weight_dtype": "the dtype of weight", "bias_dtype": "the dtype of bias", "hidden_grad": "hidden's requires_grad",
-    "weight_grad": "weight's requires_grad", "bias_grad": "bias's requires_grad", "buffer_dtype": "accumulate_into",
-    "skips": "skip_ignored", "gpu": "the GPU's architecture",
-}  # fmt: skip
 # by what ranks know that they mean the same tokens: targets, where a call has any
 CheckedBy = Literal["targets", "hidden", "nothing"]
-
-
-def demand_words(demand: Demand) -> Words:
-    """What decides what is sent, beside losses and metrics or without any."""
-    return {f"what is asked for ({name})": str(value) for name, value in demand.of_columns(None)._asdict().items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,20 +57,17 @@ class Shard:
         inside = (ids >= self.here.start) & (ids < self.here.stop)
         return torch.where(inside, ids - self.here.start, -1)
 
-    def agreed(self, plan: Plan, options: Words, device: torch.device) -> "Shard":
+    def agreed(self, plan: Plan, call: dict[str, str], device: torch.device) -> "Shard":
         """This part in a call that all ranks make alike; raises on every rank where they are about to do different
         things."""
-        common = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=Demand())
-        sizes = {NAMES.get(each.name, each.name): str(getattr(common, each.name)) for each in fields(common)}
-        sizes |= {each: str(getattr(plan, each)) for each in ("schedule", "chunk_tokens", "block_tokens")}
-        sizes |= {"hidden's accumulate_dtype": str(plan.hidden_accumulate)}
-        sizes |= {"accumulate_dtype": str(plan.weight_accumulate)}
-        return self.agreed_on({**options, **demand_words(plan.sizes.demand), **sizes}, device)
+        demand = plan.sizes.demand.of_columns(None)
+        sizes = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=demand)
+        return self.agreed_on(call | described(replace(plan, sizes=sizes, tile_columns=0, budget=0)), device)
 
-    def agreed_on(self, words: Words, device: torch.device) -> "Shard":
-        split = {SPLIT: str(list(self.split.rows)), "vocab_size": str(self.split.vocab)}
-        split["sequence_sharded"] = str(self.parallel.sequence_sharded)
-        return replace(self, kind=agree({**split, **words}, self.group, device, "VocabParallel"))
+    def agreed_on(self, fields: dict[str, str], device: torch.device) -> "Shard":
+        own = {"rows of VocabParallel": str(list(self.split.rows)), "vocab_size": str(self.split.vocab)}
+        own["sequence_sharded"] = str(self.parallel.sequence_sharded)
+        return replace(self, kind=agree(own | fields, self.group, device, "VocabParallel"))
 
     def token_checks(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens] what has to be equal on all ranks, for ids ``target`` [tokens] of the vocabulary: the ids, moved by

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import re
 import sys
 import tempfile
 import traceback
@@ -88,11 +87,6 @@ def said(function: Callable[[], Any]) -> str:
         return str(function())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-
-
-def of_rank(text: str, rank: int) -> str:
-    """Of ``{this|that}`` what is said of the rank, 0 or 1."""
-    return re.sub(r"\{([^|{}]*)\|([^|{}]*)\}", lambda found: found[1 + rank], text)
 
 
 def as_on_a_gpu(function: Callable[[], Any]) -> Any:

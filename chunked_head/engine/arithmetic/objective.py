@@ -3,7 +3,7 @@
 Three kinds: a scalar loss with parts and metrics, a value per token, or the statistics themselves.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -55,11 +55,6 @@ class Objective:
     dtype: torch.dtype  # of statistics and values
     fp16: bool
     slope: float  # what gradients of a token's logits are multiplied by beside ``scale``
-
-    @property
-    def how(self) -> Mapping[str, str]:
-        """What makes a number of values, by argument, equal in every process that does the same."""
-        return {"reduction": "none", "the function": type(self).__name__}
 
     @property
     def differentiable(self) -> int:
@@ -136,7 +131,6 @@ class ScalarObjective(Objective):
     counts: list[Tensor]  # of the metrics
     segment_metrics: tuple[tuple[Metric, int], ...]
     fuse: Backend | None  # whose kernels are to do the arithmetic
-    reduced: Mapping[str, str]  # by which reduction and what kinds of denominator and upstream gradient
     spread: Spread | None = None  # where ranks hold different tokens of the batch
     together: bool = False  # whether they must exchange sums of segments for the values
     taken_out: list[Tensor] = field(default_factory=list)  # of the coefficients in the forward pass: one for fp16
@@ -148,10 +142,6 @@ class ScalarObjective(Objective):
     @property
     def exchanges(self) -> bool:
         return self.spread is not None
-
-    @property
-    def how(self) -> Mapping[str, str]:
-        return self.reduced
 
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True

@@ -44,9 +44,9 @@ def of_all_ranks(
     if head.target is not None:
         own["target"] = head.target.reshape(-1)
     count = math.prod(frame.leading)
-    words = {"the number of tokens": str(count), "the fields of tokens": str(sorted(own))}
-    words |= {f"batch[{name!r}]": f"{list(value.shape[1:])} {value.dtype}" for name, value in own.items()}
-    shard.agreed_on(words, frame.device)
+    fields = {"tokens": str(count), "batch": str(sorted(own))}
+    fields |= {f"batch[{name!r}]": f"{list(value.shape[1:])} {value.dtype}" for name, value in own.items()}
+    shard.agreed_on(fields, frame.device)
     whole = {name: interleaved(value, shard.group) for name, value in own.items()}
     target = whole.pop("target", None)
     return target, {**batch, **whole}, frame._replace(leading=(count * shard.parallel.ranks,))

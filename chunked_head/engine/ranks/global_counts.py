@@ -1,6 +1,5 @@
 """A call's counts made those of the whole batch, of which ranks hold different tokens: one message before the sweep."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,26 +11,25 @@ from ...metrics import Metric
 from ...parallel.agree import agree
 from ...parallel.tokens import Spread, add_up
 from ..arithmetic.denominators import local_total
-from ..arithmetic.objective import Objective
 from ..prepared import PreparedCall
 
 IDS = ("segments", "documents")
 
 
-def agreed_batch(prepared: PreparedCall, how: Mapping[str, str]) -> None:
+def agreed_batch(prepared: PreparedCall) -> None:
     """Raises on every rank where ranks that hold different tokens are about to make different calls of them."""
     tokens = prepared.head.tokens
     if tokens is not None:
-        words = {**call_words(prepared, how), "the size of the vocabulary": str(prepared.head.vocab)}
-        agree(words, tokens.group, prepared.head.device, "TokenParallel")
+        fields = call_fields(prepared) | {"vocab": str(prepared.head.vocab)}
+        agree(fields, tokens.group, prepared.head.device, "TokenParallel")
 
 
-def with_global_counts(prepared: PreparedCall, how: Mapping[str, str]) -> PreparedCall:
+def with_global_counts(prepared: PreparedCall) -> PreparedCall:
     """The same call with the counts of all ranks' tokens, and nan on every rank where an id is out of range on one."""
     tokens = prepared.head.tokens
     if tokens is None:
         return prepared
-    agreed_batch(prepared, how)
+    agreed_batch(prepared)
     batch, token_rows = prepared.batch, prepared.token_rows
     ids, fields = [name for name in IDS if name in batch], summed_fields(prepared)
     counted = [
@@ -70,31 +68,20 @@ def shown(value: Any) -> str:
     return repr(value) if isinstance(value, bool | int | float | str | tuple | type(None)) else type(value).__name__
 
 
-def kind_of(number: float | Tensor | None) -> str:
-    """What was given; not which number, since another at every step would be a new kind of call each time."""
-    return type(number).__name__ if number is None or isinstance(number, Tensor) else "number"
-
-
-def call_words(prepared: PreparedCall, how: Mapping[str, str]) -> dict[str, str]:
-    """What ranks must have in common of a call, by argument; ``how``: by which reduction."""
-    terms, head = prepared.losses.terms, prepared.head
-    found = {"loss": " + ".join(f"{c if isinstance(c, float | int) else 'tensor'} * {s.label}" for c, s in terms)}
-    for _, s in terms:
-        own = {"reduction": s.reduction, "unit": s.unit, "scope": s.scope, **s.options}
-        found |= {f"{name} of losses.{s.label}": shown(value) for name, value in own.items()}
-    found["metrics"] = str([metric.label for metric in prepared.metrics])
+def call_fields(prepared: PreparedCall) -> dict[str, str]:
+    """What ranks that share a call must have in common of it."""
+    head, batch = prepared.head, prepared.batch
+    found = dict(prepared.asked)
+    for coefficient, summand in prepared.losses.terms:
+        factor = coefficient if isinstance(coefficient, int | float) else "tensor"
+        own = {name: getattr(summand, name) for name in ("reduction", "unit", "scope")}
+        own |= {"coefficient": factor, **summand.options}
+        found |= {f"losses.{summand.label}: {name}": shown(value) for name, value in own.items()}
     for metric in prepared.metrics:
         own = {"reduce": metric.reduce, **metric.options}
-        found |= {f"{name} of metrics.{metric.label}": shown(value) for name, value in own.items()}
-    for name in ("temperature", "logit_scale", "softcap"):
+        found |= {f"metrics.{metric.label}: {name}": shown(value) for name, value in own.items()}
+    for name in ("temperature", "logit_scale", "softcap", "ignore_index", "shift"):
         found[name] = shown(getattr(head, name))
-    pairs = list(prepared.batch["pairs"].shape) if "pairs" in prepared.batch else None
-    found |= {"num_segments": str(prepared.token_rows.num_segments), "the shape of batch['pairs']": str(pairs)}
-    return {**found, "the fields of batch": str(sorted(prepared.batch)), "dtype": str(prepared.dtype), **how}
-
-
-def described_options(prepared: PreparedCall, objective: Objective) -> dict[str, str]:
-    """Of a call's options those that change what ranks that share its tokens exchange or compute."""
-    head = prepared.head
-    shape = {"the shape of the tokens": str(list(head.leading)), "shift": str(head.shift)}
-    return {**shape, "ignore_index": str(head.ignore_index), **call_words(prepared, objective.how)}
+    found["pairs"] = str(list(batch["pairs"].shape)) if "pairs" in batch else "None"
+    found["num_segments"], found["batch"] = str(prepared.token_rows.num_segments), str(sorted(batch))
+    return found | {"dtype": str(prepared.dtype)}
