@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from . import elsewhere, tiles
+from . import tiles
 
-ELSEWHERE, BEHIND = tl.constexpr(elsewhere.ELSEWHERE), tl.constexpr(elsewhere.BEHIND)
+ELSEWHERE, BEHIND = tl.constexpr(tiles.ELSEWHERE), tl.constexpr(tiles.BEHIND)
 INTERPRETED = tl.constexpr(tiles.INTERPRETED)
 
 

@@ -10,10 +10,10 @@ None is absent, and no code is generated for it.
 import triton
 import triton.language as tl
 
-from ..common import elsewhere
+from ..common import tiles
 from ..common.transform import log2_e, log_mixture, transform_derivative
 
-LOG_FLOOR = tl.constexpr(elsewhere.LOG_FLOOR)
+LOG_FLOOR = tl.constexpr(tiles.LOG_FLOOR)
 
 
 @triton.jit

@@ -5,12 +5,12 @@ Each is summed from differences of log-probabilities, so that equal rows give ex
 
 import triton.language as tl
 
-from ..common import elsewhere
+from ..common import tiles
 from ..common.kernel import kernel
 from ..common.stored import load_number, load_row
 from ..common.transform import log2_e, log_mixture
 
-LOG_FLOOR = tl.constexpr(elsewhere.LOG_FLOOR)
+LOG_FLOOR = tl.constexpr(tiles.LOG_FLOOR)
 
 
 @kernel
