@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import pickle
 from collections import namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -131,8 +132,108 @@ def test_traces_and_exports_are_the_plain_model() -> None:
     torch.testing.assert_close(traced(IDS, other)[0], plain(IDS, labels=other).loss)
 
 
-def test_a_patched_head_is_pickled_as_such() -> None:
+def compiled_head(backend: str, first: str = "patch") -> Callable[[Any], Any]:
+    def changed(model: Any) -> Any:
+        if first == "compile":
+            unpatch_model(model)
+        model.lm_head = torch.compile(model.lm_head, backend=backend)
+        return patch_model(model, strict=True) if first == "compile" else model
+
+    return changed
+
+
+def compiled_in_place(model: Any) -> Any:
+    model.lm_head.compile(backend="eager")
+    return model
+
+
+def compiled_by_accelerate(model: Any) -> Any:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = accelerate.utils.TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    return accelerate.Accelerator(cpu=True, dynamo_plugin=plugin).prepare(model)
+
+
+def kept(name: str, until: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A head that is called by a method bound before its class changed."""
+
+    class Bound(torch.nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.method(hidden)
+
+    def changed(model: Any) -> Any:
+        method = getattr(model.lm_head, name)
+        bound = Bound(32, 97, bias=False)
+        bound.weight = model.lm_head.weight
+        bound.__dict__["method"] = method
+        until(model)
+        model.lm_head = bound
+        return model
+
+    return changed
+
+
+ENTRIES: dict[str, Callable[[Any], Any]] = {
+    "compiled": compiled_head("eager"),
+    "compiled with autograd": compiled_head("aot_eager"),
+    "compiled, then patched": compiled_head("eager", first="compile"),
+    "compiled in place": compiled_in_place,
+    "regions": lambda model: accelerate.utils.compile_regions(model, backend="eager"),
+    "regions by accelerate": compiled_by_accelerate,
+    "call of a patched head": kept("__call__", lambda model: model),
+    "forward of a patched head": kept("forward", lambda model: model),
+    "call kept over unpatch_model": kept("__call__", unpatch_model),
+    "forward kept over unpatch_model": kept("forward", unpatch_model),
+    "call kept over both": kept("__call__", lambda model: patch_model(unpatch_model(model))),
+    "copy": copy.deepcopy,
+    "copy of a compiled head": lambda model: copy.deepcopy(compiled_head("eager")(model)),
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "pickle of a compiled head": lambda model: pickle.loads(pickle.dumps(compiled_head("eager")(model))),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_ways_into_a_heads_call(entry: str) -> None:
+    """Of a head whose class was changed, whoever calls it by what: the plain model's numbers, fused while patched."""
+    torch._dynamo.reset()
+    plain, model = pair(strict=True)
+    model = ENTRIES[entry](model)
+    theirs = step(plain)
+    for number in range(1, 3):
+        ours = step(model)
+        named = {name.replace("_orig_mod.", ""): grad for name, grad in ours.grads.items()}
+        assert_same(ours._replace(grads=named), theirs)
+        report = model.__dict__.get("chunked_head")
+        assert report.fused == number if report else "unpatch" in entry
+    if report:
+        assert torch.equal(ours.output.logits.argmax(-1), theirs.output.logits.argmax(-1))
+        assert report.head.reads_weight != entry.startswith(("call", "forward"))
+        unpatch_model(model)
+    logits = model(input_ids=IDS).logits
+    torch.testing.assert_close(logits, plain(input_ids=IDS).logits)
+
+
+def test_hooks_inside_and_outside_of_a_compiled_head() -> None:
     plain, model = pair()
-    found = pickle.loads(pickle.dumps(model.lm_head))
-    hidden = torch.randn(3, 32)
-    assert torch.equal(found(hidden), plain.lm_head(hidden)) and type(found) is type(model.lm_head)
+    for one in (plain, model):
+        one.lm_head = torch.compile(one.lm_head, backend="eager")
+        one.lm_head.register_forward_pre_hook(lambda head, inputs: (inputs[0] * 3,))
+    assert_same(step(model), step(plain))
+    assert (model.chunked_head.fused, model.chunked_head.materialised) == (1, 0)
+    for one in (plain, model):
+        one.lm_head._orig_mod.register_forward_hook(lambda head, inputs, logits: logits * 2)
+    with pytest.warns(UserWarning, match="are computed after all, for a forward hook"):
+        ours = step(model)
+    assert_same(ours, step(plain))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+def test_a_copys_head_has_its_class() -> None:
+    """By which tools find it: torch's own quantisation is of a copy."""
+    plain, model = (one.eval() for one in pair())
+    theirs, ours = (torch.ao.quantization.quantize_dynamic(one, {torch.nn.Linear}) for one in (plain, model))
+    assert type(ours.lm_head) is type(theirs.lm_head) is not type(plain.lm_head)
+    with torch.no_grad():
+        found, expected = ours(**tokens()), theirs(**tokens())
+    torch.testing.assert_close(found.loss, expected.loss)
+    assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1)) and ours.chunked_head.fused == 1
+    assert type(pickle.loads(pickle.dumps(model.lm_head))) is torch.nn.Linear

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hung_forward import hides
-from ..running import running
+from ..running import PATCH, running
 from ..watched import watcher
 from .lazy_logits import LazyLogits
 from .source import Source, is_shard
@@ -19,15 +19,18 @@ from .virtual import Virtual
 
 HOLLOW = "hidden states without numbers"
 FSDP1 = "FullyShardedDataParallel"
+# modules around a head, and where they have it: what FSDP1 gathers is there while its forward runs
+WRAPPERS = {FSDP1: "_fsdp_wrapped_module", "OptimizedModule": "_orig_mod"}
 
 
 def is_wrapper(kind: type) -> bool:
-    """FSDP1 puts a module around the head; what it holds gathered is there while its forward runs."""
-    return any(base.__name__ == FSDP1 for base in kind.__mro__)
+    return any(base.__name__ in WRAPPERS for base in kind.__mro__)
 
 
 def inner(head: Any) -> Any:
-    return head._fsdp_wrapped_module if is_wrapper(type(head)) else head
+    """The module inside of a wrapper, else the module itself."""
+    names = [WRAPPERS[kind.__name__] for kind in type(head).__mro__ if kind.__name__ in WRAPPERS]
+    return getattr(head, names[0]) if names else head
 
 
 def sizes_of(head: Any) -> tuple[int, int] | None:
@@ -52,15 +55,18 @@ class LazyHead:
 
     weight: Tensor
     _parameters: dict[str, Any]
+    _compiled_call_impl: Any
     plain: bool  # whether the class's forward is nn.Linear's
     base: type  # the class before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, LazyHead):  # unpatched, and somebody kept this method
+            return type(self).__call__(self, *args, **kwargs)
         patch = running(self)
         if patch is None or len(args) != 1 or kwargs:
             return self.real(*args, **kwargs)
         hidden = args[0]
-        reason = HOLLOW if patch.rehearsed is None and is_hollow(hidden) else watcher(self)
+        reason = HOLLOW if patch.rehearsed is None and is_hollow(hidden) else watcher(self) or watcher(inner(self))
         if reason is not None:
             patch.materialises(reason)
             return self.real(hidden)
@@ -70,8 +76,12 @@ class LazyHead:
         return TracedLogits(virtual) if torch.compiler.is_compiling() else LazyLogits.of(virtual)
 
     def real(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own call, hooks and all."""
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        """The module's own call, hooks and all; of a compiled module uncompiled where a loss is made in it."""
+        compiled = self.base.__name__ == "OptimizedModule" or self._compiled_call_impl is not None
+        if not compiled or "chunked_head_loss" not in kwargs or torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with torch.compiler.set_stance("force_eager"):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def forward(self, *args: Any, chunked_head_loss: Any = None, **kwargs: Any) -> Any:
         if not isinstance(self, LazyHead):  # unpatched, and somebody kept this method
@@ -100,12 +110,12 @@ class LazyHead:
         return self.plain and not hides(self) and (numbers or is_shard(self.weight))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Its class is made, not found by name: copies and pickles make it again."""
-        return made_again, (self.base,), self.__dict__.copy()
-
-
-def made_again(base: type) -> Any:
-    return object.__new__(lazy_class(base))
+        """Copies and pickles are of the class before, until a patched model's forward finds them."""
+        made: Any = super().__reduce_ex__(protocol)
+        if made[0] is type(self):  # as of what torch.compile makes
+            return self.base, *made[1:]
+        state = self.__getstate__().items()  # type: ignore[attr-defined]
+        return object.__new__, (self.base,), {key: value for key, value in state if key != PATCH}
 
 
 @functools.cache
