@@ -9,7 +9,7 @@ import torch
 
 from ..core.groups import BLOCKS
 from ..core.stats import Demand, numbers_sent
-from ..kernels.common.gpus import RELATIVE_STRIP, Gpu
+from ..kernels.common.gpus import RELATIVE_STRIP, Gpu, split_strips
 from ..kernels.common.tiles import PRODUCT_ROWS, STRIPS_AT_ONCE, WHOLE, DhiddenSplit, dhidden_split
 
 ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
@@ -175,7 +175,8 @@ class Sizes:
             return rows
         assert self.gpu is not None
         relative, block = kept and self.store == "relative", None if kept else self.block
-        return rows + self.gpu.strips_of(self.vocab, self.hidden, relative, block) * (
+        strips = self.gpu.strips_of(self.vocab, self.hidden, relative, block) + split_strips(demand.views[-1].columns)
+        return rows + strips * (
             8
             + 4 * demand.entropy[0]
             + 4 * demand.weighted_sum

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.descriptors import even, matrix, row_stride
-from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of
+from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of, split_strips
 from ..common.operands import ALL_ROWS, PLAIN, Counted, KeptEntries, Stored, Strips, Transform, mixture, strip_stride
 from ..common.tiles import FUSED, STRIPS_AT_ONCE, Tile, cdiv, power_of_2, row_block
 from .add_parts import add_parts_kernel
@@ -96,8 +96,10 @@ def row_grad(
     transform: Transform,
     counted: Counted = ALL_ROWS,  # rows behind the last that counts may stay as they are, but for some
 ) -> None:
-    rows, columns = dlogits.shape
+    (rows, columns), strip_behind = dlogits.shape, None
     if stored.offset is not None:
+        if terms.second.columns < columns and split_strips(terms.second.columns):
+            strip_behind = stored.offset.shape[0] - 1
         # several strips a program: what is per row is loaded once for them
         block_rows, column_programs = 8, row_programs(columns)
         block, warps = RELATIVE_STRIP, 4
@@ -112,7 +114,7 @@ def row_grad(
         dlogits, *parts, stored.logits, stored.offset, stored.bias, class_weights, *terms.tensors, *teacher,
         rows, columns, first_column, terms.second.columns, sizes[0],
         stored.logits.stride(0), dlogits.stride(0), sizes[1],
-        strip_stride(stored) if beside is None else strip_stride(stored, beside.stored),
+        strip_stride(stored) if beside is None else strip_stride(stored, beside.stored), strip_behind,
         next((part.stride(0) for part in parts if part is not None), None),
         *counted, *transform, terms.second.ratio, *scalars,
         **constants, COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps, **FUSED,

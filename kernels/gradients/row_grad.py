@@ -54,6 +54,7 @@ def row_grad_kernel(
     dlogits_stride,
     teacher_stride,
     strip_stride,  # from strip to strip of both offsets; 0 for raw logits
+    strip_behind,  # where logits are relative, the strip of those behind columns2 in its strip; None for none
     parts_stride,  # from program to program of the parts; None without them
     count_ptr,  # [] int64: how many rows of the call count, or None for all
     first_row,  # of these rows in the call
@@ -109,6 +110,10 @@ def row_grad_kernel(
     rho = load_column(rho_ptr, offs_row, in_rows)
     tau = load_column(tau_ptr, offs_row, in_rows)
     theta = load_column(theta_ptr, offs_row, in_rows)
+    offset_behind = None
+    if strip_behind is not None:
+        behind_at = strip_offset_ptr + tl.cast(strip_behind, tl.int64) * strip_stride
+        offset_behind = load_column(behind_at, offs_row, in_rows)
     read_start, read_rest = None, None
     if LOGARITHMS:
         target_logit = (target_logit - row_start) + row_rest
@@ -122,7 +127,7 @@ def row_grad_kernel(
         in_columns = offs < columns
         x = load_block(
             logits_ptr, strip_offset_ptr, bias_ptr, offs_row, in_rows, strip_stride, logits_stride, start, offs,
-            in_columns, logit_scale, softcap, row_scale, read_start, read_rest,
+            in_columns, logit_scale, softcap, row_scale, read_start, read_rest, columns2, offset_behind,
         )  # fmt: skip
         omega = None
         if kappa_ptr is not None and class_weights_ptr is not None:
@@ -130,7 +135,10 @@ def row_grad_kernel(
         log_q = None
         if teacher_ptr is not None:
             in_teacher = offs < teacher_columns
-            beside = in_rows & (start < teacher_columns)  # a strip behind the teacher's last has no offset
+            # not in_rows & (start < ...): Triton's interpreter makes no mask of a block and a scalar
+            beside = in_rows & (
+                tl.full((BLOCK_ROWS,), start, tl.int32) < teacher_columns
+            )  # a strip behind the teacher's last has no offset
             log_q = load_block(
                 teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, beside, strip_stride, teacher_stride,
                 start, offs, in_teacher, teacher_scale, teacher_softcap, teacher_row_scale, teacher_start, teacher_rest,

@@ -8,8 +8,6 @@ from ..common.transform import log2_e
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = tl.constexpr(60.0)
-# nats below a strip's offset where exponentials still have all their bits, and above it where fp32 holds a strip's sum
-DEEP, HIGH = tl.constexpr(70.0), tl.constexpr(75.0)
 
 
 @triton.jit
@@ -26,6 +24,7 @@ def finish_half(
     out,
     x,  # [BLOCK_M, COLUMNS] fp32
     shift,  # [BLOCK_M] the strip's offset
+    shift_behind,  # [BLOCK_M] the offset of columns from columns2 on; None where the tile has not both kinds
     target,
     row_start,
     first_column,
@@ -38,10 +37,14 @@ def finish_half(
     SHIFTED2: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Stores half of a tile; its sums: of exponentials, of those times their exponents, and at the second softmax."""
+    """Stores half of a tile; its sums: of exponentials, of those times their exponents, and both at the second softmax;
+    with ``shift_behind`` the first two up to columns2, and then from there on."""
     offs_col = first_column + tl.arange(0, COLUMNS)
     if RELATIVE or SHIFTED or SECOND:
         z = x - shift[:, None]
+        if shift_behind is not None:
+            shared = tl.broadcast_to((offs_col < columns2)[None, :], x.shape)
+            z = tl.where(shared, z, x - shift_behind[:, None])
         e = tl.exp2(z * log2_e)
     else:
         # one fused multiply-add; the rounding of its constant is the whole row's alike, and taken out of the sum
@@ -54,9 +57,15 @@ def finish_half(
         is_target = offs_col[None, :] == target[:, None]
         e = tl.where(is_target, 0.0, e)
     sums = tl.sum(e, 1)
-    shifted, sums2, shifted2 = sums, sums, sums
+    shifted, sums2, shifted2, behind, shifted_behind = sums, sums, sums, sums, sums
     if SHIFTED:
-        shifted = tl.sum(tl.where(e > 0.0, e * z, 0.0), 1)
+        moments = tl.where(e > 0.0, e * z, 0.0)
+        shifted = tl.sum(moments, 1)
+    if shift_behind is not None:
+        sums, behind = tl.sum(tl.where(shared, e, 0.0), 1), tl.sum(tl.where(shared, 0.0, e), 1)
+        if SHIFTED:
+            shifted = tl.sum(tl.where(shared, moments, 0.0), 1)
+            shifted_behind = tl.sum(tl.where(shared, 0.0, moments), 1)
     if SECOND:
         z2 = z
         if ratio2 is not None:
@@ -64,7 +73,10 @@ def finish_half(
         e2 = tl.exp2(z2 * log2_e)
         if target is not None:
             e2 = tl.where(is_target, 0.0, e2)
-        e2 = tl.where((offs_col < columns2)[None, :], e2, 0.0)
+        if shift_behind is not None:
+            e2 = tl.where(shared, e2, 0.0)
+        elif columns2 is not None:
+            e2 = tl.where(first_column < columns2, e2, 0.0)
         sums2 = tl.sum(e2, 1)
         if SHIFTED2:
             shifted2 = tl.sum(tl.where(e2 > 0.0, e2 * z2, 0.0), 1)
@@ -73,7 +85,7 @@ def finish_half(
             store_tile(out, row_start, first_column, z)
         else:
             store_tile(out, row_start, first_column, e)
-    return sums, shifted, sums2, shifted2
+    return sums, shifted, sums2, shifted2, behind, shifted_behind
 
 
 @triton.jit
@@ -89,16 +101,20 @@ def finish_strip(
     strip,
     moved,  # by how many columns strips are away from where they follow each other; None for 0
     vocab,  # where the columns end that are summed
-    second,  # columns and ratio of the second softmax
+    second,  # columns (None for all) and ratio of the second softmax, and the strip of those behind its last
     BLOCK_M: tl.constexpr,
     STRIP: tl.constexpr,
     STORE: tl.constexpr,
     EDGE: tl.constexpr,
+    SPLIT: tl.constexpr,  # the second softmax may end within the strip
 ):
     """A strip's statistics but for its sum of exponentials, which is returned: negative where the offset is its own
-    instead of the row's."""
+    instead of the row's.
+
+    A strip within which the second softmax ends is two: its columns behind that have an offset and sums of their own in
+    a strip after all others. Either kind may be so far above the other that of this nothing would be left."""
     offset_ptr, _, shifted_sum_ptr, weighted_sum_ptr, top_ptr, argmax_ptr, sum2_ptr, shifted_sum2_ptr = strips
-    columns2, ratio2 = second
+    columns2, ratio2, strip_behind = second
     offs_row = row_start + tl.arange(0, BLOCK_M)
     offs_col = first_column(strip, moved, STRIP) + tl.arange(0, STRIP)
     in_rows = offs_row < out[3]
@@ -125,34 +141,50 @@ def finish_strip(
         tl.store(top_ptr + stats_at, top, mask=in_rows)
         tl.store(argmax_ptr + stats_at, tl.min(here, 1), mask=in_rows)
     offset = top
-    if SECOND:
-        before = first_column(strip, moved, STRIP)
-        if (before < columns2) & (columns2 < before + STRIP):
-            # what the second softmax is not over may be so far above what it is over that nothing would be left of that
-            top2 = tl.max(tl.where((offs_col < columns2)[None, :], x, float("-inf")), 1)
-            lower = tl.minimum(tl.maximum((top - top2) - DEEP, 0.0), HIGH)
-            offset = tl.where(top2 == float("-inf"), top, top - lower)
     if row_offset is not None:
         offset = tl.where(top - row_offset > REACH, top - REACH, row_offset)
+    first, shift_behind = first_column(strip, moved, STRIP), None
+    if SPLIT:
+        shared = (offs_col < columns2)[None, :]
+        top_behind = tl.max(tl.where(shared, float("-inf"), x), 1)
+        offset = tl.where(first < columns2, tl.max(tl.where(shared, x, float("-inf")), 1), top_behind)
+        shift_behind = tl.where(top_behind == float("-inf"), 0.0, top_behind)
     shift = tl.where(offset == float("-inf"), 0.0, offset)  # a strip of -inf alone: exp(-inf - 0) = 0
 
-    first = first_column(strip, moved, STRIP)
     if STORE == STRIP:
-        sums, shifted, sums2, shifted2 = finish_half(
-            out, x, shift, target, row_start, first, columns2, ratio2,
+        sums, shifted, sums2, shifted2, behind, shifted_behind = finish_half(
+            out, x, shift, shift_behind, target, row_start, first, columns2, ratio2,
             STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, STORE,
         )  # fmt: skip
     else:
         left, right = column_halves(x, BLOCK_M, STRIP)
-        sums, shifted, sums2, shifted2 = finish_half(
-            out, left, shift, target, row_start, first, columns2, ratio2,
+        sums, shifted, sums2, shifted2, behind, shifted_behind = finish_half(
+            out, left, shift, shift_behind, target, row_start, first, columns2, ratio2,
             STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, STORE,
         )  # fmt: skip
-        more, more_shifted, more2, more_shifted2 = finish_half(
-            out, right, shift, target, row_start, first + STORE, columns2, ratio2,
+        more, more_shifted, more2, more_shifted2, more_behind, more_shifted_behind = finish_half(
+            out, right, shift, shift_behind, target, row_start, first + STORE, columns2, ratio2,
             STORED, RELATIVE, SHIFTED, SECOND, SHIFTED2, STORE,
         )  # fmt: skip
         sums, shifted, sums2, shifted2 = sums + more, shifted + more_shifted, sums2 + more2, shifted2 + more_shifted2
+        behind, shifted_behind = behind + more_behind, shifted_behind + more_shifted_behind
+    if SPLIT:
+        split = (first < columns2) & (columns2 < first + STRIP)
+        # what merges to nothing of statistics that the strip has of all its columns
+        behind_at, here = strip_behind.to(tl.int64) * strip_stride + offs_row, offs_row < tl.where(split, out[3], 0)
+        tl.store(offset_ptr + behind_at, top_behind, mask=here)
+        tl.store(strips[1] + behind_at, behind, mask=here)
+        tl.store(sum2_ptr + behind_at, tl.zeros_like(behind), mask=here)
+        if SHIFTED:
+            tl.store(shifted_sum_ptr + behind_at, shifted_behind, mask=here)
+        if SHIFTED2:
+            tl.store(shifted_sum2_ptr + behind_at, tl.zeros_like(behind), mask=here)
+        if weighted_sum_ptr is not None:
+            tl.store(weighted_sum_ptr + behind_at, tl.zeros_like(behind), mask=here)
+        if top_ptr is not None:
+            tl.store(top_ptr + behind_at, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=here)
+            tl.store(argmax_ptr + behind_at, tl.full((BLOCK_M,), 2147483647, tl.int32), mask=here)
+        sums, shifted = tl.where(split, sums, sums + behind), tl.where(split, shifted, shifted + shifted_behind)
     if not (RELATIVE or SHIFTED or SECOND):
         # what the fused multiply-add's constant was rounded by
         sums = sums * tl.exp2(-tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e))
@@ -189,23 +221,24 @@ def finish_tile(
     BLOCK_N: tl.constexpr,
     STRIP: tl.constexpr,
     EDGE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """All of a tile but its last strip's sum, which is returned."""
     if STRIP == BLOCK_N:
         return finish_strip(
             out, strips, strip_stride, x, class_weights_ptr, row_offset, target, row_start, tile_n, moved, vocab,
-            second, BLOCK_M, STRIP, BLOCK_N // 2, EDGE,
+            second, BLOCK_M, STRIP, BLOCK_N // 2, EDGE, SPLIT,
         )  # fmt: skip
     else:
         left, right = column_halves(x, BLOCK_M, BLOCK_N)
         sums = finish_strip(
             out, strips, strip_stride, left, class_weights_ptr, row_offset, target, row_start, tile_n * 2, moved,
-            vocab, second, BLOCK_M, STRIP, STRIP, EDGE,
+            vocab, second, BLOCK_M, STRIP, STRIP, EDGE, SPLIT,
         )  # fmt: skip
         offs_row = row_start + tl.arange(0, BLOCK_M)
         tl.store(strips[1] + (tile_n * 2).to(tl.int64) * strip_stride + offs_row, sums, mask=offs_row < out[3])
         # past the vocabulary the right strip writes what merges to nothing (-inf, 0), and its store falls outside
         return finish_strip(
             out, strips, strip_stride, right, class_weights_ptr, row_offset, target, row_start, tile_n * 2 + 1, moved,
-            vocab, second, BLOCK_M, STRIP, STRIP, EDGE,
+            vocab, second, BLOCK_M, STRIP, STRIP, EDGE, SPLIT,
         )  # fmt: skip

@@ -57,7 +57,7 @@ def exp_logits_kernel(
     out_stride,  # from row to row
     vocab,
     hidden,
-    columns2,
+    columns2,  # that the second softmax is over; None for all, or without one
     block_columns,  # of a block, behind which tiles begin anew; None for one block
     # scalars
     logit_scale,  # float or None for 1
@@ -84,6 +84,8 @@ def exp_logits_kernel(
         strip_offset_ptr, strip_sum_ptr, strip_shifted_sum_ptr, strip_weighted_sum_ptr, strip_top_ptr,
         strip_argmax_ptr, strip_sum2_ptr, strip_shifted_sum2_ptr,
     )  # fmt: skip
+    SPLIT: tl.constexpr = columns2 is not None
+    second = columns2, ratio2, tiles_n * (BLOCK_N // STRIP)
     # flattened the tile loop is one with the loop over K, so that the next tile's loads run under this one's epilogue
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=hidden_desc is not None):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
@@ -126,17 +128,19 @@ def exp_logits_kernel(
                 special = special | (tile_n == tiles_n - 1)
             else:
                 special = special | (first_column(tile_n, moved, BLOCK_N) + BLOCK_N > end)
-        # Few tiles hold a target or the vocabulary's end. What these need would cost every element of every tile two
+        if SPLIT:
+            special = special | ((tile_n * BLOCK_N < columns2) & (columns2 < (tile_n + 1) * BLOCK_N))
+        # Few tiles hold a target or the end of a softmax. What these need would cost every element of every tile two
         # operations, 3 to 10 % of the whole; with its own stores in it, the branch stays a branch.
         if special:
             sums = finish_tile(
                 out, strips, strip_stride, x, class_weights_ptr, row_offset, target, row_start, tile_n, moved, end,
-                (columns2, ratio2), BLOCK_M, BLOCK_N, STRIP, not EVEN_VOCAB,
+                second, BLOCK_M, BLOCK_N, STRIP, not EVEN_VOCAB, SPLIT,
             )  # fmt: skip
         else:
             sums = finish_tile(
                 out, strips, strip_stride, x, class_weights_ptr, row_offset, None, row_start, tile_n, moved, end,
-                (columns2, ratio2), BLOCK_M, BLOCK_N, STRIP, False,
+                second, BLOCK_M, BLOCK_N, STRIP, False, False,
             )  # fmt: skip
         last_strip = (tile_n + 1) * (BLOCK_N // STRIP) - 1
         tl.store(strip_sum_ptr + last_strip.to(tl.int64) * strip_stride + offs_row, sums, mask=in_rows)

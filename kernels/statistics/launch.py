@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.descriptors import even, matrix, row_stride
-from ..common.gpus import programs_of
+from ..common.gpus import programs_of, split_strips
 from ..common.operands import ALL_ROWS, PLAIN, Counted, KeptEntries, Stored, Strips, Transform, mixture, strip_stride
 from ..common.tiles import FUSED, Tile, cdiv, power_of_2, row_block
 from .clean_rows import clean_rows_kernel
@@ -119,12 +119,13 @@ def exp_logits(
     transform: Transform,
     tile: Tile,
     ratio2: float | None = None,
-    columns2: int = 0,
+    columns2: int
+    | None = None,  # that the second softmax is over, None for all; then strips are those of relative logits
     counted: Counted = ALL_ROWS,
     block: int | None = None,  # columns of a block; then nothing is stored
 ) -> None:
     rows, vocab = hidden.shape[0], weight.shape[0]
-    assert block is None or out is None
+    assert block is None or (out is None and columns2 is None)
     tiles = cdiv(vocab, tile.block_n) if block is None else cdiv(vocab, block) * cdiv(block, tile.block_n)
     programs = programs_of(tile, rows, tiles * tile.block_n, hidden.device)
     even_vocab = vocab % tile.block_n == 0 and (block is None or block % tile.block_n == vocab % block == 0)
@@ -136,7 +137,7 @@ def exp_logits(
         bias, class_weights, row_offset, target, *counted, rows, strips.offset.stride(0), row_stride(out, tile), vocab,
         hidden.shape[1], columns2, block, *transform, ratio2,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        STRIP=tile.block_n // (strips.offset.shape[0] // tiles),
+        STRIP=tile.block_n // ((strips.offset.shape[0] - split_strips(columns2)) // tiles),
         GROUP_M=tile.group_m, EVEN_VOCAB=even_vocab, EVEN_HIDDEN=even(hidden.shape[1], tile),
         num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip

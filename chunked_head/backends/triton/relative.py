@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ...core.stats import Coefficients, Head, Rows, RowStats, numbers_sent, sent
+from ...kernels.common.gpus import split_strips
 from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Strips, strip_rows
 from ...kernels.common.tiles import cdiv
 from ...kernels.gradients import launch as gradients
@@ -36,6 +37,7 @@ class RelativeSession(OwnProducts):
         gpu = self.gpu
         self.tile = gpu.exp_tile_of(rows, sizes.hidden, self.block or sizes.vocab)
         strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative", self.block)
+        strip_count += split_strips(demand.views[-1].columns)
         self.strips = Strips.empty(
             rows, strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
             two and demand.entropy[1],
@@ -91,10 +93,10 @@ class RelativeSession(OwnProducts):
             assert rows.columns is not None
             statistics.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, made)
         stored = None if buffer is None else buffer[:count, :vocab]
-        ratio2, columns2 = None, vocab
+        ratio2, columns2 = None, None
         if len(self.demand.views) > 1:
             view = self.demand.views[1]
-            ratio2, columns2 = ratio_of(view.ratio), view.columns or vocab
+            ratio2, columns2 = ratio_of(view.ratio), view.columns
         statistics.exp_logits(
             stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target,
             made, self.tile, ratio2, columns2, counted_of(rows), self.block,
@@ -110,8 +112,8 @@ class RelativeSession(OwnProducts):
         if "start2" in into:
             second = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2, weighted_sum=None)
             statistics.merge_strips(
-                outputs_of(into, "2"), None, second, out.target_logit, rows.target, columns2, ratio2, True, self.block,
-                numbers,
+                outputs_of(into, "2"), None, second, out.target_logit, rows.target, columns2 or vocab, ratio2, True,
+                self.block, numbers,
             )  # fmt: skip
         if stored is not None:
             self.stored, self.stored_strips = Stored(stored, strips.offset), strips
