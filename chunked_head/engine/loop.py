@@ -216,7 +216,7 @@ def sweep_kept(call: Call, kept: KeptColumns, stats: RowStats, grads: Gradients 
     """The pass where no row's logits are a matmul's: all tokens at once."""
     everything, objective = slice(0, call.plan.sizes.tokens), call.objective
     kept.stats(everything, stats)
-    merge_stats(call, Rows(kept.rows.hidden, call.every_target), stats, kept.known_targets)
+    merge_stats(call, Rows(kept.rows.hidden, call.every_target, call.columns), stats, kept.known_targets)
     coefficients = objective.visit(stats, everything, gradient=grads is not None)
     if grads is not None:
         assert coefficients is not None
