@@ -5,13 +5,16 @@ values together once for each value of all the others, so here each two of diffe
 """
 
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-ALL = False  # whether combinations of the second tier are made at all: conftest.py sets it
+# whether combinations of the second tier are made at all: conftest.py sets it, for processes that tests start too
+ASKED = "CHUNKED_HEAD_TESTS"
+ALL = os.environ.get(ASKED) == "all"
 
 
 def tier(param: Any, first: bool) -> list[Any]:

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import ranks
+import tiers
 import torch
 from budget import assert_within_budget
-from loss_cases import LOSS_CASES, TOKENS, LossCase, LossInputs, inputs_of, run_reference, run_step
+from loss_cases import LOSS_CASES, TOKENS, LossCase, LossInputs, in_turn, inputs_of, run_reference, run_step
 from torch import Tensor
 
 from chunked_head import TokenParallel, metrics
@@ -19,6 +20,7 @@ CHUNKS: dict[str, list[int | None]] = {
     "ignored": [16, 5],
 }
 FP32, FP16 = torch.float32, torch.float16
+RUNS = [("mixed", FP16), *((layout, FP32) for layout in CHUNKS)]
 
 
 def places(layout: str, rank: int) -> Tensor:
@@ -69,10 +71,10 @@ def step(
 
 def work(rank: int, device: str) -> dict[str, Any]:
     found = {}
-    for layout in CHUNKS:
+    for layout, dtype in RUNS:
         at = places(layout, rank)
-        for dtype in (FP32, FP16) if layout == "mixed" else (FP32,):
-            for case in LOSS_CASES:
+        for case in LOSS_CASES:
+            if tiers.ALL or in_turn(case, (layout, dtype), RUNS):
                 inputs = spread(case, inputs_of(case, dtype, device, garbage=True), at)
                 found[f"{layout} {dtype} {case.name}"] = ranks.outcome(
                     step, case, inputs, parallel=TokenParallel(), chunk_tokens=CHUNKS[layout][rank]
@@ -109,8 +111,16 @@ def whole(found: list[Tensor], at: list[Tensor]) -> Tensor:
     return rows
 
 
-@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize(("layout", "dtype"), [("mixed", FP16), *((layout, FP32) for layout in CHUNKS)], ids=str)
+def held() -> list[Any]:
+    found = []
+    for run in RUNS:
+        for case in LOSS_CASES:
+            param = pytest.param(*run, case, id=" ".join(map(str, (*run, case.name))))
+            found += tiers.tier(param, in_turn(case, run, RUNS))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "dtype", "case"), held())
 def test_two_ranks(of_two: list[dict[str, Any]], layout: str, case: LossCase, dtype: torch.dtype) -> None:
     outcomes = [rank[f"{layout} {dtype} {case.name}"] for rank in of_two]
     for outcome in outcomes:

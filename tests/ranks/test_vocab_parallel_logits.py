@@ -8,14 +8,15 @@ from unittest import mock
 
 import pytest
 import ranks
+import tiers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import PLACES, Place
 from logits_cases import assert_gradient, by_oracle, made_logits, made_target, on_logits
-from loss_cases import LOSS_CASES, VOCAB, LossCase, LossInputs, inputs_of
+from loss_cases import LOSS_CASES, SOME_CASES, VOCAB, LossCase, LossInputs, in_turn, inputs_of
 from test_token_parallel import places, spread, whole
-from test_vocab_parallel import SEED, SOME_CASES, Run, in_parts, of_gpus, piece
+from test_vocab_parallel import SEED, Run, in_parts, of_gpus, piece
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -42,6 +43,10 @@ ON_GPUS: list[Run] = [
 def cases(run: Run) -> list[LossCase]:
     everything = run[0] in ("uneven", "four") and run[2] != torch.float16
     return [case for case in LOSS_CASES if everything or case.name in SOME_CASES]
+
+
+def first(case: LossCase, run: Run) -> bool:
+    return in_turn(case, run[0], ("uneven", "four"))
 
 
 def measured(case: LossCase) -> list[Any]:
@@ -87,6 +92,7 @@ def work(rank: int, device: str, runs: list[Run], part: slice = slice(None)) -> 
         f"{' '.join(map(str, run))} {case.name}": ranks.outcome(rank_step, case, run, rank, device)
         for run in runs
         for case in cases(run)[part]
+        if tiers.ALL or first(case, run)
     }
 
 
@@ -156,7 +162,11 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def held(runs: list[Run]) -> list[Any]:
-    return [pytest.param(run, case, id=" ".join(map(str, (*run, case.name)))) for run in runs for case in cases(run)]
+    found = []
+    for run in runs:
+        for case in cases(run):
+            found += tiers.tier(pytest.param(run, case, id=" ".join(map(str, (*run, case.name)))), first(case, run))
+    return found
 
 
 @pytest.mark.parametrize(("run", "case"), held(runs_of(2)))
