@@ -32,14 +32,9 @@ class Session:
         """Where ranks share the vocabulary, every token's target logit in one message if ``stats`` would send each
         chunk's; ``hidden`` [tokens, hidden] as given, ``target`` and ``scale`` [tokens] beside it."""
 
-    def hold_teacher(self, rows: Rows, out: RowStats) -> None:
-        """Logits of a chunk of a teacher's rows, for calls of ``stats`` with ``Rows.held``, and their
-        ``TEACHER_STATS``; not where ``Plan.teacher_last``."""
-        raise NotImplementedError
-
     def stats(self, rows: Rows, out: RowStats) -> None:
         """Logits of a chunk of rows into the buffer, and every statistic that ``out`` has room for, a teacher's beside
-        the student apart, and a teacher's where ``Plan.teacher_last`` or ``Rows.held``."""
+        the student apart, and a teacher's where ``Plan.teacher_last``."""
         raise NotImplementedError
 
     def pair_stats(self, rows: Rows, out: RowStats) -> None:

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ..kernels.common.cache import Cache
 
-# of a dense teacher alone
-TEACHER_STATS = ("teacher_start", "teacher_rest", "teacher_top", "teacher_argmax")
 # of a dense teacher beside the student: sums over columns, made once the softmaxes of the whole vocabulary are known
 PAIR_STATS = ("forward_kl", "reverse_kl", "teacher_entropy", "kl_mixture", "jsd", "tvd", "below", "overlap")
 
@@ -346,7 +344,6 @@ class Rows(NamedTuple):
     order: Tensor | None = None  # [rows] int64: where each stands among the call's tokens; None: in a row
     counted: Tensor | None = None  # [] int64: how many of the call's rows count, those first; None: any of them may
     first: int = 0  # of these rows within the call
-    held: slice | None = None  # theirs of the teacher's rows that the session holds; None: ``teacher`` is theirs
 
     def at(self, rows: slice) -> "Rows":
         """A slice of the rows, sharing memory."""

@@ -14,7 +14,7 @@ from ..program.gradient_buffer import GradientBuffer
 from ..program.planner import DEFAULT_REQUEST, Request
 from ..program.plans import Plan
 from .arithmetic.objective import Expected, ScalarObjective
-from .loop import Call, Swept, recompute, sweep
+from .loop import Call, recompute, sweep
 
 
 class Forward(NamedTuple):
@@ -50,9 +50,8 @@ def flat(hidden: Tensor) -> Tensor:
     return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
 
 
-def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, swept: Swept | None = None) -> Forward:
-    """``swept``: by a sweep that is over."""
-    stats, grads = swept or sweep(call, hidden, call.head(weight, bias))
+def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Forward:
+    stats, grads = sweep(call, hidden, call.head(weight, bias))
     objective, named = call.objective, stats.named()
     outputs = objective.outputs(stats)
     lasting = call.without_teacher()

@@ -1,6 +1,6 @@
 """The loop over token chunks, and its counterpart over blocks and tiles where gradients come after all statistics."""
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,12 +64,10 @@ class Call(OwnColumns):
 class Operands:
     """Rows as the matmuls take them, in reused buffers."""
 
-    def __init__(self, call: Call, hidden: Tensor, rows: int, buffer: Tensor | None = None):
+    def __init__(self, call: Call, hidden: Tensor, rows: int):
         self.call, self.hidden, self.tokens = call, hidden, call.target.shape[0]
         self.gathered = None if call.shard is None else call.shard.gathered(hidden, rows)
-        if buffer is None:
-            buffer = torch.empty(rows, hidden.shape[1], dtype=call.plan.sizes.dtype, device=hidden.device)
-        self.buffer = buffer
+        self.buffer = torch.empty(rows, hidden.shape[1], dtype=call.plan.sizes.dtype, device=hidden.device)
         teacher = call.objective.teacher
         self.teacher = None if teacher is None else teacher.cast()  # once, as the weight
         if self.teacher is not None and self.teacher.hidden is not None and self.teacher.weight is not None:
@@ -109,33 +107,8 @@ class Operands:
         return made
 
 
-Swept = tuple[RowStats, Gradients | None]
-
-
-def sweep(call: Call, hidden: Tensor, head: Head) -> Swept:
+def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
     """One pass over token chunks: statistics, and in the ``forward`` schedule what becomes the gradients."""
-    return finished(sweep_steps(call, hidden, head))
-
-
-def finished(steps: Generator[None, None, Swept]) -> Swept:
-    """What a sweep has made, its other steps done."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-
-
-def sweep_steps(
-    call: Call,
-    hidden: Tensor,
-    head: Head,
-    operands: Operands | None = None,
-    session: Session | None = None,
-    chunks: Iterable[slice] | None = None,
-) -> Generator[None, None, Swept]:
-    """A sweep that pauses after each chunk. ``operands``, ``session``: other sweeps have them too, in their pauses.
-    ``chunks``: other than the plan's, perhaps without a row."""
     plan, objective = call.plan, call.objective
     stats = RowStats.empty(plan.sizes.tokens, objective.demand, objective.dtype, hidden.device)
     grads = None
@@ -151,8 +124,8 @@ def sweep_steps(
     if not call.multiplies:
         assert kept is not None
         return stats, sweep_kept(call, kept, stats, grads)
-    operands = operands or Operands(call, hidden, plan.chunk_tokens)
-    session = session or call.backend.session(head, plan, tiled=False)
+    operands = Operands(call, hidden, plan.chunk_tokens)
+    session = call.backend.session(head, plan, tiled=False)
     if call.shard is not None and operands.gathered is None and call.packing is None:
         session.exchange_target_logits(hidden, call.target, objective.scale, stats)
 
@@ -162,17 +135,13 @@ def sweep_steps(
         whole_stats(call, session, rows, chunk_stats, kept, pairs=not plan.teacher_last)
         return rows, chunk_stats
 
-    for span in call.spans or [(at,) for at in chunks or plan.token_chunks()]:
+    for span in call.spans or [(at,) for at in plan.token_chunks()]:
         first, last = span[0].start, span[-1].stop
-        if first == last:
-            yield
-            continue
         for at in span:
             rows, chunk_stats = swept(at)
         closed, values = call.spans is not None, not plan.teacher_last
         found = objective.visit(stats, slice(first, last), gradient=grads is not None, closed=closed, values=values)
         if grads is None:
-            yield
             continue
         assert found is not None
         # a buffer of the caller's cannot be scaled once all is added
@@ -192,7 +161,6 @@ def sweep_steps(
             if operands.gathered is not None:
                 # nobody has the call's hidden states all at once
                 session.finish(at, operands.raw, call.own_target[at], grads, operands.raw_order)
-        yield
     if grads is not None:
         if operands.gathered is None:
             everything, order = slice(0, plan.sizes.tokens), None if call.packing is None else call.packing.order

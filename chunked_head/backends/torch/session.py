@@ -30,22 +30,14 @@ class TorchSession(Session):
     def read_both(self, rows: Rows) -> None:
         """Logits of the student and of a dense teacher."""
         self.logits = self.compute_logits(rows, self.head)
-        if rows.held is not None:
-            self.teacher = self.held_teacher[rows.held]
-        elif self.demand.pairing is not None:
+        if self.demand.pairing is not None:
             self.teacher = self.teacher_logits(rows, slice(0, self.demand.pairing.columns))
-
-    def hold_teacher(self, rows: Rows, out: RowStats) -> None:
-        assert self.demand.pairing is not None
-        self.held_teacher = self.teacher_logits(rows, slice(0, self.demand.pairing.columns))
-        for block in tiles.row_blocks(self.held_teacher):
-            self.normalize_teacher(self.held_teacher[block], out.at(block))
 
     def stats(self, rows: Rows, out: RowStats) -> None:
         self.read_both(rows)
         for block in tiles.row_blocks(self.logits):
             self.block_stats(self.logits[block], rows.target[block], out.at(block))
-            if self.demand.pairing is not None and rows.held is None:
+            if self.demand.pairing is not None:
                 self.normalize_teacher(self.teacher[block], out.at(block))
         if out.column_logits is not None:
             assert rows.columns is not None

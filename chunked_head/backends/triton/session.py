@@ -63,7 +63,6 @@ class KernelSession(Session):
 
     stored: Stored
     teacher_stored: Stored  # beside these rows
-    held_teacher: Stored
 
     def __init__(self, head: Head, plan: Plan):
         self.head, self.sizes, self.demand = head, plan.sizes, plan.sizes.demand
@@ -72,15 +71,9 @@ class KernelSession(Session):
     def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
         statistics.clean_rows(rows.hidden, source, rows.target, order)
 
-    def hold_teacher(self, rows: Rows, out: RowStats) -> None:
-        self.teacher_stats(rows, out)
-        self.held_teacher = self.teacher_stored
-
     def teacher_stats(self, rows: Rows, out: RowStats) -> None:
         """A teacher's own."""
-        if rows.held is not None:
-            self.teacher_stored = self.held_teacher.at(rows.held)
-        elif self.demand.pairing is not None:
+        if self.demand.pairing is not None:
             self.teacher_stored = self.store_teacher(rows, teacher_outputs(out))
 
     def pair_stats(self, rows: Rows, out: RowStats) -> None:

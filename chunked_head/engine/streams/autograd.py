@@ -11,7 +11,6 @@ from torch import Tensor
 from ...program.gradient_buffer import StreamsBuffer
 from ..autograd import Forward, as_called, forward_of, handed_over, only_once, with_recompute_plan
 from ..loop import Call, recompute
-from .teacher import SharedTeacher, sweep_together
 
 
 class StreamCalls(NamedTuple):
@@ -19,7 +18,6 @@ class StreamCalls(NamedTuple):
 
     calls: Sequence[Call]
     buffer_dtype: torch.dtype | None  # None: the caller's buffer is added to, or the weight takes no gradient
-    shared: SharedTeacher | None
 
     def buffer(self, weight: Tensor) -> StreamsBuffer | None:
         vocab, dtype = self.calls[0].plan.sizes.vocab, self.buffer_dtype
@@ -39,10 +37,8 @@ class StreamsLoss(torch.autograd.Function):
             buffer, calls = streams.buffer(weight) if any(now) else None, streams.calls
             if buffer is not None:
                 calls = [replace(c, gradient_buffer=buffer) if n else c for c, n in zip(calls, now, strict=True)]
-            shared = streams.shared
-            swept = {} if shared is None else sweep_together(shared, calls, hidden, weight, bias)
-            for i, (call, rows) in enumerate(zip(calls, hidden, strict=True)):
-                made = forward_of(call, rows, weight, bias, swept.get(i))
+            for call, rows in zip(calls, hidden, strict=True):
+                made = forward_of(call, rows, weight, bias)
                 found.append(made)
                 if buffer is not None and made.grads is not None:
                     buffer.fresh &= call.plan.sizes.tokens == 0

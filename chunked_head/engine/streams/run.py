@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...core.shift import in_backward
 from ...losses.base import Losses
-from ...program.planner import GOOD_CHUNK, Request, make_plan
+from ...program.planner import Request, make_plan
 from ...program.plans import MAX_HALF_CHUNKS, name
 from ..autograd import Forward
 from ..call import Outcome, Placed, Planned, Wants, planned, sizes_of
@@ -18,7 +18,6 @@ from ..prepared import PreparedCall, is_plain, prepare
 from ..program import program_of
 from ..task import Result, Task
 from .autograd import StreamCalls, StreamsLoss
-from .teacher import SharedTeacher
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +34,12 @@ class Streams(Generic[Result]):
         heads = [head_of(one) for one in prepared]
         weight, bias = heads[0].weight, heads[0].bias
         wants = [Wants.of(head.hidden, weight, bias) for head in heads]
-        plans, shared = plans_sharing(prepared, wants)
+        plans = plans_of(prepared, wants)
         prepared = [plan.prepared for plan in plans.each]
         objectives = [task.objective(one) for task, one in zip(self.tasks, prepared, strict=True)]
         calls = [plan.call(objective) for plan, objective in zip(plans.each, objectives, strict=True)]
         made: list[Forward] = []
-        streams = StreamCalls(calls, plans.buffer_dtype, shared)
+        streams = StreamCalls(calls, plans.buffer_dtype)
         total = StreamsLoss.apply(streams, made, weight, bias, *(plan.rows for plan in plans.each))
         outcomes = []
         for i, call in enumerate(calls):
@@ -72,27 +71,6 @@ def plans_of(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> Plans:
     buffer_dtype, request = common_accumulator(prepared, wants) if common else (None, None)
     pairs = zip(prepared, wants, strict=True)
     return Plans(buffer_dtype, [planned(*pair, in_backward(), request, buffer_dtype) for pair in pairs])
-
-
-def plans_sharing(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> tuple[Plans, SharedTeacher | None]:
-    """The streams' plans, and the teacher that some have in common, unless they had better not share it."""
-    plans, shared = plans_of(prepared, wants), SharedTeacher.of(prepared, wants)
-    apart = plans, None
-    if shared is None:
-        return apart
-    try:
-        if any(plans.each[i].plan.teacher_last for i in shared.streams):
-            # a chunk of the teacher's logits is to be there before the gradients, and takes memory
-            prepared = shared.without_last(prepared)
-            late, plans = plans, plans_of(prepared, wants)
-            for own, other in zip(plans.each, late.each, strict=True):
-                if own.plan.chunk_tokens < min(GOOD_CHUNK, other.plan.chunk_tokens):
-                    # more passes over the weight's gradient may cost more than the teacher's matmuls
-                    return apart
-        together = shared.planned(plans.each, head_of(prepared[0]).request.chunk_tokens is not None)
-    except ValueError:  # the budget is too small
-        return apart
-    return apart if together is None else (plans._replace(each=together), shared)
 
 
 def common_accumulator(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> tuple[torch.dtype, Request]:
