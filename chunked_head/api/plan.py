@@ -140,7 +140,7 @@ def plan(
         if teacher_hidden is not None:
             width = teacher_hidden
             rows = torch.empty(pairing.columns, width, dtype=teacher_dtype or dtype, device="meta")
-        logits = torch.empty(0, device="meta") if rows is None else None
+        logits = torch.empty(0, dtype=torch.float32, device="meta") if rows is None else None
         autocast = {hidden_dtype, weight_dtype} - {None, dtype}
         teacher = Teacher(logits, rows, rows, None, dtype=dtype if autocast else None)
         teacher_store = chosen.teacher_store(teacher, store)

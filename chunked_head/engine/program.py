@@ -190,7 +190,7 @@ def named_weights(task: Task) -> tuple[Losses, dict[str, Any], dict[str, Field]]
 
 def without_tensors(needs: Needs) -> Needs:
     """What may outlive the call."""
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, dtype=torch.float32)
     summands = []
     for summand, view in needs.structure.summands:
         weights = summand.token_weights if isinstance(summand.token_weights, str) else None

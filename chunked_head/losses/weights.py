@@ -106,7 +106,7 @@ def entropy_quantile(entropy: Tensor, mask: Tensor, fraction: float) -> dict[str
     _fraction("entropy_quantile", fraction)
     _alike("entropy_quantile", mask, entropy=entropy)
     ascending = torch.where(mask, entropy, torch.inf).flatten().sort().values
-    at = (mask.sum() - 1).clamp(min=0) * (1.0 - fraction)
+    at = (mask.sum(dtype=_wide(mask)) - 1).clamp(min=0) * (1.0 - fraction)
     # an index would be read by the host
     below, above = ascending.take(at.floor().long()), ascending.take(at.ceil().long())
     least = torch.lerp(below, above, at.frac().to(below.dtype))
@@ -135,7 +135,7 @@ def clip_cov(
     covariance = _covariance("clip_cov", logprobs, advantages, mask)
     inside = mask & (covariance > low) & (covariance < high)
     inside = inside if clipped is None else inside & ~clipped
-    drawn = torch.rand(mask.shape, device=mask.device, generator=generator)
+    drawn = torch.rand(mask.shape, dtype=torch.float32, device=mask.device, generator=generator)
     chosen = _smallest(torch.where(inside, drawn, torch.inf), mask, fraction)
     return {"token_weights": (~(chosen & inside)).to(logprobs.dtype)}
 
@@ -197,7 +197,7 @@ def _covariance(where: str, logprobs: Tensor, advantages: Tensor, mask: Tensor) 
 
 def _smallest(values: Tensor, mask: Tensor, fraction: float) -> Tensor:
     """Which are among as many as ``fraction`` of the tokens that count, one at least; the first of equal ones."""
-    count = (mask.sum() * fraction).long().clamp(min=1)
+    count = (mask.sum(dtype=_wide(mask)) * fraction).long().clamp(min=1)
     order = values.flatten().argsort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return place.view(mask.shape) < count

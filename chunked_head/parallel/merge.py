@@ -80,7 +80,7 @@ def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
     zero_or_nan = gathered.zero_or_nan
     if zero_or_nan is None:
         tokens = gathered.message[:, -1]
-        zero_or_nan = torch.where((tokens == tokens[0]).all(), 0.0, torch.nan)
+        zero_or_nan = torch.where((tokens == tokens[0]).all(), 0.0, torch.nan).to(tokens.dtype)
     # in fp64: logarithms have been rounded once already
     pieces = unpack(gathered.message.double(), out, gathered.names)
     merge_softmaxes(pieces, gathered, out)

@@ -118,7 +118,7 @@ class Shard:
             # ranks that computed the same hidden states each by itself may have rounded them otherwise
             size = torch.linalg.vector_norm(rows.hidden, 1, dim=1, dtype=dtype)
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
-            zero_or_nan = torch.where(same.all(), 0.0, torch.nan)
+            zero_or_nan = torch.where(same.all(), 0.0, torch.nan).to(dtype)
         merge_ranks(GatheredStats(gathered, names, rows.target, demand.ratio2, known_targets, zero_or_nan), stats)
 
     def blocks(self, pieces: Tensor, stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Made-up tokens on which a user's loss is run, and what it is seen to read there."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ TOKENS, SEGMENTS, PAIRS, VOCAB, TRAILING = 24, 5, 3, 13, 4  # all different: a m
 # lengths 7, 1, 5, 9 and an empty segment; two tokens of none; segments 0 and 2 lie interleaved
 SEGMENT_IDS = (0, 0, 2, 0, 2, 2, 0, 0, 2, 0, 0, 2, 1, -1, 3, 3, 3, 3, 3, 3, 3, 3, 3, -1)
 MASKED = (4, 13, 19)
+rand, randn = (functools.partial(draw, dtype=torch.float32) for draw in (torch.rand, torch.randn))
 
 
 @dataclass
@@ -94,14 +96,14 @@ class Synthetic:
     def _make(self, extra: Mapping[str, Field]) -> None:
         mask = torch.ones(TOKENS, dtype=torch.bool).index_fill(0, torch.tensor(MASKED), False)
         target = torch.where(mask, torch.randint(self.vocab, (TOKENS,)), -1)
-        logprob = -0.1 - 3 * torch.rand(TOKENS)
-        stats = {name: 0.1 + 2 * torch.rand(TOKENS) for name in (*STATISTICS, *DENSE)} | {
+        logprob = -0.1 - 3 * rand(TOKENS)
+        stats = {name: 0.1 + 2 * rand(TOKENS) for name in (*STATISTICS, *DENSE)} | {
             "logprob": logprob,
-            "lse": 4 * torch.randn(TOKENS),
-            "mean_logit": torch.randn(TOKENS),
+            "lse": 4 * randn(TOKENS),
+            "mean_logit": randn(TOKENS),
             "argmax": torch.randint(self.vocab, (TOKENS,)),
             "top_logprob": logprob * 0.5,
-            "topk_logprobs": torch.rand(TOKENS, TRAILING).softmax(-1).log() - 0.2,
+            "topk_logprobs": rand(TOKENS, TRAILING).softmax(-1).log() - 0.2,
         }
         kinds = {name: kind for name, kind in (FIELDS | dict(extra)).items() if kind.kind != "kept"}
         fields = {name: self._field(kind) for name, kind in kinds.items()}
@@ -122,13 +124,13 @@ class Synthetic:
             for name, value in fields.items()
         }
         self.mask, self.target = mask.to(self.device), target.to(self.device)
-        self.upstream = (torch.rand(TOKENS) + 0.5).to(self.device)
+        self.upstream = (rand(TOKENS) + 0.5).to(self.device)
 
     def _field(self, kind: Field) -> Tensor:
         first = {"token": (TOKENS,), "row": (TOKENS,), "segment": (SEGMENTS,), "pair": (PAIRS,), "constant": ()}
         shape = (*first[kind.kind], *(TRAILING,) * kind.trailing)
         if kind.type == "float":
-            return torch.randn(shape)
+            return randn(shape)
         return torch.randint(2, shape).to(torch.bool if kind.type == "bool" else torch.int64)
 
     def fields_of(self, piece: slice) -> dict[str, Tensor]:

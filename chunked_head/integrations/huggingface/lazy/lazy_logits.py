@@ -263,7 +263,7 @@ def in_function_forward() -> bool:
     ``no_grad`` leaves the forward mode on, which a dual number shows, and in inference mode nothing has gradients."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
-    zero = torch.zeros(())
+    zero = torch.zeros((), dtype=torch.float32)
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(forward_ad.make_dual(zero, zero)).tangent is None
 
