@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backends.gradients import Gradients, Scaling
 from ..core.stats import RowStats
 from ..program.gradient_buffer import GradientBuffer
-from ..program.planner import DEFAULT_REQUEST, Request
+from ..program.planner import Request
 from ..program.plans import Plan
 from .arithmetic.objective import Expected, ScalarObjective
 from .loop import Call, recompute, sweep
@@ -187,7 +187,4 @@ def with_recompute_plan(call: Call) -> Call:
     """The call as a backward runs it that finds no gradients waiting: the second over a retained graph."""
     if call.plan.schedule == "recompute":
         return call
-    try:
-        return call.replanned(Request(memory_budget=call.request.memory_budget))
-    except ValueError:  # a budget that gradients in the forward pass fitted, and none made now would
-        return call.replanned(DEFAULT_REQUEST)
+    return call.replanned(Request(memory_budget=call.request.memory_budget))

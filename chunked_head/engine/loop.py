@@ -13,7 +13,7 @@ from ..kernels.common.recording import refuse
 from ..parallel.merge import merge_blocks
 from ..parallel.shard import Shard
 from ..program.gradient_buffer import GradientBuffer
-from ..program.planner import DEFAULT_REQUEST, Request, make_plan
+from ..program.planner import DEFAULT_REQUEST, NoPlan, Request, find_plan
 from ..program.plans import Plan
 from ..program.segments import Spans
 from .arithmetic.objective import Objective
@@ -58,7 +58,10 @@ class Call(OwnColumns):
 
     def replanned(self, request: Request) -> "Call":
         """The same with the gradients left to backward."""
-        return replace(self, plan=make_plan(replace(self.plan.sizes, late_upstream=True), request))
+        plan = find_plan(replace(self.plan.sizes, late_upstream=True), request)
+        if isinstance(plan, NoPlan):
+            raise ValueError(f"a second backward over a retained graph computes the logits again: {plan}")
+        return replace(self, plan=plan)
 
 
 class Operands:

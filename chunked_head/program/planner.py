@@ -52,6 +52,31 @@ class Request:
 DEFAULT_REQUEST = Request()
 
 
+def amount(size: int) -> str:
+    """Bytes for people: those of a MiB or more also in MiB."""
+    return f"{size} bytes" if size < MiB else f"{size} bytes ({size / MiB:.1f} MiB)"
+
+
+@dataclass(frozen=True)
+class NoPlan:
+    """The reason why no schedule meets a request; ``str`` is what the caller is told."""
+
+    request: Request
+    needed: int = 0  # bytes beside the gradients of a chunk of ``rows`` tokens
+    rows: int = 0
+    reason: str = ""  # where it is not that this is more than the budget
+
+    def __str__(self) -> str:
+        if self.reason:
+            return self.reason
+        what = "one row of logits" if self.rows == 1 else f"a chunk of {self.rows} rows"
+        return (
+            f"memory_budget of {amount(self.request.budget)} is too small: {what} and what goes with it needs "
+            f"{amount(self.needed)} beside the gradients; raise memory_budget"
+            + (" or lower chunk_tokens" if self.request.chunk_tokens is not None else "")
+        )
+
+
 def parse_bytes(value: int | str, argument: str) -> int:
     """Bytes from an int or from a string such as ``"640MiB"``, ``"1.5 GB"``."""
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -69,35 +94,44 @@ def parse_bytes(value: int | str, argument: str) -> int:
     return int(size)
 
 
-PLANS: Cache[tuple[Sizes, Request], Plan] = Cache(1024)
+PLANS: "Cache[tuple[Sizes, Request], Plan | NoPlan]" = Cache(1024)
 
 
 def make_plan(sizes: Sizes, request: Request) -> Plan:
     """The plan for a call of these sizes; ValueError or TypeError where the request cannot be met."""
+    found = find_plan(sizes, request)
+    if isinstance(found, NoPlan):
+        raise ValueError(str(found))
+    return found
+
+
+def find_plan(sizes: Sizes, request: Request) -> Plan | NoPlan:
+    """The plan for a call of these sizes, or the reason why there is none."""
     return PLANS.made((sizes, request), lambda: plan_anew(sizes, request))
 
 
-def plan_anew(sizes: Sizes, request: Request) -> Plan:
+def plan_anew(sizes: Sizes, request: Request) -> Plan | NoPlan:
     if sizes.largest_part is not None:
         return plan_part(sizes, request, sizes.largest_part)
     check_request(sizes, request)
     plan = fastest(sizes, replace(request, default=default_budget(sizes, 1)))
-    if sizes.ranks == 1 or request.explicit:
+    if sizes.ranks == 1 or request.explicit or isinstance(plan, NoPlan):
         return plan
-    try:
-        less = fastest(sizes, replace(request, default=default_budget(sizes, sizes.ranks)))
-    except ValueError:
+    less = fastest(sizes, replace(request, default=default_budget(sizes, sizes.ranks)))
+    if isinstance(less, NoPlan):
         return plan
     # a rank's share of the default where chunks stay large enough: what no rank divides may fill it
     as_good = less.schedule == plan.schedule and less.block_tokens >= min(GOOD_CHUNK, plan.block_tokens)
     return less if as_good and less.chunk_tokens >= min(GOOD_CHUNK, plan.chunk_tokens) else plan
 
 
-def plan_part(sizes: Sizes, request: Request, most: int) -> Plan:
+def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | NoPlan:
     """A plan of the same chunks on every rank, made for the largest part of the vocabulary, ``most`` columns, for a
     rank of ``sizes.vocab`` of them. The demand of ``sizes`` is of the whole vocabulary."""
     teacher = sizes.teacher_columns > 0
-    plan = make_plan(replace(sizes, vocab=most, largest_part=None, padding=0, teacher_columns=most * teacher), request)
+    plan = find_plan(replace(sizes, vocab=most, largest_part=None, padding=0, teacher_columns=most * teacher), request)
+    if isinstance(plan, NoPlan):
+        return plan
     own = replace(sizes, demand=sizes.demand.of_columns(sizes.vocab), teacher_columns=sizes.vocab * teacher)
     # sums in 16 bits are over as many chunks as they may be
     most_chunks = MAX_HALF_CHUNKS if plan.sums_halves else 0
@@ -137,10 +171,11 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     return memory.extra(rows) - stored + logits
 
 
-def fastest(sizes: Sizes, request: Request) -> Plan:
+def fastest(sizes: Sizes, request: Request) -> Plan | NoPlan:
     """The plan within one budget."""
     if not sizes.any_grad:
-        return untiled(sizes, request.budget, "loss only", sweep_rows(sizes, request, sweep_memory(sizes)))
+        rows = sweep_rows(sizes, request, sweep_memory(sizes))
+        return rows if isinstance(rows, NoPlan) else untiled(sizes, request.budget, "loss only", rows)
     if sizes.late_upstream:
         return plan_recompute(sizes, request, "the upstream gradient comes late")
     if sizes.coupled:
@@ -164,7 +199,7 @@ def check_request(sizes: Sizes, request: Request) -> None:
         )
 
 
-def sweep_rows(sizes: Sizes, request: Request, memory: Memory) -> int:
+def sweep_rows(sizes: Sizes, request: Request, memory: Memory) -> int | NoPlan:
     """Rows of a chunk in a pass that keeps statistics and no gradient."""
     named = request.chunk_tokens
     most = max(1, sizes.tokens if named is None else min(sizes.tokens, named))
@@ -175,14 +210,14 @@ def sweep_rows(sizes: Sizes, request: Request, memory: Memory) -> int:
         # where no logits are kept, larger chunks gain nothing
         rows = min(rows, max(memory.largest(MODEST_SWEEP, most), GOOD_CHUNK))
     if rows == 0 or (named is not None and rows < min(sizes.tokens, named)):
-        raise too_small(request, memory.extra(min(sizes.tokens, named) if named else 1), named or 1)
+        return NoPlan(request, memory.extra(min(sizes.tokens, named) if named else 1), named or 1)
     return balanced(sizes.tokens, rows)
 
 
 def plan_forward(
     sizes: Sizes, request: Request, weight_acc: torch.dtype, grow: int = 0, least: int = 1, most_chunks: int = 0
-) -> Plan:
-    """Gradients in the forward pass with this accumulator, in chunks of at least ``least`` rows; else ValueError."""
+) -> Plan | NoPlan:
+    """Gradients in the forward pass with this accumulator, in chunks of at least ``least`` rows."""
     budget, named = request.budget + grow, request.chunk_tokens
     wide = torch.float32 if sizes.hidden_dtype.itemsize < 4 else sizes.hidden_dtype
     # a 16-bit gradient of hidden that waits in fp32 is rounded once, after the upstream gradient is known
@@ -206,7 +241,7 @@ def plan_forward(
             # parts of dhidden may take more of fewer rows
             rows = equal if named is not None or memory.extra(equal) <= budget else rows
             return untiled(sizes, budget, "forward", rows, hidden_acc, weight_acc)
-    raise too_small(request, memory.extra(min(named or least, max(sizes.tokens, 1))), named or least)
+    return NoPlan(request, memory.extra(min(named or least, max(sizes.tokens, 1))), named or least)
 
 
 def chunk_rows(sizes: Sizes, request: Request, memory: Memory, budget: int, last: bool) -> int:
@@ -230,20 +265,19 @@ def chunk_rows(sizes: Sizes, request: Request, memory: Memory, budget: int, last
     return rows if memory.extra(rows) <= budget else 0
 
 
-def plan_coupled(sizes: Sizes, request: Request) -> Plan:
+def plan_coupled(sizes: Sizes, request: Request) -> Plan | NoPlan:
     """Gradients that wait for every token's statistics: nothing is recomputed where one chunk holds all tokens."""
     one = sizes.weight_dtype if sizes.sums_into(sizes.weight_dtype) and sizes.dtype != torch.float16 else torch.float32
     one = sizes.buffer_dtype or one
     fits = request.chunk_tokens is None or request.chunk_tokens >= sizes.tokens
     if fits and not sizes.deterministic and (not sizes.weight_grad or request.accumulate_dtype in (None, one)):
-        try:
-            return plan_forward(sizes, request, one, least=sizes.tokens, most_chunks=1)
-        except ValueError:
-            pass
+        plan = plan_forward(sizes, request, one, least=sizes.tokens, most_chunks=1)
+        if isinstance(plan, Plan):
+            return plan
     return plan_recompute(sizes, request, "a loss couples tokens")
 
 
-def plan_half_weight(sizes: Sizes, request: Request) -> Plan:
+def plan_half_weight(sizes: Sizes, request: Request) -> Plan | NoPlan:
     """A 16-bit weight: its gradient in one product, in an fp32 accumulator, in its own dtype, or by recomputing."""
     own, wanted = sizes.weight_dtype, request.accumulate_dtype
     # unscaled sums over tokens can pass fp16's 65504, so in fp16 they always wait in fp32
@@ -270,25 +304,25 @@ def plan_half_weight(sizes: Sizes, request: Request) -> Plan:
         (may_wide, request, torch.float32, grown, CHUNK_MULTIPLE, 0),
     )
     for may, attempt, accumulator, growth, least, most_chunks in attempts:
-        try:
-            if may:
-                return plan_forward(sizes, attempt, accumulator, growth, least, most_chunks)
-        except ValueError:
-            continue
+        plan = plan_forward(sizes, attempt, accumulator, growth, least, most_chunks) if may else None
+        if isinstance(plan, Plan):
+            return plan
     if wanted == own:
-        raise ValueError(
+        reason = (
             f"accumulate_dtype={name(own)} is accurate over at most {MAX_HALF_CHUNKS} chunks, and "
-            f"{sizes.tokens} tokens in so few need {half_bytes(sizes) / MiB:.0f} MiB; raise memory_budget or "
+            f"{sizes.tokens} tokens in so few need {amount(half_bytes(sizes))}; raise memory_budget or "
             "chunk_tokens, or leave accumulate_dtype=None"
         )
+        return NoPlan(request, reason=reason)
     if request.chunk_tokens is not None:
-        raise too_small(request, fp32_bytes + request.chunk_tokens * sizes.row_bytes, request.chunk_tokens)
+        return NoPlan(request, fp32_bytes + request.chunk_tokens * sizes.row_bytes, request.chunk_tokens)
     if sizes.deterministic:
-        raise ValueError(
+        reason = (
             f"deterministic=True makes these gradients in the forward pass whatever the sizes, and no accumulator of "
-            f"the weight's fits memory_budget ({request.budget / MiB:.0f} MiB, {half_bytes(sizes) / MiB:.0f} needed); "
+            f"the weight's fits memory_budget ({amount(request.budget)}, {amount(half_bytes(sizes))} needed); "
             "raise it"
         )
+        return NoPlan(request, reason=reason)
     return plan_recompute(sizes, request, "no accumulator of the weight fits")
 
 
@@ -296,9 +330,11 @@ def half_bytes(sizes: Sizes) -> int:
     return forward_memory(sizes, sizes.hidden_dtype, sizes.weight_dtype).extra(rows_of(sizes.tokens, MAX_HALF_CHUNKS))
 
 
-def plan_recompute(sizes: Sizes, request: Request, note: str) -> Plan:
+def plan_recompute(sizes: Sizes, request: Request, note: str) -> Plan | NoPlan:
     """Statistics in the forward pass, gradients in backward from logits computed again."""
     rows = sweep_rows(sizes, request, sweep_memory(sizes))
+    if isinstance(rows, NoPlan):
+        return rows
     half_weight = sizes.own_weight_grad and sizes.weight_dtype.itemsize < 4
     # a tile of the weight's gradient is finished once per block of tokens: 16-bit sums for few blocks only
     few = 1 if request.accumulate_dtype == torch.float32 else MAX_HALF_CHUNKS
@@ -315,7 +351,7 @@ def plan_recompute(sizes: Sizes, request: Request, note: str) -> Plan:
     weight_acc, _, most_blocks = attempts[0]
     block = rows_of(sizes.tokens, most_blocks)
     needed = recompute_memory(sizes, rows, block, weight_acc).extra(min(sizes.vocab, CHUNK_MULTIPLE))
-    raise too_small(request, needed, block)
+    return NoPlan(request, needed, block)
 
 
 def untiled(
@@ -329,12 +365,3 @@ def untiled(
     """All columns of a chunk's logits at a time."""
     accumulate = hidden_acc or sizes.hidden_dtype, weight_acc or sizes.weight_dtype
     return Plan(sizes, budget, schedule, rows, rows, sizes.vocab, *accumulate)
-
-
-def too_small(request: Request, needed: int, rows: int) -> ValueError:
-    what = "one row of logits" if rows == 1 else f"a chunk of {rows} rows"
-    return ValueError(
-        f"memory_budget of {request.budget} bytes is too small: {what} and what goes with it needs {needed} bytes "
-        f"({needed / MiB:.1f} MiB) beside the gradients; raise memory_budget"
-        + (" or lower chunk_tokens" if request.chunk_tokens is not None else "")
-    )

@@ -71,3 +71,53 @@ def test_a_folder_is_seen_at_a_glance(folder: str) -> None:
 def test_the_test_sees_an_import() -> None:
     text = "def run():\n    from ..engine import loop\n    from .stats import Rows\n"
     assert imported("chunked_head.core.private", text, False) == {"chunked_head.engine.loop", "chunked_head.core.stats"}
+
+
+# what catches errors of any kind, or those that our own checks raise, and why it has to; by module and function
+BROAD = {
+    ("commands.doctor", "diagnose"): "reports whatever is broken",
+    ("commands.main", "main"): "prints an error of the arguments in a line",
+    ("commands.main", "model_of"): "transformers raises errors of many kinds",
+    ("engine.streams.run", "plans_sharing"): "falls back to plans of streams one by one",
+    ("integrations.huggingface.explain", "explain_model"): "reports what patch_model would raise",
+    ("integrations.huggingface.explain", "hollow"): "copies modules of others",
+    ("integrations.huggingface.explain", "rehearse"): "runs models of others",
+    ("losses.user.checks", "check_over_ranks"): "runs a user's function on tokens that it may refuse",
+    ("losses.user.checks", "run"): "names the loss whose function raised",
+    ("losses.user.closures", "_freeze"): "Python says so that a closure's variable has no value yet",
+}
+
+
+def broad_handlers(text: str) -> list[str]:
+    """Functions that catch ``ValueError``, ``Exception``, ``BaseException`` or anything."""
+    found = []
+
+    def visit(node: ast.AST, function: str) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        if isinstance(node, ast.ExceptHandler):
+            caught = ["Exception"] if node.type is None else [getattr(n, "id", "") for n in ast.walk(node.type)]
+            if {"ValueError", "Exception", "BaseException"} & set(caught):
+                found.append(function)
+        for child in ast.iter_child_nodes(node):
+            visit(child, function)
+
+    visit(ast.parse(text), "")
+    return found
+
+
+def test_errors_decide_nothing() -> None:
+    """A ValueError may be a mistake in what is called: whoever catches one to try something else hides it."""
+    found = {
+        (module.removeprefix("chunked_head."), function)
+        for module, path in FILES.items()
+        for function in broad_handlers(path.read_text())
+    }
+    assert not found - set(BROAD)
+
+
+def test_the_test_sees_a_handler() -> None:
+    text = "def run():\n    try:\n        f()\n    except {}:\n        pass\n"
+    for caught in ("ValueError", "(TypeError, ValueError)", "Exception as error"):
+        assert broad_handlers(text.format(caught)) == ["run"]
+    assert broad_handlers(text.replace(" {}", "")) == ["run"] and not broad_handlers(text.format("KeyError"))

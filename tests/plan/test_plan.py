@@ -10,7 +10,8 @@ from chunked_head.kernels.common.tiles import INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunked_head import Plan, linear_loss, losses, plan
+from chunked_head import Plan, linear_cross_entropy, linear_loss, losses, plan
+from chunked_head.program import planner
 from chunked_head.program.memory import MiB
 from chunked_head.program.planner import DEFAULT_BUDGET, Request, default_budget, make_plan, parse_bytes
 from chunked_head.program.sizes import Sizes
@@ -319,3 +320,40 @@ def test_a_loss_of_a_teachers_ids_alone_keeps_no_logits() -> None:
     loss = losses.topk_kl(normalize="topk")
     made = linear_loss(hidden, weight, torch.zeros(40, dtype=torch.int64), loss, batch=batch).plan
     assert made == plan(40, 8, 96, torch.float32, loss=loss, teacher_k=3, device="cpu") and made.sizes.store == "kept"
+
+
+def test_a_second_backward_keeps_the_budget() -> None:
+    """It computes logits again in blocks of 128 tokens, which take more than chunks of a few: an error, no more memory
+    than the caller allows."""
+    hidden, weight = torch.randn(64, 256, requires_grad=True), torch.randn(300, 256, requires_grad=True)
+    target = torch.randint(0, 300, (64,))
+    few = plan(64, 256, 300, torch.float32, device="cpu", chunk_tokens=4).extra_bytes
+    loss = linear_cross_entropy(hidden, weight, target, memory_budget=few, backend="torch")
+    loss.backward(retain_graph=True)
+    with pytest.raises(
+        ValueError, match=rf"second backward .* memory_budget of {few} bytes .* a chunk of 64 rows .* needs \d+ bytes"
+    ):
+        loss.backward()
+    loss = linear_cross_entropy(hidden, weight, target, memory_budget=40 * few, backend="torch")
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "broken"),
+    [({}, "plan_forward"), ({"loss": losses.gspo()}, "plan_forward"), ({"ranks": 2}, "default_budget")],
+    ids=["half", "coupled", "ranks"],
+)
+def test_a_mistake_in_the_planner_is_no_other_plan(
+    options: dict[str, Any], broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(planner, broken)
+
+    def mistaken(*given: Any, **named: Any) -> Any:
+        if broken == "plan_forward" or given[1] == 2:
+            raise ValueError("a mistake")
+        return real(*given, **named)
+
+    monkeypatch.setattr(planner, broken, mistaken)
+    with pytest.raises(ValueError, match="a mistake"):
+        plan(1234, 64, 3456, torch.bfloat16, device="cpu", **options)

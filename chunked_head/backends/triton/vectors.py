@@ -95,7 +95,7 @@ def vector_kernel(
     """As ``protocol.Backend`` has it: None where the function can have none."""
     try:
         one, other = (Writer(*trace(function, inputs, token_dims, n), token_dims) for n in LENGTHS)
-    except Exception:  # whatever a trace or a function may raise: run as it is, the function raises it as well
+    except NoKernelError:
         return None
     return VectorKernel(one.source, one.used, one.strided) if one.source == other.source else None
 
@@ -104,7 +104,10 @@ def trace(
     function: Function, inputs: Sequence[Tensor], token_dims: Sequence[int | None], tokens: int
 ) -> tuple[fx.GraphModule, int]:
     """The trace, with all outputs in a row, and how many of these are of a chunk."""
-    from torch.fx.experimental.proxy_tensor import make_fx  # where a torch has no such thing there are no kernels
+    try:
+        from torch.fx.experimental.proxy_tensor import make_fx
+    except ImportError as error:
+        raise NoKernelError("this torch traces in another way") from error
 
     shapes = [list(tensor.shape) for tensor in inputs]
     for shape, dim in zip(shapes, token_dims, strict=True):
@@ -123,8 +126,8 @@ def trace(
 
 
 def name_of(node: fx.Node) -> str:
-    """Of the operation that it calls, without aten's prefix; of a trace all calls are of operations."""
-    return str(node.target.overloadpacket).removeprefix("aten.")  # type: ignore[union-attr]
+    """Of the operation that it calls, without aten's prefix; an input has its own."""
+    return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
 
 
 class Writer:

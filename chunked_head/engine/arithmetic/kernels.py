@@ -55,7 +55,7 @@ def make_arithmetic(
     parts: list[Any] = [part for part, _ in (*structure.summands, *structure.metrics)]
     float32 = leaves["lse"].dtype == torch.float32
     contiguous = all(tensor.is_contiguous() for tensor in tensors)
-    if not (float32 and contiguous and all(map(is_own, parts))):
+    if not (float32 and contiguous and all(is_own(part) and part.unit == "token" for part in parts)):
         return None
     names: list[str] = []
     dims: list[int | None] = [0] * len(leaves)  # that tokens are counted along
@@ -63,9 +63,7 @@ def make_arithmetic(
     def function(given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         them = iter(given)
         named = {name: next(them) for name in leaves}
-        coefficients, rows, apart = values_of(structure, named, inputs.map(lambda value, dim: next(them)))
-        if apart:
-            raise ValueError("values of other units than tokens")
+        coefficients, rows, _ = values_of(structure, named, inputs.map(lambda value, dim: next(them)))
         names[:] = coefficients
         return list(coefficients.values()), rows
 

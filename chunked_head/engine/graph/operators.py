@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...core.private import in_own_thread, private
 from ...core.stats import Head, RowStats
-from ...program.planner import DEFAULT_REQUEST, Request, make_plan
+from ...program.planner import Request, make_plan
 from ...program.sizes import Sizes
 from ..arithmetic.objective import ScalarObjective
 from ..autograd import as_called
@@ -169,11 +169,7 @@ def gradients_now(
     sizes = in_dtypes(call, dtypes)
     if sizes != call.plan.sizes:
         sizes = replace(sizes, late_upstream=True)
-        try:
-            plan = make_plan(sizes, Request(memory_budget=call.request.memory_budget))
-        except ValueError:  # a budget that narrower gradients fitted
-            plan = make_plan(sizes, DEFAULT_REQUEST)
-        call = replace(call, plan=plan)
+        call = replace(call, plan=make_plan(sizes, Request(memory_budget=call.request.memory_budget)))
     return recompute(call, rows, head, stats, coefficients, gain)
 
 

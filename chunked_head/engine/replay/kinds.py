@@ -133,9 +133,8 @@ class Arguments:
         accumulate_into = given.get("accumulate_into")
         if accumulate_into is None:
             return True
-        others = {name: given.get(name) for name in ("hidden", "target", "bias")}
-        try:
-            self.gradient_buffer = resolve(accumulate_into, given["weight"], others)
-        except (TypeError, ValueError):
-            return False  # the call says so, after what else is wrong with it
+        operands = {name: given.get(name) for name in ("hidden", "target", "bias")}
+        # of what else stands in their place the call says that it is wrong
+        others = {name: value if isinstance(value, Tensor) else None for name, value in operands.items()}
+        self.gradient_buffer = resolve(accumulate_into, given["weight"], others)
         return self.gradient_buffer is None or self.add(self.gradient_buffer.buffer)
