@@ -125,6 +125,10 @@ def plan(
     loss = as_losses(loss)
     if isinstance(temperature, torch.Tensor):
         raise TypeError("temperature of plan is a number; a call with one per token is planned as one at 1 is")
+    parts_of_loss: list[Summand | Metric] = [*(summand for _, summand in loss.terms), *measured]
+    of_ids = next((part.label for part in parts_of_loss if "teacher_ids" in part.fields), None)
+    if of_ids is not None and not teacher_k:
+        raise ValueError(f"{of_ids} reads K ids of a teacher for each token; pass teacher_k, the K, got 0")
     demand = needs_of(loss, measured, temperature, vocab, teacher_k, teacher_vocab).demand
     demand = demand._replace(columns_alone=demand.columns_alone and not sequence_sharded)
     pairing, bias_grad = demand.pairing, bias and weight_grad
@@ -146,7 +150,6 @@ def plan(
         teacher_store = chosen.teacher_store(teacher, store)
     by_segments = segment_lengths and not skip_ignored and alone(loss, dtype)
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
-    parts_of_loss: list[Summand | Metric] = [*(summand for _, summand in loss.terms), *measured]
     fields = [field for part in parts_of_loss for field in part.fields]
     on_a_gpu = place.type == "cuda" and ranks == 1 and not skip_ignored and chosen.bounds_rows(store)
     if on_a_gpu and may_pad(parts_of_loss, fields, kinds_of(parts_of_loss), request):

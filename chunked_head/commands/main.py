@@ -8,6 +8,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -114,6 +115,11 @@ def model_of(where: str, dtype: torch.dtype | None) -> Any:
         with torch.device("meta"):
             model = getattr(transformers, config.architectures[0])(config)
     except Exception as error:  # of many kinds: no file, no JSON, no such name, a model that transformers does not know
+        if isinstance(error, OSError) and not Path(where).exists():
+            raise ValueError(
+                f"{where} is neither a folder with config.json or such a file, nor a model in the local cache, and "
+                f"nothing is downloaded; name one that is there, or fetch it first (hf download {where})"
+            ) from None
         raise ValueError(f"{where} is not {MODEL}: {in_a_line(error)}") from None
     dtype = dtype or getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return model if dtype is None else model.to(dtype)

@@ -1,6 +1,8 @@
 """The operands of a call with its options, or of one on logits that exist already: checked."""
 
 import functools
+import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.groups import TokenParallel, VocabParallel
-from ..core.options import nearest
+from ..core.options import PACKAGE, nearest
 from ..losses.base import FIELDS
 from ..parallel.dtensor import local
 from ..parallel.shard import CheckedBy, Shard
@@ -35,6 +37,7 @@ class OfRanks(ABC):
     backend: str | None = None
     parallel: VocabParallel | TokenParallel | None = None
     holds: ClassVar[str]  # how an error says how many rows of the vocabulary are here
+    beyond: ClassVar[str]  # what an error proposes where a target lies beyond the vocabulary and no ranks share it
     checked_without_targets: ClassVar[CheckedBy]  # what ranks compare of their tokens where a call has no targets
 
     @property
@@ -156,6 +159,7 @@ class HeadOptions(OfRanks):
     skip_ignored: bool | str = False
     deterministic: bool = False
     holds = "weight has {} rows"
+    beyond = "where weight has one rank's rows of the vocabulary, pass parallel=VocabParallel(group)"
     checked_without_targets = "hidden"
 
     def check(self) -> torch.dtype:
@@ -241,7 +245,9 @@ def head_of(
     if unknown:
         first = min(unknown)
         field = function == "linear_loss" and first in FIELDS
-        hint = f'; it is a field: batch={{"{first}": ...}}' if field else nearest(first, DEFAULTS)
+        # of the public function, which spells out its keywords and these
+        known = inspect.signature(getattr(sys.modules[PACKAGE], function)).parameters
+        hint = f'; it is a field: batch={{"{first}": ...}}' if field else nearest(first, known)
         raise TypeError(f"{function} has no option {first!r}{hint}")
     given = options.copy()
     hidden, weight, target, given["bias"], given["vocab_size"], given["parallel"] = local(
@@ -256,6 +262,10 @@ class LogitsOptions(OfRanks):
 
     logits: Tensor
     holds = "logits have {} columns"
+    beyond = (
+        "where these are hidden states, pass them to linear_loss with the head's weight; where they have one rank's "
+        "columns of the vocabulary, pass parallel=VocabParallel(group)"
+    )
     checked_without_targets = "nothing"
 
     def check(self) -> torch.dtype:

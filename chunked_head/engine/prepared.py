@@ -125,8 +125,9 @@ def prepare(task: Task, program: Program, rows: int | None = None) -> PreparedCa
     if isinstance(head, HeadOptions) and head.shard is not None and head.shard.parallel.sequence_sharded:
         target, batch, frame = of_all_ranks(head.shard, head, batch, program.wanted, known, frame)
     token_rows = prepare_fields(
-        backend, target, batch, program.wanted, known, frame, head.ignore_index, head.vocab, rows
-    )
+        backend, target, batch, program.wanted, known, frame, head.ignore_index, head.vocab,
+        head.beyond if head.shard is None else "", rows,
+    )  # fmt: skip
     fields, teacher, token_fields = token_rows.fields, None, NO_FIELDS
     scale = fields.pop(TEMPERATURE, None)
     if fields:

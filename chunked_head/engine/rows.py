@@ -43,16 +43,17 @@ def prepare_fields(
     frame: Frame,
     ignore_index: int,
     vocab: int,
+    beyond: str = "",
     rows: int | None = None,
 ) -> TokenRows:
-    """Targets paired with the hidden states that predict them, fields likewise. ``rows``: how many, where rows that do
-    not count follow the call's own."""
+    """Targets paired with the hidden states that predict them, fields likewise. ``beyond``: what an error proposes for
+    ids of ``vocab`` or more. ``rows``: how many, where rows that do not count follow the call's own."""
     if target is None:
         # every token counts: no id that stands for it may be the one that is ignored
         ignore_index = -1
         target = torch.zeros(frame.leading, dtype=torch.int64, device=frame.device)
     mask = batch["mask"] if "mask" in wanted else None
-    target, counted, one_or_nan, inverse = read_targets(backend, target, mask, frame, ignore_index, vocab, rows)
+    target, counted, one_or_nan, inverse = read_targets(backend, target, mask, frame, ignore_index, vocab, beyond, rows)
     wrongs: list[Tensor] = []
     fields: dict[str, Tensor] = {}
     read = [field for field in wanted if field != "mask" and field not in KEPT_FIELDS]
@@ -171,6 +172,7 @@ def read_targets(
     frame: Frame,
     ignore_index: int,
     vocab: int,
+    beyond: str = "",
     rows: int | None = None,
 ) -> Targets:
     """Targets beside the rows that predict them; on the CPU an IndexError names one that is out of range."""
@@ -181,8 +183,9 @@ def read_targets(
         if mask is not None:
             wrong &= shift_left(mask, frame.shift, 0).reshape(-1)
         first = int(wrong.nonzero()[0])
+        remedies = ["mask it with ignore_index", beyond if paired[first] >= vocab else ""]
         raise IndexError(
             f"target must be in [0, {vocab}) (the vocabulary) or ignore_index ({ignore_index}), got "
-            f"{int(paired[first])} for row {first}, leading dimensions flattened; mask it with ignore_index"
+            f"{int(paired[first])} for row {first}, leading dimensions flattened; {'; '.join(filter(None, remedies))}"
         )
     return found

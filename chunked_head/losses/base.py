@@ -188,7 +188,7 @@ class Losses:
                     "are token_weights"
                 )
         elif isinstance(factor, bool) or not isinstance(factor, shared.NUMBERS):
-            return NotImplemented
+            raise TypeError(f"the coefficient of a loss must be a number or a 0-d tensor, got {factor!r}")
         elif not -shared.INFINITY < factor < shared.INFINITY:
             raise ValueError(
                 f"the coefficient of a loss must be finite, got {factor!r}; leave out what is not to count"
@@ -200,10 +200,7 @@ class Losses:
     def times(self, factor: float | Tensor) -> "Losses":
         """``self * factor``. Inside of ``torch.compile`` the way to multiply by a tensor: there ``*`` with a tensor is
         taken for a product of tensors, and raises."""
-        product = self.__mul__(factor)
-        if product is NotImplemented:
-            raise TypeError(f"the coefficient of a loss must be a number or a 0-d tensor, got {factor!r}")
-        return product
+        return self.__mul__(factor)
 
     def __radd__(self, other: "int | Callable[..., Tensor]") -> "Losses":
         """``sum([...])`` begins with 0."""

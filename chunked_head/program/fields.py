@@ -15,6 +15,12 @@ from .plans import name
 from .teachers import check_teacher
 
 TEMPERATURE = "temperature of each token"  # an argument of the call, laid beside rows as fields are
+SEGMENTS = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"
+# what to do with fields that other libraries have
+INSTEAD = {
+    "teacher_offsets": "; a top-K teacher has K ids for every token: pad teacher_ids and teacher_logprobs to [..., K], "
+    "log-probabilities with -inf"
+}
 TYPES = {"float": "floating-point", "int": "int64 or int32", "bool": "bool"}
 
 
@@ -59,21 +65,23 @@ def wanted_fields(
     unknown = sorted(set(batch) - set(known), key=str)
     if unknown:
         known.pop(TEMPERATURE, None)
+        meant = INSTEAD.get(unknown[0]) or nearest(unknown[0], known)
         raise ValueError(
-            f"batch has a field {unknown[0]!r} that neither the library nor a loss declares"
-            f"{nearest(unknown[0], known)}; known are {', '.join(sorted(known))}; drop it, or declare it by "
-            "losses.custom(fields=...)"
+            f"batch has a field {unknown[0]!r} that neither the library nor a loss declares{meant}; known are "
+            f"{', '.join(sorted(known))}; drop it, or declare it by losses.custom(fields=...)"
         )
     wanted = [field for field in ("mask", "token_weights", TEMPERATURE, *KEPT_FIELDS) if field in batch]
     for what, part in parts:
         needed = [*part.fields, *named_by(part)]
         for field in needed:
             if field not in batch:
-                raise ValueError(f"{what} {part.label} needs batch[{field!r}], which is missing")
+                remedy = SEGMENTS if field == "segments" else ""
+                raise ValueError(f"{what} {part.label} needs batch[{field!r}], which is missing{remedy}")
         wanted += [*needed, *(field for field in part.optional_fields if field in batch)]
         for field in {"token": (), "segment": ("segments",), "pair": ("segments", "pairs")}[part.unit]:
             if field not in batch:
-                raise ValueError(f"{what} {part.label} has values per {part.unit} and needs batch[{field!r}]")
+                remedy = SEGMENTS if field == "segments" else ""
+                raise ValueError(f"{what} {part.label} has values per {part.unit} and needs batch[{field!r}]{remedy}")
             wanted.append(field)
         normalizer = getattr(part, "normalizer", None)
         if isinstance(normalizer, str) and (known[normalizer].kind != "constant" or known[normalizer].trailing):

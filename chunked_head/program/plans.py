@@ -192,6 +192,11 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
             + reason(s),
         ),
     ]
+    if s.demand.pairing is not None:
+        given = (
+            "of the caller's, not counted here" if s.teacher_store is None else f"of hidden states [{s.teacher_width}]"
+        )
+        rows.append(("teacher", f"logits of {s.teacher_columns} ids, {given}"))
     if s.gpu is not None:
         rows.append(("GPU", s.gpu.name))
         rows.append(("matmuls", matmuls(plan, s.gpu)))

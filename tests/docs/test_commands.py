@@ -102,8 +102,11 @@ def test_doctor_of_a_broken_kernel(
     ([*SIZES, "--tokens", "-1"], "tokens must be at least 0"),
     ([*SIZES, "--loss", "l2"], "l2"),
     ([*SIZES, "--memory-budget", "1KiB"], "memory_budget of 1024 bytes is too small"),
+    ([*SIZES, "--loss", "topk_kl"], "topk_kl reads K ids of a teacher for each token; pass teacher_k, the K, got 0"),
     ([*SIZES, "--device", "sm_1"], "sm_1"),
-    (["explain", "/nowhere/at/all"], "/nowhere/at/all is not a folder with config.json"),
+    (["explain", "/nowhere/at/all"], "/nowhere/at/all is neither a folder with config.json or such a file, "
+     "nor a model in the local cache, and nothing is downloaded; name one that is there, or fetch it first (hf "
+     "download /nowhere/at/all)\n"),
     (["explain", str(ROOT / "docs")], "docs is not a folder with config.json"),
     (["explain", str(ROOT / "README.md")], "not a valid JSON"),
 ], ids=str)  # fmt: skip

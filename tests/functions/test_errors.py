@@ -79,9 +79,9 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("shift-negative", ValueError, "shift must be at least 0", {"shift": -1}),
     ("shift-bool", TypeError, "shift must be an int", {"shift": True}),
     ("shift-0d", ValueError, "needs a target with a dimension", {"shift": 1, "hidden": torch.randn(8), "target": torch.tensor(1)}),
-    ("shift-beyond", ValueError, "shift must be below 6, the length of the target's last dimension.* got 7: no token", {"shift": 7}),
-    ("shift-length", ValueError, "shift must be below 6", {"shift": 6}),
-    ("budget-row", ValueError, "too small: one row of logits and what goes with it needs", {"memory_budget": 10}),
+    ("budget-row", ValueError, r"too small: one row of logits and what goes with it needs \d+ bytes beside the gradients; raise", {"memory_budget": 10}),
+    ("option", TypeError, "linear_cross_entropy has no option 'labelsmoothing'; did you mean 'label_smoothing'", {"labelsmoothing": 0.1}),
+    ("option-of-all", TypeError, "no option 'soft_cap'; did you mean 'softcap'", {"soft_cap": 0.1}),
     ("budget-text", ValueError, "memory_budget must be bytes or a size such as", {"memory_budget": "lots"}),
     ("budget-negative", ValueError, "memory_budget must be positive", {"memory_budget": -5}),
     ("budget-float", TypeError, "memory_budget must be an int", {"memory_budget": 0.5}),
@@ -92,8 +92,8 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("upstream-none", ValueError, 'upstream goes with reduction="mean" or "sum"', {"upstream": 2.0, "reduction": "none"}),
     ("upstream-zero", ValueError, "upstream must not be 0", {"upstream": 0}),
     ("backend", ValueError, "backend must be None or one of 'triton', 'torch', got 'cuda'", {"backend": "cuda"}),
-    ("target-range", IndexError, r"target must be in \[0, 11\) .* got 11 for row 0", {"target": torch.full((4, 6), 11)}),
-    ("target-negative", IndexError, "got -1 for row 0", {"target": torch.full((4, 6), -1)}),
+    ("target-range", IndexError, r"target must be in \[0, 11\) .* got 11 for row 0.* one rank's rows .* parallel=VocabParallel", {"target": torch.full((4, 6), 11)}),
+    ("target-negative", IndexError, "got -1 for row 0, leading dimensions flattened; mask it with ignore_index$", {"target": torch.full((4, 6), -1)}),
 ]  # fmt: skip
 
 
@@ -253,6 +253,8 @@ def test_an_error_names_the_argument(function: Callable[..., Any], right: dict[s
         (lambda: losses.z_loss(normalizer=torch.ones(2)), ValueError, r"normalizer of losses\.z_loss .* got shape \(2,\)"),
         (lambda: losses.z_loss(token_weights=torch.ones(2, dtype=torch.int64)), ValueError, "token_weights of .* floating-point"),
         (lambda: losses.z_loss() * float("nan"), ValueError, "coefficient of a loss must be finite, got nan"),
+        (lambda: losses.z_loss() * "a", TypeError, "the coefficient of a loss must be a number or a 0-d tensor, got 'a'"),
+        (lambda: None * losses.z_loss(), TypeError, "the coefficient of a loss must be a number or a 0-d tensor, got None"),
         (lambda: losses.z_loss() * torch.tensor(1j), ValueError, "must be a real number .* torch.complex64"),
         (lambda: losses.z_loss() + losses.entropy, TypeError, r"a summand is what makes a loss, entropy, .* losses\.entropy\(\)"),
     ],
@@ -284,7 +286,10 @@ def test_bounds_that_bound_nothing() -> None:
         ({"batch": [1]}, TypeError, "batch must be a mapping of names to tensors, such as .* got list"),
         ({"batch": {"advantage": torch.ones(4, 6)}}, ValueError, "field 'advantage' .*did you mean 'advantages'"),
         ({"batch": {3: torch.ones(4, 6)}}, ValueError, "batch has a field 3 "),
-        ({"shift": 6}, ValueError, "shift must be below 6"),
+        ({"loss": losses.gspo(), "batch": {"old_logprobs": -torch.ones(4, 6), "advantages": torch.ones(4, 6)}}, ValueError,
+         r"loss gspo needs batch\['segments'\], which is missing; pass it with num_segments, or .* segment_lengths"),
+        ({"loss": losses.topk_kl(), "batch": {"teacher_offsets": torch.arange(25)}}, ValueError,
+         r"field 'teacher_offsets' .*; a top-K teacher has K ids for every token: pad teacher_ids .*; known are"),
         ({"temperature": float("nan")}, ValueError, "temperature must be finite"),
         ({"temperature": torch.ones(6)}, ValueError, r"temperature must .* target's shape \(4, 6\), got shape \(6,\)"),
         ({"temperature": torch.ones(4, 6).long()}, TypeError, "temperature must be a number or floating-point, got"),
@@ -314,6 +319,18 @@ def test_positive_log_probabilities(field: str) -> None:
         linear_loss(**call)
     batch["mask"][0, 2] = False
     assert linear_loss(**call).loss.isfinite()
+
+
+def test_hidden_states_in_the_place_of_logits() -> None:
+    target = torch.full((4, 6), 9)
+    with pytest.raises(
+        IndexError, match=r"in \[0, 8\).* got 9 .* these are hidden states, pass them to linear_loss with"
+    ):
+        logits_loss(HIDDEN, target, losses.cross_entropy())
+    with pytest.raises(
+        IndexError, match=r"in \[0, 8\).* got 9 .* these are hidden states, pass them to linear_loss with"
+    ):
+        logits_logprobs(HIDDEN, target)
 
 
 def test_sequences_of_nothing_and_of_one_token() -> None:
