@@ -72,8 +72,8 @@ def linear_cross_entropy(
         softcap: cap of the logits, as in Gemma 2; positive or None.
         logit_scale: factor of the logits before the cap.
         shift: pairs the hidden state at position t with the target (and token weight) at t + shift along the last
-            leading dimension, without a copy of the hidden states; below that dimension's length, but 1 of a single
-            token predicts nothing. Per-token values stand at their target's place.
+            leading dimension, without a copy of the hidden states. Per-token values stand at their target's place.
+            Sequences no longer than ``shift`` predict nothing: loss 0, zero gradients, per-token values 0.
         upstream: the gradient that ``backward`` will bring for the loss, where it is known (a loss scale): folded in
             before gradients are rounded. Any other upstream gradient stays right. A number but 0, or a 0-d tensor.
         parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. The

@@ -80,7 +80,7 @@ class Task(Generic[Result]):
             tuple([next(i for i, other in enumerate(held) if other is tensor) for tensor in held]),
             tuple([metric.signature for metric in self.metrics]),
             options, tuple(map(type, options)), self.kept_everywhere,
-            len(leading), head.shift > 1 and bool(leading) and 0 < leading[-1] <= head.shift, count is None,
+            len(leading), count is None,
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             torch.is_grad_enabled(),
         )  # fmt: skip

@@ -234,14 +234,9 @@ def check_softcap(softcap: float | None) -> None:
 
 
 def check_shift_along(shift: int, leading: tuple[int, ...]) -> None:
-    """Raises where a target of this shape would be shifted out of itself. Of one token there is nothing to predict."""
+    """Raises where a target of this shape has no dimension to shift along."""
     if shift and not leading:
         raise ValueError(f"shift={shift} needs a target with a dimension to shift along, got a 0-d target")
-    if shift > 1 and 0 < leading[-1] <= shift:
-        raise ValueError(
-            f"shift must be below {leading[-1]}, the length of the target's last dimension, which it runs along, got "
-            f"{shift}: no token would be predicted"
-        )
 
 
 def check_int(argument: str, value: int, least: int | None = None) -> None:

@@ -1,10 +1,22 @@
 """Targets beside the rows that predict them: every backend reads them alike."""
 
+from typing import Any
+
 import pytest
 import torch
 from cases import PLACES, Place
 from torch import Tensor
 
+from chunked_head import (
+    linear_cross_entropy,
+    linear_divergence,
+    linear_logprobs,
+    linear_loss,
+    logits_logprobs,
+    logits_loss,
+    losses,
+    metrics,
+)
 from chunked_head.backends import resolve
 
 VOCAB = 50
@@ -70,3 +82,81 @@ def test_rows_that_are_not_adjacent(place: Place) -> None:
     mask = (torch.arange(48, device=place.device) % 3 > 0).reshape(4, 12)[:, ::2]
     found = resolve(place.backend, target.device).read_targets(target, mask, 1, 13, VOCAB, torch.float32)
     assert torch.equal(found.target, expected(target, mask, 1, 13))
+
+
+# ---- sequences that a shift leaves nothing of
+
+PAIRS = losses.dpo() + losses.cross_entropy()
+POLICY = losses.grpo() + 0.1 * losses.entropy() + losses.forward_kl() + losses.topk_kl(normalize="topk")
+MEASURED = [metrics.entropy(), metrics.accuracy(), metrics.ratio(), metrics.lse(reduce="max"), metrics.perplexity()]
+
+
+def short_call(name: str, hidden: Tensor, weight: Tensor, shift: int, backend: str) -> tuple[list[Tensor], Any]:
+    """Values, the first of them differentiable, and metrics of a call on two sequences of three tokens."""
+    target, options = torch.ones(2, 3, dtype=torch.int64, device=hidden.device), {"shift": shift, "backend": backend}
+    fields = {
+        "old_logprobs": -torch.ones(2, 3), "ref_logprobs": -torch.ones(2, 3), "advantages": torch.ones(2, 3),
+        "teacher_logits": torch.ones(2, 3, 11), "teacher_ids": torch.ones(2, 3, 2, dtype=torch.int64),
+        "teacher_logprobs": -torch.ones(2, 3, 2), "kept_ids": torch.ones(2, 3, 4, dtype=torch.int64),
+        "pairs": torch.tensor([[0, 1]]),
+    }  # fmt: skip
+    fields = {key: value.to(hidden.device) for key, value in fields.items()}
+
+    def chosen(*names: str) -> dict[str, Tensor]:
+        return {key: fields[key] for key in names}
+
+    if name == "cross-entropy":
+        found = linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, z_loss=1e-3, **options)
+        return [found], {}
+    if name == "probabilities":
+        return [linear_cross_entropy(hidden, weight, torch.rand(2, 3, 11).to(hidden.device), **options)], {}
+    if name == "none":
+        return [linear_cross_entropy(hidden, weight, target, reduction="none", **options)], {}
+    if name == "logprobs":
+        return list(
+            linear_logprobs(hidden, weight, target, entropy=True, lse=True, argmax=True, top_k=2, **options)
+        ), {}
+    if name == "kept":
+        return [linear_logprobs(hidden, weight, target, **chosen("kept_ids"), **options)], {}
+    if name == "divergence":
+        return list(linear_divergence(hidden, weight, entropy=True, **chosen("teacher_logits"), **options)), {}
+    if name == "logits-logprobs":
+        return list(logits_logprobs(hidden @ weight.t(), target, entropy=True, argmax=True, **options)), {}
+    if name in ("policy", "logits"):
+        batch = chosen("old_logprobs", "advantages", "teacher_logits", "teacher_ids", "teacher_logprobs")
+        if name == "policy":
+            out = linear_loss(hidden, weight, target, POLICY, batch=batch, metrics=MEASURED, **options)
+        else:
+            out = logits_loss(hidden @ weight.t(), target, POLICY, batch=batch, metrics=MEASURED, **options)
+    elif name == "streams":
+        options["shift"] = [shift, shift + 1]
+        out = linear_loss([hidden, hidden * 2], weight, target, losses.cross_entropy(), **options)
+    else:
+        batch = chosen("ref_logprobs", "pairs")
+        out = linear_loss(hidden, weight, target, PAIRS, batch=batch, segment_lengths=[2, 4], **options)
+    return [out.loss, *out.parts.values()], out.metrics
+
+
+NAMES = (
+    "cross-entropy", "probabilities", "none", "logprobs", "kept", "divergence", "logits-logprobs", "policy", "logits",
+    "streams", "segments",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("shift", [3, 7])
+@pytest.mark.parametrize("name", NAMES)
+def test_sequences_no_longer_than_the_shift(name: str, shift: int, place: Place) -> None:
+    """They predict nothing, as a batch of which no token counts: 0 with a graph, zero gradients, metrics of nothing."""
+    made = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(*size, generator=made).to(place.device) for size in ((2, 3, 8), (11, 8)))
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    values, measured = short_call(name, hidden, weight, shift, place.backend)
+    assert all(not value.any() for value in values) and values[0].requires_grad
+    for grad in torch.autograd.grad(values[0].sum(), (hidden, weight)):
+        assert not grad.any()
+    for label, metric in measured.items():
+        if metric.extremum is None:
+            assert metric.sum.eq(0).all() and metric.count == 0, label
+        else:
+            assert metric.extremum == -torch.inf, label

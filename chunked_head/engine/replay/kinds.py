@@ -94,11 +94,10 @@ class Arguments:
         if len(set(addresses)) < len(addresses):  # one tensor given twice, or parts of one that are as long
             spans = [(address, tensor.nbytes) for address, tensor in zip(addresses, tensors, strict=True)]
             shared = tuple(map(spans.index, spans))
-        device, shift = hidden.device, given.get("shift", 0)
-        beyond = type(shift) is int and bool(leading) and leading[-1] <= shift  # which is an error
+        device = hidden.device
         cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         current = torch.cuda.current_device() if device.type == "cuda" else None
-        of_sizes = self.rows, len(leading), beyond
+        of_sizes = self.rows, len(leading)
         return *self.values, *forms, *of_sizes, shared, torch.is_grad_enabled(), cast, in_backward(), current
 
     def add(self, value: Any) -> bool:
