@@ -100,6 +100,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         made, grads = ctx.made, ctx.grads
+        upstream = tuple([given if given is None else given.resolve_neg() for given in upstream])
         first = next((given for given in upstream if given is not None), None)
         if first is None:
             return None, None, None, None, None

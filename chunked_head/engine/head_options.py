@@ -5,8 +5,8 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -93,6 +93,15 @@ class OfRanks(ABC):
     def request(self) -> Request:
         """What steers the plan."""
         return DEFAULT_REQUEST
+
+    def in_memory(self) -> Self:
+        """The same with the values of all operands in their memory, lazily negated ones copied, differentiably."""
+        copies: dict[str, Any] = {
+            name: value.resolve_neg()
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and value.is_neg()
+        }
+        return replace(self, **copies) if copies else self
 
     def check_each(self) -> None:
         """Raises what is wrong with options by themselves, and with ``shift`` along the target."""

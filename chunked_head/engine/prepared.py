@@ -120,6 +120,8 @@ def prepare(task: Task, program: Program, rows: int | None = None) -> PreparedCa
     rows that do not count follow the call's own."""
     head, dtype, backend, needs = task.head, program.dtype, program.backend, program.needs
     losses, batch, own = named_weights(task)
+    # kernels read memory, which a lazy negation (``z.conj().imag``) has not reached
+    head, batch = head.in_memory(), {name: value.resolve_neg() for name, value in batch.items()}
     known = {**program.known, **own}
     target, frame = head.target, frame_of(task, dtype)
     if isinstance(head, HeadOptions) and head.shard is not None and head.shard.parallel.sequence_sharded:

@@ -137,6 +137,10 @@ def check_buffer(label: str, buffer: Tensor, weight: Tensor, operands: dict[str,
     checks.check_device(label, buffer, weight.device, "weight")
     if not buffer.is_contiguous():
         raise ValueError(f"{label} must be contiguous, got strides {buffer.stride()}; make it by torch.zeros")
+    if buffer.is_neg():
+        raise ValueError(
+            f"{label} is lazily negated, and what is added to its memory would be too; make it by torch.zeros"
+        )
     if buffer.requires_grad:
         raise ValueError(f"{label} must not require a gradient, got requires_grad=True; pass {label}.detach()")
     for argument, tensor in operands.items():

@@ -106,7 +106,7 @@ class Arguments:
         if kind in TENSORS:
             self.tensors.append(value)
             self.values.append(Tensor)
-            return value.layout is torch.strided
+            return value.layout is torch.strided and not value.is_neg()
         if kind in PLAIN:
             self.values.append(kind)  # 1 equals 1.0 and True
             self.values.append(value)

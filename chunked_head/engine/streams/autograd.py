@@ -58,6 +58,7 @@ class StreamsLoss(torch.autograd.Function):
     def backward(ctx: Any, given: Tensor | None) -> tuple[Tensor | None, ...]:
         if given is None:
             return None, None, None, None, *[None] * len(ctx.made)
+        given = given.resolve_neg()
         made, grads, buffer = ctx.made, ctx.grads, ctx.buffer
         ctx.grads, ctx.buffer = [None] * len(made), None
         for one in made:
