@@ -134,6 +134,44 @@ def test_prediction(place: Place, name: str, dtype: torch.dtype, budget: str | N
     )
 
 
+MIXED = losses.grpo() + 1e-3 * losses.z_loss() - 0.01 * losses.entropy()
+MEASURED = metrics.clip_fraction(), metrics.kl_old(), metrics.entropy(), metrics.accuracy()
+TEMPERED = losses.grpo() + losses.kl_to_reference() - 0.01 * losses.entropy(temperature=2.0)
+PER_TOKEN: dict[str, tuple[Losses, tuple, dict[str, Any]]] = {
+    "metrics": (MIXED, MEASURED, {}),
+    "no-gradient": (MIXED, MEASURED, {}),
+    "late": (TEMPERED, (), {"reduction": "none"}),
+}
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_vectors_of_many_tokens(name: str) -> None:
+    """Rows so short that a plan which forgets what lies in memory for each token errs by more than it may."""
+    loss, measured, options = PER_TOKEN[name]
+    tokens, width, vocab = 1 << 18, 4, 16
+    made = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(tokens, width, generator=made), torch.randn(vocab, width, generator=made)
+    if name != "no-gradient":
+        hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    target = torch.randint(0, vocab, (tokens,), generator=made)
+    fields = {key: -torch.rand(tokens, generator=made) for key in ("old_logprobs", "ref_logprobs", "advantages")}
+    fields["mask"], options = target > 1, options | {"chunk_tokens": 1 << 14}
+    grads = {"hidden_grad": hidden.requires_grad, "weight_grad": weight.requires_grad}
+    expected = plan(
+        tokens, width, vocab, torch.float32, loss=loss, metrics=measured, device="cpu", backend="torch",
+        **grads, **options,
+    )  # fmt: skip
+    with Tracker(hidden, weight, target, *fields.values()) as tracker:
+        out = linear_loss(hidden, weight, target, loss, batch=fields, metrics=measured, backend="torch", **options)
+        if out.loss.requires_grad:
+            out.loss.sum().backward()
+    assert out.plan == expected
+    # 16 bytes for each token; those of the demanded statistics alone are 24 or more
+    assert abs(tracker.peak_bytes - expected.peak_bytes) <= 4 * MiB, (
+        f"measured {tracker.peak_bytes / MiB:.2f} MiB, predicted {expected.peak_bytes / MiB:.2f} MiB\n{expected}"
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
 def test_no_host_synchronisation(case: LossCase) -> None:
