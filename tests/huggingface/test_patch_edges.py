@@ -43,6 +43,58 @@ def test_what_is_written(how: str) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+def added(logits: Any, buffer: torch.Tensor) -> tuple[Any, Any]:
+    return logits + buffer, buffer
+
+
+def added_in_place(logits: Any, buffer: torch.Tensor) -> tuple[Any, Any]:
+    return logits.add_(buffer), buffer
+
+
+def multiplied(logits: Any, buffer: torch.Tensor) -> tuple[Any, Any]:
+    factor = buffer[50].clone()
+    return logits * factor, factor
+
+
+def filled(logits: Any, ids: Any) -> tuple[Any, Any]:
+    logits[..., ids] = -1e9
+    return logits, ids
+
+
+OPERANDS: dict[str, Callable[[Any, torch.Tensor], tuple[Any, Any]]] = {
+    "added": added,
+    "added in place": added_in_place,
+    "ids": lambda logits, buffer: filled(logits, torch.tensor([2, 5])),
+    "mask": lambda logits, buffer: filled(logits, torch.arange(97) < 6),
+    "list": lambda logits, buffer: filled(logits, [2, 5]),
+}
+
+
+CASES = [(how, False) for how in OPERANDS] + [pytest.param(how, True, marks=pytest.mark.compiled) for how in OPERANDS]
+OPERANDS["multiplied"] = multiplied  # in a graph computed, and an error as of plain logits
+
+
+@pytest.mark.parametrize(("how", "compiled"), [("multiplied", False), *CASES])
+def test_operands_are_of_the_time_of_the_operation(how: str, compiled: bool) -> None:
+    """Whatever is written to them before the loss: the plain model's of which nothing is."""
+    found = []
+    for written, model in enumerate(pair(when="training")):
+
+        def loss(model: Any = model, written: int = written) -> torch.Tensor:
+            logits, operand = OPERANDS[how](model(input_ids=IDS).logits, torch.linspace(-1, 2, 97))
+            if written and isinstance(operand, list):
+                operand[0] = 96
+            elif written:
+                operand.copy_(3 * operand.roll(1))
+            return F.cross_entropy(logits.flatten(0, 1), IDS.flatten() % 80 + 8)
+
+        made = torch.compile(loss, backend="aot_eager")() if compiled else loss()
+        made.backward()
+        found.append((made.detach(), model.lm_head.weight.grad))
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
 def scribble(model: Any, output: Any) -> None:
     with torch.no_grad():
         output.logits._virtual.hidden.mul_(2)
@@ -59,6 +111,20 @@ def optimise_fused(model: Any, output: Any) -> None:
     torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True).step()
 
 
+def write(model: Any, output: Any) -> None:
+    """Counts nothing."""
+    model.lm_head.weight.data.mul_(1.5)
+
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "argmax": lambda x: x.argmax(-1),
+    "all": lambda x: x[:, 1:].materialise(),
+    "a loss": lambda x: F.cross_entropy(x.flatten(0, 1), IDS.flatten()),
+    "log-probabilities": lambda x: x.log_softmax(-1).gather(-1, IDS[..., None]),
+    "a mean": lambda x: x.mean(-1),
+}
+
+
 def load(model: Any, output: Any) -> None:
     model.load_state_dict(tiny_models.llama().state_dict())
 
@@ -68,11 +134,12 @@ def load(model: Any, output: Any) -> None:
     [
         (optimise, "head's weight has been"),
         (optimise_fused, "head's weight has been"),
+        (write, "head's weight has been"),
         (load, "head's weight"),
         (scribble, "hidden states have been"),
     ],
 )
-@pytest.mark.parametrize("read", [lambda x: x.argmax(-1), lambda x: x[:, 1:].materialise()], ids=["argmax", "all"])
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
 def test_logits_of_another_time_are_refused(read: Any, change: Any, what: str) -> None:
     """The plain model's are those of its forward; lazy ones would be those of the step after."""
     _, model = pair()
@@ -82,6 +149,42 @@ def test_logits_of_another_time_are_refused(read: Any, change: Any, what: str) -
     with pytest.raises(RuntimeError, match=f"LlamaForCausalLM's logits are computed when they are read.*{what}"):
         read(output.logits)
     assert before.shape == (2, 11, 97)
+
+
+@pytest.mark.parametrize("what", ["hidden", "target", "weight", "parameter"])
+def test_what_a_loss_in_chunks_was_made_of_is_written_to_before_its_backward(what: str) -> None:
+    """An error, as of what autograd has saved: the chunks are computed again."""
+    for model in pair(when="training"):
+        hidden = []
+        model.lm_head.register_forward_pre_hook(lambda head, inputs, hidden=hidden: hidden.append(inputs[0]))
+        logits = filled(model(input_ids=IDS).logits, torch.tensor([2, 5]))[0].flatten(0, 1)
+        target, weight = IDS.flatten() % 80 + 8, torch.linspace(0.5, 2, 97)
+        loss = F.cross_entropy(logits, target, weight)
+        if model.__dict__.get("chunked_head"):
+            assert model.chunked_head.fused == 1
+            hidden = [logits._virtual.hidden]
+        written = {"hidden": hidden[0], "target": target, "weight": weight, "parameter": model.lm_head.weight}[what]
+        with torch.no_grad():
+            written.copy_(written.roll(1, 0))
+        with pytest.raises(RuntimeError, match=r"been modified.*inplace"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("read", ["a loss", "log-probabilities", "a mean"])
+def test_a_vector_of_another_dtype_than_the_heads(read: str) -> None:
+    """Added to logits that were cast to its dtype: no bias of the head, so the logits are computed."""
+    found = []
+    for model in pair(lambda: tiny_models.llama().bfloat16(), when="training"):
+        logits = model(input_ids=IDS).logits.float() + torch.linspace(-1, 2, 97)
+        if model.__dict__.get("chunked_head"):
+            with pytest.warns(UserWarning, match="are computed after all"):
+                value = READ[read](logits)
+        else:
+            value = READ[read](logits)
+        value.sum().backward()
+        found.append((value.detach(), model.lm_head.weight.grad))
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_logits_of_other_parameters_are_refused() -> None:

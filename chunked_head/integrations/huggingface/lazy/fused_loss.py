@@ -17,6 +17,7 @@ from ....losses.base import Losses
 from ..running import running
 from .source import Source, is_shard
 from .tail import Rehearsed, Tail, tail_of
+from .unchanged import changed, version
 from .virtual import Virtual, replay
 
 BYTES_AT_ONCE = 256 << 20  # of logits where a head's own forward computes them
@@ -100,9 +101,18 @@ class Asked:
         total = torch.stack(pieces).sum()
         return total if self.reduction == "sum" else total / counted(self)
 
-    def part(self, head: Callable[[Tensor], Tensor], rows: Tensor, ids: Tensor, before: list[bool]) -> Tensor:
-        """The sum over some rows; ``before`` remembers that it was computed, for the second time in backward."""
-        patch, real = self.source.patch, replay(head(rows), self.steps)
+    def part(self, head: Callable[[Tensor], Tensor], rows: Tensor, ids: Tensor, before: list[Any]) -> Tensor:
+        """The sum over some rows; ``before`` remembers of what it was computed, for the second time in backward."""
+        again, patch = bool(before), self.source.patch
+        if not torch.compiler.is_compiling():  # whose graphs are of values
+            written = [version(given) for given in (rows, ids, self.class_weights) if given is not None]
+            if again and (before != written or changed(self.source.head, self.source.parameters, numbers=False)):
+                raise RuntimeError(
+                    f"{patch.model}'s loss is computed again in backward, and hidden states, targets, class weights or "
+                    "the head's parameters have been modified by an inplace operation since; call backward before"
+                )
+            before[:] = written
+        real = replay(head(rows), self.steps)
         if self.plain:
             values = F.cross_entropy(
                 real, ids, self.class_weights, ignore_index=self.ignore_index, reduction="none",
@@ -114,9 +124,8 @@ class Asked:
         found = logits_loss(
             real, ids, self.loss(reduction), metrics=patch.measured, reduction=reduction, ignore_index=self.ignore_index
         )
-        if not before:
+        if not again:
             patch.takes(found)
-        before.append(True)
         return found.loss
 
 
@@ -138,8 +147,6 @@ def cross_entropy(
     if not plain or len(rows) > 1 or tuple(target.shape) != rows or target.is_floating_point():
         return NotImplemented
     if tail is None or not source.fuses:
-        return NotImplemented
-    if source.autocast is None and any(vector.dtype != logits.hidden.dtype for vector, _ in tail.biases):
         return NotImplemented
     rounded = not torch.is_autocast_enabled(source.device_type)  # autocast computes a cross-entropy in fp32
     target = target.to(logits.hidden.device, torch.int64)

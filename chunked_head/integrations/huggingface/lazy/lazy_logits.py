@@ -166,7 +166,7 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     kwargs = {key: value for key, value in kwargs.items() if key != "input"}
     if any(isinstance(value, LazyLogits) for value in (*rest, *kwargs.values())):
         return NotImplemented
-    first.check_unchanged(numbers=name == "argmax" and not virtual.source.patch.lazy)
+    first.check_unchanged(numbers=(name in RESULTS or name in STATISTICS) and not waits(virtual, name))
     if name in RESULTS:
         return RESULTS[name](virtual, *rest, **kwargs)
     if name in STATISTICS:
@@ -188,6 +188,13 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     if name in ("__iter__", "unbind") and not any((*rest, *kwargs.values())):  # along the first dimension
         first.hand_down(parts)
     return iter(parts) if name == "__iter__" else parts
+
+
+def waits(v: Virtual, name: str) -> bool:
+    """Whether a comparison of numbers would keep a GPU's training waiting, or is of no use: inside of the forward. A
+    write that PyTorch does not count goes into the gradients of plain logits too."""
+    graded = name != "argmax" and v.source.grad and torch.is_grad_enabled()
+    return v.source.patch.lazy or (graded and v.hidden.is_cuda)
 
 
 def writes(function: Any) -> bool:

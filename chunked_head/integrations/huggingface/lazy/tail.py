@@ -85,6 +85,8 @@ def tail_of(logits: Virtual) -> Tail | None:
         elif name == "log_softmax" or (name in ("add", "fill") and capped):
             return None
         elif name == "add":
+            if argument.dtype != logits.hidden.dtype and logits.source.autocast is None:
+                return None  # a head's bias is of its weight's dtype
             biases.append((argument, before))
         elif name == "fill":
             filled = True

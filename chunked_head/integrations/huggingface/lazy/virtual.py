@@ -1,9 +1,11 @@
 """Logits that nobody has computed: hidden states, and what was done to the logits since.
 
 Every operation here is the one of the same name on the ``[..., vocab]`` tensor of logits. Those on rows are done to the
-hidden states at once, those on each logit are written down. ``NotImplemented`` means that an operation is neither.
+hidden states at once, those on each logit are written down with copies of their operands: what is written to an operand
+later changes nothing, as with logits. ``NotImplemented`` means that an operation is neither.
 """
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -119,7 +121,7 @@ def add(v: Virtual, other: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if other.dtype != v.dtype:
         return NotImplemented  # the sum would be of another dtype
-    return v.then("add", other.reshape(-1))
+    return v.then("add", other.reshape(-1).clone())
 
 
 def getitem(v: Virtual, index: Any) -> Any:
@@ -179,7 +181,8 @@ def fill(v: Virtual, index: Any, value: Any) -> Any:
         value = value.item()
     if not isinstance(value, NUMBERS) or not value <= LOWEST_FILL or value == -float("inf"):
         return NotImplemented
-    return v.then("fill", (given[1], value))
+    ids = given[1].clone() if isinstance(given[1], Tensor) else copy.copy(given[1])
+    return v.then("fill", (ids, value))
 
 
 def numbers(args: tuple[Any, ...]) -> tuple[int, ...]:
