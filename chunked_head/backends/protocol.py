@@ -49,7 +49,7 @@ class VectorKernel(Protocol):
     outputs for the chunk into rows of ``chunk`` [outputs, tokens of the chunk], those for all tokens at the tokens'
     places into rows of ``table`` [outputs, tokens]."""
 
-    def __call__(self, inputs: Sequence[Tensor], rows: slice, chunk: Tensor, table: Tensor) -> None: ...
+    def __call__(self, inputs: Sequence[Tensor | float], rows: slice, chunk: Tensor, table: Tensor) -> None: ...
 
 
 class Backend(Protocol):
@@ -122,11 +122,12 @@ class Backend(Protocol):
     def vector_kernel(
         self,
         function: Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]],
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Tensor | float],
         token_dims: Sequence[int | None],
     ) -> VectorKernel | None:
         """One kernel of a function of inputs like these to outputs for a chunk and outputs for all tokens, each [n];
-        None where it has none. ``token_dims``: the dimension of each input that tokens are counted along, or None."""
+        None where it has none. ``token_dims``: the dimension of each input that tokens are counted along, or None. The
+        function gets floats as tensors [] of float32; the kernel takes any float in their place."""
 
     def sum_rows(self, table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
         """Sums [rows] of a table [rows, tokens], of the first ``parts`` rows times ``inverse`` [], of the others times

@@ -5,8 +5,11 @@ from torch import Tensor
 
 
 def clamped(values: Tensor, bound: float | None) -> Tensor:
-    """Within [-bound, bound], no gradient outside, infinite values included."""
-    return values if bound is None else values.clamp(-bound, bound)
+    """Within [-bound, bound], no gradient outside, infinite values included; a nan stays."""
+    if bound is None:
+        return values
+    # not torch.clamp, whose gradient at a bound is another in some versions, and for a bound that is a tensor
+    return torch.where(values > bound, bound, torch.where(values < -bound, -bound, values))
 
 
 def gate(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 INFINITY = float("inf")
@@ -56,6 +56,24 @@ def nearest(name: Any, known: Iterable[str]) -> str:
     """What was probably meant, for the end of an error; nothing where no name is like it."""
     found = difflib.get_close_matches(str(name), known, 1)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def with_numbers(value: Any, change: Callable[[float], Any]) -> Any:
+    """An option with ``change`` of every float in it: of itself, or of a tuple's items. What decides which code runs
+    (strings, flags, None, counts) stays."""
+    if type(value) is float:
+        return change(value)
+    if not isinstance(value, tuple):
+        return value
+    items = [with_numbers(item, change) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+
+
+def numbers_in(value: Any) -> tuple[float, ...]:
+    """The floats that ``with_numbers`` changes, in its order."""
+    found: list[float] = []
+    with_numbers(value, found.append)
+    return tuple(found)
 
 
 def refuse_unknown(module: str, kind: str, given: Iterable[str], common: Iterable[str]) -> None:

@@ -252,7 +252,10 @@ def plan_placed(prepared: PreparedCall, placed: "Placed") -> Plan:
         return plan
 
     # of calls among ranks, or with a teacher's tensors, plans are made anew
-    return program.plans.made(placed, make) if head.shard is None and prepared.teacher is None else make()
+    plan = program.plans.made(placed, make) if head.shard is None and prepared.teacher is None else make()
+    if head.shard is None and plan.sizes.demand != program.demand:  # but in numbers
+        plan = replace(plan, sizes=replace(plan.sizes, demand=program.demand))
+    return plan
 
 
 class Placed(NamedTuple):

@@ -85,6 +85,15 @@ class OfRanks(ABC):
         return None if isinstance(self.temperature, Tensor) else self.temperature
 
     @property
+    def numbers(self) -> tuple[Any, ...]:
+        """What makes logits of products, but a temperature per token."""
+        return self.softcap, self.logit_scale, self.plain_temperature
+
+    def check_numbers(self) -> None:
+        """Raises what is wrong with them."""
+        check_options(dict(zip(("softcap", "logit_scale", "temperature"), self.numbers, strict=True)))
+
+    @property
     @abstractmethod
     def options(self) -> tuple[Hashable, ...]:
         """Everything else that is static, as plain values."""
@@ -221,9 +230,8 @@ class HeadOptions(OfRanks):
     @property
     def options(self) -> tuple[Hashable, ...]:
         return (
-            self.ignore_index, self.softcap, self.logit_scale, self.plain_temperature, self.shift, self.memory_budget,
-            self.chunk_tokens, self.accumulate_dtype, self.backend, self.accumulate_into is None, self.skip_ignored,
-            self.deterministic, self.vocab_size, self.parallel,
+            self.ignore_index, self.shift, self.memory_budget, self.chunk_tokens, self.accumulate_dtype, self.backend,
+            self.accumulate_into is None, self.skip_ignored, self.deterministic, self.vocab_size, self.parallel,
         )  # fmt: skip
 
     @property
@@ -310,7 +318,4 @@ class LogitsOptions(OfRanks):
 
     @property
     def options(self) -> tuple[Hashable, ...]:
-        return (
-            self.ignore_index, self.softcap, self.logit_scale, self.plain_temperature, self.shift, self.backend,
-            self.vocab_size, self.parallel,
-        )  # fmt: skip
+        return self.ignore_index, self.shift, self.backend, self.vocab_size, self.parallel

@@ -45,8 +45,11 @@ class Program:
     coupled: bool  # gradients wait for all tokens' statistics
     by_segments: bool  # those of a segment's, or a pair's, are all that is waited for
     kept_everywhere: bool  # whether every token that counts has columns of its own, and no token the vocabulary
+    columns: int  # K of teacher_ids, 0 without
+    teacher_vocab: int | None  # of a dense teacher
+    numbers: str  # ``Task.numbers`` of the calls that it is for
     pads: bool  # whether rows that do not count may follow the tokens' own: ``may_pad``
-    plans: Cache[Hashable, Plan] = field(default_factory=lambda: Cache(MOST_PLANS))  # that its calls have had
+    plans: Cache[Hashable, Plan] = field(default_factory=lambda: Cache(MOST_PLANS))  # whatever the numbers of calls
 
     @property
     def statistics_dtype(self) -> torch.dtype:
@@ -66,7 +69,18 @@ def program_of(task: Task) -> Program:
         return build(task)
     lasting = all(summand.lasting for _, summand in task.losses.terms)
     known = PROGRAMS if lasting else OF_LOSSES.setdefault(task.losses, Cache(MOST_PROGRAMS))
-    return known.made(signature, lambda: build(task))
+    program = known.made(signature, lambda: build(task))
+    if program.numbers != task.numbers:
+        program = known[signature] = renumbered(program, task)
+    return program
+
+
+def renumbered(program: Program, task: Task) -> Program:
+    """The program of a call of the same signature with other numbers; nothing else is checked or made anew."""
+    task.head.check_numbers()
+    losses, _, _ = named_weights(task)
+    needs, demand = needs_for(task, losses, program.wanted, program.columns, program.teacher_vocab)
+    return replace(program, needs=needs, demand=demand, numbers=task.numbers)
 
 
 def build(task: Task) -> Program:
@@ -105,25 +119,35 @@ def build(task: Task) -> Program:
     if teacher_vocab is not None:
         teacher_vocab = whole_teacher(head, batch, teacher_vocab)
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
-    needs = needs_of(losses, metrics, head.plain_temperature, head.vocab, columns, teacher_vocab)
+    needs, demand = needs_for(task, losses, wanted, columns, teacher_vocab)
     segmented, coupled = coupling(losses, dtype)
-    demand = task.wants(needs.demand)
-    if isinstance(head, LogitsOptions) or (head.shard is not None and head.shard.parallel.sequence_sharded):
-        demand = demand._replace(columns_alone=False)
     if task.kept_everywhere and "kept_ids" not in wanted:
         raise ValueError("kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing")
     if "kept_ids" in wanted:
         check_sets(head, demand, "candidate_bias" in wanted)
-        # exponentials would be relative to a target's logit, which is not there for rows that keep columns
-        demand = demand._replace(rank_one=False)
     return Program(
-        dtype, backend, without_tensors(needs), demand, tuple(wanted), known, autocast,
+        dtype, backend, needs, demand, tuple(wanted), known, autocast,
         head.request, bool(task.per_token), segmented, coupled and not task.per_token,
         isinstance(head, HeadOptions) and not head.skip_ignored and not task.per_token and alone(losses, dtype),
-        task.kept_everywhere or demand.columns_alone,
+        task.kept_everywhere or demand.columns_alone, columns, teacher_vocab, task.numbers,
         isinstance(head, HeadOptions) and not head.skip_ignored and head.shard is None and head.tokens is None
         and head.target is not None and may_pad(parts, wanted, known, head.request),
     )  # fmt: skip
+
+
+def needs_for(
+    task: Task, losses: Losses, wanted: Sequence[str], columns: int, teacher_vocab: int | None
+) -> tuple[Needs, Demand]:
+    """What losses and metrics need at the call's numbers, without tensors; and the statistics of the call."""
+    head = task.head
+    needs = needs_of(losses, task.metrics, head.plain_temperature, head.vocab, columns, teacher_vocab)
+    demand = task.wants(needs.demand)
+    if isinstance(head, LogitsOptions) or (head.shard is not None and head.shard.parallel.sequence_sharded):
+        demand = demand._replace(columns_alone=False)
+    if "kept_ids" in wanted:
+        # exponentials would be relative to a target's logit, which is not there for rows that keep columns
+        demand = demand._replace(rank_one=False)
+    return without_tensors(needs), demand
 
 
 def may_pad(

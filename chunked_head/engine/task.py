@@ -49,8 +49,21 @@ class Task(Generic[Result]):
     kept_everywhere: bool = False  # whether every token that counts keeps a set of columns
     segments: Segments | None = None  # where the host knows them
 
+    @property
+    def numbers(self) -> str:
+        """Numbers of the head, of losses and of metrics, which ``signature`` leaves out: equal text for equal ones."""
+        parts = (*(summand for _, summand in self.losses.terms), *self.metrics)
+        return repr((self.head.numbers, [part.settings for part in parts]))
+
+    def alike(self) -> tuple[int, ...]:
+        """For each loss and metric the first one at an equal temperature, 0 for the call's: which share a softmax."""
+        parts = (*(summand for _, summand in self.losses.terms), *self.metrics)
+        call = self.head.plain_temperature
+        found = [call, *(call if part.temperature is None else part.temperature for part in parts)]
+        return tuple(map(found.index, found))
+
     def signature(self) -> Signature | None:
-        """Equal for calls that one program runs; None where it cannot be told."""
+        """Equal for calls that one program runs, but for its ``numbers``; None where it cannot be told."""
         head, batch, count = self.head, self.batch, self.num_segments
         batch = {} if batch is None else batch
         if not isinstance(batch, Mapping) or not (count is None or (type(count) is int and count > 0)):
@@ -59,7 +72,8 @@ class Task(Generic[Result]):
         if head.rows[0] is None or not all(type(tensor) in TENSORS for tensor in tensors):
             return None
         options = (*head.options, *self.options)
-        if not all(type(option) in OPTIONS for option in options) or type(head.shift) is not int:
+        kinds = tuple(map(type, (*options, *head.numbers)))
+        if not all(kind in OPTIONS for kind in kinds) or type(head.shift) is not int:
             return None
         leading, terms, device = head.leading, self.losses.terms, head.device.type
         if device == "meta":
@@ -79,7 +93,7 @@ class Task(Generic[Result]):
             tuple([metadata(tensor) for tensor in held]),
             tuple([next(i for i, other in enumerate(held) if other is tensor) for tensor in held]),
             tuple([metric.signature for metric in self.metrics]),
-            options, tuple(map(type, options)), self.kept_everywhere,
+            options, kinds, self.alike(), self.kept_everywhere,
             len(leading), count is None,
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             torch.is_grad_enabled(),

@@ -6,9 +6,9 @@ A ``Summand`` is one loss; ``Losses`` is a sum of them with coefficients, and th
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Self, TypedDict
 
 from torch import Tensor
 
@@ -99,7 +99,7 @@ class Part:
 
     kind: str  # the name of its factory
     function: Callable[..., Tensor]
-    options: Mapping[str, Any] = field(default_factory=dict)  # hashable: part of what is compiled
+    options: Mapping[str, Any] = field(default_factory=dict)  # hashable; all but their floats decide what is compiled
     needs: frozenset[str] = frozenset()
     fields: tuple[str, ...] = ()
     optional_fields: tuple[str, ...] = ()
@@ -116,14 +116,29 @@ class Part:
 
     @property
     def code(self) -> tuple:
-        """What decides which code it compiles to."""
-        return self.function, tuple(sorted(self.options.items())), self.unit, self.temperature
+        """What decides which code it compiles to: every float of an option is an argument of that code."""
+        return self.function, shared.with_numbers(tuple(sorted(self.options.items())), type), self.unit
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Floats of the options, in the order of their names: arguments of the arithmetic."""
+        return shared.numbers_in(tuple(sorted(self.options.items())))
+
+    def at(self, numbers: Iterator[Any]) -> Self:
+        """The same with the next of other numbers, which may be tensors."""
+        options = shared.with_numbers(tuple(sorted(self.options.items())), lambda _: next(numbers))
+        return replace(self, options=dict(options))
+
+    @property
+    def settings(self) -> tuple:
+        """All its numbers: what ``signature`` leaves out."""
+        return self.numbers, self.temperature
 
     @property
     def reads(self) -> tuple:
         """How it goes into a call."""
         fields = self.fields, self.optional_fields, tuple(self.extra_fields.items())
-        return self.label, fields, self.needs, self.scope, self.reads_target
+        return self.label, fields, self.needs, self.scope, self.reads_target, type(self.temperature)
 
     def values(self, stats: Any, batch: Any, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
         return self.function(stats, batch, **self.options, **(tensors or {}))
@@ -151,7 +166,11 @@ class Summand(Part):
     @property
     def key(self) -> tuple:
         """Equal for summands that compile to the same code."""
-        return *self.code, tuple(self.tensors), self.teacher
+        return *self.code, tuple(self.tensors), shared.with_numbers(self.teacher, type)
+
+    @property
+    def settings(self) -> tuple:
+        return *super().settings, shared.numbers_in(self.teacher)
 
     @property
     def weights(self) -> Tensor | None:

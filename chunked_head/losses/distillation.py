@@ -6,6 +6,7 @@ Throughout, ``p`` is the student's distribution and ``q`` the teacher's, which t
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.batch import Batch
@@ -94,7 +95,7 @@ def lk(form: str = "log", eta: float = 3.0, least: float = 1e-5, **teacher: Any)
 
 
 def _log_acceptance(stats: Stats, batch: Batch, factor: float, least: float) -> Tensor:
-    return -stats.overlap.clamp(min=least).log() * factor
+    return -torch.where(stats.overlap < least, least, stats.overlap).log() * factor
 
 
 def _hybrid_acceptance(stats: Stats, batch: Batch, factor: float, eta: float) -> Tensor:

@@ -34,7 +34,7 @@ def cross_entropy(
     """
     where = "losses.cross_entropy"
     smoothing = number(where, "label_smoothing", label_smoothing, 0.0, 1.0)
-    options = {"label_smoothing": smoothing, "token_scaling": flag(f"token_scaling of {where}", token_scaling)}
+    options = {"label_smoothing": smoothing or None, "token_scaling": flag(f"token_scaling of {where}", token_scaling)}
     known: dict[str, Any] = {"needs": set(), "bounded": True}
     if entropy_scaling is not None:
         options["entropy_scaling"] = number(where, "entropy_scaling", entropy_scaling, 0.0)
@@ -60,7 +60,7 @@ def _smoothed_weight(smoothing: float, batch: Batch, class_weights: Tensor) -> T
 def _cross_entropy(
     stats: Stats,
     batch: Batch,
-    label_smoothing: float,
+    label_smoothing: float | None,
     token_scaling: bool,
     entropy_scaling: float | None = None,
     class_weights: Tensor | None = None,
@@ -69,7 +69,7 @@ def _cross_entropy(
     if class_weights is not None:
         class_weights = class_weights.to(values.dtype)
         values = class_weights[batch.target] * values
-    if label_smoothing:
+    if label_smoothing is not None:
         if class_weights is None:
             uniform = stats.lse - stats.mean_logit
         else:
@@ -87,13 +87,13 @@ def focal(gamma: float = 2.0, alpha: float | Tensor | None = None, **summand: An
     in it, unlike ``class_weights`` of cross-entropy. ``gamma = 0`` is cross-entropy; 2 is the paper's choice, alpha is
     left out by default because the paper's 0.25 balances two classes. ``summand``: ``SummandOptions``.
     """
-    options = {"gamma": number("losses.focal", "gamma", gamma, 0.0, 1e3)}
+    options: dict[str, Any] = {"gamma": number("losses.focal", "gamma", gamma, 0.0, 1e3) or None}
     known: dict[str, Any] = {}
     if isinstance(alpha, Tensor):
         _check_per_class("losses.focal", "alpha", alpha)
         known = {"tensors": {"alpha": alpha}, "size": _target_alpha}
     else:
-        options["alpha"] = 1.0 if alpha is None else number("losses.focal", "alpha", alpha, 0.0)
+        options["factor"] = 1.0 if alpha is None else number("losses.focal", "alpha", alpha, 0.0)
     return make("focal", _focal, summand, options, bounded=True, **known)
 
 
@@ -101,10 +101,13 @@ def _target_alpha(batch: Batch, alpha: Tensor) -> Tensor:
     return alpha[batch.target]
 
 
-def _focal(stats: Stats, batch: Batch, gamma: float, alpha: float | Tensor) -> Tensor:
-    factor = alpha[batch.target].to(stats.logprob.dtype) if isinstance(alpha, Tensor) else alpha
+def _focal(
+    stats: Stats, batch: Batch, gamma: float | None, factor: float | Tensor = 1.0, alpha: Tensor | None = None
+) -> Tensor:
+    if alpha is not None:
+        factor = alpha[batch.target].to(stats.logprob.dtype)
     values = -factor * stats.logprob
-    if gamma == 0:
+    if gamma is None:
         return values
     rest = -torch.expm1(stats.logprob)
     # a power below 1 has an infinite slope at 0, where the loss has none

@@ -71,8 +71,8 @@ def clamped_estimate(d: Tensor, estimator: str, bound: float | None) -> Tensor:
         return kl_estimate(d, estimator)
     value = kl_estimate(d.detach(), estimator)
     outside = ~(value.abs() <= bound) & ~d.isnan()
-    value = value.nan_to_num(torch.inf).clamp(-bound, bound)  # the difference of two infinities, too
-    return torch.where(outside, value, kl_estimate(torch.where(outside, 0.0, d), estimator))
+    value = torch.where(value.isnan(), bound, value)  # the difference of two infinities
+    return torch.where(outside, clamped(value, bound), kl_estimate(torch.where(outside, 0.0, d), estimator))
 
 
 def estimated_kl(

@@ -68,7 +68,7 @@ class Metric(Part):
 
     @functools.cached_property
     def signature(self) -> Hashable:
-        """Equal for metrics that run in the same way."""
+        """Equal for metrics that run in the same way, whatever their numbers."""
         return self.key, self.reads, self.finish
 
     @property

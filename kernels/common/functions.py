@@ -47,7 +47,9 @@ def log1p(x):
 @triton.jit
 def power(x, y):
     if INTERPRETED:
-        return tl.exp2(y * tl.log2(x))  # of what is not negative
+        # of what is not negative
+        exact = tl.exp2(y.to(tl.float64) * tl.log2(x.to(tl.float64))).to(tl.float32)
+        return tl.where(y == 0.0, 1.0, exact)
     else:
         return libdevice.pow(x, y)
 

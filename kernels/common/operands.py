@@ -110,8 +110,6 @@ class Strips(NamedTuple):
         return Strips(*(None if t is None else t[:, :rows] for t in self))
 
 
-def mixture(beta: float | None) -> dict[str, float]:
-    """What kernels take of a mixture of two softmaxes in these shares; anything where there is none."""
-    return {"LOG_BETA": 0.0, "LOG_REST": 0.0} if beta is None else {
-        "LOG_BETA": math.log(beta), "LOG_REST": math.log1p(-beta)
-    }  # fmt: skip
+def mixture(beta: float | None) -> tuple[float | None, float | None]:
+    """Logarithms of the shares ``beta`` and ``1 - beta`` of two softmaxes; None where nothing mixes them."""
+    return (None, None) if beta is None else (math.log(beta), math.log1p(-beta))

@@ -55,8 +55,8 @@ def transform_derivative(
 def log_mixture(
     log_a,  # log-probabilities
     log_b,
-    log_share_a: tl.constexpr,  # logarithms of the shares, which add up to 1
-    log_share_b: tl.constexpr,
+    log_share_a,  # logarithms of the shares, which add up to 1
+    log_share_b,
 ):
     """``log(share_a exp(log_a) + share_b exp(log_b))``, -inf where both are."""
     a = log_a + log_share_a

@@ -54,9 +54,9 @@ def column_grad_kernel(
     teacher_scale,
     teacher_softcap,
     teacher_row_scale_ptr,
+    log_beta,  # of a mixture's shares, the teacher's first; float or None without one
+    log_rest,
     SECOND: tl.constexpr,
-    LOG_BETA: tl.constexpr,
-    LOG_REST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Overwrites the gradient of some columns with what exact logits give: ``p - t`` out of a rounded ``p`` would lose
@@ -94,7 +94,7 @@ def column_grad_kernel(
         load_number(rest_ptr, row), load_number(alpha_ptr, row), load_number(eta_ptr, row),
         load_number(start2_ptr, row), load_number(rest2_ptr, row), load_number(alpha2_ptr, row),
         load_number(eta2_ptr, row), load_number(gamma_ptr, row), load_number(rho_ptr, row), load_number(tau_ptr, row),
-        load_number(theta_ptr, row), logit_scale, softcap, row_scale, ratio2, columns2, SECOND, LOG_BETA, LOG_REST,
+        load_number(theta_ptr, row), logit_scale, softcap, row_scale, ratio2, columns2, log_beta, log_rest, SECOND,
         False,
     )  # fmt: skip
     tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=here)

@@ -63,7 +63,7 @@ def grad_half(
     grad = logits_gradient(
         x, is_target, offs[None, :], omega, None, None, target_logit, beta, kappa, start, rest, alpha, eta,
         start2, rest2, alpha2, eta2, None, None, None, None, logit_scale, softcap, row_scale, ratio2,
-        columns2 if SPECIAL else None, False, 0.0, 0.0, True,
+        columns2 if SPECIAL else None, None, None, False, True,
     )  # fmt: skip
     # selection, whatever stands in a row that does not count
     return to_type_of(dlogits, tl.where(counts[:, None], grad, 0.0))

@@ -48,8 +48,8 @@ def add_teacher_terms(
     rho,
     tau,
     theta,
-    LOG_BETA: tl.constexpr,
-    LOG_REST: tl.constexpr,
+    log_beta,  # of the shares of a mixture; None without one
+    log_rest,
 ):
     """``grad`` and the second line of the identity."""
     p, q = tl.exp2(log_p * log2_e), tl.exp2(log_q * log2_e)
@@ -58,7 +58,7 @@ def add_teacher_terms(
     if rho is not None:
         grad -= tl.where(p > 0.0, rho * p * tl.maximum(log_q, LOG_FLOOR), 0.0)
     if tau is not None:
-        grad += tl.where(p > 0.0, tau * p * (log_p - log_mixture(log_q, log_p, LOG_BETA, LOG_REST)), 0.0)
+        grad += tl.where(p > 0.0, tau * p * (log_p - log_mixture(log_q, log_p, log_beta, log_rest)), 0.0)
     if theta is not None:
         grad -= theta * tl.where(p > q, 0.0, tl.where(p < q, 2.0 * p, p))
     return grad
@@ -116,9 +116,9 @@ def logits_gradient(
     row_scale,
     ratio2,
     columns2,  # that the second softmax is over; None for all
+    log_beta,  # of a mixture's shares, the teacher's first; None without one
+    log_rest,
     SECOND: tl.constexpr,  # p beside the teacher is of the second temperature
-    LOG_BETA: tl.constexpr,
-    LOG_REST: tl.constexpr,
     ROUNDED: tl.constexpr,  # to 16 bits, and so p may be fused_softmax_term's
 ):
     """The identity times the slope; anything where a row does not count."""
@@ -156,5 +156,5 @@ def logits_gradient(
         grad -= kappa if omega is None else kappa * omega
     if log_q is not None:
         beside = log_p2 if SECOND else log_p
-        grad = add_teacher_terms(grad, beside, log_q, gamma, rho, tau, theta, LOG_BETA, LOG_REST)
+        grad = add_teacher_terms(grad, beside, log_q, gamma, rho, tau, theta, log_beta, log_rest)
     return grad * transform_derivative(x, logit_scale, softcap, row_scale)

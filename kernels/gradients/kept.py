@@ -56,7 +56,7 @@ def kept_grad_kernel(
         grad = logits_gradient(
             x, here & (column == target), column, None, None, None, target_logit, beta, None, start, rest, alpha, eta,
             start2, rest2, alpha2, eta2, None, None, None, None, logit_scale, softcap, row_scale, ratio2, None,
-            False, 0.0, 0.0, False,
+            None, None, False, False,
         )  # fmt: skip
         tl.store(dlogit_ptr + entry, tl.where(here, grad, 0.0), mask=entry < end)
 

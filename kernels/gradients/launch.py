@@ -76,14 +76,14 @@ def row_programs(columns: int) -> int:
     return cdiv(cdiv(columns, RELATIVE_STRIP), STRIPS_AT_ONCE)
 
 
-def beside_arguments(beside: Beside | None) -> tuple[tuple, tuple[int, int], Transform, dict]:
-    """A teacher as the kernels take it: tensors, columns and stride, scale and cap, constants; None for none."""
+def beside_arguments(beside: Beside | None) -> tuple[tuple, tuple[int, int], tuple, dict]:
+    """A teacher as the kernels take it: tensors, columns and stride, numbers, constants; None for none."""
     if beside is None:
-        return (None,) * 9, (0, 0), PLAIN, {"SECOND": False, **mixture(None)}
+        return (None,) * 9, (0, 0), (*PLAIN, *mixture(None)), {"SECOND": False}
     side = beside.stored
     tensors = (side.logits, side.offset, side.bias, *beside[1:3], *beside[5:9])
-    constants = {"SECOND": beside.second, **mixture(beside.beta)}
-    return tensors, (beside.columns, side.logits.stride(0)), side.transform, constants
+    scalars = *side.transform, *mixture(beside.beta)
+    return tensors, (beside.columns, side.logits.stride(0)), scalars, {"SECOND": beside.second}
 
 
 def row_grad(

@@ -66,9 +66,9 @@ def row_grad_kernel(
     teacher_scale,
     teacher_softcap,
     teacher_row_scale_ptr,
+    log_beta,  # of a mixture's shares, the teacher's first; float or None without one
+    log_rest,
     SECOND: tl.constexpr,  # p beside the teacher is of the second temperature
-    LOG_BETA: tl.constexpr,
-    LOG_REST: tl.constexpr,
     COLUMN_PROGRAMS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # a strip where logits are relative
@@ -159,7 +159,7 @@ def row_grad_kernel(
         grad = logits_gradient(
             x, offs[None, :] == target, offs[None, :], omega, log_q, zero, target_logit, beta, kappa,
             row_start, row_rest, alpha, eta, start2, rest2, alpha2, eta2, gamma, rho, tau, theta,
-            logit_scale, softcap, row_scale, ratio2, columns2, SECOND, LOG_BETA, LOG_REST, False,
+            logit_scale, softcap, row_scale, ratio2, columns2, log_beta, log_rest, SECOND, False,
         )  # fmt: skip
         if not LOGARITHMS:
             # selection: where a row does not count a teacher's logits, or a bias, may be nan

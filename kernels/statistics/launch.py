@@ -204,8 +204,8 @@ def pair_stats(
         *outs, student.logits, student.offset, student.bias, *softmax,
         teacher.logits, teacher.offset, teacher.bias, *teacher_softmax,
         strip_stride(student, teacher), columns, student.logits.stride(0), teacher.logits.stride(0),
-        *student.transform, ratio, *teacher.transform,
-        BETA=beta, **mixture(beta), BLOCK=block, num_warps=4, **FUSED,
+        *student.transform, ratio, *teacher.transform, beta, *mixture(beta),
+        BLOCK=block, num_warps=4, **FUSED,
     )  # fmt: skip
 
 

@@ -49,9 +49,9 @@ def pair_stats_kernel(
     teacher_scale,
     teacher_softcap,
     teacher_row_scale_ptr,
-    BETA: tl.constexpr,
-    LOG_BETA: tl.constexpr,
-    LOG_REST: tl.constexpr,  # log(1 - beta)
+    beta,  # float or None, with its logarithm and that of 1 - beta
+    log_beta,
+    log_rest,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -93,7 +93,7 @@ def pair_stats_kernel(
         if teacher_entropy_ptr is not None:
             entropy -= tl.where(q > 0.0, q * log_q, 0.0)
         if jsd_ptr is not None:
-            log_m = log_mixture(log_q, log_p, LOG_BETA, LOG_REST)
+            log_m = log_mixture(log_q, log_p, log_beta, log_rest)
             p_to_mixture += tl.where(p > 0.0, p * (log_p - log_m), 0.0)
             q_to_mixture += tl.where(q > 0.0, q * (log_q - log_m), 0.0)
         if tvd_ptr is not None:
@@ -111,7 +111,7 @@ def pair_stats_kernel(
     if jsd_ptr is not None:
         kl_mixture = tl.sum(p_to_mixture, 0)
         tl.store(kl_mixture_ptr + row, kl_mixture)
-        tl.store(jsd_ptr + row, BETA * tl.sum(q_to_mixture, 0) + (1.0 - BETA) * kl_mixture)
+        tl.store(jsd_ptr + row, beta * tl.sum(q_to_mixture, 0) + (1.0 - beta) * kl_mixture)
     if tvd_ptr is not None:
         tl.store(tvd_ptr + row, tl.sum(variation, 0))
     if overlap_ptr is not None:

@@ -281,7 +281,12 @@ def run_reference(case: LossCase, inputs: LossInputs) -> tuple[Tensor, dict[str,
 
 
 def run_step(
-    case: LossCase, inputs: LossInputs, measured: Sequence[Metric], upstream: float = 0.7, **options: Any
+    case: LossCase,
+    inputs: LossInputs,
+    measured: Sequence[Metric],
+    upstream: float = 0.7,
+    declared: float | None = None,
+    **options: Any,
 ) -> tuple[LossOutput, dict[str, Any]]:
     """Ours forward and backward: what it returned, and numbers of it on the CPU."""
     hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
@@ -291,7 +296,7 @@ def run_step(
         leaves.append(head["bias"])
     out = linear_loss(
         hidden, weight, inputs.target, case.losses, batch=inputs.batch, num_segments=inputs.num_segments,
-        metrics=measured, **head, **options,
+        metrics=measured, upstream=declared, **head, **options,
     )  # fmt: skip
     (out.loss * upstream).backward()
     return out, {

@@ -1,10 +1,10 @@
 """What Triton compiles for: the same of every launch, however many tokens a call has."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from compiled_for import record_launches
 
 from chunked_head import linear_cross_entropy, linear_loss, losses, metrics, plan
 
@@ -16,38 +16,10 @@ COUNTS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 95, 96, 97, 100, 1
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def told(name: str, value: Any) -> Any:
-    """What of an argument is part of the compiled code."""
-    from chunked_head.kernels.common.kernel import PER_CALL, PER_ROW
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    if name.isupper() or value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, TensorDescriptor):
-        return value.base.dtype, tuple(value.block_shape)
-    if isinstance(value, torch.Tensor):
-        return value.dtype, name in PER_ROW or value.data_ptr() % 16 == 0
-    if isinstance(value, int):
-        return abs(value) < 2**31 and (name in PER_CALL or (value == 1, value % 16 == 0))
-    return type(value)
-
-
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> set:
     """Kernels launched and what each was compiled for; only those run whose numbers torch takes for indices."""
-    from triton.runtime import interpreter
-
-    found: set = set()
-    run = interpreter.GridExecutor.__call__
-
-    def record(self: Any, *args: Any, **options: Any) -> None:
-        named = dict(zip(self.arg_names, args, strict=False)) | options
-        found.add((self.fn.__name__, tuple((name, told(name, value)) for name, value in named.items())))
-        if self.fn.__name__ in ("read_targets_kernel", "sort_targets_kernel"):
-            run(self, *args, **options)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", record)
-    yield found
+    return record_launches(monkeypatch, lambda name: name in ("read_targets_kernel", "sort_targets_kernel"))
 
 
 def specializations(
@@ -62,7 +34,7 @@ def specializations(
     else:
         measured = [metrics.accuracy(), metrics.entropy(), metrics.lse()]
         linear_loss(*operands, losses.cross_entropy(), metrics=measured, backend="triton", **options).loss.backward()
-    return frozenset(launched)
+    return frozenset((name, kinds) for name, _, kinds in launched)
 
 
 def kind(found: frozenset, several: bool) -> tuple[Any, ...]:

@@ -435,8 +435,9 @@ def test_temperature_and_names() -> None:
     assert (metric.label, metric.temperature, metric.fields) == ("hot", 0.7, ("documents",))
     assert metrics.entropy().key == metrics.entropy(name="other").key != metrics.entropy("max").key
     assert metrics.entropy().key != metrics.lse().key
-    assert metrics.clip_fraction(0.1).key != metrics.clip_fraction(0.2).key
-    assert metrics.ratio(weighting="segment").key != metrics.ratio().key != metrics.ratio(temperature=2.0).key
+    assert metrics.clip_fraction(0.1).key == metrics.clip_fraction(0.2).key != metrics.clip_fraction(side="low").key
+    assert metrics.ratio(weighting="segment").key != metrics.ratio().key == metrics.ratio(temperature=2.0).key
+    assert metrics.ratio().key != metrics.ratio(ratio_clamp=None).key
 
 
 def test_needs_and_fields() -> None:

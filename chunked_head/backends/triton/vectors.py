@@ -1,8 +1,9 @@
 """A function of numbers per token as one Triton kernel, written from a trace of it: the losses' arithmetic.
 
-Each value of the trace is a number per token [n] or one number []. The kernel reads the inputs that are used, computes
-node after node, and writes the outputs. A function with anything else (sums over segments, several columns per token,
-an operation that ``ARITHMETIC`` does not have) has no kernel.
+Each value of the trace is a number per token [n] or one number []. Inputs are tensors and floats: an argument each, so
+that the kernel serves every value. It reads those that are used, computes node after node, and writes the outputs. A
+function with anything else (sums over segments, several columns per token, an operation that ``ARITHMETIC`` does not
+have) has no kernel.
 """
 
 import itertools
@@ -80,28 +81,28 @@ class VectorKernel:
         )
         self.launcher = Launcher(kernel)
 
-    def __call__(self, inputs: Sequence[Tensor], rows: slice, chunk: Tensor, table: Tensor) -> None:
+    def __call__(self, inputs: Sequence[Tensor | float], rows: slice, chunk: Tensor, table: Tensor) -> None:
         count = rows.stop - rows.start
         self.launcher[(cdiv(count, BLOCK),)](
             chunk, table, *[inputs[i] for i in self.used], rows.start, count, chunk.stride(0), table.stride(0),
-            *[inputs[i].stride(0) for i in self.strided],
+            *[inputs[i].stride(0) for i in self.strided],  # type: ignore[union-attr]
             BLOCK=BLOCK, num_warps=4, **FUSED,
         )  # fmt: skip
 
 
 def vector_kernel(
-    function: Function, inputs: Sequence[Tensor], token_dims: Sequence[int | None]
+    function: Function, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None]
 ) -> VectorKernel | None:
     """As ``protocol.Backend`` has it: None where the function can have none."""
     try:
-        one, other = (Writer(*trace(function, inputs, token_dims, n), token_dims) for n in LENGTHS)
+        one, other = (Writer(*trace(function, inputs, token_dims, n), inputs, token_dims) for n in LENGTHS)
     except NoKernelError:
         return None
     return VectorKernel(one.source, one.used, one.strided) if one.source == other.source else None
 
 
 def trace(
-    function: Function, inputs: Sequence[Tensor], token_dims: Sequence[int | None], tokens: int
+    function: Function, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None], tokens: int
 ) -> tuple[fx.GraphModule, int]:
     """The trace, with all outputs in a row, and how many of these are of a chunk."""
     try:
@@ -109,12 +110,12 @@ def trace(
     except ImportError as error:
         raise NoKernelError("this torch traces in another way") from error
 
-    shapes = [list(tensor.shape) for tensor in inputs]
-    for shape, dim in zip(shapes, token_dims, strict=True):
+    samples, counts = [], []
+    for value, dim in zip(inputs, token_dims, strict=True):
+        shape, dtype = ([], torch.float32) if isinstance(value, float) else ([*value.shape], value.dtype)
         if dim is not None:
             shape[dim] = tokens
-    samples = [torch.zeros(shape, dtype=tensor.dtype) for shape, tensor in zip(shapes, inputs, strict=True)]
-    counts = []
+        samples.append(torch.zeros(shape, dtype=dtype))
 
     def in_a_row(given: list[Tensor]) -> list[Tensor]:
         local, whole = function(given)
@@ -133,13 +134,16 @@ def name_of(node: fx.Node) -> str:
 class Writer:
     """The source of a trace's kernel, and which inputs it reads."""
 
-    def __init__(self, traced: fx.GraphModule, local: int, token_dims: Sequence[int | None]):
+    def __init__(
+        self, traced: fx.GraphModule, local: int, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None]
+    ):
         self.token_dims = token_dims
         self.lines: list[str] = []
         self.names: dict[str, str] = {}  # by expression: what is computed twice is computed once
         self.values: dict[fx.Node, str] = {}
         self.used: list[int] = []
         self.strided: list[int] = []  # inputs [rows, n] of which rows are read
+        self.numbers = {i for i, value in enumerate(inputs) if isinstance(value, float)}
         self.inputs = {node: i for i, node in enumerate(traced.graph.find_nodes(op="placeholder"))}
         (end,) = traced.graph.find_nodes(op="output")
         outputs: Any = end.args[0]
@@ -148,8 +152,9 @@ class Writer:
         for i, node in enumerate(outputs):
             at = f"chunk_ptr + {i} * chunk_stride" if i < local else f"table_ptr + {i - local} * table_stride + first"
             self.lines.append(f"tl.store({at} + row, {self.cast(node, torch.float32)}, mask=here)")
-        arguments = [f"in{i}_ptr" for i in self.used] + ["first", "rows", "chunk_stride", "table_stride"]
-        arguments += [f"stride{i}" for i in self.strided] + ["BLOCK: tl.constexpr"]
+        arguments = [f"in{i}" if i in self.numbers else f"in{i}_ptr" for i in self.used]
+        arguments += ["first", "rows", "chunk_stride", "table_stride", *(f"stride{i}" for i in self.strided)]
+        arguments.append("BLOCK: tl.constexpr")
         header = f"def arithmetic_kernel(chunk_ptr, table_ptr, {', '.join(arguments)}):"
         beginning = ["row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "here = row < rows"]
         self.source = "\n    ".join([header, *beginning, *self.lines]) + "\n"
@@ -164,6 +169,8 @@ class Writer:
         i = self.inputs[node]
         if i not in self.used:
             self.used.append(i)
+        if i in self.numbers:
+            return self.named(f"tl.full((BLOCK,), in{i}, tl.float32)")
         if self.token_dims[i] is None:
             return self.named(f"tl.load(in{i}_ptr{at})")
         return self.named(f"tl.load(in{i}_ptr{at} + first + row, mask=here, other=0)")
@@ -185,8 +192,8 @@ class Writer:
             return self.constant(FILLED[operation], dtype)
         if operation in FILLED_BY:
             return self.constant(node.args[FILLED_BY[operation]], dtype)
-        if operation == "where":
-            condition, *parts = node.args
+        if operation in ("where", "masked_fill"):
+            condition, *parts = node.args if operation == "where" else (node.args[1], node.args[2], node.args[0])
             chosen = [self.cast(part, dtype) for part in parts]
             return self.named(f"tl.where({self.cast(condition, torch.bool)}, {chosen[0]}, {chosen[1]})")
         if operation == "clamp":

@@ -23,12 +23,13 @@ KERNELS: Cache[tuple, Arithmetic | None] = Cache(256)
 
 def arithmetic_of(
     backend: Backend, structure: Structure, leaves: dict[str, Tensor], inputs: Inputs
-) -> tuple[Arithmetic | None, list[Tensor]]:
-    """The kernel for inputs like these, None where there is none; and all that it may read."""
+) -> tuple[Arithmetic | None, list[Tensor | float]]:
+    """The kernel for inputs like these, None where there is none; and all that it may read, numbers at last."""
     tensors = [*leaves.values(), *tensors_of(inputs)]
     kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in tensors])
     key = backend, structure.key, tuple(leaves), tuple(inputs.fields), tuple(inputs.metric_weights), kinds
-    return KERNELS.made(key, lambda: make_arithmetic(backend, structure, leaves, inputs, tensors)), tensors
+    arithmetic = KERNELS.made(key, lambda: make_arithmetic(backend, structure, leaves, inputs, tensors))
+    return arithmetic, [*tensors, *structure.numbers]
 
 
 def tensors_of(inputs: Inputs) -> list[Tensor]:
@@ -55,7 +56,9 @@ def make_arithmetic(
     parts: list[Any] = [part for part, _ in (*structure.summands, *structure.metrics)]
     float32 = leaves["lse"].dtype == torch.float32
     contiguous = all(tensor.is_contiguous() for tensor in tensors)
-    if not (float32 and contiguous and all(is_own(part) and part.unit == "token" for part in parts)):
+    # sums over segments, and several columns of a token
+    wider = any(part.scope != "token" for part in parts) or any(leaf.dim() > 1 for leaf in leaves.values())
+    if wider or not (float32 and contiguous and all(map(is_own, parts))):
         return None
     names: list[str] = []
     dims: list[int | None] = [0] * len(leaves)  # that tokens are counted along
@@ -63,7 +66,8 @@ def make_arithmetic(
     def function(given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         them = iter(given)
         named = {name: next(them) for name in leaves}
-        coefficients, rows, _ = values_of(structure, named, inputs.map(lambda value, dim: next(them)))
+        mapped = inputs.map(lambda value, dim: next(them))
+        coefficients, rows, _ = values_of(structure.at(them), named, mapped)
         names[:] = coefficients
         return list(coefficients.values()), rows
 
@@ -72,8 +76,9 @@ def make_arithmetic(
         return value
 
     inputs.map(note)
+    dims += [None] * len(structure.numbers)
     # a trace begins without whatever modes and hooks there are around the call
-    kernel = in_own_thread(functools.partial(backend.vector_kernel, function, tensors, dims))
+    kernel = in_own_thread(functools.partial(backend.vector_kernel, function, [*tensors, *structure.numbers], dims))
     return None if kernel is None else (kernel, tuple(names))
 
 
@@ -89,12 +94,12 @@ def evaluate_rows(
     else as it is."""
     if fuse is not None:
         leaves = stats.named()
-        arithmetic, tensors = arithmetic_of(fuse, structure, leaves, inputs)
+        arithmetic, given = arithmetic_of(fuse, structure, leaves, inputs)
         if arithmetic is not None:
-            (kernel, names), like = arithmetic, tensors[0]
+            (kernel, names), like = arithmetic, stats.lse
             if table is None:
                 table = like.new_empty(sum(structure.widths), inputs.target.shape[0])
             chunk = like.new_empty(len(names), rows.stop - rows.start)
-            kernel(tensors, rows, chunk, table)
+            kernel(given, rows, chunk, table)
             return Evaluation(dict(zip(names, chunk.unbind(0), strict=True)), table, [])
     return evaluate(structure, stats.at(rows).named(), inputs.at(rows))

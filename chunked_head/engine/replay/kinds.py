@@ -118,12 +118,12 @@ class Arguments:
             self.values.append(len(value))
             return all(map(self.add, value))
         if isinstance(value, Metric):
-            self.values.append(value.signature)
+            self.values += value.signature, value.settings
             return True
         return isinstance(value, Losses) and all(self.add_summand(*term) for term in value.terms)
 
     def add_summand(self, coefficient: Any, summand: Any) -> bool:
-        self.values.append(summand.signature)
+        self.values += summand.signature, summand.settings
         numbers = coefficient, summand.normalizer, summand.token_weights
         return summand.lasting and all(map(self.add, (*numbers, *summand.tensors.values())))
 

@@ -1,0 +1,47 @@
+"""What Triton compiles for: of each launch, the kernel and what of its arguments is part of compiled code."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+
+def told(name: str, value: Any) -> Any:
+    """What of an argument is part of the compiled code."""
+    from chunked_head.kernels.common.kernel import PER_CALL, PER_ROW
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if name.isupper() or value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, tuple(value.block_shape)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, name in PER_ROW or value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return abs(value) < 2**31 and (name in PER_CALL or (value == 1, value % 16 == 0))
+    return type(value)
+
+
+def record_launches(
+    patch: pytest.MonkeyPatch, runs: Callable[[str], bool] = lambda name: True
+) -> set[tuple[str, str, tuple]]:
+    """Kernels launched as long as ``patch`` lasts, by name and file, and what each is compiled for. Those run of whose
+    names ``runs`` says so."""
+    from chunked_head.kernels.common.launcher import Launcher
+
+    found: set[tuple[str, str, tuple]] = set()
+    launch = Launcher.__getitem__
+
+    def record(self: Launcher, grid: tuple[int, ...]) -> Callable[..., None]:
+        def recorded(*arguments: Any, **constants: Any) -> None:
+            code, named = self.kernel.fn.__code__, dict(zip(self.kernel.arg_names, arguments, strict=False)) | constants
+            kinds = tuple((name, told(name, value)) for name, value in named.items())
+            found.add((code.co_name, code.co_filename, kinds))
+            if runs(code.co_name):
+                launch(self, grid)(*arguments, **constants)
+
+        return recorded
+
+    patch.setattr(Launcher, "__getitem__", record)
+    return found
