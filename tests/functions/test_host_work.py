@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
-from chunked_head.engine import program
+from chunked_head.engine import call, program
 from chunked_head.engine.arithmetic import objective
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
@@ -121,6 +121,30 @@ def test_calls_alike_have_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
         batch = {**segments, "advantages": torch.randn(tokens)}
         loss_of(tokens, loss=losses.gspo(), batch=batch, num_segments=tokens + 1)
     assert checked.call_count == len(program.PROGRAMS) == 3
+
+
+def test_calls_that_differ_in_numbers_share_a_program_and_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    program.PROGRAMS.clear()
+    checked, planned = mock.Mock(side_effect=program.build), mock.Mock(side_effect=call.make_plan)
+    monkeypatch.setattr(program, "build", checked)
+    monkeypatch.setattr(call, "make_plan", planned)
+    hidden, weight, target = torch.randn(9, 8), torch.randn(40, 8), torch.randint(40, (9,))
+    for x in (0.1, 0.2, 0.3, 0.1):
+        loss = losses.cross_entropy(label_smoothing=x) + x * losses.entropy(temperature=1 + x)
+        out = linear_loss(hidden, weight, target, loss, temperature=2 + x, softcap=30 + x, logit_scale=x)
+        logits = (30 + x) * torch.tanh(x * (hidden @ weight.T) / (30 + x))
+        smoothed = torch.nn.functional.cross_entropy(logits / (2 + x), target, label_smoothing=x)
+        log_p = (logits / (1 + x)).log_softmax(-1)
+        torch.testing.assert_close(out.loss, smoothed - x * (log_p.exp() * log_p).sum(-1).mean())
+    assert checked.call_count == planned.call_count == len(program.PROGRAMS) == 1
+    # which softmaxes losses share is no number
+    linear_loss(hidden, weight, target, losses.cross_entropy(label_smoothing=0.1) + losses.entropy(temperature=2.0),
+                temperature=2.0, softcap=9.0)  # fmt: skip
+    assert len(program.PROGRAMS) == 2
+    for option, wrong in {"temperature": 0.0, "softcap": -1.0, "logit_scale": float("nan")}.items():
+        right = {"temperature": 2.1, "softcap": 30.1, "logit_scale": 0.1}
+        with pytest.raises(ValueError, match=option):
+            linear_loss(hidden, weight, target, loss, **{**right, option: wrong})
 
 
 @pytest.mark.parametrize(
