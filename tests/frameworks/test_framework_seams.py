@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from chunked_head.integrations import frameworks, megatron, verl
+from chunked_head.integrations.verl import functions
 
 VOCAB, HIDDEN, SEQUENCE, BATCH = 46, 8, 6, 2
 
@@ -59,6 +60,33 @@ def test_verl(kind: str) -> None:
     close(verl.linear_cross_entropy(rows, weight, labels, 0.6, "mean")[0], plain(rows, weight, labels, 0.6)[0].mean())
     if kind == "number":
         close(verl.FusedLinearForPPO(chunk_size=4)(rows, weight, labels.int(), 0.6), plain(rows, weight, labels, 0.6))
+
+
+class _GatherFromSequenceParallelRegion(torch.autograd.Function):
+    """By Megatron's name: its backward sums over the ranks, which are two of one kind here."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * 2
+
+
+def test_who_sums_the_gradient_of_verls_hidden_states() -> None:
+    """The graph that they come from, or this library, and never both."""
+    hidden, _, _ = operands()
+    gathered = _GatherFromSequenceParallelRegion.apply(hidden)
+    with mock.patch.object(dist, "get_world_size", lambda group: 2):
+        assert functions.reduces(gathered, None, None) is False
+        assert functions.reduces(gathered, None, True) is True and functions.reduces(hidden, None, False) is False
+        for other in (hidden, gathered * 1):
+            with pytest.raises(ValueError, match=r"does not come from Megatron's gather.*reduce_dhidden=True"):
+                functions.reduces(other, None, None)
+        assert functions.reduces(hidden.detach(), None, None) is True  # nothing to sum
+    with mock.patch.object(dist, "get_world_size", lambda group: 1):
+        assert functions.reduces(hidden, None, None) is True
 
 
 def test_verl_flattens() -> None:
@@ -193,6 +221,11 @@ def of_ranks(rank: int, device: str) -> dict[str, Any]:
     whole = gradients(theirs, [hidden, weight])
     mine = [*ours, *gradients(ours, [hidden, part])]
     found["verl"] = (mine, [*theirs, whole[0], whole[1].chunk(2)[rank]])
+    gathered = _GatherFromSequenceParallelRegion.apply(rows)
+    ours = verl.linear_cross_entropy(gathered, part, labels, 0.7, "none", dist.group.WORLD)
+    share = gradients(ours, [gathered])[0]  # this rank's, which the gather's backward sums
+    dist.all_reduce(share)
+    found["verl, gathered"] = ([*ours, share], [*theirs, whole[0].transpose(0, 1)])
     found["unsaid"] = ranks.said(lambda: verl.linear_cross_entropy(rows, part, labels, 0.7, "none", dist.group.WORLD))
     for sequence in (False, True):
         own = hidden.detach().chunk(2)[rank].requires_grad_() if sequence else hidden

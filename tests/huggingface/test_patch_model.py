@@ -123,6 +123,21 @@ def test_no_logits_where_none_are_wanted() -> None:
     assert output.logits is None and output.loss.requires_grad
     assert not any(torch.is_tensor(part) for part in model(**tokens(), return_dict=False)[1:])
     assert model(input_ids=tokens()["input_ids"]).logits.shape == (2, 11, 97)
+    assert isinstance(model.eval()(**tokens()).logits, LazyLogits)
+
+
+@pytest.mark.parametrize("when", ["labels", "always"])
+def test_arguments_given_by_position(when: str) -> None:
+    """Labels are labels, and keys and values of tokens before are such."""
+    plain = tiny_models.llama()
+    model = patch_model(copy.deepcopy(plain), when=when, strict=True)
+    ids, labels = tokens().values()
+    for number in (1, 2):
+        ours, theirs = (one(ids, None, None, None, None, labels) for one in (model, plain))
+        assert isinstance(ours.logits, LazyLogits) and model.chunked_head.fused == number
+        torch.testing.assert_close(ours.loss, theirs.loss)
+    cache = plain(ids, use_cache=True).past_key_values
+    assert type(model(ids[:, :1], None, None, cache).logits) is torch.Tensor
 
 
 def test_all_labels_ignored() -> None:

@@ -26,24 +26,25 @@ def no_warnings() -> Iterator[None]:
 
 
 class Outer(transformers.PreTrainedModel):
-    """A model around a language model, as those that see have it; the loss is its own or the inner one's."""
+    """A model around a language model, as those that see have it; the loss is its own or the inner one's. Its
+    module has a name that a patched class had for itself."""
 
     config_class = transformers.LlamaConfig
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.inner = transformers.LlamaForCausalLM(config)
+        self.base = transformers.LlamaForCausalLM(config)
 
     def get_output_embeddings(self) -> Any:
-        return self.inner.lm_head
+        return self.base.lm_head
 
     def get_input_embeddings(self) -> Any:
-        return self.inner.model.embed_tokens
+        return self.base.model.embed_tokens
 
     def forward(self, input_ids: Any = None, labels: Any = None, own: bool = True) -> Any:
         if not own:
-            return self.inner(input_ids, labels=labels, return_dict=False)[:2]
-        logits = self.inner(input_ids).logits
+            return self.base(input_ids, labels=labels, return_dict=False)[:2]
+        logits = self.base(input_ids).logits
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits
 
 
@@ -53,12 +54,12 @@ def test_a_model_inside_of_a_model(order: str, own: bool) -> None:
     plain = Outer(transformers.LlamaConfig(**tiny_models.SIZES))
     model = copy.deepcopy(plain)
     for which in order.split(", "):
-        patch_model(model if which == "outer" else model.inner)
+        patch_model(model if which == "outer" else model.base)
     for _ in range(2):
         assert_same(step(model, own=own), step(plain, own=own))
-    reports = [one.chunked_head for one in (model, model.inner) if hasattr(one, "chunked_head")]
+    reports = [one.chunked_head for one in (model, model.base) if hasattr(one, "chunked_head")]
     assert sum(report.fused for report in reports) == 2 and not any(report.materialised for report in reports)
-    unpatch_model(model.inner)
+    unpatch_model(model.base)
     assert_same(step(model, own=own), step(plain, own=own))
     assert model.chunked_head.fused >= 1
 

@@ -123,6 +123,17 @@ def test_metrics_in_the_logs(tmp_path: Path) -> None:
     assert any("eval_perplexity" in logs for logs in history)
 
 
+@pytest.mark.filterwarnings("ignore:chunked_head.*computed after all")
+def test_evaluation_has_logits_where_training_has_none(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    found = []
+    for model in (tiny_models.llama(), patch_model(tiny_models.llama(), logits=None)):
+        trainer = transformers.Trainer(model, args, eval_dataset=Texts(), compute_metrics=mean_of_right)
+        found.append(trainer.evaluate())
+    assert found[1]["eval_right"] == pytest.approx(found[0]["eval_right"], rel=1e-5)
+    assert found[1]["eval_loss"] == pytest.approx(found[0]["eval_loss"], rel=1e-5)
+
+
 OUTSIDE = [case for case in CASES if case in ("label smoothing", "a loss outside")]
 
 

@@ -96,6 +96,6 @@ def make_plain(head: nn.Module, patch: Any) -> None:
         return
     del head.__dict__[PATCH]
     for module in {inner(head), head}:
-        if isinstance(module, LazyHead) and type(module) is lazy_class(module.base):
+        if isinstance(module, LazyHead) and type(module) is lazy_class(module.class_before):
             loosen(module)
-            module.__class__ = module.base
+            module.__class__ = module.class_before

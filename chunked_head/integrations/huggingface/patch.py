@@ -66,7 +66,8 @@ def patch_model(
             ``"always"``: in every forward that is given no ``past_key_values``, for log-probabilities without gradient
             too (a reference model, scoring); generation goes on as before.
         logits: ``"lazy"``: ``output.logits`` are computed when read, which has to be before the optimizer's step (an
-            error after it) and have no gradient of the loss. None: the output has none where labels were given.
+            error after it) and have no gradient of the loss. None: the output has none where labels were given in
+            training; in evaluation they are lazy, for ``compute_metrics``.
         strict: raises where lazy logits would be computed, instead of a warning.
         head_options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``accumulate_into``, ``upstream``,
             ``skip_ignored``, ``deterministic``, ``backend`` of ``linear_cross_entropy``.
@@ -117,9 +118,9 @@ def unpatch_model(model: Model) -> Model:
         agreed.release()
         make_plain_again(agreed)
         forget(agreed)
-    if isinstance(inner, Patched) and type(inner) is patched_class(inner.base):
+    if isinstance(inner, Patched) and type(inner) is patched_class(inner.class_before):
         loosen(inner)
-        inner.__class__ = inner.base
+        inner.__class__ = inner.class_before
     return model
 
 
@@ -149,12 +150,12 @@ def the_model(model: Any, function: str) -> nn.Module:
 class Patched:
     """Put before a model's class."""
 
-    base: type
+    class_before: type
     training: bool
-    labels_at: tuple[tuple[str, int], ...]  # names of forward's labels, and their places among its arguments
+    argument_at: dict[str, int]  # places of forward's arguments, where they are given without a name
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return made_again, (self.base,), self.__dict__.copy()
+        return made_again, (self.class_before,), self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -172,8 +173,10 @@ class Patched:
             agreed.passed_by(self, output)
         return output
 
-    def given_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        for name, at in self.labels_at:
+    def was_given(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> bool:
+        """Whether forward's arguments have one of these names, other than None."""
+        for name in names:
+            at = self.argument_at.get(name, -1)
             if kwargs.get(name) is not None or (0 <= at < len(args) and args[at] is not None):
                 return True
         return False
@@ -188,15 +191,15 @@ def patched_class(base: type) -> type:
     """The class of patched models of class ``base``, which goes by its name."""
     before = base.forward  # type: ignore[attr-defined]
     names = [name for name in inspect.signature(before).parameters if name != "self"]
-    labels_at = tuple((name, names.index(name) if name in names else -1) for name in LABELS)
+    places = {name: at for at, name in enumerate(names)}
 
     @functools.wraps(before)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Patched):  # no more, and somebody kept this method
             return type(self).forward(self, *args, **kwargs)
         agreed: Any = self.__dict__.get(REPORT)
-        labelled = agreed is not None and self.given_labels(args, kwargs)
-        cached = kwargs.get("past_key_values") is not None
+        labelled = agreed is not None and self.was_given(args, kwargs, *LABELS)
+        cached = self.was_given(args, kwargs, "past_key_values")
         heads = agreed.find_again(self) if agreed is not None and agreed.applies(self, labelled, cached) else []
         if not heads or running(heads[0]) is agreed:
             output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
@@ -207,10 +210,10 @@ def patched_class(base: type) -> type:
         with agreed.being_lazy(heads, labelled) as own:
             output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         agreed.seen(output, own)
-        return without_logits(output) if agreed.logits is None and labelled else output
+        return without_logits(output) if agreed.logits is None and labelled and self.training else output
 
     members = {
-        "forward": forward, "base": base, "labels_at": labels_at, "__module__": base.__module__,
+        "forward": forward, "class_before": base, "argument_at": places, "__module__": base.__module__,
         "__qualname__": base.__qualname__, "__doc__": base.__doc__,
     }  # fmt: skip
     return type(base.__name__, (Patched, base), members)

@@ -57,7 +57,7 @@ class LazyHead:
     _parameters: dict[str, Any]
     _compiled_call_impl: Any
     plain: bool  # whether the class's forward is nn.Linear's
-    base: type  # the class before
+    class_before: type
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, LazyHead):  # unpatched, and somebody kept this method
@@ -77,7 +77,7 @@ class LazyHead:
 
     def real(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own call, hooks and all; of a compiled module uncompiled where a loss is made in it."""
-        compiled = self.base.__name__ == "OptimizedModule" or self._compiled_call_impl is not None
+        compiled = self.class_before.__name__ == "OptimizedModule" or self._compiled_call_impl is not None
         if not compiled or "chunked_head_loss" not in kwargs or torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         with torch.compiler.set_stance("force_eager"):
@@ -89,7 +89,7 @@ class LazyHead:
         forward = super().forward  # type: ignore[misc]
         if chunked_head_loss is None:
             return forward(*args, **kwargs)
-        if is_wrapper(self.base):
+        if is_wrapper(self.class_before):
             return forward(*args, chunked_head_loss=chunked_head_loss)
         return chunked_head_loss(self, args[0], forward)
 
@@ -103,7 +103,7 @@ class LazyHead:
     @property
     def reads_weight(self) -> bool:
         """Whether its weight and bias are all there is to it; else chunks go through its own call."""
-        if is_wrapper(self.base):
+        if is_wrapper(self.class_before):
             return inner(self).reads_weight
         # a quantised weight is a tensor of a class of its own
         numbers = type(self._parameters.get("weight")) in (nn.Parameter, Tensor, type(None))
@@ -113,14 +113,14 @@ class LazyHead:
         """Copies and pickles are of the class before, until a patched model's forward finds them."""
         made: Any = super().__reduce_ex__(protocol)
         if made[0] is type(self):  # as of what torch.compile makes
-            return self.base, *made[1:]
+            return self.class_before, *made[1:]
         state = self.__getstate__().items()  # type: ignore[attr-defined]
-        return object.__new__, (self.base,), {key: value for key, value in state if key != PATCH}
+        return object.__new__, (self.class_before,), {key: value for key, value in state if key != PATCH}
 
 
 @functools.cache
 def lazy_class(base: type) -> type:
     """The class of ``base``'s modules that are lazy; the same for the same."""
     plain = base.forward is nn.Linear.forward  # type: ignore[attr-defined]
-    names = {"plain": plain, "base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    names = {"plain": plain, "class_before": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (LazyHead, base), names)
