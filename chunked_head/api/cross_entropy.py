@@ -2,13 +2,14 @@
 
 import inspect
 import math
+from collections.abc import Hashable
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from .. import losses
-from ..core.options import flag, nearest
+from ..core.options import exact, flag, nearest
 from ..engine.execution import Head, check_options
 from ..engine.graph.operation import in_graph, operation
 from ..engine.head_options import HeadOptions, LogitsOptions, head_of
@@ -189,12 +190,12 @@ def make_loss(
 
 
 # with a loss lives what has been found out about it
-LOSSES: Cache[tuple[float, float, bool], Losses] = Cache(64)
+LOSSES: Cache[Hashable, Losses] = Cache(64)
 
 
 def remembered_loss(label_smoothing: float, z_loss: float, probabilities: bool) -> Losses:
-    key = label_smoothing, z_loss, probabilities
-    return LOSSES.made(key, lambda: make_loss(*key))
+    given = label_smoothing, z_loss, probabilities
+    return LOSSES.made(exact(given), lambda: make_loss(*given))
 
 
 @in_graph(linear_cross_entropy)

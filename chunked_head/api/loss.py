@@ -146,8 +146,8 @@ def linear_loss(
     (``skip_ignored``, sets that some tokens keep); ``out.plan`` tells. In ``torch.compile`` they break the graph.
 
     Inside of ``torch.compile`` the call is an operator; losses and metrics may be made in the compiled function or
-    before it, those of ``losses.custom`` before it alone, and a plain function as ``loss`` breaks the graph. There a
-    tensor multiplies a loss by ``Losses.times``. With ``parallel`` the call breaks the graph.
+    before it. There a tensor multiplies a loss by ``Losses.times``. With functions of your own, in losses or metrics,
+    and with ``parallel`` the call breaks the graph.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument; a missing field names the loss that needs it.

@@ -1,6 +1,6 @@
 """The fields of a call as its losses see them: rows beside the statistics, what does not count already taken out."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ class Batch(Mapping[str, Tensor]):
     """Fields of some tokens [n, ...]; segment, pair and constant fields whole.
 
     Where a token does not count, token fields hold 0 (segments -1), whatever the caller had there. ``target`` [n] is
-    a valid id everywhere (0 where a token does not count), ``mask`` [n] bool says which count. Where ranks hold
-    different tokens of a batch these are one rank's; sums, counts and means over segments are those of all.
+    a valid id everywhere (0 where a token does not count), ``mask`` [n] bool says which count. ``batch.advantages`` is
+    ``batch["advantages"]``. Where ranks hold different tokens of a batch these are one rank's; sums, counts and means
+    over segments are those of all.
     """
 
     def __init__(
@@ -24,15 +25,32 @@ class Batch(Mapping[str, Tensor]):
         num_segments: int | None,
         vocab: int,
         spread: Any = None,  # parallel.tokens.Spread, where ranks hold different tokens
+        withheld: Collection[str] = (),  # fields of the call that no loss or metric has declared
     ):
+        self.withheld = withheld
         self.fields, self.num_segments, self.vocab, self.spread = fields, num_segments, vocab, spread
         self.mask = target >= 0
         self.target = target.clamp(min=0)
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self.withheld:  # not a KeyError, which ``get`` and ``in`` would take for a field that is not there
+            raise ValueError(
+                f"field {name!r} of this call was not asked for; declare it, losses.custom(fields=[{name!r}]) or "
+                f"Metric(fields=({name!r},)), and give num_segments where it is of segments"
+            )
         if name not in self.fields:
-            raise KeyError(f"field {name!r} is not there, or the loss that reads it does not declare it (fields=)")
+            raise KeyError(
+                f"field {name!r} is not in the batch of this call; it has {', '.join(self.fields) or 'none'}"
+            )
         return self.fields[name]
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_") or "fields" not in self.__dict__:
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(error.args[0]) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.fields)

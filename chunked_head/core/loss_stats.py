@@ -24,7 +24,7 @@ class Stats:
         values = self.__dict__.get("values", {})
         if name not in values:
             raise AttributeError(
-                f"statistic {name!r} was not asked for; there are {', '.join(values)} (a loss or metric names what it "
-                "needs)"
+                f"statistic {name!r} was not asked for; there are {', '.join(values)}. What a loss or metric reads in "
+                f"some calls alone it declares: losses.custom(needs=[{name!r}])"
             )
         return values[name]

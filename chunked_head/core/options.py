@@ -3,13 +3,21 @@
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 INFINITY = float("inf")
 NUMBERS = (int, float)  # not ``int | float``, which torch.compile of torch 2.9 cannot take
 
 PACKAGE = __name__.partition(".")[0]
+
+
+def exact(value: Any) -> Hashable:
+    """A key of a plain value or a tuple of some, by type too: True, 1, 1.0 and -1.0 are four, 0.0 and -0.0 are two, and
+    nan equals nan."""
+    if isinstance(value, tuple):
+        return type(value), *map(exact, value)
+    return type(value), value.hex() if isinstance(value, float) else value
 
 
 def number(

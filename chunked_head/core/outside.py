@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 
-REASON = "no graph holds this call; make a loss of a function by losses.custom, before the compiled function"
+REASON = (
+    "no graph holds this call: functions of your own, calls over ranks and of several streams run between two graphs; "
+    "leave out fullgraph=True"
+)
 
 
 @torch.compiler.disable(reason=REASON)

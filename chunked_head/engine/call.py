@@ -114,7 +114,10 @@ def make_inputs(prepared: PreparedCall, factors: Tensor) -> Inputs:
     rows, dtype = prepared.token_rows, prepared.statistics_dtype
     # copies: backward may read them, and would not notice that the caller had changed his
     tensors = [{k: v.to(dtype, copy=True) for k, v in summand.tensors.items()} for _, summand in prepared.losses.terms]
-    return Inputs(rows.target, rows.fields, rows.num_segments, factors, tensors, {}, prepared.token_fields)
+    return Inputs(
+        rows.target, rows.fields, rows.num_segments, factors, tensors, {}, prepared.token_fields,
+        prepared.program.withheld,
+    )  # fmt: skip
 
 
 class Wants(NamedTuple):

@@ -20,7 +20,7 @@ from ..program.segments import Group, groups_of, order_of
 from ..program.teachers import make_teacher
 from .head_options import HeadOptions, LogitsOptions
 from .packing import Packing
-from .program import Program, frame_of, named_weights
+from .program import Program, completed, frame_of, named_weights
 from .ranks.gather import of_all_ranks
 from .rows import TokenRows, in_range, may_look, prepare_fields
 from .task import Task
@@ -56,9 +56,9 @@ class PreparedCall:
     def backend(self) -> Backend:
         return self.program.backend
 
-    @property
+    @functools.cached_property
     def needs(self) -> Needs:
-        return self.program.needs
+        return completed(self.program.needs, self.losses, self.metrics, self.head.target is not None)
 
     @property
     def statistics_dtype(self) -> torch.dtype:

@@ -3,7 +3,6 @@
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from ..program.fields import TEMPERATURE, Frame, check_fields, wanted_fields
 from ..program.planner import Request
 from ..program.plans import Plan
 from ..program.teachers import check_dense_teacher
-from .arithmetic.kernels import is_own
 from .head_options import HeadOptions, LogitsOptions
 from .ranks.gather import whole_teacher
 from .task import Signature, Task
@@ -37,6 +35,7 @@ class Program:
     needs: Needs
     demand: Demand  # the statistics: what losses and metrics need, and what the function returns
     wanted: tuple[str, ...]  # fields that are read
+    withheld: frozenset[str]  # those of the batch that are not
     known: Mapping[str, Field]
     autocast: bool  # whether it gives the dtype of the matmuls
     request: Request
@@ -57,21 +56,19 @@ class Program:
 
 
 PROGRAMS: Cache[Signature, Program] = Cache(MOST_PROGRAMS)
-# those of functions that close over tensors, and that nobody is to keep: by their loss, as long as it lives
-OF_LOSSES: "WeakKeyDictionary[Losses, Cache[Signature, Program]]" = WeakKeyDictionary()
 
 
 def program_of(task: Task) -> Program:
     """The program of a call; raises what is wrong with the call before any work."""
     checks.refuse_transforms()
     signature = task.signature()
-    if signature is None:
-        return build(task)
-    lasting = all(summand.lasting for _, summand in task.losses.terms)
-    known = PROGRAMS if lasting else OF_LOSSES.setdefault(task.losses, Cache(MOST_PROGRAMS))
-    program = known.made(signature, lambda: build(task))
-    if program.numbers != task.numbers:
-        program = known[signature] = renumbered(program, task)
+    program = build(task) if signature is None else PROGRAMS.made(signature, lambda: build(task))
+    if signature is not None and program.numbers != task.numbers:
+        program = PROGRAMS[signature] = renumbered(program, task)
+    if task.head.tokens is not None:
+        for part in (*(summand for _, summand in task.losses.terms), *task.metrics):
+            what = "loss" if isinstance(part, Summand) else "metric"
+            check_over_ranks(part, what, frozenset(program.wanted), program.known)
     return program
 
 
@@ -96,7 +93,7 @@ def build(task: Task) -> Program:
         for name, tensor in summand.tensors.items():
             checks.check_class_weights(tensor, head.vocab, head.device, f"{name} of {summand.label}")
     losses, batch, own = named_weights(task)
-    wanted, known = wanted_fields(losses, metrics, batch, own)
+    wanted, known = wanted_fields(losses, metrics, batch, own, task.num_segments)
     parts: list[Summand | Metric] = [*(summand for _, summand in losses.terms), *metrics]
     reads = [part for part in parts if part.reads_target]
     if head.target is None and reads:
@@ -110,9 +107,6 @@ def build(task: Task) -> Program:
             remedy = "the mask applies by itself" if name == "mask" else f"not one of kind {known[name].kind!r}"
             raise ValueError(f"token_weights={name!r} must name a token field; {remedy}")
     check_fields(batch, wanted, known, frame_of(task, dtype))
-    if head.tokens is not None:
-        for part in parts:
-            check_over_ranks(part, "loss" if isinstance(part, Summand) else "metric", frozenset(wanted), known)
     # as the student's operands
     autocast = torch.is_autocast_enabled(head.device.type) and dtype != torch.float64
     teacher_vocab = check_dense_teacher(batch, wanted, dtype, autocast)
@@ -126,7 +120,7 @@ def build(task: Task) -> Program:
     if "kept_ids" in wanted:
         check_sets(head, demand, "candidate_bias" in wanted)
     return Program(
-        dtype, backend, needs, demand, tuple(wanted), known, autocast,
+        dtype, backend, needs, demand, tuple(wanted), frozenset(batch) - set(wanted), known, autocast,
         head.request, bool(task.per_token), segmented, coupled and not task.per_token,
         isinstance(head, HeadOptions) and not head.skip_ignored and not task.per_token and alone(losses, dtype),
         task.kept_everywhere or demand.columns_alone, columns, teacher_vocab, task.numbers,
@@ -138,7 +132,7 @@ def build(task: Task) -> Program:
 def needs_for(
     task: Task, losses: Losses, wanted: Sequence[str], columns: int, teacher_vocab: int | None
 ) -> tuple[Needs, Demand]:
-    """What losses and metrics need at the call's numbers, without tensors; and the statistics of the call."""
+    """What losses and metrics need at the call's numbers, as ``bare`` leaves it; and the statistics of the call."""
     head = task.head
     needs = needs_of(losses, task.metrics, head.plain_temperature, head.vocab, columns, teacher_vocab)
     demand = task.wants(needs.demand)
@@ -147,7 +141,7 @@ def needs_for(
     if "kept_ids" in wanted:
         # exponentials would be relative to a target's logit, which is not there for rows that keep columns
         demand = demand._replace(rank_one=False)
-    return without_tensors(needs), demand
+    return bare(needs), demand
 
 
 def may_pad(
@@ -157,7 +151,7 @@ def may_pad(
     with tokens, functions of users see none of it, and no limit of the caller's is on sizes."""
     token = Field("token")
     numbers = all(field == "mask" or (known[field] == token and field != TEMPERATURE) for field in wanted)
-    alone = all(part.unit == "token" and part.scope == "token" and is_own(part) for part in parts)
+    alone = all(part.unit == "token" and part.scope == "token" and part.own for part in parts)
     return numbers and alone and request.memory_budget is None and request.chunk_tokens is None
 
 
@@ -212,17 +206,44 @@ def named_weights(task: Task) -> tuple[Losses, dict[str, Any], dict[str, Field]]
     return losses, fields, own
 
 
-def without_tensors(needs: Needs) -> Needs:
-    """What may outlive the call."""
+def bare(needs: Needs) -> Needs:
+    """What may outlive the call: neither its tensors nor functions of users."""
     nothing = torch.empty(0, dtype=torch.float32)
     summands = []
     for summand, view in needs.structure.summands:
         weights = summand.token_weights if isinstance(summand.token_weights, str) else None
-        bare = replace(
-            summand, tensors=dict.fromkeys(summand.tensors, nothing), normalizer=None, token_weights=weights
-        )  # fmt: skip
-        summands.append((bare, view))
-    return needs._replace(structure=replace(needs.structure, summands=tuple(summands)))
+        tensors = dict.fromkeys(summand.tensors, nothing)
+        summands.append((replace(summand, tensors=tensors, normalizer=None, token_weights=weights), view))
+    structure = replace(
+        needs.structure, summands=without_functions(summands), metrics=without_functions(needs.structure.metrics)
+    )
+    return needs._replace(structure=structure, segment_metrics=without_functions(needs.segment_metrics))
+
+
+def without_functions(parts: Sequence[tuple[Any, int]]) -> tuple[tuple[Any, int], ...]:
+    return tuple([(one if one.own else replace(one, function=None, options={}), view) for one, view in parts])
+
+
+def completed(needs: Needs, losses: Losses, metrics: Sequence[Metric], targets: bool) -> Needs:
+    """What ``bare`` has left, with the functions of users that these losses and metrics have; all of them may read the
+    target where the call has ``targets``."""
+    structure, apart = needs.structure, needs.segment_metrics
+    if structure.own and all(metric.own for metric, _ in apart):
+        return needs
+
+    def each(parts: Sequence[tuple[Any, int]], given: Sequence[Summand | Metric]) -> tuple[tuple[Any, int], ...]:
+        found = []
+        for (one, view), of in zip(parts, given, strict=True):
+            if not one.own:
+                reads = targets or one.reads_target
+                one = replace(one, function=of.function, options=of.options, reads_target=reads)
+            found.append((one, view))
+        return tuple(found)
+
+    summands = each(structure.summands, [summand for _, summand in losses.terms])
+    local = each(structure.metrics, [metric for metric in metrics if metric.scope == "token"])
+    apart = each(apart, [metric for metric in metrics if metric.scope != "token"])
+    return needs._replace(structure=replace(structure, summands=summands, metrics=local), segment_metrics=apart)
 
 
 def alone(losses: Losses, dtype: torch.dtype) -> bool:

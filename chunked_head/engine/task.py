@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.groups import TokenParallel, VocabParallel
+from ..core.options import exact
 from ..core.stats import Demand
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses
 from ..metrics import Metric
@@ -93,7 +94,7 @@ class Task(Generic[Result]):
             tuple([metadata(tensor) for tensor in held]),
             tuple([next(i for i, other in enumerate(held) if other is tensor) for tensor in held]),
             tuple([metric.signature for metric in self.metrics]),
-            options, kinds, self.alike(), self.kept_everywhere,
+            exact(options), kinds, self.alike(), self.kept_everywhere,
             len(leading), count is None,
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             torch.is_grad_enabled(),

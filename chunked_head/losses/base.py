@@ -8,11 +8,13 @@ A ``Summand`` is one loss; ``Losses`` is a sum of them with coefficients, and th
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, Self, TypedDict
 
 from torch import Tensor
 
 from ..core import options as shared
+from ..core.options import exact
 
 Kind = Literal["token", "row", "segment", "pair", "constant", "kept"]
 Unit = Literal["token", "segment", "pair"]
@@ -93,13 +95,28 @@ class SummandOptions(TypedDict, total=False):
 SUMMAND = tuple(SummandOptions.__annotations__)
 
 
+PACKAGE = __name__.rpartition(".")[0] + "."
+LIBRARY = __name__.partition(".")[0] + "."
+PLAIN_OPTIONS = (type(None), bool, int, float, str)
+
+
+def is_library(function: Any) -> bool:
+    """Whether this is a function of one of the library's modules, which is there for good."""
+    plain = type(function) is FunctionType and "<" not in function.__qualname__
+    return plain and str(function.__globals__.get("__name__")).startswith(LIBRARY)
+
+
+def is_plain(value: Any) -> bool:
+    return all(map(is_plain, value)) if isinstance(value, tuple) else type(value) in PLAIN_OPTIONS
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """A loss or a metric of a call: ``function(stats, batch, **options, **tensors)`` gives values, one per unit."""
 
     kind: str  # the name of its factory
     function: Callable[..., Tensor]
-    options: Mapping[str, Any] = field(default_factory=dict)  # hashable; all but their floats decide what is compiled
+    options: Mapping[str, Any] = field(default_factory=dict)  # all but their floats decide what is compiled
     needs: frozenset[str] = frozenset()
     fields: tuple[str, ...] = ()
     optional_fields: tuple[str, ...] = ()
@@ -114,15 +131,24 @@ class Part:
     def label(self) -> str:
         return self.name or self.kind
 
+    @functools.cached_property
+    def own(self) -> bool:
+        """Whether this is the library's, and a function of nothing but its arguments. A user's function may read what
+        changes from call to call: nothing that outlives the call depends on which it is, or refers to it."""
+        return is_library(self.function) and is_plain(tuple(self.options.values()))
+
     @property
     def code(self) -> tuple:
-        """What decides which code it compiles to: every float of an option is an argument of that code."""
-        return self.function, shared.with_numbers(tuple(sorted(self.options.items())), type), self.unit
+        """What decides which code it compiles to: every float of an option is an argument of that code. A user's
+        function has none."""
+        if not self.own:
+            return None, self.unit
+        return self.function, exact(shared.with_numbers(tuple(sorted(self.options.items())), type)), self.unit
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Floats of the options, in the order of their names: arguments of the arithmetic."""
-        return shared.numbers_in(tuple(sorted(self.options.items())))
+        """Floats of the options, in the order of their names: arguments of the arithmetic, which a user's has not."""
+        return shared.numbers_in(tuple(sorted(self.options.items()))) if self.own else ()
 
     def at(self, numbers: Iterator[Any]) -> Self:
         """The same with the next of other numbers, which may be tensors."""
@@ -158,7 +184,6 @@ class Summand(Part):
     # whether no coefficient is larger than weight and size by more than a factor of hundreds, whatever the statistics
     bounded: bool = False
     of_columns: bool = False  # reads logits of the token's ``teacher_ids`` alone, up to a constant of the token
-    lasting: bool = True  # whether the function may be kept: it holds no tensors
     token_weights: Tensor | str | None = None
     normalizer: float | Tensor | str | None = None
     reduction: str | None = None
@@ -166,7 +191,7 @@ class Summand(Part):
     @property
     def key(self) -> tuple:
         """Equal for summands that compile to the same code."""
-        return *self.code, tuple(self.tensors), shared.with_numbers(self.teacher, type)
+        return *self.code, tuple(self.tensors), exact(shared.with_numbers(self.teacher, type))
 
     @property
     def settings(self) -> tuple:
@@ -243,7 +268,6 @@ class Losses:
         return "Losses(" + " + ".join(f"{coefficient} * {summand.label}" for coefficient, summand in self.terms) + ")"
 
 
-PACKAGE = __name__.rpartition(".")[0] + "."
 TAKERS: list[Callable[[Callable[..., Tensor]], Losses]] = []  # the one of ``user.custom``, which imports this module
 
 

@@ -52,6 +52,11 @@ class Structure:
         return replace(self, summands=summands, metrics=metrics, views=(self.views[0], *views), pairing=pairing)
 
     @functools.cached_property
+    def own(self) -> bool:
+        """Whether all losses and metrics are the library's: functions of nothing but their arguments."""
+        return all(part.own for part, _ in (*self.summands, *self.metrics))
+
+    @functools.cached_property
     def values_only(self) -> "Structure":
         """The same without a gradient."""
         return replace(self, leaves=frozenset())

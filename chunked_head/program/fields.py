@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.options import nearest
-from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
+from ..losses.base import FIELDS, KEPT_FIELDS, TEACHER_FIELDS, Field, Losses, Summand
 from ..metrics import Metric
 from .checks import check_device, is_dtensor
 from .plans import name
@@ -21,6 +21,7 @@ INSTEAD = {
     "teacher_offsets": "; a top-K teacher has K ids for every token: pad teacher_ids and teacher_logprobs to [..., K], "
     "log-probabilities with -inf"
 }
+SEGMENT_IDS = ("segments", "documents")
 TYPES = {"float": "floating-point", "int": "int64 or int32", "bool": "bool"}
 
 
@@ -55,11 +56,20 @@ def named_by(part: Summand | Metric) -> dict[str, Field]:
 
 
 def wanted_fields(
-    losses: Losses, metrics: Iterable[Metric], batch: Mapping[str, Tensor], own: Mapping[str, Field]
+    losses: Losses,
+    metrics: Iterable[Metric],
+    batch: Mapping[str, Tensor],
+    own: Mapping[str, Field],
+    num_segments: int | None,
 ) -> tuple[list[str], dict[str, Field]]:
     """The fields that the losses and metrics of a call read, all there; and what is known of every field, among them
-    ``own``, which losses brought along."""
-    summands = [summand for _, summand in losses.terms]
+    ``own``, which losses brought along. A user's function may read any at any call, and is given all but what has to be
+    declared: the tensors of a dense teacher, and what is of segments in a call that has none."""
+
+    def of_segments(field: str) -> bool:
+        return field in SEGMENT_IDS or known[field].kind in ("segment", "pair")
+
+    summands, segments = [summand for _, summand in losses.terms], num_segments is not None
     parts = [("loss", s) for s in summands] + [("metric", m) for m in metrics]
     known = kinds_of(part for _, part in parts) | dict(own)
     unknown = sorted(set(batch) - set(known), key=str)
@@ -91,6 +101,8 @@ def wanted_fields(
             )
         if isinstance(part, Summand) and part.teacher is not None:
             check_teacher(part, batch)
+        if not part.own:
+            wanted += [field for field in batch if field not in TEACHER_FIELDS and (segments or not of_segments(field))]
     return list(dict.fromkeys(wanted)), known
 
 
@@ -158,7 +170,7 @@ def check_fields(batch: Mapping[str, Tensor], wanted: list[str], known: Mapping[
     """Every field by itself, then those that must agree."""
     for field in wanted:
         check_field(field, batch[field], known[field], frame)
-        if field in ("segments", "documents"):
+        if field in SEGMENT_IDS:
             need_segments(f"batch[{field!r}]", frame)
     if set(KEPT_FIELDS) & set(wanted):
         check_kept(batch, frame)

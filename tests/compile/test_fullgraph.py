@@ -158,8 +158,6 @@ def test_other_options_make_another_graph() -> None:
     for loss in (
         losses.focal(gamma=1.0), losses.focal(gamma=2.0), 0.5 * losses.focal(gamma=2.0), losses.cross_entropy(),
         losses.cross_entropy(reduction="sum"), losses.cross_entropy(class_weights=data.class_weights),
-        losses.custom(lambda stats, batch: stats.lse, scope="token"),
-        losses.custom(lambda stats, batch: stats.lse * 2, scope="token"),
     ):  # fmt: skip
         holder["loss"] = loss
         assert step() == call(), loss
@@ -299,7 +297,7 @@ ERRORS: dict[str, tuple[Callable[[Data], Any], str]] = {
     ),
     "function": (
         lambda d: linear_loss(d.hidden, d.weight, d.target, losses.custom(lambda s, b: s.lse, scope="token")),
-        "losses.custom, before the compiled function",
+        "no graph holds this call",
     ),
 }
 
@@ -332,10 +330,8 @@ def test_a_loss_of_a_function_breaks_the_graph() -> None:
 
 def test_keys_tell_arguments_apart() -> None:
     values = [0, 0.0, -0.0, False, None, "0", (0,), frozenset({0}), torch.float32, losses.FIELDS["mask"]]
-    functions = [lambda: 1, lambda: 2, torch.sin, plain, grpo]
-    texts = [text_of(value) for value in [*values, *functions]]
+    texts = [text_of(value) for value in values]
     assert len(set(texts)) == len(texts)
-    assert text_of(plain) == text_of(plain)
 
 
 SPELL = (

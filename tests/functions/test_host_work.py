@@ -1,8 +1,6 @@
 """A call at small sizes takes as long as the host needs: how many operators it launches beside kernels."""
 
 import functools
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -174,16 +172,3 @@ def test_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for vocab in range(10, 18):
         loss_of(3, vocab)
     assert len(program.PROGRAMS) <= 3
-
-
-def test_a_loss_that_holds_tensors_is_let_go_of() -> None:
-    def run() -> weakref.ref[Tensor]:
-        held = torch.ones(())
-        loss = losses.custom(lambda stats, batch: stats.lse * held, scope="token", name="held")
-        loss_of(4, loss=loss)
-        assert loss in program.OF_LOSSES
-        return weakref.ref(held)
-
-    alive = run()
-    gc.collect()
-    assert alive() is None

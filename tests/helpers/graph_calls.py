@@ -1,7 +1,6 @@
 """Calls of the public functions as a compiled function makes them, and what comes of them beside the same calls."""
 
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -109,16 +108,6 @@ def distilled(d: Data) -> LossOutput:
     return linear_loss(d.hidden, d.weight, None, loss, batch=chosen(d, *names))
 
 
-@losses.custom(scope="token")
-def push(stats: Any, batch: Any) -> Tensor:
-    return -batch["advantages"] * stats.logprob
-
-
-def custom(d: Data) -> LossOutput:
-    batch = MappingProxyType(chosen(d, "advantages"))
-    return linear_loss(d.hidden, d.weight, d.target, push, batch=batch, reduction="sum")
-
-
 def logprobs(d: Data) -> Any:
     return linear_logprobs(
         d.hidden, d.weight, d.target, entropy=True, lse=True, argmax=True, top_k=3, mean_logit=True,
@@ -190,7 +179,7 @@ def unreduced_module(d: Data) -> Tensor:
 
 
 CALLS: list[Callable[[Data], Any]] = [
-    plain, weighted, unreduced, grpo, gspo, tempered, kept, kept_logprobs, distilled, custom, logprobs, logprobs_alone,
+    plain, weighted, unreduced, grpo, gspo, tempered, kept, kept_logprobs, distilled, logprobs, logprobs_alone,
     divergence, on_logits, segments_on_logits, logprobs_of_logits, module, unreduced_module,
 ]  # fmt: skip
 

@@ -17,6 +17,7 @@ from ...core.loss_stats import Stats
 from ...core.private import without_hooks
 from ...kernels.common.recording import refuse
 from ...losses.base import DENSE, Summand
+from ...metrics import Metric
 from ...metrics.values import selected
 from ...parallel.tokens import Spread
 from ...program.demand import SUFFIX, Structure
@@ -35,6 +36,7 @@ class Inputs(NamedTuple):
     tensors: list[dict[str, Tensor]]  # of each summand
     metric_weights: dict[str, Tensor]  # of tokens, for each weighting but "token"
     token_fields: frozenset[str] = frozenset()  # those of ``fields`` that are sliced with the tokens
+    withheld: frozenset[str] = frozenset()  # fields of the call that are not among ``fields``
     spread: Spread | None = None  # where segments are to be summed over ranks
 
     def map(self, change: Callable[[Tensor, int | None], Tensor]) -> "Inputs":
@@ -62,11 +64,13 @@ class Evaluation(NamedTuple):
     apart: list[Tensor]  # values of those with other units than tokens
 
 
-def stats_at(structure: Structure, view: int, leaves: Named) -> Stats:
-    """The statistics as a loss sees them, at one softmax."""
+def stats_at(structure: Structure, part: Summand | Metric, view: int, leaves: Named) -> Stats:
+    """The statistics as a loss or metric sees them, at one softmax."""
     suffix, ratio = SUFFIX[view], structure.views[view].ratio
     lse = leaves["lse" + suffix]
     values = {"logprob": leaves["logprob" + suffix], "lse": lse}
+    if not part.reads_target:
+        del values["logprob"]  # there may be no target
     if "entropy" + suffix in leaves:
         values["entropy"] = leaves["entropy" + suffix]
     if "weighted_sum" in leaves:
@@ -167,7 +171,7 @@ def values_of(
     differentiate: Callable[[Total, Named], tuple[Named, list[Tensor]]] = by_transform,
 ) -> tuple[Named, list[Tensor], list[Tensor]]:
     """The same with a tensor for each row of the table."""
-    batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.spread)
+    batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.spread, inputs.withheld)
     leaves = {name: masked(value, batch.mask) for name, value in leaves.items()}
     wanted = {name: leaves[name] for name in leaves if name in structure.leaves}
     rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
@@ -176,7 +180,7 @@ def values_of(
     def weighted_values(i: int, wanted: Named) -> Tensor:
         """``m * w * l`` of a summand, one per unit."""
         summand, view = structure.summands[i]
-        values = summand.values(stats_at(structure, view, {**wanted, **rest}), batch, inputs.tensors[i])
+        values = summand.values(stats_at(structure, summand, view, {**wanted, **rest}), batch, inputs.tensors[i])
         weight = weight_of(summand, inputs.fields)
         if weight is not None:
             values = values * weight.to(dtype)
@@ -220,7 +224,7 @@ def metric_values(structure: Structure, leaves: Named, batch: Batch, inputs: Inp
     others' one tensor [n] or [n, c]."""
     found = []
     for metric, view in structure.metrics:
-        values = metric.values(stats_at(structure, view, leaves), batch)
+        values = metric.values(stats_at(structure, metric, view, leaves), batch)
         weights = inputs.metric_weights.get(metric.weighting) if metric.unit == "token" else None
         columns = values.unbind(1) if metric.unit == "token" and values.dim() == 2 else [values]
         found.append([selected(metric, column, share_mask(metric.unit, batch), weights) for column in columns])

@@ -1,7 +1,6 @@
 """The losses' arithmetic as a kernel of the backend's: which losses have one, and its launch for a chunk of tokens."""
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,13 +9,9 @@ from ...backends import Backend, VectorKernel
 from ...core.private import in_own_thread
 from ...core.stats import RowStats
 from ...kernels.common.cache import Cache
-from ...losses.base import Summand
-from ...metrics import Metric
 from ...program.demand import Structure
 from .evaluate import Evaluation, Inputs, evaluate, values_of
 
-PACKAGE = __name__.partition(".")[0] + "."
-PLAIN = (type(None), bool, int, float, str)
 Arithmetic = tuple[VectorKernel, tuple[str, ...]]  # a kernel, and the coefficients that it makes, in order
 KERNELS: Cache[tuple, Arithmetic | None] = Cache(256)
 
@@ -25,6 +20,8 @@ def arithmetic_of(
     backend: Backend, structure: Structure, leaves: dict[str, Tensor], inputs: Inputs
 ) -> tuple[Arithmetic | None, list[Tensor | float]]:
     """The kernel for inputs like these, None where there is none; and all that it may read, numbers at last."""
+    if not structure.own:
+        return None, []
     tensors = [*leaves.values(), *tensors_of(inputs)]
     kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in tensors])
     key = backend, structure.key, tuple(leaves), tuple(inputs.fields), tuple(inputs.metric_weights), kinds
@@ -40,25 +37,15 @@ def tensors_of(inputs: Inputs) -> list[Tensor]:
     ]  # fmt: skip
 
 
-def is_own(part: Summand | Metric) -> bool:
-    """Whether a loss or metric is the library's, and a function of nothing but its arguments. A user's function may
-    read what changes from call to call, which a kernel would not notice."""
-    return is_plain(tuple(part.options.values())) and part.function.__module__.startswith(PACKAGE)
-
-
-def is_plain(value: Any) -> bool:
-    return all(map(is_plain, value)) if isinstance(value, tuple) else type(value) in PLAIN
-
-
 def make_arithmetic(
     backend: Backend, structure: Structure, leaves: dict[str, Tensor], inputs: Inputs, tensors: list[Tensor]
 ) -> Arithmetic | None:
-    parts: list[Any] = [part for part, _ in (*structure.summands, *structure.metrics)]
     float32 = leaves["lse"].dtype == torch.float32
     contiguous = all(tensor.is_contiguous() for tensor in tensors)
     # sums over segments, and several columns of a token
+    parts = [part for part, _ in (*structure.summands, *structure.metrics)]
     wider = any(part.scope != "token" for part in parts) or any(leaf.dim() > 1 for leaf in leaves.values())
-    if wider or not (float32 and contiguous and all(map(is_own, parts))):
+    if wider or not (float32 and contiguous):
         return None
     names: list[str] = []
     dims: list[int | None] = [0] * len(leaves)  # that tokens are counted along

@@ -5,7 +5,7 @@ Three kinds: a scalar loss with parts and metrics, a value per token, or the sta
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ...parallel.tokens import Spread, whole_metrics
 from ...program.demand import Structure
 from .denominators import Inverse, gain_of, stacked, times
 from .evaluate import Evaluation, Inputs, evaluate, totals, whole_table
-from .kernels import evaluate_rows, is_own
+from .kernels import evaluate_rows
 
 
 class Expected(NamedTuple):
@@ -253,9 +253,8 @@ class ScalarObjective(Objective):
 
     @property
     def recordable(self) -> bool:
-        parts: list[Any] = [part for part, _ in (*self.structure.summands, *self.structure.metrics)]
         alone = self.teacher is None and self.spread is None and self.fuse is not None
-        return alone and not (self.coupled or self.fp16 or self.segment_metrics) and all(map(is_own, parts))
+        return alone and not (self.coupled or self.fp16 or self.segment_metrics) and self.structure.own
 
     @property
     def gain_so_far(self) -> Tensor | None:

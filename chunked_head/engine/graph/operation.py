@@ -48,10 +48,12 @@ def operation(function: Callable[P, Task[Result] | Streams[Result]]) -> Callable
             eager = eager or any(is_dtensor(given[name]) for name in OPERANDS if name in given)
             whole = not eager and not given.get("inplace")
             if whole and ("loss" not in given or isinstance(given["loss"], Losses)):
-                return as_operator(name, given)
+                made = as_operator(name, given)
+                if made is not None:
+                    return made
             from ...core.outside import outside
 
-            return outside(run, *args, **kwargs)  # between two graphs: what ranks exchange is no operator of either
+            return outside(run, *args, **kwargs)  # between two graphs
         return run(*args, **kwargs)
 
     returned = signature.return_annotation
@@ -90,7 +92,7 @@ def is_denominator(normalizer: Any) -> bool:
 
 
 def as_operator(name: str, given: dict[str, Any]) -> Any:
-    """Traced: nothing here but tuples, attributes and one call of an operator."""
+    """Traced: nothing here but tuples, attributes and one call of an operator; None where that cannot be."""
     from .tracing import registered
 
     operands = [given[operand] for operand in OPERANDS if given.get(operand) is not None]
@@ -102,5 +104,7 @@ def as_operator(name: str, given: dict[str, Any]) -> Any:
     arguments = tuple([(key, described(value, tensors)) for key, value in given.items() if key not in OPERANDS])
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     key, grad = registered(name, arguments, autocast), torch.is_grad_enabled()
+    if not key:
+        return None
     wanted = [grad and operand.requires_grad for operand in operands]
     return results[name](operators.forward(operands, tensors, key, wanted), given)

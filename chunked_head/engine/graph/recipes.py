@@ -6,18 +6,15 @@ and a call with other options is compiled anew. ``restored`` is its inverse, at 
 
 import functools
 import hashlib
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core.options import NUMBERS
-from ...kernels.common.cache import Cache
-from ...losses.base import Losses, Summand
+from ...losses.base import Losses, Summand, is_library
 from ...metrics.values import Metric
 from ..program import Program, program_of
 from ..task import Task
@@ -26,15 +23,12 @@ RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # which are made of their 
     "summand": (Summand, tuple(Summand.__dataclass_fields__)),
     "metric": (Metric, tuple(Metric.__dataclass_fields__)),
 }
-PACKAGE = __name__.partition(".")[0] + "."
 FORMAT = 2  # of the operators' outputs: one more for other outputs, since compiled graphs are kept on disk
 
 TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
 # One for each call that a graph has been traced with, and none for any other; nothing is ever taken out, since a graph
 # names its recipe in code of which nobody says when it is gone.
 RECIPES: dict[str, "Recipe"] = {}
-# of functions that are not the library's own; one that is forgotten gets another token when it is traced again
-_tokens: Cache[Any, str] = Cache(256)
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,10 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
 
 
 def registered(function: str, arguments: tuple, autocast: torch.dtype | None) -> str:
-    """The key of a recipe: equal for equal ones, in every process, since compiled graphs are kept on disk."""
+    """The key of a recipe: equal for equal ones, in every process, since compiled graphs are kept on disk. An empty one
+    where a function is a user's, which no graph holds: it may read what changes."""
+    if is_users(arguments):
+        return ""
     digest = hashlib.sha256(text_of((FORMAT, arguments, autocast)).encode()).hexdigest()[:24]
     key = f"{function}-{digest}"
     RECIPES.setdefault(key, Recipe(function, arguments, autocast))
@@ -128,14 +125,17 @@ def text_of(value: Any) -> str:
     if isinstance(value, functools.partial):
         return f"partial({text_of(value.func)}, {text_of(value.args)}, {text_of(value.keywords)})"
     if callable(value) and not isinstance(value, type):
-        own = type(value) is FunctionType and value.__module__.startswith(PACKAGE) and "<" not in value.__qualname__
-        return f"{value.__module__}.{value.__qualname__}" if own else token_of(value)
+        return f"{value.__module__}.{value.__qualname__}"
     return f"{type(value).__name__} {value!r}"
 
 
-def token_of(function: Any) -> str:
-    """A name that no other function has or has had, here or in another process."""
-    return _tokens.made(function, lambda: f"user function {uuid.uuid4().hex}")
+def is_users(value: Any) -> bool:
+    """Whether there is a function among plain values that is not the library's."""
+    if isinstance(value, functools.partial):
+        value = (value.func, value.args, *value.keywords.values())
+    if isinstance(value, tuple):
+        return any(map(is_users, value))
+    return callable(value) and not isinstance(value, type) and not is_library(value)
 
 
 def recipe_of(key: str) -> Recipe:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.options import exact
 from ...core.shift import in_backward
 from ...kernels.common.tiles import BEHIND
 from ...losses.base import Losses
@@ -108,8 +109,7 @@ class Arguments:
             self.values.append(Tensor)
             return value.layout is torch.strided and not value.is_neg()
         if kind in PLAIN:
-            self.values.append(kind)  # 1 equals 1.0 and True
-            self.values.append(value)
+            self.values.append(exact(value))
             return True
         if kind is dict:
             self.values.append(tuple(value))
@@ -118,14 +118,14 @@ class Arguments:
             self.values.append(len(value))
             return all(map(self.add, value))
         if isinstance(value, Metric):
-            self.values += value.signature, value.settings
-            return True
+            self.values += value.signature, exact(value.settings)
+            return value.own
         return isinstance(value, Losses) and all(self.add_summand(*term) for term in value.terms)
 
     def add_summand(self, coefficient: Any, summand: Any) -> bool:
-        self.values += summand.signature, summand.settings
+        self.values += summand.signature, exact(summand.settings)
         numbers = coefficient, summand.normalizer, summand.token_weights
-        return summand.lasting and all(map(self.add, (*numbers, *summand.tensors.values())))
+        return summand.own and all(map(self.add, (*numbers, *summand.tensors.values())))
 
     def add_buffer(self, given: Mapping[str, Any]) -> bool:
         """The one that the weight's gradient is added to, which may be an attribute of the weight."""

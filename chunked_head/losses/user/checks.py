@@ -10,9 +10,10 @@ from torch import Tensor
 from ...core.batch import Batch
 from ...core.loss_stats import Stats
 from ..base import Field, Part, Summand, Unit
+from . import closures
+from .closures import Contents
 from .synthetic import PAIRS, SEGMENTS, TOKENS, Reads, RecordingBatch, RecordingStats, Synthetic
 
-OWN = __name__.partition(".")[0] + "."
 WITHOUT_GRADIENT = ("argmax", "top_logprob", "teacher_entropy")
 WHOLE = slice(0, TOKENS)
 PIECES = (slice(0, 1), slice(1, TOKENS))
@@ -20,10 +21,17 @@ OF_RANKS = (slice(0, 9), slice(9, TOKENS))  # segments 0 and 2 lie on both; so d
 
 
 @contextlib.contextmanager
-def by_itself(grad: bool) -> Iterator[None]:
-    """Neither modes around a call nor its random numbers have a part in what is run inside."""
-    with torch.inference_mode(False), torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]):
+def by_itself(grad: bool, device: torch.device) -> Iterator[None]:
+    """Neither modes around a call nor its random numbers have a part in what is run inside, on ``device``."""
+    others, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), torch.random.fork_rng(others, device_type=kind):
         yield
+
+
+def device_of(*values: Any) -> torch.device:
+    """Where a function can run: with the tensors that it closes over, on the CPU where there are none elsewhere."""
+    found = [device for device in Contents(*values).devices if device.type not in ("cpu", "meta")]
+    return found[0] if found else torch.device("cpu")
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -39,8 +47,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 def checked(where: str, summand: Summand, extra: Mapping[str, Field]) -> Reads:
     """Runs the function on made-up tokens, all at once to see what it reads, and if it claims that a token's value
     depends on that token alone, in two pieces, which must give the same values and gradients."""
-    with by_itself(grad=True):
-        made, reads = Synthetic(summand.tensors, extra), Reads()
+    device = device_of(summand.function, summand.options, summand.tensors)
+    with by_itself(True, device):
+        made, reads = Synthetic(summand.tensors, extra, device), Reads()
         whole = run(where, summand, made, WHOLE, reads)
         pieces = [run(where, summand, made, piece, Reads()) for piece in PIECES if summand.scope == "token"]
         for what, found in whole.items():
@@ -124,9 +133,17 @@ def check_over_ranks(part: Part, what: str, given: frozenset[str], known: Mappin
             f"ld_alpha of {what} {part.label} needs each token's place in its segment, which no rank knows where ranks "
             "hold different tokens of it; leave it out, or leave out parallel=TokenParallel(...)"
         )
-    if part.scope != "segment" or getattr(part.function, "__module__", "").startswith(OWN):
+    if part.own or part.scope != "segment":
         return
     tensors = part.tensors if isinstance(part, Summand) else {}
+    about = "ranks", part.unit, given, tuple(sorted(known.items())), Contents(part.options, tensors).key
+    closures.known(part.function, about, lambda: run_over_ranks(part, what, given, known, tensors))
+
+
+def run_over_ranks(
+    part: Part, what: str, given: frozenset[str], known: Mapping[str, Field], tensors: Mapping[str, Tensor]
+) -> None:
+    device = device_of(part.function, part.options, tensors)
 
     def run(piece: slice, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         batch = RankBatch(made, piece, given, sums)
@@ -134,8 +151,8 @@ def check_over_ranks(part: Part, what: str, given: frozenset[str], known: Mappin
             values = part.values(Stats({name: value[piece] for name, value in made.stats.items()}), batch, tensors)
         return values, batch.own
 
-    with by_itself(grad=False):
-        made = Synthetic(tensors, known)
+    with by_itself(False, device):
+        made = Synthetic(tensors, known, device)
         try:
             whole, sums = run(WHOLE, [])
         except Exception:  # it cannot run on made-up tokens, as its maker may have said by check=False

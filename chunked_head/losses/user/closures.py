@@ -1,11 +1,13 @@
-"""Functions of the same code over equal plain values, made one object.
+"""What is found out of a function of a user's once, and known again without a reference to what it closes over."""
 
-To the compiler they are one then, and what was found out about the first holds for all.
-"""
-
-from collections.abc import Callable
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
-from typing import Any
+import contextlib
+import functools
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Hashable
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,66 +15,105 @@ from torch import Tensor
 from ...kernels.common.cache import Cache
 
 Function = Callable[..., Tensor]
+Result = TypeVar("Result")
 
-PLAIN = (type(None), bool, int, str, bytes, complex, torch.dtype, torch.device, type, ModuleType, BuiltinFunctionType)
-REMEMBERED = 256  # functions; beyond that the oldest are forgotten, and compiled anew if they come back
-_functions: Cache[tuple, FunctionType] = Cache(REMEMBERED)
-_results: Cache[tuple, Any] = Cache(REMEMBERED)
-
-
-def frozen(function: Function) -> tuple[Function, tuple | None]:
-    """The first function of the same code over equal values, with those values, and what says that it is the same.
-
-    A copy with cells of its own: were a variable of the first one's maker to change, all others would change with it.
-    What closes over anything but plain values (a tensor, an object) stays itself, and None.
-    """
-    if type(function) is not FunctionType:
-        return function, None
-    try:
-        key, copy = _freeze(function, ())
-    except _NotPlainError:
-        return function, None
-    return _functions.made(key, lambda: copy), key
+PLAIN = (type(None), bool, int, complex, torch.dtype, torch.device, CodeType)
+MOST_VALUES = 256  # of a function's contents that are looked into
+MOST_ITEMS = 8  # of a list or dict, which may be a log that grows at every call
+MOST_QUESTIONS = 16  # of one function, such as its options
+# by question: of functions, and of methods by their object, as long as these live; and of those made anew, by contents
+KNOWN: "weakref.WeakKeyDictionary[Any, Cache[Hashable, Any]]" = weakref.WeakKeyDictionary()
+ALIKE: Cache[Hashable, Any] = Cache(256)
 
 
-class _NotPlainError(Exception):
-    pass
+def known(function: Function, question: Hashable, find: Callable[[], Result]) -> Result:
+    """What ``find`` finds of a function: once for it, and once for all of the same code over values alike."""
+    owner: Any = function
+    code = None
+    if isinstance(function, MethodType):
+        owner, code = function.__self__, getattr(function.__func__, "__code__", None)
+    of_owner: Cache[Hashable, Any] = Cache(MOST_QUESTIONS)
+    if type(owner).__eq__ is object.__eq__:  # else an equal one might be taken for it
+        with contextlib.suppress(TypeError):  # of what cannot be referred to weakly
+            of_owner = KNOWN.setdefault(owner, of_owner)
+    found: Result = of_owner.made((code, question), lambda: ALIKE.made((Contents(function).key, question), find))
+    return found
 
 
-def _freeze(value: Any, inside: tuple[int, ...]) -> tuple[tuple, Any]:
-    """A key that is equal for equal plain values, types included (1, 1.0 and True are three), and a lasting copy."""
-    if isinstance(value, float):
-        return (type(value), value.hex()), value  # tells 0.0 from -0.0, and nan is equal to nan
-    if isinstance(value, PLAIN):
-        return (type(value), value), value
-    if type(value) is tuple:
-        pairs = [_freeze(item, inside) for item in value]
-        return (tuple, *(key for key, _ in pairs)), tuple(item for _, item in pairs)
-    if type(value) is not FunctionType or id(value) in inside or value.__dict__:
-        raise _NotPlainError
-    inside = (*inside, id(value))
-    try:
-        contents = tuple(cell.cell_contents for cell in value.__closure__ or ())
-    except ValueError as error:  # a variable without a value yet
-        raise _NotPlainError from error
-    keyword_defaults = value.__kwdefaults__ or {}
-    closure_key, closure = _freeze(contents, inside)
-    defaults_key, defaults = _freeze(value.__defaults__ or (), inside)
-    keywords_key, keywords = _freeze(tuple(keyword_defaults.values()), inside)
-    key = (
-        FunctionType, value.__code__, id(value.__globals__), closure_key, defaults_key, tuple(keyword_defaults),
-        keywords_key,
-    )  # fmt: skip
-    if not closure:
-        return key, value
-    copy = FunctionType(
-        value.__code__, value.__globals__, value.__name__, defaults or None, tuple(map(CellType, closure))
-    )
-    copy.__kwdefaults__ = dict(zip(keyword_defaults, keywords, strict=True)) or None
-    copy.__doc__, copy.__qualname__, copy.__module__ = value.__doc__, value.__qualname__, value.__module__
-    return key, copy
+class Same:
+    """One object, while it lives, and no other that is equal to it or comes to lie where it lay."""
+
+    def __init__(self, value: Any):
+        self.reference, self.address = weakref.ref(value), id(value)
+
+    def __hash__(self) -> int:
+        return self.address
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and (value := self.reference()) is not None and other.reference() is value
 
 
-def known(key: tuple | None, make: Callable[[], Any]) -> Any:
-    """What is known of a function, found out once; without a key anew each time."""
-    return make() if key is None else _results.made(key, make)
+class Contents:
+    """What values consist of, functions' closures, defaults and objects included. ``key``: equal where code and types
+    are the same and plain values are equal; of a float it has the sign, of a tensor dtype, device and dimensions, of
+    what cannot be looked into which object it is. ``devices``: those of tensors, of globals that are read too."""
+
+    def __init__(self, *values: Any):
+        self.devices: list[torch.device] = []
+        self.left = MOST_VALUES
+        self.inside: list[int] = []
+        self.key: Hashable = tuple(map(self.of, values))
+
+    def of(self, value: Any) -> Hashable:
+        kind = type(value)
+        self.left -= 1
+        if kind in PLAIN:
+            return kind, value
+        if kind in (str, bytes):
+            return kind, len(value), hash(value)  # none of them is kept, however long
+        if kind is float:
+            return kind, math.isfinite(value), (value > 0) - (value < 0)
+        if isinstance(value, Tensor):
+            self.devices.append(value.device)
+            return "tensor", value.dtype, value.device, value.dim()
+        if id(value) in self.inside:
+            return "again", self.inside.index(id(value))
+        parts = parts_of(value)
+        if parts is None or len(parts) > self.left:
+            try:
+                return Same(value)
+            except TypeError:
+                return object()  # equal to nothing
+        self.inside.append(id(value))
+        found = Same(kind), *map(self.of, parts)
+        if kind is FunctionType:
+            for name in value.__code__.co_names:
+                self.of(value.__globals__.get(name))  # for devices alone
+        self.inside.pop()
+        return found
+
+
+class Plain:
+    """An object with attributes and nothing else."""
+
+
+def parts_of(value: Any) -> tuple[Any, ...] | None:
+    """All that a value consists of, None where that cannot be told."""
+    kind = type(value)
+    if kind is FunctionType:
+        cells = [None if cell == CellType() else cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, *cells, value.__defaults__, value.__kwdefaults__
+    if kind is MethodType:
+        return value.__func__, value.__self__
+    if kind is functools.partial:
+        return value.func, value.args, value.keywords
+    if kind is tuple:
+        return value
+    if kind is list:
+        return tuple(value[:MOST_ITEMS])
+    if kind is dict:
+        items = list(itertools.islice(value.items(), MOST_ITEMS))
+        return tuple(itertools.chain(*items))
+    if kind is SimpleNamespace or (kind.__basicsize__ == Plain.__basicsize__ and hasattr(value, "__dict__")):
+        return *value.__dict__, *value.__dict__.values()
+    return None

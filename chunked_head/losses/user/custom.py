@@ -1,10 +1,7 @@
 """A loss of the user's own."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from types import MethodType
-from typing import Any, Unpack, cast, overload
-from weakref import WeakKeyDictionary
+from typing import Any, Unpack, overload
 
 from torch import Tensor
 
@@ -26,7 +23,7 @@ from ..base import (
     make,
 )
 from .checks import checked
-from .closures import Function, frozen, known
+from .closures import Contents, Function, known
 
 ALWAYS = ("logprob", "lse")
 
@@ -79,19 +76,22 @@ def custom(
     The function runs here once, on some made-up tokens with every field: which statistics (``needs``) and fields it
     reads is found out. With ``scope="token"`` it runs on two unequal pieces of them too, and values and gradients are
     compared. Fields of your own are declared: ``fields={"my_weights": "token"}``, or a ``losses.Field`` where they are
-    not floating or have dimensions beside the kind's. Fields read by ``batch.get`` or after ``in`` are optional; what
-    the function reads only where one of them is missing is declared by ``needs`` and ``fields``.
+    not floating or have dimensions beside the kind's. ``batch.advantages`` is ``batch["advantages"]``. Fields read by
+    ``batch.get`` or after ``in`` are optional. A call gives the function all fields of its batch; a statistic that the
+    function reads in some calls alone is declared by ``needs``, a dense teacher's tensors by ``fields``.
     ``check=False`` leaves all this out and takes ``needs``, ``fields`` (known ones by name) and ``reads_target`` as
     they are given.
 
-    Functions of the same code that close over equal numbers and strings are one to the compiler, so that a loss may be
-    made anew at every step; such values are read here, once. Tensors that are closed over are not sliced: pass fields.
+    The function is plain PyTorch to every call, on vectors of one number per token: it may read what changes, and
+    close over anything. It may be made anew at every step: what it closes over is not kept, and a function of the same
+    code over values alike (numbers of the same sign, tensors of one dtype and device) is not run here again. Tensors
+    that are closed over are whole in each piece of the tokens: what has a number per token is a field.
 
         @losses.custom(scope="token")
         def unlikelihood(stats, batch):
             return -torch.log1p(-stats.logprob.exp().clamp(max=0.999))
 
-    Made before a function that ``torch.compile`` takes whole, and not in it: there this call breaks the graph.
+    Under ``torch.compile`` the call of the loss breaks the graph, as this one does.
     ``options`` and ``tensors`` are what the function gets as keyword arguments, ``teacher`` how it sees a dense
     teacher; ``summand``: ``SummandOptions``.
     """
@@ -115,16 +115,10 @@ def custom(
     if unknown := sorted(statistics - {*ALWAYS, *STATISTICS, *DENSE}):
         raise ValueError(f"needs of {where}: there is no statistic {unknown[0]!r}")
     options, tensors = dict(options or {}), dict(tensors or {})
-    for option, value in options.items():
-        if type(value).__hash__ is None:
-            raise TypeError(f"option {option!r} of {where} must be hashable, got {value!r}")
-    function, identity = frozen(function)
     if check:
         question = Summand("custom", function, options, unit=unit, scope=scope, name=name, tensors=tensors)
-        key = None
-        if identity is not None and not tensors:
-            key = (identity, tuple(sorted(options.items())), scope, unit, tuple(sorted(extra.items())))
-        reads = known(key, lambda: checked(where, question, extra))
+        about = scope, unit, tuple(sorted(extra.items())), Contents(options, tensors).key
+        reads = known(function, about, lambda: checked(where, question, extra))
         if reads.target and reads_target is False:
             raise ValueError(f"{where} reads the target, in stats.logprob or batch.target: not reads_target=False")
         statistics |= reads.statistics
@@ -158,31 +152,14 @@ def custom(
         scope=scope,
         alone=scope == "token",
         unit=unit,
-        lasting=identity is not None,
         reads_target=reads_target is not False,
     )
 
 
-# what is known of functions that were taken as they are and close over more than plain values: as long as they live,
-# and without a reference to them; of methods by their object
-TAKEN: "WeakKeyDictionary[Any, dict[Any, Summand]]" = WeakKeyDictionary()
-
-
 @breaks_graph
-def taken(given: Function) -> Losses:
+def taken(function: Function) -> Losses:
     """The loss of a plain function, checked once."""
-    function, identity = frozen(given)
-    if identity is not None:
-        return known(("taken", identity), lambda: custom(function, scope="token"))
-    owner, part = (given.__self__, given.__func__) if isinstance(given, MethodType) else (given, None)
-    try:
-        of_owner = TAKEN.setdefault(owner, {})
-    except TypeError:  # it cannot be referred to weakly, or has no hash
-        of_owner = {}
-    if part not in of_owner:
-        ((_, summand),) = custom(given, scope="token").terms
-        of_owner[part] = replace(summand, function=cast(Any, None))  # a reference to it would keep the owner alive
-    return Losses(((1.0, replace(of_owner[part], function=given)),))
+    return custom(function, scope="token")
 
 
 TAKERS.append(taken)

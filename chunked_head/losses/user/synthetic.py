@@ -82,12 +82,12 @@ class RecordingBatch(Batch):
 class Synthetic:
     """Made-up statistics and fields, as a call makes them: 0 and -1 where a token does not count.
 
-    ``tensors``: those of the loss, whose device and vocabulary these have."""
+    ``tensors``: those of the loss, whose vocabulary these have."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], extra: Mapping[str, Field]):
+    def __init__(self, tensors: Mapping[str, Tensor], extra: Mapping[str, Field], device: torch.device | None = None):
         first = next(iter(tensors.values()), None)
         self.vocab = len(first) if first is not None and first.dim() else VOCAB
-        self.device = torch.device("cpu") if first is None else first.device
+        self.device = device or torch.device("cpu")
         # whatever torch.set_default_device says, and without a part in anyone else's random numbers
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(7)
