@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
 
-from benchmarks import host
+from benchmarks import host, numbers
 
 
 def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -25,3 +25,13 @@ def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
         expected = {"autograd alone": "host_ms"}.get(name, "above_ms" if name.endswith("tokens") else "ratio")
         assert row[expected] > 0 or expected == "above_ms"
     assert "host ms" in capfd.readouterr().out
+
+
+def test_numbers_that_change(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    output = tmp_path / "numbers.json"
+    assert numbers.main(["--device", "cpu", "--calls", "2", "--output", str(output)]) == 0
+    rows = {row["row"]: row for row in json.loads(output.read_text())["rows"]}
+    assert {"none", "clip_low", "gamma", "a summand's temperature", "beta of dpo", "normalizer"} <= set(rows)
+    assert all(row["constant_ms"] > 0 and row["changing_ms"] > 0 and row["compiled"] == 0 for row in rows.values())
+    assert "ms changing" in capfd.readouterr().out

@@ -1,0 +1,134 @@
+"""Steps of which a number changes: `python -m benchmarks numbers`.
+
+For each number of a loss or of a head the median time of a step (a call and its backward, waited for) where the number
+is the same at every step, and where it is another at each; and what was compiled and traced after the third of those.
+"""
+
+import argparse
+import contextlib
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from chunked_head.kernels.common.launcher import Launcher
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks import measure, providers, shapes
+from benchmarks.head import Watch, make_console, number, report_failures
+from benchmarks.shapes import Operands, Shape
+from chunked_head import linear_cross_entropy, linear_loss, losses
+from chunked_head.backends.triton import vectors
+from chunked_head.losses import Losses
+
+SHAPE, TINY = Shape(512, 512, 32000), Shape(24, 16, 320)
+CALLS, WARM_UP, SEGMENTS = 60, 3, 8
+FIELDS = ("old_logprobs", "ref_logprobs", "advantages", "segments", "pairs")
+Call = Callable[[float], Tensor]
+
+
+def calls_of(operands: Operands) -> dict[str, Call]:
+    """By the name of a number the loss with a value of it, from 0.2 to 0.5."""
+    given = operands.hidden, operands.weight, operands.target
+    uniform = torch.full_like(operands.target, -10.0, dtype=torch.float32)
+    fields = shapes.draw_fields(FIELDS, operands, uniform, SEGMENTS)
+
+    def plain(**options: Any) -> Tensor:
+        return linear_cross_entropy(*given, **options)
+
+    def mixed(loss: Losses, *names: str, **options: Any) -> Tensor:
+        batch = {name: fields[name] for name in names}
+        segments = SEGMENTS if "segments" in names else None
+        return linear_loss(*given, loss, batch=batch, num_segments=segments, **options).loss
+
+    policy, pairs = ("old_logprobs", "advantages"), ("ref_logprobs", "segments", "pairs")
+    one = losses.cross_entropy
+    return {
+        "none": lambda x: plain(),
+        "label_smoothing": lambda x: plain(label_smoothing=x),
+        "z_loss": lambda x: plain(z_loss=x),
+        "normalizer": lambda x: plain(normalizer=1000 * x),
+        "logit_scale": lambda x: plain(logit_scale=x),
+        "softcap": lambda x: plain(softcap=100 * x),
+        "upstream": lambda x: plain(upstream=x) * x,
+        "clip_low": lambda x: mixed(losses.grpo(clip_low=x), *policy),
+        "clip_high": lambda x: mixed(losses.grpo(clip_high=x), *policy),
+        "gamma": lambda x: mixed(losses.focal(gamma=10 * x)),
+        "coefficient": lambda x: mixed(one() + x * losses.entropy()),
+        "temperature": lambda x: mixed(one(), temperature=2 * x),
+        "a summand's temperature": lambda x: mixed(one() + losses.entropy(temperature=2 * x)),
+        "beta of dpo": lambda x: mixed(losses.dpo(beta=x), *pairs),
+    }
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Callable[[], int]]:
+    """How many kernels have been compiled, and functions of the losses traced, so far."""
+    of_kernels = mock.patch.object(Launcher, "keep", autospec=True, side_effect=Launcher.keep)
+    of_traces = mock.patch.object(vectors, "trace", side_effect=vectors.trace)
+    with of_kernels as kept, of_traces as traces:
+        yield lambda: kept.call_count + traces.call_count
+
+
+def step_ms(call: Call, value: float, operands: Operands, device: torch.device) -> float:
+    operands.clear()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    call(value).backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - begin) * 1e3
+
+
+def run(name: str, shape: Shape, args: argparse.Namespace, watch: Watch) -> dict[str, Any]:
+    watch.stage(f"{shape}: {name}")
+    operands = shapes.make_operands(shape, args.dtype, args.device)
+    call, steps = calls_of(operands)[name], args.calls + WARM_UP
+    times = functools.partial(step_ms, call, operands=operands, device=args.device)
+    with counted() as count:
+        changing = [times(0.2 + 0.3 * i / steps) for i in range(WARM_UP)]
+        before = count()
+        changing = [times(0.2 + 0.3 * i / steps) for i in range(WARM_UP, steps)]
+        compiled = count() - before
+    constant = [times(0.25) for _ in range(steps + WARM_UP)][2 * WARM_UP :]
+    watch.tick()
+    medians = {"constant_ms": statistics.median(constant), "changing_ms": statistics.median(changing)}
+    return {"row": name, "status": "ok", **medians, "longest_ms": max(changing), "compiled": compiled}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit status: 1 where a row failed."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks numbers", description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", type=providers.argument(shapes.parse_shape), help="512x512x32000")
+    parser.add_argument("--calls", type=providers.argument(shapes.parse_count), default=CALLS, help=f"steps ({CALLS})")
+    providers.common_arguments(parser, peers=False)
+    args = parser.parse_args(argv)
+    args.device = providers.read_device(parser, args.device)
+    args.dtype = args.dtype or (torch.bfloat16 if args.device.type == "cuda" else torch.float32)
+    shape = args.shape or (SHAPE if args.device.type == "cuda" else TINY)
+    path = providers.results_path(args.output, "numbers", args.device)
+    console, rows = make_console(), list[dict[str, Any]]()
+    names = list(calls_of(shapes.make_operands(TINY, args.dtype, args.device)))
+    table = Table("a number", "ms constant", "ms changing", "longest", "compiled", title=str(shape))
+    with Watch(len(names)) as watch:
+        for name in names:
+            row, failure = measure.attempt(functools.partial(run, name, shape, args, watch))
+            measure.release()
+            found = {"row": name, **failure.record()} if failure else row
+            rows.append({"shape": str(shape), "provider": "ours"} | found)
+            cells = [number(found.get(key)) for key in ("constant_ms", "changing_ms", "longest_ms")]
+            table.add_row(name, *cells, str(found.get("compiled", found["status"])))
+            providers.write_results(path, "numbers", argv, args.device, rows=rows)
+    console.print(table)
+    return report_failures(console, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
