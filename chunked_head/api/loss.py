@@ -142,7 +142,7 @@ def linear_loss(
     gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
     and ``accumulate_into`` is added to there. With ``segment_lengths`` chunks end where segments (and pairs, which are
     brought together) end, and three matmuls are enough; a segment longer than a chunk has its logits computed again,
-    alone. It stays at four for losses of ``losses.custom``, in float16, and where rows are moved for another reason
+    alone. It stays at four for losses of ``losses.custom`` and where rows are moved for another reason
     (``skip_ignored``, sets that some tokens keep); ``out.plan`` tells. In ``torch.compile`` they break the graph.
 
     Inside of ``torch.compile`` the call is an operator; losses and metrics may be made in the compiled function or

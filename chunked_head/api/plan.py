@@ -10,7 +10,7 @@ from ..core.groups import Split, block_of, chunked
 from ..core.options import flag
 from ..core.stats import Teacher
 from ..engine.execution import check_options
-from ..engine.program import alone, coupling, may_pad
+from ..engine.program import alone, coupled, may_pad
 from ..kernels.common.gpus import GPUS, Gpu
 from ..losses.base import Losses, Summand, as_losses
 from ..losses.user.closures import Function
@@ -148,7 +148,7 @@ def plan(
         autocast = {hidden_dtype, weight_dtype} - {None, dtype}
         teacher = Teacher(logits, rows, rows, None, dtype=dtype if autocast else None)
         teacher_store = chosen.teacher_store(teacher, store)
-    by_segments = segment_lengths and not skip_ignored and alone(loss, dtype)
+    by_segments = segment_lengths and not skip_ignored and alone(loss)
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
     fields = [field for part in parts_of_loss for field in part.fields]
     on_a_gpu = place.type == "cuda" and ranks == 1 and not skip_ignored and chosen.bounds_rows(store)
@@ -159,7 +159,7 @@ def plan(
         hidden_dtype=hidden_dtype or dtype, weight_dtype=weight_dtype or dtype,
         hidden_grad=hidden_grad, weight_grad=weight_grad, bias_grad=bias_grad,
         late_upstream=reduction == "none",
-        coupled=coupling(loss, dtype)[1] and not by_segments, by_segments=by_segments, demand=demand,
+        coupled=coupled(loss) and not by_segments, by_segments=by_segments, demand=demand,
         teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
         teacher_cast=teacher is not None and teacher.casts,
         store=store, buffer_dtype=added_to, skips=skip_ignored, deterministic=deterministic,

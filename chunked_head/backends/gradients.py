@@ -27,7 +27,6 @@ class Gradients:
     weight: Tensor | None
     bias: Tensor | None
     gradient_buffer: GradientBuffer | None = None  # ``weight`` is a buffer of the caller's, to be added to
-    gain: Tensor | None = None  # [] taken out of the coefficients, for what nobody scales afterwards
     padded: dict[str, Tensor] = field(default_factory=dict)  # ``weight`` and ``bias`` with rows beyond the vocabulary
     over_ranks: SummedRows | ScatteredRows | None = None  # what becomes of ``hidden`` where ranks share the vocabulary
 

@@ -105,7 +105,7 @@ class KeptColumns(ABC):
         """What their gradients are."""
 
     @abstractmethod
-    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
+    def put_dhidden(self, at: slice, out: Tensor) -> None:
         """Hidden states' gradients of rows ``at`` into ``out``: those rows, or with ``rows.order`` all of them. Where
         every row that counts keeps some the others' are 0, elsewhere they stay as they are."""
 
@@ -119,25 +119,18 @@ class KeptColumns(ABC):
         stats: RowStats,
         coefficients: Coefficients,
         grads: Gradients,
-        weight_gain: Tensor | None = None,
-        hidden_gain: Tensor | None = None,
     ) -> None:
         """Gradients of rows ``at``, from their statistics, which are all there is where every row keeps a set; the
         weight's wait for ``finish``."""
         self.differentiate(at, stats, coefficients)
-        self.weight_gain, self.bias_gain = weight_gain, hidden_gain  # the bias's waits for its own as hidden's does
         if grads.hidden is not None:
-            self.put_dhidden(at, grads.hidden_rows(at, self.rows.order), hidden_gain)
+            self.put_dhidden(at, grads.hidden_rows(at, self.rows.order))
 
     def finish(self, grads: Gradients) -> None:
         """The weight's and the bias's gradients, of all rows."""
         if grads.weight is not None:
             add = not grads.stores(self.kept.everywhere)
-            self.put_dweight(grads.weight, self.rows.hidden, self.times(self.weight_gain), add)
+            self.put_dweight(grads.weight, self.rows.hidden, self.dlogits, add)
         if grads.bias is not None:
             ones = torch.ones(len(self.rows.hidden), 1, dtype=self.wide, device=self.dlogits.device)
-            self.put_dweight(grads.bias.unsqueeze(1), ones, self.times(self.bias_gain), not self.kept.everywhere)
-
-    def times(self, gain: Tensor | None) -> Tensor:
-        """The entries' gradients times a factor."""
-        return self.dlogits if gain is None else self.dlogits * gain
+            self.put_dweight(grads.bias.unsqueeze(1), ones, self.dlogits, not self.kept.everywhere)

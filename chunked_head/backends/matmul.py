@@ -112,17 +112,16 @@ def add_dweight(
     wide = hidden if by_blas else hidden.float()
     for tile in vocabulary_tiles(out):
         # no name for a tile's product: it would still be there when the next is made
-        put(out[tile], dweight_tile(dlogits[:, tile], wide, out.dtype, gain), first)
+        put(out[tile], dweight_tile(dlogits[:, tile], wide, out.dtype), first, gain)
 
 
-def dweight_tile(dlogits: Tensor, hidden: Tensor, dtype: torch.dtype, gain: Tensor | None) -> Tensor:
-    """``gain * dlogits.T @ hidden``, of 16-bit operands in ``dtype``, else in that of ``hidden``."""
+def dweight_tile(dlogits: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """``dlogits.T @ hidden``, of 16-bit operands in ``dtype``, else in that of ``hidden``."""
     if hidden.dtype == dlogits.dtype and hidden.dtype.itemsize < 4:
         product = torch.empty(dlogits.shape[1], hidden.shape[1], dtype=dtype, device=hidden.device)
         multiply(dlogits.t(), hidden, product, first=True)
-    else:
-        product = dlogits.float().t() @ hidden
-    return product if gain is None else product.mul_(gain)
+        return product
+    return dlogits.float().t() @ hidden
 
 
 def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:
@@ -156,10 +155,14 @@ def add_dbias(
     gain: Tensor | None = None,  # []
 ) -> None:
     """``out (+)= gain * dlogits.sum(0)``"""
-    total = dlogits.sum(0, dtype=out.dtype)
-    put(out, total if gain is None else total * gain, first)
+    put(out, dlogits.sum(0, dtype=out.dtype), first, gain)
 
 
-def put(out: Tensor, value: Tensor, first: bool) -> None:
-    """``out (+)= value``, stored rather than added to zeros the first time."""
-    out.copy_(value) if first else out.add_(value)
+def put(out: Tensor, value: Tensor, first: bool, gain: Tensor | None = None) -> None:
+    """``out (+)= gain * value``, stored rather than added to zeros the first time."""
+    if gain is None:
+        out.copy_(value) if first else out.add_(value)
+    elif first:
+        torch.mul(value, gain, out=out)
+    else:
+        out.addcmul_(value, gain)

@@ -50,15 +50,26 @@ class Session:
     ) -> None:
         """Gradients of the chunk that ``stats`` saw last, rows ``at`` of the call, added to ``grads``. Where
         ``Plan.teacher_last``, ``stats`` receives a teacher's statistics, alone and beside the student."""
+        coefficients, gain = self.fitted(rows, coefficients)
         dlogits = self.grad_(rows, stats, coefficients)
         first = at.start == 0
         if grads.hidden is not None:
-            self.put_dhidden(dlogits, rows, grads.hidden_rows(at, rows.order))
+            made = grads.hidden_rows(at, rows.order)
+            self.put_dhidden(dlogits, rows, made)
+            if gain is not None and rows.order is None:
+                made.mul_(gain)
+            elif gain is not None and rows.order is not None:
+                made.index_copy_(0, rows.order, made.index_select(0, rows.order) * gain)
             grads.hidden_done(at, rows.order)
         if grads.weight is not None:
-            self.add_dweight(dlogits, rows, rows.hidden, grads.weight, grads.stores(first), grads.gain)
+            self.add_dweight(dlogits, rows, rows.hidden, grads.weight, grads.stores(first), gain)
         if grads.bias is not None:
-            add_dbias(dlogits, grads.bias, first)
+            add_dbias(dlogits, grads.bias, first, gain)
+
+    def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
+        """Coefficients of rows whose gradients of logits are in the range of their dtype, and the factor [] that was
+        taken out for it; None for 1."""
+        return coefficients, None
 
     def put_dhidden(self, dlogits: Tensor, rows: Rows, out: Tensor) -> None:
         """The product with the weight into ``out`` [rows, hidden], or where ``rows.order`` says of [tokens, hidden]."""

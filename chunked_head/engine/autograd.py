@@ -150,9 +150,9 @@ def made_late(made: Forward, saved: Sequence[Tensor], upstream: tuple[Tensor | N
         upstream = tuple([each if each is None or not each.dim() else F.pad(each, (0, more)) for each in upstream])
     if call.shard is not None and not isinstance(call.objective, ScalarObjective):
         upstream = call.shard.whole_upstream(upstream)
-    coefficients, gain = call.objective.late(stats, upstream)
+    coefficients = call.objective.late(stats, upstream)
     call = with_recompute_plan(call)
-    return recompute(call, hidden, call.head(weight, bias), stats, coefficients, gain)
+    return recompute(call, hidden, call.head(weight, bias), stats, coefficients)
 
 
 NOTHING = contextlib.nullcontext()

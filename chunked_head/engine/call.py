@@ -15,7 +15,7 @@ from ..program.planner import Request, make_plan
 from ..program.plans import LEAST_SLACK, MAX_HALF_CHUNKS, Plan
 from ..program.segments import Spans, arranged
 from ..program.sizes import Sizes
-from .arithmetic.denominators import foreseen_gain, inverses, kept, metric_counts, stacked, times
+from .arithmetic.denominators import inverses, kept, metric_counts, stacked, times
 from .arithmetic.evaluate import Inputs
 from .arithmetic.objective import Objective, ScalarObjective
 from .arithmetic.token_objectives import StatsObjective, TokenObjective
@@ -50,23 +50,14 @@ def scalar_objective(
     declared = 1.0 if upstream is None else kept(upstream, prepared.one_or_nan)
     factors = stacked([times(i.value, c, declared) for c, i in zip(coefficients, inverse, strict=True)])
     inputs = make_inputs(prepared, factors)
-    segmented, coupled = prepared.program.segmented, prepared.program.coupled
-    taken_out: list[Tensor] = []
-    if prepared.dtype == torch.float16 and not coupled:
-        slope: float | Tensor = abs(prepared.logit_scale)
-        if prepared.scale is not None and prepared.scale.numel():
-            slope = slope * prepared.scale.amax()
-        structure = prepared.needs.structure
-        slopes = [slope * structure.views[view].ratio for _, view in structure.summands]
-        gain = foreseen_gain(losses, factors, prepared.batch, slopes)
-        inputs, taken_out = inputs._replace(factors=factors / gain), [gain]
+    coupled = prepared.program.coupled
     weights, counts = metric_counts(ordered_metrics(prepared), prepared)
     return ScalarObjective(
         **common(prepared), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
-        declared=declared, taken_out=taken_out, coupled=coupled, counts=counts,
+        declared=declared, coupled=coupled, counts=counts,
         segment_metrics=prepared.needs.segment_metrics,
-        fuse=None if segmented and prepared.groups is None else prepared.backend, spread=spread,
-        together=spread is not None and segmented,
+        fuse=None if coupled and prepared.groups is None else prepared.backend, spread=spread,
+        together=spread is not None and coupled,
     )  # fmt: skip
 
 
@@ -100,7 +91,6 @@ def common(prepared: PreparedCall) -> dict[str, Any]:
         "demand": prepared.program.demand, "structure": prepared.needs.structure, "target": prepared.target,
         "columns": columns, "teacher": prepared.teacher, "class_weights": class_weights, "scale": prepared.scale,
         "kept": kept, "one_or_nan": prepared.one_or_nan, "dtype": prepared.statistics_dtype,
-        "fp16": prepared.dtype == torch.float16, "slope": abs(prepared.logit_scale),
     }  # fmt: skip
 
 
@@ -291,7 +281,7 @@ def check_own_matmuls(prepared: PreparedCall, sizes: Sizes) -> None:
         return
     if sizes.dtype == torch.float16:
         raise ValueError(
-            "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of the call"
+            "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of a chunk"
         )
     summed = [summand.label for _, summand in prepared.losses.terms if summand.scope == "segment"]
     summed += [metric.label for metric, _ in prepared.needs.segment_metrics]

@@ -100,7 +100,7 @@ class Call(OwnColumns):
         """Of the logits, over them where they are to be overwritten."""
         # where an id is out of range the whole gradient is nan
         known = tuple(None if given is None else given * self.objective.one_or_nan for given in upstream)
-        coefficients, _ = self.objective.late(stats, known)
+        coefficients = self.objective.late(stats, known)
         grad = logits.detach() if self.inplace else logits.new_empty(logits.shape)
         flat = None if self.inplace else grad.view(-1, grad.shape[-1])[:, : self.width]
         if self.width < grad.shape[-1]:

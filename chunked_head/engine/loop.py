@@ -147,8 +147,6 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
         if grads is None:
             continue
         assert found is not None
-        # a buffer of the caller's cannot be scaled once all is added
-        grads.gain = None if grads.gradient_buffer is None else objective.gain_so_far
         for at in span:
             coefficients = found
             if len(span) > 1:  # only the last one's logits are still there
@@ -159,7 +157,7 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
             else:
                 # sums over ranks begin where a row is complete
                 session.add_gradients(at, rows, *of_others(kept.kept.has[at], chunk_stats, coefficients), grads.alone())
-                kept.add_gradients(at, chunk_stats, coefficients, grads, weight_gain=grads.gain)
+                kept.add_gradients(at, chunk_stats, coefficients, grads)
                 grads.hidden_done(at, rows.order)
             if operands.gathered is not None:
                 # nobody has the call's hidden states all at once
@@ -191,8 +189,7 @@ def sweep_kept(call: Call, kept: KeptColumns, stats: RowStats, grads: Gradients 
     coefficients = objective.visit(stats, everything, gradient=grads is not None)
     if grads is not None:
         assert coefficients is not None
-        grads.gain = None if grads.gradient_buffer is None else objective.gain_so_far
-        kept.add_gradients(everything, stats, coefficients, grads, weight_gain=grads.gain)
+        kept.add_gradients(everything, stats, coefficients, grads)
         grads.hidden_done(everything, None if call.packing is None else call.packing.order)
         kept.finish(grads)
         grads.wait()
@@ -233,7 +230,6 @@ def recompute(
     head: Head,
     stats: RowStats,
     coefficients: Coefficients,
-    gain: Tensor | None,  # [] what was taken out of the coefficients
 ) -> tuple[Tensor | None, ...]:
     """Gradients of hidden, weight and bias from coefficients of all tokens.
 
@@ -245,7 +241,7 @@ def recompute(
     kept = kept_columns(call, hidden, head) if plan.sizes.tokens else None
     if kept is not None and not call.multiplies:
         everything = slice(0, plan.sizes.tokens)
-        kept.add_gradients(everything, stats, coefficients, grads, weight_gain=gain, hidden_gain=gain)
+        kept.add_gradients(everything, stats, coefficients, grads)
         grads.hidden_done(everything, None if call.packing is None else call.packing.order)
         kept.finish(grads)
         grads.wait()
@@ -261,7 +257,8 @@ def recompute(
                     d_rows = torch.zeros_like(d_rows, dtype=plan.hidden_accumulate)
                 elif plan.hidden_accumulate != d_rows.dtype:
                     d_rows = torch.empty_like(d_rows, dtype=plan.hidden_accumulate)
-            of_block = stats.at(block), coefficients.at(block)
+            fitted, gain = session.fitted(rows, coefficients.at(block))
+            of_block = stats.at(block), fitted
             if kept is not None:
                 of_block = of_others(kept.kept.has[block], *of_block)
             for tile in plan.column_tiles():
@@ -275,7 +272,7 @@ def recompute(
                 elif d_rows.dtype != grads.hidden.dtype:
                     grads.hidden_rows(block).copy_(d_rows)
             if kept is not None:
-                kept.add_gradients(block, stats.at(block), coefficients.at(block), grads, gain, gain)
+                kept.add_gradients(block, stats.at(block), coefficients.at(block), grads)
             if grads.hidden is not None:
                 grads.hidden_done(block, rows.order)
         if kept is not None:

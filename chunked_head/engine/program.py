@@ -40,8 +40,7 @@ class Program:
     autocast: bool  # whether it gives the dtype of the matmuls
     request: Request
     late: bool  # upstream gradients are of each token, and come late
-    segmented: bool  # a loss needs all tokens' statistics for its values
-    coupled: bool  # gradients wait for all tokens' statistics
+    coupled: bool  # a loss needs all tokens' statistics for its values, and gradients wait for them
     by_segments: bool  # those of a segment's, or a pair's, are all that is waited for
     kept_everywhere: bool  # whether every token that counts has columns of its own, and no token the vocabulary
     columns: int  # K of teacher_ids, 0 without
@@ -114,15 +113,14 @@ def build(task: Task) -> Program:
         teacher_vocab = whole_teacher(head, batch, teacher_vocab)
     columns = batch["teacher_ids"].shape[-1] if "teacher_ids" in wanted else 0
     needs, demand = needs_for(task, losses, wanted, columns, teacher_vocab)
-    segmented, coupled = coupling(losses, dtype)
     if task.kept_everywhere and "kept_ids" not in wanted:
         raise ValueError("kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing")
     if "kept_ids" in wanted:
         check_sets(head, demand, "candidate_bias" in wanted)
     return Program(
         dtype, backend, needs, demand, tuple(wanted), frozenset(batch) - set(wanted), known, autocast,
-        head.request, bool(task.per_token), segmented, coupled and not task.per_token,
-        isinstance(head, HeadOptions) and not head.skip_ignored and not task.per_token and alone(losses, dtype),
+        head.request, bool(task.per_token), coupled(losses) and not task.per_token,
+        isinstance(head, HeadOptions) and not head.skip_ignored and not task.per_token and alone(losses),
         task.kept_everywhere or demand.columns_alone, columns, teacher_vocab, task.numbers,
         isinstance(head, HeadOptions) and not head.skip_ignored and head.shard is None and head.tokens is None
         and head.target is not None and may_pad(parts, wanted, known, head.request),
@@ -246,15 +244,11 @@ def completed(needs: Needs, losses: Losses, metrics: Sequence[Metric], targets: 
     return needs._replace(structure=replace(structure, summands=summands, metrics=local), segment_metrics=apart)
 
 
-def alone(losses: Losses, dtype: torch.dtype) -> bool:
-    """Whether gradients wait for the statistics of their own segments (pairs) alone. fp16's wait for the largest of
-    all."""
-    return coupling(losses, dtype)[0] and all(summand.alone for _, summand in losses.terms) and dtype != torch.float16
+def alone(losses: Losses) -> bool:
+    """Whether gradients wait for the statistics of their own segments (pairs) alone."""
+    return coupled(losses) and all(summand.alone for _, summand in losses.terms)
 
 
-def coupling(losses: Losses, dtype: torch.dtype) -> tuple[bool, bool]:
-    """Whether a loss needs all tokens' statistics for its values; and whether gradients wait for them, which those of
-    fp16 do as well where only the statistics tell how large they are."""
-    segmented = any(summand.scope == "segment" for _, summand in losses.terms)
-    unforeseen = dtype == torch.float16 and not all(summand.bounded for _, summand in losses.terms)
-    return segmented, segmented or unforeseen
+def coupled(losses: Losses) -> bool:
+    """Whether a loss needs all tokens' statistics for its values, and so for its gradients."""
+    return any(summand.scope == "segment" for _, summand in losses.terms)

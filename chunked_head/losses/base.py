@@ -177,12 +177,8 @@ class Summand(Part):
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # as long as the vocabulary: inputs of what is compiled
     alone: bool = True  # of scope "segment": a segment's (a pair's) tokens are all that its values depend on
     teacher: Teacher | None = None
-    # (batch, **tensors) -> what each token adds to the default denominator (None: 1), and how large its gradient is
-    # beside its weight (None: about 1), which keeps fp16 gradients within range
+    # (batch, **tensors) -> what each token adds to the default denominator (None: 1)
     counted: Callable[..., Tensor] | None = None
-    size: Callable[..., Tensor] | None = None
-    # whether no coefficient is larger than weight and size by more than a factor of hundreds, whatever the statistics
-    bounded: bool = False
     of_columns: bool = False  # reads logits of the token's ``teacher_ids`` alone, up to a constant of the token
     token_weights: Tensor | str | None = None
     normalizer: float | Tensor | str | None = None

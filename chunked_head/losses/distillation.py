@@ -58,7 +58,7 @@ def reverse_kl(**teacher: Any) -> Losses:
     Where the teacher excludes an id (a logit of -inf) that the student does not, the divergence is infinite; its
     ``log q`` is taken to be -1e4 there, so that value and gradient are large but finite. ``jsd`` is bounded.
     """
-    return dense("reverse_kl", ("reverse_kl",), teacher, bounded=False)  # log q may be as low as it likes
+    return dense("reverse_kl", ("reverse_kl",), teacher)
 
 
 def jsd(beta: float = 0.5, **teacher: Any) -> Losses:
@@ -90,7 +90,7 @@ def lk(form: str = "log", eta: float = 3.0, least: float = 1e-5, **teacher: Any)
     choice("losses.lk", "form", form, ("log", "hybrid"))
     eta, least = number("losses.lk", "eta", eta, 0.0), number("losses.lk", "least", least, 0.0, 1.0, open_=True)
     if form == "log":
-        return dense("lk", ("overlap",), teacher, None, _log_acceptance, {"least": least}, bounded=False)
+        return dense("lk", ("overlap",), teacher, None, _log_acceptance, {"least": least})
     return dense("lk", ("forward_kl", "tvd"), teacher, None, _hybrid_acceptance, {"eta": eta})
 
 
@@ -115,7 +115,6 @@ def dense(
     beta: float | None = None,
     function: Callable[..., Tensor] = _sum_of,
     options: dict[str, Any] | None = None,
-    bounded: bool = True,
 ) -> Losses:
     """The loss that is a function of these statistics, or their sum; ``given``: ``TeacherOptions``."""
     refuse_unknown("losses", kind, given, TeacherOptions.__annotations__)
@@ -132,5 +131,5 @@ def dense(
     options = {"statistics": statistics} if options is None else options
     return make(
         kind, function, summand, {"factor": factor, **options}, needs=statistics, optional_fields=TEACHER_FIELDS,
-        reads_target=False, bounded=bounded, teacher=teacher,
+        reads_target=False, teacher=teacher,
     )  # fmt: skip

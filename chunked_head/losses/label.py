@@ -1,6 +1,5 @@
 """Losses of the target and of the logits alone: cross-entropy, focal, z-loss, entropy."""
 
-import functools
 from typing import Any
 
 import torch
@@ -35,26 +34,20 @@ def cross_entropy(
     where = "losses.cross_entropy"
     smoothing = number(where, "label_smoothing", label_smoothing, 0.0, 1.0)
     options = {"label_smoothing": smoothing or None, "token_scaling": flag(f"token_scaling of {where}", token_scaling)}
-    known: dict[str, Any] = {"needs": set(), "bounded": True}
+    known: dict[str, Any] = {"needs": set()}
     if entropy_scaling is not None:
         options["entropy_scaling"] = number(where, "entropy_scaling", entropy_scaling, 0.0)
-        known = {"needs": {"entropy"}, "bounded": False}  # an entropy of 12 nats to a power is a large factor
+        known["needs"].add("entropy")
     if smoothing:
         known["needs"].add("mean_logit" if class_weights is None else "weighted_sum")
     if class_weights is not None:
         _check_per_class(where, "class_weights", class_weights)
-        size = functools.partial(_smoothed_weight, smoothing) if smoothing else _target_weight
-        known |= {"tensors": {"class_weights": class_weights}, "counted": _target_weight, "size": size}
+        known |= {"tensors": {"class_weights": class_weights}, "counted": _target_weight}
     return make("cross_entropy", _cross_entropy, summand, options, **known)
 
 
 def _target_weight(batch: Batch, class_weights: Tensor) -> Tensor:
     return class_weights[batch.target]
-
-
-def _smoothed_weight(smoothing: float, batch: Batch, class_weights: Tensor) -> Tensor:
-    """A target of weight 0 still moves its row where there is smoothing."""
-    return (1 - smoothing) * class_weights[batch.target] + smoothing * class_weights.abs().mean()
 
 
 def _cross_entropy(
@@ -91,14 +84,10 @@ def focal(gamma: float = 2.0, alpha: float | Tensor | None = None, **summand: An
     known: dict[str, Any] = {}
     if isinstance(alpha, Tensor):
         _check_per_class("losses.focal", "alpha", alpha)
-        known = {"tensors": {"alpha": alpha}, "size": _target_alpha}
+        known = {"tensors": {"alpha": alpha}}
     else:
         options["factor"] = 1.0 if alpha is None else number("losses.focal", "alpha", alpha, 0.0)
-    return make("focal", _focal, summand, options, bounded=True, **known)
-
-
-def _target_alpha(batch: Batch, alpha: Tensor) -> Tensor:
-    return alpha[batch.target]
+    return make("focal", _focal, summand, options, **known)
 
 
 def _focal(
@@ -136,7 +125,7 @@ def z_loss(**summand: Any) -> Losses:
     Of the logits at the loss's temperature, scaled and capped. Needs no target. Liger's ``lse_square_scale`` and
     Megatron's are this times the coefficient. ``summand``: ``SummandOptions``.
     """
-    return make("z_loss", _z_loss, summand, reads_target=False, bounded=True)
+    return make("z_loss", _z_loss, summand, reads_target=False)
 
 
 def _z_loss(stats: Stats, batch: Batch) -> Tensor:
@@ -149,7 +138,7 @@ def entropy(**summand: Any) -> Losses:
     Of the softmax at the loss's temperature, as in verl; TRL's chunked log-probabilities ignore this gradient. Needs no
     target. ``summand``: ``SummandOptions``.
     """
-    return make("entropy", _entropy, summand, needs=("entropy",), reads_target=False, bounded=True)
+    return make("entropy", _entropy, summand, needs=("entropy",), reads_target=False)
 
 
 def _entropy(stats: Stats, batch: Batch) -> Tensor:

@@ -221,17 +221,12 @@ def weighted(advantages: Tensor, stats: Stats, batch: Batch, rollout: Rollout | 
     return advantages if rollout is None else advantages * rollout_weights(stats, batch, rollout)
 
 
-def token_size(batch: Batch) -> Tensor:
-    return batch["advantages"].abs()
-
-
 def make_policy(
     kind: str,
     function: Any,
     options: dict[str, Any],
     policy: dict[str, Any],
     unit: str | None = None,  # None: a loss of tokens that knows no segments
-    size: Any = token_size,
 ) -> Losses:
     """The loss with its rollout weights taken out of ``policy``."""
     refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
@@ -243,7 +238,7 @@ def make_policy(
     optional = () if kind == "reinforce" and rollout is None else ("old_logprobs",)
     return make(
         kind, function, summand, {**options, "rollout": rollout}, fields=fields, optional_fields=optional,
-        scope="segment" if segments else "token", unit=unit or "token", size=size,
+        scope="segment" if segments else "token", unit=unit or "token",
     )  # fmt: skip
 
 

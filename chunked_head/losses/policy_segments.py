@@ -19,7 +19,6 @@ from .policy import (
     make_policy,
     rollout_weights,
     token_log_ratio,
-    token_size,
     weighted,
 )
 
@@ -52,8 +51,7 @@ def gspo(
         "level": choice("losses.gspo", "level", level, ("segment", "token")),
         "ratio_clamp": checked_clamp("losses.gspo", ratio_clamp),
     }
-    size = _segment_mean_size if weighting == "segment" else _segment_size
-    return make_policy("gspo", _gspo, options, policy, unit=weighting, size=size)
+    return make_policy("gspo", _gspo, options, policy, unit=weighting)
 
 
 def _gspo(
@@ -94,7 +92,7 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | Non
         "clip_high": bound("losses.gmpo", "clip_high", clip_high),
         "ratio_clamp": checked_clamp("losses.gmpo", ratio_clamp),
     }
-    return make_policy("gmpo", _gmpo, options, policy, unit="segment", size=_segment_mean_size)
+    return make_policy("gmpo", _gmpo, options, policy, unit="segment")
 
 
 def _gmpo(
@@ -128,7 +126,7 @@ def rloo(
     """
     clip = checked_clip("losses.rloo", clip_low, clip_high, delta)
     options = {**clip, "ratio_clamp": checked_clamp("losses.rloo", ratio_clamp)}
-    return make_policy("rloo", _rloo, options, policy, unit="segment", size=_segment_size)
+    return make_policy("rloo", _rloo, options, policy, unit="segment")
 
 
 def _rloo(stats: Stats, batch: Batch, ratio_clamp: float | None, rollout: Rollout | None, **clip: Any) -> Tensor:
@@ -203,12 +201,3 @@ def _weighted_means(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tens
     """Each segment's advantage times the mean of its tokens' rollout weights."""
     advantages = batch.segment_mean(batch["advantages"])
     return advantages if rollout is None else advantages * batch.segment_mean(rollout_weights(stats, batch, rollout))
-
-
-def _segment_size(batch: Batch) -> Tensor:
-    # not of A_s: tokens of a GSPO-token segment have gradients where advantages cancel in the mean
-    return torch.maximum(token_size(batch), batch.per_token(batch.segment_mean(token_size(batch))))
-
-
-def _segment_mean_size(batch: Batch) -> Tensor:
-    return _segment_size(batch) / batch.per_token(batch.segment_count()).clamp(min=1.0)

@@ -222,9 +222,9 @@ def work_space(sizes: Sizes, columns: int, rows: int) -> int:
 
 
 def scaled_tile(sizes: Sizes) -> int:
-    """A tile of the weight's gradient that fp16's gain comes back to before it is added to a caller's buffer; where
-    operands are cast, it is among their tiles."""
-    if sizes.buffer_dtype is None or sizes.dtype != torch.float16 or not sizes.half_products:
+    """A tile of the weight's gradient that fp16's factor comes back to before it is added; where operands are cast,
+    it is among their tiles."""
+    if sizes.dtype != torch.float16 or sizes.store == "kept" or not (sizes.weight_grad and sizes.half_products):
         return 0
     return 4 * sizes.hidden * min(sizes.vocab, cast_rows(sizes.hidden))
 

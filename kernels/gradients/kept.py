@@ -72,7 +72,6 @@ def kept_dhidden_kernel(
     begin_ptr,  # [rows] int64: where a row's entries begin
     end_ptr,  # [rows] int64: and end
     order_ptr,  # [rows] int64: rows of dhidden; None: as they stand
-    gain_ptr,  # [] or None for 1
     # sizes
     hidden,
     weight_row_stride,
@@ -96,8 +95,6 @@ def kept_dhidden_kernel(
         at = weight_ptr + column[:, None] * weight_row_stride + offs.to(tl.int64)[None, :] * weight_column_stride
         w = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(w * g[:, None], 0)
-    if gain_ptr is not None:
-        total = total * tl.load(gain_ptr)
     out = row
     if order_ptr is not None:
         out = tl.load(order_ptr + row)

@@ -97,8 +97,7 @@ def test_any_loss(place: Place, dtype: torch.dtype, loss: losses.Losses, chunk: 
             hidden, weight, inputs.target, loss, batch=used, num_segments=segments, chunk_tokens=chunk,
             accumulate_into=buffer if into else None, backend=place.backend, metrics=[metrics.entropy()],
         )  # fmt: skip
-        # fp16 does not know how large gradients of ratios are before it has seen all
-        in_forward = chunk == 64 or (loss is MIXED and dtype == torch.float32)
+        in_forward = chunk == 64 or loss is MIXED
         if into:
             assert out.plan is not None and (out.plan.schedule == "forward") == in_forward
             assert bool(buffer.any()) == in_forward

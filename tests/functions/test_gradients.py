@@ -528,7 +528,7 @@ def test_fp16_at_any_temperature(place: Place, cold: float, how: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_fp16_with_a_second_colder_softmax(place: Place) -> None:
-    """What is foreseen of the gradients' size knows each loss's own temperature."""
+    """The gradients' size is found with each loss's own temperature."""
     inputs = SMALL.inputs(torch.float16, place.device)
     hidden, weight = ((t * 0.02).requires_grad_() for t in (inputs.hidden, inputs.weight))
     loss = losses.cross_entropy() + losses.cross_entropy(temperature=1e-4, name="cold")
@@ -538,6 +538,28 @@ def test_fp16_with_a_second_colder_softmax(place: Place) -> None:
     (F.cross_entropy(x, inputs.target) + F.cross_entropy(x / 1e-4, inputs.target)).backward()
     for mine, exact in zip((hidden.grad, weight.grad), (t.grad for t in truth), strict=True):
         assert (mine.double() - exact).norm() <= 2e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**16])
+def test_fp16_chunks_of_other_sizes(place: Place, scale: float) -> None:
+    """Each chunk's gradients of logits are brought into fp16's range: those of small ones are not lost beside large."""
+    inputs = SMALL.inputs(torch.float16, place.device)
+    hidden, weight = leaves(inputs)
+    small = torch.arange(FEW, device=place.device) < 16
+    weights = torch.where(small, 2e-4, 2e3) / scale
+    target = inputs.target.where(inputs.target >= 0, 0)
+    loss = linear_cross_entropy(
+        hidden, weight, target, token_weights=weights, reduction="sum", chunk_tokens=16, backend=place.backend
+    )
+    (loss * scale).backward()
+    truth = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    losses_of = F.cross_entropy(truth[0] @ truth[1].t(), target, reduction="none")
+    (losses_of * torch.where(small, 2e-4, 2e3)).sum().backward()
+    for rows in (small, ~small):
+        mine, exact = hidden.grad[rows].double(), truth[0].grad[rows]
+        assert (mine - exact).norm() <= 2e-3 * exact.norm()
+    assert (weight.grad.double() - truth[1].grad).norm() <= 2e-3 * truth[1].grad.norm()
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -126,7 +126,7 @@ class TorchKeptColumns(KeptColumns):
         grad = grad * tiles.slope(self.logits, self.head, self.scale)
         self.dlogits.copy_(torch.where(inside, grad, self.dlogits))
 
-    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
+    def put_dhidden(self, at: slice, out: Tensor) -> None:
         if self.kept.everywhere:
             out.zero_()
         place, count = self.place(at), at.stop - at.start
@@ -134,7 +134,7 @@ class TorchKeptColumns(KeptColumns):
         for part in self.blocks():
             w = self.head.weight[self.kept.columns[part].clamp(min=0)].to(self.wide)
             made.index_add_(0, place[part], w * self.dlogits[part].unsqueeze(1))
-        made = made[:count] if gain is None else made[:count] * gain
+        made = made[:count]
         order = None if self.rows.order is None else self.rows.order[at]
         into = out if order is None else out[order]
         into = torch.where(self.kept.has[at].unsqueeze(1), made.to(out.dtype), into)

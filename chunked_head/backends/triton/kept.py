@@ -33,9 +33,9 @@ class TritonKeptColumns(KeptColumns):
         terms = terms_of(self.demand, entries.target, stats, coefficients)
         gradients.kept_grad(self.dlogits, self.logits, entries, terms, transform(self.head, scale))
 
-    def put_dhidden(self, at: slice, out: Tensor, gain: Tensor | None) -> None:
+    def put_dhidden(self, at: slice, out: Tensor) -> None:
         order = None if self.rows.order is None else self.rows.order[at]
-        gradients.kept_dhidden(out, self.dlogits, self.head.weight, self.entries(at), order, gain, self.kept.everywhere)
+        gradients.kept_dhidden(out, self.dlogits, self.head.weight, self.entries(at), order, self.kept.everywhere)
 
     def put_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor, add: bool) -> None:
         rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from ...core.stats import PAIR_STATS, Coefficients, Demand, Head, Rows, RowStats, Teacher
 from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Transform
+from ...kernels.common.recording import refuse
 from ...kernels.gradients import launch as gradients
 from ...kernels.gradients.launch import NO_SOFTMAX, Beside, Softmax, Terms
 from ...kernels.products import launch as products
@@ -58,6 +60,17 @@ def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
     return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
 
 
+FP16_LARGEST = 64.0
+
+
+def gain_of(largest: Tensor) -> Tensor:
+    """What to divide by so that the largest gradient of a logit is about 64: it keeps the probabilities of a 128K
+    vocabulary among fp16's normal numbers, and leaves a factor of 1000 to logarithms of probabilities. Always a number
+    with an inverse: a gradient that is nan or infinite stays one token's."""
+    gain = (largest / FP16_LARGEST).clamp(min=torch.finfo(largest.dtype).tiny)
+    return torch.where((largest > 0) & torch.isfinite(largest), gain, 1.0)
+
+
 class KernelSession(Session):
     """What sessions with a pass over stored logits share: second views, teachers, columns, gradients."""
 
@@ -70,6 +83,16 @@ class KernelSession(Session):
 
     def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
         statistics.clean_rows(rows.hidden, source, rows.target, order)
+
+    def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
+        if self.sizes.dtype != torch.float16:
+            return coefficients, None
+        refuse("the range of fp16", never=True)
+        values = coefficients.named().values()
+        sizes = torch.stack([value.abs().view(len(value), -1).amax(1) for value in values]).amax(0)
+        sizes = sizes * abs(self.head.logit_scale)
+        gain = gain_of((sizes if rows.scale is None else sizes * rows.scale).amax())
+        return coefficients.times(1.0 / gain), gain
 
     def teacher_stats(self, rows: Rows, out: RowStats) -> None:
         """A teacher's own."""

@@ -1,4 +1,4 @@
-"""Denominators, counts and the gain of fp16, settled before any logit: the only place that divides by anything."""
+"""Denominators and counts, settled before any logit: the only place that divides by anything."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,21 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.batch import Batch
-from ...losses.base import Losses, Summand
+from ...losses.base import Summand
 from ...metrics.values import Metric, weights_in
 from ..prepared import PreparedCall
-from .evaluate import masked, unit_mask, weight_of
-
-FP16_LARGEST = 64.0
-
-
-def gain_of(largest: Tensor) -> Tensor:
-    """What to divide by so that the largest gradient of a logit is about 64: it keeps the probabilities of a 128K
-    vocabulary among fp16's normal numbers, and leaves a factor of 1000 to what was not foreseen. Always a number with
-    an inverse: a gradient that is nan or infinite stays one token's."""
-    gain = (largest / FP16_LARGEST).clamp(min=torch.finfo(largest.dtype).tiny)
-    return torch.where((largest > 0) & torch.isfinite(largest), gain, 1.0)
+from .evaluate import masked, unit_mask
 
 
 class Inverse(NamedTuple):
@@ -98,22 +87,6 @@ def count_units(unit: str, prepared: PreparedCall) -> Tensor:
     if unit not in prepared.unit_counts:
         prepared.unit_counts[unit] = unit_mask(unit, prepared.batch).sum().to(prepared.statistics_dtype)
     return prepared.unit_counts[unit]
-
-
-def foreseen_gain(losses: Losses, factors: Tensor, batch: Batch, slopes: Sequence[float | Tensor]) -> Tensor:
-    """The gain of fp16 gradients that are made before all coefficients are known, from what is: weights and sizes, and
-    ``slopes``, what each summand's logits are made by of the raw ones."""
-    largest = torch.zeros_like(factors[0])
-    for (_, summand), factor, slope in zip(losses.terms, factors, slopes, strict=True):
-        size = torch.ones_like(batch.target, dtype=factor.dtype)
-        if summand.size is not None:
-            size = summand.size(batch, **summand.tensors).abs().to(factor.dtype)
-        weight = weight_of(summand, batch.fields)
-        if weight is not None:
-            size = size * weight.to(factor.dtype).abs()
-        size = torch.where(batch.mask, size, 0.0)
-        largest = largest + factor.abs() * slope * (size.amax() if len(size) else 0.0)
-    return gain_of(largest)
 
 
 def metric_counts(metrics: tuple[Metric, ...], prepared: PreparedCall) -> tuple[dict[str, Tensor], list[Tensor]]:

@@ -15,7 +15,7 @@ from ...core.stats import Coefficients, Demand, Kept, RowStats, Teacher
 from ...metrics import Metric, MetricValue
 from ...parallel.tokens import Spread, whole_metrics
 from ...program.demand import Structure
-from .denominators import Inverse, gain_of, stacked, times
+from .denominators import Inverse, stacked, times
 from .evaluate import Evaluation, Inputs, evaluate, totals, whole_table
 from .kernels import evaluate_rows
 
@@ -25,14 +25,13 @@ class Expected(NamedTuple):
 
     upstream: float | Tensor
     one_or_nan: Tensor
-    gain: Tensor | None  # what was taken out of the coefficients
 
     def factors(self, given: Tensor) -> tuple[Tensor, Tensor]:
         """What is left to multiply the gradients by, the second one 1 or nan."""
         ratio = given.to(self.one_or_nan.dtype)
         if isinstance(self.upstream, Tensor) or self.upstream != 1.0:
             ratio = torch.where(given == self.upstream, 1.0, ratio / self.upstream)
-        return ratio if self.gain is None else ratio * self.gain, self.one_or_nan
+        return ratio, self.one_or_nan
 
     def one_or_nan_for(self, given: Tensor) -> Tensor:
         """The same for gradients that nobody can scale: nan for another upstream gradient."""
@@ -53,8 +52,6 @@ class Objective:
     kept: Kept | None  # columns that tokens' softmaxes are over, None where all are over the vocabulary
     one_or_nan: Tensor  # [] nan where an id is out of range: then everything is, rather than something wrong
     dtype: torch.dtype  # of statistics and values
-    fp16: bool
-    slope: float  # what gradients of a token's logits are multiplied by beside ``scale``
 
     @property
     def differentiable(self) -> int:
@@ -88,8 +85,8 @@ class Objective:
         """What the call returns, once all chunks have been visited."""
         raise NotImplementedError
 
-    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
-        """Coefficients of all tokens with the upstream gradients known, and a factor taken out of them."""
+    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
+        """Coefficients of all tokens with the upstream gradients known."""
         raise NotImplementedError
 
     @property
@@ -102,28 +99,12 @@ class Objective:
         """Whether a forward pass may be done again from a tape: it does nothing but what the program says."""
         return self.teacher is None
 
-    @property
-    def gain_so_far(self) -> Tensor | None:
-        """What was taken out of the coefficients of gradients made before the upstream gradient had come."""
-        return None
-
-    def fitted(self, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
-        """Coefficients that keep fp16 gradients of logits within range, and the factor taken out, to come in fp32."""
-        if not self.fp16:
-            return coefficients, None
-        if not len(self.target):
-            return coefficients, self.one_or_nan
-        values = coefficients.named().values()
-        sizes = torch.stack([value.abs().view(len(value), -1).amax(1) for value in values]).amax(0) * self.slope
-        gain = gain_of((sizes if self.scale is None else sizes * self.scale).amax())
-        return coefficients.times(1.0 / gain), gain
-
 
 @dataclass(frozen=True, eq=False)
 class ScalarObjective(Objective):
     """A sum of losses, each reduced by itself."""
 
-    inputs: Inputs  # of all tokens; factors at the expected upstream gradient, less what is ``taken_out`` of them
+    inputs: Inputs  # of all tokens; factors at the expected upstream gradient
     coefficients: list[float | Tensor]  # of the summands, tensors 0-d
     inverse: list[Inverse]  # 1 / D of each
     declared: Tensor | float  # the expected upstream gradient
@@ -133,7 +114,6 @@ class ScalarObjective(Objective):
     fuse: Backend | None  # whose kernels are to do the arithmetic
     spread: Spread | None = None  # where ranks hold different tokens of the batch
     together: bool = False  # whether they must exchange sums of segments for the values
-    taken_out: list[Tensor] = field(default_factory=list)  # of the coefficients in the forward pass: one for fp16
     evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
     parts: list[Tensor] = field(default_factory=list)  # values of the summands
     found: list[Tensor] = field(default_factory=list)  # totals of the metrics
@@ -159,11 +139,7 @@ class ScalarObjective(Objective):
             self.evaluations.append(evaluation)
         if not gradient:
             return None
-        coefficients = Coefficients(**evaluation.coefficients)
-        if self.coupled:
-            coefficients, gain = self.fitted(coefficients)
-            self.taken_out[:] = [] if gain is None else [gain]
-        return coefficients
+        return Coefficients(**evaluation.coefficients)
 
     def exchange(self, stats: RowStats) -> Evaluation:
         """Values and gradients of losses that sum segments over ranks, with all their messages: once for a call, in
@@ -237,25 +213,21 @@ class ScalarObjective(Objective):
         shapes = [() if metric.components == 1 else (metric.components,) for metric, _ in metrics]
         return [like.new_full(shape, totals[metric.reduce]) for shape, (metric, _) in zip(shapes, metrics, strict=True)]
 
-    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
+    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (given,) = upstream
         assert given is not None
         if self.together:
             ratio = torch.where(given == self.declared, 1.0, given.to(self.dtype) / self.declared)
-            return self.fitted(self.exchanged[0].times(ratio))
+            return self.exchanged[0].times(ratio)
         factors = stacked([times(i.value, c, given) for c, i in zip(self.coefficients, self.inverse, strict=True)])
         evaluation = self.evaluate(stats, slice(0, self.target.shape[0]), factors, gradient=True)
-        return self.fitted(Coefficients(**evaluation.coefficients))
+        return Coefficients(**evaluation.coefficients)
 
     @property
     def expected(self) -> Expected:
-        return Expected(self.declared, self.one_or_nan, self.gain_so_far)
+        return Expected(self.declared, self.one_or_nan)
 
     @property
     def recordable(self) -> bool:
         alone = self.teacher is None and self.spread is None and self.fuse is not None
-        return alone and not (self.coupled or self.fp16 or self.segment_metrics) and self.structure.own
-
-    @property
-    def gain_so_far(self) -> Tensor | None:
-        return self.taken_out[0] if self.taken_out else None
+        return alone and not (self.coupled or self.segment_metrics) and self.structure.own

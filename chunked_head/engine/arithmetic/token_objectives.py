@@ -26,14 +26,14 @@ class TokenObjective(Objective):
         first, *others = map(times, table, self.coefficients)
         return (sum(others, first) * self.one_or_nan,)
 
-    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
+    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (given,) = upstream
         assert given is not None
         given = torch.where(self.target >= 0, given, 0.0)
         factors = stacked([times(given, c) for c in self.coefficients])
         inputs = self.inputs._replace(factors=factors)
         evaluation = evaluate_rows(self.structure, stats, inputs, slice(0, len(self.target)), self.fuse)
-        return self.fitted(Coefficients(**evaluation.coefficients))
+        return Coefficients(**evaluation.coefficients)
 
 
 LEAF = {"logprobs": "logprob"}  # outputs that are called otherwise than the statistic
@@ -80,7 +80,7 @@ class StatsObjective(Objective):
             return (stats.start2 - 2 * stats.start) - (stats.rest2 - 2 * stats.rest)
         return getattr(stats, LEAF.get(name, name))
 
-    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> tuple[Coefficients, Tensor | None]:
+    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         counts = self.target >= 0
         grads = {
             LEAF.get(name, name): given.to(self.dtype)
@@ -96,4 +96,4 @@ class StatsObjective(Objective):
             grads["lse"] = grads["lse"] - 2 * given if "lse" in grads else -2 * given
         found = coefficients_of(self.structure, grads, stats.named())
         # by selection: where a token does not count there may be no statistics, or those of a teacher that is nan
-        return self.fitted(Coefficients(**{name: masked(value, counts) for name, value in found.items()}))
+        return Coefficients(**{name: masked(value, counts) for name, value in found.items()})

@@ -114,9 +114,8 @@ def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list
         if grads is None:
             ready = gradients_now(call, objective, rows, head, stats, dtypes)
         else:
-            gain, one_or_nan = objective.gain_so_far, objective.one_or_nan
-            factors = [one_or_nan] if gain is None else [gain, one_or_nan]
-            ready = grads.finish(call.backend, factors, one_or_nan, replace(call.plan, sizes=in_dtypes(call, dtypes)))
+            plan = replace(call.plan, sizes=in_dtypes(call, dtypes))
+            ready = grads.finish(call.backend, [objective.one_or_nan], objective.one_or_nan, plan)
         made = [grad for grad in ready if grad is not None]
         return [*outputs, expected_upstream(objective), *shaped(made, operands, wanted)]
 
@@ -165,12 +164,12 @@ def gradients_now(
     call: Call, objective: ScalarObjective, rows: Tensor, head: Head, stats: RowStats, dtypes: Sequence[torch.dtype]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a plan that leaves them to backward, with the expected upstream gradient."""
-    coefficients, gain = objective.late(stats, (expected_upstream(objective),))
+    coefficients = objective.late(stats, (expected_upstream(objective),))
     sizes = in_dtypes(call, dtypes)
     if sizes != call.plan.sizes:
         sizes = replace(sizes, late_upstream=True)
         call = replace(call, plan=make_plan(sizes, Request(memory_budget=call.request.memory_budget)))
-    return recompute(call, rows, head, stats, coefficients, gain)
+    return recompute(call, rows, head, stats, coefficients)
 
 
 @forward.register_fake
@@ -211,7 +210,7 @@ def backward(
             return [call.gradient(rows, kept, upstream)]
         if packing is not None:
             upstream = [packing.pack(each) for each in upstream]
-        found = recompute(call, rows, head, kept, *call.objective.late(kept, tuple(upstream)))
+        found = recompute(call, rows, head, kept, call.objective.late(kept, tuple(upstream)))
         return shaped([grad for grad in found if grad is not None], operands, wanted)
 
 

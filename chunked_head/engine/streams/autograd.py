@@ -74,7 +74,7 @@ class StreamsLoss(torch.autograd.Function):
                     found[i] = handed_over(one, grads[i], given)
             if buffer is not None and late:
                 expected = next(one.expected for i, one in enumerate(made) if i not in late)
-                made[0].backend.scale_([buffer.buffer], expected._replace(gain=None).factors(given))
+                made[0].backend.scale_([buffer.buffer], expected.factors(given))
             for i in late:
                 buffer = buffer or ctx.streams.buffer(saved[0])
                 own = saved[slice(*ctx.saved_until[i : i + 2])]
@@ -106,9 +106,9 @@ def made_late(
         # blocks of tokens add to it, and there may be many of them
         sizes = replace(call.plan.sizes, buffer_dtype=buffer.buffer.dtype)
         call = replace(call, gradient_buffer=buffer, plan=replace(call.plan, sizes=sizes))
-    coefficients, gain = call.objective.late(stats, (given,))
+    coefficients = call.objective.late(stats, (given,))
     call = with_recompute_plan(call)
-    found = recompute(call, hidden, call.head(weight, bias), stats, coefficients, gain)
+    found = recompute(call, hidden, call.head(weight, bias), stats, coefficients)
     if buffer is not None:
         buffer.fresh &= call.plan.sizes.tokens == 0
     return found
@@ -122,7 +122,7 @@ def finished(buffer: StreamsBuffer, made: Sequence[Forward], given: Tensor, scal
     one_or_nan = first.one_or_nan
     for other in others:
         one_or_nan = one_or_nan * other.one_or_nan
-    factors = (one_or_nan,) if scaled else (*first._replace(gain=None).factors(given)[:1], one_or_nan)
+    factors = (one_or_nan,) if scaled else (*first.factors(given)[:1], one_or_nan)
     dtype, backend, sums = buffer.weight.dtype, made[0].backend, buffer.taken()
     if sums.dtype == dtype:
         backend.scale_([sums], factors)
