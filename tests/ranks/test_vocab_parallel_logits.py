@@ -428,7 +428,7 @@ def failures(rank: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("smoothing", "losses.cross_entropy: label_smoothing is 0.0 on rank 0 and 0.1 on rank 1"),
+        ("smoothing", "losses.cross_entropy: label_smoothing is None on rank 0 and 0.1 on rank 1"),
         ("dtype", "logits.dtype is torch.bfloat16 on rank 0 and torch.float16 on rank 1"),
         ("targets", "nan"),
         ("known kinds", "losses.cross_entropy: label_smoothing is 0.2 on rank 0 and 0.4 on rank 1"),

@@ -398,7 +398,7 @@ def test_shares_of_the_gradient(found: list[dict[str, Any]]) -> None:
     ("what", "says"),
     [
         ("chunks", "chunk_tokens is 5 on rank 0 and 6 on rank 1"),
-        ("smoothing", "losses.cross_entropy: label_smoothing is 0.0 on rank 0 and 0.1 on rank 1"),
+        ("smoothing", "losses.cross_entropy: label_smoothing is None on rank 0 and 0.1 on rank 1"),
         ("metrics", "metrics.lse: reduce is missing on rank 0 and 'mean' on rank 1"),
         ("a metric's option", "metrics.m: reduce is 'max' on rank 0 and 'min' on rank 1"),
         ("loss", "losses.z_loss: coefficient is 0.5 on rank 0 and 1.5 on rank 1"),
