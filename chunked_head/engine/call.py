@@ -13,7 +13,7 @@ from ..core.stats import Kept, RowStats, Teacher
 from ..metrics import Metric
 from ..program.planner import Request, make_plan
 from ..program.plans import LEAST_SLACK, MAX_HALF_CHUNKS, Plan
-from ..program.segments import Spans, arranged
+from ..program.segments import Spans, spans_of
 from ..program.sizes import Sizes
 from .arithmetic.denominators import inverses, kept, metric_counts, stacked, times
 from .arithmetic.evaluate import Inputs
@@ -24,7 +24,7 @@ from .head_options import HeadOptions, LogitsOptions
 from .logits_call import LogitsLoss
 from .logits_call import call_of as logits_call_of
 from .loop import Call
-from .prepared import PreparedCall, in_order, is_plain, layout_of, prepare, reads_any_order
+from .prepared import PreparedCall, in_order, is_plain, layout_of, prepare
 from .program import Program
 from .ranks.global_counts import agreed_batch, call_fields, with_global_counts
 from .task import Task
@@ -203,9 +203,8 @@ def planned(
     assert isinstance(head, HeadOptions)
     hidden, weight = head.hidden, head.weight
     rows = flat(hidden)
-    in_place = groups is not None and reads_any_order(prepared)
-    if groups is not None and not in_place:
-        prepared = in_order(prepared, groups, copied=True)
+    if groups is not None:
+        prepared = in_order(prepared, groups)
     # a view shares memory with what it views, a copy does not
     copied = rows.numel() > 0 and rows.data_ptr() != hidden.data_ptr()
     if prepared.packing is not None and prepared.packing.copied:
@@ -219,13 +218,11 @@ def planned(
     plan, spans = plan_placed(prepared, placed), None
     if groups is not None and plan.schedule == "forward" and plan.chunks > 1:
         slack = LEAST_SLACK if (request or program.request).chunk_tokens is None else 1.0
-        order, spans = arranged(groups, plan.chunk_tokens, slack, may_move=in_place)
+        spans = spans_of([sum(map(len, group)) for group in groups], plan.chunk_tokens, slack)
         plan = replace(plan, ending=sum(map(len, spans)))
         if plan.sums_halves and plan.chunks > MAX_HALF_CHUNKS:
             # segments are too uneven for so few bits
             plan, spans = plan_placed(prepared, placed._replace(by_segments=False)), None
-        elif in_place:
-            prepared = in_order(prepared, order, copied=False)
     return Planned(prepared, rows, request or program.request, plan, spans)
 
 

@@ -165,24 +165,13 @@ def own_matmuls(head: HeadOptions, program: Program) -> bool:
     return program.backend.bounds_rows(program.backend.store(layout))
 
 
-def reads_any_order(prepared: PreparedCall) -> bool:
-    """Whether kernels can read rows of hidden states, and write their gradients, in any order where they lie."""
-    head, teacher = prepared.head, prepared.teacher
-    gpu = prepared.backend.traits(head.device).get("gpu")
-    if not isinstance(head, HeadOptions) or head.shard is not None or prepared.kept is not None:
-        return False
-    # a teacher's logits are read as they stand, and other products take rows whose columns are contiguous
-    as_given = (teacher is not None and teacher.logits is not None) or head.hidden.stride(-1) != 1
-    return gpu is not None and gpu.own_dhidden and own_matmuls(head, prepared.program) and not as_given
-
-
-def in_order(prepared: PreparedCall, groups: Sequence[Group], copied: bool) -> PreparedCall:
+def in_order(prepared: PreparedCall, groups: Sequence[Group]) -> PreparedCall:
     """The call with its rows in the order of groups, if that is not their own."""
     ranges = [rows for group in groups for rows in group]
     if all(one.start < next.start for one, next in itertools.pairwise(ranges)):
         return prepared
     order = order_of(ranges, prepared.head.device)
-    return packed(prepared, Packing(order, None, len(order), copied))
+    return packed(prepared, Packing(order, None, len(order), copied=True))
 
 
 def is_plain(weight: Tensor) -> bool:

@@ -1,7 +1,5 @@
 """Segments whose lengths the host knows: the oracle's values and gradients, in chunks that end where segments end."""
 
-import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +8,7 @@ import pytest
 import ranks
 import torch
 from budget import assert_within_budget
-from cases import GPU, PLACES, TRITON, Place
+from cases import PLACES, Place
 from fuzz import compare
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,19 +17,8 @@ from oracle.reference import Term
 from torch import Tensor
 
 from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
-from chunked_head.engine import call, loop
-from chunked_head.program import segments
-from chunked_head.program.plans import LEAST_SLACK, uneven
-from chunked_head.program.segments import (
-    Group,
-    Segments,
-    arranged,
-    filling,
-    groups_of,
-    order_of,
-    spans_of,
-    waste,
-)
+from chunked_head.engine import loop
+from chunked_head.program.segments import Segments, groups_of, order_of, spans_of
 
 VOCAB, HIDDEN, CHUNK = 61, 24, 16
 # a line, whole lines, and lines that hold several segments; one is empty, some are longer than a chunk
@@ -136,51 +123,6 @@ def test_16_bits(name: str, place: Place) -> None:
         assert_within_budget(ours, *others, half, what)
 
 
-MOVED = {
-    "dpo": losses.dpo(),  # exponentials; pairs do not stand together
-    "gspo": losses.gspo() + 0.1 * losses.entropy(),  # relative logits
-    "teacher": losses.gspo() + losses.forward_kl(),
-}
-
-
-@pytest.mark.parametrize("place", [*TRITON, *GPU[:1]])
-@pytest.mark.parametrize("name", MOVED)
-def test_rows_are_read_and_written_where_they_lie(name: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a copy of hidden states in the order of chunks; bf16, in which the interpreter is wrong in both alike."""
-    monkeypatch.setattr(segments, "CHUNK_MULTIPLE", 8)
-    chunks: list[list[int]] = []
-    real = loop.Operands.rows
-
-    def noted(self: Any, rows: slice, *others: Any) -> Any:
-        made = real(self, rows, *others)
-        chunks[-1] += [rows.stop - rows.start] if made.order is not None else []
-        return made
-
-    monkeypatch.setattr(loop.Operands, "rows", noted)
-    lengths, found = [6, 7, 10, 9, 23, 9], []
-    for in_place in (True, False):
-        chunks.append([])
-        hidden, weight, target, batch = made("packed", torch.bfloat16, place.device)
-        given = fields_of(name, batch)
-        if name == "teacher":
-            given |= {"teacher_hidden": hidden.flip(0).clone(), "teacher_weight": 3 * weight.flip(0)}
-        hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
-        with monkeypatch.context() as patch:
-            if not in_place:
-                patch.setattr(call, "reads_any_order", lambda prepared: False)
-            out = linear_loss(
-                hidden, weight, target, MOVED[name], batch=given, segment_lengths=lengths, backend=place.backend,
-                metrics=[metrics.ratio(level="segment"), metrics.entropy()], chunk_tokens=CHUNK,
-            )  # fmt: skip
-        assert out.plan is not None and out.plan.schedule == "forward"
-        (out.loss * 0.37).backward()
-        found.append((out.loss.detach(), *(metric.value for metric in out.metrics.values()), hidden.grad, weight.grad))
-    # those longer than a chunk are swept twice
-    assert chunks == [[15, 16, 14, 16, 14, 16, 3, 16, 3] if name == "dpo" else [16, 7, 16, 7, 16, 16, 9], []]
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.02, atol=0.01 * float(other.abs().max()))
-
-
 def test_metrics_and_parts_are_those_of_two_passes() -> None:
     place = Place("torch", "cpu")
     out, *_ = step("orpo", "packed", torch.float64, place, 1)
@@ -235,32 +177,6 @@ def test_chunks_hold_whole_groups(sizes: list[int], most: int, slack: float) -> 
         assert len(mine) == 1
         assert size > most or all(len(span) == 1 for span in mine)
         first += size
-
-
-def one_after_the_other(sizes: Sequence[int]) -> list[Group]:
-    """A group of one segment for each size."""
-    ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    return [(range(start, end),) for start, end in itertools.pairwise(ends)]
-
-
-@given(st.lists(st.integers(1, 999), max_size=90), st.integers(1, 2560), st.sampled_from([1.0, LEAST_SLACK]))
-def test_an_order_that_fills_tiles(sizes: list[int], most: int, slack: float) -> None:
-    groups = one_after_the_other(sizes)
-    assert sorted(filling(sizes, most, slack)) == list(range(len(sizes)))
-    (plain, unmoved), (moved, spans) = (arranged(groups, most, slack, may_move) for may_move in (False, True))
-    assert list(plain) == groups and sorted(moved, key=lambda group: group[0].start) == groups
-    assert unmoved == spans_of(sizes, most, slack) and waste(spans) <= waste(unmoved)
-    assert spans == spans_of([len(*group) for group in moved], most, slack)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_tiles_compute_few_rows_in_vain(seed: int) -> None:
-    """Of 8192 tokens in 64 segments or 2048 all 64 tiles are full; in 16 the rows of one are empty."""
-    for count, most in ((2048, 0), (64, 0), (16, 128)):
-        cuts = torch.randperm(8191, generator=torch.Generator().manual_seed(seed))[: count - 1].sort().values + 1
-        sizes = torch.diff(cuts, prepend=torch.tensor([0]), append=torch.tensor([8192])).tolist()
-        _, spans = arranged(one_after_the_other(sizes), uneven(8192, 2560), LEAST_SLACK, may_move=True)
-        assert waste(spans) <= (4, most), sizes
 
 
 @given(st.data())
