@@ -145,10 +145,6 @@ def reduction(of: Callable[[Read, Cached], Tensor], logprobs: bool = False, ever
     return reduced
 
 
-def lse(read: Read, cached: Cached) -> Tensor:
-    return cached(read, None).lse
-
-
 def sum_of_logprobs(read: Read, cached: Cached) -> Tensor:
     rows = cached(read, None)
     assert read.factor is not None
@@ -161,6 +157,6 @@ def mean(read: Read, cached: Cached) -> Tensor:
 
 # by the name of the tensor's method
 STATISTICS: dict[str, Callable[..., Any]] = {
-    "gather": gather, "logsumexp": reduction(lse), "sum": reduction(sum_of_logprobs, logprobs=True),
-    "mean": reduction(mean, everything=True),
+    "gather": gather, "logsumexp": reduction(lambda read, cached: cached(read, None).lse),
+    "sum": reduction(sum_of_logprobs, logprobs=True), "mean": reduction(mean, everything=True),
 }  # fmt: skip

@@ -23,10 +23,6 @@ FSDP1 = "FullyShardedDataParallel"
 WRAPPERS = {FSDP1: "_fsdp_wrapped_module", "OptimizedModule": "_orig_mod"}
 
 
-def is_wrapper(kind: type) -> bool:
-    return any(base.__name__ in WRAPPERS for base in kind.__mro__)
-
-
 def inner(head: Any) -> Any:
     """The module inside of a wrapper, else the module itself."""
     names = [WRAPPERS[kind.__name__] for kind in type(head).__mro__ if kind.__name__ in WRAPPERS]
@@ -89,21 +85,19 @@ class LazyHead:
         forward = super().forward  # type: ignore[misc]
         if chunked_head_loss is None:
             return forward(*args, **kwargs)
-        if is_wrapper(self.class_before):
+        if inner(self) is not self:
             return forward(*args, chunked_head_loss=chunked_head_loss)
         return chunked_head_loss(self, args[0], forward)
 
     @property
     def columns(self) -> int:
         """Of its logits. A sharded weight's own shape does not tell."""
-        sizes = sizes_of(self)
-        assert sizes is not None
-        return sizes[0]
+        return (sizes_of(self) or (0, 0))[0]
 
     @property
     def reads_weight(self) -> bool:
         """Whether its weight and bias are all there is to it; else chunks go through its own call."""
-        if is_wrapper(self.class_before):
+        if inner(self) is not self:
             return inner(self).reads_weight
         # a quantised weight is a tensor of a class of its own
         numbers = type(self._parameters.get("weight")) in (nn.Parameter, Tensor, type(None))

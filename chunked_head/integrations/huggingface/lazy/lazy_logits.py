@@ -15,7 +15,7 @@ from .fused_statistics import LOG_SOFTMAX, STATISTICS, Read, Rows, log_softmax, 
 from .source import is_shard
 from .unchanged import changed, version
 from .virtual import COPIES as PLAIN_COPIES
-from .virtual import IN_PLACE, VIEWS, Virtual, picks
+from .virtual import IN_PLACE, OPERATORS, VIEWS, Virtual, picks
 
 COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
 STACKING: dict[Any, Any] = {}  # what makes one of several lazy logits, by torch's function; lazy_stack.py's
@@ -135,7 +135,7 @@ class LazyLogits(Lazy):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in QUERIES:
-            return answered(function, args, kwargs)
+            return Tensor.__torch_function__(function, (), args, kwargs)  # from shape, dtype and device
         first = args[0] if args else kwargs.get("input")
         if writes(function):
             refuse_views(first, named(function))
@@ -166,7 +166,10 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     kwargs = {key: value for key, value in kwargs.items() if key != "input"}
     if any(isinstance(value, LazyLogits) for value in (*rest, *kwargs.values())):
         return NotImplemented
-    first.check_unchanged(numbers=(name in RESULTS or name in STATISTICS) and not waits(virtual, name))
+    # of no use inside of the forward. No training waits for a GPU here: its plain gradients take the new numbers too
+    waits = virtual.hidden.is_cuda and virtual.source.grad and torch.is_grad_enabled() and name != "argmax"
+    computes = name in RESULTS or name in STATISTICS
+    first.check_unchanged(numbers=computes and not waits and not virtual.source.patch.lazy)
     if name in RESULTS:
         return RESULTS[name](virtual, *rest, **kwargs)
     if name in STATISTICS:
@@ -188,13 +191,6 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     if name in ("__iter__", "unbind") and not any((*rest, *kwargs.values())):  # along the first dimension
         first.hand_down(parts)
     return iter(parts) if name == "__iter__" else parts
-
-
-def waits(v: Virtual, name: str) -> bool:
-    """Whether a comparison of numbers would keep a GPU's training waiting, or is of no use: inside of the forward. A
-    write that PyTorch does not count goes into the gradients of plain logits too."""
-    graded = name != "argmax" and v.source.grad and torch.is_grad_enabled()
-    return v.source.patch.lazy or (graded and v.hidden.is_cuda)
 
 
 def writes(function: Any) -> bool:
@@ -260,11 +256,6 @@ def refuse_functions(logits: LazyLogits) -> bool:
     )
 
 
-def answered(query: Any, args: Any, kwargs: Any) -> Any:
-    """What torch says of lazy logits as of any tensor, from their shape, dtype and device."""
-    return Tensor.__torch_function__(query, (), args, kwargs)
-
-
 def in_function_forward() -> bool:
     """Whether this runs in the forward of a torch.autograd.Function. Autograd switches both of its modes off there;
     ``no_grad`` leaves the forward mode on, which a dual number shows, and in inference mode nothing has gradients."""
@@ -287,9 +278,7 @@ def named(function: Any) -> str:
 
 def by_function() -> dict[Any, str]:
     """Every function of torch that means one of the operations, and which."""
-    names = {name: name for name in (*COPIES, *VIEWS, *IN_PLACE, *STATISTICS, *RESULTS)}
-    names |= {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add"}
-    names |= {"__imul__": "mul_", "__itruediv__": "div_", "__iadd__": "add_"}
+    names = {name: name for name in (*COPIES, *VIEWS, *IN_PLACE, *STATISTICS, *RESULTS)} | OPERATORS
     found: dict[Any, str] = {}
     for name, meaning in names.items():
         for owner in (Tensor, torch, F):

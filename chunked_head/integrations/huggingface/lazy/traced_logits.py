@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .fused_loss import cross_entropy
-from .virtual import COPIES, IN_PLACE, VIEWS, Virtual, picks
+from .virtual import COPIES, IN_PLACE, OPERATORS, VIEWS, Virtual, picks
 
 
 class TracedLogits:
@@ -45,24 +45,6 @@ class TracedLogits:
     def materialise(self) -> Tensor:
         """The logits, as the unpatched model would have computed them."""
         return self._virtual.source.real(self._virtual)
-
-    def __mul__(self, other: Any) -> Any:
-        return self.mul(other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self.mul(other)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.div(other)
-
-    def __add__(self, other: Any) -> Any:
-        return self.add(other)
-
-    def __getitem__(self, index: Any) -> Any:
-        return done(self, "__getitem__", (index,), {})
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        done(self, "__setitem__", (index, value), {})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_virtual", "_viewed"):
@@ -123,6 +105,6 @@ def method(name: str) -> Callable[..., Any]:
     return called
 
 
-for _name in (*COPIES, *VIEWS, *IN_PLACE):
-    if not _name.startswith("__"):
-        setattr(TracedLogits, _name, method(_name))
+for _name in (*COPIES, *VIEWS, *IN_PLACE, *OPERATORS):
+    if _name != "__iter__" and OPERATORS.get(_name) not in IN_PLACE:
+        setattr(TracedLogits, _name, method(OPERATORS.get(_name, _name)))

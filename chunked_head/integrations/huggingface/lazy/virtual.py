@@ -291,3 +291,5 @@ VIEWS: dict[str, Callable[..., Any]] = {
 IN_PLACE: dict[str, Callable[..., Any]] = {
     "mul_": COPIES["mul"], "div_": COPIES["div"], "tanh_": step("tanh"), "add_": add, "__setitem__": fill,
 }  # fmt: skip
+OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add",
+             "__imul__": "mul_", "__itruediv__": "div_", "__iadd__": "add_"}  # fmt: skip
