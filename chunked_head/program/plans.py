@@ -193,10 +193,8 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ),
     ]
     if s.demand.pairing is not None:
-        given = (
-            "of the caller's, not counted here" if s.teacher_store is None else f"of hidden states [{s.teacher_width}]"
-        )
-        rows.append(("teacher", f"logits of {s.teacher_columns} ids, {given}"))
+        made = f"made of hidden states [{s.teacher_width}]" if s.teacher_width else "given by the caller"
+        rows.append(("teacher", f"logits of {s.teacher_columns} ids, {made}"))
     if s.gpu is not None:
         rows.append(("GPU", s.gpu.name))
         rows.append(("matmuls", matmuls(plan, s.gpu)))

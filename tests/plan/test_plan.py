@@ -357,3 +357,11 @@ def test_a_mistake_in_the_planner_is_no_other_plan(
     monkeypatch.setattr(planner, broken, mistaken)
     with pytest.raises(ValueError, match="a mistake"):
         plan(1234, 64, 3456, torch.bfloat16, device="cpu", **options)
+
+
+def test_a_plan_says_what_its_teacher_gives() -> None:
+    sizes: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "loss": losses.forward_kl()}
+    assert "teacher                       logits of 500 ids, given by the caller" in str(plan(1000, 64, 500, **sizes))
+    shown = str(plan(1000, 64, 500, teacher_hidden=32, teacher_vocab=400, **sizes))
+    assert "teacher                       logits of 400 ids, made of hidden states [32]" in shown
+    assert "teacher" not in str(plan(1000, 64, 500, torch.float32, device="cpu"))
