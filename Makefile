@@ -12,8 +12,11 @@ CONSTRAINTS ?= .ci/constraints.txt
 PIP := -m pip install --quiet --no-compile --disable-pip-version-check --constraint $(abspath $(CONSTRAINTS))
 INSTALL := $(BIN)/python $(PIP)
 SMOKE := $(VENV)-smoke
+# Python keeps what it has compiled, whatever the shell says: tests start some hundred processes that import torch
+export PYTHONDONTWRITEBYTECODE :=
+PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo test lint environment smoke floor report docs docs-serve
+.PHONY: help demo test test-all test-part lint environment smoke floor report docs docs-serve
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -22,8 +25,26 @@ help:  ## this list
 demo: $(READY)  ## train a small model with both heads and compare loss, memory and time (two to three minutes)
 	$(BIN)/python -m benchmarks.demo
 
-test: $(READY) lint  ## linters, type checks and all tests that need no GPU
-	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --ignore tests/docs/test_smoke.py
+test: $(READY) lint  ## linters, type checks and the tests that find mistakes; none needs a GPU
+	$(PYTEST) --ignore tests/docs/test_smoke.py
+
+# What `make test` leaves out, in four parts that take about the same time: compiling for other GPUs; all combinations of
+# parameters; packaging, benchmarks and frameworks. With each a quarter of the fuzzing.
+PARTS := 1 2 3 4
+PART_1 := tests/kernels
+PART_2 := tests/functions tests/compile tests/losses tests/plan
+PART_3 := tests/ranks tests/huggingface tests/frameworks
+PART_4 := tests/docs tests/benchmarks
+FUZZ_SECONDS ?= 150
+test-all: test $(PARTS:%=test-part-%)  ## all that a release needs: make test, and what it leaves out
+
+test-part: test-part-$(PART)  ## a quarter of what make test leaves out: PART=1, 2, 3 or 4
+
+.PHONY: $(PARTS:%=test-part-%)
+$(PARTS:%=test-part-%): test-part-%: $(READY)
+	$(PYTEST) -m 'exhaustive and not gpu and not multigpu and not deepspeed' $(PART_$*)
+	$(BIN)/python tests/helpers/fuzz.py --part $* --seconds $(FUZZ_SECONDS)
+	$(if $(filter 4,$*),$(MAKE) test-frameworks FRAMEWORKS=fast)
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

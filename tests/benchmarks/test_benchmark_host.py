@@ -11,6 +11,7 @@ pytest.importorskip("psutil")
 from benchmarks import host, numbers
 
 
+@pytest.mark.exhaustive
 def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("CHUNKED_HEAD_COMMIT", "abc123")
     output = tmp_path / "host.json"

@@ -25,6 +25,7 @@ def test_launches_are_told_apart() -> None:
     assert inside.longest_others(launches, 1) == {"merge_strips": 8.002, "copy_rows": 8.0}
 
 
+@pytest.mark.exhaustive
 def test_runs(tmp_path: Path) -> None:
     path = tmp_path / "inside.json"
     assert inside.main(["--shape", "96x32x500", "--rounds", "2", "--device", "cpu", "--output", str(path)]) == 0

@@ -32,6 +32,7 @@ def operands(shape=SHAPE, dtype=torch.float32):
     return shapes.make_operands(shape, dtype, CPU)
 
 
+@pytest.mark.exhaustive
 def test_all_workloads_end_to_end(tmp_path, capsys, monkeypatch, no_memory_process):
     monkeypatch.setenv("CHUNKED_HEAD_COMMIT", "abc123")
     output = tmp_path / "new" / "losses.json"
@@ -213,6 +214,7 @@ def test_what_cannot_run_is_a_row_and_the_rest_is_measured(tmp_path, capsys):
     assert rows["logprobs"]["status"] == "ok" and rows["logprobs"]["ratio"] > 0
 
 
+@pytest.mark.exhaustive
 def test_memory_is_measured_in_a_process_of_its_own():
     shape = shapes.Shape(1024, 16, 20000)
     step = losses.make_step("grpo", operands(shape), {"chunk_tokens": 256})

@@ -14,6 +14,7 @@ import chunked_head.integrations.huggingface.lazy.fused_loss
 from benchmarks import framework_steps, frameworks, model_curves, models
 
 
+@pytest.mark.exhaustive
 def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(models, "TINY", models.TINY | {"vocab_size": 300, "num_hidden_layers": 1})
     path = tmp_path / "models.json"
@@ -27,6 +28,7 @@ def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         models.main(["--longest", "80", "--device", "cpu"])
 
 
+@pytest.mark.exhaustive
 def test_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_curves, "BPE_VOCAB", 300)
     monkeypatch.setattr(model_curves, "CONTEXT", 16)
@@ -47,6 +49,7 @@ def test_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_curves.main(arguments) == 1
 
 
+@pytest.mark.exhaustive
 def test_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every trainer and loop that is there: with our head the same loss and gradients."""
     pytest.importorskip("trl")

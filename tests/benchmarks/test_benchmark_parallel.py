@@ -21,6 +21,7 @@ ALONE = {"one-gpu", "one-gpu-grpo"}
 BARE = {"matmuls", "matmuls-part", "all-reduce"}
 
 
+@pytest.mark.exhaustive
 def test_all_rows_end_to_end(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("CHUNKED_HEAD_COMMIT", "abc123")
     monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)

@@ -19,6 +19,7 @@ PARTS = {
 }
 
 
+@pytest.mark.exhaustive
 def test_parts_that_fail_leave_the_others(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sitting, "PARTS", PARTS)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

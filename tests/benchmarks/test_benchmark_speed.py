@@ -53,6 +53,7 @@ def run(tmp_path, *arguments, status=0):
     return json.loads(output.read_text())
 
 
+@pytest.mark.exhaustive
 def test_all_rows_end_to_end(tmp_path, capsys, monkeypatch, no_memory_process):
     monkeypatch.setenv("CHUNKED_HEAD_COMMIT", "abc123")
     record = run(tmp_path, "--upstream", "1", "0.37", "--profile")
@@ -226,6 +227,7 @@ def test_floors_that_do_not_fit_leave_the_times(tmp_path, monkeypatch):
     assert rows["half"]["ratio"] == pytest.approx(rows["half"]["ms"] / rows["default"]["ms"])
 
 
+@pytest.mark.exhaustive
 def test_peers_take_their_turns(tmp_path, capsys, monkeypatch, no_memory_process):
     monkeypatch.setattr(providers, "_compiled", lambda name, device: providers.eager)
     record = run(tmp_path, "--peers", "--rows", "loss", "--upstream", "1", "0.37")
@@ -241,6 +243,7 @@ def test_peers_take_their_turns(tmp_path, capsys, monkeypatch, no_memory_process
     assert peer["beside_gradients_bytes"] == 2**20 - 4 * (64 + 1000) * 32
 
 
+@pytest.mark.exhaustive
 def test_few_tokens_have_the_time_of_the_host(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(providers, "_ROOT", tmp_path)
     assert speed.main([*TINY, "--small", "--no-memory"]) == 0
@@ -267,6 +270,7 @@ def test_the_host_is_timed_over_ten_calls(monkeypatch):
     assert len(calls) == 12 and bench.operands.hidden.grad is None
 
 
+@pytest.mark.exhaustive
 def test_memory_is_measured_in_a_process_of_its_own():
     shape = shapes.Shape(1024, 64, 20000)
     found = {}

@@ -210,6 +210,7 @@ def test_reference_agrees_with_autograd(monkeypatch):
     assert math.isnan(accuracy.relative_error(math.nan * exact.d_weight, exact.d_weight, 1.0))
 
 
+@pytest.mark.exhaustive
 def test_head_end_to_end(tmp_path, capsys, monkeypatch, no_memory_process):
     monkeypatch.setenv("CHUNKED_HEAD_COMMIT", "abc123")
     monkeypatch.setattr("triton.__version__", "3.77")  # another than the environment's own, before it on the path
@@ -263,6 +264,7 @@ def test_no_provider_at_all(tmp_path, capsys):
         assert "skipped liger: " in printed and "no provider can run here" in printed
 
 
+@pytest.mark.exhaustive
 def test_accuracy_end_to_end(tmp_path, capsys):
     output = tmp_path / "accuracy.json"
     arguments = ["--device", "cpu", "--shape", str(SHAPE), "--dtype", "fp32", "--output", str(output)]
@@ -278,6 +280,7 @@ def test_accuracy_end_to_end(tmp_path, capsys):
         assert row["d_weight_to_eager"] > 0
 
 
+@pytest.mark.exhaustive
 def test_memory_end_to_end(tmp_path, capsys):
     output = tmp_path / "memory.json"
     arguments = ["--device", "cpu", "--model", "32x20000", "--tokens", "128", "--limit", "16MiB"]
@@ -295,6 +298,7 @@ def test_memory_end_to_end(tmp_path, capsys):
     assert rows["ours"]["plan"]["peak_bytes"] > 0 and "difference_percent" in rows["ours"]
 
 
+@pytest.mark.exhaustive
 def test_memory_stops_a_provider_that_ran_out(tmp_path, monkeypatch):
     tried = []
 

@@ -29,6 +29,7 @@ def text_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_end_to_end(text_file: Path, tmp_path: Path) -> None:
     output = tmp_path / "output"
     command = [sys.executable, "-m", "benchmarks.demo", *TOY, "--text", str(text_file), "--output", str(output)]
@@ -116,6 +117,7 @@ def test_differing_losses_fail(
     assert not json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))["agree"]
 
 
+@pytest.mark.exhaustive
 def test_a_failing_run_is_reported(
     demo: ModuleType, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def test_fullgraph(call: Callable[[Data], Any]) -> None:
     assert_alike(call, make_data(), exact=call is not gspo, backend="aot_eager")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("call", [plain, grpo, logprobs], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_inductor(call: Callable[[Data], Any], dtype: torch.dtype) -> None:

@@ -147,6 +147,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.mark.exhaustive
 def test_sdist(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -154,12 +155,14 @@ def test_sdist(sdist: Path) -> None:
     assert not [name for name in names if name.startswith("tests")]
 
 
+@pytest.mark.exhaustive
 def test_installed(installed: Path, tmp_path: Path) -> None:
     code = "import chunked_head, importlib.metadata as m; print(chunked_head.__version__, m.version('chunked-head'))"
     assert run_python(code, tmp_path, interpreter=str(installed)).split() == [chunked_head.__version__] * 2
     run_python((ROOT / "tests" / "helpers" / "typed_use.py").read_text(), tmp_path, interpreter=str(installed))
 
 
+@pytest.mark.exhaustive
 def test_wheel(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -170,6 +173,7 @@ def test_wheel(wheel: Path, tmp_path: Path) -> None:
     assert found == str(tmp_path / "site" / "chunked_head" / LAUNCH)
 
 
+@pytest.mark.exhaustive
 def test_wheel_needs_torch_and_triton_alone(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith("METADATA")]
@@ -179,6 +183,7 @@ def test_wheel_needs_torch_and_triton_alone(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in metadata
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", [[], ["editable_mode=strict"]], ids=str)
 def test_editable_install(mode: list[str], tmp_path: Path) -> None:
     source, target = copied(tmp_path / "source"), tmp_path / "target"
@@ -193,6 +198,7 @@ def test_editable_install(mode: list[str], tmp_path: Path) -> None:
         run_python(USE, cwd, path=Path(here), interpreter=str(python))
 
 
+@pytest.mark.exhaustive
 def test_transformers_imports_beside_our_kernels(tmp_path: Path) -> None:
     """From the repository's root, where `kernels` is a folder of ours, Llama still imports.
 

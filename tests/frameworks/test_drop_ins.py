@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
+from tiers import crossed
 from torch import Tensor
 
 from chunked_head.integrations import cut_cross_entropy as cce
@@ -87,9 +88,7 @@ LIGER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", LIGER)
+@crossed(device=DEVICES, reduction=["mean", "sum", "none"], name=LIGER)
 def test_liger(name: str, reduction: str, device: str, theirs: Any) -> None:
     options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in LIGER[name].items()}
     (hidden, weight, bias), target = operands(device)
@@ -209,10 +208,7 @@ def apples(
     return loss.view(y.shape) if reduction == "none" else loss, lse
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("shift", [0, 1, True, 3])
-@pytest.mark.parametrize("softcap", [None, 4.0])
-@pytest.mark.parametrize("return_lse", [False, True])
+@crossed(reduction=["mean", "sum", "none"], shift=[0, 1, True, 3], softcap=[None, 4.0], return_lse=[False, True])
 def test_cut_cross_entropy(reduction: str, shift: int, softcap: float | None, return_lse: bool) -> None:
     leaves, target = operands(shape=(3, 11))
     e, c, bias = leaves

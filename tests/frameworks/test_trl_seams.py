@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import crossed
 from torch import Tensor
 
 pytest.importorskip("trl", reason="the seams are TRL's, which is not installed")
@@ -98,9 +99,7 @@ def test_frozen_and_without_tokens() -> None:
         assert not LogProbSeam({}).apply(hidden, weight, None, TARGETS, 1.0, 32)[0].requires_grad
 
 
-@pytest.mark.parametrize("autocast", [True, False])
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@crossed(autocast=[True, False], weight_dtype=[torch.float32, torch.bfloat16], dtype=[torch.float32, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype, weight_dtype: torch.dtype, autocast: bool) -> None:
     """TRL computes in autocast's dtype or the hidden states'; each gradient comes in its operand's."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

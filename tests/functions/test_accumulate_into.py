@@ -6,6 +6,7 @@ import pytest
 import torch
 from budget import assert_within_budget
 from cases import FEW, PLACES, Case, Inputs, Place, bias, per_class, per_token, run_reference
+from tiers import crossed
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -31,9 +32,7 @@ def leaves(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, torch.zeros_like(inputs.weight, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+@crossed(place=PLACES, dtype=DTYPES, name=OPTIONS)
 def test_sums_are_gradients(place: Place, dtype: torch.dtype, name: str) -> None:
     inputs = Case("", (FEW,), 64, 131, OPTIONS[name], {"chunk_tokens": 32}).inputs(dtype, place.device)
     one = torch.ones((FEW,) if name == "none" else (), device=place.device)
@@ -75,10 +74,7 @@ def test_micro_batches(place: Place, dtype: torch.dtype) -> None:
 MIXED = losses.grpo() + 1e-3 * losses.z_loss() - 0.01 * losses.entropy()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("loss", [MIXED, losses.gspo()], ids=["mixed", "gspo"])
-@pytest.mark.parametrize("chunk", [16, 64])
+@crossed(place=PLACES, dtype=[torch.float32, torch.float16], loss=[MIXED, losses.gspo()], chunk=[16, 64])
 def test_any_loss(place: Place, dtype: torch.dtype, loss: losses.Losses, chunk: int) -> None:
     """The gradient that comes back without a buffer; losses that couple tokens add in backward if in several chunks."""
     inputs = Case("", (FEW,), 64, 131, ignored=0.0).inputs(dtype, place.device)
@@ -117,9 +113,7 @@ def test_log_probabilities_add_in_backward(place: Place) -> None:
     torch.testing.assert_close(buffer, weight.grad)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["number", "tensor"])
+@crossed(place=PLACES, dtype=DTYPES, kind=["number", "tensor"])
 def test_promise(place: Place, dtype: torch.dtype, kind: str) -> None:
     """The upstream gradient that was foretold, or nan wherever anything of it went."""
     inputs = SMALL.inputs(dtype, place.device)
@@ -302,10 +296,7 @@ def test_product_with_a_gain(dtype: torch.dtype, first: bool, monkeypatch: pytes
     torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("vocab", [131, 1])
+@crossed(place=PLACES, dtype=[torch.bfloat16, torch.float16], reduction=["mean", "none"], vocab=[131, 1])
 def test_a_buffer_that_starts_anywhere(place: Place, dtype: torch.dtype, reduction: str, vocab: int) -> None:
     """As the views of one flat buffer of gradients do, also where our own products would write in it."""
     inputs = Case("", (FEW,), 64, vocab, ignored=0.6).inputs(dtype, place.device)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from budget import assert_outcome, assert_within_budget
 from cases import CASES, PLACES, SIZE_CASES, Case, Place, combinations, hold, per_class, run, run_ours, run_reference
 from oracle import reference
+from tiers import crossed
 
 from chunked_head import linear_cross_entropy, plan
 
@@ -26,9 +27,7 @@ def test_float64_on_cpu(case: Case) -> None:
             torch.testing.assert_close(mine, true, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.3])
-@pytest.mark.parametrize("weighted", [False, True])
+@crossed(reduction=["mean", "sum", "none"], smoothing=[0.0, 0.3], weighted=[False, True])
 def test_oracle_is_torch(reduction: str, smoothing: float, weighted: bool) -> None:
     """The oracle itself against PyTorch's own cross-entropy."""
     inputs = Case("oracle", (40,), 16, 33).inputs(torch.float64, "cpu")
@@ -47,9 +46,7 @@ def test_oracle_is_torch(reduction: str, smoothing: float, weighted: bool) -> No
         torch.testing.assert_close(mine, own)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@crossed(place=PLACES, dtype=DTYPES, reduction=["mean", "none"])
 def test_chunk_size_changes_nothing(place: Place, dtype: torch.dtype, reduction: str) -> None:
     inputs = Case("", (33,), 64, 130, {"reduction": reduction}).inputs(dtype, place.device)
     truth, eager = run_reference(inputs, torch.float64), run_reference(inputs, dtype)
@@ -64,10 +61,7 @@ def test_chunk_size_changes_nothing(place: Place, dtype: torch.dtype, reduction:
         torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("nats", [11.0, 40.0, 59.0, 61.0, 89.0, 300.0, 3000.0])
-@pytest.mark.parametrize("every_row", [False, True])
+@crossed(place=PLACES, dtype=DTYPES, nats=[11.0, 40.0, 59.0, 61.0, 89.0, 300.0, 3000.0], every_row=[False, True])
 def test_confidently_wrong_rows(place: Place, dtype: torch.dtype, nats: float, every_row: bool) -> None:
     """Rows whose target lies far below the largest logit, alone among others and all at once."""
     made = torch.Generator().manual_seed(3)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import GPU, PLACES, TRITON, Place
+from tiers import crossed
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses
@@ -19,9 +20,7 @@ def operands(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, torch.randint(0, vocab, (tokens,), generator=made).to(place.device)
 
 
-@pytest.mark.parametrize("place", OURS)
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("schedule", ["forward", "recompute"])
+@crossed(place=OURS, entropy=[False, True], schedule=["forward", "recompute"])
 def test_alone_as_among_others(place: Place, entropy: bool, schedule: str) -> None:
     """Log-probabilities and rows of hidden's gradient of the first tokens, alone and before others."""
     hidden, weight, target = operands(place, torch.bfloat16)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import PLACES, PRODUCT_TILES, Place, named
+from cases import PLACES, PRODUCT_TILES, Place
 from chunked_head.kernels.common.gpus import multiprocessors_of, run_as
 from chunked_head.kernels.common.operands import Counted
 from chunked_head.kernels.common.tiles import (
@@ -13,6 +13,7 @@ from chunked_head.kernels.common.tiles import (
     dhidden_split,
 )  # fmt: skip
 from chunked_head.kernels.products import launch as products
+from tiers import crossed
 
 OURS = [place for place in PLACES if place.values[0].backend == "triton"]
 # on a GPU the last turn's tiles are few, or all there are; interpreted there are four multiprocessors
@@ -53,12 +54,8 @@ def scratch_of(split: DhiddenSplit, tile: Tile, device: str) -> torch.Tensor:
     return torch.full((split.units * tile.elements,), torch.nan, device=device)
 
 
-@pytest.mark.parametrize("place", OURS)
-@pytest.mark.parametrize("tile", PRODUCT_TILES, ids=named)
+@crossed(place=OURS, tile=PRODUCT_TILES, name=SPLITS, factored=[False, True], add=[False, True])
 @pytest.mark.parametrize("rows, hidden, vocab", SHAPES)
-@pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize("factored", [False, True])
-@pytest.mark.parametrize("add", [False, True])
 def test_product(
     place: Place, tile: Tile, rows: int, hidden: int, vocab: int, name: str, factored: bool, add: bool
 ) -> None:
@@ -77,9 +74,7 @@ def test_product(
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("place", OURS)
-@pytest.mark.parametrize("tile", PRODUCT_TILES, ids=named)
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 1.0])
+@crossed(place=OURS, tile=PRODUCT_TILES, share=[0.0, 0.01, 0.3, 0.7, 1.0])
 def test_rows_that_count(place: Place, tile: Tile, share: float) -> None:
     """Fewer rows leave other tiles for the last turn, in parts that have room; rows behind them stay as they are."""
     rows, hidden, vocab = SHAPES[0]

@@ -12,6 +12,7 @@ from budget import assert_outcome, assert_within_budget
 from cases import FEW, PLACES, Case, Inputs, Place, run, run_ours, run_reference, upstream_like
 from chunked_head.kernels.products import launch as products
 from oracle import reference
+from tiers import crossed
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -35,10 +36,7 @@ def leaves(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("factor", [0.37, 1.0, -2.5, 0.0])
-@pytest.mark.parametrize("foretold", [None, 0.37, "tensor"])
+@crossed(place=PLACES, dtype=DTYPES, factor=[0.37, 1.0, -2.5, 0.0], foretold=[None, 0.37, "tensor"])
 def test_upstream(place: Place, dtype: torch.dtype, factor: float, foretold: float | str | None) -> None:
     """Whatever factor comes, foretold or not, is applied once."""
     inputs = SMALL.inputs(dtype, place.device)
@@ -48,9 +46,7 @@ def test_upstream(place: Place, dtype: torch.dtype, factor: float, foretold: flo
     assert_outcome(run_ours(inputs, place, upstream, upstream=declared), eager, truth, dtype)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("accumulate", [None, torch.float32])
+@crossed(place=PLACES, dtype=DTYPES, accumulate=[None, torch.float32])
 def test_every_backward_over_a_retained_graph(place: Place, dtype: torch.dtype, accumulate: torch.dtype | None) -> None:
     inputs = SMALL.inputs(dtype, place.device)
     hidden, weight = leaves(inputs)
@@ -67,9 +63,7 @@ def test_every_backward_over_a_retained_graph(place: Place, dtype: torch.dtype, 
         loss.backward()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("asked", ["hidden", "weight", "neither"])
+@crossed(place=PLACES, reduction=["mean", "none"], asked=["hidden", "weight", "neither"])
 def test_frozen_operands(place: Place, reduction: str, asked: str) -> None:
     """What is frozen gets no gradient, no buffer and no product; what is not gets the same as ever."""
     inputs = SMALL.inputs(torch.float16, place.device)
@@ -163,10 +157,7 @@ def test_masked_rows_may_hold_anything(place: Place) -> None:
         assert not ours.hidden[ignored].any()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("empty", ["no tokens", "all ignored"])
-@pytest.mark.parametrize("weighted", [False, True])
+@crossed(place=PLACES, reduction=["mean", "sum", "none"], empty=["no tokens", "all ignored"], weighted=[False, True])
 def test_nothing_counts(place: Place, reduction: str, empty: str, weighted: bool) -> None:
     tokens = 0 if empty == "no tokens" else 40
     inputs = Case("", (tokens,), 64, 131, ignored=1.1).inputs(torch.float16, place.device)
@@ -193,9 +184,7 @@ def test_normalizer_of_zero(place: Place) -> None:
         assert not any(value.any() for value in ours[:3])
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("given", ["call's", "loss's"])
+@crossed(place=PLACES, dtype=DTYPES, given=["call's", "loss's"])
 def test_infinite_losses_by_a_normalizer_of_zero(place: Place, dtype: torch.dtype, given: str) -> None:
     """0 and zero gradients, whatever the loss and its slope would be, and no part in those of a loss beside it."""
     inputs = Case("", (12,), 16, 37).inputs(dtype, place.device)
@@ -270,10 +259,12 @@ def test_fp16_gradient_scaler(place: Place) -> None:
     torch.testing.assert_close(ends[0], ends[1], rtol=2e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@crossed(
+    place=PLACES,
+    autocast=[torch.bfloat16, torch.float16],
+    hidden_dtype=[torch.float32, torch.bfloat16],
+    reduction=["mean", "none"],
+)
 def test_autocast(place: Place, autocast: torch.dtype, hidden_dtype: torch.dtype, reduction: str) -> None:
     """Computes in autocast's dtype, gradients come in the inputs', and no more is rounded than eager rounds."""
     if place == Place("triton", "cpu") and autocast == torch.bfloat16 != hidden_dtype:
@@ -339,9 +330,7 @@ def test_non_contiguous(place: Place) -> None:
     assert_outcome(run_ours(sliced, place), eager, truth, torch.float16)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("skip", [False, True])
+@crossed(place=PLACES, dtype=DTYPES, skip=[False, True])
 def test_a_weight_of_one_row_of_any_stride(place: Place, dtype: torch.dtype, skip: bool) -> None:
     """What a tensor of one row has for a stride means nothing: torch calls it contiguous."""
     inputs = Case("", (9,), 64, 1).inputs(dtype, place.device)
@@ -400,9 +389,7 @@ def test_changed_input_is_noticed() -> None:
         loss.sum().backward()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@crossed(place=PLACES, dtype=DTYPES, reduction=["mean", "none"])
 def test_strided_bias(place: Place, dtype: torch.dtype, reduction: str) -> None:
     """A bias that is a column of something, or one number expanded."""
     inputs = SMALL.inputs(dtype, place.device)
@@ -420,9 +407,7 @@ def test_strided_bias(place: Place, dtype: torch.dtype, reduction: str) -> None:
             assert_within_budget(getattr(ours, name), getattr(eager, name), getattr(truth, name), dtype, name)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("size", [1e6, 1e-9])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@crossed(place=PLACES, size=[1e6, 1e-9], reduction=["mean", "none"])
 def test_fp16_with_class_weights_of_any_size(place: Place, size: float, reduction: str) -> None:
     """A mean does not feel the size of the class weights, and 16-bit gradients of logits must not either."""
     omega = torch.full((131,), size, device=place.device)
@@ -501,9 +486,7 @@ def test_small_upstream_of_fp16(place: Place) -> None:
         assert (mine.double() - exact).abs().max() <= 2**-25 + 2**-10 * exact.abs().max()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("cold", [2.0**-14, 2.0**14])
-@pytest.mark.parametrize("how", ["temperature", "temperatures", "logit_scale"])
+@crossed(place=PLACES, cold=[2.0**-14, 2.0**14], how=["temperature", "temperatures", "logit_scale"])
 def test_fp16_at_any_temperature(place: Place, cold: float, how: str) -> None:
     """Log-probabilities' gradients are scaled once the upstream one has come, by what the temperature makes of it; the
     logits are those of temperature 1, beside a token's that does not count and has a colder one."""
@@ -583,9 +566,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@crossed(place=PLACES, dtype=[torch.float32, torch.bfloat16, torch.float16], layout=LAYOUTS)
 def test_operands_of_any_layout(place: Place, dtype: torch.dtype, layout: str) -> None:
     """Every vector beside the matmuls: a column of something, one that starts anywhere, one number for all."""
     inputs, made = Case("", (12,), 16, 37).inputs(dtype, place.device), torch.Generator().manual_seed(4)

@@ -10,6 +10,7 @@ from cases import PLACES, Place
 from loss_cases import kept_ids_of
 from oracle.reference import of_kept
 from test_deterministic import OURS
+from tiers import crossed
 from torch import Tensor
 
 from chunked_head import linear_logprobs, linear_loss, logits_logprobs, losses, metrics
@@ -44,9 +45,7 @@ def rows_of(ids: Tensor) -> dict[str, Tensor]:
     return {"kept_ids": ids[ids >= 0], "kept_offsets": offsets}
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("most", [1, 9, 140])
+@crossed(place=PLACES, dtype=[torch.float32, torch.float16], most=[1, 9, 140])
 def test_logprobs(place: Place, dtype: torch.dtype, most: int) -> None:
     """Values and gradients of what comes late, for sets of one id, of some, and of more than a block of the kernels."""
     hidden, weight, target = operands(dtype, place.device)
@@ -105,9 +104,7 @@ def test_ways_to_give_them(place: Place) -> None:
     torch.testing.assert_close(of_logits, padded, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("place", OURS)
-@pytest.mark.parametrize("empty", [0.0, 0.3])
-@pytest.mark.parametrize("spread", [1.0, 60.0])
+@crossed(place=OURS, empty=[0.0, 0.3], spread=[1.0, 60.0])
 def test_rows_that_matmuls_skip(place: Place, empty: float, spread: float) -> None:
     """Where matmuls stop at a number on the device, rows with a set are none of theirs; and where they do not, nothing
     of such rows gets into other gradients, whatever their logits are."""
@@ -292,9 +289,7 @@ def test_sampling_replayed(place: Place) -> None:
             assert max(abs(ratio - 1.0) for ratio in ratios) <= 1e-5, ratios
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, "each"])
+@crossed(place=PLACES, shared=[True, False], temperature=[1.0, 0.7, "each"])
 def test_candidates(place: Place, shared: bool, temperature: Any) -> None:
     """Of each token or of all, some named twice and some the target, with a bias of each: a dense mask in float64."""
     made = torch.Generator().manual_seed(8)

@@ -11,6 +11,7 @@ from chunked_head.kernels.common.operands import Strips
 from chunked_head.kernels.common.tiles import PRODUCT_ROWS
 from full_stats import full_stats, make_batch
 from loss_cases import (
+    FEWER,
     LOSS_CASES,
     LossCase,
     LossInputs,
@@ -22,6 +23,7 @@ from loss_cases import (
     run_reference,
 )
 from oracle import reference
+from tiers import crossed, tier
 from torch import Tensor
 
 from chunked_head import LossOutput, linear_loss, logits_loss, losses, metrics
@@ -122,9 +124,7 @@ def test_a_teacher_of_few_columns(columns: int, place: Place, monkeypatch: pytes
         assert_within_budget(ours, 0.37 * other.double(), 0.37 * true, dtype, f"gradient of {name}")
 
 
-@pytest.mark.parametrize("place", KERNELS)
-@pytest.mark.parametrize("temperature", [None, 0.5])
-@pytest.mark.parametrize("above", [40.0, 70.0, 110.0, 150.0, 170.0, 300.0, -300.0])
+@crossed(place=KERNELS, temperature=[None, 0.5], above=[40.0, 70.0, 110.0, 150.0, 170.0, 300.0, -300.0])
 def test_an_id_that_the_teacher_lacks_far_above_those_it_has(
     above: float, temperature: float | None, place: Place
 ) -> None:
@@ -219,14 +219,18 @@ def measured(metric: Metric, x: Tensor, target: Tensor, batch: dict[str, Tensor]
 
 
 def small_calls() -> list:
-    """Interpreted a third of the losses."""
-    return [
-        pytest.param(case, name, place.values[0], marks=place.marks, id=f"{case.name}-{name}-{place.id}")
-        for place in PLACES
-        for i, case in enumerate(LOSS_CASES)
-        for j, name in enumerate(SETTINGS)
-        if place.id != "triton-interpreted" or (i + j) % 3 == 0
-    ]
+    """Each loss in two of the settings in turn, interpreted in one; in all of them, interpreted in two, exhaustive."""
+    found = []
+    for place in PLACES:
+        for i, case in enumerate(LOSS_CASES):
+            for j, name in enumerate(SETTINGS):
+                interpreted = place.id == "triton-interpreted"
+                if not interpreted or (i + j) % 3 == 0:
+                    param = pytest.param(
+                        case, name, place.values[0], marks=place.marks, id=f"{case.name}-{name}-{place.id}"
+                    )
+                    found += tier(param, i == 0 or ((i + j) % 6 == 3 if interpreted else (i + j) % 3 == 1))
+    return found
 
 
 @pytest.mark.parametrize(("case", "setting", "place"), small_calls())
@@ -306,14 +310,21 @@ def has_values_per_token(case: LossCase) -> bool:
     return all(part.scope == "token" for part in parts) and set(own) == {(None, None, None)}
 
 
-UNREDUCED = [case for case in LOSS_CASES if has_values_per_token(case)]
+def unreduced() -> list:
+    """Interpreted, a third of the losses; all of them exhaustive."""
+    cases = [case for case in LOSS_CASES if has_values_per_token(case)]
+    found = []
+    for place in PLACES:
+        for i, case in enumerate(cases):
+            param = pytest.param(case, place.values[0], marks=place.marks, id=f"{case.name}-{place.id}")
+            found += tier(param, place.id != "triton-interpreted" or i % 3 == 0)
+    return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("case", UNREDUCED, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "place"), unreduced())
 def test_unreduced(case: LossCase, place: Place) -> None:
     """Each token's value, and gradients of any sum of them: those of the sum with these token weights."""
-    inputs = inputs_of(case, torch.float32, place.device)
+    inputs = inputs_of(case, torch.float32, place.device, **(FEWER if place == Place("triton", "cpu") else {}))
     hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
     shared = {"backend": place.backend, "chunk_tokens": 32, **inputs.head}
     out = linear_loss(hidden, weight, inputs.target, case.losses, batch=inputs.batch, reduction="none", **shared)

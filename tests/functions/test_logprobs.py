@@ -7,6 +7,7 @@ import pytest
 import torch
 from budget import assert_within_budget
 from cases import PLACES, Place
+from tiers import Turn, crossed
 from torch import Tensor
 from tracking import Tracker
 
@@ -56,12 +57,10 @@ EVERY = {"entropy": True, "lse": True, "mean_logit": True, "log_sum_sq_probs": T
 NAMES = ("logprobs", *EVERY)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head", HEADS)
+@crossed(place=PLACES, dtype=[torch.float32, torch.bfloat16, torch.float16], head=HEADS)
 def test_values_and_gradients(place: Place, dtype: torch.dtype, head: str) -> None:
     if place == Place("triton", "cpu") and dtype == torch.bfloat16:
-        pytest.skip("interpreted, a path of bf16 is that of fp16")
+        dtype = torch.float16  # interpreted, a path of bf16 is that of fp16
     hidden, weight, target = operands(dtype, place.device)
     bias = torch.randn(VOCAB).to(place.device, dtype)
     made = torch.Generator().manual_seed(1)
@@ -86,9 +85,7 @@ def test_values_and_gradients(place: Place, dtype: torch.dtype, head: str) -> No
         assert_within_budget(a, b, c, dtype, f"gradient of {name}")
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("asked", EVERY)
+@crossed(place=PLACES, dtype=[torch.float32, torch.float16], asked=EVERY)
 def test_one_alone(place: Place, dtype: torch.dtype, asked: str) -> None:
     """Beside the log-probability nothing else is asked for: whatever makes it, and no other term in the gradient."""
     hidden, weight, target = operands(dtype, place.device)
@@ -144,13 +141,11 @@ def test_largest(place: Place, head: str) -> None:
     assert not found.top_k_logprobs.requires_grad and found.top_k_ids.dtype == torch.int64
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("spread", [2.0, 30.0])
+@crossed(place=PLACES, dtype=[torch.bfloat16, torch.float16, torch.float32], spread=[2.0, 30.0])
 def test_fed_back_they_give_a_ratio_of_one(place: Place, dtype: torch.dtype, spread: float) -> None:
     """Whatever the path, the chunks, the other losses and the metrics."""
     if place == Place("triton", "cpu") and dtype == torch.bfloat16:
-        pytest.skip("interpreted, a path of bf16 is that of fp16")
+        dtype = torch.float16  # interpreted, a path of bf16 is that of fp16
     hidden, weight, target = operands(dtype, place.device, spread)
     with torch.no_grad():
         old = linear_logprobs(hidden, weight, target, backend=place.backend)
@@ -181,18 +176,7 @@ def test_fed_back_they_give_a_ratio_of_one(place: Place, dtype: torch.dtype, spr
             assert out.metrics["clip_fraction"].value == 0.0
 
 
-def tiny_vocabularies() -> list:
-    """Interpreted, each vocabulary in half of the types and each type with half of the vocabularies."""
-    return [
-        pytest.param(place.values[0], dtype, vocab, marks=place.marks, id=f"{vocab}-{dtype}-{place.id}")
-        for place in PLACES
-        for i, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32))
-        for j, vocab in enumerate((1, 2, 3, 7, 17, 65))
-        if place.id != "triton-interpreted" or (i + j) % 2 == 0
-    ]
-
-
-@pytest.mark.parametrize(("place", "dtype", "vocab"), tiny_vocabularies())
+@crossed(place=PLACES, vocab=(1, 2, 3, 7, 17, 65), dtype=Turn((torch.bfloat16, torch.float16, torch.float32)))
 def test_tiny_vocabularies_fed_back(place: Place, dtype: torch.dtype, vocab: int) -> None:
     """No path, temperature or number of tokens rounds a logit by more than fp32 does: against float64, and given back
     a ratio of 1. Logits beyond 60 nats may differ by some ulp of theirs."""
@@ -244,9 +228,7 @@ def test_wrong_top_k(top_k: Any) -> None:
         linear_logprobs(torch.randn(2, 4), torch.randn(33, 4), torch.zeros(2, dtype=torch.int64), top_k=top_k)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab", [1, 2, 331, 4099])
+@crossed(threads=[1, 2], dtype=[torch.float32, torch.bfloat16], vocab=[1, 2, 331, 4099])
 def test_chunks_of_few_rows_change_nothing(threads: int, dtype: torch.dtype, vocab: int) -> None:
     """On the CPU BLAS sums few rows for each thread, or one column, otherwise, and log-probabilities would with it."""
     made = torch.Generator().manual_seed(2)

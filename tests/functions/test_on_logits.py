@@ -12,6 +12,7 @@ from budget import assert_within_budget
 from cases import PLACES, Place, upstream_like
 from logits_cases import assert_gradient, by_oracle, made_logits, made_target, on_logits, wide
 from loss_cases import FEWER, LOSS_CASES, LossCase, inputs_of
+from tiers import crossed, tier
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from tracking import Tracker
@@ -52,17 +53,17 @@ MODULE_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def module_combinations() -> list:
-    """Interpreted, where every step is slow, each option once for each vocabulary."""
-    return [
-        pytest.param(
-            place.values[0], dtype, vocab, name, marks=place.marks, id=f"{name}-{vocab}-{str(dtype)[6:]}-{place.id}"
-        )
-        for place in PLACES
-        for i, name in enumerate(MODULE_OPTIONS)
-        for vocab in (507, 64)
-        for j, dtype in enumerate(DTYPES)
-        if place.id != "triton-interpreted" or (i + (vocab == 64)) % 3 == j
-    ]
+    """Each option once for each vocabulary, in one dtype in turn; in every dtype exhaustive, but interpreted."""
+    found = []
+    for place in PLACES:
+        for i, name in enumerate(MODULE_OPTIONS):
+            for vocab in (507, 64):
+                for j, dtype in enumerate(DTYPES):
+                    first = (i + (vocab == 64)) % 3 == j
+                    given = place.values[0], dtype, vocab, name
+                    param = pytest.param(*given, marks=place.marks, id=f"{name}-{vocab}-{str(dtype)[6:]}-{place.id}")
+                    found += tier(param, first) if first or place.id != "triton-interpreted" else []
+    return found
 
 
 @pytest.mark.parametrize(("place", "dtype", "vocab", "name"), module_combinations())
@@ -112,9 +113,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("name", SHAPES)
+@crossed(place=PLACES, reduction=["mean", "none"], name=SHAPES)
 def test_layouts(place: Place, reduction: str, name: str) -> None:
     shape, leading = SHAPES[name]
     second = name.startswith("second")
@@ -169,14 +168,16 @@ def test_the_module_is_a_drop_in() -> None:
 
 
 def loss_combinations() -> list:
-    """Interpreted, where every step is slow, each loss once."""
-    return [
-        pytest.param(case, dtype, place.values[0], marks=place.marks, id=f"{case.name}-{str(dtype)[6:]}-{place.id}")
-        for place in PLACES
-        for i, case in enumerate(LOSS_CASES)
-        for j, dtype in enumerate(DTYPES)
-        if place.id != "triton-interpreted" or i % 3 == j
-    ]
+    """Each loss in one dtype in turn; in every dtype exhaustive, but interpreted."""
+    found = []
+    for place in PLACES:
+        for i, case in enumerate(LOSS_CASES):
+            for j, dtype in enumerate(DTYPES):
+                interpreted = place.id == "triton-interpreted"
+                name = f"{case.name}-{str(dtype)[6:]}-{place.id}"
+                param = pytest.param(case, dtype, place.values[0], marks=place.marks, id=name)
+                found += tier(param, (i + interpreted) % 3 == j) if not interpreted or (i + 1) % 3 == j else []
+    return found
 
 
 @pytest.mark.parametrize(("case", "dtype", "place"), loss_combinations())
@@ -289,9 +290,7 @@ def test_upstream_comes_before_rounding(place: Place, dtype: torch.dtype) -> Non
     assert_within_budget(grad, truth.to(dtype), truth, dtype, "gradient")
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("nats", [40.0, 300.0, 3000.0])
+@crossed(place=PLACES, dtype=DTYPES, nats=[40.0, 300.0, 3000.0])
 def test_confidently_wrong_rows(place: Place, dtype: torch.dtype, nats: float) -> None:
     logits, target = made_logits(20, 131, dtype=dtype, device=place.device), made_target(130, 20, device=place.device)
     logits[::3, 130] = nats
@@ -308,9 +307,7 @@ def test_confidently_wrong_rows(place: Place, dtype: torch.dtype, nats: float) -
 # ---- nothing counts
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("leading", [(0,), (3, 0), (0, 4)])
+@crossed(place=PLACES, reduction=["mean", "sum", "none"], leading=[(0,), (3, 0), (0, 4)])
 def test_no_tokens(place: Place, reduction: str, leading: tuple[int, ...]) -> None:
     target = torch.zeros(leading, dtype=torch.int64, device=place.device)
     module = CrossEntropyLoss(torch.rand(7, device=place.device), reduction=reduction, backend=place.backend)
@@ -368,10 +365,7 @@ def by_columns(x: Tensor) -> Tensor:
 LAYOUTS = {"padded": padded, "prefix": prefix, "transposed": transposed, "by-columns": by_columns}
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("name", LAYOUTS)
+@crossed(place=PLACES, dtype=[torch.float32, torch.bfloat16], inplace=[False, True], name=LAYOUTS)
 def test_strides(place: Place, dtype: torch.dtype, inplace: bool, name: str) -> None:
     logits, target = (
         made_logits(3, 5, 131, dtype=dtype, device=place.device),
@@ -488,9 +482,7 @@ def test_nothing_as_large_as_the_logits_but_the_gradient(name: str, inplace: boo
     assert backward.peak_bytes < TILES + LARGE * dtype.itemsize * backward.most_large
 
 
-@pytest.mark.parametrize("place", TRITON_PLACES)
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("name", MEMORY_LOSSES)
+@crossed(place=TRITON_PLACES, inplace=[False, True], name=MEMORY_LOSSES)
 def test_only_kernels_touch_the_logits(place: Place, inplace: bool, name: str) -> None:
     logits, target, fields = memory_inputs(place.device, torch.float32, (24, 1030))
     x = logits.requires_grad_() * 1.0
@@ -530,9 +522,7 @@ def test_memory_on_a_gpu(inplace: bool, name: str) -> None:
 # ---- in place, and once or twice
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@crossed(place=PLACES, dtype=DTYPES, reduction=["mean", "none"])
 def test_inplace(place: Place, dtype: torch.dtype, reduction: str) -> None:
     logits, target = made_logits(21, 131, dtype=dtype, device=place.device), made_target(131, 21, device=place.device)
     options: dict[str, Any] = {"reduction": reduction, "z_loss": 0.01, "backend": place.backend}
@@ -761,9 +751,7 @@ def test_target_out_of_range_on_a_gpu(backend: str, reduction: str) -> None:
     assert torch.isnan(grad[counts]).all()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dense", ["forward_kl", "reverse_kl", "jsd", "tvd"])
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@crossed(place=PLACES, dense=["forward_kl", "reverse_kl", "jsd", "tvd"], temperature=[1.0, 2.0])
 def test_known_columns_beside_a_dense_teacher(place: Place, dense: str, temperature: float) -> None:
     """A student that is both teachers has nothing to learn: what the two give a column is rounded as one."""
     made = torch.Generator().manual_seed(4)

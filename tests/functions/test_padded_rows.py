@@ -132,7 +132,11 @@ def under_autocast(d: Data) -> Tensor:
         return linear_cross_entropy(d.hidden.float(), d.weight.float(), d.target, softcap=9.0, normalizer=d.scalar)
 
 
-CALLS = [graph_calls.plain, graph_calls.unreduced, mixed, values, weighted_loss, added, under_autocast]
+CALLS = [
+    graph_calls.plain, weighted_loss, added,
+    *(pytest.param(call, marks=pytest.mark.exhaustive)
+      for call in (graph_calls.unreduced, mixed, values, under_autocast)),
+]  # fmt: skip
 
 
 @pytest.mark.compiled

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import reference
 from oracle.reference import Term
+from tiers import crossed
 from torch import Tensor
 
 from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
@@ -98,10 +99,7 @@ def oracle(name: str, layout: str, dtype: torch.dtype, wide: torch.dtype, shift:
     return loss.detach(), hidden.grad, weight.grad
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("shift", [0, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", LOSSES)
+@crossed(place=PLACES, shift=[0, 2], layout=LAYOUTS, name=LOSSES)
 def test_three_matmuls(name: str, layout: str, shift: int, place: Place) -> None:
     out, *grads = step(name, layout, torch.float32, place, shift)
     assert out.plan.schedule == "forward"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from budget import assert_within_budget
 from cases import GPU, PLACES, TRITON, Case, Place, run, run_reference
+from tiers import crossed
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
@@ -47,9 +48,7 @@ def same(ours: list[Tensor], usual: list[Tensor], dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()) / 4)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@crossed(place=PLACES, dtype=HALF, reduction=["mean", "none"])
 @pytest.mark.parametrize(("ignored", "skip"), [*((share, True) for share in SHARES), (0.5, "wait"), (1.0, "wait")])
 def test_cross_entropy(place: Place, dtype: torch.dtype, ignored: float, reduction: str, skip: bool | str) -> None:
     def loss(hidden: Tensor, weight: Tensor, target: Tensor, extra: dict) -> Tensor:
@@ -62,9 +61,7 @@ def test_cross_entropy(place: Place, dtype: torch.dtype, ignored: float, reducti
 
 
 @pytest.mark.usefixtures("architecture")
-@pytest.mark.parametrize("place", [*TRITON, *GPU[:1]])
-@pytest.mark.parametrize("ignored", SHARES)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@crossed(place=[*TRITON, *GPU[:1]], ignored=SHARES, reduction=["mean", "none"])
 def test_on_other_gpus(place: Place, ignored: float, reduction: str) -> None:
     test_cross_entropy(place, torch.bfloat16, ignored, reduction, True)
 
@@ -146,9 +143,7 @@ def test_where_rows_cannot_be_bounded(place: Place) -> None:
         linear_cross_entropy(hidden, weight, target, backend=place.backend, skip_ignored=True)
 
 
-@pytest.mark.parametrize("place", [*TRITON, *GPU[:1]])
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@crossed(place=[*TRITON, *GPU[:1]], dtype=HALF, reduction=["mean", "none"])
 def test_memory_that_nobody_has_written(place: Place, dtype: torch.dtype, reduction: str) -> None:
     """Rows behind those that count are computed in part: what new memory holds there, nan at worst, is not seen."""
 
@@ -183,9 +178,7 @@ def test_a_teacher_whose_rows_start_anywhere(place: Place) -> None:
     same(found[1], found[0], torch.bfloat16)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("call", ["none", "logprobs", "gspo", "retained"])
+@crossed(place=PLACES, dtype=HALF, call=["none", "logprobs", "gspo", "retained"])
 def test_a_trained_bias_whose_gradient_waits(place: Place, dtype: torch.dtype, call: str) -> None:
     """Its gradient is a sum over the rows that count, also where gradients are made in backward."""
     made = torch.Generator().manual_seed(6)

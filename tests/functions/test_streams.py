@@ -11,6 +11,7 @@ from budget import assert_within_budget
 from cases import PLACES, Place
 from oracle import reference
 from oracle.reference import Term
+from tiers import crossed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -229,9 +230,7 @@ def draft(count: int = 2) -> tuple[list[Tensor], Tensor, Tensor, dict[str, Any]]
     return hidden, weight, target, batch
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("given", ["teacher_hidden", "teacher_logits"])
-@pytest.mark.parametrize("loss", [losses.lk(), losses.forward_kl()], ids=["lk", "kl"])
+@crossed(place=PLACES, given=["teacher_hidden", "teacher_logits"], loss=[losses.lk(), losses.forward_kl()])
 def test_metrics_of_drafters(loss: losses.Losses, given: str, place: Place) -> None:
     """Also where the teacher has fewer ids, and where its statistics come with the gradients."""
     half = place.device == "cuda"

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from cases import PLACES, Place
+from tiers import crossed
 from torch import Tensor
 
 from chunked_head import (
@@ -36,10 +37,7 @@ def expected(target: Tensor, mask: Tensor | None, shift: int, ignore_index: int)
     return found.reshape(-1)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("leading", LEADINGS, ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shift", [0, 1, 3, 9])
+@crossed(place=PLACES, leading=LEADINGS, masked=[False, True], shift=[0, 1, 3, 9])
 def test_as_one_after_the_other(place: Place, leading: tuple[int, ...], masked: bool, shift: int) -> None:
     if shift and not leading:
         pytest.skip("nothing to shift along")
@@ -60,9 +58,7 @@ def test_as_one_after_the_other(place: Place, leading: tuple[int, ...], masked: 
         assert found.counted.dtype == found.one_or_nan.dtype == torch.float32
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("wrong", [VOCAB, -1, 1 << 40, -(1 << 40)])
-@pytest.mark.parametrize("at", [(0, 1), (1, 2499)])
+@crossed(place=PLACES, wrong=[VOCAB, -1, 1 << 40, -(1 << 40)], at=[(0, 1), (1, 2499)])
 def test_one_out_of_range_is_told(place: Place, wrong: int, at: tuple[int, int]) -> None:
     target = torch.zeros(2, 2500, dtype=torch.int64, device=place.device)
     target[at] = wrong

@@ -10,6 +10,7 @@ from budget import assert_outcome
 from chunked_head.kernels.common.gpus import run_as
 from chunked_head.kernels.common.tiles import Tile
 from oracle import reference
+from tiers import tier
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy
@@ -186,14 +187,18 @@ def interpreted_too(case: Case, dtype: torch.dtype) -> bool:
 
 
 def combinations() -> list:
-    """Cases x dtypes x places."""
-    return [
-        pytest.param(case, dtype, place.values[0], marks=place.marks, id=f"{case.name}-{str(dtype)[6:]}-{place.id}")
-        for place in PLACES
-        for case in CASES
-        for dtype in (torch.float32, *HALVES)
-        if place.id != "triton-interpreted" or interpreted_too(case, dtype)
-    ]
+    """Cases x places, each in one dtype in turn; in every dtype exhaustive. Interpreted, each option in one anyway."""
+    found = []
+    for place in PLACES:
+        for i, case in enumerate(CASES):
+            for j, dtype in enumerate((torch.float32, *HALVES)):
+                interpreted = place.id == "triton-interpreted"
+                if interpreted and not interpreted_too(case, dtype):
+                    continue
+                name = f"{case.name}-{str(dtype)[6:]}-{place.id}"
+                param = pytest.param(case, dtype, place.values[0], marks=place.marks, id=name)
+                found += tier(param, i % 3 == j or (interpreted and case not in SIZE_CASES))
+    return found
 
 
 class Outcome(NamedTuple):

@@ -2,7 +2,7 @@
 
 A seed draws one call: sizes from zero tokens and one vocabulary row on, layouts, masks with nonsense behind them, any
 options that go together. ``python tests/helpers/fuzz.py --first 0 --count 1000 [--device cuda]`` runs more than
-the tests do.
+the tests do; ``--part 1 --seconds 150``, as many of a quarter of all seeds as the time allows.
 """
 
 import functools
@@ -668,22 +668,32 @@ def sweep(seeds: range, **place: Any) -> Mapping[str, int]:
 
 if __name__ == "__main__":
     import argparse
+    import itertools
+    import sys
+    import time
     import traceback
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--part", type=int, help="1 to 4: seeds of this quarter, from a million on")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no call after so long")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", action="append")
     parser.add_argument("--traceback", action="store_true")
     given = parser.parse_args()
-    wrong = 0
-    for seed in range(given.first, given.first + given.count):
+    seeds = range(given.first, given.first + given.count)
+    if given.part is not None:
+        seeds = range(10**6 * given.part, 10**6 * (given.part + 1))
+    passed, wrong, end = 0, 0, time.monotonic() + given.seconds
+    for seed in itertools.takewhile(lambda _: time.monotonic() < end, seeds):
         try:
             Call(seed, given.device, tuple(given.backend or ("torch", "triton"))).check()
+            passed += 1
         except Exception as error:
             wrong += 1
             print(f"seed {seed}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             if given.traceback:
                 traceback.print_exc()
-    print(f"{given.count - wrong} passed, {wrong} failed")
+    print(f"{passed} passed, {wrong} failed")
+    sys.exit(wrong > 0)

@@ -10,6 +10,7 @@ from budget import assert_within_budget
 from cases import PLACES, Place
 from oracle import reference
 from oracle.reference import Term
+from tiers import tier
 from torch import Tensor
 
 from chunked_head import LossOutput, linear_loss, losses
@@ -327,20 +328,19 @@ SCHEDULES: list[dict[str, Any]] = [{"chunk_tokens": 32}, {}, {"chunk_tokens": 64
 
 
 def loss_combinations() -> list:
+    """Cases x places, each in one dtype in turn; in every dtype exhaustive. Interpreted, in fp16 or fp32 alone."""
     found = []
     for place in PLACES:
         for i, case in enumerate(LOSS_CASES):
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                if place.id == "triton-interpreted" and dtype != (torch.float16, torch.float32)[i % 2]:
+            for j, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+                interpreted = place.id == "triton-interpreted"
+                if interpreted and dtype != (torch.float16, torch.float32)[i % 2]:
                     continue
-                if place.id == "torch-cpu" and dtype == torch.float16 and i % 2:
-                    continue
-                found.append(
-                    pytest.param(
-                        case, dtype, place.values[0], SCHEDULES[i % 3], marks=place.marks,
-                        id=f"{case.name}-{str(dtype)[6:]}-{place.id}",
-                    )
+                param = pytest.param(
+                    case, dtype, place.values[0], SCHEDULES[(i + i // 3) % 3], marks=place.marks,
+                    id=f"{case.name}-{str(dtype)[6:]}-{place.id}",
                 )  # fmt: skip
+                found += tier(param, interpreted or i % 3 == j)
     return found
 
 

@@ -24,11 +24,19 @@ def tier(param: Any, first: bool) -> list[Any]:
     return [pytest.param(*param.values, id=param.id, marks=[*param.marks, pytest.mark.exhaustive])] if ALL else []
 
 
+class Turn(tuple):
+    """Values of a parameter that take turns: which one depends on the row alone, and meets whom it happens to meet."""
+
+
 def crossed(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
     """``parametrize`` of a test over all combinations, of which ``make test`` runs those of ``pairs``."""
     columns = [[labelled(name, i, value) for i, value in enumerate(values)] for name, values in parameters.items()]
     sizes = [len(column) for column in columns]
-    first = pairs(sizes)
+    turns = [isinstance(values, Turn) for values in parameters.values()]
+    first = dict.fromkeys(
+        tuple(sum(met) % size if turn else i for i, size, turn in zip(met, sizes, turns, strict=True))
+        for met in pairs([1 if turn else size for size, turn in zip(sizes, turns, strict=True)])
+    )
     rows = []
     for at in itertools.product(*map(range, sizes)) if ALL else first:
         chosen = [column[i] for column, i in zip(columns, at, strict=True)]
@@ -43,7 +51,9 @@ def crossed(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
 def labelled(name: str, index: int, value: Any) -> Any:
     """A value as a ``pytest.param`` with an id."""
     if hasattr(value, "marks"):
-        return value
+        if value.id is not None:
+            return value
+        return pytest.param(*value.values, marks=value.marks, id=labelled(name, index, *value.values).id)
     if isinstance(value, torch.dtype | str | int | float | None):
         text = str(value).removeprefix("torch.")
     else:

@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
+from tiers import crossed
 from tiny_models import assert_same, pair, step, tokens, transformers
 
 from chunked_head import patch_model, unpatch_model
@@ -38,9 +39,7 @@ def dispatched_and_back(model: Any) -> Any:
 HANGING = {"offloaded": offloaded, "dispatched": dispatched, "and back": dispatched_and_back}
 
 
-@pytest.mark.parametrize("first", ["patch", "accelerate"])
-@pytest.mark.parametrize("how", HANGING)
-@pytest.mark.parametrize("make", [tiny_models.llama, tiny_models.gemma2], ids=lambda make: make.__name__)
+@crossed(first=["patch", "accelerate"], how=HANGING, make=[tiny_models.llama, tiny_models.gemma2])
 def test_forwards_that_accelerate_hangs_on_modules(make: Any, how: str, first: str) -> None:
     plain, model = make(), make()
     names = list(inspect.signature(model.forward).parameters)

@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
+from tiers import crossed
 from tiny_models import assert_same, step, tokens, transformers
 
 from chunked_head import losses, metrics, patch_model, unpatch_model
@@ -234,9 +235,7 @@ def own_loss(model: Any, **given: Any) -> torch.Tensor:
     return F.cross_entropy(logits.reshape(-1, 97), inputs["labels"][:, 1:].reshape(-1))
 
 
-@pytest.mark.parametrize("given", [{}, {"labels": tokens()["labels"]}], ids=["no labels", "labels"])
-@pytest.mark.parametrize("when", ["labels", "training"])
-@pytest.mark.parametrize("asked", ASKED)
+@crossed(given=[{}, {"labels": tokens()["labels"]}], when=["labels", "training"], asked=ASKED)
 def test_what_has_no_part_in_the_loss_is_refused(asked: str, when: str, given: dict[str, Any]) -> None:
     """By the first backward, and by every other: nothing is trained on another loss than was asked for."""
     model = patch_model(tiny_models.llama(), when=when, **ASKED[asked])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from tiers import crossed
 from tiny_models import assert_same, step, tokens, transformers
 
 from chunked_head import losses, metrics, patch_model, unpatch_model
@@ -34,9 +35,7 @@ def adapted(model: Any, adapter: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("first", ["patch", "peft"])
-@pytest.mark.parametrize("make", [tiny_models.llama, tiny_models.gemma2], ids=lambda make: make.__name__)
+@crossed(adapter=ADAPTERS, first=["patch", "peft"], make=[tiny_models.llama, tiny_models.gemma2])
 @pytest.mark.filterwarnings("ignore:.*tie:UserWarning")
 def test_adapters(make: Callable[[], Any], adapter: str, first: str) -> None:
     plain = adapted(make(), adapter)

@@ -40,6 +40,7 @@ def all_compiled() -> list[dict[str, Any]]:
     return [row for rows in ThreadPoolExecutor(2).map(compiled, ALIKE) for row in rows]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for first, others in ALIKE.items() for name in (first, *others)])
 def test_compiles(name: str) -> None:
     rows = [row for row in all_compiled() if row["architecture"] == name]

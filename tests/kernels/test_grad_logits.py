@@ -9,6 +9,7 @@ import torch
 from budget import assert_within_budget
 from cases import GPU, TILES, TRITON, Place
 from loss_cases import FEWER, LOSS_CASES, TOKENS, VOCAB, LossCase, inputs_of, run_reference
+from tiers import Turn, crossed, tier
 
 from chunked_head import linear_cross_entropy, linear_loss
 from chunked_head.program import planner
@@ -66,9 +67,7 @@ def softmax_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.max(1).values, -(x - x.max(1).values[:, None]).exp().sum(1).log()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@crossed(place=PLACES, case=CASES, dtype=Turn([torch.float16, torch.bfloat16]))
 def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) -> None:
     from chunked_head.kernels.common.operands import Stored, Transform
     from chunked_head.kernels.gradients import launch as gradients
@@ -159,17 +158,18 @@ def expected_tiles(tokens: int = TOKENS, vocab: int = VOCAB) -> list[tuple[int, 
 
 
 def recomputed() -> list:
-    """Interpreted, each takes seconds: one dense teacher stands for all, and fp16 for both dtypes."""
+    """Interpreted, every other loss in every run; one dense teacher stands for all, and fp16 for both dtypes."""
     found = []
     for place in PLACES:
         interpreted = place.id == "triton-interpreted"
-        for case in LOSS_CASES:
+        for i, case in enumerate(LOSS_CASES):
             if case.name == "topk-topk":  # has no tiles: the logits of a teacher's ids alone
                 continue
             for dtype in (torch.float16,) if interpreted else (torch.float16, torch.bfloat16):
                 if not interpreted or not dense(case) or case.name == "everything":
                     name = f"{case.name}-{str(dtype)[6:]}-{place.id}"
-                    found.append(pytest.param(place.values[0], case, dtype, marks=place.marks, id=name))
+                    param = pytest.param(place.values[0], case, dtype, marks=place.marks, id=name)
+                    found += tier(param, i % 2 == 0 or case.name == "everything")
     return found
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import GPU, PRODUCT_TILES, TILES, TRITON, Place, named
 from chunked_head.kernels.common.tiles import Tile
+from tiers import crossed
 
 from chunked_head.core.stats import Demand, RowStats, sent
 from chunked_head.parallel.merge import GatheredStats, merge_ranks, pack
@@ -26,9 +27,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@crossed(place=PLACES, kind=TARGETS, dtype=[torch.float32, torch.bfloat16])
 def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
     """Sorted pieces add what one addition after the other would, and the same bits every time."""
     from chunked_head.kernels.products import launch as products
@@ -56,9 +55,7 @@ def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
     assert torch.equal(first, run())
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("room", [0, 1, 100, 230])
+@crossed(place=PLACES, kind=TARGETS, room=[0, 1, 100, 230])
 def test_target_rows_in_sections(place: Place, kind: str, room: int) -> None:
     """In a scratch of nan that holds the sums of some tokens only: the same but for the order of a target's sums."""
     from chunked_head.kernels.products import launch as products
@@ -76,9 +73,7 @@ def test_target_rows_in_sections(place: Place, kind: str, room: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("kind", TARGETS)
+@crossed(place=PLACES, counted=[True, False], kind=TARGETS)
 def test_sort_targets(place: Place, kind: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting and sorting put equal targets in the same order: the first in place."""
     from chunked_head.kernels.products import launch as products
@@ -216,11 +211,7 @@ def strip_sums(exact: torch.Tensor, strips: int, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(exact, (0, strips * width - exact.shape[1])).view(len(exact), strips, width).sum(2)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("sizes", CUT, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tile", TILES, ids=named)
-@pytest.mark.parametrize("scale", [None, 0.6])
+@crossed(place=PLACES, sizes=CUT, dtype=[torch.bfloat16, torch.float16], tile=TILES, scale=[None, 0.6])
 def test_exponentials(
     place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, tile: Tile, scale: float | None
 ) -> None:
@@ -239,9 +230,7 @@ def test_exponentials(
     assert torch.equal(out, again[0]) and torch.equal(sums, again[2])
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("sizes", CUT, ids=str)
-@pytest.mark.parametrize("tile", TILES, ids=named)
+@crossed(place=PLACES, sizes=CUT, tile=TILES)
 def test_sums_alone(place: Place, sizes: tuple[int, int, int], tile: Tile) -> None:
     states, weight, target, logits, _ = head_operands(place, sizes, torch.bfloat16)
     _, offset, sums = run_exp_logits(states, weight, target, None, tile)
@@ -267,9 +256,7 @@ def test_far_above_the_offset(place: Place, tile: Tile) -> None:
     torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=1e-6)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("count", [0, 1, 32, 33, 69, 70, 1000])
-@pytest.mark.parametrize("tile", TILES, ids=named)
+@crossed(place=PLACES, count=[0, 1, 32, 33, 69, 70, 1000], tile=TILES)
 def test_exponentials_of_counted_rows(place: Place, count: int, tile: Tile) -> None:
     """Row tiles behind those that count are not computed."""
     from chunked_head.kernels.common.operands import Counted
@@ -303,12 +290,14 @@ def assert_dweight(found: torch.Tensor, old: torch.Tensor | None, grad: torch.Te
     assert ((found.double() - expected).abs() <= torch.finfo(found.dtype).eps * expected.abs() + sums).all()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("sizes", CUT, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tile", PRODUCT_TILES, ids=named)
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("first", [False, True])
+@crossed(
+    place=PLACES,
+    sizes=CUT,
+    dtype=[torch.bfloat16, torch.float16],
+    tile=PRODUCT_TILES,
+    wide=[False, True],
+    first=[False, True],
+)
 def test_dweight(
     place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, tile: Tile, wide: bool, first: bool
 ) -> None:
@@ -323,10 +312,7 @@ def test_dweight(
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 64, 65, 200, 299, 300, 1000])
-@pytest.mark.parametrize("tile", PRODUCT_TILES, ids=named)
-@pytest.mark.parametrize("first", [False, True])
+@crossed(place=PLACES, count=[0, 1, 31, 32, 33, 64, 65, 200, 299, 300, 1000], tile=PRODUCT_TILES, first=[False, True])
 def test_dweight_of_counted_rows(place: Place, count: int, tile: Tile, first: bool) -> None:
     """What lies behind the rows that count, in steps of its own, is not read; nothing to count stores zeros."""
     from chunked_head.kernels.common.operands import Counted
@@ -363,9 +349,7 @@ def gathered_from(ranks: int, rows: int, made: torch.Generator, device: str) -> 
     return torch.stack(pieces), out
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("off", [None, 0, 1])
+@crossed(place=PLACES, known=[True, False], off=[None, 0, 1])
 def test_merge_ranks(place: Place, known: bool, off: int | None) -> None:
     """The kernel's numbers are those of torch's operations; where one rank's tokens are others, nan."""
     from chunked_head.backends import resolve

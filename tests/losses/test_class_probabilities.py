@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from budget import assert_outcome, assert_within_budget
 from cases import PLACES, Case, Inputs, Place, run, run_ours
+from tiers import crossed
 from torch import Tensor
 
 from chunked_head import CrossEntropyLoss, TokenParallel, VocabParallel, linear_cross_entropy, linear_loss, losses
@@ -81,9 +82,7 @@ def full(
     return F.pad(values, (shift, 0)) if reduction == "none" else values.mean() if reduction == "mean" else values.sum()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", list(OPTIONS))
+@crossed(place=PLACES, dtype=[torch.float32, torch.bfloat16, torch.float16], options=list(OPTIONS))
 def test_equals_full_logits(options: str, dtype: torch.dtype, place: Place) -> None:
     given = inputs(OPTIONS[options], dtype, place.device)
     truth, eager = run(full, given.to(torch.float64)), run(full, given)

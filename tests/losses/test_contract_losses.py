@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import crossed
 from torch import Tensor
 from tracking import Tracker
 
@@ -575,9 +576,9 @@ def ratio_metrics(temperature: float) -> list[metrics.Metric]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("nats", [11.0, 40.0, 59.0, 61.0, 89.0, 300.0, 3000.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("chunk", [None, 16, 2, 1])
+@crossed(
+    nats=[11.0, 40.0, 59.0, 61.0, 89.0, 300.0, 3000.0], dtype=[torch.float32, torch.bfloat16], chunk=[None, 16, 2, 1]
+)
 def test_fed_back_in_other_chunks(nats: float, dtype: torch.dtype, chunk: int | None) -> None:
     hidden, weight, target = spread_rows(nats)
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from full_stats import full_stats
 from oracle import distillation as oracle
+from tiers import crossed
 from torch import Tensor
 
 from chunked_head.api.gathered_topk import gathered_topk_kl
@@ -252,9 +253,7 @@ def test_topk_slices_equal_the_whole(options: dict[str, Any]) -> None:
     torch.testing.assert_close(pieces_gradient, gradient, rtol=1e-13, atol=1e-15)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("k", [1, 5, VOCAB])
-@pytest.mark.parametrize("options", TOPK, ids=str)
+@crossed(dtype=[torch.float32, torch.float64], k=[1, 5, VOCAB], options=TOPK)
 def test_topk_teacher_is_student(options: dict[str, Any], k: int, dtype: torch.dtype) -> None:
     if options.get("teacher_temperature") or options.get("normalize") == "vocab":
         options = {**options, "teacher_temperature": None, "normalize": "topk", "teacher_renormalize": None}
@@ -301,10 +300,7 @@ def test_topk_of_all_ids_is_dense(divergence: str, normalize: str) -> None:
     assert_same(mine, getattr(oracle, name)(x, None, {"teacher_x": teacher}), x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("options", TOPK, ids=str)
-@pytest.mark.parametrize("student", [0.0, 40.0, 300.0])
-@pytest.mark.parametrize("teacher", [0.0, 40.0, 300.0])
+@crossed(dtype=[torch.float32, torch.float64], options=TOPK, student=[0.0, 40.0, 300.0], teacher=[0.0, 40.0, 300.0])
 def test_topk_guards(dtype: torch.dtype, options: dict[str, Any], student: float, teacher: float) -> None:
     """Students and teachers whose K ids hold all probability, or next to none of it."""
     ids = torch.arange(4).expand(2, 4)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from full_stats import check, full_stats, make_batch, only
 from oracle import label as oracle
+from tiers import crossed
 from torch import Tensor
 
 from chunked_head.core.loss_stats import Stats
@@ -30,9 +31,7 @@ def class_weights() -> Tensor:
     return weights
 
 
-@pytest.mark.parametrize("token_scaling", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@crossed(token_scaling=[False, True], weighted=[False, True], smoothing=[0.0, 0.1, 1.0])
 def test_cross_entropy(data, smoothing: float, weighted: bool, token_scaling: bool) -> None:
     weights = class_weights() if weighted else None
     options = {"label_smoothing": smoothing, "class_weights": weights, "token_scaling": token_scaling}

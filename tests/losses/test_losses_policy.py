@@ -8,6 +8,7 @@ import pytest
 import torch
 from full_stats import check, full_stats, make_batch, only
 from oracle import policy as oracle
+from tiers import crossed
 from torch import Tensor
 
 from chunked_head import losses as library
@@ -121,18 +122,17 @@ def test_against_oracle(kind: str, options: dict[str, Any], on_policy: bool) -> 
     compare(kind, on_policy=on_policy, **options)
 
 
-@pytest.mark.parametrize("kind", [*TOKEN_LOSSES, *SEGMENT_LOSSES])
-@pytest.mark.parametrize("level", ["token", "segment"])
-@pytest.mark.parametrize(
-    "weights",
-    [
+@crossed(
+    kind=[*TOKEN_LOSSES, *SEGMENT_LOSSES],
+    level=["token", "segment"],
+    weights=[
         {"rollout": "truncate"},
         {"rollout": "mask"},
         {"rollout": "truncate", "rollout_max": 1.2, "rollout_min": 0.9},
         {"rollout": "mask", "rollout_max": 1.2, "rollout_min": 0.9},
     ],
+    on_policy=[False, True],
 )
-@pytest.mark.parametrize("on_policy", [False, True])
 def test_rollout_weights(kind: str, level: str, weights: dict[str, Any], on_policy: bool) -> None:
     options = {**weights, "rollout_level": level}
     compare(kind, on_policy=on_policy, **options)
@@ -171,12 +171,10 @@ def test_rollout_weights_stay_finite() -> None:
                 torch.testing.assert_close(-values, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("on_policy", [False, True])
-@pytest.mark.parametrize("estimator", reference_kl.ESTIMATORS)
-@pytest.mark.parametrize(
-    "clamps",
-    [{}, {"log_ratio_clamp": None}, {"log_ratio_clamp": 0.3}, {"kl_clamp": 0.05}, {"ratio_clamp": 0.2}],
-    ids=str,
+@crossed(
+    on_policy=[False, True],
+    estimator=reference_kl.ESTIMATORS,
+    clamps=[{}, {"log_ratio_clamp": None}, {"log_ratio_clamp": 0.3}, {"kl_clamp": 0.05}, {"ratio_clamp": 0.2}],
 )
 def test_kl_to_reference(estimator: str, clamps: dict[str, Any], on_policy: bool) -> None:
     compare("kl_to_reference", on_policy=on_policy, estimator=estimator, **clamps)

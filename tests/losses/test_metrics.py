@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 from full_stats import full_stats
+from tiers import crossed
 from torch import Tensor
 
 from chunked_head import linear_loss, losses, metrics
@@ -210,9 +211,7 @@ PER_TOKEN: dict[str, tuple[Callable[..., Metric], Callable[[Data, int], float]]]
 }
 
 
-@pytest.mark.parametrize("bounds", [(0, TOKENS), PIECES], ids=["whole", "pieces"])
-@pytest.mark.parametrize("weighting", ["token", "segment", "document"])
-@pytest.mark.parametrize("name", PER_TOKEN)
+@crossed(bounds=[(0, TOKENS), PIECES], weighting=["token", "segment", "document"], name=PER_TOKEN)
 def test_means_of_tokens(name: str, weighting: str, bounds: tuple[int, ...]) -> None:
     factory, formula = PER_TOKEN[name]
     data = Data()

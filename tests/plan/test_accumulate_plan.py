@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import PLACES, Place
+from tiers import crossed
 from torch import Tensor, nn
 from tracking import Tracker
 
@@ -47,10 +48,10 @@ def measure(place: Place, tensors: list[Tensor], **options: Any) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-@pytest.mark.parametrize("place", [p for p in PLACES if p.id != "triton-interpreted"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "schedule", [{}, {"chunk_tokens": 256}, {"reduction": "none", "memory_budget": "48MiB"}], ids=str
+@crossed(
+    place=[p for p in PLACES if p.id != "triton-interpreted"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    schedule=[{}, {"chunk_tokens": 256}, {"reduction": "none", "memory_budget": "48MiB"}],
 )
 def test_prediction(place: Place, dtype: torch.dtype, schedule: dict[str, Any]) -> None:
     shape = (1024, 64, 20000)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import PLACES, Place
 from loss_cases import LOSS_CASES, VOCAB, LossCase, LossInputs, inputs_of
+from tiers import tier
 from tracking import Tracker, no_host_synchronisation
 
 from chunked_head import LossOutput, linear_loss, losses, metrics, plan
@@ -64,15 +65,17 @@ WIDE: dict[str, tuple[Losses, tuple, dict[str, Any]]] = {
 
 
 def predictions() -> list:
-    """On the CPU each pair of values once."""
-    return [
-        pytest.param(place.values[0], name, dtype, budget, marks=place.marks, id=f"{name}-{dtype}-{budget}-{place.id}")
-        for place in UNCOPIED
-        for i, name in enumerate(WIDE)
-        for dtype in (torch.float32, torch.bfloat16)
-        for budget in (None, "48MiB")
-        if place.values[0].device == "cuda" or (i + (dtype == torch.bfloat16) + (budget is None)) % 2
-    ]
+    """On the CPU each once, in a dtype and with a budget in turn; each pair of values exhaustive."""
+    found = []
+    for place in UNCOPIED:
+        for i, name in enumerate(WIDE):
+            for dtype in (torch.float32, torch.bfloat16):
+                for budget in (None, "48MiB"):
+                    if place.values[0].device == "cuda" or (i + (dtype == torch.bfloat16) + (budget is None)) % 2:
+                        label = f"{name}-{dtype}-{budget}-{place.id}"
+                        param = pytest.param(place.values[0], name, dtype, budget, marks=place.marks, id=label)
+                        found += tier(param, (budget is None) == (i // 2) % 2)
+    return found
 
 
 @pytest.mark.parametrize(("place", "name", "dtype", "budget"), predictions())

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from cases import PLACES, Case, Place, bias, per_class, per_token
+from tiers import crossed
 from tracking import Tracker, no_host_synchronisation
 
 from chunked_head import Plan, linear_cross_entropy, plan
@@ -127,9 +128,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+@crossed(place=PLACES, dtype=[torch.float32, torch.float16, torch.bfloat16], name=OPTIONS)
 def test_one_buffer_of_logits(place: Place, dtype: torch.dtype, name: str) -> None:
     """For every option and store, one tensor of chunk x vocabulary elements at a time; no torch softmax touches it."""
     tokens, chunk, vocab = 512, 256, VOCAB
