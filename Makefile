@@ -29,7 +29,7 @@ test: $(READY) lint  ## linters, type checks and the tests that find mistakes; n
 	$(PYTEST) --ignore tests/docs/test_smoke.py
 
 # What `make test` leaves out, in four parts that take about the same time: compiling for other GPUs; all combinations of
-# parameters; packaging, benchmarks and frameworks. With each a quarter of the fuzzing.
+# parameters; packaging, benchmarks and frameworks. With each a quarter of the fuzzing and of the mutations.
 PARTS := 1 2 3 4
 PART_1 := tests/kernels
 PART_2 := tests/functions tests/compile tests/losses tests/plan
@@ -44,6 +44,7 @@ test-part: test-part-$(PART)  ## a quarter of what make test leaves out: PART=1,
 $(PARTS:%=test-part-%): test-part-%: $(READY)
 	$(PYTEST) -m 'exhaustive and not gpu and not multigpu and not deepspeed' $(PART_$*)
 	$(BIN)/python tests/helpers/fuzz.py --part $* --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m tests.mutate --part $*
 	$(if $(filter 4,$*),$(MAKE) test-frameworks FRAMEWORKS=fast)
 
 lint: $(READY)  ## ruff and mypy

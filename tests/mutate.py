@@ -1,0 +1,254 @@
+"""Mistakes put into the library one at a time, each of which the tests must find: ``python -m tests.mutate``.
+
+A copy of the repository gets one of the changes below. First the tests named beside it run, then, where none of those
+fails, all of ``make test``. What survives is a hole in the tests. ``--part 1`` to ``4`` takes a quarter, ``--only WORD``
+those whose line has the word, ``--named`` leaves the second step out, ``--check`` looks only whether each text that is
+to be changed stands in its file exactly once.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+CROSS, LINEAR, LOGITS = (
+    "tests/functions/test_cross_entropy.py",
+    "tests/functions/test_linear_loss.py",
+    "tests/functions/test_on_logits.py",
+)
+LOGPROBS, GRADIENTS, BUFFER = (
+    "tests/functions/test_logprobs.py",
+    "tests/functions/test_gradients.py",
+    "tests/functions/test_accumulate_into.py",
+)
+POLICY, PAIRS, LABEL = (
+    "tests/losses/test_losses_policy.py",
+    "tests/losses/test_losses_preference.py",
+    "tests/losses/test_losses_label.py",
+)
+TEACHER, CONTRACT, METRICS = (
+    "tests/losses/test_losses_distillation.py",
+    "tests/losses/test_contract_losses.py",
+    "tests/losses/test_metrics.py",
+)
+KERNELS, GRAD_LOGITS = "tests/kernels/test_kernels.py", "tests/kernels/test_grad_logits.py"
+VOCAB, TOKENS, SHARED_LOGITS = (
+    "tests/ranks/test_vocab_parallel.py",
+    "tests/ranks/test_token_parallel.py",
+    "tests/ranks/test_vocab_parallel_logits.py",
+)
+MEMORY, LOSS_MEMORY, BUFFER_PLAN = (
+    "tests/plan/test_memory.py",
+    "tests/plan/test_loss_memory.py",
+    "tests/plan/test_accumulate_plan.py",
+)
+TORCH, TILES = "chunked_head/backends/torch/session.py", "chunked_head/backends/torch/tiles.py"
+EVALUATE, MERGE, SIZES = (
+    "chunked_head/engine/arithmetic/evaluate.py",
+    "chunked_head/parallel/merge.py",
+    "chunked_head/program/sizes.py",
+)
+
+
+class Mutation(NamedTuple):
+    kind: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS = [Mutation(*row) for row in (
+    # PyTorch's operations
+    ("sign: the target's term", TORCH, "index, -beta.unsqueeze(1)", "index, beta.unsqueeze(1)", CROSS),
+    ("sign: label smoothing's term", TORCH, "x.sub_(kappa if", "x.add_(kappa if", CROSS),
+    ("sign: entropy", TORCH, "log_sum - shifted / total", "log_sum + shifted / total", LINEAR + " -k 'test_loss and entropy'"),
+    ("scale: log-probabilities at another temperature", TORCH, "(out.target_logit - top) * view.ratio - log_sum", "(out.target_logit - top) - log_sum", LINEAR + " -k test_loss"),
+    ("sign: KL(q || p)", TORCH, "q * (log_q - log_p), 0.0).sum(1)", "q * (log_p - log_q), 0.0).sum(1)", LINEAR + " -k 'test_loss and kl'"),
+    ("swapped: shares of a mixture", TORCH, "pairing.beta * q_to_mixture + (1.0 - pairing.beta) * kl", "(1.0 - pairing.beta) * q_to_mixture + pairing.beta * kl", LINEAR + " -k 'test_loss and jsd'"),
+    ("scale: total variation", TORCH, "(p - q).abs().sum(1) / 2", "(p - q).abs().sum(1)", LINEAR + " -k 'test_loss and tvd'"),
+    ("offset: columns of a tile", TORCH, "target = rows.target - first\n", "target = rows.target\n", GRADIENTS + " -k retained"),
+    ("offset: a loss's own columns in a tile", TORCH, "own = (rows.columns - first)", "own = rows.columns", GRAD_LOGITS + " tests/functions/test_divergence.py"),
+    ("scale: bias", TILES, "part.add_(bias[columns])", "part.sub_(bias[columns])", CROSS + " -k bias"),
+    ("scale: slope of scale and cap", TILES, "neg_().add_(1.0).mul_(head.logit_scale)", "neg_().add_(1.0)", CROSS + " -k softcap"),
+    ("sign: total variation's gradient", TILES, ".sign() - 1)", ".sign() + 1)", LINEAR + " -k 'test_loss and tvd'"),
+    ("swapped: logarithms of a mixture", TILES, "log_q + math.log(beta), log_p + math.log1p(-beta)", "log_p + math.log(beta), log_q + math.log1p(-beta)", LINEAR + " -k 'test_loss and jsd'"),
+    ("mask: an ignored token in a mean", "chunked_head/backends/torch/backend.py", "counted = counts.sum()", "counted = torch.ones_like(counts).sum()", CROSS),
+    ("mask: a mask that is not read", "chunked_head/backends/torch/backend.py", "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", LOGPROBS),
+    # kernels
+    ("sign: the target's term in kernels", "kernels/gradients/identity.py", "tl.where(is_target, grad - beta, grad)", "tl.where(is_target, grad + beta, grad)", GRAD_LOGITS),
+    ("sign: smoothing in kernels", "kernels/gradients/identity.py", "grad -= kappa if", "grad += kappa if", GRAD_LOGITS),
+    ("tie: total variation of equal probabilities", "kernels/gradients/identity.py", "tl.where(p > q, 0.0, tl.where(p < q, 2.0 * p, p))", "tl.where(p >= q, 0.0, 2.0 * p)", LOGITS),
+    ("scale: logit_scale left out of backward", "kernels/common/transform.py", "slope = slope * logit_scale", "slope = slope * 1.0", GRAD_LOGITS),
+    ("scale: slope of a cap", "kernels/common/transform.py", "slope = 1.0 - capped * capped", "slope = 1.0 - capped", GRAD_LOGITS),
+    ("scale: temperature of a token left out of backward", "kernels/common/transform.py", "slope = slope * row_scale", "slope = slope * 1.0", LOGPROBS + " -k temperature"),
+    ("sign: entropy in kernels", "kernels/statistics/merge_strips.py", "log_sum - run_shifted / run_sum", "log_sum + run_shifted / run_sum", LOGPROBS),
+    ("scale: sums of strips", "kernels/statistics/merge_strips.py", "run_sum = run_sum * rescale + ", "run_sum = run_sum + ", CROSS),
+    ("sign: the target's factor", "kernels/gradients/level_rows.py", "tl.exp2(logprob * log2_e) - beta", "tl.exp2(logprob * log2_e) + beta", KERNELS + " -k level"),
+    ("scale: total variation in kernels", "kernels/statistics/pair_stats.py", "0.5 * tl.abs(p - q)", "tl.abs(p - q)", LINEAR + " -k tvd"),
+    ("swapped: shares of a mixture in kernels", "kernels/statistics/pair_stats.py", "beta * tl.sum(q_to_mixture, 0) + (1.0 - beta) * kl_mixture", "(1.0 - beta) * tl.sum(q_to_mixture, 0) + beta * kl_mixture", LINEAR + " -k jsd"),
+    ("offset: sums of a target in several pieces", "kernels/products/target_terms.py", "tl.where(from_before, 0, 1)", "tl.where(from_before, 1, 0)", KERNELS + " -k target_rows"),
+    ("sign: offsets of strips", "kernels/common/stored.py", "offset = (offset - row_start) + row_rest", "offset = (offset - row_start) - row_rest", LINEAR + " -k test_loss"),
+    ("offset: columns of dweight", "kernels/products/dweight.py", "column_start + BLOCK_N // 2", "column_start + BLOCK_N", KERNELS + " -k dweight"),
+    ("mask: targets among kept columns", "kernels/statistics/kept.py", "here & (column == target)", "here", "tests/functions/test_kept.py"),
+    ("sign: entropy over ranks, in kernels", "kernels/statistics/merge_ranks.py", "share * (entropy - log_share)", "share * (entropy + log_share)", KERNELS + " -k merge_ranks"),
+    # from statistics to coefficients
+    ("sign: entropy's coefficient", EVALUATE, 'add("alpha" + suffix, -g * leaves["entropy" + suffix])', 'add("alpha" + suffix, g * leaves["entropy" + suffix])', LINEAR + " -k 'test_loss and entropy'"),
+    ("scale: slope of a second temperature", EVALUATE, 'g = r * grads["logprob" + suffix]', 'g = grads["logprob" + suffix]', LINEAR + " -k 'test_loss'"),
+    ("swapped: the mixture's share in its gradient", EVALUATE, "g = (1.0 - structure.pairing.beta) * r", "g = structure.pairing.beta * r", LINEAR + " -k 'test_loss and jsd'"),
+    ("scale: mean logit", EVALUATE, "(ratio / structure.vocab)", "(1 / structure.vocab)", LINEAR + " -k test_loss"),
+    ("mask: slopes of a loss by a normalizer of 0", EVALUATE, "without_slope(wanted, inputs.factors[i] == 0)", "wanted", GRADIENTS + " -k normalizer_of_zero"),
+    ("field: a loss's own token weights", EVALUATE, '"token_weights" if name is None else name', '"token_weights"', CONTRACT),
+    ("mean: a normalizer of 0", "chunked_head/engine/arithmetic/denominators.py", "torch.where(total == 0, total, 1.0 / total) * one_or_nan", "1.0 / total * one_or_nan", GRADIENTS + " -k normalizer_of_zero " + CONTRACT),
+    ("shift: off by one", "chunked_head/core/shift.py", "values.shape[dim] - kept, kept))", "values.shape[dim] - kept - 1, kept))", CROSS + " -k shift"),
+    ("shift: temperatures that stay behind", "chunked_head/engine/rows.py", "fill, dims - 1) if dims else value", "fill, dims - 1) if dims and field != TEMPERATURE else value", LOGPROBS + " -k temperature"),
+    ("scale: temperatures of tokens", "chunked_head/engine/rows.py", "torch.where(counts, 1.0 / temperature, 1.0)", "torch.where(counts, temperature, 1.0)", LOGPROBS + " -k temperature"),
+    ("range: an id too many", "chunked_head/engine/rows.py", "wrong = (ids < 0) | (ids >= number)", "wrong = (ids < 0) | (ids > number)", CONTRACT),
+    ("buffer: a caller's buffer times the upstream gradient", "chunked_head/backends/gradients.py", "[self.weight], [one_or_nan])", "[self.weight], factors)", BUFFER),
+    ("buffer: what was in a caller's buffer", "chunked_head/backends/gradients.py", "return first and (self.gradient_buffer is None or self.gradient_buffer.fresh)", "return first", BUFFER),
+    # losses
+    ("bound: clip_high", "chunked_head/losses/policy.py", '1.0 + bound(where, "clip_high", clip_high)', '1.0 + bound(where, "clip_high", clip_low)', POLICY),
+    ("bound: CISPO's lower one", "chunked_head/losses/policy.py", ".clamp(min=low, max=high)", ".clamp(max=high)", POLICY),
+    ("swapped: SAPO's temperatures", "chunked_head/losses/policy.py", "torch.where(advantages > 0, positive, negative)", "torch.where(advantages > 0, negative, positive)", POLICY),
+    ("sign: rollout weights", "chunked_head/losses/policy.py", 'old_logprobs(stats, batch) - batch["rollout_logprobs"]', 'batch["rollout_logprobs"] - old_logprobs(stats, batch)', POLICY),
+    ("mask: GSPO's tokens of no segment", "chunked_head/losses/policy_segments.py", 'torch.where(batch["segments"] >= 0, weighted(batch["advantages"], stats, batch, rollout), 0.0)', 'weighted(batch["advantages"], stats, batch, rollout)', POLICY),
+    ("mean: GMPO's ratio", "chunked_head/losses/policy_segments.py", "batch.segment_mean(log_ratio).exp()", "batch.segment_sum(log_ratio).exp()", POLICY),
+    ("mask: values of segments at tokens of none", "chunked_head/core/batch.py", "torch.where(ids >= 0, values[ids.clamp(min=0)], 0.0)", "values[ids.clamp(min=0)]", POLICY),
+    ("swapped: pairs", "chunked_head/losses/preference.py", "values[pairs[:, 0]], values[pairs[:, 1]]", "values[pairs[:, 1]], values[pairs[:, 0]]", PAIRS),
+    ("bound: KTO's baseline", "chunked_head/losses/preference.py", "baseline.detach().clamp(min=0)", "baseline.detach()", PAIRS),
+    ("sign: KTO of desirable segments", "chunked_head/losses/preference.py", "desirable_weight * gate(-beta * u)", "desirable_weight * gate(beta * u)", PAIRS),
+    ("scale: IPO's margin", "chunked_head/losses/preference_pairs.py", "(u - v - 0.5 / beta).square()", "(u - v - 1 / beta).square()", PAIRS),
+    ("scale: label smoothing", "chunked_head/losses/label.py", "(1 - label_smoothing) * values + ", "values + ", LABEL),
+    ("slope: token scaling", "chunked_head/losses/label.py", "values = values * stats.logprob.detach().exp()", "values = values * stats.logprob.exp()", LABEL),
+    ("swapped: focal's probability", "chunked_head/losses/label.py", "rest = -torch.expm1(stats.logprob)", "rest = stats.logprob.exp()", LABEL),
+    ("sign: unlikelihood", "chunked_head/losses/label.py", "return -torch.where(logprob < -0.5", "return torch.where(logprob < -0.5", LABEL),
+    ("sign: KL to a reference", "chunked_head/losses/reference_kl.py", 'batch["ref_logprobs"] - stats.logprob', 'stats.logprob - batch["ref_logprobs"]', POLICY),
+    ("sign: k3", "chunked_head/core/estimates.py", "torch.expm1(difference) - difference", "torch.expm1(difference) + difference", POLICY),
+    ("sign: the rest of a teacher's entries", "chunked_head/losses/topk.py", "value = value + divergence_of(q_rest", "value = value - divergence_of(q_rest", TEACHER),
+    ("mask: padding among a teacher's entries", "chunked_head/losses/topk.py", "counts = counts & mask", "counts = counts & counts", TEACHER + " " + CONTRACT),
+    # metrics
+    ("mean: perplexity", "chunked_head/metrics/values.py", "_mean(total, count).exp()", "_mean(total, count)", METRICS),
+    ("mean: metrics of two micro-batches", "chunked_head/metrics/values.py", "count=a.count + b.count", "count=a.count", METRICS + " " + CONTRACT),
+    ("ranks: the largest of all ranks'", "chunked_head/metrics/values.py", "pieces.amax(0)", "pieces.sum(0)", METRICS + " " + TOKENS),
+    # ranks
+    ("ranks: offset of targets", "chunked_head/parallel/shard.py", "column, last = target - self.here.start,", "column, last = target - self.here.start - 1,", VOCAB + " -k cross-entropy"),
+    ("ranks: offset of the likeliest id", "chunked_head/parallel/shard.py", " ids.add_(self.here.start)", " ids.add_(self.here.start + 1)", VOCAB + " -k 'cross-entropy or everything'"),
+    ("ranks: a gradient that is not summed", "chunked_head/parallel/shard.py", "SummedRows(self.group) if self.parallel.reduce_dhidden else None", "None", VOCAB + " -k cross-entropy"),
+    ("ranks: kinds of calls in checks of tokens", "chunked_head/parallel/shard.py", "((target + self.kind % MOST_IDS) % MOST_IDS)", "(target % MOST_IDS)", "tests/ranks/test_vocab_parallel_options.py"),
+    ("ranks: shares of the probability", MERGE, "(starts - first_start) - (rests - first_rest)", "(starts - first_start) + (rests - first_rest)", VOCAB + " -k cross-entropy"),
+    ("ranks: entropy", MERGE, "p * (pieces[entropy] - log_p)", "p * (pieces[entropy] + log_p)", VOCAB + " -k entropy"),
+    ("ranks: the largest logit", MERGE, "largest = pieces[top].amax(0)", "largest = pieces[top].amin(0)", VOCAB + " -k cross-entropy"),
+    ("ranks: whose share a segment is", "chunked_head/parallel/tokens.py", "% self.parallel.ranks == self.parallel.rank", "% self.parallel.ranks >= 0", TOKENS + " -k gspo"),
+    ("ranks: gradients of sums over segments", "chunked_head/parallel/tokens.py", "return AddOverRanks.apply(gradient, ctx.group), None", "return gradient, None", TOKENS + " -k gspo"),
+    ("ranks: counts of all ranks' tokens", "chunked_head/engine/ranks/global_counts.py", "counted=number, one_or_nan", "counted=token_rows.counted, one_or_nan", TOKENS + " -k cross-entropy"),
+    # plans
+    ("plan: the bias's gradient", "chunked_head/program/memory.py", 'Term("gradient of weight", 0, d_weight + d_bias', 'Term("gradient of weight", 0, d_weight', BUFFER_PLAN + " " + MEMORY),
+    ("plan: vectors of tokens", "chunked_head/program/memory.py", 'Term("per-token vectors", vectors, vectors, vectors)', 'Term("per-token vectors", 0, 0, 0)', LOSS_MEMORY),
+    ("plan: a gradient that waits in fp32", "chunked_head/program/memory.py", "Term(\"gradient of weight, waiting\", wait_w if cast_w else 0, wait_w", "Term(\"gradient of weight, waiting\", 0, wait_w", MEMORY + " -k test_prediction"),
+    ("plan: a tile of logits", "chunked_head/program/memory.py", "block * sizes.tile_bytes(tile)", "0 * sizes.tile_bytes(tile)", MEMORY + " -k test_prediction"),
+    ("plan: a teacher's logits", SIZES, "self.vocab * max(4, self.element) + teacher", "self.vocab * max(4, self.element)", LOSS_MEMORY + " -k test_prediction"),
+    # models and frameworks
+    ("patch: labels given by position", "chunked_head/integrations/huggingface/patch.py", "(0 <= at < len(args) and args[at] is not None)", "False", "tests/huggingface/test_patch_model.py tests/huggingface/test_patch_edges.py"),
+    ("patch: the scale of a model's logits", "chunked_head/integrations/huggingface/lazy/fused_loss.py", '"logit_scale": tail.logit_scale', '"logit_scale": 1.0', "tests/huggingface/test_patch_model.py tests/huggingface/test_lazy_logits.py"),
+    ("patch: a division taken for a product", "chunked_head/integrations/huggingface/lazy/tail.py", "else 1.0 / argument", "else argument", "tests/huggingface/test_lazy_logits.py tests/huggingface/test_patch_model.py"),
+    ("patch: a bias added behind a scale", "chunked_head/integrations/huggingface/lazy/tail.py", "else vector[:count] / scale", "else vector[:count]", "tests/huggingface/test_lazy_logits.py tests/huggingface/test_patch_edges.py"),
+    ("Trainer: metrics of an evaluation", "chunked_head/integrations/huggingface/trainer.py", "take_metrics(training=prefix is None)", "take_metrics(training=True)", "tests/huggingface/test_patch_trainer.py"),
+    ("verl: a gradient summed twice", "chunked_head/integrations/verl/functions.py", "== GATHER:\n        return False", "== GATHER:\n        return True", "tests/frameworks/test_framework_seams.py"),
+    ("Liger: z-loss's factor", "chunked_head/integrations/liger.py", "float(lse_square_scale) * losses.z_loss()", "losses.z_loss()", "tests/frameworks/test_drop_ins.py"),
+    ("CCE: values that predict nothing", "chunked_head/integrations/cut_cross_entropy.py", "return loss[..., steps:] if", "return loss if", "tests/frameworks/test_drop_ins.py"),
+    ("Megatron: labels that stand across", "chunked_head/integrations/megatron.py", "layout.own(labels.t())", "layout.own(labels)", "tests/frameworks/test_framework_seams.py"),
+    ("TRL: which targets are the likeliest", "chunked_head/integrations/trl/functions.py", "found.argmax == targets", "found.argmax != targets", "tests/frameworks/test_trl_seams.py"),
+    ("TRL: direction of a divergence", "chunked_head/integrations/trl/functions.py", "beta=beta, entropy=True", "beta=1.0 - beta, entropy=True", "tests/frameworks/test_trl_seams.py"),
+)]  # fmt: skip
+
+
+def misplaced() -> list[str]:
+    """Mutations whose text does not stand in its file exactly once."""
+    found = []
+    for mutation in MUTATIONS:
+        path = ROOT / mutation.file
+        count = path.read_text().count(mutation.old) if path.is_file() else 0
+        if count != 1:
+            found.append(f"{mutation.file}: {mutation.old!r} stands there {count} times ({mutation.kind})")
+    return found
+
+
+def copied(folder: Path) -> None:
+    """What git knows, and what it does not ignore."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def run(folder: Path, *words: str) -> int:
+    """pytest's exit status."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True).returncode
+
+
+def outcome(mutation: Mutation, folder: Path, named: bool) -> str:
+    """ "killed", "killed late" by a test that is not named beside it, "survived", or "broken" where no test ran."""
+    path = folder / mutation.file
+    text = path.read_text()
+    path.write_text(text.replace(mutation.old, mutation.new))
+    try:
+        status = run(folder, *shlex.split(mutation.tests))
+        if status == 1:
+            return "killed"
+        if status != 0:
+            return "broken"
+        if named:
+            return "survived"
+        return (
+            "killed late"
+            if run(folder, "-n", "2", "--dist", "worksteal", "--ignore", "tests/docs/test_smoke.py")
+            else "survived"
+        )
+    finally:
+        path.write_text(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4))
+    parser.add_argument("--only", default="")
+    parser.add_argument("--named", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    wrong = misplaced()
+    print("\n".join(wrong or [f"{len(MUTATIONS)} mutations, each of which has its place"]))
+    if wrong or given.check:
+        return len(wrong) > 0
+    chosen = MUTATIONS[given.part - 1 :: 4] if given.part else MUTATIONS
+    chosen = [mutation for mutation in chosen if given.only in f"{mutation.kind} {mutation.file}"]
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder:
+        copied(Path(folder))
+        for mutation in chosen:
+            start = time.monotonic()
+            outcomes.append(outcome(mutation, Path(folder), given.named))
+            print(
+                f"{outcomes[-1]:12} {time.monotonic() - start:6.1f} s  {mutation.kind:58} {mutation.file}", flush=True
+            )
+    killed = sum(word.startswith("killed") for word in outcomes)
+    print(f"{killed} of {len(outcomes)} killed")
+    return killed < len(outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
