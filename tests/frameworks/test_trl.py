@@ -19,7 +19,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer import distillation_trainer, utils
 
 from chunked_head import losses, metrics, patch_model
-from chunked_head.integrations.huggingface.trainer import log_metrics
+from chunked_head.integrations.huggingface import log_metrics
 from chunked_head.integrations.trl import patched_trl
 from chunked_head.integrations.trl.functions import DivergenceSeam, LogProbSeam
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from chunked_head.integrations.trl.lazy_teacher import jsd_loss
+
 pytest.importorskip("trl", reason="the trainers are TRL's, which is not installed")
 
 import tiny
@@ -148,8 +150,6 @@ def test_what_it_refuses(tmp_path: Path) -> None:
 
 def test_what_it_does_not_know_is_trls(tmp_path: Path) -> None:
     """Logits that are no lazy ones, and means over the vocabulary."""
-    from chunked_head.integrations.trl.lazy_teacher import jsd_loss
-
     theirs = GKDTrainer.generalized_jsd_loss
     logits, others = (torch.randn(2, 3, 11, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     assert torch.equal(jsd_loss(theirs, logits, others, beta=0.2), theirs(logits, others, beta=0.2))
@@ -159,8 +159,6 @@ def test_what_it_does_not_know_is_trls(tmp_path: Path) -> None:
 
 def test_what_was_done_to_lazy_logits_is_not_lost(tmp_path: Path) -> None:
     """Log-probabilities and filled ids are no logits of a head: TRL's own computes them."""
-    from chunked_head.integrations.trl.lazy_teacher import jsd_loss
-
     theirs = GKDTrainer.generalized_jsd_loss
     model, ids = patched(tiny_models.llama(), "always").eval(), tiny_models.tokens()["input_ids"]
     for done in (lambda logits: 0.5 * logits.log_softmax(-1), filled):

@@ -29,7 +29,7 @@ from chunked_head.integrations.liger import LigerFusedLinearCrossEntropyLoss
 from chunked_head.integrations.trl import patch_trl
 from chunked_head.losses.distillation import TeacherOptions
 from chunked_head.losses.policy import PolicyOptions
-from chunked_head.metrics.values import MetricOptions
+from chunked_head.metrics import MetricOptions
 
 
 def call(**changes: Any) -> torch.Tensor:

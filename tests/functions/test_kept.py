@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budget import assert_within_budget
-from cases import PLACES, Place
+from cases import PLACES, Place, resolve
+from chunked_head.kernels.statistics import launch
 from loss_cases import kept_ids_of
 from oracle.reference import of_kept
 from test_deterministic import OURS
@@ -158,7 +159,6 @@ def test_nothing_is_done_over_the_vocabulary(place: Place, late: bool, monkeypat
         return torch.autograd.grad(value, leaves)
 
     usual = step(**promise)
-    from chunked_head.backends import resolve
 
     def refuse(*given: Any, **more: Any) -> None:
         raise AssertionError("logits of the whole vocabulary")
@@ -190,8 +190,6 @@ def test_a_teachers_ids_alone(place: Place, beside: bool, monkeypatch: pytest.Mo
     loss = losses.topk_kl("reverse", normalize="topk")
     asked = [metrics.entropy()] if beside else []
     made = []
-    from chunked_head.backends import resolve
-
     backend = resolve(place.backend, torch.device(place.device))
     usual = backend.session
     monkeypatch.setattr(backend, "session", lambda *given, **more: made.append(usual(*given, **more)) or made[-1])
@@ -359,8 +357,6 @@ def test_candidates_that_are_wrong() -> None:
 
 @pytest.mark.parametrize("place", OURS)
 def test_offsets_that_are_wrong_write_nowhere_else(place: Place) -> None:
-    from chunked_head.kernels.statistics import launch
-
     entries, tokens, device = 30, 6, place.device
     around = torch.zeros(200 + entries + tokens, device=device)
     starts, ends = torch.empty(2, tokens, dtype=torch.int64, device=device).unbind()

@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from tracking import Tracker
 
-from chunked_head import linear_logprobs, linear_loss, logits_logprobs, losses, metrics
-from chunked_head.api.cross_entropy_module import CrossEntropyLoss
-from chunked_head.api.logits_loss import logits_loss
+from chunked_head import CrossEntropyLoss, linear_logprobs, linear_loss, logits_logprobs, logits_loss, losses, metrics
 from chunked_head.backends.torch import backend as torch_backend
 from chunked_head.backends.torch.tiles import TILE_ELEMENTS
 from chunked_head.engine.logits_call import count_views, row_views

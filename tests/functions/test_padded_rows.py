@@ -7,7 +7,7 @@ import graph_calls
 import pytest
 import torch
 from budget import assert_outcome
-from cases import FAST_OPTIONS, GPU, HALVES, SINGLE, TRITON, Case, Place, bias, per_token, run, run_reference
+from cases import FAST_OPTIONS, GPU, HALVES, SINGLE, TRITON, Case, Place, bias, per_token, resolve, run, run_reference
 from graph_calls import Data, make_data, named
 from test_replay import assert_replayed, mixed
 from test_replay import on_cpu as on_cpu
@@ -15,7 +15,6 @@ from test_replay_launches import by_address as by_address
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan
-from chunked_head.backends import resolve
 from chunked_head.engine import program
 from chunked_head.engine.replay import kinds, replay
 from chunked_head.program import planner

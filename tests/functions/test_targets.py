@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PLACES, Place
+from cases import PLACES, Place, resolve
 from tiers import crossed
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from chunked_head import (
     losses,
     metrics,
 )
-from chunked_head.backends import resolve
 
 VOCAB = 50
 # more tokens than the kernel reads at a time; no dimension; none along the one that is shifted

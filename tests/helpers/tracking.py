@@ -10,6 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+MiB = 1 << 20
+
 
 class Tracker(TorchDispatchMode):
     """Counts storages made while it is on; those that existed before are no business of a call."""

@@ -9,10 +9,10 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
+from tiny_models import LazyLogits
 from torch import Tensor
 
 from chunked_head import patch_model
-from chunked_head.integrations.huggingface.lazy.lazy_logits import LazyLogits
 
 VOCAB = 97
 BIAS = torch.linspace(-1, 1, VOCAB)

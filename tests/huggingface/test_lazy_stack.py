@@ -8,12 +8,11 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
-from tiny_models import assert_same, tokens, transformers
+from tiny_models import LazyLogits, assert_same, tokens, transformers
 from torch import nn
 
 from chunked_head import patch_model, unpatch_model
 from chunked_head.integrations.huggingface.lazy.lazy_head import LazyHead
-from chunked_head.integrations.huggingface.lazy.lazy_logits import LazyLogits
 from chunked_head.integrations.huggingface.lazy.lazy_stack import LazyStack
 
 HEADS = 3

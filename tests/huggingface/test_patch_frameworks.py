@@ -14,10 +14,9 @@ import tiny_models
 import torch
 import torch.nn.functional as F
 from tiers import crossed
-from tiny_models import assert_same, pair, step, tokens, transformers
+from tiny_models import LazyLogits, assert_same, pair, step, tokens, transformers
 
 from chunked_head import patch_model, unpatch_model
-from chunked_head.integrations.huggingface.lazy.lazy_logits import LazyLogits
 
 accelerate = pytest.importorskip("accelerate")
 IDS = tokens()["input_ids"]

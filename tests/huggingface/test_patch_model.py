@@ -12,10 +12,9 @@ import tiny_models
 import torch
 import torch.nn.functional as F
 from tiers import crossed
-from tiny_models import assert_same, step, tokens, transformers
+from tiny_models import LazyLogits, assert_same, step, tokens, transformers
 
 from chunked_head import losses, metrics, patch_model, unpatch_model
-from chunked_head.integrations.huggingface.lazy.lazy_logits import LazyLogits
 
 MODELS = [tiny_models.llama, tiny_models.gemma2, tiny_models.granite]
 

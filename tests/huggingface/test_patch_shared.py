@@ -10,10 +10,9 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
-from tiny_models import assert_same, pair, step, tokens, transformers
+from tiny_models import LazyLogits, assert_same, pair, step, tokens, transformers
 
 from chunked_head import patch_model, unpatch_model
-from chunked_head.integrations.huggingface.lazy.lazy_logits import LazyLogits
 
 IDS = tokens()["input_ids"]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tiny_models import transformers
 
 from chunked_head import losses, metrics, patch_model
-from chunked_head.integrations.huggingface.trainer import log_metrics
+from chunked_head.integrations.huggingface import log_metrics
 
 accelerate = pytest.importorskip("accelerate")
 

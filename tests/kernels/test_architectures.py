@@ -4,13 +4,12 @@ import cases
 import loss_cases
 import pytest
 import torch
-from cases import HALVES, Case, Place, combinations
+from cases import HALVES, Case, Place, combinations, resolve
 from chunked_head.kernels.common import gpus
 from loss_cases import LossCase, loss_combinations
 from tiers import tier
 
 from chunked_head import plan
-from chunked_head.backends import resolve
 from chunked_head.backends.matmul import sums_halves
 
 # tiles of any others differ in size alone; sm_100 reads as Hopper does, multiplies as sm_80 does: each fourth case

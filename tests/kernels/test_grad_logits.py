@@ -8,6 +8,9 @@ import pytest
 import torch
 from budget import assert_within_budget
 from cases import GPU, TILES, TRITON, Place
+from chunked_head.kernels.common.operands import Stored, Transform
+from chunked_head.kernels.gradients import launch as gradients
+from chunked_head.kernels.gradients.launch import Softmax, Terms
 from loss_cases import FEWER, LOSS_CASES, TOKENS, VOCAB, LossCase, inputs_of, run_reference
 from tiers import Turn, crossed, tier
 
@@ -69,10 +72,6 @@ def softmax_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @crossed(place=PLACES, case=CASES, dtype=Turn([torch.float16, torch.bfloat16]))
 def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) -> None:
-    from chunked_head.kernels.common.operands import Stored, Transform
-    from chunked_head.kernels.gradients import launch as gradients
-    from chunked_head.kernels.gradients.launch import Softmax, Terms
-
     made = torch.Generator().manual_seed(3)
     vocab = case.first + case.columns + 9
     columns = slice(case.first, case.first + case.columns)
@@ -135,8 +134,6 @@ COLUMNS = 120
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     """Two blocks of tokens and three tiles of columns in every plan that recomputes; the shape of each launch."""
-    from chunked_head.kernels.gradients import launch as gradients
-
     seen: list[tuple[int, int]] = []
     launch = gradients.grad_logits
 

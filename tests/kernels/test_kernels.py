@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import GPU, PRODUCT_TILES, TILES, TRITON, Place, named
-from chunked_head.kernels.common.tiles import Tile
+from cases import GPU, PRODUCT_TILES, TILES, TRITON, Place, named, resolve
+from chunked_head.kernels.common.operands import PLAIN, Counted, Strips, Transform
+from chunked_head.kernels.common.tiles import FUSED, Tile
+from chunked_head.kernels.gradients import launch as gradients
+from chunked_head.kernels.gradients.launch import NO_SOFTMAX, Softmax, Terms
+from chunked_head.kernels.products import launch as products
+from chunked_head.kernels.statistics import launch as statistics
 from tiers import crossed
 
 from chunked_head.core.stats import Demand, RowStats, sent
@@ -30,8 +35,6 @@ TARGETS = {
 @crossed(place=PLACES, kind=TARGETS, dtype=[torch.float32, torch.bfloat16])
 def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
     """Sorted pieces add what one addition after the other would, and the same bits every time."""
-    from chunked_head.kernels.products import launch as products
-
     made = torch.Generator().manual_seed(5)
     target = TARGETS[kind](made).to(place.device)
     tokens, vocab, hidden = len(target), 301, 72
@@ -58,8 +61,6 @@ def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
 @crossed(place=PLACES, kind=TARGETS, room=[0, 1, 100, 230])
 def test_target_rows_in_sections(place: Place, kind: str, room: int) -> None:
     """In a scratch of nan that holds the sums of some tokens only: the same but for the order of a target's sums."""
-    from chunked_head.kernels.products import launch as products
-
     made = torch.Generator().manual_seed(5)
     target = TARGETS[kind](made).to(place.device)
     rows, factor = (torch.randn(len(target), *size, generator=made).to(place.device) for size in ((40,), ()))
@@ -76,8 +77,6 @@ def test_target_rows_in_sections(place: Place, kind: str, room: int) -> None:
 @crossed(place=PLACES, counted=[True, False], kind=TARGETS)
 def test_sort_targets(place: Place, kind: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting and sorting put equal targets in the same order: the first in place."""
-    from chunked_head.kernels.products import launch as products
-
     target = TARGETS[kind](torch.Generator().manual_seed(6)).to(place.device).repeat(4)
     if not counted:
         monkeypatch.setattr(products, "MOST_COUNTED", 0)
@@ -91,9 +90,6 @@ def test_sort_targets(place: Place, kind: str, counted: bool, monkeypatch: pytes
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_clean_rows(place: Place, with_logits: bool) -> None:
-    from chunked_head.kernels.common.operands import Transform
-    from chunked_head.kernels.statistics import launch as statistics
-
     source = torch.randn(9, 37, device=place.device).t()  # columns apart, rows adjacent
     target = torch.tensor([0, -1, 5] * 12 + [-1], device=place.device)
     source[target < 0] = torch.nan
@@ -114,10 +110,6 @@ def test_clean_rows(place: Place, with_logits: bool) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("width", [1, 40, 700])
 def test_level_rows_scales_hidden_states(place: Place, width: int) -> None:
-    from chunked_head.kernels.common.operands import Strips, Transform
-    from chunked_head.kernels.gradients import launch as gradients
-    from chunked_head.kernels.gradients.launch import NO_SOFTMAX, Softmax, Terms
-
     rows, vocab = 37, 64
     device = torch.device(place.device)
     target = torch.tensor([0, -1, 5] * 12 + [-1], device=device)
@@ -144,8 +136,6 @@ def test_level_rows_scales_hidden_states(place: Place, width: int) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_scale_leaves_alone_what_needs_nothing(place: Place) -> None:
     """In place, a factor of 1 writes nothing: nan's payload and signed zeros are as they were."""
-    from chunked_head.kernels.gradients import launch as gradients
-
     values = torch.tensor([0.0, -0.0, 1.5, 3.0e38], device=place.device).repeat(700)
     before = values.clone()
     gradients.scale(values, values, torch.ones((), device=place.device))
@@ -184,9 +174,6 @@ def run_exp_logits(
     states: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, offset: torch.Tensor | None, tile: Tile, **options
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Exponentials, and strips' offsets and sums, [rows, strips]; sums alone without an offset."""
-    from chunked_head.kernels.common.operands import PLAIN, Strips
-    from chunked_head.kernels.statistics import launch as statistics
-
     (rows, vocab), count = (len(states), len(weight)), -(-len(weight) // tile.block_n)
     strips = Strips.empty(rows, count, states.device).of_rows(rows)
     strips.offset.fill_(torch.nan)
@@ -216,8 +203,6 @@ def test_exponentials(
     place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, tile: Tile, scale: float | None
 ) -> None:
     """Relative to a row's offset, and their sums; the same bits every time."""
-    from chunked_head.kernels.common.operands import Transform
-
     states, weight, target, logits, offset = head_operands(place, sizes, dtype, spread=1.0)
     offset = offset * (scale or 1.0)
     (out, _, sums), again = (
@@ -259,8 +244,6 @@ def test_far_above_the_offset(place: Place, tile: Tile) -> None:
 @crossed(place=PLACES, count=[0, 1, 32, 33, 69, 70, 1000], tile=TILES)
 def test_exponentials_of_counted_rows(place: Place, count: int, tile: Tile) -> None:
     """Row tiles behind those that count are not computed."""
-    from chunked_head.kernels.common.operands import Counted
-
     rows = 300 if torch.cuda.is_available() else 70
     states, weight, target, _, offset = head_operands(place, (rows, 203, 72), torch.bfloat16)
     counts = min(count, rows)
@@ -301,8 +284,6 @@ def assert_dweight(found: torch.Tensor, old: torch.Tensor | None, grad: torch.Te
 def test_dweight(
     place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, tile: Tile, wide: bool, first: bool
 ) -> None:
-    from chunked_head.kernels.products import launch as products
-
     grad, states, old = dweight_operands(place, sizes, dtype, torch.float32 if wide else dtype)
     results = []
     for _ in range(2):
@@ -315,9 +296,6 @@ def test_dweight(
 @crossed(place=PLACES, count=[0, 1, 31, 32, 33, 64, 65, 200, 299, 300, 1000], tile=PRODUCT_TILES, first=[False, True])
 def test_dweight_of_counted_rows(place: Place, count: int, tile: Tile, first: bool) -> None:
     """What lies behind the rows that count, in steps of its own, is not read; nothing to count stores zeros."""
-    from chunked_head.kernels.common.operands import Counted
-    from chunked_head.kernels.products import launch as products
-
     sizes = (300, 3000, 520) if torch.cuda.is_available() else (300, 72, 40)
     grad, states, old = dweight_operands(place, sizes, torch.bfloat16, torch.bfloat16)
     counts = min(count, 300)
@@ -352,8 +330,6 @@ def gathered_from(ranks: int, rows: int, made: torch.Generator, device: str) -> 
 @crossed(place=PLACES, known=[True, False], off=[None, 0, 1])
 def test_merge_ranks(place: Place, known: bool, off: int | None) -> None:
     """The kernel's numbers are those of torch's operations; where one rank's tokens are others, nan."""
-    from chunked_head.backends import resolve
-
     ranks, rows = 3, 130
     gathered, out = gathered_from(ranks, rows, torch.Generator().manual_seed(7), place.device)
     other = RowStats(**{name: value.clone() for name, value in out.named().items()})
@@ -382,8 +358,6 @@ def launches() -> list[tuple[str, ast.Call]]:
 
 def test_every_launch_says_that_operations_fuse() -> None:
     """Left to Triton it would depend on the version: 3.9 warns that 3.10 will not fuse."""
-    from chunked_head.kernels.common.tiles import FUSED
-
     assert FUSED == {"enable_fp_fusion": True}
     every = launches()
     without = [where for where, call in every if "FUSED" not in [ast.unparse(k.value) for k in call.keywords]]

@@ -4,6 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from chunked_head.kernels.common.kernel import PER_CALL, PER_ROW
+from chunked_head.kernels.gradients import launch as gradients
+from chunked_head.kernels.products import launch as products
+from chunked_head.kernels.statistics import launch as statistics
 from compiled_for import record_launches
 
 from chunked_head import linear_cross_entropy, linear_loss, losses, metrics, plan
@@ -78,11 +82,6 @@ def test_recomputed_gradients(launched: set, dtype: torch.dtype) -> None:
 
 def test_every_kernel_is_one_of_any_number_of_tokens() -> None:
     """Sizes that follow the number of tokens have names that kernels keep out of what is compiled, and no constants."""
-    from chunked_head.kernels.common.kernel import PER_CALL, PER_ROW
-    from chunked_head.kernels.gradients import launch as gradients
-    from chunked_head.kernels.products import launch as products
-    from chunked_head.kernels.statistics import launch as statistics
-
     kernels = {
         name: value.kernel for module in (gradients, products, statistics) for name, value in vars(module).items()
         if name.endswith("_kernel")

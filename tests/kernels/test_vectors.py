@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import GPU, TRITON, Place
+from cases import GPU, TRITON, Place, resolve
 from loss_cases import LOSS_CASES, LossCase, LossInputs, inputs_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from chunked_head import linear_cross_entropy, linear_loss, losses, metrics
-from chunked_head.backends import resolve
 from chunked_head.engine.arithmetic import kernels, objective
 
 pytestmark = pytest.mark.compiled

@@ -12,16 +12,14 @@ import made_anew
 import pytest
 import torch
 from chunked_head.kernels.common.cache import Cache
+from full_stats import Batch, Stats
 from torch import Tensor
 
 from chunked_head import linear_logprobs, linear_loss, logits_loss, losses, metrics, plan
-from chunked_head.core.batch import Batch
-from chunked_head.core.loss_stats import Stats
 from chunked_head.core.options import exact
-from chunked_head.losses.base import FIELDS, Field, Losses, Summand, Teacher
+from chunked_head.losses import FIELDS, Field, Losses, Summand, Teacher, custom
 from chunked_head.losses.user import closures
 from chunked_head.losses.user.checks import check_over_ranks
-from chunked_head.losses.user.custom import custom
 from chunked_head.losses.user.synthetic import MASKED, SEGMENT_IDS, SEGMENTS, TOKENS, VOCAB, Synthetic
 
 

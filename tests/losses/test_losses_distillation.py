@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from full_stats import full_stats
+from full_stats import Batch, Stats, full_stats
 from oracle import distillation as oracle
 from tiers import crossed
 from torch import Tensor
 
-from chunked_head.api.gathered_topk import gathered_topk_kl
-from chunked_head.core.batch import Batch
-from chunked_head.core.loss_stats import Stats
-from chunked_head.losses import distillation, topk
-from chunked_head.losses.base import Losses, Summand, Teacher
+from chunked_head import gathered_topk_kl
+from chunked_head.losses import Losses, Summand, Teacher, distillation, topk
 from chunked_head.losses.topk import entries
 
 TOKENS, VOCAB = 12, 17

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from full_stats import check, full_stats, make_batch, only
+from full_stats import Stats, check, full_stats, make_batch, only
 from oracle import label as oracle
 from tiers import crossed
 from torch import Tensor
 
-from chunked_head.core.loss_stats import Stats
 from chunked_head.losses import label
 
 N, V = 9, 23

@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from full_stats import check, full_stats, make_batch, only
+from full_stats import Batch, Stats, check, full_stats, make_batch, only
 from oracle import policy as oracle
 from tiers import crossed
 from torch import Tensor
 
 from chunked_head import losses as library
-from chunked_head.core.batch import Batch
-from chunked_head.core.loss_stats import Stats
-from chunked_head.losses import reference_kl
-from chunked_head.losses.base import Losses
+from chunked_head.losses import Losses, reference_kl
 
 V, S = 17, 7
 F64 = torch.float64

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from full_stats import full_stats
+from full_stats import Batch, Stats, full_stats
 from oracle import preference as oracle
 from torch import Tensor
 
 from chunked_head import losses as library
-from chunked_head.core.batch import Batch
-from chunked_head.core.loss_stats import Stats
-from chunked_head.losses.base import Losses, Summand
+from chunked_head.losses import Losses, Summand
 from chunked_head.losses.preference import log_odds
 from chunked_head.losses.preference_pairs import DPO_VARIANTS
 from chunked_head.losses.user.checks import check_over_ranks

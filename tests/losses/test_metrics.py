@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from full_stats import full_stats
+from full_stats import Batch, Stats, full_stats
 from tiers import crossed
 from torch import Tensor
 
 from chunked_head import linear_loss, losses, metrics
-from chunked_head.core.batch import Batch
-from chunked_head.core.loss_stats import Stats
 from chunked_head.losses import (
+    Losses,
     distillation,
     label,
     policy,
@@ -28,7 +27,6 @@ from chunked_head.losses import (
     reference_kl,
     topk,
 )
-from chunked_head.losses.base import Losses
 from chunked_head.metrics import Metric, MetricValue, all_reduce, combine, merge, unit_weights
 from chunked_head.metrics.values import selected
 

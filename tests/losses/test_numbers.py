@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 from budget import assert_within_budget
-from cases import GPU, TRITON, Place
+from cases import GPU, TRITON, Place, resolve
 from compiled_for import record_launches
 from loss_cases import DENSE_HIDDEN, PAIRED, POLICY, LossCase, case, inputs_of, run_reference, run_step
 
 from chunked_head import losses, metrics
-from chunked_head.backends import resolve
 from chunked_head.backends.triton import vectors
 from chunked_head.core.stats import RowStats
 from chunked_head.engine.arithmetic import kernels
 from chunked_head.engine.arithmetic.evaluate import Inputs
-from chunked_head.losses.base import FIELDS, Losses
+from chunked_head.losses import FIELDS, Losses
 from chunked_head.metrics import Metric
 from chunked_head.program.demand import Needs, needs_of
 

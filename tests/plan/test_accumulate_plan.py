@@ -9,11 +9,10 @@ import torch
 from cases import PLACES, Place
 from tiers import crossed
 from torch import Tensor, nn
-from tracking import Tracker
+from tracking import MiB, Tracker
 
 import chunked_head.engine.autograd
 from chunked_head import ChunkedHead, Plan, linear_cross_entropy, plan
-from chunked_head.program.memory import MiB
 
 LLAMA: dict[str, Any] = {"hidden": 4096, "vocab": 128256, "dtype": torch.bfloat16, "device": "cuda"}
 HALF = torch.bfloat16

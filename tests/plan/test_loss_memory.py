@@ -7,13 +7,12 @@ import torch
 from cases import PLACES, Place
 from loss_cases import LOSS_CASES, VOCAB, LossCase, LossInputs, inputs_of
 from tiers import tier
-from tracking import Tracker, no_host_synchronisation
+from tracking import MiB, Tracker, no_host_synchronisation
 
 from chunked_head import LossOutput, linear_loss, losses, metrics, plan
 from chunked_head.backends.torch import kept as torch_kept
 from chunked_head.backends.torch import tiles as torch_tiles
 from chunked_head.losses import Losses
-from chunked_head.program.memory import MiB
 
 CHUNK = 32
 # the interpreter copies a kernel's arguments for itself

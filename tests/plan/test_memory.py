@@ -6,10 +6,9 @@ import pytest
 import torch
 from cases import PLACES, Case, Place, bias, per_class, per_token
 from tiers import crossed
-from tracking import Tracker, no_host_synchronisation
+from tracking import MiB, Tracker, no_host_synchronisation
 
 from chunked_head import Plan, linear_cross_entropy, plan
-from chunked_head.program.memory import MiB
 
 TOKENS, HIDDEN, VOCAB = 512, 24, 6007
 

@@ -9,10 +9,10 @@ from chunked_head.kernels.common.gpus import run_as
 from chunked_head.kernels.common.tiles import INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tracking import MiB
 
 from chunked_head import Plan, linear_cross_entropy, linear_loss, losses, plan
 from chunked_head.program import planner
-from chunked_head.program.memory import MiB
 from chunked_head.program.planner import DEFAULT_BUDGET, Request, default_budget, make_plan, parse_bytes
 from chunked_head.program.sizes import Sizes
 

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from tracking import Tracker
+from tracking import MiB, Tracker
 
 from chunked_head import Plan, VocabParallel, linear_logprobs, linear_loss, losses, plan
 from chunked_head.engine import call
-from chunked_head.program.memory import MiB
 from chunked_head.program.planner import Request, make_plan
 from chunked_head.program.sizes import Sizes
 
