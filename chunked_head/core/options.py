@@ -79,9 +79,9 @@ def with_numbers(value: Any, change: Callable[[float], Any]) -> Any:
 
 def numbers_in(value: Any) -> tuple[float, ...]:
     """The floats that ``with_numbers`` changes, in its order."""
-    found: list[float] = []
-    with_numbers(value, found.append)
-    return tuple(found)
+    if type(value) is float:
+        return (value,)
+    return tuple([number for item in value for number in numbers_in(item)]) if isinstance(value, tuple) else ()
 
 
 def refuse_unknown(module: str, kind: str, given: Iterable[str], common: Iterable[str]) -> None:

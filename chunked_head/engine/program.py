@@ -62,8 +62,8 @@ def program_of(task: Task) -> Program:
     checks.refuse_transforms()
     signature = task.signature()
     program = build(task) if signature is None else PROGRAMS.made(signature, lambda: build(task))
-    if signature is not None and program.numbers != task.numbers:
-        program = PROGRAMS[signature] = renumbered(program, task)
+    if signature is not None and program.numbers != (numbers := task.numbers):
+        program = PROGRAMS[signature] = renumbered(program, task, numbers)
     if task.head.tokens is not None:
         for part in (*(summand for _, summand in task.losses.terms), *task.metrics):
             what = "loss" if isinstance(part, Summand) else "metric"
@@ -71,12 +71,12 @@ def program_of(task: Task) -> Program:
     return program
 
 
-def renumbered(program: Program, task: Task) -> Program:
+def renumbered(program: Program, task: Task, numbers: str) -> Program:
     """The program of a call of the same signature with other numbers; nothing else is checked or made anew."""
     task.head.check_numbers()
     losses, _, _ = named_weights(task)
     needs, demand = needs_for(task, losses, program.wanted, program.columns, program.teacher_vocab)
-    return replace(program, needs=needs, demand=demand, numbers=task.numbers)
+    return replace(program, needs=needs, demand=demand, numbers=numbers)
 
 
 def build(task: Task) -> Program:

@@ -145,10 +145,10 @@ class Part:
             return None, self.unit
         return self.function, exact(shared.with_numbers(tuple(sorted(self.options.items())), type)), self.unit
 
-    @property
+    @functools.cached_property
     def numbers(self) -> tuple[float, ...]:
         """Floats of the options, in the order of their names: arguments of the arithmetic, which a user's has not."""
-        return shared.numbers_in(tuple(sorted(self.options.items()))) if self.own else ()
+        return shared.numbers_in(tuple([self.options[name] for name in sorted(self.options)])) if self.own else ()
 
     def at(self, numbers: Iterator[Any]) -> Self:
         """The same with the next of other numbers, which may be tensors."""
