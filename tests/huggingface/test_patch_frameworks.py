@@ -136,9 +136,13 @@ def compiled_head(backend: str, first: str = "patch") -> Callable[[Any], Any]:
         if first == "compile":
             unpatch_model(model)
         model.lm_head = torch.compile(model.lm_head, backend=backend)
-        return patch_model(model, strict=True) if first == "compile" else model
+        return strictly(model) if first == "compile" else model
 
     return changed
+
+
+def strictly(model: Any) -> Any:
+    return patch_model(model, strict=True)
 
 
 def compiled_in_place(model: Any) -> Any:
@@ -178,11 +182,13 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
     "compiled in place": compiled_in_place,
     "regions": lambda model: accelerate.utils.compile_regions(model, backend="eager"),
     "regions by accelerate": compiled_by_accelerate,
+    "call bound before patch_model": lambda model: kept("__call__", strictly)(unpatch_model(model)),
+    "forward bound before patch_model": lambda model: kept("forward", strictly)(unpatch_model(model)),
     "call of a patched head": kept("__call__", lambda model: model),
     "forward of a patched head": kept("forward", lambda model: model),
     "call kept over unpatch_model": kept("__call__", unpatch_model),
     "forward kept over unpatch_model": kept("forward", unpatch_model),
-    "call kept over both": kept("__call__", lambda model: patch_model(unpatch_model(model))),
+    "call kept over both": kept("__call__", lambda model: strictly(unpatch_model(model))),
     "copy": copy.deepcopy,
     "copy of a compiled head": lambda model: copy.deepcopy(compiled_head("eager")(model)),
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
