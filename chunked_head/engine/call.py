@@ -52,12 +52,13 @@ def scalar_objective(
     inputs = make_inputs(prepared, factors)
     coupled = prepared.program.coupled
     weights, counts = metric_counts(ordered_metrics(prepared), prepared)
+    together = spread is not None and coupled
+    made: dict[str, Any] = {"made": {}} if together else {}
     return ScalarObjective(
-        **common(prepared), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients, inverse=inverse,
-        declared=declared, coupled=coupled, counts=counts,
+        **(common(prepared) | made), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients,
+        inverse=inverse, declared=declared, coupled=coupled, counts=counts,
         segment_metrics=prepared.needs.segment_metrics,
-        fuse=None if coupled and prepared.groups is None else prepared.backend, spread=spread,
-        together=spread is not None and coupled,
+        fuse=None if coupled and prepared.groups is None else prepared.backend, spread=spread, together=together,
     )  # fmt: skip
 
 
@@ -91,6 +92,7 @@ def common(prepared: PreparedCall) -> dict[str, Any]:
         "demand": prepared.program.demand, "structure": prepared.needs.structure, "target": prepared.target,
         "columns": columns, "teacher": prepared.teacher, "class_weights": class_weights, "scale": prepared.scale,
         "kept": kept, "one_or_nan": prepared.one_or_nan, "dtype": prepared.statistics_dtype,
+        "made": None if prepared.needs.structure.own or not torch.is_grad_enabled() else {},
     }  # fmt: skip
 
 

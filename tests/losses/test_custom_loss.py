@@ -503,6 +503,42 @@ def test_the_function_is_what_it_is_at_the_call() -> None:
     torch.testing.assert_close(linear_loss(**HEAD, loss=loss).loss, before * 1.5)
 
 
+LATE: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "at once": lambda hidden, loss: linear_loss(**HEAD | {"hidden": hidden}, loss=loss).loss,
+    "recomputed": lambda hidden, loss: linear_loss(**HEAD | {"hidden": hidden}, loss=loss, memory_budget=1800).loss,
+    "chunks": lambda hidden, loss: linear_loss(**HEAD | {"hidden": hidden}, loss=loss, chunk_tokens=4).loss,
+    "upstream": lambda hidden, loss: linear_loss(**HEAD | {"hidden": hidden}, loss=loss, upstream=0.5).loss,
+    "unreduced": lambda hidden, loss: linear_loss(**HEAD | {"hidden": hidden}, loss=loss, reduction="none").loss.mean(),
+    "logits": lambda hidden, loss: logits_loss(hidden @ HEAD["weight"].t(), HEAD["target"], loss).loss,
+}
+
+
+@pytest.mark.parametrize("scope", ["token", "segment"])
+@pytest.mark.parametrize("name", LATE)
+def test_a_backward_is_that_of_the_call(name: str, scope: Any) -> None:
+    """Whatever the function has become by then, and however often it is done."""
+    if (name, scope) == ("unreduced", "segment"):
+        return
+    by, runs = 2.0, list[int]()
+
+    def function(stats: Any, batch: Any) -> Tensor:
+        runs.append(len(stats.lse))
+        return by * stats.logprob.square() + stats.entropy
+
+    loss = 0.5 * custom(function, scope=scope) + losses.z_loss()
+    hidden = HEAD["hidden"].clone().requires_grad_()
+    expected = torch.autograd.grad(LATE[name](hidden, loss) * 0.37, hidden)
+    runs.clear()
+    found = LATE[name](hidden, loss)
+    assert sum(runs) == 6
+    by = 7.0
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(found * 0.37, hidden, retain_graph=True), expected)
+    assert sum(runs) == 6
+    with torch.no_grad():
+        assert LATE[name](hidden, loss) > found
+
+
 def test_any_callable_is_taken() -> None:
     def recursive(stats: Any, batch: Any, depth: int = 2) -> Tensor:
         return stats.lse if depth == 0 else recursive(stats, batch, depth - 1)

@@ -16,7 +16,7 @@ from ...metrics import Metric, MetricValue
 from ...parallel.tokens import Spread, whole_metrics
 from ...program.demand import Structure
 from .denominators import Inverse, stacked, times
-from .evaluate import Evaluation, Inputs, evaluate, totals, whole_table
+from .evaluate import Evaluation, Inputs, Named, evaluate, totals, whole_table
 from .kernels import evaluate_rows
 
 
@@ -52,6 +52,15 @@ class Objective:
     kept: Kept | None  # columns that tokens' softmaxes are over, None where all are over the vocabulary
     one_or_nan: Tensor  # [] nan where an id is out of range: then everything is, rather than something wrong
     dtype: torch.dtype  # of statistics and values
+    # coefficients of the forward pass at its factors, by the first row of a chunk, for backward passes that would make
+    # them anew: a user's function may be another by then. None where they do make them
+    made: dict[int, Named] | None
+
+    @property
+    def coefficients_made(self) -> Named:
+        """Of all tokens."""
+        chunks = [chunk for _, chunk in sorted((self.made or {}).items())]
+        return chunks[0] if len(chunks) == 1 else {n: torch.cat([chunk[n] for chunk in chunks]) for n in chunks[0]}
 
     @property
     def differentiable(self) -> int:
@@ -117,7 +126,6 @@ class ScalarObjective(Objective):
     evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
     parts: list[Tensor] = field(default_factory=list)  # values of the summands
     found: list[Tensor] = field(default_factory=list)  # totals of the metrics
-    exchanged: list[Coefficients] = field(default_factory=list)  # of all tokens, at the expected upstream gradient
 
     @property
     def exchanges(self) -> bool:
@@ -146,15 +154,19 @@ class ScalarObjective(Objective):
         the forward pass, and always both. Ranks' plans differ, as their tokens do; what they send must not."""
         inputs = self.inputs._replace(spread=self.spread)
         evaluation = evaluate(self.structure, stats.named(), inputs)
-        self.exchanged[:] = [Coefficients(**evaluation.coefficients)]
+        assert self.made is not None
+        self.made[0] = evaluation.coefficients
         return evaluation
 
     def evaluate(
         self, stats: RowStats, rows: slice, factors: Tensor, gradient: bool, table: Tensor | None = None
     ) -> Evaluation:
-        structure = self.structure if gradient else self.structure.values_only
+        structure = self.structure if gradient or self.made is not None else self.structure.values_only
         inputs = self.inputs if factors is self.inputs.factors else self.inputs._replace(factors=factors)
-        return evaluate_rows(structure, stats, inputs, rows, self.fuse, table)
+        evaluation = evaluate_rows(structure, stats, inputs, rows, self.fuse, table)
+        if self.made is not None:
+            self.made[rows.start] = evaluation.coefficients
+        return evaluation
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         everything = slice(0, self.target.shape[0])
@@ -216,9 +228,8 @@ class ScalarObjective(Objective):
     def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (given,) = upstream
         assert given is not None
-        if self.together:
-            ratio = torch.where(given == self.declared, 1.0, given.to(self.dtype) / self.declared)
-            return self.exchanged[0].times(ratio)
+        if self.made:
+            return Coefficients(**self.coefficients_made).times(self.expected.factors(given)[0])
         factors = stacked([times(i.value, c, given) for c, i in zip(self.coefficients, self.inverse, strict=True)])
         evaluation = self.evaluate(stats, slice(0, self.target.shape[0]), factors, gradient=True)
         return Coefficients(**evaluation.coefficients)

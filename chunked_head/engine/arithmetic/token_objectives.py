@@ -22,16 +22,30 @@ class TokenObjective(Objective):
     fuse: Backend | None  # whose kernels are to do the arithmetic
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        table = evaluate(self.structure.values_only, stats.named(), self.inputs).table
+        inputs, structure = self.inputs, self.structure.values_only
+        if self.made is not None:
+            inputs, structure = inputs._replace(factors=self.factors(self.one_or_nan)), self.structure
+        evaluation = evaluate(structure, stats.named(), inputs)
+        if self.made is not None:
+            self.made[0] = evaluation.coefficients
+        table = evaluation.table
         first, *others = map(times, table, self.coefficients)
         return (sum(others, first) * self.one_or_nan,)
+
+    def factors(self, upstream: Tensor) -> Tensor:
+        return stacked([times(upstream, c) for c in self.coefficients])
 
     def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (given,) = upstream
         assert given is not None
         given = torch.where(self.target >= 0, given, 0.0)
-        factors = stacked([times(given, c) for c in self.coefficients])
-        inputs = self.inputs._replace(factors=factors)
+        if self.made:
+            # by selection where nothing is asked for: a loss may have an infinite slope there
+            given, nothing = given[:, None], given[:, None] == 0
+            found = {name: value.view(len(given), -1) for name, value in self.coefficients_made.items()}
+            found = {name: torch.where(nothing, 0.0, value * given) for name, value in found.items()}
+            return Coefficients(**{name: value.view_as(self.made[0][name]) for name, value in found.items()})
+        inputs = self.inputs._replace(factors=self.factors(given))
         evaluation = evaluate_rows(self.structure, stats, inputs, slice(0, len(self.target)), self.fuse)
         return Coefficients(**evaluation.coefficients)
 
