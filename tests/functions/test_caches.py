@@ -1,0 +1,240 @@
+"""What outlives a call: caches, each of a bound, which threads share; and no other table grows."""
+
+import gc
+import importlib
+import linecache
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+import pytest
+import torch
+from chunked_head.kernels.common.cache import Cache
+from test_replay import on_cpu as on_cpu
+from torch import Tensor
+
+from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, logits_loss, losses, metrics, plan
+from chunked_head.engine import program
+from chunked_head.engine.arithmetic.kernels import KERNELS
+from chunked_head.engine.program import PROGRAMS
+from chunked_head.engine.replay.replay import REPLAYS, SEEN
+
+TABLES = (dict, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSet)
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = losses.focal, losses.entropy, losses.z_loss
+
+
+def modules() -> list[Any]:
+    """All of the library's but what belongs to frameworks, which takes a minute to import."""
+    for folder in ("chunked_head", "kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if not {"integrations", "__init__", "__main__"}.intersection(parts):
+                importlib.import_module(".".join(parts if folder == "chunked_head" else ("chunked_head", *parts)))
+    return [module for name, module in sys.modules.items() if name.partition(".")[0] == "chunked_head"]
+
+
+def tables(holders: list[Any]) -> dict[str, Any]:
+    """By name what modules, classes and objects that modules hold have of tables, caches and results of functions."""
+    found: dict[str, Any] = {}
+    for module in holders:
+        for name, value in list(vars(module).items()):
+            kind = value if isinstance(value, type) else type(value)
+            ours = kind.__module__.partition(".")[0] == "chunked_head" and not isinstance(value, Cache)
+            inside = dict(vars(value)) if ours and hasattr(value, "__dict__") else {}
+            for part, each in ({name: value} | {f"{name}.{key}": each for key, each in inside.items()}).items():
+                table = isinstance(each, (*TABLES, Cache)) or hasattr(each, "cache_info")
+                if table and not part.rpartition(".")[2].startswith("__"):
+                    found[f"{module.__name__}.{part}"] = each
+    return found
+
+
+def sizes(holders: list[Any]) -> dict[str, int]:
+    """Of all but caches."""
+    return {
+        name: each.cache_info().currsize if hasattr(each, "cache_info") else len(each)
+        for name, each in tables(holders).items()
+        if not isinstance(each, Cache)
+    }
+
+
+def caches(holders: list[Any]) -> list[Cache]:
+    """Those of modules, which the collector may have frozen, and all others."""
+    found = [*tables(holders).values(), *gc.get_objects()]
+    return list({id(each): each for each in found if isinstance(each, Cache)}.values())
+
+
+class Holder:
+    def __init__(self, by: float):
+        self.by = torch.tensor(by)
+
+    def loss(self, stats: Any, batch: Any) -> Tensor:
+        return stats.lse * self.by
+
+
+def step(i: int, backend: str = "torch") -> list[Tensor]:
+    """Calls as no other ``i`` makes them, and what comes of them."""
+    made = torch.Generator().manual_seed(i)
+    tokens, vocab = 5 + i, 31 + i
+    hidden, weight = (torch.randn(size, 8, generator=made).requires_grad_() for size in (tokens, vocab))
+    target, given = torch.randint(0, vocab, (tokens,), generator=made), (backend, 1.0 + i)
+    batch = {"old_logprobs": -torch.rand(tokens, generator=made), "advantages": torch.randn(tokens, generator=made)}
+    holder, loss = Holder(given[1]), losses.grpo(clip_high=0.3 + 0.01 * i)
+    for part in [part for bit, part in enumerate(PARTS) if i >> bit & 1]:  # another sum of losses for each
+        loss = loss + i * part()
+    calls: list[Callable[[], Tensor]] = [
+        lambda: linear_cross_entropy(
+            hidden, weight, target, softcap=5.0 + i, label_smoothing=0.01 * i, backend=backend
+        ),
+        lambda: linear_loss(
+            hidden, weight, target, loss,
+            batch=batch, metrics=[metrics.entropy(name=f"m{i}")], backend=backend,
+        ).loss,
+        lambda: linear_logprobs(hidden, weight, target, temperature=1.0 + i, backend=backend).sum(),
+    ]  # fmt: skip
+    if backend == "torch":
+        calls += [
+            lambda: linear_loss(hidden, weight, target, lambda stats, _: stats.lse * given[1]).loss,
+            lambda: linear_loss(hidden, weight, target, lambda stats, _: stats.lse * holder.by).loss,
+            lambda: linear_loss(hidden, weight, target, holder.loss).loss,
+            lambda: logits_loss(hidden @ weight.t(), target, losses.focal(gamma=2.0 + i)).loss,
+        ]
+        plan(tokens, 8, vocab, torch.bfloat16, device="cpu")
+    found = []
+    for call in calls:
+        out = call()
+        found += [out.detach(), *torch.autograd.grad(out, (hidden, weight), torch.tensor(0.5))]
+    return found
+
+
+def anew(rounds: range) -> None:
+    for i in rounds:
+        for _ in range(3):  # as it is, recorded, replayed
+            step(i)
+        step(i, "triton")
+    gc.collect()
+
+
+@pytest.mark.compiled
+def test_no_table_grows(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    holders = modules()
+    anew(range(2))
+    before = sizes(holders)
+    everything = caches(holders)
+    assert len(everything) >= 10 and all(len(each) for each in (KERNELS, PROGRAMS, REPLAYS, SEEN))
+    for each in everything:
+        each.clear()
+        monkeypatch.setattr(each, "most", min(each.most, 4))
+    anew(range(2, 8))
+    grown = {name: size for name, size in sizes(holders).items() if size > before.get(name, 0)}
+    assert not grown
+    assert all(len(each) <= each.most for each in caches(holders))
+    for each in everything:
+        each.clear()
+    gc.collect()
+    assert not [name for name in linecache.cache if "chunked_head arithmetic" in name]  # of kernels, which are gone
+
+
+def test_threads_share_caches_that_forget_at_once(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of four threads meets caches from which others have just taken what it asked for, to the bit."""
+    holders, expected = modules(), [step(i) for i in range(6)]
+    for each in caches(holders):
+        each.clear()
+        monkeypatch.setattr(each, "most", 2)
+    monkeypatch.setattr(program, "MOST_PLANS", 2)
+    orders = [random.Random(seed).sample(list(range(6)) * 3, 18) for seed in range(4)]
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda order: [(i, step(i)) for i in order], orders))
+    finally:
+        sys.setswitchinterval(switching)
+    for i, ours in [each for one in found for each in one]:
+        for mine, other in zip(ours, expected[i], strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    assert all(len(each) <= each.most for each in caches(holders))
+
+
+def test_threads_that_look_up_what_others_push_out() -> None:
+    cache: Cache[int, int] = Cache(2)
+
+    def ask(seed: int) -> bool:
+        keys = random.Random(seed).choices(range(5), k=20000)
+        return all(cache.made(key, lambda key=key: -key) == -key and cache.get(key) in (None, -key) for key in keys)
+
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(ask, range(4)))
+    finally:
+        sys.setswitchinterval(switching)
+    assert len(cache) <= 2
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache: Cache[int, str] = Cache(3)
+    for i in range(3):
+        cache[i] = str(i)
+    assert cache.get(0) == "0" and cache.made(1, list) == "1"
+    cache[3] = "3"
+    assert list(cache) == [0, 1, 3] and cache.get(2) is None
+    cache[0] = "another"
+    assert cache.made(4, lambda: "4") == "4" and list(cache) == [0, 3, 4] and cache.values()[0] == "another"
+    cache.pop(3)
+    cache.pop(3)
+    assert 3 not in cache and len(cache) == 2
+    cache.clear()
+    assert not list(cache)
+
+
+def test_what_is_made_may_be_none_and_may_fail() -> None:
+    cache, made = Cache[str, Any](8), list[int]()
+
+    def make() -> None:
+        made.append(1)
+
+    assert cache.made("none", make) is cache.made("none", make) is None and len(made) == 1
+    with pytest.raises(ZeroDivisionError):
+        cache.made("wrong", lambda: 1 / 0)
+    assert cache.made("wrong", lambda: "right") == "right"
+
+
+def test_a_value_may_ask_its_own_cache() -> None:
+    cache: Cache[int, int] = Cache(2)
+
+    def fibonacci(n: int) -> int:
+        return n if n < 2 else cache.made(n - 1, lambda: fibonacci(n - 1)) + cache.made(n - 2, lambda: fibonacci(n - 2))
+
+    assert fibonacci(10) == 55 and len(cache) == 2
+
+
+def test_a_destructor_may_come_back() -> None:
+    cache: Cache[int, Any] = Cache(1)
+
+    class Last:
+        def __del__(self) -> None:
+            cache[100 + len(cache)] = None
+
+    for i in range(4):
+        cache[i] = Last()
+    assert len(cache) == 1
+
+
+def test_threads_that_make_one_value_get_the_same() -> None:
+    cache, both = Cache[str, object](8), threading.Barrier(2)
+
+    def make() -> object:
+        both.wait(10)
+        return object()
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: cache.made("key", make), range(2))
+    assert one is other is cache.get("key")
