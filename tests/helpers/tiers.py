@@ -24,6 +24,11 @@ def tier(param: Any, first: bool) -> list[Any]:
     return [pytest.param(*param.values, id=param.id, marks=[*param.marks, pytest.mark.exhaustive])] if ALL else []
 
 
+def first_of(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """A parameter's values, of which ``make test`` runs the first ``count``."""
+    return [one for i, value in enumerate(values) for one in tier(labelled("", i, value), i < count)]
+
+
 class Turn(tuple):
     """Values of a parameter that take turns: which one depends on the row alone, and meets whom it happens to meet."""
 
