@@ -10,6 +10,13 @@ import torch
 
 pytest.importorskip("triton", reason="what is launched is Triton's")
 
+from chunked_head.kernels.common import launcher as launch
+from chunked_head.kernels.common.gpus import run_as
+from chunked_head.kernels.common.operands import Strips, Transform
+from chunked_head.kernels.gradients import launch as gradients
+from chunked_head.kernels.products import launch as products
+from chunked_head.kernels.statistics import launch as statistics
+
 
 def example_kernel(out_desc, in_ptr, row_ptr, columns, rows, scale, BLOCK: "tl.constexpr", FLOOR: "tl.constexpr"):  # noqa: F821
     pass
@@ -90,21 +97,19 @@ class Kernel:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A GPU that is not there."""
-    from chunked_head.kernels.common import launcher
 
     there = SimpleNamespace(index=0)
-    monkeypatch.setattr(launcher, "is_known", lambda kernel: True)
-    monkeypatch.setattr(launcher, "CompiledKernel", Compiled)
-    monkeypatch.setattr(launcher, "stream_of", lambda: lambda device: "stream 0")
+    monkeypatch.setattr(launch, "is_known", lambda kernel: True)
+    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
+    monkeypatch.setattr(launch, "stream_of", lambda: lambda device: "stream 0")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: there.index)
     yield there
 
 
 def made() -> tuple[Kernel, Any]:
-    from chunked_head.kernels.common.launcher import Launcher
 
     kernel = Kernel()
-    return kernel, Launcher(kernel)
+    return kernel, launch.Launcher(kernel)
 
 
 @pytest.mark.parametrize("change", [{}, *SAME], ids=str)
@@ -160,7 +165,6 @@ def test_keeps_no_more_than_so_many(device: SimpleNamespace, monkeypatch: pytest
 @pytest.mark.parametrize("what", ["hook", "debug", "pre-run hook", "interpreted", "another version", "compiled later"])
 def test_leaves_it_to_triton(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Whatever Triton might do beside the launch, it does."""
-    from chunked_head.kernels.common import launcher as module
     from triton import knobs
 
     kernel, launcher = made()
@@ -175,9 +179,9 @@ def test_leaves_it_to_triton(device: SimpleNamespace, monkeypatch: pytest.Monkey
     elif what == "pre-run hook":
         kernel.pre_run_hooks.append(print)
     elif what == "compiled later":
-        monkeypatch.setattr(module, "CompiledKernel", int)
+        monkeypatch.setattr(launch, "CompiledKernel", int)
     else:
-        monkeypatch.setattr(module, "is_known", lambda kernel: False)
+        monkeypatch.setattr(launch, "is_known", lambda kernel: False)
     before = len(kernel.compiled)
     for _ in range(2):
         launcher[(3,)](*positional, **constants)
@@ -186,15 +190,14 @@ def test_leaves_it_to_triton(device: SimpleNamespace, monkeypatch: pytest.Monkey
 
 def test_knows_what_is_interpreted_and_which_version(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
-    from chunked_head.kernels.common.launcher import is_known
 
     kernel = jit_function()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert is_known(kernel) == (torch.version.hip is None) and not is_known(object())
+    assert launch.is_known(kernel) == (torch.version.hip is None) and not launch.is_known(object())
     monkeypatch.setattr(triton, "__version__", "3.10.0")
-    assert not is_known(kernel)
+    assert not launch.is_known(kernel)
     monkeypatch.setattr(triton, "__version__", "3.4.1")
-    assert not is_known(kernel)
+    assert not launch.is_known(kernel)
 
 
 def triton_key(kernel: Any, positional: list[Any], constants: dict[str, Any]) -> Any:
@@ -210,10 +213,9 @@ def triton_key(kernel: Any, positional: list[Any], constants: dict[str, Any]) ->
 
 def test_tells_apart_what_triton_tells_apart() -> None:
     """No more and no less."""
-    from chunked_head.kernels.common.launcher import Launcher
 
     kernel = jit_function()
-    launcher = Launcher(kernel)
+    launcher = launch.Launcher(kernel)
     both = []
     for change in (*OTHERS, *SAME, {}):
         positional, constants = arguments(change)
@@ -224,14 +226,10 @@ def test_tells_apart_what_triton_tells_apart() -> None:
 
 def test_every_argument_is_of_a_known_kind() -> None:
     """Descriptors, pointers and constants are told by their names."""
-    from chunked_head.kernels.common.launcher import Launcher
-    from chunked_head.kernels.gradients import launch as gradients
-    from chunked_head.kernels.products import launch as products
-    from chunked_head.kernels.statistics import launch as statistics
 
     launchers = [
         value for module in (gradients, products, statistics) for value in vars(module).values()
-        if isinstance(value, Launcher)
+        if isinstance(value, launch.Launcher)
     ]  # fmt: skip
     assert len(launchers) == 33
     for launcher in launchers:
@@ -242,10 +240,6 @@ def test_every_argument_is_of_a_known_kind() -> None:
 @pytest.mark.gpu
 def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits both ways, first and again, of pointers that are aligned and that are not."""
-    from chunked_head.kernels.common.gpus import run_as
-    from chunked_head.kernels.common.operands import PLAIN, Strips
-    from chunked_head.kernels.gradients import launch as gradients
-    from chunked_head.kernels.statistics import launch as statistics
 
     tile = run_as("sm_90").narrow
 
@@ -263,7 +257,7 @@ def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         target = torch.zeros(rows, dtype=torch.int64, device="cuda")
         strips = Strips.empty(rows, 8, hidden.device).of_rows(rows)
         out = torch.zeros(rows, 1000, device="cuda", dtype=torch.bfloat16)
-        statistics.exp_logits(out, strips, hidden, weight, None, None, offset, target, PLAIN, tile)
+        statistics.exp_logits(out, strips, hidden, weight, None, None, offset, target, Transform(), tile)
         return torch.cat([out.float().flatten(), strips.sum.flatten()])
 
     def all_of_them() -> list[torch.Tensor]:
