@@ -45,7 +45,7 @@ $(PARTS:%=test-part-%): test-part-%: $(READY)
 	$(PYTEST) -m 'exhaustive and not gpu and not multigpu and not deepspeed' $(PART_$*)
 	$(BIN)/python tests/helpers/fuzz.py --part $* --seconds $(FUZZ_SECONDS)
 	$(BIN)/python -m tests.mutate --part $*
-	$(if $(filter 4,$*),$(MAKE) test-frameworks FRAMEWORKS=fast)
+	$(if $(filter 3,$*),$(MAKE) test-frameworks FRAMEWORKS=fast)
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
