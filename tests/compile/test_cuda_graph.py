@@ -90,6 +90,17 @@ def logprobs(i: Inputs) -> tuple[Tensor, Found]:
     return (found.logprobs * i.advantages).sum() - 0.1 * found.entropy.mean(), found._asdict()
 
 
+def own(i: Inputs) -> tuple[Tensor, Found]:
+    """Functions made anew, which close over tensors."""
+    loss = 0.1 * losses.custom(lambda stats, batch: stats.entropy * i.scale, scope="segment") + (
+        lambda stats, batch: -stats.logprob * batch.advantages * i.scale
+    )
+    measured = [metrics.Metric("scaled", lambda stats, batch: stats.lse * i.scale)]
+    return found_in(
+        linear_loss(i.hidden, i.weight, i.target, loss, batch={"advantages": i.advantages}, metrics=measured)
+    )
+
+
 STEPS: list[Step] = [cross_entropy, smoothed, policy, segments, logprobs]
 
 
@@ -126,7 +137,7 @@ def assert_equal(ours: Tensor, expected: Tensor, what: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("step", [*STEPS, own], ids=lambda step: step.__name__)
 def test_replay(step: Step, dtype: torch.dtype) -> None:
     static = make_inputs(dtype, seed=1)
     graph, loss, found = captured(step, static)
@@ -158,8 +169,9 @@ def test_replay_with_an_id_out_of_range() -> None:
         assert static.weight.grad is not None and bool(static.weight.grad.isnan().all()) is bad
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(
+    ("step", "fullgraph"), [(step, whole) for step in STEPS for whole in (False, True)] + [(own, False)]
+)
 def test_a_step_waits_for_nothing(step: Step, fullgraph: bool) -> None:
     """The model before the head, the head, backward and the optimizer; eager and compiled as a whole."""
     inputs = make_inputs(torch.bfloat16, seed=1)

@@ -4,9 +4,9 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import made_anew
 import pytest
@@ -461,6 +461,16 @@ def runs_of(function: Callable, **options: Any) -> int:
     return len(COUNTER)
 
 
+class Named(NamedTuple):
+    beta: Any
+    other: Any
+
+
+@dataclass(slots=True)
+class Slots:
+    beta: Any
+
+
 class Settings:
     def __init__(self, beta: Any):
         self.beta = beta
@@ -473,12 +483,15 @@ def test_functions_alike_are_checked_once() -> None:
         (0.25, 0.75), (float("nan"), float("nan")), ((1, "a"), (1, "a")), (torch.ones(3), torch.zeros(5)),
         (Settings(0.5), Settings(0.6)), ([Settings("x")], [Settings("x")]), ({"a": 1}, {"a": 1}),
         (partial(of, beta=2), partial(of, beta=2)), (of(21), of(21)),
+        (Named(2.0, torch.ones(())), Named(3.0, torch.zeros(()))), (Slots(2.0), Slots(3.0)),
+        (Slots(torch.ones(())), Slots(torch.ones(()))),
     ]  # fmt: skip
     for one, other in alike:
         assert runs_of(of(one)) > 2 and runs_of(of(other)) == 0, one
     # each told from all others
     for other in (2, True, 1, 0.0, -1.5, "1", None, (3,), (2.0,), torch.ones(2, 2), torch.ones(3).double(),
-                  [Settings("y")], Settings([1]), {"a": 2}, of(22), {1, 2}, object):  # fmt: skip
+                  Named(2.0, 1), Slots(-2.0), [Settings("y")], Settings([1]), {"a": 2}, of(22), {1, 2},
+                  object):  # fmt: skip
         assert runs_of(of(other)) > 2, other
     kept = of({1, 2})
     assert runs_of(kept) > 2 and runs_of(kept) == 0
@@ -575,8 +588,8 @@ def test_where_a_functions_tensors_are() -> None:
     far = torch.empty(2, device="meta")
     holder = Settings([{"a": (far,)}])
     for function in (
-        lambda s, b: far, lambda s, b: holder.beta, partial(lambda s, b, by: by, by=far), Settings(far),
-        lambda s, b, by=far: by, of(lambda: far),
+        Named(1, far), Slots(far), lambda s, b: far, lambda s, b: holder.beta, partial(lambda s, b, by: by, by=far),
+        Settings(far), lambda s, b, by=far: by, of(lambda: far),
     ):  # fmt: skip
         assert torch.device("meta") in closures.Contents(function).devices
     assert closures.Contents(lambda s, b: BY).devices == [torch.device("cpu")]

@@ -1,6 +1,7 @@
 """What is found out of a function of a user's once, and known again without a reference to what it closes over."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -107,13 +108,15 @@ def parts_of(value: Any) -> tuple[Any, ...] | None:
         return value.__func__, value.__self__
     if kind is functools.partial:
         return value.func, value.args, value.keywords
-    if kind is tuple:
-        return value
-    if kind is list:
-        return tuple(value[:MOST_ITEMS])
-    if kind is dict:
+    if isinstance(value, tuple):
+        return (*value,)
+    if isinstance(value, list):
+        return (*value[:MOST_ITEMS],)
+    if isinstance(value, dict):
         items = list(itertools.islice(value.items(), MOST_ITEMS))
         return tuple(itertools.chain(*items))
+    if dataclasses.is_dataclass(kind):
+        return tuple([getattr(value, each.name, None) for each in dataclasses.fields(kind)])
     if kind is SimpleNamespace or (kind.__basicsize__ == Plain.__basicsize__ and hasattr(value, "__dict__")):
         return *value.__dict__, *value.__dict__.values()
     return None
