@@ -1,6 +1,7 @@
 """Where tests run: the CPU by torch and by Triton's interpreter, a GPU by both backends (``-m gpu``)."""
 
 import gc
+import importlib
 import os
 import re
 from collections.abc import Iterator
@@ -10,7 +11,6 @@ import pytest
 import quick_interpreter
 import tiers
 import torch
-import torch._dynamo  # lists torch's functions when it is imported: not those of uninitialised.py
 import uninitialised
 from hypothesis import settings
 
@@ -22,6 +22,7 @@ if not HAS_GPU:
     # before anything imports triton: kernels are interpreted or compiled as the variable says at import
     os.environ["TRITON_INTERPRET"] = "1"
     quick_interpreter.install()
+importlib.import_module("torch._dynamo")  # lists torch's functions when it is imported: not those of uninitialised.py
 
 # no examples remembered from earlier runs; test_properties.py pins its draw
 settings.register_profile("repeatable", database=None)
