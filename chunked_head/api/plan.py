@@ -162,7 +162,7 @@ def plan(
         coupled=coupled(loss) and not by_segments, by_segments=by_segments, demand=demand,
         teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
         teacher_cast=teacher is not None and teacher.casts,
-        store=store, buffer_dtype=added_to, skips=skip_ignored, deterministic=deterministic,
+        store=store, buffer_dtype=added_to, skips=skip_ignored, copied=skip_ignored, deterministic=deterministic,
         block=block_of(vocab) if deterministic else None,
         ranks=ranks, spread=ranks if sequence_sharded else 1, **traits,
     )  # fmt: skip

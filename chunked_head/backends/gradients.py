@@ -75,17 +75,15 @@ class Gradients:
         """A gradient with the rows that stand for no id."""
         return self.padded.get(name, getattr(self, name))
 
-    def hidden_rows(self, at: slice, order: Tensor | None = None) -> Tensor:
-        """Where rows ``at`` of the call have their gradient made: theirs, or all, in which ``order`` says where."""
+    def hidden_rows(self, at: slice) -> Tensor:
+        """Where rows ``at`` of the call have their gradient made."""
         assert self.hidden is not None
-        if order is not None:
-            return self.hidden
         return self.hidden[at] if self.over_ranks is None else self.over_ranks.rows(self.hidden, at)
 
-    def hidden_done(self, at: slice, order: Tensor | None) -> None:
-        """Rows ``at``, or those that ``order`` says, are complete but for what other ranks add to them."""
+    def hidden_done(self, at: slice) -> None:
+        """Rows ``at`` are complete but for what other ranks add to them."""
         if self.over_ranks is not None and self.hidden is not None:
-            self.over_ranks.done(self.hidden, at, order)
+            self.over_ranks.done(self.hidden, at)
 
     def wait(self) -> None:
         """Until what other ranks add is there."""

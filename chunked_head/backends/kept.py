@@ -21,8 +21,7 @@ class KeptRows(NamedTuple):
     kept: Kept
     target: Tensor  # [tokens] int64, of these columns, -1 where a row does not count
     scale: Tensor | None  # [tokens] what their logits are multiplied by
-    hidden: Tensor  # [tokens, hidden] as given
-    order: Tensor | None  # [tokens] int64: rows of ``hidden`` and of its gradient; None: as they stand
+    hidden: Tensor  # [tokens, hidden]
     logits: tuple[tuple[slice, Tensor], ...] = ()  # of rows, where they exist already
 
 
@@ -106,8 +105,8 @@ class KeptColumns(ABC):
 
     @abstractmethod
     def put_dhidden(self, at: slice, out: Tensor) -> None:
-        """Hidden states' gradients of rows ``at`` into ``out``: those rows, or with ``rows.order`` all of them. Where
-        every row that counts keeps some the others' are 0, elsewhere they stay as they are."""
+        """Hidden states' gradients of rows ``at`` into ``out``. Where every row that counts keeps some the others'
+        are 0, elsewhere they stay as they are."""
 
     @abstractmethod
     def put_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor, add: bool) -> None:
@@ -124,7 +123,7 @@ class KeptColumns(ABC):
         weight's wait for ``finish``."""
         self.differentiate(at, stats, coefficients)
         if grads.hidden is not None:
-            self.put_dhidden(at, grads.hidden_rows(at, self.rows.order))
+            self.put_dhidden(at, grads.hidden_rows(at))
 
     def finish(self, grads: Gradients) -> None:
         """The weight's and the bias's gradients, of all rows."""

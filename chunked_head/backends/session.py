@@ -54,13 +54,11 @@ class Session:
         dlogits = self.grad_(rows, stats, coefficients)
         first = at.start == 0
         if grads.hidden is not None:
-            made = grads.hidden_rows(at, rows.order)
+            made = grads.hidden_rows(at)
             self.put_dhidden(dlogits, rows, made)
-            if gain is not None and rows.order is None:
+            if gain is not None:
                 made.mul_(gain)
-            elif gain is not None and rows.order is not None:
-                made.index_copy_(0, rows.order, made.index_select(0, rows.order) * gain)
-            grads.hidden_done(at, rows.order)
+            grads.hidden_done(at)
         if grads.weight is not None:
             self.add_dweight(dlogits, rows, rows.hidden, grads.weight, grads.stores(first), gain)
         if grads.bias is not None:
@@ -72,7 +70,7 @@ class Session:
         return coefficients, None
 
     def put_dhidden(self, dlogits: Tensor, rows: Rows, out: Tensor) -> None:
-        """The product with the weight into ``out`` [rows, hidden], or where ``rows.order`` says of [tokens, hidden]."""
+        """The product with the weight into ``out`` [rows, hidden]."""
         add_dhidden(dlogits, self.head.weight, out, first=True)
 
     def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:

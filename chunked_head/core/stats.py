@@ -304,7 +304,6 @@ class Kept:
     rows: Tensor  # [n] int64, -1 for none
     columns: Tensor  # [n] int32, -1 where an entry is none: named twice, or another rank's
     everywhere: bool  # every row that counts has a set
-    sources: Tensor  # [n] int64: the rows of the hidden states, where ``rows`` stand in another order
     bias: Tensor | None = None  # [n] added to the entries' logits, before a temperature per token
 
     @classmethod
@@ -341,13 +340,12 @@ class Rows(NamedTuple):
     columns: Tensor | None = None  # [rows, K] int64, -1 for none
     scale: Tensor | None = None  # [rows] of the statistics' dtype: what their logits are multiplied by; None for 1
     teacher: Teacher | None = None
-    order: Tensor | None = None  # [rows] int64: where each stands among the call's tokens; None: in a row
     counted: Tensor | None = None  # [] int64: how many of the call's rows count, those first; None: any of them may
     first: int = 0  # of these rows within the call
 
     def at(self, rows: slice) -> "Rows":
         """A slice of the rows, sharing memory."""
-        columns, scale, order = (None if of is None else of[rows] for of in (self.columns, self.scale, self.order))
+        columns, scale = (None if of is None else of[rows] for of in (self.columns, self.scale))
         teacher = None if self.teacher is None else self.teacher.rows(rows)
         first = self.first + rows.start
-        return Rows(self.hidden[rows], self.target[rows], columns, scale, teacher, order, self.counted, first)
+        return Rows(self.hidden[rows], self.target[rows], columns, scale, teacher, self.counted, first)

@@ -175,7 +175,7 @@ class Planned(NamedTuple):
     """How a call runs, before its ranks have exchanged anything."""
 
     prepared: PreparedCall  # its rows in the order in which they run
-    rows: Tensor  # hidden states, in this order if they had to be copied
+    rows: Tensor  # hidden states
     request: Request
     plan: Plan
     spans: Spans | None
@@ -183,12 +183,18 @@ class Planned(NamedTuple):
     def call(self, objective: Objective, padded: bool = False) -> Call:
         """With what the ranks know of each other."""
         prepared, head, shard = self.prepared, self.prepared.head, self.prepared.head.shard
-        packing = prepared.packing if prepared.packing is None or not prepared.packing.copied else None
         assert isinstance(head, HeadOptions)
         if shard is not None:
             fields = call_fields(prepared) | {"tokens": str(head.leading), "segment_lengths": str(self.spans)}
             shard = shard.agreed(self.plan, fields, self.rows.device)
-        options = prepared.logit_scale, prepared.softcap, self.request, head.gradient_buffer, packing, self.spans
+        options = (
+            prepared.logit_scale,
+            prepared.softcap,
+            self.request,
+            head.gradient_buffer,
+            prepared.packing,
+            self.spans,
+        )
         return Call(self.plan, prepared.backend, objective, *options, shard, padded)
 
 
@@ -208,10 +214,7 @@ def planned(
     if groups is not None:
         prepared = in_order(prepared, groups)
     # a view shares memory with what it views, a copy does not
-    copied = rows.numel() > 0 and rows.data_ptr() != hidden.data_ptr()
-    if prepared.packing is not None and prepared.packing.copied:
-        rows = prepared.packing.pack_rows(rows)
-        copied = rows.numel() > 0
+    copied = rows.numel() > 0 and (rows.data_ptr() != hidden.data_ptr() or prepared.packing is not None)
     placed = Placed(
         prepared.token_rows.target.shape[0], wants, again, prepared.skips, groups is not None, copied,
         is_plain(weight), rows.stride(1) == 1 or rows.shape[1] == 1,
@@ -258,7 +261,7 @@ class Placed(NamedTuple):
     again: bool
     skips: bool
     by_segments: bool  # chunks end where segments do
-    copied: bool  # hidden states that no view flattens
+    copied: bool  # hidden states that no view flattens, or in another order
     plain_weight: bool  # contiguous and aligned to 16 bytes
     plain_rows: bool  # columns of hidden states contiguous
     buffer_dtype: torch.dtype | None

@@ -104,7 +104,7 @@ class Execution(TypedDict, total=False):
             counts it costs next to nothing on Hopper, but up to 5 % where BLAS's product for the weight's gradient is
             better than ours (see ``plan``); on other GPUs our products for the gradients are slower than BLAS's, which
             makes all rows. ``"wait"`` does it for any operands and waits for their number, which a CUDA graph cannot.
-            Losses see the tokens that count first, in their order.
+            Hidden states and their gradient are copied. Losses see the tokens that count first, in their order.
         deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
             gradient depends on the other tokens or their number: one tile for every size, no product in parts. Values
             per token (of ``linear_logprobs``, and losses with ``reduction="none"``) do not depend either on how many

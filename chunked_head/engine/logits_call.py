@@ -127,7 +127,7 @@ class Call(OwnColumns):
         if self.kept is None:
             return None
         views = tuple((at, rows.hidden) for at, rows in self.rows(logits))
-        rows = KeptRows(self.kept, self.every_target, self.objective.scale, logits, None, views)
+        rows = KeptRows(self.kept, self.every_target, self.objective.scale, logits, views)
         return self.backend.kept_columns(self.head(logits), rows, self.demand)
 
 

@@ -32,7 +32,7 @@ class Call(OwnColumns):
     softcap: float | None
     request: Request = DEFAULT_REQUEST
     gradient_buffer: GradientBuffer | None = None  # where the weight's gradient goes, instead of back
-    packing: Packing | None = None  # the order in which hidden states are read where they lie
+    packing: Packing | None = None  # the order in which rows run
     spans: Spans | None = None  # of rows whose gradients wait for each other alone; None: as the plan says
     shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
     padded: bool = False  # whether rows that do not count follow the call's: targets have them, hidden states have not
@@ -43,6 +43,11 @@ class Call(OwnColumns):
 
     def with_teacher(self, tensors: Sequence[Tensor]) -> "Call":
         return self if self.objective.teacher is None else replace(self, objective=self.objective.with_teacher(tensors))
+
+    @property
+    def counted(self) -> Tensor | None:
+        """[] how many rows count, those first, where products stop at them."""
+        return None if self.packing is None else self.packing.count
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """The head in the dtype of the matmuls: under autocast the weight is cast here, once."""
@@ -78,40 +83,48 @@ class Operands:
 
     def rows(self, rows: slice, session: Session, stats: RowStats | None = None) -> Rows:
         """Of the call, clean; ``stats``: theirs, where they are about to be made."""
-        packing = self.call.packing
         count = rows.stop - rows.start
         # where one chunk is all there is, nothing is sliced
         target = self.call.target if count == self.tokens else self.call.target[rows]
-        order = None if packing is None else packing.order[rows]
         out = self.buffer if count == self.buffer.shape[0] else self.buffer[:count]
         scale = self.call.objective.scale
         scale = scale if scale is None else scale[rows]
         teacher = self.teacher
         if teacher is not None and teacher.hidden is not None:
             clean = self.teacher_buffer[:count]
-            source = teacher.hidden if order is not None else teacher.hidden[rows]
-            self.call.backend.clean_rows(clean, source, target, order)
+            self.call.backend.clean_rows(clean, teacher.hidden[rows], target, None)
             teacher = replace(teacher, hidden=clean)
         elif teacher is not None:
             teacher = teacher.rows(rows)
         columns = None if self.call.columns is None else self.call.columns[rows]
-        made = Rows(out, target, columns, scale, teacher, order, None if packing is None else packing.count, rows.start)
+        made = Rows(out, target, columns, scale, teacher, self.call.counted, rows.start)
         if self.gathered is not None:
             # rows that are clean stand in the call's order
             self.raw, self.raw_order = self.gathered.chunk(rows)
             session.clean_rows(made, self.raw, self.raw_order, stats)
         else:
-            whole = order is not None or count == self.tokens
             if rows.start >= len(self.hidden):  # where another call's tokens of this chunk lie, this one cannot say
                 refuse("a chunk without a token")
             # of rows that follow the call's own there is nothing to read
-            source = self.hidden if whole else self.hidden[min(rows.start, len(self.hidden) - 1) : rows.stop]
-            session.clean_rows(made, source, order, stats)
+            source = (
+                self.hidden if count == self.tokens else self.hidden[min(rows.start, len(self.hidden) - 1) : rows.stop]
+            )
+            session.clean_rows(made, source, None, stats)
         return made
 
 
 def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
     """One pass over token chunks: statistics, and in the ``forward`` schedule what becomes the gradients."""
+    if call.packing is None:
+        return sweep_rows(call, hidden, head)
+    stats, grads = sweep_rows(call, call.packing.pack(hidden), head)
+    if grads is not None and grads.hidden is not None:
+        grads.hidden = call.packing.unpack(grads.hidden)
+    return stats, grads
+
+
+def sweep_rows(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
+    """The same of rows in the order in which they run."""
     plan, objective = call.plan, call.objective
     stats = RowStats.empty(plan.sizes.tokens, objective.demand, objective.dtype, hidden.device)
     grads = None
@@ -119,7 +132,7 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
         dtypes = plan.hidden_accumulate, plan.weight_accumulate
         grads = Gradients.empty(plan, *dtypes, hidden.device, call.gradient_buffer)
         grads.over_ranks = None if call.shard is None else call.shard.hidden_gradient()
-        if call.packing is not None and call.packing.count is not None and grads.hidden is not None:
+        if call.counted is not None and grads.hidden is not None:
             grads.hidden.zero_()  # where a token does not count nothing is computed
     if plan.sizes.tokens == 0:
         return stats, grads
@@ -129,7 +142,7 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
         return stats, sweep_kept(call, kept, stats, grads)
     operands = Operands(call, hidden, plan.chunk_tokens)
     session = call.backend.session(head, plan, tiled=False)
-    if call.shard is not None and operands.gathered is None and call.packing is None:
+    if call.shard is not None and operands.gathered is None and call.counted is None:
         session.exchange_target_logits(hidden, call.target, objective.scale, stats)
 
     def swept(at: slice) -> tuple[Rows, RowStats]:
@@ -158,14 +171,13 @@ def sweep(call: Call, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients |
                 # sums over ranks begin where a row is complete
                 session.add_gradients(at, rows, *of_others(kept.kept.has[at], chunk_stats, coefficients), grads.alone())
                 kept.add_gradients(at, chunk_stats, coefficients, grads)
-                grads.hidden_done(at, rows.order)
+                grads.hidden_done(at)
             if operands.gathered is not None:
                 # nobody has the call's hidden states all at once
                 session.finish(at, operands.raw, call.own_target[at], grads, operands.raw_order)
     if grads is not None:
         if operands.gathered is None:
-            everything, order = slice(0, plan.sizes.tokens), None if call.packing is None else call.packing.order
-            session.finish(everything, hidden, call.own_target, grads, order)
+            session.finish(slice(0, plan.sizes.tokens), hidden, call.own_target, grads, None)
         if kept is not None:
             kept.finish(grads)
         grads.wait()
@@ -176,8 +188,7 @@ def kept_columns(call: Call, hidden: Tensor, head: Head) -> KeptColumns | None:
     """The session of the rows whose softmaxes are over sets of columns."""
     if call.kept is None:
         return None
-    order = None if call.packing is None else call.packing.order
-    rows = KeptRows(call.kept, call.every_target, call.objective.scale, hidden, order)
+    rows = KeptRows(call.kept, call.every_target, call.objective.scale, hidden)
     return call.backend.kept_columns(head, rows, call.objective.demand)
 
 
@@ -190,7 +201,7 @@ def sweep_kept(call: Call, kept: KeptColumns, stats: RowStats, grads: Gradients 
     if grads is not None:
         assert coefficients is not None
         kept.add_gradients(everything, stats, coefficients, grads)
-        grads.hidden_done(everything, None if call.packing is None else call.packing.order)
+        grads.hidden_done(everything)
         kept.finish(grads)
         grads.wait()
     return grads
@@ -235,14 +246,26 @@ def recompute(
 
     Blocks of tokens outside, tiles of the vocabulary inside: a tile of the weight's gradient is one product per block.
     """
+    if call.packing is None:
+        return recompute_rows(call, hidden, head, stats, coefficients)
+    of_hidden, *others = recompute_rows(call, call.packing.pack(hidden), head, stats, coefficients)
+    return None if of_hidden is None else call.packing.unpack(of_hidden), *others
+
+
+def recompute_rows(
+    call: Call, hidden: Tensor, head: Head, stats: RowStats, coefficients: Coefficients
+) -> tuple[Tensor | None, ...]:
+    """The same of rows in the order in which they run."""
     plan = call.plan
     grads = Gradients.empty(plan, plan.sizes.hidden_dtype, plan.weight_accumulate, hidden.device, call.gradient_buffer)
     grads.over_ranks = None if call.shard is None else call.shard.hidden_gradient()
+    if call.counted is not None and grads.hidden is not None:
+        grads.hidden.zero_()
     kept = kept_columns(call, hidden, head) if plan.sizes.tokens else None
     if kept is not None and not call.multiplies:
         everything = slice(0, plan.sizes.tokens)
         kept.add_gradients(everything, stats, coefficients, grads)
-        grads.hidden_done(everything, None if call.packing is None else call.packing.order)
+        grads.hidden_done(everything)
         kept.finish(grads)
         grads.wait()
     elif plan.sizes.tokens:
@@ -253,10 +276,8 @@ def recompute(
             d_rows = None
             if grads.hidden is not None:
                 d_rows = grads.hidden_rows(block)
-                if rows.order is not None:
+                if plan.hidden_accumulate != d_rows.dtype:
                     d_rows = torch.zeros_like(d_rows, dtype=plan.hidden_accumulate)
-                elif plan.hidden_accumulate != d_rows.dtype:
-                    d_rows = torch.empty_like(d_rows, dtype=plan.hidden_accumulate)
             fitted, gain = session.fitted(rows, coefficients.at(block))
             of_block = stats.at(block), fitted
             if kept is not None:
@@ -267,14 +288,12 @@ def recompute(
             if d_rows is not None and grads.hidden is not None:
                 if gain is not None:
                     d_rows.mul_(gain)
-                if rows.order is not None:
-                    grads.hidden.index_copy_(0, rows.order, d_rows.to(grads.hidden.dtype))
-                elif d_rows.dtype != grads.hidden.dtype:
+                if d_rows.dtype != grads.hidden.dtype:
                     grads.hidden_rows(block).copy_(d_rows)
             if kept is not None:
                 kept.add_gradients(block, stats.at(block), coefficients.at(block), grads)
             if grads.hidden is not None:
-                grads.hidden_done(block, rows.order)
+                grads.hidden_done(block)
         if kept is not None:
             kept.finish(grads)
         grads.wait()

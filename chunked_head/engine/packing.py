@@ -2,7 +2,6 @@
 belong together side by side."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +11,15 @@ from torch import Tensor
 class Packing:
     """An order of a call's tokens: those that count first, in the order in which they stand, or one the host names.
 
+    Hidden states are copied into this order where a pass over them begins, and their gradient is put back at its end.
     Either nobody but the device knows how many count: ``order`` holds all tokens, and the matmuls stop at ``count``.
     Or ``count`` is None, and the matmuls are over all that ``order`` holds: those that count, where the host has waited
-    for their number, or all tokens. With ``copied`` hidden states are brought into this order before all else; without
-    it kernels read them, and write their gradients, where they lie.
+    for their number, or all tokens.
     """
 
     order: Tensor  # [kept] int64: where each token stands in the call's tensors
     count: Tensor | None  # [] int64
     tokens: int  # of the call
-    copied: bool
 
     @classmethod
     def of(cls, target: Tensor, wait: bool, kept: Tensor | None = None) -> "Packing":
@@ -32,17 +30,12 @@ class Packing:
         first = counts if kept is None else counts & ~kept
         order = torch.sort(last if kept is None else last | kept, stable=True).indices
         if wait:
-            return cls(order[: int(counts.sum())], None, len(target), copied=True)
-        return cls(order, first.sum(), len(target), copied=False)
+            return cls(order[: int(counts.sum())], None, len(target))
+        return cls(order, first.sum(), len(target))
 
     def pack(self, values: Tensor) -> Tensor:
         """Values [tokens, ...] in this order [kept, ...]."""
         return values.index_select(0, self.order)
-
-    def pack_rows(self, hidden: Tensor) -> Tensor:
-        """The same of hidden states, whose gradient comes back by a copy: ``index_select`` would add it, which takes
-        five times as long."""
-        return RowsInOrder.apply(hidden, self.order)
 
     def places(self, rows: Tensor) -> Tensor:
         """Where rows of the call stand in this order, -1 for those that are none."""
@@ -54,21 +47,3 @@ class Packing:
         """Values [kept, ...] at their tokens' places [tokens, ...], 0 elsewhere; differentiable."""
         everywhere = values.new_zeros(self.tokens, *values.shape[1:])
         return everywhere.index_copy(0, self.order, values)
-
-
-class RowsInOrder(torch.autograd.Function):
-    """Rows of a matrix, each at most once."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.count = len(rows)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (order,) = ctx.saved_tensors
-        if len(order) < ctx.count:
-            return grad.new_zeros(ctx.count, grad.shape[1]).index_copy_(0, order, grad), None
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(ctx.count, device=order.device))
-        return grad.index_select(0, places), None

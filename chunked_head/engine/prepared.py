@@ -171,7 +171,7 @@ def in_order(prepared: PreparedCall, groups: Sequence[Group]) -> PreparedCall:
     if all(one.start < next.start for one, next in itertools.pairwise(ranges)):
         return prepared
     order = order_of(ranges, prepared.head.device)
-    return packed(prepared, Packing(order, None, len(order), copied=True))
+    return packed(prepared, Packing(order, None, len(order)))
 
 
 def is_plain(weight: Tensor) -> bool:
@@ -196,7 +196,7 @@ def sets_of(prepared: PreparedCall, batch: Mapping[str, Tensor], frame: Frame, e
     starts, ends = target.new_empty(2, len(target)).unbind()
     rows = target.new_empty(len(ids) + len(target))
     columns = torch.empty_like(rows, dtype=torch.int32)
-    kept = Kept(starts, ends, rows, columns, everywhere, rows, None if given is None else given.new_zeros(len(rows)))
+    kept = Kept(starts, ends, rows, columns, everywhere, None if given is None else given.new_zeros(len(rows)))
     length, of = frame.leading[-1] if frame.leading else 1, None if offsets is None else offsets.contiguous()
     sets = Sets(ids, of, given, length, frame.shift, vocab, everywhere)
     prepared.backend.kept_sets(kept, sets, target, (prepared.one_or_nan, prepared.token_rows.inverse))
@@ -236,25 +236,22 @@ def packed(prepared: PreparedCall, packing: Packing) -> PreparedCall:
     if "segments" in fields and prepared.groups is None:
         # a segment's tokens do not stand in their order any more
         fields[PLACES], token_fields = packing.order, token_fields | {PLACES}
-    if teacher is not None and packing.copied:
+    if teacher is not None and teacher.logits is not None and packing.count is not None:
+        raise ValueError(
+            "skip_ignored=True cannot move the rows of batch['teacher_logits'], which are read where they lie; give "
+            'teacher_hidden and teacher_weight, or skip_ignored="wait"'
+        )
+    if teacher is not None:
         teacher = replace(
             teacher,
             logits=None if teacher.logits is None else packing.pack(teacher.logits),
             hidden=None if teacher.hidden is None else packing.pack(teacher.hidden),
         )
-    elif teacher is not None and teacher.logits is not None:
-        raise ValueError(
-            "skip_ignored=True cannot move the rows of batch['teacher_logits'], which are read where they lie; give "
-            'teacher_hidden and teacher_weight, or skip_ignored="wait"'
-        )
     token_rows = token_rows._replace(target=packing.pack(token_rows.target), fields=fields)
     scale = None if prepared.scale is None else packing.pack(prepared.scale)
     if kept is not None:
-        places = packing.places(kept.rows)
-        kept = replace(
-            kept, starts=packing.pack(kept.starts), ends=packing.pack(kept.ends), rows=places,
-            sources=places if packing.copied else kept.rows,
-        )  # fmt: skip
+        starts, ends = packing.pack(kept.starts), packing.pack(kept.ends)
+        kept = replace(kept, starts=starts, ends=ends, rows=packing.places(kept.rows))
     return replace(
         prepared, token_rows=token_rows, token_fields=token_fields, teacher=teacher, scale=scale, kept=kept,
         packing=packing,

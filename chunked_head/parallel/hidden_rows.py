@@ -15,22 +15,16 @@ class SummedRows:
     def __init__(self, group: Any):
         self.group = group
         self.works: list[Any] = []
-        self.whole = False
 
     def rows(self, hidden: Tensor, at: slice) -> Tensor:
         """Where the products of rows ``at`` go."""
         return hidden[at]
 
-    def done(self, hidden: Tensor, at: slice, order: Tensor | None) -> None:
-        """Rows ``at``, or those anywhere that ``order`` says, have this rank's share."""
-        if order is not None:
-            self.whole = True
-        else:
-            self.works.append(distributed.all_reduce(hidden[at], group=self.group, async_op=True))
+    def done(self, hidden: Tensor, at: slice) -> None:
+        """Rows ``at`` have this rank's share."""
+        self.works.append(distributed.all_reduce(hidden[at], group=self.group, async_op=True))
 
     def wait(self, hidden: Tensor) -> None:
-        if self.whole:
-            distributed.all_reduce(hidden, group=self.group)
         for work in self.works:
             work.wait()
         self.works.clear()
@@ -52,8 +46,8 @@ class ScatteredRows:
             self.buffer = hidden.new_empty(count, hidden.shape[1])
         return self.buffer[:count]
 
-    def done(self, hidden: Tensor, at: slice, order: Tensor | None) -> None:
-        assert self.buffer is not None and order is None
+    def done(self, hidden: Tensor, at: slice) -> None:
+        assert self.buffer is not None
         self.wait(hidden)
         own = hidden[at.start // self.ranks : at.stop // self.ranks]
         by_rank = self.buffer[: at.stop - at.start].view(len(own), self.ranks, -1).transpose(0, 1)

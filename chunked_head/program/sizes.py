@@ -50,7 +50,7 @@ class Sizes:
     padding: int = 0  # rows of the weight that stand for no id: its gradient has them too
     spread: int = 1  # ranks that each hold an equal part of the hidden states
     ranks: int = 1  # that share the vocabulary, and whose statistics come together
-    copied: bool = False  # hidden states that no view flattens
+    copied: bool = False  # hidden states that no view flattens, or in another order
     scratch: int = 0  # bytes of the backend's elementwise tiles
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
     gpu: Gpu | None = None  # whose own matmuls run; None: BLAS's

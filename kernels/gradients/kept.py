@@ -64,14 +64,13 @@ def kept_grad_kernel(
 @kernel
 def kept_dhidden_kernel(
     # outputs
-    dhidden_ptr,  # [rows or more, hidden], of rows that keep columns alone
+    dhidden_ptr,  # [rows, hidden], of rows that keep columns alone
     # inputs
     dlogit_ptr,  # [n] fp32
     weight_ptr,  # [vocab, hidden]
     column_ptr,  # [n] int32, -1 for none
     begin_ptr,  # [rows] int64: where a row's entries begin
     end_ptr,  # [rows] int64: and end
-    order_ptr,  # [rows] int64: rows of dhidden; None: as they stand
     # sizes
     hidden,
     weight_row_stride,
@@ -95,8 +94,5 @@ def kept_dhidden_kernel(
         at = weight_ptr + column[:, None] * weight_row_stride + offs.to(tl.int64)[None, :] * weight_column_stride
         w = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(w * g[:, None], 0)
-    out = row
-    if order_ptr is not None:
-        out = tl.load(order_ptr + row)
-    at = dhidden_ptr + out * hidden + offs
+    at = dhidden_ptr + row * hidden + offs
     tl.store(at, total.to(dhidden_ptr.dtype.element_ty), mask=inside)

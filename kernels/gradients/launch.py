@@ -251,13 +251,12 @@ def kept_dhidden(
     dlogit: torch.Tensor,  # [n] fp32
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     entries: KeptEntries,
-    order: torch.Tensor | None,  # [rows] int64, rows of ``out``
     fill: bool,
 ) -> None:
     """``out[row] = sum(dlogit * weight[column])`` over a row's columns, if it keeps some; else 0 with ``fill``."""
     rows, width = len(entries.begins), weight.shape[1]
     block = min(power_of_2(width), 256)
     kept_dhidden_kernel[(rows, cdiv(width, block))](
-        out, dlogit, weight, *entries[:3], order, width, *weight.stride(),
+        out, dlogit, weight, *entries[:3], width, *weight.stride(),
         FILL=fill, AT_ONCE=8, BLOCK=block, num_warps=1, **FUSED,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from ..common.kernel import kernel
 
 @triton.jit
 def store_dhidden(
-    out,  # pointer to dhidden, to its order, and how long a row is
+    out,  # pointer to dhidden, and how long a row is
     factors,  # pointers: weight, target, softmax_factor, target_factor
     acc,
     row_start,
@@ -22,7 +22,7 @@ def store_dhidden(
     BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    dhidden_ptr, order_ptr, hidden = out
+    dhidden_ptr, hidden = out
     weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr = factors
     offs_row = row_start + tl.arange(0, BLOCK_M)
     offs_col = column_start + tl.arange(0, COLUMNS)
@@ -40,10 +40,7 @@ def store_dhidden(
         target_factor = tl.load(target_factor_ptr + offs_row, mask=in_rows, other=0.0)
         grad = softmax_factor[:, None] * grad + target_factor[:, None] * w
         grad = tl.where(counts[:, None], grad, 0.0)
-    out_row = offs_row.to(tl.int64)
-    if order_ptr is not None:
-        out_row = tl.load(order_ptr + offs_row, mask=in_rows, other=0)
-    at = out_row[:, None] * hidden + offs_col[None, :]
+    at = offs_row.to(tl.int64)[:, None] * hidden + offs_col[None, :]
     if ADD:
         grad += tl.load(dhidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(dhidden_ptr + at, grad.to(dhidden_ptr.dtype.element_ty), mask=mask)
@@ -82,7 +79,7 @@ def cut_tiles(tiles, most_parts, units, programs):
 @kernel
 def dhidden_kernel(
     # outputs
-    dhidden_ptr,  # [rows, hidden], or all of the call's where there is an order
+    dhidden_ptr,  # [rows, hidden]
     part_ptr,  # [units, BLOCK_M, BLOCK_N] fp32: products over parts of the vocabulary; None: no tile is cut
     # inputs
     grad_desc,  # [rows, vocab] 16 bit, block [BLOCK_M, BLOCK_K]; None where it is not described
@@ -90,7 +87,6 @@ def dhidden_kernel(
     weight_desc,  # [vocab, hidden], block [BLOCK_K, BLOCK_N]
     weight_ptr,
     count_ptr,  # [] int64: how many rows of the call count, or None for all
-    order_ptr,  # [rows] int64: where each row of the chunk stands in dhidden, or None
     target_ptr,  # [rows] int64, -1 where the row does not count; None without factors
     softmax_factor_ptr,  # [rows] fp32, or None for 1 and no target's term
     target_factor_ptr,  # [rows] fp32
@@ -122,7 +118,7 @@ def dhidden_kernel(
     part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), parts) * BLOCK_K
     g_matrix = grad_desc, grad_ptr, grad_stride, rows, vocab
     w_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
-    out = dhidden_ptr, order_ptr, hidden
+    out = dhidden_ptr, hidden
     factors = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
     for unit in tl.range(
         tl.program_id(0), whole + (tiles - whole) * parts, tl.num_programs(0), flatten=grad_desc is not None
@@ -167,7 +163,6 @@ def join_parts_kernel(
     part_ptr,
     weight_ptr,
     count_ptr,
-    order_ptr,
     target_ptr,
     softmax_factor_ptr,
     target_factor_ptr,
@@ -198,7 +193,7 @@ def join_parts_kernel(
         total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
         for part in range(0, parts):
             total += tl.load(part_ptr + (part * (tiles - whole) + at) * (BLOCK_M * BLOCK_N) + offs)
-        out, factors = (dhidden_ptr, order_ptr, hidden), (weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr)
+        out, factors = (dhidden_ptr, hidden), (weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr)
         store_dhidden(out, factors, total, tile_m * BLOCK_M + first, tile_n * BLOCK_N, counted, ADD, ROWS, BLOCK_N)
 
 
@@ -222,4 +217,4 @@ def finish_dhidden_kernel(
     row, column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
     product = load_tile((None, product_ptr, hidden, rows, hidden), row, column, ROWS, COLUMNS, False)
     factors = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
-    store_dhidden((dhidden_ptr, None, hidden), factors, product, row, column, rows, False, ROWS, COLUMNS)
+    store_dhidden((dhidden_ptr, hidden), factors, product, row, column, rows, False, ROWS, COLUMNS)

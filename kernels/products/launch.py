@@ -41,13 +41,12 @@ NO_FACTORS = Factors()
 
 
 def dhidden(
-    out: torch.Tensor,  # [rows, hidden], or with an order all of the call's [tokens, hidden]
+    out: torch.Tensor,  # [rows, hidden]
     scratch: torch.Tensor | None,  # [split.units * elements of a tile] fp32, or more
     grad: torch.Tensor,  # [rows, vocab] 16 bit
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     tile: Tile,
     factors: Factors = NO_FACTORS,
-    order: torch.Tensor | None = None,  # [rows] int64, rows of ``out``
     counted: Counted = ALL_ROWS,
     add: bool = False,
     split: DhiddenSplit = WHOLE,
@@ -62,7 +61,7 @@ def dhidden(
         out, scratch if cut else None,
         *matrix(grad, tile.block_m, tile.block_k, tile),
         matrix(weight, tile.block_k, tile.block_n, tile)[0],
-        weight, counted.count, order, *factors, counted.first_row, rows, vocab, hidden, *split, row_stride(grad, tile),
+        weight, counted.count, *factors, counted.first_row, rows, vocab, hidden, *split, row_stride(grad, tile),
         BLOCK_K=tile.block_k, EVEN_VOCAB=tile.described or vocab % 8 == 0, num_warps=tile.warps,
         num_stages=tile.stages, **shared, **FUSED,
     )  # fmt: skip
@@ -71,7 +70,7 @@ def dhidden(
         # how many tiles are cut where fewer rows count, the device knows
         left = tiles % programs if counted.count is None else min(tiles, programs - 1)
         join_parts_kernel[(left, tile.block_m // joined)](
-            out, scratch, weight, counted.count, order, *factors, counted.first_row, rows, hidden, *split, programs,
+            out, scratch, weight, counted.count, *factors, counted.first_row, rows, hidden, *split, programs,
             ROWS=joined, num_warps=4, **shared, **FUSED,
         )  # fmt: skip
 

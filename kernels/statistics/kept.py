@@ -15,8 +15,7 @@ def kept_logits_kernel(
     hidden_ptr,  # [rows, hidden]
     weight_ptr,  # [vocab, hidden]
     bias_ptr,  # [vocab] or None
-    source_ptr,  # [n] int64, rows of hidden
-    row_ptr,  # [n] int64, of row_scale
+    row_ptr,  # [n] int64, of hidden and of row_scale
     column_ptr,  # [n] int32, -1 for none
     # sizes
     entries,
@@ -36,7 +35,7 @@ def kept_logits_kernel(
     entry = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     column = tl.load(column_ptr + entry, mask=entry < entries, other=-1).to(tl.int64)
     here = column >= 0
-    source = tl.load(source_ptr + entry, mask=here, other=0)
+    source = tl.load(row_ptr + entry, mask=here, other=0)
     lanes = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
     for start in range(0, hidden, BLOCK):
         offs = start + tl.arange(0, BLOCK)

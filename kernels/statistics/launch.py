@@ -289,14 +289,13 @@ def kept_logits(
     hidden: torch.Tensor,  # [rows, hidden]
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     bias: torch.Tensor | None,
-    sources: torch.Tensor,  # [n] int64, rows of hidden
     rows: torch.Tensor,  # [n] int64, of the scale of rows
     columns: torch.Tensor,  # [n] int32, -1 for none
     transform: Transform,
 ) -> None:
     count, width, at_once = len(logit), hidden.shape[1], 8
     kept_logits_kernel[(cdiv(count, at_once),)](
-        logit, hidden, weight, bias, sources, rows, columns, count, width, *hidden.stride(),
+        logit, hidden, weight, bias, rows, columns, count, width, *hidden.stride(),
         *weight.stride(), *transform,
         AT_ONCE=at_once, BLOCK=min(power_of_2(width), 256), num_warps=4, **FUSED,
     )  # fmt: skip

@@ -248,7 +248,7 @@ def test_scattered_rows_are_copies(monkeypatch: pytest.MonkeyPatch, each: int) -
     scattered, at = hidden_rows.ScatteredRows(None), slice(0, 3 * each)
     hidden = torch.zeros(each, 4)
     made = scattered.rows(hidden, at).copy_(torch.arange(12.0 * each).view(-1, 4))
-    scattered.done(hidden, at, None)
+    scattered.done(hidden, at)
     assert scattered.buffer is not None and sent[0].data_ptr() != scattered.buffer.data_ptr()
     assert torch.equal(sent[0].view(3, each, 4), made.view(each, 3, 4).transpose(0, 1))
 

@@ -58,7 +58,7 @@ class TorchKeptColumns(KeptColumns):
         head, columns = self.head, self.kept.columns
         there = columns >= 0
         for at in self.blocks():
-            h = self.rows.hidden[self.kept.sources[at]].to(head.weight.dtype).to(self.wide)
+            h = self.rows.hidden[self.kept.rows[at]].to(head.weight.dtype).to(self.wide)
             w = head.weight[columns[at].clamp(min=0)].to(self.wide)
             self.logits[at] = (h * w).sum(1)
         if head.bias is not None:
@@ -135,13 +135,7 @@ class TorchKeptColumns(KeptColumns):
             w = self.head.weight[self.kept.columns[part].clamp(min=0)].to(self.wide)
             made.index_add_(0, place[part], w * self.dlogits[part].unsqueeze(1))
         made = made[:count]
-        order = None if self.rows.order is None else self.rows.order[at]
-        into = out if order is None else out[order]
-        into = torch.where(self.kept.has[at].unsqueeze(1), made.to(out.dtype), into)
-        if order is None:
-            out.copy_(into)
-        else:
-            out[order] = into
+        out.copy_(torch.where(self.kept.has[at].unsqueeze(1), made.to(out.dtype), out))
 
     def put_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor, add: bool) -> None:
         if not add:
@@ -151,7 +145,7 @@ class TorchKeptColumns(KeptColumns):
         for at in self.blocks():
             mine, entries = columns[at].clamp(min=0), order[at]
             place = torch.cat([torch.ones_like(mine[:1]), (mine[1:] != mine[:-1]).long()]).cumsum(0) - 1
-            h = hidden[self.kept.sources[entries]].to(self.head.weight.dtype).to(self.wide)
+            h = hidden[self.kept.rows[entries]].to(self.head.weight.dtype).to(self.wide)
             terms = torch.where(columns[at, None] >= 0, h * dlogits[entries, None], 0.0)
             made = torch.zeros_like(terms).index_add_(0, place, terms)
             out.index_add_(0, torch.zeros_like(mine).scatter_(0, place, mine), made.to(out.dtype))

@@ -15,7 +15,7 @@ class TritonKeptColumns(KeptColumns):
     def make_logits(self) -> None:
         head, kept = self.head, self.kept
         statistics.kept_logits(
-            self.logits, self.rows.hidden, head.weight, head.bias, kept.sources, kept.rows, kept.columns,
+            self.logits, self.rows.hidden, head.weight, head.bias, kept.rows, kept.columns,
             transform(head, self.rows.scale),
         )  # fmt: skip
 
@@ -34,9 +34,8 @@ class TritonKeptColumns(KeptColumns):
         gradients.kept_grad(self.dlogits, self.logits, entries, terms, transform(self.head, scale))
 
     def put_dhidden(self, at: slice, out: Tensor) -> None:
-        order = None if self.rows.order is None else self.rows.order[at]
-        gradients.kept_dhidden(out, self.dlogits, self.head.weight, self.entries(at), order, self.kept.everywhere)
+        gradients.kept_dhidden(out, self.dlogits, self.head.weight, self.entries(at), self.kept.everywhere)
 
     def put_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor, add: bool) -> None:
         rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-        products.put_column_rows(out, rows, self.kept.columns, dlogits, self.kept.sources, add)
+        products.put_column_rows(out, rows, self.kept.columns, dlogits, self.kept.rows, add)

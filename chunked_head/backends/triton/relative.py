@@ -126,12 +126,10 @@ class RelativeSession(OwnProducts):
             return
         split = self.sizes.dhidden_split(rows.target.shape[0], self.part_sums.numel() // self.gpu.product.elements)
         products.dhidden(
-            out, self.part_sums, dlogits, self.head.weight, self.gpu.product, factors, rows.order, counted_of(rows),
-            split=split,
+            out, self.part_sums, dlogits, self.head.weight, self.gpu.product, factors, counted_of(rows), split=split,
         )  # fmt: skip
 
     def put_by_blas(self, dlogits: Tensor, rows: Rows, out: Tensor, factors: products.Factors) -> None:
-        assert rows.order is None, "rows are read in another order where the products are ours alone"
         if factors.target is None:
             super().put_dhidden(dlogits, rows, out)
             return
@@ -243,8 +241,8 @@ class FastSession(RelativeSession):
         )  # fmt: skip
         if grads.hidden is not None:
             factors = products.Factors(rows.target, softmax_factor, target_factor)
-            self.put_dhidden(exp, rows, grads.hidden_rows(at, rows.order), factors)
-            grads.hidden_done(at, rows.order)
+            self.put_dhidden(exp, rows, grads.hidden_rows(at), factors)
+            grads.hidden_done(at)
         if grads.weight is not None:
             self.add_dweight(exp, rows, rows.hidden, grads.weight, grads.stores(at.start == 0))
 

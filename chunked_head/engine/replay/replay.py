@@ -145,7 +145,9 @@ def replay_of(task: Task[Result], recorder: Recorder, ran: Outcome, result: Any,
     """``of_tokens``: slots whose shapes differ between the calls that it is for: kernels alone may read them."""
     forward, call, place, head = ran.forward, ran.call, recorder.place, task.head
     assert forward is not None and call is not None and isinstance(head, HeadOptions)
-    if call.plan.sizes.padding or call.plan.sizes.copied or (task.per_token and call.packing is not None):
+    moved = call.packing is not None
+    copied = call.plan.sizes.copied and not (moved and head.hidden.is_contiguous())
+    if call.plan.sizes.padding or copied or (task.per_token and moved):
         raise NotRecordedError("what happens around the forward pass")
     outputs = tuple(map(place, forward.outputs))
     grads, made = None, forward.grads

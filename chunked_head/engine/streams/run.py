@@ -80,7 +80,7 @@ def common_accumulator(prepared: Sequence[PreparedCall], wants: Sequence[Wants])
     found = []
     for one, want in zip(prepared, wants, strict=True):
         head = head_of(one)
-        copied = not head.hidden.is_contiguous()
+        copied = one.packing is not None or not head.hidden.is_contiguous()
         placed = Placed(tokens, want, again, one.skips, False, copied, is_plain(head.weight), True, None)
         found.append(sizes_of(head, one.program, placed, one.teacher))
     sizes = replace(max(found, key=lambda each: each.row_bytes), coupled=False, late_upstream=False)
