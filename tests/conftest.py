@@ -58,6 +58,12 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: Any) 
     return [] if marks & {"gpu", "multigpu"} else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of several processes come first: workers take over each other's last ones, and would run a file's processes
+    twice."""
+    items.sort(key=lambda item: item.path.parent.name != "ranks")
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests stay, and no collection of garbage walks them again: benchmarks ask for many."""
     gc.collect()
