@@ -24,6 +24,7 @@ from graph_calls import (
     plain,
     unreduced,
 )
+from tiers import tier
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -42,9 +43,17 @@ from chunked_head.engine.graph.recipes import described, text_of
 pytestmark = pytest.mark.compiled
 
 
-@pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_fullgraph(call: Callable[[Data], Any]) -> None:
+def ways() -> list:
+    """Calls with torch's private names and without, in turn; each call both ways exhaustive."""
+    found = []
+    for i, call in enumerate(CALLS):
+        for j, way in enumerate(("private", "documented")):
+            found += tier(pytest.param(call, way, id=f"{call.__name__}-{way}"), i % 2 == j)
+    return found
+
+
+@pytest.mark.parametrize(("call", "both_ways"), ways(), indirect=["both_ways"])
+def test_fullgraph(call: Callable[[Data], Any], both_ways: None) -> None:
     # gradients computed again are tiled otherwise where they are computed in the forward pass
     assert_alike(call, make_data(), exact=call is not gspo, backend="aot_eager")
 
