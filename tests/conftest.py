@@ -21,7 +21,8 @@ with torch.device("meta"):
 if not HAS_GPU:
     # before anything imports triton: kernels are interpreted or compiled as the variable says at import
     os.environ["TRITON_INTERPRET"] = "1"
-    quick_interpreter.install()
+    if os.environ.get("CHUNKED_HEAD_INTERPRETER") != "plain":  # as for tests/kernels/plain_interpreter.py
+        quick_interpreter.install()
 importlib.import_module("torch._dynamo")  # lists torch's functions when it is imported: not those of uninitialised.py
 
 # no examples remembered from earlier runs; test_properties.py pins its draw

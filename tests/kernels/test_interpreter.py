@@ -1,6 +1,9 @@
-"""What is interpreted by traces is what is interpreted from the start, to the bit."""
+"""What is interpreted by traces is what is interpreted from the start, to the bit; and Triton's own interpreter."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,3 +68,12 @@ def test_a_kernel_runs_its_python_once_for_each_way(monkeypatch: pytest.MonkeyPa
             walked(x, -1.0, 4, scale)
     assert [recorded.count(trace) for trace in dict.fromkeys(recorded)] == [4, 4]
     assert all(trace.usable for trace in recorded)
+
+
+def test_tritons_own_interpreter() -> None:
+    """The tests of ``plain_interpreter.py``, in a process in which nothing of the interpreter is replaced."""
+    file = Path(__file__).with_name("plain_interpreter.py")
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", str(file)]
+    environment = os.environ | {"CHUNKED_HEAD_INTERPRETER": "plain"}
+    done = subprocess.run(command, env=environment, cwd=file.parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:]
