@@ -207,6 +207,7 @@ def test_strict_in_a_graph() -> None:
         top(tokens())
 
 
+@pytest.mark.exhaustive
 def test_as_many_graphs_as_the_plain_model() -> None:
     """Of several lengths, in training and evaluation."""
     counts = []
