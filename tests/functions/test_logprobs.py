@@ -228,7 +228,11 @@ def test_wrong_top_k(top_k: Any) -> None:
         linear_logprobs(torch.randn(2, 4), torch.randn(33, 4), torch.zeros(2, dtype=torch.int64), top_k=top_k)
 
 
-@crossed(threads=[1, 2], dtype=[torch.float32, torch.bfloat16], vocab=[1, 2, 331, 4099])
+@crossed(
+    threads=[1, 2],
+    dtype=[torch.float32, torch.bfloat16],
+    vocab=[1, 2, 331, pytest.param(4099, marks=pytest.mark.exhaustive)],
+)
 def test_chunks_of_few_rows_change_nothing(threads: int, dtype: torch.dtype, vocab: int) -> None:
     """On the CPU BLAS sums few rows for each thread, or one column, otherwise, and log-probabilities would with it."""
     made = torch.Generator().manual_seed(2)
