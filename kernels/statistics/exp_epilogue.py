@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import column_halves, store_tile
-from ..common.transform import log2_e
+from ..common.transform import ln_2, log2_e
 
 # nats above a row's given offset that its exponentials may reach: e^60 times e^-60 stay well inside bf16's range
 REACH = tl.constexpr(60.0)
@@ -40,26 +40,23 @@ def finish_half(
     """Stores half of a tile; its sums: of exponentials, of those times their exponents, and both at the second softmax;
     with ``shift_behind`` the first two up to columns2, and then from there on."""
     offs_col = first_column + tl.arange(0, COLUMNS)
-    if RELATIVE or SHIFTED or SECOND:
+    if RELATIVE or SECOND:
         z = x - shift[:, None]
         if shift_behind is not None:
             shared = tl.broadcast_to((offs_col < columns2)[None, :], x.shape)
             z = tl.where(shared, z, x - shift_behind[:, None])
         e = tl.exp2(z * log2_e)
     else:
-        # one fused multiply-add; the rounding of its constant is the whole row's alike, and taken out of the sum
-        z = x
-        exponent = tl.math.fma(
-            x, tl.full(x.shape, log2_e, tl.float32), tl.broadcast_to((shift * -log2_e)[:, None], x.shape)
-        )
-        e = tl.exp2(exponent)
+        # one fused multiply-add; the rounding of its constant is the whole row's alike, and taken out of the sums
+        z = tl.math.fma(x, tl.full(x.shape, log2_e, tl.float32), tl.broadcast_to((shift * -log2_e)[:, None], x.shape))
+        e = tl.exp2(z)
     if target is not None:
         is_target = offs_col[None, :] == target[:, None]
         e = tl.where(is_target, 0.0, e)
     sums = tl.sum(e, 1)
     shifted, sums2, shifted2, behind, shifted_behind = sums, sums, sums, sums, sums
     if SHIFTED:
-        moments = tl.where(e > 0.0, e * z, 0.0)
+        moments = e * tl.maximum(z, -160.0)  # 0 below, where a logit of -inf would make it nan
         shifted = tl.sum(moments, 1)
     if shift_behind is not None:
         sums, behind = tl.sum(tl.where(shared, e, 0.0), 1), tl.sum(tl.where(shared, 0.0, e), 1)
@@ -185,9 +182,11 @@ def finish_strip(
             tl.store(top_ptr + behind_at, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=here)
             tl.store(argmax_ptr + behind_at, tl.full((BLOCK_M,), 2147483647, tl.int32), mask=here)
         sums, shifted = tl.where(split, sums, sums + behind), tl.where(split, shifted, shifted + shifted_behind)
-    if not (RELATIVE or SHIFTED or SECOND):
-        # what the fused multiply-add's constant was rounded by
-        sums = sums * tl.exp2(-tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e))
+    if not (RELATIVE or SECOND):
+        # what the fused multiply-add's constant was rounded by; exponents are of base 2
+        rounded = tl.math.fma(shift, tl.full(shift.shape, log2_e, tl.float32), shift * -log2_e)
+        shifted = (shifted - rounded * sums) * (tl.exp2(-rounded) * ln_2)
+        sums = sums * tl.exp2(-rounded)
     if row_offset is not None:
         own = offset != row_offset
         tl.store(offset_ptr + stats_at, offset, mask=in_rows & own)
