@@ -135,10 +135,9 @@ def row_grad_kernel(
         log_q = None
         if teacher_ptr is not None:
             in_teacher = offs < teacher_columns
-            # not in_rows & (start < ...): Triton's interpreter makes no mask of a block and a scalar
-            beside = in_rows & (
-                tl.full((BLOCK_ROWS,), start, tl.int32) < teacher_columns
-            )  # a strip behind the teacher's last has no offset
+            # a block: the interpreter makes no mask of a block and a scalar
+            within = tl.full((BLOCK_ROWS,), start, tl.int32) < teacher_columns
+            beside = in_rows & within  # a strip behind the teacher's last has no offset
             log_q = load_block(
                 teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, offs_row, beside, strip_stride, teacher_stride,
                 start, offs, in_teacher, teacher_scale, teacher_softcap, teacher_row_scale, teacher_start, teacher_rest,
