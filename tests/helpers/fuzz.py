@@ -1,7 +1,7 @@
 """Random calls of every public function, with every option, against the oracle in float64.
 
 A seed draws one call: sizes from zero tokens and one vocabulary row on, layouts, masks with nonsense behind them, any
-options that go together. ``python tests/helpers/fuzz.py --first 0 --count 1000 [--device cuda]`` runs more than
+options that go together. ``PYTHONPATH=tests:tests/helpers python -m fuzz --first 0 --count 1000 [--device cuda]`` runs more than
 the tests do; ``--part 1 --seconds 150``, as many of a quarter of all seeds as the time allows.
 """
 

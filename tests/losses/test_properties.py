@@ -1,6 +1,6 @@
 """Random calls of every public function against the oracle: ``fuzz.py`` draws them, here are pinned draws of it.
 
-A submission must not pass or fail by luck; ``python tests/helpers/fuzz.py`` tries others.
+A submission must not pass or fail by luck; ``PYTHONPATH=tests:tests/helpers python -m fuzz`` tries others.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """What ranks that share a vocabulary send each other in a step, counted; docs/guides/multi-gpu.md shows it.
 
-`python tests/ranks/test_traffic.py` makes that section anew.
+`PYTHONPATH=tests/helpers python tests/ranks/test_traffic.py` makes that section anew.
 """
 
 import math
@@ -206,7 +206,7 @@ def test_counts_stand_in_the_documentation(tmp_path: Path) -> None:
     text = DOCS.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
     written = text.split(BEGIN)[1].split(END)[0].strip()
-    assert written == section(counted(tmp_path)).strip(), "python tests/ranks/test_traffic.py"
+    assert written == section(counted(tmp_path)).strip(), "PYTHONPATH=tests/helpers python tests/ranks/test_traffic.py"
 
 
 if __name__ == "__main__":
