@@ -43,7 +43,7 @@ test-part: test-part-$(PART)  ## a quarter of what make test leaves out: PART=1,
 .PHONY: $(PARTS:%=test-part-%)
 $(PARTS:%=test-part-%): test-part-%: $(READY)
 	$(PYTEST) -m 'exhaustive and not gpu and not multigpu and not deepspeed' $(PART_$*)
-	PYTHONPATH=tests:tests/helpers $(BIN)/python -m fuzz --part $* --seconds $(FUZZ_SECONDS)
+	TRITON_INTERPRET=1 PYTHONPATH=tests:tests/helpers $(BIN)/python -m fuzz --part $* --seconds $(FUZZ_SECONDS)
 	$(BIN)/python -m tests.mutate --part $*
 	$(if $(filter 3,$*),$(MAKE) test-frameworks FRAMEWORKS=fast)
 
