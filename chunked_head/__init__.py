@@ -13,21 +13,21 @@ if not (Path(__file__).resolve().parent / "kernels").is_dir() and _one_of_them.i
 
 # ruff: noqa: E402  (after the path is set)
 from . import losses, metrics
-from .api.cross_entropy import ChunkedHead, linear_cross_entropy
-from .api.cross_entropy_module import CrossEntropyLoss
-from .api.divergence import linear_divergence
-from .api.gathered_topk import gathered_topk_kl
-from .api.logits_logprobs import logits_logprobs
-from .api.logits_loss import logits_loss
-from .api.logprobs import linear_logprobs
-from .api.loss import LossOutput, linear_loss
-from .api.plan import plan
-from .engine.execution import Execution
+from .call.execution import Execution
+from .functions.cross_entropy import ChunkedHead, linear_cross_entropy
+from .functions.cross_entropy_module import CrossEntropyLoss
+from .functions.divergence import linear_divergence
+from .functions.gathered_topk import gathered_topk_kl
+from .functions.logits_logprobs import logits_logprobs
+from .functions.logits_loss import logits_loss
+from .functions.logprobs import linear_logprobs
+from .functions.loss import LossOutput, linear_loss
+from .functions.plan import plan
 from .integrations.huggingface.explain import explain_model
 from .integrations.huggingface.patch import patch_model, unpatch_model
 from .losses import weights
 from .parallel import TokenParallel, VocabParallel
-from .program.plans import Plan
+from .plan.plans import Plan
 
 __all__ = [
     "ChunkedHead", "CrossEntropyLoss", "Execution", "LossOutput", "Plan", "TokenParallel", "VocabParallel",

@@ -82,7 +82,7 @@ def plain_arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("compiled"):
         yield
         return
-    from chunked_head.engine.arithmetic import kernels  # not at the top: it imports triton
+    from chunked_head.arithmetic import kernels
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "arithmetic_of", lambda *call: (None, []))
@@ -92,7 +92,7 @@ def plain_arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_known_before() -> None:
     """Each test records its own calls."""
-    from chunked_head.engine.replay.replay import REPLAYS, SEEN  # not at the top: it imports triton
+    from chunked_head.replay.replay import REPLAYS, SEEN  # not at the top: it imports triton
 
     REPLAYS.clear()
     SEEN.clear()
@@ -124,7 +124,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Calls take another GPU's paths than Hopper's: operands through pointers, other tiles."""
     from chunked_head.kernels.common import gpus
 
-    from chunked_head.engine.program import PROGRAMS
+    from chunked_head.call.program import PROGRAMS
 
     caches = gpus.gpu_of.cache_clear, gpus.multiprocessors_of.cache_clear, PROGRAMS.clear
     monkeypatch.setattr(gpus, "HERE", request.param)

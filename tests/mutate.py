@@ -49,11 +49,11 @@ MEMORY, LOSS_MEMORY, BUFFER_PLAN = (
     "tests/plan/test_loss_memory.py",
     "tests/plan/test_accumulate_plan.py",
 )
-TORCH, TILES = "chunked_head/backends/torch/session.py", "chunked_head/backends/torch/tiles.py"
+TORCH, TILES = "chunked_head/stores/torch/session.py", "chunked_head/stores/torch/tiles.py"
 EVALUATE, MERGE, SIZES = (
-    "chunked_head/engine/arithmetic/evaluate.py",
+    "chunked_head/arithmetic/evaluate.py",
     "chunked_head/parallel/merge.py",
-    "chunked_head/program/sizes.py",
+    "chunked_head/plan/sizes.py",
 )
 
 
@@ -80,8 +80,8 @@ MUTATIONS = [Mutation(*row) for row in (
     ("scale: slope of scale and cap", TILES, "neg_().add_(1.0).mul_(head.logit_scale)", "neg_().add_(1.0)", CROSS + " -k softcap"),
     ("sign: total variation's gradient", TILES, ".sign() - 1)", ".sign() + 1)", LINEAR + " -k 'test_loss and tvd'"),
     ("swapped: logarithms of a mixture", TILES, "log_q + math.log(beta), log_p + math.log1p(-beta)", "log_p + math.log(beta), log_q + math.log1p(-beta)", LINEAR + " -k 'test_loss and jsd'"),
-    ("mask: an ignored token in a mean", "chunked_head/backends/torch/backend.py", "counted = counts.sum()", "counted = torch.ones_like(counts).sum()", CROSS),
-    ("mask: a mask that is not read", "chunked_head/backends/torch/backend.py", "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", LOGPROBS),
+    ("mask: an ignored token in a mean", "chunked_head/stores/torch/backend.py", "counted = counts.sum()", "counted = torch.ones_like(counts).sum()", CROSS),
+    ("mask: a mask that is not read", "chunked_head/stores/torch/backend.py", "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", LOGPROBS),
     # kernels
     ("sign: the target's term in kernels", "kernels/gradients/identity.py", "tl.where(is_target, grad - beta, grad)", "tl.where(is_target, grad + beta, grad)", GRAD_LOGITS),
     ("sign: smoothing in kernels", "kernels/gradients/identity.py", "grad -= kappa if", "grad += kappa if", GRAD_LOGITS),
@@ -106,13 +106,13 @@ MUTATIONS = [Mutation(*row) for row in (
     ("scale: mean logit", EVALUATE, "(ratio / structure.vocab)", "(1 / structure.vocab)", LINEAR + " -k test_loss"),
     ("mask: slopes of a loss by a normalizer of 0", EVALUATE, "without_slope(wanted, inputs.factors[i] == 0)", "wanted", GRADIENTS + " -k normalizer_of_zero"),
     ("field: a loss's own token weights", EVALUATE, '"token_weights" if name is None else name', '"token_weights"', CONTRACT),
-    ("mean: a normalizer of 0", "chunked_head/engine/arithmetic/denominators.py", "torch.where(total == 0, total, 1.0 / total) * one_or_nan", "1.0 / total * one_or_nan", GRADIENTS + " -k normalizer_of_zero " + CONTRACT),
+    ("mean: a normalizer of 0", "chunked_head/arithmetic/denominators.py", "torch.where(total == 0, total, 1.0 / total) * one_or_nan", "1.0 / total * one_or_nan", GRADIENTS + " -k normalizer_of_zero " + CONTRACT),
     ("shift: off by one", "chunked_head/core/shift.py", "values.shape[dim] - kept, kept))", "values.shape[dim] - kept - 1, kept))", CROSS + " -k shift"),
-    ("shift: temperatures that stay behind", "chunked_head/engine/rows.py", "fill, dims - 1) if dims else value", "fill, dims - 1) if dims and field != TEMPERATURE else value", LOGPROBS + " -k temperature"),
-    ("scale: temperatures of tokens", "chunked_head/engine/rows.py", "torch.where(counts, 1.0 / temperature, 1.0)", "torch.where(counts, temperature, 1.0)", LOGPROBS + " -k temperature"),
-    ("range: an id too many", "chunked_head/engine/rows.py", "wrong = (ids < 0) | (ids >= number)", "wrong = (ids < 0) | (ids > number)", CONTRACT),
-    ("buffer: a caller's buffer times the upstream gradient", "chunked_head/backends/gradients.py", "[self.weight], [one_or_nan])", "[self.weight], factors)", BUFFER),
-    ("buffer: what was in a caller's buffer", "chunked_head/backends/gradients.py", "return first and (self.gradient_buffer is None or self.gradient_buffer.fresh)", "return first", BUFFER),
+    ("shift: temperatures that stay behind", "chunked_head/call/rows.py", "fill, dims - 1) if dims else value", "fill, dims - 1) if dims and field != TEMPERATURE else value", LOGPROBS + " -k temperature"),
+    ("scale: temperatures of tokens", "chunked_head/call/rows.py", "torch.where(counts, 1.0 / temperature, 1.0)", "torch.where(counts, temperature, 1.0)", LOGPROBS + " -k temperature"),
+    ("range: an id too many", "chunked_head/call/rows.py", "wrong = (ids < 0) | (ids >= number)", "wrong = (ids < 0) | (ids > number)", CONTRACT),
+    ("buffer: a caller's buffer times the upstream gradient", "chunked_head/stores/gradients.py", "[self.weight], [one_or_nan])", "[self.weight], factors)", BUFFER),
+    ("buffer: what was in a caller's buffer", "chunked_head/stores/gradients.py", "return first and (self.gradient_buffer is None or self.gradient_buffer.fresh)", "return first", BUFFER),
     # losses
     ("bound: clip_high", "chunked_head/losses/policy.py", '1.0 + bound(where, "clip_high", clip_high)', '1.0 + bound(where, "clip_high", clip_low)', POLICY),
     ("bound: CISPO's lower one", "chunked_head/losses/policy.py", ".clamp(min=low, max=high)", ".clamp(max=high)", POLICY),
@@ -147,12 +147,12 @@ MUTATIONS = [Mutation(*row) for row in (
     ("ranks: the largest logit", MERGE, "largest = pieces[top].amax(0)", "largest = pieces[top].amin(0)", VOCAB + " -k cross-entropy"),
     ("ranks: whose share a segment is", "chunked_head/parallel/tokens.py", "% self.parallel.ranks == self.parallel.rank", "% self.parallel.ranks >= 0", TOKENS + " -k gspo"),
     ("ranks: gradients of sums over segments", "chunked_head/parallel/tokens.py", "return AddOverRanks.apply(gradient, ctx.group), None", "return gradient, None", TOKENS + " -k gspo"),
-    ("ranks: counts of all ranks' tokens", "chunked_head/engine/ranks/global_counts.py", "counted=number, one_or_nan", "counted=token_rows.counted, one_or_nan", TOKENS + " -k cross-entropy"),
+    ("ranks: counts of all ranks' tokens", "chunked_head/call/global_counts.py", "counted=number, one_or_nan", "counted=token_rows.counted, one_or_nan", TOKENS + " -k cross-entropy"),
     # plans
-    ("plan: the bias's gradient", "chunked_head/program/memory.py", 'Term("gradient of weight", 0, d_weight + d_bias', 'Term("gradient of weight", 0, d_weight', BUFFER_PLAN + " " + MEMORY),
-    ("plan: vectors of tokens", "chunked_head/program/memory.py", 'Term("per-token vectors", vectors, vectors, vectors)', 'Term("per-token vectors", 0, 0, 0)', LOSS_MEMORY),
-    ("plan: a gradient that waits in fp32", "chunked_head/program/memory.py", "Term(\"gradient of weight, waiting\", wait_w if cast_w else 0, wait_w", "Term(\"gradient of weight, waiting\", 0, wait_w", MEMORY + " -k test_prediction"),
-    ("plan: a tile of logits", "chunked_head/program/memory.py", "block * sizes.tile_bytes(tile)", "0 * sizes.tile_bytes(tile)", MEMORY + " -k test_prediction"),
+    ("plan: the bias's gradient", "chunked_head/plan/memory.py", 'Term("gradient of weight", 0, d_weight + d_bias', 'Term("gradient of weight", 0, d_weight', BUFFER_PLAN + " " + MEMORY),
+    ("plan: vectors of tokens", "chunked_head/plan/memory.py", 'Term("per-token vectors", vectors, vectors, vectors)', 'Term("per-token vectors", 0, 0, 0)', LOSS_MEMORY),
+    ("plan: a gradient that waits in fp32", "chunked_head/plan/memory.py", "Term(\"gradient of weight, waiting\", wait_w if cast_w else 0, wait_w", "Term(\"gradient of weight, waiting\", 0, wait_w", MEMORY + " -k test_prediction"),
+    ("plan: a tile of logits", "chunked_head/plan/memory.py", "block * sizes.tile_bytes(tile)", "0 * sizes.tile_bytes(tile)", MEMORY + " -k test_prediction"),
     ("plan: a teacher's logits", SIZES, "self.vocab * max(4, self.element) + teacher", "self.vocab * max(4, self.element)", LOSS_MEMORY + " -k test_prediction"),
     # models and frameworks
     ("patch: labels given by position", "chunked_head/integrations/huggingface/patch.py", "(0 <= at < len(args) and args[at] is not None)", "False", "tests/huggingface/test_patch_model.py tests/huggingface/test_patch_edges.py"),

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api.cross_entropy import linear_cross_entropy
-from ..api.plan import plan
-from ..backends import resolve
-from ..backends.protocol import has_triton
+from ..functions.cross_entropy import linear_cross_entropy
+from ..functions.plan import plan
 from ..integrations.huggingface.explain import in_a_line
 from ..integrations.trl.patch import KNOWN
 from ..kernels.common.gpus import gpu_of
 from ..kernels.common.tiles import INTERPRETED
-from ..program.plans import facts
+from ..plan.plans import facts
+from ..stores import resolve
+from ..stores.protocol import has_triton
 
 PACKAGES = ("triton", "numpy", "transformers", "trl", "liger-kernel")
 # by dtype: how far from float64's full logits a loss and a gradient may be, the latter by its norm. 16-bit types round

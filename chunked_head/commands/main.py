@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import torch
 
 from .. import losses
-from ..api.plan import plan
+from ..functions.plan import plan
 from ..integrations.huggingface.explain import explain_model, in_a_line
 from ..kernels.common.gpus import GPUS
-from ..program.plans import Plan, Section, as_text, facts, sections
+from ..plan.plans import Plan, Section, as_text, facts, sections
 from .doctor import diagnose
 
 Found = tuple[dict[str, Any], list[Section]]  # for scripts, and for people

@@ -6,10 +6,17 @@ import sys
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
+import torch
+
 INFINITY = float("inf")
 NUMBERS = (int, float)  # not ``int | float``, which torch.compile of torch 2.9 cannot take
 
 PACKAGE = __name__.partition(".")[0]
+
+
+def name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` of ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def exact(value: Any) -> Hashable:

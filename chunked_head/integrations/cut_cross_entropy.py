@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from ..api import cross_entropy as head
-from ..api.logprobs import linear_logprobs
+from ..call.execution import OptionsModule, check_options
 from ..core.collectives import all_gather
 from ..core.groups import process_group
 from ..core.options import flag
-from ..engine.execution import OptionsModule, check_options
+from ..functions import cross_entropy as head
+from ..functions.logprobs import linear_logprobs
 from ..parallel import VocabParallel
 
 IMPLEMENTATIONS = (

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from ..call.execution import CHECKS
 from ..core.options import nearest
-from ..engine.execution import CHECKS
 
 
 def check_version(package: str, lowest: str, below: str, module: str = "") -> None:

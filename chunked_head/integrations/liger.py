@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import losses, metrics
-from ..api.logprobs import linear_logprobs
-from ..api.loss import linear_loss
+from ..call.execution import OptionsModule, check_options
+from ..core import checks
 from ..core.options import flag
-from ..engine.execution import OptionsModule, check_options
-from ..program import checks
+from ..functions.logprobs import linear_logprobs
+from ..functions.loss import linear_loss
 
 
 @dataclass

@@ -15,12 +15,12 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..api.cross_entropy import linear_cross_entropy
-from ..api.logprobs import linear_logprobs
+from ..call.execution import CHECKS, Head
 from ..core.collectives import all_gather
 from ..core.groups import VocabParallel
 from ..core.options import flag
-from ..engine.execution import CHECKS, Head
+from ..functions.cross_entropy import linear_cross_entropy
+from ..functions.logprobs import linear_logprobs
 from .frameworks import call_through, check_named, check_version
 
 TESTED = ("0.18", "0.20")

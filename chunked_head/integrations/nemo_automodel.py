@@ -11,8 +11,8 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from ..api.cross_entropy import linear_cross_entropy
-from ..engine.execution import Execution
+from ..call.execution import Execution
+from ..functions.cross_entropy import linear_cross_entropy
 from .frameworks import check_named, check_version
 
 TESTED = ("0.7", "0.8")

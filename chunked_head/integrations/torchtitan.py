@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api.cross_entropy import linear_cross_entropy
+from ..call.execution import check_options
 from ..core.groups import VocabParallel
-from ..engine.execution import check_options
+from ..functions.cross_entropy import linear_cross_entropy
 from .frameworks import call_through, check_version
 
 TESTED = ("0.3", "0.4")

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.batch import Batch
-from ..core.loss_stats import Stats
+from ..core.batch import Batch, Stats
 from ..core.options import choice, number, refuse_unknown
 from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, make
 from .topk import positive, squared

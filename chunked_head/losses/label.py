@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.batch import Batch
-from ..core.loss_stats import Stats
+from ..core.batch import Batch, Stats
 from ..core.options import flag, number
 from .base import Losses, make
 

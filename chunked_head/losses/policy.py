@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.batch import Batch
+from ..core.batch import Batch, Stats
 from ..core.estimates import clamped, gate
-from ..core.loss_stats import Stats
 from ..core.options import bound, choice, number, refuse_unknown
 from .base import Losses, SummandOptions, make
 

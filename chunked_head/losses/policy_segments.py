@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.batch import Batch
+from ..core.batch import Batch, Stats
 from ..core.estimates import clamped
-from ..core.loss_stats import Stats
 from ..core.options import bound, choice, number
 from .base import Losses
 from .policy import (

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.batch import Batch
+from ..core.batch import Batch, Stats
 from ..core.estimates import gate
-from ..core.loss_stats import Stats
 from ..core.options import flag, number
 from .base import Losses, make
 

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.batch import Batch
+from ..core.batch import Batch, Stats
 from ..core.estimates import clamped, kl_estimate
-from ..core.loss_stats import Stats
 from ..core.options import choice, flag
 from .base import Losses, make
 from .policy import checked_clamp, token_log_ratio

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.batch import Batch
-from ..core.loss_stats import Stats
+from ..core.batch import Batch, Stats
 from ..core.options import bound, choice, flag, number
 from .base import Losses, make
 

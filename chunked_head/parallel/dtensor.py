@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.checks import is_dtensor
 from ..core.groups import TokenParallel, VocabParallel, chunked
-from ..program.checks import is_dtensor
 
 Parallel = VocabParallel | TokenParallel | None
 Target = TypeVar("Target", Tensor, Tensor | None)

@@ -11,7 +11,7 @@ from ..core.collectives import all_gather
 from ..core.groups import MOST_IDS, Split, VocabParallel
 from ..core.stats import PAIR_STATS, Demand, Rows, RowStats, sent
 from ..kernels.common.tiles import ELSEWHERE
-from ..program.plans import Plan
+from ..plan.plans import Plan
 from .agree import agree, described
 from .hidden_rows import GatheredRows, ScatteredRows, SummedRows
 from .merge import GatheredStats, complete_blocks, pack, unpack

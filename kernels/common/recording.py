@@ -1,4 +1,4 @@
-"""Whether somebody records what is launched and done, to do it again: chunked_head's ``engine/replay/recorder.py``."""
+"""Whether somebody records what is launched and done, to do it again: chunked_head's ``replay/recorder.py``."""
 
 import threading
 from collections.abc import Callable, Sequence

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
 
-import chunked_head.engine.call
+import chunked_head.call.run
 from benchmarks import losses, measure, shapes
 
 CPU = torch.device("cpu")
@@ -87,15 +87,15 @@ def check_examined(name, row, printed):
 @pytest.mark.parametrize("name", losses.WORKLOADS)
 def test_the_plan_is_that_of_the_call(name, monkeypatch):
     made = []
-    real = chunked_head.engine.call.make_plan
+    real = chunked_head.call.run.make_plan
 
     def record(*args):
         made.append(real(*args))
         return made[-1]
 
     step = losses.make_step(name, operands(), {"memory_budget": 300 * 2**10})
-    monkeypatch.setattr(chunked_head.engine.call, "make_plan", record)
-    chunked_head.engine.program.PROGRAMS.clear()  # another workload's may serve
+    monkeypatch.setattr(chunked_head.call.run, "make_plan", record)
+    chunked_head.call.program.PROGRAMS.clear()  # another workload's may serve
     step()
     found = losses.plan_of(step)
     assert (found.peak_bytes, found.extra_bytes) == (made[0].peak_bytes, made[0].extra_bytes)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from graph_calls import grpo, make_data, outcome
 
-from chunked_head.engine.arithmetic import evaluate
+from chunked_head.arithmetic import evaluate
 
 
 @pytest.mark.parametrize("known", [True, False])

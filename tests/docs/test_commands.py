@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from chunked_head import explain_model, losses, plan
-from chunked_head.backends.torch.session import TorchSession
 from chunked_head.commands import doctor
 from chunked_head.commands.main import main
+from chunked_head.stores.torch.session import TorchSession
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "128256"]

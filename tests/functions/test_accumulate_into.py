@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from chunked_head import ChunkedHead, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
-from chunked_head.backends import matmul
+from chunked_head.stores import matmul
 
 SMALL = Case("", (FEW,), 64, 131, schedule={"chunk_tokens": 32})
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -20,10 +20,10 @@ from test_replay import on_cpu as on_cpu
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, logits_loss, losses, metrics, plan
-from chunked_head.engine import program
-from chunked_head.engine.arithmetic.kernels import KERNELS
-from chunked_head.engine.program import PROGRAMS
-from chunked_head.engine.replay.replay import REPLAYS, SEEN
+from chunked_head.arithmetic.kernels import KERNELS
+from chunked_head.call import program
+from chunked_head.call.program import PROGRAMS
+from chunked_head.replay.replay import REPLAYS, SEEN
 
 TABLES = (dict, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSet)
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
-from chunked_head.engine import call, program
-from chunked_head.engine.arithmetic import objective
+from chunked_head.arithmetic import objective
+from chunked_head.call import program
+from chunked_head.call import run as call
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 # these launch nothing
@@ -87,8 +88,8 @@ def test_launches(place: Place, call: Call, monkeypatch: pytest.MonkeyPatch) -> 
     # one kernel, but here plain PyTorch (conftest.py)
     monkeypatch.setattr(objective, "evaluate_rows", uncounted(objective.evaluate_rows))
     monkeypatch.setattr(GridExecutor, "__call__", uncounted(GridExecutor.__call__))  # the interpreter's own
-    monkeypatch.setattr("chunked_head.backends.matmul.multiply", lambda a, b, out, first: None)
-    monkeypatch.setattr("chunked_head.backends.matmul.summed_by_blas", lambda a, b, out: True)  # as on a GPU
+    monkeypatch.setattr("chunked_head.stores.matmul.multiply", lambda a, b, out, first: None)
+    monkeypatch.setattr("chunked_head.stores.matmul.summed_by_blas", lambda a, b, out: True)  # as on a GPU
     hidden = torch.randn(64, 32, dtype=torch.bfloat16, device=place.device, requires_grad=True)
     weight = torch.randn(96, 32, dtype=torch.bfloat16, device=place.device, requires_grad=True)
     target = torch.randint(0, 96, (64,), device=place.device)

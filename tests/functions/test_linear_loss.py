@@ -27,11 +27,11 @@ from tiers import crossed, tier
 from torch import Tensor
 
 from chunked_head import LossOutput, linear_loss, logits_loss, losses, metrics
-from chunked_head.backends.triton.relative import RelativeSession
-from chunked_head.engine.arithmetic.evaluate import unit_mask
+from chunked_head.arithmetic.evaluate import unit_mask
 from chunked_head.metrics import Metric, unit_weights
 from chunked_head.metrics.values import selected
-from chunked_head.program import sizes as sizes_of_call
+from chunked_head.plan import sizes as sizes_of_call
+from chunked_head.stores.triton.relative import RelativeSession
 
 
 @pytest.mark.parametrize(("case", "dtype", "place", "schedule"), loss_combinations())

@@ -12,7 +12,7 @@ from graph_calls import CALLS, Data, chosen, make_data, named
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, losses
-from chunked_head.engine.replay import replay
+from chunked_head.replay import replay
 
 
 def negated(value: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from tracking import Tracker
 
 from chunked_head import CrossEntropyLoss, linear_logprobs, linear_loss, logits_logprobs, logits_loss, losses, metrics
-from chunked_head.backends.torch import backend as torch_backend
-from chunked_head.backends.torch.tiles import TILE_ELEMENTS
-from chunked_head.engine.logits_call import count_views, row_views
+from chunked_head.call.logits_call import count_views, row_views
+from chunked_head.stores.torch import backend as torch_backend
+from chunked_head.stores.torch.tiles import TILE_ELEMENTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TRITON_PLACES = [place for place in PLACES if place.values[0].backend == "triton"]

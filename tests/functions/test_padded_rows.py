@@ -15,10 +15,10 @@ from test_replay_launches import by_address as by_address
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan
-from chunked_head.engine import program
-from chunked_head.engine.replay import kinds, replay
-from chunked_head.program import planner
-from chunked_head.program.plans import padded_rows
+from chunked_head.call import program
+from chunked_head.plan import planner
+from chunked_head.plan.plans import padded_rows
+from chunked_head.replay import kinds, replay
 
 CASES = [
     *(Case(f"{name}-{tokens}", (3, tokens), 64, 507, options, {})

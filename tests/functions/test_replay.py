@@ -19,14 +19,15 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
 from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
-from chunked_head.engine import call, prepared, rows
-from chunked_head.engine.arithmetic import evaluate
-from chunked_head.engine.prepared import PreparedCall
-from chunked_head.engine.replay import kinds, replay
-from chunked_head.engine.replay.recorder import Recorder
-from chunked_head.engine.replay.tape import ALIGNMENT, packed
-from chunked_head.engine.replay.template import Template
+from chunked_head.arithmetic import evaluate
+from chunked_head.call import prepared, rows
+from chunked_head.call import run as call
+from chunked_head.call.prepared import PreparedCall
 from chunked_head.metrics import MetricValue
+from chunked_head.replay import kinds, replay
+from chunked_head.replay.recorder import Recorder
+from chunked_head.replay.tape import ALIGNMENT, packed
+from chunked_head.replay.template import Template
 
 ROUNDS = 4  # as it is, recorded, replayed twice
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from chunked_head import linear_cross_entropy, linear_loss, losses, metrics
-from chunked_head.engine.replay import tape
+from chunked_head.replay import tape
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted")
 STREAM, FIRST = 12345, 5  # of the current stream; of the kernel's first argument in a launch

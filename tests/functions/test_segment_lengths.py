@@ -18,8 +18,8 @@ from tiers import crossed
 from torch import Tensor
 
 from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
-from chunked_head.engine import loop
-from chunked_head.program.segments import Segments, groups_of, order_of, spans_of
+from chunked_head.call import sweep as loop
+from chunked_head.plan.segments import Segments, groups_of, order_of, spans_of
 
 VOCAB, HIDDEN, CHUNK = 61, 24, 16
 # a line, whole lines, and lines that hold several segments; one is empty, some are longer than a chunk

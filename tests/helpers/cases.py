@@ -14,7 +14,7 @@ from tiers import tier
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy
-from chunked_head.backends import resolve as resolve
+from chunked_head.stores import resolve as resolve
 
 Options = dict[str, Any]
 

@@ -24,7 +24,7 @@ from chunked_head.kernels.common.launcher import Launcher
 from triton.backends.compiler import GPUTarget
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
-from chunked_head.backends.triton import backend
+from chunked_head.stores.triton import backend
 
 MATMULS = "exp_logits_kernel", "grad_logits_kernel", "dhidden_kernel", "dweight_kernel"
 INSTRUCTIONS = (

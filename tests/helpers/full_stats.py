@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from chunked_head.core.batch import Batch as Batch
-from chunked_head.core.loss_stats import Stats as Stats
+from chunked_head.core.batch import Stats as Stats
 from chunked_head.losses import FIELDS, Losses, Summand
 
 

@@ -21,8 +21,7 @@ from chunked_head import (
     plan,
     unpatch_model,
 )
-from chunked_head.core.batch import Batch
-from chunked_head.core.loss_stats import Stats
+from chunked_head.core.batch import Batch, Stats
 
 hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
 target, logits = torch.randint(0, 16, (4,)), torch.randn(4, 16, requires_grad=True)

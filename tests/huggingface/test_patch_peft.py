@@ -11,7 +11,7 @@ from tiers import crossed
 from tiny_models import assert_same, step, tokens, transformers
 
 from chunked_head import losses, metrics, patch_model, unpatch_model
-from chunked_head.engine.call import Wants
+from chunked_head.call.run import Wants
 from chunked_head.integrations.huggingface.lazy import fused_loss
 from chunked_head.integrations.huggingface.lazy.lazy_head import LazyHead
 

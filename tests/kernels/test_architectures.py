@@ -10,7 +10,7 @@ from loss_cases import LossCase, loss_combinations
 from tiers import tier
 
 from chunked_head import plan
-from chunked_head.backends.matmul import sums_halves
+from chunked_head.stores.matmul import sums_halves
 
 # tiles of any others differ in size alone; sm_100 reads as Hopper does, multiplies as sm_80 does: each fourth case
 ARCHITECTURES = {"sm_80": 1, "sm_100": 4}

@@ -15,8 +15,8 @@ from loss_cases import FEWER, LOSS_CASES, TOKENS, VOCAB, LossCase, inputs_of, ru
 from tiers import Turn, crossed, tier
 
 from chunked_head import linear_cross_entropy, linear_loss
-from chunked_head.program import planner
-from chunked_head.program.plans import padded_rows
+from chunked_head.plan import planner
+from chunked_head.plan.plans import padded_rows
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 COEFFICIENTS = ("alpha", "eta", "alpha2", "eta2", "beta", "kappa")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from chunked_head import linear_cross_entropy, linear_loss, losses, metrics
-from chunked_head.engine.arithmetic import kernels, objective
+from chunked_head.arithmetic import kernels, objective
 
 pytestmark = pytest.mark.compiled
 # several columns per token are no function of one number each

@@ -10,9 +10,9 @@ from tiers import tier
 from tracking import MiB, Tracker, no_host_synchronisation
 
 from chunked_head import LossOutput, linear_loss, losses, metrics, plan
-from chunked_head.backends.torch import kept as torch_kept
-from chunked_head.backends.torch import tiles as torch_tiles
 from chunked_head.losses import Losses
+from chunked_head.stores.torch import kept as torch_kept
+from chunked_head.stores.torch import tiles as torch_tiles
 
 CHUNK = 32
 # the interpreter copies a kernel's arguments for itself

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import losses
-from ...api.loss import LossOutput
 from ...core.shift import in_backward
+from ...functions.loss import LossOutput
 from ...losses.base import Losses, as_losses
 from ...losses.user.closures import Function
 from ...metrics import Metric, MetricValue, combine

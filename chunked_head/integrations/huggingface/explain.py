@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...api.plan import place_of, plan
-from ...program import checks
-from ...program.memory import MiB
-from ...program.plans import Plan, as_text, facts
+from ...core import checks
+from ...functions.plan import place_of, plan
+from ...plan.memory import MiB
+from ...plan.plans import Plan, as_text, facts
 from .agreement import Agreement
 from .find_head import find_heads
 from .hung_forward import OLD_FORWARD, hides

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ... import losses
+from ...arithmetic.demand import needs_of
 from ...core.options import choice, flag
 from ...losses.base import Losses, Summand
 from ...metrics import Metric
-from ...program.demand import needs_of
 from ..frameworks import check_named
 
 # options that say how to compute; what to compute is the model's

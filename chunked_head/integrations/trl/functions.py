@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api.divergence import linear_divergence
-from ...api.logprobs import linear_logprobs
-from ...engine.execution import Execution
+from ...call.execution import Execution
+from ...functions.divergence import linear_divergence
+from ...functions.logprobs import linear_logprobs
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 Outputs = tuple[Tensor | None, ...]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api.divergence import linear_divergence
+from ...functions.divergence import linear_divergence
 from ..huggingface.lazy.fused_loss import head_of
 from ..huggingface.lazy.fused_statistics import reading, whole
 from ..huggingface.lazy.lazy_logits import LazyLogits

@@ -23,7 +23,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ...engine.execution import Execution
+from ...call.execution import Execution
 from ..frameworks import check_named
 from .functions import DivergenceSeam, LogProbSeam
 

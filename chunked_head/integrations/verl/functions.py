@@ -5,9 +5,9 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ...api.logprobs import linear_logprobs
+from ...call.execution import Execution
 from ...core.groups import VocabParallel
-from ...engine.execution import Execution
+from ...functions.logprobs import linear_logprobs
 
 # the backward of Megatron's gather_from_sequence_parallel_region, which sums gradients over the ranks
 GATHER = "_GatherFromSequenceParallelRegionBackward"

@@ -5,7 +5,7 @@ import importlib
 import sys
 from typing import Any, Unpack
 
-from ...engine.execution import Execution
+from ...call.execution import Execution
 from ..frameworks import check_named, check_version
 from .functions import FusedLinearForPPO, linear_cross_entropy
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.batch import Batch
-from ...core.loss_stats import Stats
+from ...core.batch import Batch, Stats
 from ..base import Field, Part, Summand, Unit
 from . import closures
 from .closures import Contents

@@ -65,7 +65,7 @@ def custom(
 ) -> Losses | Callable[[Function], Losses]:
     """A loss from ``function(stats, batch) -> values``: unreduced, one value per ``unit``.
 
-    ``stats`` are those of ``chunked_head.core.loss_stats.Stats``, ``batch`` is a ``chunked_head.core.batch.Batch``;
+    ``stats`` are those of ``chunked_head.core.batch.Stats``, ``batch`` is a ``chunked_head.core.batch.Batch``;
     gradients are autograd's, to the statistics alone. Masks, weights, denominators and coefficients are applied to the
     values.
 

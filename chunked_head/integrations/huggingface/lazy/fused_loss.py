@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .... import losses
-from ....api.cross_entropy import linear_cross_entropy
-from ....api.logits_loss import logits_loss
-from ....api.loss import linear_loss
+from ....functions.cross_entropy import linear_cross_entropy
+from ....functions.logits_loss import logits_loss
+from ....functions.loss import linear_loss
 from ....losses.base import Losses
 from ..running import running
 from .source import Source, is_shard

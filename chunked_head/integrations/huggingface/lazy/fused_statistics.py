@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....api.logprobs import linear_logprobs
+from ....functions.logprobs import linear_logprobs
 from .fused_loss import cross_entropy, head_of, wide
 from .source import is_shard
 from .tail import Rehearsed, Tail, tail_of

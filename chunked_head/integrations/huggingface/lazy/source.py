@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....program.checks import is_dtensor
+from ....core.checks import is_dtensor
 from .unchanged import Remembered, remembered
 from .virtual import Virtual, replay
 

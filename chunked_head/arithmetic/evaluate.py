@@ -1,0 +1,325 @@
+"""From statistics to values and coefficients: the losses' and metrics' own arithmetic, on vectors of tokens.
+
+``evaluate`` is plain PyTorch and differentiated by autograd, in traces by ``torch.func``. Of the library's own losses
+the backend has kernels where it can (``kernels.py``). Coefficients, denominators, weights and fields are inputs.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.batch import Batch, Stats
+from ..core.private import without_hooks
+from ..kernels.common.recording import refuse
+from ..losses.base import DENSE, Summand
+from ..metrics import Metric
+from ..metrics.values import selected
+from ..parallel.tokens import Spread
+from .demand import SUFFIX, Structure
+
+Named = dict[str, Tensor]
+Total = Callable[[Named], tuple[Tensor, list[Tensor]]]
+
+
+class Inputs(NamedTuple):
+    """What ``evaluate`` reads beside the statistics, for some tokens."""
+
+    target: Tensor  # [n] int64, -1 where a token does not count
+    fields: dict[str, Tensor]
+    num_segments: int | None
+    factors: Tensor  # [summands] or [summands, n]: coefficient / D of each
+    tensors: list[dict[str, Tensor]]  # of each summand
+    metric_weights: dict[str, Tensor]  # of tokens, for each weighting but "token"
+    token_fields: frozenset[str] = frozenset()  # those of ``fields`` that are sliced with the tokens
+    withheld: frozenset[str] = frozenset()  # fields of the call that are not among ``fields``
+    spread: Spread | None = None  # where segments are to be summed over ranks
+
+    def map(self, change: Callable[[Tensor, int | None], Tensor]) -> "Inputs":
+        """With ``change`` of each tensor and of the dimension that tokens are counted along in it, None for none."""
+        along = {name: 0 if name in self.token_fields else None for name in self.fields}
+        return self._replace(
+            target=change(self.target, 0),
+            factors=change(self.factors, 1 if self.factors.dim() == 2 else None),
+            fields={name: change(value, along[name]) for name, value in self.fields.items()},
+            tensors=[{name: change(value, None) for name, value in own.items()} for own in self.tensors],
+            metric_weights={name: change(value, 0) for name, value in self.metric_weights.items()},
+        )
+
+    def at(self, rows: slice) -> "Inputs":
+        """The inputs of a slice of tokens, sharing memory."""
+        first, count = rows.start, rows.stop - rows.start
+        if count == self.target.shape[0]:
+            return self
+        return self.map(lambda value, dim: value if dim is None else value.narrow(dim, first, count))
+
+
+class Evaluation(NamedTuple):
+    coefficients: Named
+    table: Tensor  # [rows, n]: weighted values of each summand per token, then of each metric, for sums over all chunks
+    apart: list[Tensor]  # values of those with other units than tokens
+
+
+def stats_at(structure: Structure, part: Summand | Metric, view: int, leaves: Named) -> Stats:
+    """The statistics as a loss or metric sees them, at one softmax."""
+    suffix, ratio = SUFFIX[view], structure.views[view].ratio
+    lse = leaves["lse" + suffix]
+    values = {"logprob": leaves["logprob" + suffix], "lse": lse}
+    if not part.reads_target:
+        del values["logprob"]  # there may be no target
+    if "entropy" + suffix in leaves:
+        values["entropy"] = leaves["entropy" + suffix]
+    if "weighted_sum" in leaves:
+        values["weighted_sum"] = leaves["weighted_sum"] * ratio
+        values["mean_logit"] = leaves["weighted_sum"] * (ratio / structure.vocab)
+    if "argmax" in leaves:
+        values["argmax"] = leaves["argmax"].to(torch.int64)
+        values["top_logprob"] = logprob_of(leaves["top"] * ratio, leaves, suffix).detach()
+    if "column_logits" in leaves:
+        own = logprob_of((leaves["column_logits"] * ratio).t(), leaves, suffix)
+        values["topk_logprobs"] = (
+            own + (lse.detach() - lse)
+        ).t()  # the value without the rounding of lse, its gradient
+    if structure.pairing is not None and structure.pairing.view == view:
+        values.update({name: leaves[name] for name in DENSE if name in leaves})
+        if "teacher_argmax" in leaves:
+            values["teacher_argmax"] = leaves["teacher_argmax"].to(torch.int64)
+    return Stats(values)
+
+
+def logprob_of(x: Tensor, leaves: Named, suffix: str) -> Tensor:
+    """Log-probabilities of some logits [..., n] of each token, without the rounding of lse."""
+    return (x - leaves["start" + suffix]) + leaves["rest" + suffix]
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """0 where a token does not count: by selection, so that what stands there has no part in anything."""
+    return torch.where(mask if values.dim() == 1 else mask[:, None], values, torch.zeros_like(values))
+
+
+def without_slope(leaves: Named, off: Tensor) -> Named:
+    """The same values with no gradient where ``off`` ([] or [n]): a factor of 0 takes an infinite slope out by
+    selection."""
+    return {
+        name: torch.where(off if off.dim() == 0 else off.view(-1, *[1] * (leaf.dim() - 1)), leaf.detach(), leaf)
+        for name, leaf in leaves.items()
+    }
+
+
+def unit_mask(unit: str, batch: Batch) -> Tensor:
+    """Which values count: tokens that do, segments with such a token, pairs of two such segments."""
+    if unit == "token":
+        return batch.mask
+    counted = batch.segment_count() > 0
+    if unit == "segment":
+        return counted
+    pairs = batch["pairs"]
+    inside = (pairs >= 0).all(1)
+    return inside & counted[pairs.clamp(min=0)].all(1)
+
+
+def share_mask(unit: str, batch: Batch) -> Tensor:
+    """Which of those are in this rank's share: of a segment that lies on several ranks one adds the value."""
+    counted = unit_mask(unit, batch)
+    if unit == "token" or batch.spread is None:
+        return counted
+    return counted & batch.spread.mine(len(counted), counted.device)
+
+
+def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Evaluation:
+    """Coefficients of the gradient of ``sum of factor * weight * value``, and the sums of parts and metrics.
+
+    No tape holds it: a user's function may read what changes from call to call. It runs without the hooks of an
+    activation checkpoint around the call: the vectors' graph lives and dies in here, and ``torch.func`` refuses to run
+    under hooks.
+    """
+    refuse("losses without a kernel", never=True)
+    compiled_autograd = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
+    # compiled autograd would compile the gradient of the vectors, from which ``torch.func`` keeps it
+    differentiate = by_transform if compiled_autograd else by_autograd
+    coefficients, rows, apart = without_hooks(functools.partial(values_of, structure, leaves, inputs, differentiate))
+    table = torch.stack(rows) if rows else leaves["lse"].new_empty(0, inputs.target.shape[0])
+    return Evaluation(coefficients, table, apart)
+
+
+def by_transform(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
+    """Gradients of the first that ``total`` returns, and the second: what a trace can hold."""
+    grads, (_, values) = torch.func.grad_and_value(total, has_aux=True)(leaves)
+    return grads, values
+
+
+def by_autograd(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
+    """The same outside of traces: ``torch.func`` would import the compiler, for seconds, and wrap each tensor."""
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
+        whole, values = total(leaves)
+    if whole.requires_grad:
+        found = torch.autograd.grad(whole, tuple(leaves.values()), allow_unused=True, materialize_grads=True)
+    else:
+        found = tuple([torch.zeros_like(value) for value in leaves.values()])
+    return dict(zip(leaves, found, strict=True)), [value.detach() for value in values]
+
+
+def values_of(
+    structure: Structure,
+    leaves: Named,
+    inputs: Inputs,
+    differentiate: Callable[[Total, Named], tuple[Named, list[Tensor]]] = by_transform,
+) -> tuple[Named, list[Tensor], list[Tensor]]:
+    """The same with a tensor for each row of the table."""
+    batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.spread, inputs.withheld)
+    leaves = {name: masked(value, batch.mask) for name, value in leaves.items()}
+    wanted = {name: leaves[name] for name in leaves if name in structure.leaves}
+    rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
+    dtype = leaves["lse"].dtype
+
+    def weighted_values(i: int, wanted: Named) -> Tensor:
+        """``m * w * l`` of a summand, one per unit."""
+        summand, view = structure.summands[i]
+        values = summand.values(stats_at(structure, summand, view, {**wanted, **rest}), batch, inputs.tensors[i])
+        weight = weight_of(summand, inputs.fields)
+        if weight is not None:
+            values = values * weight.to(dtype)
+        return masked(values, share_mask(summand.unit, batch))
+
+    def total(wanted: Named) -> tuple[Tensor, list[Tensor]]:
+        values, whole = [], inputs.target.new_zeros((), dtype=inputs.factors.dtype)
+        for i in range(len(structure.summands)):
+            values.append(weighted_values(i, without_slope(wanted, inputs.factors[i] == 0)))
+            whole = whole + (values[i] * inputs.factors[i]).sum()
+        return whole, values
+
+    if wanted and structure.summands:
+        grads, values = differentiate(total, wanted)
+        # again by selection: a loss may have had an infinite slope where a token does not count
+        grads = {name: masked(grad, batch.mask) for name, grad in grads.items()}
+        coefficients = coefficients_of(structure, grads, leaves)
+    else:
+        coefficients, values = {}, [weighted_values(i, wanted) for i in range(len(structure.summands))]
+    rows: list[Tensor] = []
+    apart: list[Tensor] = []
+    columns = [[value] for value in values] + metric_values(structure, leaves, batch, inputs)
+    units = [*(summand.unit for summand, _ in structure.summands), *(metric.unit for metric, _ in structure.metrics)]
+    for unit, own in zip(units, columns, strict=True):
+        if unit == "token":
+            rows += [row.to(dtype) for row in own]
+        else:
+            apart += own
+    return coefficients, rows, apart
+
+
+def weight_of(summand: Summand, fields: Mapping[str, Tensor]) -> Tensor | None:
+    """[n] what each token's value is multiplied by, None for 1."""
+    name = summand.token_weights
+    assert name is None or isinstance(name, str)
+    return fields.get("token_weights" if name is None else name) if summand.unit == "token" else None
+
+
+def metric_values(structure: Structure, leaves: Named, batch: Batch, inputs: Inputs) -> list[list[Tensor]]:
+    """What sums (or extrema) are taken of: 0 (or an infinity) where a unit does not count. Tokens' are a list of [n],
+    others' one tensor [n] or [n, c]."""
+    found = []
+    for metric, view in structure.metrics:
+        values = metric.values(stats_at(structure, metric, view, leaves), batch)
+        weights = inputs.metric_weights.get(metric.weighting) if metric.unit == "token" else None
+        columns = values.unbind(1) if metric.unit == "token" and values.dim() == 2 else [values]
+        found.append([selected(metric, column, share_mask(metric.unit, batch), weights) for column in columns])
+    return found
+
+
+def whole_table(evaluations: list[Evaluation]) -> Tensor:
+    """Of all chunks' tokens: they are summed in one go, so that a sum does not depend on the chunks."""
+    return evaluations[0].table if len(evaluations) == 1 else torch.cat([e.table for e in evaluations], 1)
+
+
+def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tensor) -> list[Tensor]:
+    """Of all chunks: sums of each summand's values and each metric's, or extrema; 0-d, [c] of several components.
+
+    Where an id was out of range metrics' sums are nan; what summands' are divided by is.
+    """
+    table = whole_table(evaluations)
+    sums = table.sum(1)
+    if structure.metrics:
+        sums = sums * one_or_nan
+    if structure.plain_sums:
+        return list(sums.unbind(0))
+    # a chunk's own segments are those that count in it
+    apart = (torch.cat(of_chunks) for of_chunks in zip(*[e.apart for e in evaluations], strict=True))
+    row, found = 0, []
+    reductions = ["mean"] * len(structure.summands) + [metric.reduce for metric, _ in structure.metrics]
+    for reduce, width in zip(reductions, structure.widths, strict=True):
+        values = next(apart).t() if width == 0 else table[row : row + width]
+        if reduce != "mean":
+            total = extremum(values, reduce)
+        else:
+            total = values.sum(-1) * one_or_nan if width == 0 else sums[row : row + width]
+        found.append(total.squeeze(0) if width == 1 else total)
+        row += width
+    return found
+
+
+def extremum(values: Tensor, reduce: str) -> Tensor:
+    """Of [..., n] along n, infinite where there is nothing."""
+    if values.shape[-1] == 0:
+        return values.new_full(values.shape[:-1], -torch.inf if reduce == "max" else torch.inf)
+    return values.amax(-1) if reduce == "max" else values.amin(-1)
+
+
+def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
+    """Derivatives with respect to statistics -> factors of the gradient identity's terms, by the chain rule:
+
+        d logprob = 1[target] - p,   d lse = p,   d entropy = -p (log p + H),   d weighted_sum = omega,
+        d KL(q || p) = p - q,   d KL(p || q) = p (log p - log q - KL),   d JSD = (1 - b) p (log p - log m - KL(p || m)),
+        d TVD = p (sign(p - q) - sum p sign) / 2 = -d overlap,   d x_k = 1[k]
+
+    each times the ratio of the softmax's temperature to that of the logits (inverse). Where p and q hardly overlap,
+    sign and its mean are both nearly 1, and the logarithm of the overlap has their difference as its slope: 1 is taken
+    out of both beforehand (``below``), since probabilities of rounded logits do not quite add up to it.
+    """
+    total: Named = {}
+
+    def add(name: str, value: Tensor) -> None:
+        total[name] = total[name] + value if name in total else value
+
+    for suffix, view in zip(SUFFIX[: len(structure.views)], structure.views, strict=True):
+        r = view.ratio
+        if "lse" + suffix in grads:
+            add("alpha" + suffix, r * grads["lse" + suffix])
+        if "logprob" + suffix in grads:
+            g = r * grads["logprob" + suffix]
+            add("alpha" + suffix, -g)
+            add("beta", -g)
+        if "entropy" + suffix in grads:
+            g = r * grads["entropy" + suffix]
+            add("alpha" + suffix, -g * leaves["entropy" + suffix])
+            add("eta" + suffix, -g)
+    if "weighted_sum" in grads:
+        add("kappa", -grads["weighted_sum"])
+    if "column_logits" in grads:
+        add("columns", grads["column_logits"])
+    if structure.pairing is not None:
+        suffix, r = SUFFIX[structure.pairing.view], structure.views[structure.pairing.view].ratio
+        if "forward_kl" in grads:
+            g = r * grads["forward_kl"]
+            add("alpha" + suffix, g)
+            add("gamma", g)
+        if "reverse_kl" in grads:
+            g = r * grads["reverse_kl"]
+            add("alpha" + suffix, -g * leaves["reverse_kl"])
+            add("eta" + suffix, g)
+            add("rho", g)
+        if "jsd" in grads:
+            assert structure.pairing.beta is not None
+            g = (1.0 - structure.pairing.beta) * r * grads["jsd"]
+            add("alpha" + suffix, -g * leaves["kl_mixture"])
+            add("tau", g)
+        for name, half in (("tvd", 0.5), ("overlap", -0.5)):
+            if name not in grads:
+                continue
+            g = half * r * grads[name]
+            add("alpha" + suffix, g * leaves["below"])
+            add("theta", g)
+    return total

@@ -1,0 +1,84 @@
+"""What an objective is to one rank: its own columns of a vocabulary that ranks may share."""
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..arithmetic.objective import Objective
+from ..core.stats import Coefficients, Kept, RowStats
+from ..kernels.common.tiles import ELSEWHERE
+from ..parallel.shard import Shard
+
+
+class OwnColumns:
+    """What calls on hidden states and on logits have in common."""
+
+    objective: Objective
+    shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
+
+    @functools.cached_property
+    def every_target(self) -> Tensor:
+        """[tokens] int64: columns of this rank's, -1 where a token does not count, ``ELSEWHERE`` where it does and its
+        column is another rank's."""
+        target = self.objective.target
+        return target if self.shard is None else self.shard.local_targets(target)
+
+    @functools.cached_property
+    def target(self) -> Tensor:
+        """The same as matmuls take them: -1 too where the softmax is over a set of columns."""
+        kept, target = self.objective.kept, self.every_target
+        return target if kept is None else target.masked_fill(kept.has, -1)
+
+    @functools.cached_property
+    def kept(self) -> Kept | None:
+        """Sets of this rank's columns."""
+        kept = self.objective.kept
+        if kept is None or self.shard is None:
+            return kept
+        return replace(kept, columns=self.shard.local_columns(kept.columns))
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether there may be rows whose logits are a matmul's."""
+        return self.objective.kept is None or not self.objective.kept.everywhere
+
+    @functools.cached_property
+    def own_target(self) -> Tensor:
+        """The same with -1 where the column is another rank's; of rows with sets too where all have some."""
+        target = self.target if self.multiplies else self.every_target
+        return target if self.shard is None else target.masked_fill(target == ELSEWHERE, -1)
+
+    @functools.cached_property
+    def columns(self) -> Tensor | None:
+        """[tokens, K] int64: each row's own columns among this rank's, -1 for none here."""
+        columns = self.objective.columns
+        return columns if columns is None or self.shard is None else self.shard.local_columns(columns)
+
+    @functools.cached_property
+    def token_checks(self) -> Tensor:
+        """[tokens] what has to be equal on ranks that share the vocabulary."""
+        assert self.shard is not None
+        numbers, scale, kept = self.objective.target, self.objective.scale, self.objective.kept
+        if kept is not None:
+            entries = kept.columns if kept.bias is None else kept.columns + kept.bias.float().view(torch.int32)
+            numbers = torch.index_add(numbers, 0, kept.rows.clamp(min=0), entries.long())
+        if scale is not None:
+            numbers = numbers + scale.float().view(torch.int32)
+        return self.shard.token_checks(numbers, self.objective.dtype)
+
+    @property
+    def class_weights(self) -> Tensor | None:
+        """Of this rank's columns."""
+        weights = self.objective.class_weights
+        return weights if weights is None or self.shard is None else weights[self.shard.here].contiguous()
+
+
+def of_others(has: Tensor, stats: RowStats, coefficients: Coefficients) -> tuple[RowStats, Coefficients]:
+    """Statistics and coefficients without the rows that keep columns: probabilities and coefficients of 0."""
+    found = replace(stats, start=stats.start.masked_fill(has, torch.inf), rest=stats.rest.masked_fill(has, 0.0))
+    if stats.start2 is not None and stats.rest2 is not None:
+        second = stats.start2.masked_fill(has, torch.inf), stats.rest2.masked_fill(has, 0.0)
+        found = replace(found, start2=second[0], rest2=second[1])
+    return found, Coefficients(**{name: value.masked_fill(has, 0.0) for name, value in coefficients.named().items()})

@@ -1,0 +1,110 @@
+"""What makes a public function one that runs at once, or as an operator of a graph being traced."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
+
+import torch
+from torch import Tensor
+
+from ..call.execution import Head
+from ..call.head_options import DEFAULTS
+from ..call.streams import Streams
+from ..call.task import Task
+from ..core.checks import is_dtensor
+from ..core.options import INFINITY, NUMBERS
+from ..losses.base import Losses
+from ..replay.replay import execute
+from . import operators
+from .recipes import TASKS, described
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+OPERANDS = ("hidden", "weight", "bias", "logits")
+results: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}  # from an operator's outputs, by function
+
+
+def operation(function: Callable[P, Task[Result] | Streams[Result]]) -> Callable[P, Result]:
+    """A public function of one that checks its arguments and says what to do.
+
+    Under ``torch.compile`` the checks run on tensors without data while the graph is made, and raise there.
+    """
+    name, signature = function.__name__, inspect.signature(function)
+    names = tuple(signature.parameters)
+    TASKS[name] = function
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        return execute(function, names, args, kwargs)
+
+    @functools.wraps(function)
+    def public(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
+            # lengths of segments are other numbers at every step
+            eager = given.get("parallel") is not None or given.get("segment_lengths") is not None
+            eager = eager or type(given.get("hidden")) in (list, tuple)  # several streams
+            eager = eager or any(is_dtensor(given[name]) for name in OPERANDS if name in given)
+            whole = not eager and not given.get("inplace")
+            if whole and ("loss" not in given or isinstance(given["loss"], Losses)):
+                made = as_operator(name, given)
+                if made is not None:
+                    return made
+            from ..core.outside import outside
+
+            return outside(run, *args, **kwargs)  # between two graphs
+        return run(*args, **kwargs)
+
+    returned = signature.return_annotation
+    (result,) = get_args(get_args(returned)[0] if get_origin(returned) in (Union, UnionType) else returned)
+    public.__annotations__ = function.__annotations__ | {"return": result}
+    public.__signature__ = spelled_out(signature).replace(return_annotation=result)  # type: ignore[attr-defined]
+    return public
+
+
+def spelled_out(signature: inspect.Signature) -> inspect.Signature:
+    """With the keywords of ``**options`` one by one, for help and whoever looks for a function's options."""
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(parameters) < len(signature.parameters):
+        kinds = Head.__annotations__
+        parameters += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
+            for name, default in DEFAULTS.items()
+        ]
+    return signature.replace(parameters=parameters)
+
+
+def in_graph(function: Callable) -> Callable:
+    """What makes the public function's result of its operator's outputs and of its arguments as given."""
+
+    def register(result: Callable[[list[Tensor], dict[str, Any]], Any]) -> Callable:
+        results[function.__name__] = result
+        return result
+
+    return register
+
+
+def is_denominator(normalizer: Any) -> bool:
+    """Whether it is a number, and as it should be; any other raises when the call is checked."""
+    number = isinstance(normalizer, NUMBERS) and not isinstance(normalizer, bool)
+    return number and normalizer >= 0 and normalizer < INFINITY
+
+
+def as_operator(name: str, given: dict[str, Any]) -> Any:
+    """Traced: nothing here but tuples, attributes and one call of an operator; None where that cannot be."""
+    from .tracing import registered
+
+    operands = [given[operand] for operand in OPERANDS if given.get(operand) is not None]
+    device = operands[0].device
+    if is_denominator(given.get("normalizer")):
+        # it may be another at every step: as a tensor it is none of the numbers that a graph is made for
+        given = given | {"normalizer": torch.ones((), dtype=torch.float64, device=device) * given["normalizer"]}
+    tensors: list[Tensor] = []
+    arguments = tuple([(key, described(value, tensors)) for key, value in given.items() if key not in OPERANDS])
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    key, grad = registered(name, arguments, autocast), torch.is_grad_enabled()
+    if not key:
+        return None
+    wanted = [grad and operand.requires_grad for operand in operands]
+    return results[name](operators.forward(operands, tensors, key, wanted), given)

@@ -1,0 +1,257 @@
+"""The custom operators: a call, and the gradients of one that cannot make them as it goes.
+
+What ``forward`` returns. First the values: per token, or the loss and in one vector those of its parts and metrics.
+Then, where a gradient is wanted, what it comes from. For a loss of hidden states these are the expected upstream
+gradient and the gradients at it; else the statistics, of which ``backward`` makes them once the upstream gradients are
+known.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arithmetic.objective import ScalarObjective
+from ..call.function import as_called
+from ..call.head_options import HeadOptions, LogitsOptions
+from ..call.logits_call import Call as LogitsCall
+from ..call.logits_call import call_of
+from ..call.packing import Packing
+from ..call.prepared import prepare
+from ..call.program import Program
+from ..call.run import Wants, planned
+from ..call.sweep import Call, recompute, sweep
+from ..call.task import Task
+from ..core.private import in_own_thread, private
+from ..core.stats import Head, RowStats
+from ..plan.planner import Request, make_plan
+from ..plan.sizes import Sizes
+from .recipes import recipe_of
+
+# operands are logits, or hidden states, weight and perhaps bias; ``wanted``: of which of them the gradient is
+FORWARD = "(Tensor[] operands, Tensor[] others, str key, bool[] wanted) -> Tensor[]"
+BACKWARD = "(Tensor[] operands, Tensor[] others, Tensor[] stats, Tensor[] upstream, str key, bool[] wanted) -> Tensor[]"
+SCALAR = ("loss", "packed")
+INTEGERS = ("argmax", "top_k_ids")
+WITHOUT_GRADIENT = (*INTEGERS, "top_k_logprobs", "packed")
+DISPATCH = ("_C.DispatchKey", "_C.DispatchKeySet", "_C._dispatch_tls_local_include_set", "_C._ForceDispatchKeyGuard")
+
+
+def plainly(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """``function`` as if called from outside of any graph. A compiled one runs its operators with the dispatch of
+    autograd and of ``torch.func`` switched off, and losses are differentiated to their statistics by those."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> list[Tensor]:
+        dispatch = private(*DISPATCH)
+        if dispatch is None:
+            return in_own_thread(functools.partial(function, *args))
+        _, _, include, guard = dispatch
+        with guard(include(), switched_off()):
+            return function(*args)
+
+    return run
+
+
+@functools.cache
+def switched_off() -> Any:
+    """Of all dispatch keys those that stay switched off where nothing is traced and nothing differentiated."""
+    dispatch = private(*DISPATCH)
+    assert dispatch is not None
+    keys, found = dispatch[0], dispatch[1](dispatch[0].Undefined)
+    for name in dir(keys):
+        if name.startswith("Autocast"):
+            found = found.add(getattr(keys, name))
+    return found
+
+
+def begun(
+    task: Task, program: Program, operands: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[LogitsCall | Call, Tensor, Head, Packing | None]:
+    """What both operators begin with: the call, its logits or rows of hidden states, the head, the tokens' order."""
+    prepared = prepare(task, program)
+    if isinstance(prepared.head, LogitsOptions):
+        logits, on_logits = call_of(prepared, task.objective(prepared), inplace=False)
+        return on_logits, logits, on_logits.head(logits), None
+    made = planned(prepared, wants_of(wanted))
+    call = made.call(task.objective(made.prepared))
+    return call, made.rows, call.head(operands[1], operands[2] if len(operands) > 2 else None), made.prepared.packing
+
+
+def wants_of(wanted: Sequence[bool]) -> Wants:
+    return Wants(*(*wanted, False)[:3])
+
+
+def comes_late(task: Task) -> bool:
+    """Whether ``backward`` makes the gradients."""
+    return bool(task.per_token) or isinstance(task.head, LogitsOptions)
+
+
+@torch.library.custom_op("chunked_head::forward", mutates_args=(), schema=FORWARD)
+@plainly
+def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
+    with torch.no_grad(), as_called(operands[0].device):
+        task, program = recipe_of(key).task(operands, others)
+        call, rows, head, packing = begun(task, program, operands, wanted)
+        objective = call.objective
+        stats, grads = (call.stats(rows), None) if isinstance(call, LogitsCall) else sweep(call, rows, head)
+        outputs = objective.outputs(stats)
+        if isinstance(objective, ScalarObjective):
+            outputs = *outputs, packed(task, objective, stats)
+        elif packing is not None:
+            outputs = tuple(map(packing.unpack, outputs))
+        if not any(wanted):
+            return [*outputs]
+        if comes_late(task):
+            return [*outputs, *stats.named().values()]
+        assert isinstance(objective, ScalarObjective) and isinstance(call, Call)
+        dtypes = waiting_dtypes(task, program)
+        if grads is None:
+            ready = gradients_now(call, objective, rows, head, stats, dtypes)
+        else:
+            plan = replace(call.plan, sizes=in_dtypes(call, dtypes))
+            ready = grads.finish(call.backend, [objective.one_or_nan], objective.one_or_nan, plan)
+        made = [grad for grad in ready if grad is not None]
+        return [*outputs, expected_upstream(objective), *shaped(made, operands, wanted)]
+
+
+def shaped(grads: Sequence[Tensor], operands: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
+    """Gradients as their operands are."""
+    found = iter(grads)
+    return [next(found).view(operand.shape) for operand, own in zip(operands, wanted, strict=True) if own]
+
+
+def packed(task: Task, objective: ScalarObjective, stats: RowStats) -> Tensor:
+    """Parts, then of each metric the sums and the count, or the extremum, in the order in which they were asked for."""
+    found = [*objective.parts]
+    values = objective.metric_values(stats)
+    for metric in task.metrics:
+        value = values[metric.label]
+        found += [each for each in (value.sum, value.count, value.extremum) if each is not None]
+    return torch.cat([each.detach().reshape(-1).to(objective.dtype) for each in found])
+
+
+def waiting_dtypes(task: Task, program: Program) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Dtypes in which gradients of hidden states, weight and bias wait for the upstream gradient: one rule for every
+    number of tokens, which a graph does not know. The operands' own; fp32 where ``accumulate_dtype`` names it, and in
+    fp16, whose range they may pass before denominators and upstream have come.
+    """
+    head = task.head
+    assert isinstance(head, HeadOptions)
+    wide = torch.promote_types(program.dtype, torch.float32)
+    if program.dtype == torch.float16 or head.accumulate_dtype == torch.float32:
+        return torch.promote_types(head.hidden.dtype, wide), torch.promote_types(head.weight.dtype, wide), wide
+    return head.hidden.dtype, head.weight.dtype, wide
+
+
+def in_dtypes(call: Call, dtypes: Sequence[torch.dtype]) -> Sizes:
+    """The call's sizes with gradients of these dtypes."""
+    hidden, weight, bias = dtypes
+    return replace(call.plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
+
+
+def expected_upstream(objective: ScalarObjective) -> Tensor:
+    """[] the upstream gradient that the gradients hold."""
+    return torch.ones_like(objective.one_or_nan) * objective.declared
+
+
+def gradients_now(
+    call: Call, objective: ScalarObjective, rows: Tensor, head: Head, stats: RowStats, dtypes: Sequence[torch.dtype]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a plan that leaves them to backward, with the expected upstream gradient."""
+    coefficients = objective.late(stats, (expected_upstream(objective),))
+    sizes = in_dtypes(call, dtypes)
+    if sizes != call.plan.sizes:
+        sizes = replace(sizes, late_upstream=True)
+        call = replace(call, plan=make_plan(sizes, Request(memory_budget=call.request.memory_budget)))
+    return recompute(call, rows, head, stats, coefficients)
+
+
+@forward.register_fake
+def forward_outputs(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
+    """Their shapes; raises what is wrong with the arguments."""
+    task, program = recipe_of(key).task(operands, others)
+    first, dtype = operands[0], program.statistics_dtype
+    tokens = math.prod(first.shape[:-1])
+    numbers = len(task.losses.terms)
+    numbers += sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in task.metrics)
+    top_k = tokens, program.demand.top_k
+    shapes = {"loss": (), "packed": (numbers,), "top_k_ids": top_k, "top_k_logprobs": top_k}
+    made = [
+        first.new_empty(shapes.get(name, (tokens,)), dtype=torch.int64 if name in INTEGERS else dtype)
+        for name in task.per_token or SCALAR
+    ]
+    if not any(wanted):
+        return made
+    if comes_late(task):
+        return [*made, *RowStats.empty(tokens, program.demand, dtype, first.device).named().values()]
+    dtypes = waiting_dtypes(task, program)
+    grads = [each.new_empty(each.shape, dtype=own) for each, own in zip(operands, dtypes, strict=False)]
+    return [*made, first.new_empty((), dtype=dtype), *itertools.compress(grads, wanted)]
+
+
+@torch.library.custom_op("chunked_head::backward", mutates_args=(), schema=BACKWARD)
+@plainly
+def backward(
+    operands: list[Tensor], others: list[Tensor], stats: list[Tensor], upstream: list[Tensor], key: str,
+    wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    with torch.no_grad(), as_called(operands[0].device):
+        task, program = recipe_of(key).task(operands, others)
+        call, rows, head, packing = begun(task, program, operands, wanted)
+        names = RowStats.empty(0, program.demand, program.statistics_dtype, rows.device).named()
+        kept = RowStats(**dict(zip(names, stats, strict=True)))
+        if isinstance(call, LogitsCall):
+            return [call.gradient(rows, kept, upstream)]
+        if packing is not None:
+            upstream = [packing.pack(each) for each in upstream]
+        found = recompute(call, rows, head, kept, call.objective.late(kept, tuple(upstream)))
+        return shaped([grad for grad in found if grad is not None], operands, wanted)
+
+
+@backward.register_fake
+def backward_outputs(
+    operands: list[Tensor], others: list[Tensor], stats: list[Tensor], upstream: list[Tensor], key: str,
+    wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    return [operand.new_empty(operand.shape) for operand in itertools.compress(operands, wanted)]
+
+
+def keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    """For the gradient: no more than it needs."""
+    operands, others, ctx.key, ctx.wanted = inputs
+    task, _ = recipe_of(ctx.key).task(operands, others)
+    names = task.per_token or SCALAR
+    gradless = [value for name, value in zip(names, output, strict=False) if name in WITHOUT_GRADIENT]
+    kept = output[len(names) :]
+    ctx.mark_non_differentiable(*gradless, *kept)
+    ctx.late, ctx.values = comes_late(task), len(task.per_token) or 1
+    ctx.operands, ctx.others = len(operands), len(others)
+    ctx.dtypes = [operand.dtype for operand in itertools.compress(operands, ctx.wanted)]
+    ctx.save_for_backward(*(operands if ctx.late else ()), *(others if ctx.late else ()), *kept)
+
+
+def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
+    """Gradients of the operator's arguments; traced."""
+    if ctx.late:
+        saved, count = [*ctx.saved_tensors], ctx.operands + ctx.others
+        operands, others, stats = saved[: ctx.operands], saved[ctx.operands : count], saved[count:]
+        made = backward(operands, others, stats, upstream[: ctx.values], ctx.key, ctx.wanted)
+    else:
+        expected, *made = ctx.saved_tensors
+        ratio = torch.where(upstream[0] == expected, 1.0, upstream[0] / expected)
+        # plain arithmetic, which a compiler does in the memory of what it reads: the gradients are nobody else's
+        made = [
+            (grad.to(torch.promote_types(grad.dtype, torch.float32)) * ratio).to(dtype)
+            for grad, dtype in zip(made, ctx.dtypes, strict=True)
+        ]
+    found = iter(made)
+    return [next(found) if own else None for own in ctx.wanted], [None] * ctx.others, None, None
+
+
+forward.register_autograd(differentiate, setup_context=keep)

@@ -1,0 +1,147 @@
+"""A call's arguments as plain values and tensors, told apart: a graph holds the tensors and a key to the values.
+
+``described`` runs in code that a compiler traces, and so reads every attribute by itself: whatever it reads is guarded,
+and a call with other options is compiled anew. ``restored`` is its inverse, at run time.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.program import Program, program_of
+from ..call.task import Task
+from ..core.options import NUMBERS
+from ..losses.base import Losses, Summand, is_library
+from ..metrics.values import Metric
+
+RECORDS: dict[str, tuple[type, tuple[str, ...]]] = {  # which are made of their fields in order
+    "summand": (Summand, tuple(Summand.__dataclass_fields__)),
+    "metric": (Metric, tuple(Metric.__dataclass_fields__)),
+}
+FORMAT = 2  # of the operators' outputs: one more for other outputs, since compiled graphs are kept on disk
+
+TASKS: dict[str, Callable[..., Any]] = {}  # public functions, by name
+# One for each call that a graph has been traced with, and none for any other; nothing is ever taken out, since a graph
+# names its recipe in code of which nobody says when it is gone.
+RECIPES: dict[str, "Recipe"] = {}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything of a call but its tensors."""
+
+    function: str
+    arguments: tuple  # described
+    autocast: torch.dtype | None
+
+    def task(self, operands: list[Tensor], others: list[Tensor]) -> tuple[Task, Program]:
+        """The call, and its program: the arguments checked, as the public function does."""
+        arguments = {name: restored(value, others) for name, value in self.arguments}
+        if len(operands) > 2:
+            arguments["bias"] = operands[2]
+        check_in_graph(arguments)
+        with torch.autocast(operands[0].device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            task = TASKS[self.function](*operands[:2], **arguments)
+            program = program_of(task)
+        if arguments.get("skip_ignored") and not program.backend.bounds_rows("fast"):
+            raise ValueError(
+                "skip_ignored=True inside a compiled graph needs backend='triton': torch's own products take the rows "
+                "that count out, and a graph's tensors do not change their sizes by what is in them"
+            )
+        return task, program
+
+
+def check_in_graph(arguments: Mapping[str, Any]) -> None:
+    """Raises for options that an operator of a graph cannot keep."""
+    if arguments.get("accumulate_into") is not None:
+        raise ValueError(
+            "accumulate_into does not go with torch.compile, whose graphs hold operators that change none of their "
+            "arguments; leave it None there, or call from outside of the compiled function"
+        )
+    if arguments.get("skip_ignored") == "wait":
+        raise ValueError('skip_ignored="wait" does not go with torch.compile: a graph waits for nothing; use True')
+
+
+def described(value: Any, tensors: list[Tensor]) -> tuple:
+    """``value`` as nested tuples of plain values; its tensors are appended to ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return "tensor", len(tensors) - 1
+    if isinstance(value, Losses):
+        return "losses", described(value.terms, tensors)
+    for kind, (record, names) in RECORDS.items():
+        if isinstance(value, record):
+            return kind, tuple([described(getattr(value, name), tensors) for name in names])
+    if isinstance(value, Mapping):
+        return "mapping", tuple([(name, described(item, tensors)) for name, item in value.items()])
+    if type(value) in (list, tuple):
+        return "tuple", tuple([described(item, tensors) for item in value])
+    if isinstance(value, NUMBERS):
+        # through a set: a number that a graph would hold open becomes what it is now
+        return "plain", next(iter({value}))
+    return "plain", value
+
+
+def restored(description: tuple, tensors: list[Tensor]) -> Any:
+    kind, content = description
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "losses":
+        return Losses(restored(content, tensors))
+    if kind in RECORDS:
+        record, _ = RECORDS[kind]
+        return record(*[restored(field, tensors) for field in content])
+    if kind == "mapping":
+        return {name: restored(item, tensors) for name, item in content}
+    if kind == "tuple":
+        return tuple(restored(item, tensors) for item in content)
+    return content
+
+
+def registered(function: str, arguments: tuple, autocast: torch.dtype | None) -> str:
+    """The key of a recipe: equal for equal ones, in every process, since compiled graphs are kept on disk. An empty one
+    where a function is a user's, which no graph holds: it may read what changes."""
+    if is_users(arguments):
+        return ""
+    digest = hashlib.sha256(text_of((FORMAT, arguments, autocast)).encode()).hexdigest()[:24]
+    key = f"{function}-{digest}"
+    RECIPES.setdefault(key, Recipe(function, arguments, autocast))
+    return key
+
+
+def text_of(value: Any) -> str:
+    """Text that is equal for equal plain values alone."""
+    if isinstance(value, frozenset):
+        return f"frozenset({sorted(map(text_of, value))})"
+    if isinstance(value, tuple):
+        return f"{type(value).__name__}({', '.join(map(text_of, value))})"
+    if isinstance(value, Mapping):
+        return f"mapping({', '.join(f'{text_of(k)}: {text_of(v)}' for k, v in value.items())})"
+    if isinstance(value, functools.partial):
+        return f"partial({text_of(value.func)}, {text_of(value.args)}, {text_of(value.keywords)})"
+    if callable(value) and not isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def is_users(value: Any) -> bool:
+    """Whether there is a function among plain values that is not the library's."""
+    if isinstance(value, functools.partial):
+        value = (value.func, value.args, *value.keywords.values())
+    if isinstance(value, tuple):
+        return any(map(is_users, value))
+    return callable(value) and not isinstance(value, type) and not is_library(value)
+
+
+def recipe_of(key: str) -> Recipe:
+    if key not in RECIPES:
+        raise RuntimeError(
+            f"the graph asks for a call {key!r} that this process has not traced; a graph goes with the process that "
+            "compiled it: compile the function here"
+        )
+    return RECIPES[key]

@@ -1,1 +1,0 @@
-"""Several streams of hidden states through one head, whose gradient is accumulated once."""

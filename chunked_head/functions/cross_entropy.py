@@ -1,0 +1,276 @@
+"""Cross-entropy of a linear head, and its module."""
+
+import inspect
+import math
+from collections.abc import Hashable
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from .. import losses
+from ..call.execution import Head, check_options
+from ..call.head_options import HeadOptions, LogitsOptions, head_of
+from ..call.task import Task
+from ..compile.operation import in_graph, operation
+from ..core import checks
+from ..core.options import exact, flag, nearest
+from ..kernels.common.cache import Cache
+from ..losses import class_probabilities
+from ..losses.base import Losses
+from .loss import in_graph_values, reduced_task
+
+
+@operation
+def linear_cross_entropy(
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [vocab, hidden]
+    target: Tensor,  # [...] int64, or class probabilities [..., vocab]
+    *,
+    class_weights: Tensor | None = None,  # [vocab]
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    token_weights: Tensor | None = None,  # [...], target's shape
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    upstream: float | Tensor | None = None,
+    **options: Unpack[Head],
+) -> Task[Tensor]:
+    """Cross-entropy of a linear head, without its logits. Same value and gradients as
+
+        logits = F.linear(hidden, weight, bias).float()
+        loss = F.cross_entropy(logits.flatten(0, -2), target.flatten(), class_weights, ignore_index=ignore_index,
+                               reduction=reduction, label_smoothing=label_smoothing)
+
+    in memory that does not grow with ``tokens x vocab``. With the further options, per token
+
+        x = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)        # each part only where asked
+        l = cross_entropy(x, target, class_weights, label_smoothing) + z_loss * x.logsumexp(-1) ** 2
+        loss = sum(token_weights * l over tokens that count) / D
+
+    A token counts where its target is not ``ignore_index``; whatever stands in the others (nan too) changes nothing.
+
+    Args:
+        hidden: hidden states [..., hidden], any leading dimensions; float32, bfloat16, float16, on the CPU float64.
+        weight: [vocab, hidden], the dtype of ``hidden``. Under ``torch.autocast`` both may be of any dtype: matmuls
+            run in autocast's, each gradient comes in its input's.
+        target: token ids [...] int64, the leading shape of ``hidden``. An id outside ``[0, vocab)`` that is not
+            ``ignore_index`` raises on the CPU; elsewhere the whole call's loss and gradients become nan, since to
+            raise would be to wait for the device. Nothing is read or written out of bounds. Or class probabilities
+            [..., vocab], floating point and without gradient, as ``F.cross_entropy`` takes them: they need not add up
+            to 1, and every token counts. Their logarithm is held as a float32 copy, and the call takes a pass over it.
+            A negative one raises on the CPU and makes the loss nan elsewhere. Refused with ``VocabParallel``.
+        bias: [vocab], the dtype of ``weight``.
+        class_weights: [vocab], as in ``F.cross_entropy``; they weigh the cross-entropy, not the z-loss.
+        ignore_index: target of tokens that do not count.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"`` (fp32 values of target's shape, 0 where a token does not count).
+        normalizer: D for ``reduction="mean"``: a number or a 0-d tensor on the device, such as the token count of all
+            micro-batches and ranks. None: the number of tokens that count (with class weights, the sum of their
+            targets' weights). 0 gives loss 0 and zero gradients.
+        token_weights: [...] of target's shape; factors of the tokens' losses, no part of D.
+        label_smoothing: in [0, 1], uniform over the vocabulary as in ``F.cross_entropy``.
+        z_loss: coefficient of ``lse ** 2`` (PaLM, Chowdhery et al. 2022), at least 0.
+        softcap: cap of the logits, as in Gemma 2; positive or None.
+        logit_scale: factor of the logits before the cap.
+        shift: pairs the hidden state at position t with the target (and token weight) at t + shift along the last
+            leading dimension, without a copy of the hidden states. Per-token values stand at their target's place.
+            Sequences no longer than ``shift`` predict nothing: loss 0, zero gradients, per-token values 0.
+        upstream: the gradient that ``backward`` will bring for the loss, where it is known (a loss scale): folded in
+            before gradients are rounded. Any other upstream gradient stays right. A number but 0, or a 0-d tensor.
+        parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. The
+            loss is this rank's share: D is of all ranks' tokens, an ``all_reduce(SUM)`` of the losses (and of the
+            weight's gradients) gives the whole batch's; with ``average=True`` the mean does. With ``reduction="none"``
+            nothing is other ranks' affair, and ``average=True`` is refused. ``VocabParallel``: they hold different
+            rows of the head, and ``tokens=`` of it says both.
+        The rest: how the call runs, by the keywords of ``chunked_head.Execution``: ``memory_budget``,
+            ``chunk_tokens``, ``accumulate_into`` and others.
+
+    Returns:
+        The loss: fp32 (fp64 for fp64), 0-d, or target's shape for ``reduction="none"``.
+
+    Differences from PyTorch: no tokens, or none that count, give loss 0 with zero gradients rather than nan.
+    Gradients of a scalar loss are computed in the forward pass; ``reduction="none"`` recomputes logits in backward, as
+    does every backward after the first over a retained graph. Double backward and ``torch.func`` transforms raise.
+    Inside of ``torch.compile`` the call is an operator of the graph, with ``fullgraph=True`` too; with ``parallel`` it
+    breaks the graph.
+
+    Raises:
+        TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
+    """
+    probabilities = probabilities_of(target, hidden)
+    ids = target if probabilities is None else ids_of(hidden)
+    head = head_of("linear_cross_entropy", hidden, weight, ids, options)
+    checks.check_tensor("hidden", head.hidden, optional=False)
+    checks.check_reduction(reduction)
+    checks.check_number("label_smoothing", label_smoothing, 0.0, 1.0)
+    checks.check_number("z_loss", z_loss, 0.0, math.inf)
+    checks.check_scalar("normalizer", normalizer, head.device, reduction == "mean", 'reduction="mean"')
+    checks.check_scalar("upstream", upstream, head.device, reduction != "none", 'reduction="mean" or "sum"')
+    return cross_entropy_task(
+        "linear_cross_entropy", head, probabilities, reduction, label_smoothing, z_loss, class_weights,
+        token_weights=token_weights, normalizer=normalizer, upstream=upstream,
+    )  # fmt: skip
+
+
+def cross_entropy_task(
+    function: str,
+    head: HeadOptions | LogitsOptions,
+    probabilities: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    class_weights: Tensor | None,
+    called: str = "class_weights",
+    token_weights: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    upstream: float | Tensor | None = None,
+    inplace: bool = False,
+) -> Task[Tensor]:
+    """A cross-entropy of hidden states or of logits, with class ids or probabilities: one number or one per token."""
+
+    def check() -> None:
+        checks.check_token_weights(token_weights, head.leading, head.device)
+
+    if class_weights is not None:
+        head.check()
+        checks.check_class_weights(class_weights, head.vocab, head.device, called)
+    label_smoothing, z_loss = float(label_smoothing), float(z_loss)
+    if probabilities is None:
+        given = label_smoothing, z_loss, False
+        loss = remembered_loss(*given) if class_weights is None else make_loss(*given, class_weights)
+        batch = None if token_weights is None else {"token_weights": token_weights}
+    else:
+        check_probabilities(head, probabilities)
+        check()
+        loss = remembered_loss(0.0, z_loss, True)
+        batch = class_probabilities.fields_of(probabilities, label_smoothing, class_weights, token_weights, head.shift)
+    # the z-loss shares the denominator of the cross-entropy, class weights and all
+    return reduced_task(
+        function, head, loss, lambda ran: ran.outputs[0], reduction, normalizer, upstream, share_denominator=True,
+        batch=batch, check=check, inplace=inplace,
+    )  # fmt: skip
+
+
+def probabilities_of(target: Any, rows: Any) -> Tensor | None:
+    """The target, where it is class probabilities: a number for each class of each row of hidden states or logits."""
+    both = isinstance(target, Tensor) and isinstance(rows, Tensor) and not checks.is_dtensor(target)
+    return target if both and target.is_floating_point() and target.dim() == rows.dim() else None
+
+
+def ids_of(rows: Tensor) -> Tensor:
+    """Targets that all count."""
+    return rows.new_zeros(rows.shape[:-1], dtype=torch.int64)
+
+
+def check_probabilities(head: HeadOptions | LogitsOptions, probabilities: Tensor) -> None:
+    """Raises what is wrong with the head, with the probabilities, or with one beside the other."""
+    head.check()
+    checks.check_class_probabilities(probabilities, (*head.leading, head.vocab), head.device)
+    if head.shard is not None:
+        raise ValueError(
+            "target holds class probabilities, whose sums over the vocabulary need all of it, and VocabParallel "
+            'splits it: give p.log() of its ids to linear_loss with losses.forward_kl("cross_entropy")'
+        )
+    if head.ignore_index >= 0:
+        raise ValueError(
+            f"ignore_index={head.ignore_index} is of token ids, and target holds class probabilities; leave it out, "
+            "and give tokens that do not count token_weights of 0, or probabilities that are all 0"
+        )
+
+
+def make_loss(
+    label_smoothing: float, z_loss: float, probabilities: bool, class_weights: Tensor | None = None
+) -> Losses:
+    """``probabilities``: smoothed and weighted already."""
+    if probabilities:
+        loss = losses.forward_kl("cross_entropy", token_weights=class_probabilities.MASS)
+    else:
+        loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
+    return loss + z_loss * losses.z_loss() if z_loss else loss
+
+
+# with a loss lives what has been found out about it
+LOSSES: Cache[Hashable, Losses] = Cache(64)
+
+
+def remembered_loss(label_smoothing: float, z_loss: float, probabilities: bool) -> Losses:
+    given = label_smoothing, z_loss, probabilities
+    return LOSSES.made(exact(given), lambda: make_loss(*given))
+
+
+@in_graph(linear_cross_entropy)
+def in_graph_cross_entropy(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
+    return in_graph_values(outputs, given) if given.get("reduction") == "none" else outputs[0]
+
+
+class ChunkedHead(nn.Module):
+    """A language model's head: ``forward`` gives the loss, ``logits`` what ``nn.Linear`` would.
+
+    Parameters and ``state_dict`` are those of ``nn.Linear(hidden_size, vocab_size, bias)``. Options are
+    ``linear_cross_entropy``'s.
+
+        head = ChunkedHead(4096, 128256)
+        loss = head(hidden, target)            # F.cross_entropy(head.logits(hidden).flatten(0, -2), target.flatten())
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        bias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        super().__init__()
+        for argument, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+            checks.check_int(argument, size, 1)
+        flag("bias", bias)
+        linear = nn.Linear(hidden_size, vocab_size, bias=bias, device=device, dtype=dtype)
+        self.adopt(linear, options)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> "ChunkedHead":
+        """A head that shares the parameters of ``linear`` (and so whatever they are tied to)."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"from_linear takes an nn.Linear, got {type(linear).__name__}")
+        head = cls.__new__(cls)
+        nn.Module.__init__(head)
+        head.adopt(linear, options)
+        return head
+
+    def adopt(self, linear: nn.Linear, options: dict[str, Any]) -> None:
+        known = inspect.signature(linear_cross_entropy).parameters.values()
+        names = {p.name for p in known if p.kind is p.KEYWORD_ONLY} - {"bias"}
+        unknown = options.keys() - names
+        if unknown:
+            first = sorted(unknown)[0]
+            raise TypeError(f"unknown option {first!r}; options are {', '.join(sorted(names))}{nearest(first, names)}")
+        check_options(options)
+        self.weight, self.bias = linear.weight, linear.bias
+        self.options = options
+
+    @property
+    def hidden_size(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    def forward(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
+        """The loss of ``hidden`` [..., hidden] against ``target`` [...]; ``options`` override the module's."""
+        return linear_cross_entropy(hidden, self.weight, target, bias=self.bias, **{**self.options, **options})
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., vocab] for inference, in the dtype of ``hidden``: with the options' scale and cap."""
+        x = nn.functional.linear(hidden, self.weight, self.bias)
+        scale, softcap = self.options.get("logit_scale", 1.0), self.options.get("softcap")
+        if scale != 1.0:
+            x = x * scale
+        return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+    def extra_repr(self) -> str:
+        shape = f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}"
+        return ", ".join([shape, *(f"{key}={value!r}" for key, value in self.options.items())])

@@ -1,0 +1,164 @@
+"""``torch.nn.CrossEntropyLoss`` on logits that exist already."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..call.execution import OptionsModule, check_options
+from ..call.head_options import LogitsOptions
+from ..call.logits_call import check_inplace
+from ..call.task import Task
+from ..compile.operation import in_graph, operation
+from ..core import checks
+from ..core.breaks import breaks_graph
+from ..core.checks import is_dtensor
+from ..core.groups import TokenParallel, VocabParallel, chunked
+from ..parallel.dtensor import local_logits, whole
+from .cross_entropy import cross_entropy_task, ids_of, in_graph_cross_entropy, probabilities_of
+
+
+class CrossEntropyLoss(OptionsModule):
+    """``torch.nn.CrossEntropyLoss`` of class ids, in two passes over the logits and no copy of them.
+
+    ``forward(input, target)``: ``input`` [..., C] with ``target`` [...] int64, any leading dimensions or none, and
+    PyTorch's [N, C, d1, ...] with [N, d1, ...]; the latter is copied, its classes last, unless they are contiguous.
+    Where a shape could be read either way (all dimensions but the first are equal) it is refused. Or class
+    probabilities, ``input`` and ``target`` [N, C] or [C]; ``linear_cross_entropy`` says how they are read.
+
+    Args:
+        weight: [C], a buffer, where columns are padding or other ranks' [vocab_size]; ignore_index, reduction,
+            label_smoothing: as PyTorch's. ``size_average`` and ``reduce``, deprecated there, are refused.
+        z_loss: coefficient of ``lse ** 2``, with the denominator of the cross-entropy.
+        softcap, logit_scale, inplace, vocab_size, backend: as in ``logits_loss``.
+        parallel: likewise; with ``reduction="none"`` nothing is the affair of ranks with other tokens, and
+            ``average=True`` is refused. A copy of the module shares the process group; to save it, save what it is
+            made of.
+
+    Differences from PyTorch: the loss is fp32 for 16-bit input; no tokens, or none that count, give loss 0 with zero
+    gradients rather than nan; whatever stands in a row that does not count (nan too) changes nothing; a target out of
+    range raises an IndexError on the CPU and makes the loss nan elsewhere.
+    """
+
+    weight: Tensor | None
+    vocab_size: int | None
+    parallel: VocabParallel | TokenParallel | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,  # [C]
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        inplace: bool = False,
+        vocab_size: int | None = None,
+        parallel: VocabParallel | TokenParallel | None = None,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        for argument, value in (("size_average", size_average), ("reduce", reduce)):
+            if value is not None:
+                raise ValueError(f"{argument} is deprecated in PyTorch and refused here, got {value!r}; use reduction=")
+        options: dict[str, Any] = {
+            "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss,
+            "softcap": softcap, "logit_scale": logit_scale, "inplace": inplace, "vocab_size": vocab_size,
+            "parallel": parallel, "backend": backend,
+        }  # fmt: skip
+        check_options(options)
+        if not is_dtensor(weight):
+            checks.check_tensor("weight", weight, optional=True)
+        self.register_buffer("weight", weight)
+        self.keep(options)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        if self.parallel is not None or is_dtensor(input) or is_dtensor(self.weight):
+            return self.shared(input, target)
+        return self.loss(classes_last(input, target), target, self.weight)
+
+    @breaks_graph
+    def shared(self, input: Tensor, target: Tensor) -> Tensor:
+        """Among ranks."""
+        return self.loss(classes_last(input, target, self.widths()), target, self.weight)
+
+    def loss(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        return logits_cross_entropy(logits, target, class_weights=weight, **self.options())
+
+    def widths(self) -> Sequence[int]:
+        """How many columns the logits have on each rank, as far as that was said: all of them read a shape alike."""
+        parallel = self.parallel
+        if not isinstance(parallel, VocabParallel):
+            return ()
+        if parallel.rows is not None:
+            return parallel.rows
+        return () if self.vocab_size is None else chunked(self.vocab_size, parallel.ranks)
+
+    def extra_repr(self) -> str:
+        return f"weight={None if self.weight is None else tuple(self.weight.shape)}, {super().extra_repr()}"
+
+
+@operation
+def logits_cross_entropy(
+    logits: Tensor,  # [..., C]
+    target: Tensor,  # [...] int64, or class probabilities [..., C]
+    *,
+    class_weights: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    inplace: bool,
+    vocab_size: int | None,
+    parallel: VocabParallel | TokenParallel | None,
+    backend: str | None,
+) -> Task[Tensor]:
+    """What the module computes."""
+    probabilities = probabilities_of(target, logits)
+    ids = target if probabilities is None else ids_of(logits)
+    logits, ids, vocab_size, parallel = local_logits(logits, ids, vocab_size, parallel, inplace)
+    class_weights = whole("weight", class_weights)
+    options = LogitsOptions(
+        logits=logits, target=ids, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+        backend=backend, vocab_size=vocab_size, parallel=parallel,
+    )  # fmt: skip
+    checks.check_tensor("input", logits, optional=False)
+    check_inplace(logits, inplace)
+    return cross_entropy_task(
+        "CrossEntropyLoss", options, probabilities, reduction, label_smoothing, z_loss, class_weights, "weight",
+        inplace=inplace,
+    )  # fmt: skip
+
+
+in_graph(logits_cross_entropy)(in_graph_cross_entropy)
+
+
+def classes_last(logits: Tensor, target: Tensor, widths: Sequence[int] = ()) -> Tensor:
+    """[..., C], from PyTorch's [N, C, d1, ...] too; ``widths``: what C is on ranks that have other columns."""
+    for argument, tensor in (("input", logits), ("target", target)):
+        if not is_dtensor(tensor):
+            checks.check_tensor(argument, tensor, optional=False)
+    if probabilities_of(target, logits) is not None:
+        if logits.dim() > 2:
+            raise ValueError(
+                f"input {tuple(logits.shape)} with class probabilities as target may have its classes last or, as in "
+                "PyTorch, second; flatten both: .flatten(0, -2) or .movedim(1, -1).flatten(0, -2)"
+            )
+        return logits
+    checks.check_ids("target", target)
+    shape, leading = tuple(logits.shape), tuple(target.shape)
+    last, second = leading == shape[:-1], len(shape) > 2 and leading == shape[:1] + shape[2:]
+    # on another rank, where there are as many classes as every dimension but the first has
+    elsewhere = len(shape) > 2 and len(set(leading[1:])) == 1 and leading[1] in widths
+    if (last and second) or (elsewhere and (last or second)):
+        raise ValueError(
+            f"input {shape} with target {leading} may have its classes last or, as in PyTorch, second; flatten both: "
+            "input.flatten(0, -2) or input.movedim(1, -1).flatten(0, -2), with target.flatten()"
+        )
+    return logits.movedim(1, -1) if second else logits

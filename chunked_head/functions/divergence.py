@@ -1,0 +1,138 @@
+"""Per-token divergences from a dense teacher, differentiable, for a loss of the caller's own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Unpack
+
+from torch import Tensor
+
+from .. import losses
+from ..arithmetic.demand import SUFFIX
+from ..arithmetic.token_objectives import StatsObjective
+from ..call.execution import Head
+from ..call.head_options import head_of
+from ..call.prepared import PreparedCall
+from ..call.run import stats_objective
+from ..call.task import Task
+from ..compile.operation import in_graph, operation
+from ..core.options import choice, flag, number
+from ..core.shift import all_at_targets
+from ..core.stats import Demand
+from ..losses.base import Losses
+
+KINDS: dict[str, Callable[..., Losses]] = {
+    "forward_kl": losses.forward_kl, "reverse_kl": losses.reverse_kl, "jsd": losses.jsd, "tvd": losses.tvd
+}  # fmt: skip
+
+
+class Divergence(NamedTuple):
+    divergence: Tensor
+    entropy: Tensor
+
+
+@operation
+def linear_divergence(
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [vocab, hidden]
+    target: Tensor | None = None,  # [...] int64
+    *,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    teacher_logits: Tensor | None = None,  # [..., teacher's vocab]
+    teacher_hidden: Tensor | None = None,  # [..., teacher's hidden]
+    teacher_weight: Tensor | None = None,  # [teacher's vocab, teacher's hidden]
+    teacher_bias: Tensor | None = None,  # [teacher's vocab]
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    teacher_temperature: float | None = None,
+    entropy: bool = False,
+    temperature: float | Tensor = 1.0,  # or [...]
+    mask: Tensor | None = None,  # [...] bool
+    **options: Unpack[Head],
+) -> Task[Tensor | Divergence]:
+    """The divergence of each token's distribution p from a teacher's q, and the entropy of p. Same values and
+    gradients as, for ``divergence="forward_kl"``,
+
+        x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
+        y = the same of the teacher's
+        q = y.softmax(-1)
+        divergence = (q * (y.log_softmax(-1) - x.log_softmax(-1))).sum(-1)
+        entropy = -(x.softmax(-1) * x.log_softmax(-1)).sum(-1)
+
+    without the logits of either, for a loss of one's own. ``linear_loss`` with ``losses.forward_kl`` and the others is
+    for a loss that is their mean or sum: three matmuls and the teacher's where this takes the student's and the
+    teacher's twice, since the gradient of each token comes late.
+
+    Args:
+        target: token ids whose ``ignore_index`` says what does not count; None where every token does, or ``mask``
+            says it.
+        divergence: ``"forward_kl"`` KL(q || p), ``"reverse_kl"`` KL(p || q), ``"jsd"`` or ``"tvd"``, as
+            ``chunked_head.losses`` defines them.
+        beta: of the JSD, the weight of q in the mixture; 0 is the forward, 1 the reverse divergence.
+        teacher_logits, or teacher_hidden with teacher_weight and perhaps teacher_bias: indexed like the hidden states;
+            they take no gradient. Of vocabularies that differ the first ids, which both have, are compared.
+        teacher_logit_scale, teacher_softcap: of the teacher's logits.
+        temperature: divides the logits; a number, or a tensor [...] with one per token.
+        teacher_temperature: of the teacher alone, a number; None: ``temperature``, which is the student's.
+        entropy: whether to return the student's entropy too, in nats.
+        mask: [...] bool, tokens that count, beside ``ignore_index``. The others have 0 and no gradient.
+        The rest: as in ``linear_logprobs``.
+
+    Returns:
+        ``divergence`` [...], or with ``entropy=True`` a named tuple ``(divergence, entropy)``; fp32 (fp64 for fp64),
+        differentiable.
+
+    Raises:
+        TypeError, ValueError, IndexError: as ``linear_loss``.
+    """
+    head = head_of("linear_divergence", hidden, weight, target, options, temperature)
+    loss = divergence_of(divergence, beta, teacher_temperature, teacher_logit_scale, teacher_softcap)
+    given = {
+        "teacher_logits": teacher_logits, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight,
+        "teacher_bias": teacher_bias, "mask": mask,
+    }  # fmt: skip
+    names = ("divergence", "entropy") if flag("entropy", entropy) else ("divergence",)
+
+    def check() -> None:
+        head.refuse_tokens("linear_divergence")
+
+    def wants(demand: Demand) -> Demand:
+        assert demand.pairing is not None
+        view = demand.pairing.view
+        return demand._replace(entropy=tuple(entropy and i == view for i in range(len(demand.views))), rank_one=False)
+
+    def objective(prepared: PreparedCall) -> StatsObjective:
+        pairing = prepared.program.demand.pairing
+        assert pairing is not None
+        ((_, summand),) = loss.terms
+        (statistic,) = summand.needs
+        found_in = {"divergence": statistic, "entropy": "entropy" + SUFFIX[pairing.view]}
+        return stats_objective(prepared, tuple(found_in[name] for name in names), len(names))
+
+    return Task(
+        "linear_divergence", head, loss, objective, lambda ran: laid_out(ran.outputs),
+        batch={name: value for name, value in given.items() if value is not None}, check=check, options=(entropy,),
+        wants=wants, per_token=names,
+    )  # fmt: skip
+
+
+def divergence_of(
+    divergence: str, beta: float, temperature: float | None, logit_scale: float, softcap: float | None
+) -> Losses:
+    """The loss whose statistic is asked for, its options checked."""
+    choice("linear_divergence", "divergence", divergence, tuple(KINDS))
+    known: dict[str, Any] = {"beta": beta} if divergence == "jsd" else {}
+    if divergence != "jsd" and number("linear_divergence", "beta", beta) != 0.5:
+        raise ValueError(f'beta goes with divergence="jsd" only, got {beta!r} with {divergence!r}; leave it at 0.5')
+    return KINDS[divergence](
+        teacher_temperature=temperature, teacher_logit_scale=logit_scale, teacher_softcap=softcap, **known
+    )
+
+
+def laid_out(values: Sequence[Tensor]) -> Any:
+    return values[0] if len(values) == 1 else Divergence(*values)
+
+
+@in_graph(linear_divergence)
+def in_graph_divergence(outputs: list[Tensor], given: dict[str, Any]) -> Any:
+    found = outputs[: 1 + given.get("entropy", False)]
+    return laid_out(all_at_targets(found, tuple(given["hidden"].shape[:-1]), given.get("shift", 0)))

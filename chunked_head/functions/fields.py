@@ -1,0 +1,108 @@
+"""Arguments that stand for fields of the batch: candidates in the place of the vocabulary, lengths of segments."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.head_options import HeadOptions
+from ..core import checks
+from ..core.options import flag
+from ..plan.segments import Segments
+
+
+def with_candidates(
+    head: HeadOptions, batch: Any, kept_everywhere: bool, candidates: Tensor | None, candidate_bias: Tensor | None
+) -> tuple[Any, bool]:
+    """``batch`` with the candidates as each token's ``kept_ids``, and whether every token keeps a set."""
+    everywhere = flag("kept_everywhere", kept_everywhere)
+    if candidates is None:
+        if candidate_bias is not None:
+            raise ValueError("candidate_bias goes with candidates, which are missing")
+        return batch, everywhere
+    checks.check_tensor("candidates", candidates, optional=False)
+    checks.check_tensor("candidate_bias", candidate_bias, optional=True)
+    if candidates.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"candidates must be ids, int64 or int32, got {candidates.dtype}; cast them")
+    if batch is not None and not isinstance(batch, Mapping):
+        return batch, everywhere  # the call raises what is wrong with it
+    if any((batch or {}).get(name) is not None for name in ("kept_ids", "kept_offsets")):
+        raise ValueError("candidates are sets that all tokens keep, and kept_ids are others; pass one of them")
+    given = candidates.shape
+    if not given or given[-1] == 0 or (len(given) > 1 and given[:-1] != head.leading):
+        raise ValueError(
+            f"candidates must be [K], or the target's shape {head.leading} and one more dimension, K at least 1, got "
+            f"{tuple(given)}"
+        )
+    if candidate_bias is not None and candidate_bias.shape != given:
+        raise ValueError(
+            f"candidate_bias must have the shape of candidates, {tuple(given)}, got {tuple(candidate_bias.shape)}"
+        )
+    fields = {"kept_ids": candidates, "candidate_bias": candidate_bias}
+    shape = *head.leading, given[-1]  # [K] of all tokens becomes each token's
+    expanded = {name: value.expand(shape) for name, value in fields.items() if value is not None}
+    return {**(batch or {}), **expanded}, True
+
+
+def with_segments(
+    head: HeadOptions, batch: Any, num_segments: int | None, segment_lengths: Sequence[int] | Tensor | None
+) -> tuple[Any, int | None, Segments | None]:
+    """``batch`` with ``segments``, their number, and what the host knows of them."""
+    if segment_lengths is None or (batch is not None and not isinstance(batch, Mapping)):
+        return batch, num_segments, None  # the call raises what is wrong with the batch
+    lengths, tokens = numbers(segment_lengths), math.prod(head.leading)
+    if num_segments is not None or "segments" in (batch or {}):
+        raise ValueError("segment_lengths say which tokens are a segment: leave out num_segments and batch['segments']")
+    if head.tokens is not None or (head.shard is not None and head.shard.parallel.sequence_sharded):
+        raise ValueError(
+            "segment_lengths are of all tokens of the batch, and with TokenParallel or sequence_sharded=True each rank "
+            "holds others: pass batch['segments'] and num_segments"
+        )
+    if head.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "segment_lengths are other numbers at every step, and a CUDA graph would keep these: pass "
+            "batch['segments'] and num_segments"
+        )
+    if not lengths or min(lengths) < 0 or sum(lengths) != tokens:
+        raise ValueError(
+            f"segment_lengths must be of one segment or more and add up to the tokens, {tokens}, padding and prompts "
+            f"among them, got {len(lengths)} that add up to {sum(lengths)}, the least {min(lengths, default=0)}"
+        )
+    fields, pairs = dict(batch or {}), pairs_of(batch or {})
+    if pairs is not None:
+        fields["pairs"] = pairs.to(head.device, non_blocking=True)
+    counts = torch.tensor(lengths).to(head.device, non_blocking=True)
+    ids = torch.arange(len(lengths), device=head.device)
+    fields["segments"] = torch.repeat_interleave(ids, counts, output_size=tokens).view(head.leading)
+    together = () if pairs is None else tuple(map(tuple, pairs.tolist()))
+    return fields, len(lengths), Segments(lengths, together)
+
+
+def numbers(lengths: Any) -> tuple[int, ...]:
+    """The lengths, checked."""
+    given = lengths
+    if isinstance(lengths, Tensor):
+        if lengths.device.type != "cpu" or lengths.dim() != 1 or lengths.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                "segment_lengths must be a list of ints or a one-dimensional int tensor on the CPU, since the host "
+                f"decides by them where chunks end, got {lengths.dim()}-d {lengths.dtype} on {lengths.device}"
+            )
+        given = lengths.tolist()
+    if not isinstance(given, Sequence) or not all(type(one) is int for one in given):
+        raise TypeError(f"segment_lengths must be a list of ints or an int tensor on the CPU, got {lengths!r}")
+    return tuple(given)
+
+
+def pairs_of(batch: Mapping[str, Any]) -> Tensor | None:
+    """``batch["pairs"]`` on the CPU, if it is there; what else is wrong with it, the call says."""
+    pairs = batch.get("pairs")
+    if not isinstance(pairs, Tensor) or pairs.dim() != 2:
+        return None
+    if pairs.device.type != "cpu":
+        raise ValueError(
+            f"batch['pairs'] must be on the CPU beside segment_lengths, got {pairs.device}: the host decides by the "
+            "segments that belong together where chunks end"
+        )
+    return pairs

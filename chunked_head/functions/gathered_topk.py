@@ -1,0 +1,97 @@
+"""Top-K distillation of student logits that were gathered already."""
+
+import torch
+from torch import Tensor
+
+from ..core import checks
+from ..core.options import choice
+from ..losses.topk import entries, positive, squared, topk_divergence, topk_options
+
+WHERE = "losses.gathered_topk_kl"
+
+
+def gathered_topk_kl(
+    student_logits: Tensor,
+    teacher_logprobs: Tensor,
+    *,
+    lse: Tensor | None = None,
+    teacher_ids: Tensor | None = None,
+    teacher_mask: Tensor | None = None,
+    mask: Tensor | None = None,
+    divergence: str = "forward",
+    normalize: str = "tail",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    teacher_renormalize: bool | None = None,
+    teacher_temperature: float | None = None,
+    t_squared: bool = False,
+    token_weights: Tensor | None = None,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+) -> Tensor:
+    """``losses.topk_kl`` of the student's logits at the teacher's ids, by plain autograd.
+
+    ``student_logits`` [..., K] are gathered from final logits (scaled and capped), before ``temperature``, which
+    divides them here. ``lse`` [...] is ``logsumexp(logits / temperature)`` over the vocabulary, through which gradients
+    flow as well; only ``normalize="topk"`` does without. ``teacher_logprobs`` [..., K] and ``teacher_mask`` [..., K] as
+    in ``losses.topk_kl``; ``teacher_ids`` [..., K] serve to count a repeated id once and may be left out where none is.
+    Divergences, normalisations and the teacher's options are those of ``losses.topk_kl``.
+
+    Positions where ``mask`` [...] is false give 0 and take zero gradients, whatever stands there. ``reduction="mean"``
+    divides the sum of ``token_weights * value`` by ``normalizer``, else by the number of positions that count; the
+    result is 0-d, or [...] for ``"none"``. fp32 for half inputs.
+    """
+    choice(WHERE, "reduction", reduction, ("mean", "sum", "none"))
+    options = topk_options(WHERE, divergence, normalize, beta, teacher_renormalize, teacher_temperature)
+    temperature = positive(WHERE, "temperature", temperature)
+    factor = squared(WHERE, temperature, t_squared)
+    if lse is None and normalize != "topk":
+        raise ValueError(
+            f"lse is needed with normalize={normalize!r}: pass logsumexp of the student's logits / temperature over "
+            'the vocabulary, or normalize="topk"'
+        )
+    if normalizer is not None and reduction != "mean":
+        raise ValueError(f'normalizer goes with reduction="mean" only, got {reduction!r}; divide the result instead')
+    checks.check_factor("normalizer", normalizer)
+    checks.check_tensor("student_logits", student_logits, optional=False)
+    if student_logits.dim() < 1 or not student_logits.is_floating_point():
+        raise ValueError(
+            f"student_logits must be floating-point [..., K], got {student_logits.dtype} {tuple(student_logits.shape)}"
+        )
+    each, leading = tuple(student_logits.shape), tuple(student_logits.shape[:-1])
+    given: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "teacher_logprobs": (teacher_logprobs, each),
+        "teacher_ids": (teacher_ids, each),
+        "teacher_mask": (teacher_mask, each),
+        "lse": (lse, leading),
+        "mask": (mask, leading),
+        "token_weights": (token_weights, leading),
+    }
+    for argument, (tensor, shape) in given.items():
+        checks.check_tensor(argument, tensor, optional=argument != "teacher_logprobs")
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{argument} must have shape {shape}, got {tuple(tensor.shape)}")
+        if tensor is not None and argument in ("teacher_mask", "mask") and tensor.dtype != torch.bool:
+            raise TypeError(f"{argument} must be bool, got {tensor.dtype}")
+
+    dtype = torch.promote_types(student_logits.dtype, torch.float32)
+    x = student_logits.to(dtype) / temperature
+    if lse is not None:
+        x = x - lse.to(dtype).unsqueeze(-1)
+    teacher = teacher_logprobs.to(dtype)
+    counts = entries(teacher, teacher_ids, teacher_mask)
+    if mask is not None:
+        counts = counts & mask.unsqueeze(-1)  # a position without entries is 0
+    values = topk_divergence(x, teacher, counts, **options) * factor
+    if token_weights is not None:
+        weights = token_weights.detach().to(dtype)
+        values = values * (weights if mask is None else torch.where(mask, weights, 0.0))
+    if reduction == "none":
+        return values
+    total = values.sum()
+    if reduction == "sum":
+        return total
+    if normalizer is None:
+        normalizer = values.numel() if mask is None else mask.sum()
+    divisor = normalizer.detach().to(total) if isinstance(normalizer, Tensor) else total.new_full((), normalizer)
+    return torch.where(divisor == 0, 0.0, total / torch.where(divisor == 0, 1.0, divisor))

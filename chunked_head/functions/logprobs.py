@@ -1,0 +1,203 @@
+"""Per-token statistics of a linear head, differentiable, for a loss of the caller's own."""
+
+import itertools
+from collections import namedtuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack, overload
+
+from torch import Tensor
+
+from ..arithmetic.token_objectives import StatsObjective
+from ..call.execution import Head, PerTokenOptions
+from ..call.head_options import HeadOptions, LogitsOptions, head_of
+from ..call.prepared import PreparedCall
+from ..call.run import stats_objective
+from ..call.task import Task
+from ..compile.operation import in_graph, operation
+from ..core import checks
+from ..core.options import flag
+from ..core.shift import all_at_targets
+from ..core.stats import Demand, View
+from ..losses.base import Losses
+from .fields import with_candidates
+
+FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # of what is returned on demand, in order
+DIFFERENTIABLE = ("logprobs", *FLAGS[:-1])
+
+if TYPE_CHECKING:
+
+    class LogProbs(tuple[Tensor, ...]):
+        """The named tuple of what was asked for; the rest is not there."""
+
+        logprobs: Tensor
+        entropy: Tensor
+        lse: Tensor
+        mean_logit: Tensor
+        log_sum_sq_probs: Tensor
+        argmax: Tensor
+        top_k_logprobs: Tensor
+        top_k_ids: Tensor
+
+
+@overload
+def linear_logprobs(hidden: Tensor, weight: Tensor, target: Tensor, **options: Unpack[PerTokenOptions]) -> Tensor: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    entropy: bool = False,
+    lse: bool = False,
+    argmax: bool = False,
+    top_k: int | None = None,
+    mean_logit: bool = False,
+    log_sum_sq_probs: bool = False,
+    **options: Unpack[PerTokenOptions],
+) -> "LogProbs": ...
+@operation
+def linear_logprobs(
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [vocab, hidden]
+    target: Tensor,  # [...] int64
+    *,
+    entropy: bool = False,
+    lse: bool = False,
+    argmax: bool = False,
+    top_k: int | None = None,
+    mean_logit: bool = False,
+    log_sum_sq_probs: bool = False,
+    temperature: float | Tensor = 1.0,  # or [...]
+    mask: Tensor | None = None,  # [...] bool
+    kept_ids: Tensor | None = None,  # [n] int64, or [..., K]
+    kept_offsets: Tensor | None = None,  # [tokens + 1] int64
+    kept_everywhere: bool = False,
+    candidates: Tensor | None = None,  # [K] int64, or [..., K]
+    candidate_bias: Tensor | None = None,  # of their shape
+    **options: Unpack[Head],
+) -> Task[Tensor | tuple[Tensor, ...]]:
+    """Log-probabilities of targets, and what else is asked for. Same values and gradients as
+
+        x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
+        logprobs = x.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+        entropy = -(x.softmax(-1) * x.log_softmax(-1)).sum(-1)
+        lse, argmax, top_k = x.logsumexp(-1), x.argmax(-1), x.log_softmax(-1).topk(k)
+        mean_logit, log_sum_sq_probs = x.mean(-1), (2 * x.log_softmax(-1)).logsumexp(-1)
+
+    without the logits, for a loss of one's own:
+
+        logprobs, entropy = linear_logprobs(hidden, weight, target, entropy=True)
+        (-(advantages * logprobs) - 0.01 * entropy).mean().backward()
+
+    Any gradient flows back but those of argmax and top-K, which have none. Under
+    ``torch.no_grad()``, or where neither hidden states nor head need a gradient, a call is one matmul and keeps no
+    logits beyond a chunk. With gradients, logits are computed again in ``backward``, since the gradient of each token
+    comes late: four matmuls. A loss from ``chunked_head.losses`` in ``linear_loss`` needs three.
+
+    A token's log-probability is the same in every call and under every loss: given back as ``old_logprobs``, it makes
+    a ratio of 1, within 1e-5. With ``deterministic=True`` all calls of this function give the same bits, on any number
+    of ranks: docs/inference.md says so for an inference engine and a trainer that both call it.
+
+    Args:
+        entropy, lse, argmax: whether to return these too, [...] fp32 in nats, int64 for argmax.
+        mean_logit: mean of the logits over the vocabulary, [...] fp32 (TRL's ``logits/chosen`` averages it).
+        log_sum_sq_probs: ``log(sum_v p_v ** 2)`` in nats, [...] fp32: WPO's weight, less a sign Rényi's entropy of
+            order 2. It takes a softmax at half the temperature beside the first.
+        top_k: K largest log-probabilities and their ids: ``top_k_logprobs`` [..., K] fp32, ``top_k_ids`` [..., K].
+            Not with ``deterministic=True``.
+        temperature: divides the logits; a number, or a tensor [...] with one per token, indexed like the target.
+        mask: [...] bool, tokens that count, beside ``ignore_index``. The others have 0 everywhere (ids too), and no
+            gradient.
+        kept_ids, kept_offsets: sets of ids that the softmaxes of tokens are over, as samplers keep them (top-p, top-k,
+            min-p): token t's are ``kept_ids[kept_offsets[t] : kept_offsets[t + 1]]``, or without offsets
+            ``kept_ids[t]``, -1 for none. They are indexed like the target, which is added where it is missing; a token
+            without ids has the whole vocabulary. Of tokens with a set no logits are made but those of its ids. Not with
+            mean_logit and top_k.
+        kept_everywhere: a promise that every token that counts has a set: then nothing is done over the vocabulary. On
+            the CPU it is found out; elsewhere a broken promise gives nan.
+        candidates, candidate_bias: as in ``linear_loss``.
+        The rest: as in ``linear_cross_entropy``, ``accumulate_into`` added to in backward; values stand at their
+            target's place under ``shift``.
+
+    Returns:
+        ``logprobs`` [...] alone, or a named tuple ``(logprobs, entropy, lse, mean_logit, log_sum_sq_probs, argmax,
+        top_k_logprobs, top_k_ids)`` of those that were asked for, in this order; fp32 (fp64 for fp64).
+
+    Raises:
+        TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
+    """
+    head = head_of("linear_logprobs", hidden, weight, target, options, temperature)
+    flags = dict(zip(FLAGS, (entropy, lse, mean_logit, log_sum_sq_probs, argmax), strict=True))
+    fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
+    fields, everywhere = with_candidates(head, fields, kept_everywhere, candidates, candidate_bias)
+    return logprobs_task("linear_logprobs", head, fields, flags, top_k, everywhere)
+
+
+def logprobs_task(
+    function: str,
+    head: HeadOptions | LogitsOptions,
+    fields: Mapping[str, Tensor | None],
+    flags: Mapping[str, bool],
+    top_k: int | None,
+    kept_everywhere: bool,
+) -> Task[Any]:
+    """What a function does that returns statistics of each token, of hidden states or of logits."""
+    for argument, value in flags.items():
+        flag(argument, value)
+    if top_k is not None:
+        checks.check_int("top_k", top_k)
+    names = output_names(flags, top_k)
+
+    def check() -> None:
+        head.refuse_tokens(function)
+        if head.target is None:
+            raise ValueError("target is None, and log-probabilities are those of targets; pass token ids")
+        most = head.vocab if head.shard is None else min(head.shard.split.rows)
+        if top_k is not None and not 1 <= top_k <= most:
+            raise ValueError(f"top_k must be in [1, {most}] (the vocabulary, on every rank) or None, got {top_k}")
+
+    def objective(prepared: PreparedCall) -> StatsObjective:
+        return stats_objective(prepared, names, sum(name in DIFFERENTIABLE for name in names))
+
+    return Task(
+        function, head, Losses(()), objective, lambda ran: laid_out(ran.outputs, names),
+        batch={name: value for name, value in fields.items() if value is not None}, check=check,
+        options=(*flags.values(), top_k), wants=lambda _: demand_of(names, top_k), per_token=names,
+        kept_everywhere=flag("kept_everywhere", kept_everywhere),
+    )  # fmt: skip
+
+
+def demand_of(names: Sequence[str], top_k: int | None) -> Demand:
+    """The statistics behind what a call returns."""
+    squares, entropy, mean = "log_sum_sq_probs" in names, "entropy" in names, "mean_logit" in names
+    # the square of a probability is one at half the temperature
+    views = (View(), View(2.0)) if squares else (View(),)
+    return Demand(
+        views, (entropy, *(False for _ in views[1:])), weighted_sum=mean, top="argmax" in names, top_k=top_k or 0,
+        rank_one=not (entropy or mean or squares),
+    )  # fmt: skip
+
+
+def output_names(flags: Mapping[str, Any], top_k: int | None) -> tuple[str, ...]:
+    """What a call returns, in order; those that take a gradient come first."""
+    flagged = [name for name in FLAGS if flags.get(name, False)]
+    return ("logprobs", *flagged, *(("top_k_logprobs", "top_k_ids") if top_k else ()))
+
+
+# made here, all of them: a compiler cannot take the making of a type
+CHOICES = itertools.product((False, True), repeat=len(FLAGS) + 1)
+RESULT_TYPES = {
+    names: namedtuple("LogProbs", names)
+    for names in [output_names(dict(zip(FLAGS, flags, strict=True)), top_k) for *flags, top_k in CHOICES]
+}
+
+
+def laid_out(values: Sequence[Tensor], names: tuple[str, ...]) -> Any:
+    return values[0] if len(names) == 1 else RESULT_TYPES[names](*values)
+
+
+@in_graph(linear_logprobs)
+def in_graph_logprobs(outputs: list[Tensor], given: dict[str, Any]) -> Any:
+    names = output_names(given, given.get("top_k"))
+    values = all_at_targets(outputs[: len(names)], tuple(given["target"].shape), given.get("shift", 0))
+    return laid_out(values, names)

@@ -1,0 +1,289 @@
+"""Any loss of a linear head, with metrics; and what a call of given sizes needs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, Unpack, cast
+
+import torch
+from torch import Tensor
+
+from ..arithmetic.objective import Objective, ScalarObjective
+from ..call.execution import Head
+from ..call.head_options import HeadOptions, LogitsOptions, head_of
+from ..call.prepared import PreparedCall
+from ..call.run import Outcome, scalar_objective, token_objective
+from ..call.streams import Streams
+from ..call.task import Task
+from ..compile.operation import in_graph, operation
+from ..compile.recipes import TASKS
+from ..core import checks
+from ..core.shift import at_targets
+from ..losses.base import Losses, as_losses
+from ..losses.user.closures import Function
+from ..metrics import Metric, MetricValue
+from ..metrics.values import as_metrics
+from ..plan.plans import Plan
+from .fields import with_candidates, with_segments
+from .streams import streams_of
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class LossOutput:
+    """What ``linear_loss`` and ``logits_loss`` return.
+
+    ``loss``: 0-d, or [...] as the target with ``reduction="none"``, differentiable. ``parts``: each summand's own
+    reduced value, 0-d and detached; ``loss`` is their sum with the coefficients. ``metrics``: by name, each with
+    ``.sum`` and ``.count`` or ``.extremum``, and ``.value``; on the device. Both are empty with ``reduction="none"``.
+    With ``TokenParallel`` loss and parts are this rank's shares, metrics the whole batch's. ``plan``: how the call ran;
+    None for ``logits_loss``, which has nothing to plan, and inside of ``torch.compile``, where a graph may run at other
+    lengths. ``streams``: of a call on several streams each one's own, its loss detached and without the stream's
+    weight; ``parts`` and ``plan`` of such a call are theirs alone, its ``metrics`` those that go over streams.
+    """
+
+    loss: Tensor
+    parts: dict[str, Tensor]
+    metrics: dict[str, MetricValue]
+    plan: Plan | None
+    streams: "tuple[LossOutput, ...]" = ()
+
+
+@operation
+def linear_loss(
+    hidden: Tensor | Sequence[Tensor],  # [..., hidden], of one stream or of several
+    weight: Tensor,  # [vocab, hidden]
+    target: Tensor | Sequence[Tensor] | None,  # [...] int64
+    loss: Losses | Function | Sequence[Losses | Function],
+    *,
+    stream_weights: Sequence[float | Tensor] | None = None,
+    batch: Mapping[str, Any] | None = None,  # of tensors
+    num_segments: int | None = None,
+    segment_lengths: Sequence[int] | Tensor | None = None,
+    kept_everywhere: bool = False,
+    candidates: Tensor | None = None,  # [K] int64, or [..., K]
+    candidate_bias: Tensor | None = None,  # of their shape
+    metrics: Sequence[Metric] = (),
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,  # or [...]
+    upstream: float | Tensor | None = None,
+    **options: Unpack[Head],
+) -> Task[LossOutput] | Streams[LossOutput]:
+    """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
+
+        x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
+        logprob = x.log_softmax(-1).gather(-1, target[..., None])[..., 0]     # and lse, entropy, ... of x
+        part = [(m * w * l(stats, batch)).sum() / D for l in losses]          # the values of each loss, unreduced
+        loss = sum(c * p for c, p in zip(coefficients, part))
+
+    without the logits. A token counts (m = 1) where its target is not ``ignore_index`` and ``batch["mask"]``, if given,
+    is True; what stands elsewhere, in any tensor, changes nothing. w are token weights, D is below.
+
+        out = linear_loss(hidden, weight, target, losses.grpo() + 1e-4 * losses.z_loss() - 0.01 * losses.entropy(),
+                          batch={"old_logprobs": old, "advantages": advantages}, metrics=[metrics.clip_fraction()])
+        out.loss.backward()
+
+    Args:
+        hidden, weight, bias, ignore_index, softcap, logit_scale, shift, upstream, how the call runs: as in
+            ``linear_cross_entropy``.
+        target: token ids [...] int64; None where no loss or metric reads it.
+        loss: ``chunked_head.losses``, added and multiplied by numbers or 0-d tensors. A function ``(stats, batch) ->
+            values`` of your own, alone or as a summand, is taken as ``losses.custom(function, scope="token")``, checked
+            once; ``losses.custom`` is for all else.
+        batch: tensors that go with the tokens, by name: what the losses and metrics ask for, ``mask`` [...] bool and
+            ``token_weights`` [...]. Fields of the predicted token (mask, weights, log-probabilities, advantages,
+            segments) are indexed like the target and move with it under ``shift``; ``teacher_*`` like the hidden
+            states. ``kept_ids`` with ``kept_offsets``, or alone [..., K], are sets of ids that tokens' softmaxes are
+            over, for all losses and metrics, as in ``linear_logprobs``. Nothing is broadcast, and no field takes a
+            gradient. ``losses.FIELDS`` lists all. A log-probability above 0 by more than rounding raises a ValueError
+            on the CPU; elsewhere nobody looks.
+        kept_everywhere: a promise that every token that counts keeps a set of ids (``batch["kept_ids"]``): then nothing
+            is done over the vocabulary. On the CPU it is found out, elsewhere a broken promise gives nan.
+        candidates: ids [K] that all tokens share, or [..., K] beside the targets (-1 for none, and one at least where a
+            token counts): the softmax is over them alone, and the target where it is none of them. Every token and
+            candidate costs a gathered row of the weight, also where all tokens share them: it is for small K.
+        candidate_bias: of their shape, added to their logits before any temperature, as ``-log q`` of sampled softmax
+            (Jean et al. 2015); 0 for a target that is none of them. It takes no gradient, and no softcap.
+        num_segments: how many segments ``batch["segments"]`` numbers, an int; ids in [0, num_segments), -1 for none.
+        segment_lengths: instead of both, the lengths of segments that lie one after the other in the flattened tokens:
+            a list or an int tensor on the CPU that adds up to their number. Prompts and padding are in the lengths;
+            they count for nothing by ``ignore_index`` or ``batch["mask"]``. ``batch["pairs"]`` is on the CPU then. Not
+            with ``TokenParallel`` or ``sequence_sharded``.
+        metrics: ``chunked_head.metrics``, of names that differ.
+        reduction: of summands that name none: ``"mean"`` or ``"sum"``. ``"none"``, for losses of tokens and without
+            metrics: ``loss`` [...] is each token's ``sum(c * w * l)``, 0 where one does not count. Its upstream
+            gradients come late: logits are computed again in ``backward``.
+        normalizer: D of summands that name none and are means: a number or a 0-d tensor on the device. None: of each
+            summand the tokens (segments, pairs) that count, 1 where there are none. 0 gives 0.
+        temperature: divides the logits for every loss and metric that names no temperature of its own. A call may mix
+            two temperatures. A tensor [...] has one per token, indexed like the target; losses and metrics with a
+            temperature of their own are refused beside it. It is read only where a token counts, and takes no gradient.
+            One that is not positive and finite raises a ValueError on the CPU, and makes everything nan elsewhere.
+        parallel: what ranks of a process group share. ``TokenParallel``: they hold different tokens of one batch. Loss
+            and parts are this rank's shares, of which an ``all_reduce(SUM)`` gives the whole batch's; D, sums over
+            segments and metrics are of all ranks' tokens. ``num_segments``, ids of segments and the fields per segment
+            and per pair are the whole batch's. ``VocabParallel``: they hold different rows of the head.
+
+    Several streams go through one head where ``hidden`` is a list, as for heads of multi-token prediction (DeepSeek-V3,
+    2412.19437) or the steps of a drafter in training (EAGLE-3, 2503.01840). The same value and gradients as
+
+        outs = [linear_loss(h, weight, target, loss, shift=k, ...) for h, k in zip(hidden, shift)]
+        loss = sum(w * out.loss for w, out in zip(stream_weights, outs))
+
+    with one accumulation of the weight's gradient, and each stream's own denominator. ``stream_weights``: numbers or
+    0-d tensors, None for 1 each. ``target``, ``loss``, ``shift``, ``temperature``, ``normalizer``, ``candidates`` and
+    each tensor of ``batch`` are one for all streams or a list of one each; everything else is the same for all.
+    ``out.streams[i]`` has each stream's loss, parts, metrics and plan. ``memory_budget`` holds one accumulator and one
+    chunk of one stream; where it holds no accumulator a ValueError says so. Inside of ``torch.compile`` such a call
+    breaks the graph. ``metrics.accepted_length`` goes over the streams.
+
+    Losses whose tokens depend on each other (``scope="segment"``: GSPO, DPO, ...) need all statistics before any
+    gradient: where one chunk cannot hold all tokens, logits are computed again in ``backward``, four matmuls for three,
+    and ``accumulate_into`` is added to there. With ``segment_lengths`` chunks end where segments (and pairs, which are
+    brought together) end, and three matmuls are enough; a segment longer than a chunk has its logits computed again,
+    alone. It stays at four for losses of ``losses.custom`` and where rows are moved for another reason
+    (``skip_ignored``, sets that some tokens keep); ``out.plan`` tells. In ``torch.compile`` they break the graph.
+
+    Inside of ``torch.compile`` the call is an operator; losses and metrics may be made in the compiled function or
+    before it. There a tensor multiplies a loss by ``Losses.times``. With functions of your own, in losses or metrics,
+    and with ``parallel`` the call breaks the graph.
+
+    Raises:
+        TypeError, ValueError: before any work, naming the argument; a missing field names the loss that needs it.
+        IndexError: on the CPU, for a target, segment or teacher id out of range; elsewhere loss, metrics and gradients
+            become nan.
+    """
+    if isinstance(hidden, list | tuple):
+        given = {
+            "batch": batch, "num_segments": num_segments, "segment_lengths": segment_lengths,
+            "kept_everywhere": kept_everywhere, "candidates": candidates, "candidate_bias": candidate_bias,
+            "metrics": metrics, "reduction": reduction, "normalizer": normalizer, "temperature": temperature,
+            "upstream": upstream, **options,
+        }  # fmt: skip
+        return streams_of(TASKS["linear_loss"], hidden, weight, target, loss, stream_weights, given)
+    if stream_weights is not None:
+        raise ValueError("stream_weights go with several streams: pass hidden as a list, or leave them out")
+    hidden, target, loss = cast("tuple[Tensor, Tensor | None, Losses | Function]", (hidden, target, loss))
+    head = head_of("linear_loss", hidden, weight, target, options, temperature)
+    checks.check_tensor("hidden", head.hidden, optional=False)
+    batch, everywhere = with_candidates(head, batch, kept_everywhere, candidates, candidate_bias)
+    batch, num_segments, segments = with_segments(head, batch, num_segments, segment_lengths)
+    summed, measured = check_loss(head.device, loss, metrics, reduction, normalizer, upstream)
+    return reduced_task(
+        "linear_loss", head, summed, loss_output, reduction, normalizer, upstream, metrics=measured, batch=batch,
+        num_segments=num_segments, kept_everywhere=everywhere, segments=segments,
+    )  # fmt: skip
+
+
+def reduced_task(
+    function: str,
+    head: HeadOptions | LogitsOptions,
+    loss: Losses,
+    result: Callable[[Outcome], Result],
+    reduction: str,
+    normalizer: float | Tensor | None,
+    upstream: float | Tensor | None,
+    share_denominator: bool = False,
+    **given: Any,
+) -> Task[Result]:
+    """The call of a sum of losses, of hidden states or of logits: one number, or one for each token."""
+    per_token = reduction == "none"
+
+    def objective(prepared: PreparedCall) -> Objective:
+        if per_token:
+            return token_objective(prepared)
+        return scalar_objective(prepared, reduction, normalizer, upstream, share_denominator)
+
+    asked = {"reduction": reduction, "normalizer": kind_of(normalizer), "upstream": kind_of(upstream)}
+    names = ("values",) if per_token else ()
+    return Task(function, head, loss, objective, result, per_token=names, asked=asked, **given)
+
+
+def kind_of(number: float | Tensor | None) -> str:
+    """Not which number it is, since another at every step would be a new kind of call each time."""
+    return type(number).__name__ if number is None or isinstance(number, Tensor) else "number"
+
+
+def in_graph_values(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
+    """One for each token, at the target's places."""
+    rows = given["hidden"] if "hidden" in given else given["logits"]
+    return at_targets(outputs[0], rows.shape[:-1], given.get("shift", 0))
+
+
+@in_graph(linear_loss)
+def in_graph_loss(outputs: list[Tensor], given: dict[str, Any]) -> LossOutput:
+    if given.get("reduction") == "none":
+        return LossOutput(in_graph_values(outputs, given), {}, {}, None)
+    value, packed = outputs[0], outputs[1]
+    labels = [summand.label for _, summand in given["loss"].terms]
+    parts = {label: packed[at] for at, label in enumerate(labels)}
+    measured, at = {}, len(labels)
+    for metric in given.get("metrics", ()):
+        count = metric.components
+        found = packed[at] if count == 1 else packed[at : at + count]
+        at += count
+        if metric.reduce == "mean":
+            measured[metric.label] = MetricValue("mean", found, packed[at], finish=metric.finish)
+            at += 1
+        else:
+            measured[metric.label] = MetricValue(metric.reduce, extremum=found)
+    return LossOutput(value, parts, measured, None)
+
+
+def check_loss(
+    device: torch.device,
+    loss: Losses | Function,
+    metrics: Sequence[Metric],
+    reduction: str,
+    normalizer: float | Tensor | None,
+    upstream: float | Tensor | None,
+) -> tuple[Losses, tuple[Metric, ...]]:
+    """Raises what is wrong with the arguments but the head's and ``batch``; the loss and the metrics."""
+    loss, measured = as_losses(loss), as_metrics(metrics)
+    for metric in measured:
+        if metric.over_streams:
+            raise ValueError(f"metrics.{metric.kind} goes over several streams: pass hidden as a list to linear_loss")
+    checks.check_reduction(reduction)
+    if reduction == "none":
+        check_unreduced(loss, measured, upstream)
+    checks.check_scalar("normalizer", normalizer, device, reduction == "mean", 'reduction="mean"')
+    checks.check_scalar("upstream", upstream, device, True, "")
+    for coefficient, summand in loss.terms:
+        # of any other device it is copied from there
+        if isinstance(coefficient, Tensor) and coefficient.device.type == "meta" and device.type != "meta":
+            raise ValueError(
+                f"the coefficient of {summand.label}, or the stream's weight, is on the meta device, where it has no "
+                f"value; move it to {device}"
+            )
+        name, mean = f"normalizer of {summand.label}", (summand.reduction or reduction) == "mean"
+        if not isinstance(summand.normalizer, str):
+            checks.check_scalar(name, summand.normalizer, device, mean, 'reduction="mean"')
+        elif not mean:
+            raise ValueError(f'{name} goes with reduction="mean" only; multiply the result instead')
+    return loss, measured
+
+
+def check_unreduced(loss: Losses, metrics: tuple[Metric, ...], upstream: float | Tensor | None) -> None:
+    if metrics or upstream is not None:
+        what = "metrics" if metrics else "upstream"
+        raise ValueError(f"{what} go with one loss of the call, which reduction='none' does not have; leave them out")
+    for _, summand in loss.terms:
+        if summand.scope != "token":
+            raise ValueError(
+                f'reduction="none" is for losses of tokens, and {summand.label} puts a segment\'s tokens together; use '
+                '"mean" or "sum"'
+            )
+        if summand.reduction is not None or summand.normalizer is not None:
+            raise ValueError(f'{summand.label} names a reduction or normalizer of its own beside reduction="none"')
+
+
+def loss_output(ran: Outcome) -> LossOutput:
+    """What a call returns."""
+    value, plan, objective = ran.outputs[0], ran.plan, ran.objective
+    if not isinstance(objective, ScalarObjective):
+        return LossOutput(value, {}, {}, plan)
+    with torch.no_grad():
+        parts = dict(zip([s.label for _, s in ran.prepared.losses.terms], objective.parts, strict=True))
+        values = objective.metric_values(ran.stats)
+    return LossOutput(value, parts, {metric.label: values[metric.label] for metric in ran.prepared.metrics}, plan)

@@ -1,0 +1,197 @@
+"""The plan of a call that has not been made."""
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import losses
+from ..arithmetic.demand import needs_of
+from ..call.execution import check_options
+from ..call.fields import kinds_of
+from ..call.program import alone, coupled, may_pad
+from ..core import checks
+from ..core.groups import Split, block_of, chunked
+from ..core.options import flag
+from ..core.stats import Teacher
+from ..kernels.common.gpus import GPUS, Gpu
+from ..losses.base import Losses, Summand, as_losses
+from ..losses.user.closures import Function
+from ..metrics import Metric
+from ..metrics.values import as_metrics
+from ..plan.planner import Request, make_plan
+from ..plan.plans import Plan, padded_rows
+from ..plan.sizes import Sizes
+from ..stores import Layout, resolve
+from ..stores.gradient_buffer import sum_dtype
+
+
+def plan(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype,
+    *,
+    loss: Losses | Function | None = None,
+    metrics: Sequence[Metric] = (),
+    memory_budget: int | str | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    accumulate_into: bool | torch.dtype = False,
+    hidden_grad: bool = True,
+    weight_grad: bool = True,
+    bias: bool = False,
+    hidden_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    teacher_k: int = 0,
+    teacher_vocab: int | None = None,
+    teacher_hidden: int | None = None,
+    teacher_dtype: torch.dtype | None = None,
+    skip_ignored: bool = False,
+    segment_lengths: bool = False,
+    deterministic: bool = False,
+    ranks: int = 1,
+    sequence_sharded: bool = False,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """The plan that ``linear_cross_entropy`` or, given a ``loss``, ``linear_loss`` follows for a call of these sizes;
+    nothing is allocated.
+
+        print(plan(tokens=16384, hidden=4096, vocab=128256, dtype=torch.bfloat16, memory_budget="1GiB"))
+
+    ``dtype`` is that of the matmuls, ``hidden_dtype`` and ``weight_dtype`` those of the tensors where autocast makes
+    them differ. ``teacher_k`` is the K of ``teacher_ids``; a dense teacher has ``teacher_vocab`` rows (None: the
+    student's) and, where it gives hidden states, ``teacher_hidden`` columns of ``teacher_dtype``. ``device`` defaults
+    to the GPU where there is one; an architecture's name, such as ``"sm_89"``, plans for a GPU that is not there.
+    ``accumulate_into``, True or a dtype: the weight's gradient is added to a buffer of the caller's.
+    ``segment_lengths``: whether the call is given them. With ``ranks`` the plan is that of the first of so many that
+    share the vocabulary in ``torch.chunk``'s pieces (``VocabParallel``), all the call's tokens and all of the
+    vocabulary named here; ``sequence_sharded`` as there. ValueError where the request cannot be met.
+
+    Without ``memory_budget`` and ``chunk_tokens`` most calls on a GPU run with rows that do not count behind their own,
+    up to a multiple of 128 (64 below 64): packed batches of all lengths run as calls of few sizes. The plan is of
+    these rows.
+    """
+    least = {"tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0}
+    for argument, size in zip(least, (tokens, hidden, vocab, ranks, teacher_k), strict=True):
+        checks.check_int(argument, size, least[argument])
+    for argument, given in (("teacher_vocab", teacher_vocab), ("teacher_hidden", teacher_hidden)):
+        if given is not None:
+            checks.check_int(argument, given, 1)
+    checks.check_dtype("dtype", dtype)
+    dtypes = ("hidden_dtype", hidden_dtype), ("weight_dtype", weight_dtype), ("teacher_dtype", teacher_dtype)
+    for argument, other in dtypes:
+        if other is not None:
+            checks.check_dtype(argument, other)
+    flags = {
+        "hidden_grad": hidden_grad, "weight_grad": weight_grad, "bias": bias, "skip_ignored": skip_ignored,
+        "segment_lengths": segment_lengths, "sequence_sharded": sequence_sharded,
+    }  # fmt: skip
+    for argument, value in flags.items():
+        flag(argument, value)
+    options = {
+        "reduction": reduction, "label_smoothing": label_smoothing, "softcap": softcap, "temperature": temperature,
+        "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
+    check_options(options)
+    measured = as_metrics(metrics)
+    parts = chunked(vocab, ranks)
+    if 0 in parts:
+        raise ValueError(f"ranks is {ranks}: torch.chunk makes {vocab} rows into {ranks - parts.count(0)} parts")
+    refused = {
+        "sequence_sharded=True needs as many tokens on every rank": sequence_sharded and tokens % ranks,
+        "sequence_sharded=True does not go with skip_ignored": sequence_sharded and skip_ignored,
+        "a teacher of ranks has the student's vocabulary": ranks > 1 and teacher_vocab not in (None, vocab),
+        "deterministic=True goes with 2 ranks where hidden takes a gradient": deterministic
+        and hidden_grad
+        and ranks > 2,
+    }
+    for reason, applies in refused.items():
+        if applies:
+            got = f"tokens={tokens}, vocab={vocab}, teacher_vocab={teacher_vocab}, ranks={ranks}"
+            raise ValueError(f"{reason}; got {got}")
+    added_to = buffer_dtype(accumulate_into, weight_dtype or dtype) if weight_grad else None
+    place, absent = place_of(device)
+    chosen = resolve(backend, place)
+    chosen.check(place, dtype, "dtype")
+    if loss is None:
+        loss = losses.cross_entropy(label_smoothing=label_smoothing)
+    elif label_smoothing:
+        raise ValueError("label_smoothing goes with loss=None; give it to losses.cross_entropy")
+    loss = as_losses(loss)
+    if isinstance(temperature, torch.Tensor):
+        raise TypeError("temperature of plan is a number; a call with one per token is planned as one at 1 is")
+    parts_of_loss: list[Summand | Metric] = [*(summand for _, summand in loss.terms), *measured]
+    of_ids = next((part.label for part in parts_of_loss if "teacher_ids" in part.fields), None)
+    if of_ids is not None and not teacher_k:
+        raise ValueError(f"{of_ids} reads K ids of a teacher for each token; pass teacher_k, the K, got 0")
+    demand = needs_of(loss, measured, temperature, vocab, teacher_k, teacher_vocab).demand
+    demand = demand._replace(columns_alone=demand.columns_alone and not sequence_sharded)
+    pairing, bias_grad = demand.pairing, bias and weight_grad
+    traits = chosen.traits(place)
+    if absent is not None and "gpu" in traits:
+        nvidia = absent.name.startswith("sm_")
+        traits |= {"gpu": absent, "multiprocessors": absent.multiprocessors, "half_products": nvidia}
+    layout = Layout(traits.get("gpu"), dtype, hidden, True, True, softcap is not None, bias_grad, demand)
+    store = "kept" if demand.columns_alone else chosen.store(layout)
+    teacher, teacher_store, width = None, None, 0
+    if pairing is not None:
+        rows = None
+        if teacher_hidden is not None:
+            width = teacher_hidden
+            rows = torch.empty(pairing.columns, width, dtype=teacher_dtype or dtype, device="meta")
+        logits = torch.empty(0, dtype=torch.float32, device="meta") if rows is None else None
+        autocast = {hidden_dtype, weight_dtype} - {None, dtype}
+        teacher = Teacher(logits, rows, rows, None, dtype=dtype if autocast else None)
+        teacher_store = chosen.teacher_store(teacher, store)
+    by_segments = segment_lengths and not skip_ignored and alone(loss)
+    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
+    fields = [field for part in parts_of_loss for field in part.fields]
+    on_a_gpu = place.type == "cuda" and ranks == 1 and not skip_ignored and chosen.bounds_rows(store)
+    if on_a_gpu and may_pad(parts_of_loss, fields, kinds_of(parts_of_loss), request):
+        tokens = padded_rows(tokens)
+    sizes = Sizes(
+        tokens, hidden, parts[0], dtype, largest_part=parts[0] if ranks > 1 else None,
+        hidden_dtype=hidden_dtype or dtype, weight_dtype=weight_dtype or dtype,
+        hidden_grad=hidden_grad, weight_grad=weight_grad, bias_grad=bias_grad,
+        late_upstream=reduction == "none",
+        coupled=coupled(loss) and not by_segments, by_segments=by_segments, demand=demand,
+        teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
+        teacher_cast=teacher is not None and teacher.casts,
+        store=store, buffer_dtype=added_to, skips=skip_ignored, copied=skip_ignored, deterministic=deterministic,
+        block=block_of(vocab) if deterministic else None,
+        ranks=ranks, spread=ranks if sequence_sharded else 1, **traits,
+    )  # fmt: skip
+    made = make_plan(sizes, request)
+    if made.vocab_block is not None:
+        Split(vocab, parts, 0).check_blocks()
+    return made
+
+
+def place_of(device: torch.device | str | None) -> tuple[torch.device, Gpu | None]:
+    """A device, and the GPU that stands for one where an architecture is named."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu"), None
+    if isinstance(device, str) and device in GPUS:
+        return torch.device("cuda"), GPUS[device]
+    try:
+        return torch.device(device), None
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            "device must be a torch.device or its name, such as 'cuda:0', or a GPU's architecture "
+            f"({', '.join(GPUS)}); got {device!r}"
+        ) from error
+
+
+def buffer_dtype(accumulate_into: bool | torch.dtype, weight_dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of the caller's buffer, None without one."""
+    allowed = sum_dtype(weight_dtype)
+    if not isinstance(accumulate_into, bool | torch.dtype) or accumulate_into not in (False, True, allowed):
+        raise ValueError(
+            f"accumulate_into must be False, True or {allowed} for a weight of {weight_dtype}, got {accumulate_into!r}"
+        )
+    return allowed if accumulate_into is not False else None

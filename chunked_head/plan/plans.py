@@ -1,0 +1,262 @@
+"""The plan of a call: chunk size, schedule and accumulation dtype, and a prediction of its memory."""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..core.options import name
+from ..kernels.common.gpus import Gpu
+from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, forward_memory, peak_of, recompute_memory, sweep_memory
+from .sizes import ROUNDING_ERROR, Sizes
+
+# by how much chunks that end where segments do may be larger than equal ones, so that there are no more of them: at
+# most, and where the budget is near at least
+SLACK, LEAST_SLACK = 1.25, 1.1
+# so many rows dweight's product takes at a time
+HALF_TILE = 64
+FEW_TOKENS = 16  # up to which each number of tokens is a size of its own
+# sums of 16-bit roundings: the error of a 16-bit accumulator grows as sqrt((chunks + 1) / 2)
+MAX_HALF_CHUNKS = 8
+Schedule = Literal["loss only", "forward", "recompute"]
+Section = tuple[str, Sequence[tuple[str, ...]]]  # a title and its rows of cells
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call runs and what it will need; ``print`` shows it as a table. Holds no tensor.
+
+    ``chunk_tokens`` rows of logits at a time in sweeps over the whole vocabulary; in the ``recompute`` schedule the
+    gradients are made from ``block_tokens`` rows by ``tile_columns`` columns at a time.
+    """
+
+    sizes: Sizes
+    budget: int
+    schedule: Schedule
+    chunk_tokens: int
+    block_tokens: int
+    tile_columns: int
+    hidden_accumulate: torch.dtype
+    weight_accumulate: torch.dtype
+    note: str = ""
+    ending: int | None = None  # chunks of a call that end where its segments do: as many as there are
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype:
+        return self.weight_accumulate
+
+    @property
+    def chunks(self) -> int:
+        if self.ending is not None:
+            return self.ending
+        return math.ceil(self.sizes.tokens / self.chunk_tokens)
+
+    @property
+    def vocab_block(self) -> int | None:
+        """Ids of a block, where statistics are those of blocks first: of logits that nobody stores."""
+        sizes = self.sizes
+        return None if self.schedule == "forward" or sizes.store == "kept" or sizes.keeps_sweep else sizes.block
+
+    @property
+    def sums_halves(self) -> bool:
+        """Whether chunks of the weight's gradient are added in 16 bits."""
+        return self.sizes.own_weight_grad and self.weight_accumulate.itemsize < 4
+
+    def own_dweight(self, stored: bool) -> bool:
+        """Whether dweight's products are ours: where rows are skipped, since BLAS cannot, and where the only one is
+        ``stored`` rather than added, as fast as BLAS's and launched sooner."""
+        sizes = self.sizes
+        least, most = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
+        only = self.schedule == "forward" and self.chunks == 1 and self.weight_accumulate == sizes.dtype
+        return sizes.store != "logits" and (sizes.skips or (stored and only and least <= sizes.tokens <= most))
+
+    @property
+    def blocks(self) -> int:
+        return math.ceil(self.sizes.tokens / self.block_tokens)
+
+    @functools.cached_property
+    def terms(self) -> tuple[Term, ...]:
+        """What these sizes cost, however the plan was come by."""
+        sizes, rows = self.sizes, self.chunk_tokens
+        hidden_acc, weight_acc = self.hidden_accumulate, self.weight_accumulate
+        if self.schedule == "loss only":
+            return sweep_memory(sizes).terms(rows)
+        if self.schedule == "forward":
+            return forward_memory(sizes, hidden_acc, weight_acc).terms(rows)
+        return recompute_memory(sizes, rows, self.block_tokens, weight_acc, hidden_acc).terms(self.tile_columns)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that the call hands over."""
+        return sum(term.finish for term in self.terms if term.kind == "gradient")
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak over the inputs, gradients and (under autocast) the cast weight included."""
+        return peak_of(self.terms)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Predicted peak beside the gradients and the cast weight: what ``memory_budget`` limits."""
+        return extra_of(self.terms)
+
+    @property
+    def weight_error(self) -> float | None:
+        """Expected relative rounding error of the weight's gradient, where a 16-bit type rounds it."""
+        if not self.sizes.own_weight_grad or self.sizes.weight_dtype not in ROUNDING_ERROR:
+            return None
+        roundings = 1
+        if self.weight_accumulate == self.sizes.weight_dtype:
+            roundings = self.blocks if self.schedule == "recompute" else self.chunks
+        return ROUNDING_ERROR[self.sizes.weight_dtype] * math.sqrt((roundings + 1) / 2)
+
+    @property
+    def teacher_last(self) -> bool:
+        """Whether a dense teacher's logits, and its statistics beside the student, are made along with gradients."""
+        return self.schedule == "forward" and self.sizes.teacher_last
+
+    def buffer_elements(self, tiled: bool) -> int:
+        """Logits that a call holds at a time: a chunk's, or a block's tile in the recompute schedule's backward."""
+        return self.block_tokens * self.tile_columns if tiled else self.chunk_tokens * self.sizes.vocab
+
+    def teacher_elements(self, tiled: bool) -> int:
+        """The same of a dense teacher."""
+        columns = self.sizes.teacher_columns
+        return self.block_tokens * min(self.tile_columns, columns) if tiled else self.chunk_tokens * columns
+
+    def token_chunks(self) -> Iterator[slice]:
+        return slices(self.sizes.tokens, self.chunk_tokens)
+
+    def token_blocks(self) -> Iterator[slice]:
+        return slices(self.sizes.tokens, self.block_tokens)
+
+    def column_tiles(self) -> Iterator[slice]:
+        return slices(self.sizes.vocab, self.tile_columns)
+
+    def __str__(self) -> str:
+        return as_text(sections(self))
+
+
+def padded_rows(tokens: int) -> int:
+    """Rows of a call of so many tokens where rows that do not count may follow the tokens' own: no more than the tiles
+    of matmuls have anyway. Calls whose numbers of tokens differ by less are calls of one size."""
+    if tokens <= FEW_TOKENS:
+        return tokens
+    step = HALF_TILE if tokens <= HALF_TILE else CHUNK_MULTIPLE
+    return math.ceil(tokens / step) * step
+
+
+def slices(total: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, total)) for start in range(0, total, step))
+
+
+def balanced(tokens: int, most: int) -> int:
+    """Rows of equal chunks of at most ``most``, a multiple of 128, 64 or 16, where ``most`` leaves room for that."""
+    if tokens <= most:
+        return max(tokens, 1)
+    rows = math.ceil(tokens / math.ceil(tokens / most))
+    rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, HALF_TILE, 16))
+    return next((choice for choice in rounded if choice <= most), rows)
+
+
+def uneven(tokens: int, most: int) -> int:
+    """Rows that the largest of chunks may have that end where segments do, of at most ``most``."""
+    if most >= tokens:
+        return max(tokens, 1)
+    return min(most, tokens, int(balanced(tokens, max(1, int(most / LEAST_SLACK))) * SLACK))
+
+
+def rows_of(tokens: int, chunks: int) -> int:
+    """Rows of equal chunks, no more of them than ``chunks``, a multiple of 128 where there are several."""
+    rows = -(-max(tokens, 1) // chunks)
+    return min(max(tokens, 1), -(-rows // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
+
+
+def facts(plan: Plan) -> list[tuple[str, str]]:
+    """How the call runs: what a line of the table is about, and what it says."""
+    s = plan.sizes
+    rows = [
+        ("tokens x hidden x vocab", f"{s.tokens} x {s.hidden} x {s.vocab}, {name(s.dtype)}"),
+        ("schedule", plan.schedule + (f" ({plan.note})" if plan.note else "")),
+        ("chunks", f"{plan.chunks} of {plan.chunk_tokens} tokens" + (" at most" if plan.ending else "")),
+        (
+            "logits buffer",
+            {
+                "logits": f"{s.logit_bytes * 8}-bit logits",
+                "relative": "16-bit logits relative to strips of columns",
+                "fast": "16-bit exponentials relative to the target",
+                "kept": "none: every token keeps a set of ids",
+            }[s.store]
+            + reason(s),
+        ),
+    ]
+    if s.demand.pairing is not None:
+        made = f"made of hidden states [{s.teacher_width}]" if s.teacher_width else "given by the caller"
+        rows.append(("teacher", f"logits of {s.teacher_columns} ids, {made}"))
+    if s.gpu is not None:
+        rows.append(("GPU", s.gpu.name))
+        rows.append(("matmuls", matmuls(plan, s.gpu)))
+    if plan.schedule == "recompute":
+        rows.append(("gradients", f"{plan.blocks} x {plan.block_tokens} tokens, tiles of {plan.tile_columns} columns"))
+    if s.any_grad:
+        rows.append(("accumulation", f"weight {name(plan.weight_accumulate)}, hidden {name(plan.hidden_accumulate)}"))
+    if s.buffer_dtype is not None and s.weight_grad:
+        phase = "forward pass" if plan.schedule == "forward" else "backward pass"
+        rows.append(("gradient of weight", f"added to a {name(s.buffer_dtype)} buffer in the {phase}"))
+    if plan.weight_error is not None:
+        rows.append(("expected error of dweight", f"{plan.weight_error:.1e} relative"))
+    return rows
+
+
+def sections(plan: Plan) -> list[Section]:
+    """What ``print`` shows of a plan."""
+    sizes = [(t.name, t.sweep, t.loop, t.finish) for t in plan.terms if t.sweep or t.loop or t.finish]
+    terms = [(label, *(f"{size / MiB:,.1f}" for size in at)) for label, *at in sizes]
+    totals = [
+        ("peak over the inputs", f"{plan.peak_bytes / MiB:,.1f} MiB"),
+        ("beside the gradients", f"{plan.extra_bytes / MiB:,.1f} MiB of {plan.budget / MiB:,.0f}"),
+    ]
+    return [("Plan", facts(plan)), ("MiB", [("", "sweep", "loop", "finish"), *terms]), ("Memory", totals)]
+
+
+def as_text(shown: Sequence[Section]) -> str:
+    """Sections as plain text; where rows have more cells than two, those after the first are numbers."""
+    lines = []
+    for title, rows in shown:
+        lines.append(title)
+        for first, *rest in rows:
+            lines.append(f"  {first:<30}" + ("".join(f"{cell:>10}" for cell in rest) if rest[1:] else rest[0]))
+    return "\n".join(lines)
+
+
+def reason(s: Sizes) -> str:
+    """Why nothing smaller or simpler is kept of the logits."""
+    if s.store in ("fast", "kept"):
+        return ""
+    if s.store == "relative":
+        why = name(s.dtype) if s.dtype != torch.bfloat16 else "the gradient takes a pass over them"
+        return f" ({why})"
+    if s.gpu is None:
+        return " (no GPU with matmuls of ours)"
+    why = name(s.dtype) if not s.half else "top_k" if s.demand.top_k else "rows not on 16 bytes"
+    return f" ({why})"
+
+
+def matmuls(plan: Plan, gpu: Gpu) -> str:
+    """Whose products run, and how."""
+    s = plan.sizes
+    if s.store in ("logits", "kept"):
+        return "BLAS's" if s.store == "logits" else "none"
+    tile = gpu.exp_tile_of(plan.chunk_tokens, s.hidden, plan.vocab_block or s.vocab)
+    found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
+    if plan.schedule == "forward" and s.hidden_grad:
+        parts = s.dhidden_split(plan.chunk_tokens).parts
+        whose = "ours" if s.own_dhidden else "BLAS's"
+        found.append(f"dhidden {whose}" + (f" ({parts} parts)" if parts > 1 else ""))
+    if plan.schedule != "loss only" and s.weight_grad:
+        own = (plan.schedule == "forward" or s.grads_in_matmul) and plan.own_dweight(stored=s.buffer_dtype is None)
+        found.append("dweight " + ("ours" if own else "BLAS's"))
+    return ", ".join(found)

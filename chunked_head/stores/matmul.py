@@ -1,0 +1,168 @@
+"""The three matrix products into buffers that exist already, with fp32 sums of 16-bit operands and no large temporary.
+
+cuBLAS sums 16-bit operands into fp32 by itself (``out_dtype``). Elsewhere torch cannot, or nobody has seen that it can,
+so 16-bit operands are cast to fp32 by tiles of the vocabulary.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..plan.memory import cast_rows
+from ..plan.plans import slices
+from ..plan.sizes import Sizes
+
+# rows, and columns, of each thread from which on BLAS sums every product in one order
+FEW_ROWS, FEW_COLUMNS = 8, 16
+FEW_ELEMENTS = 1 << 18  # of a product of few rows that is made at a time
+
+
+def vocabulary_tiles(weight_like: Tensor) -> Iterator[slice]:
+    """Slices of the weight that are cast one at a time."""
+    return slices(weight_like.shape[0], cast_rows(weight_like.shape[1]))
+
+
+def project(
+    hidden: Tensor,  # [rows, hidden]
+    weight: Tensor,  # [columns, hidden]
+    out: Tensor,  # [rows, columns], of the operands' dtype or fp32
+) -> None:
+    """``out = hidden @ weight.T``"""
+    # On the CPU BLAS sums products of few rows for each thread, or of one column, in another order: a row's logits
+    # would depend on how many rows came with it.
+    threads = 0 if hidden.is_cuda else torch.get_num_threads()
+    rows, columns = len(hidden), len(weight)
+    if threads and columns == 1:
+        pair = out.new_empty(rows, 2)
+        project(hidden, torch.nn.functional.pad(weight, (0, 0, 0, 1)), pair)
+        out.copy_(pair[:, :1])
+    elif 0 < rows < FEW_ROWS * threads:
+        few = torch.nn.functional.pad(hidden, (0, 0, 0, FEW_ROWS * threads - rows)).to(out.dtype)
+        width = min(cast_rows(weight.shape[1]), FEW_ELEMENTS // len(few))
+        for tile in equal_tiles(columns, max(width, FEW_COLUMNS * threads)):
+            out[:, tile] = (few @ weight[tile].to(out.dtype).t())[:rows]
+    elif summed_by_blas(hidden, weight, out):
+        multiply(hidden, weight.t(), out, first=True)
+    else:
+        wide = hidden.to(out.dtype)
+        for tile in equal_tiles(columns, max(cast_rows(weight.shape[1]), FEW_COLUMNS * threads)):
+            torch.mm(wide, weight[tile].to(out.dtype).t(), out=out[:, tile])
+
+
+def equal_tiles(columns: int, width: int) -> Iterator[slice]:
+    """Slices as wide as each other: the last one reaches back where fewer columns are left."""
+    return (slice(max(0, tile.stop - width), tile.stop) for tile in slices(columns, width))
+
+
+def again_rows(sizes: Sizes, swept: int, hidden: Tensor, columns: int) -> int:
+    """Rows to multiply at a time: a sweep's, where a whole row of logits is computed again on a GPU."""
+    rows = max(hidden.shape[0], 1)
+    return min(rows, swept) if hidden.is_cuda and columns == sizes.vocab else rows
+
+
+def project_biased(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int) -> Tensor | None:
+    """``out = hidden @ weight.T + bias``, or without the bias: what is left to be added. So many ``rows`` at a time.
+
+    ``F.linear`` adds its bias in cuBLAS's product, for which cuBLAS takes other algorithms than without one, up to two
+    times as exact; so ours does too. It chooses by the number of rows as well: logits that are computed again are the
+    same to the bit where their rows come as they came before.
+    """
+    alike = bias is not None and hidden.dtype == weight.dtype == bias.dtype == out.dtype
+    fused = bias if hidden.is_cuda and alike else None
+    for part in slices(hidden.shape[0], rows):
+        if fused is None:
+            project(hidden[part], weight, out[part])
+        else:
+            torch.addmm(fused, hidden[part], weight.t(), out=out[part])
+    return bias if fused is None else None
+
+
+def add_dhidden(
+    dlogits: Tensor,  # [rows, columns]
+    weight: Tensor,  # [columns, hidden]
+    out: Tensor,  # [rows, hidden]
+    first: bool,
+) -> None:
+    """``out = dlogits @ weight`` where ``first``, else ``out += dlogits @ weight``"""
+    if summed_by_blas(dlogits, weight, out):
+        multiply(dlogits, weight, out, first)
+        return
+    total = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    store = first or total is not out
+    for tile in vocabulary_tiles(weight):
+        multiply(dlogits[:, tile].float(), weight[tile].float(), total, store)
+        store = False
+    if total is not out:
+        put(out, total, first)
+
+
+def add_dweight(
+    dlogits: Tensor,  # [rows, columns]
+    hidden: Tensor,  # [rows, hidden]
+    out: Tensor,  # [columns, hidden]
+    first: bool,
+    gain: Tensor | None = None,  # []
+) -> None:
+    """``out = gain * dlogits.T @ hidden`` where ``first``, else ``out += gain * dlogits.T @ hidden``"""
+    by_blas = summed_by_blas(dlogits, hidden, out)
+    if by_blas and gain is None:
+        multiply(dlogits.t(), hidden, out, first)
+        return
+    wide = hidden if by_blas else hidden.float()
+    for tile in vocabulary_tiles(out):
+        # no name for a tile's product: it would still be there when the next is made
+        put(out[tile], dweight_tile(dlogits[:, tile], wide, out.dtype), first, gain)
+
+
+def dweight_tile(dlogits: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """``dlogits.T @ hidden``, of 16-bit operands in ``dtype``, else in that of ``hidden``."""
+    if hidden.dtype == dlogits.dtype and hidden.dtype.itemsize < 4:
+        product = torch.empty(dlogits.shape[1], hidden.shape[1], dtype=dtype, device=hidden.device)
+        multiply(dlogits.t(), hidden, product, first=True)
+        return product
+    return dlogits.float().t() @ hidden
+
+
+def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Whether one product sums these operands into ``out`` in fp32 or wider without a cast.
+
+    On the CPU 16-bit products are cast whatever ``out`` is: with an odd inner size and padded rows torch 2.13's bf16
+    product reads the padding, and what is nan there becomes nan in the result.
+    """
+    return a.dtype == b.dtype and (sums_halves(a.device) or (out.dtype == a.dtype and a.dtype.itemsize >= 4))
+
+
+def sums_halves(device: torch.device) -> bool:
+    """Whether products of 16-bit operands can be summed in fp32 as they are."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
+    """``out (+)= a @ b``, stored rather than added to zeros the first time."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out) if first else torch.addmm(out, a, b, out=out)
+    elif first:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+
+
+def add_dbias(
+    dlogits: Tensor,  # [rows, columns]
+    out: Tensor,  # [columns] fp32 or fp64
+    first: bool,
+    gain: Tensor | None = None,  # []
+) -> None:
+    """``out (+)= gain * dlogits.sum(0)``"""
+    put(out, dlogits.sum(0, dtype=out.dtype), first, gain)
+
+
+def put(out: Tensor, value: Tensor, first: bool, gain: Tensor | None = None) -> None:
+    """``out (+)= gain * value``, stored rather than added to zeros the first time."""
+    if gain is None:
+        out.copy_(value) if first else out.add_(value)
+    elif first:
+        torch.mul(value, gain, out=out)
+    else:
+        out.addcmul_(value, gain)

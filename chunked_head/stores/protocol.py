@@ -1,0 +1,164 @@
+"""The two ways to compute: Triton kernels, and torch operations for every device without them.
+
+A backend is a module with the functions of ``Backend``; a ``Session`` holds one call's reused buffer.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.stats import Coefficients, Demand, Head, Kept, Rows, RowStats, Sets, Teacher
+from ..kernels.common.gpus import Gpu, gpu_of
+from ..parallel.merge import GatheredStats
+from ..plan.plans import Plan
+from ..plan.sizes import Store
+from .kept import KeptColumns, KeptRows
+from .session import Session
+
+BACKENDS = ("triton", "torch")
+
+
+class Layout(NamedTuple):
+    """What a backend's choice of store depends on."""
+
+    gpu: Gpu | None  # whose own matmuls run
+    dtype: torch.dtype  # of the matmuls
+    hidden: int
+    plain_weight: bool  # contiguous and aligned to 16 bytes
+    plain_rows: bool  # columns of hidden states contiguous
+    capped: bool
+    bias_grad: bool
+    demand: Demand
+
+
+class Targets(NamedTuple):
+    """Which row of hidden states predicts what."""
+
+    target: Tensor  # [tokens] int64, -1 where a row does not count
+    counted: Tensor  # [] how many do, in the dtype of the statistics
+    one_or_nan: Tensor  # [] of that dtype: nan where an id is out of range
+    inverse: Tensor  # [] one_or_nan / counted, or / 1 where none does
+
+
+class VectorKernel(Protocol):
+    """A function of numbers per token, launched for the tokens ``rows`` of inputs that hold those of all tokens: its
+    outputs for the chunk into rows of ``chunk`` [outputs, tokens of the chunk], those for all tokens at the tokens'
+    places into rows of ``table`` [outputs, tokens]."""
+
+    def __call__(self, inputs: Sequence[Tensor | float], rows: slice, chunk: Tensor, table: Tensor) -> None: ...
+
+
+class Backend(Protocol):
+    """What the loop asks of a backend."""
+
+    def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
+        """ValueError where it cannot compute there, or not with ``what``, which has this dtype."""
+
+    def read_targets(
+        self,
+        target: Tensor,
+        mask: Tensor | None,
+        shift: int,
+        ignore_index: int,
+        vocab: int,
+        dtype: torch.dtype,
+        rows: int | None = None,
+    ) -> Targets:
+        """Targets [...] beside the rows whose hidden states predict them, ``shift`` before them along the last
+        dimension; ``mask`` [...] bool says which count, beside ``ignore_index``. ``dtype``: of the statistics.
+        ``rows``: how many, where they are more than the targets; those behind do not count."""
+
+    def read_fields(self, values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Fields [...] likewise beside rows [tokens], in the statistics' dtype; 0 where the row's ``target`` is -1."""
+
+    def store(self, layout: Layout) -> Store:
+        """What this backend keeps of the logits between statistics and gradient, where some token has them all."""
+
+    def teacher_store(self, teacher: Teacher, store: Store) -> Literal["relative", "logits"] | None:
+        """What it keeps of a dense teacher's logits beside a student's; None where the caller's are read in place."""
+
+    def bounds_rows(self, store: Store) -> bool:
+        """Whether its matmuls can stop at a number of rows that only the device knows."""
+
+    def traits(self, device: torch.device) -> dict[str, Any]:
+        """What ``Sizes`` should know: ``half_products``, whether 16-bit operands are multiplied uncast; ``scratch``,
+        bytes of elementwise tiles; where there are matmuls of ours ``gpu``, and how many ``multiprocessors`` it has."""
+
+    def clean_rows(self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
+        """Rows as the matmuls take them: contiguous, in the dtype of ``out``, 0 where a row's target is -1; the rows
+        ``order`` of the source where one is given.
+
+        The zeros keep whatever stands in a masked row (nan, inf) out of the weight's gradient, where multiplying by a
+        gradient of 0 would not.
+        """
+
+    def session(self, head: Head, plan: Plan, tiled: bool) -> Session:
+        """The buffer of a call's sweep over whole rows, or of its gradients' tiles where the plan recomputes."""
+
+    def kept_sets(self, out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
+        """The sets that tokens keep as entries of the rows that predict them: ``out`` holds 0 for a bias. What is wrong
+        with them makes both ``numbers`` nan."""
+
+    def kept_columns(self, head: Head, rows: KeptRows, demand: Demand) -> KeptColumns:
+        """What a call does with the rows whose softmax is over columns that they keep."""
+
+    def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
+        """Statistics of the whole vocabulary from its pieces', as ``parallel.merge.merge_ranks``."""
+
+    def logits_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats, alone: bool, pairs: bool) -> None:
+        """Statistics of logits that exist already: ``rows.hidden`` are they, [rows, vocab] with contiguous columns, of
+        any floating-point dtype. Of ``head`` only scale, cap and class weights are read. ``alone``: the student's and
+        a teacher's own; ``pairs``: those of one beside the other, after the former or once ``out`` holds them."""
+
+    def logits_grad(
+        self, out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
+    ) -> None:
+        """Their gradient, 0 where a row does not count; ``out`` may be the logits themselves."""
+
+    def vector_kernel(
+        self,
+        function: Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]],
+        inputs: Sequence[Tensor | float],
+        token_dims: Sequence[int | None],
+    ) -> VectorKernel | None:
+        """One kernel of a function of inputs like these to outputs for a chunk and outputs for all tokens, each [n];
+        None where it has none. ``token_dims``: the dimension of each input that tokens are counted along, or None. The
+        function gets floats as tensors [] of float32; the kernel takes any float in their place."""
+
+    def sum_rows(self, table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums [rows] of a table [rows, tokens], of the first ``parts`` rows times ``inverse`` [], of the others times
+        ``one_or_nan`` []; and the first of them once more, 0-d, in memory of its own."""
+
+    def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """``source`` times one or two factors (0-d, on the device) in a new tensor of ``dtype``."""
+
+    def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+        """All of them times the factors in place."""
+
+
+def check_name(name: str | None) -> None:
+    if name is not None and not (isinstance(name, str) and name in BACKENDS):
+        raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
+
+
+def resolve(name: str | None, device: torch.device) -> Backend:
+    """The backend called ``name``, or the device's own; never another one than was asked for."""
+    check_name(name)
+    if name is None:
+        name = "triton" if device.type == "cuda" and has_triton() and has_kernels(device) else "torch"
+    if name == "triton" and not has_triton():
+        raise ValueError("backend='triton' needs the package triton (pip install triton); use backend='torch'")
+    return importlib.import_module(f".{name}.backend", __package__)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether our kernels are a GPU's default: NVIDIA's, and those of AMD's that they have been compiled for."""
+    return torch.version.hip is None or gpu_of(device) is not None
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,153 @@
+"""The head in Triton kernels: NVIDIA and AMD GPUs, and any machine under Triton's interpreter (``TRITON_INTERPRET=1``).
+
+Three stores of the reused buffer, all with statistics from fp32 accumulators:
+
+- ``fast``: our own matmul leaves bf16 exponentials relative to the target's logit; the gradients are plain products
+  with them, a factor per row and the target's terms apart (gradients of rank one beside the softmax, no cap).
+- ``relative``: it leaves fp16 logits relative to each strip's maximum, one pass turns them into any gradient (16-bit
+  operands).
+- ``logits``: BLAS leaves fp32 logits, and the gradient of 16-bit operands is written, 16-bit wide, over their bytes.
+
+Where statistics are known before any gradient (the plan recomputes) the first two store no logits at all: the matmul
+leaves the gradient. A dense teacher's terms need a row of each beside the other, and so the third.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...core.stats import Coefficients, Demand, Head, Kept, Rows, RowStats, Sets, Teacher
+from ...kernels.common.gpus import gpu_of, multiprocessors_of
+from ...kernels.common.tiles import INTERPRETED
+from ...kernels.gradients import launch as gradients
+from ...kernels.statistics import launch as statistics
+from ...kernels.statistics.launch import clean_rows as clean_rows
+from ...kernels.statistics.launch import read_fields as read_fields
+from ...kernels.statistics.launch import sum_rows as sum_rows
+from ...parallel.merge import GatheredStats, merge_lists, unpack, widths
+from ...plan.plans import Plan
+from ...plan.sizes import Store
+from ..matmul import sums_halves
+from ..protocol import Layout, Targets
+from .grads import GradSession
+from .kept import TritonKeptColumns
+from .logits import GivenLogits, LogitsSession
+from .relative import FastSession, RelativeSession
+from .session import TMA_BYTES, outputs_of, teacher_outputs
+from .vectors import vector_kernel as vector_kernel
+
+kept_columns = TritonKeptColumns
+PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"
+
+
+def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
+    if device.type != "cuda" and not INTERPRETED:
+        raise ValueError(
+            "backend='triton' needs a GPU, or TRITON_INTERPRET=1 in the environment; the tensors are on "
+            f"{device}: use backend='torch'"
+        )
+    if dtype == torch.float64:
+        raise ValueError(f"backend='triton' computes in fp32 at most, {what} is float64: use backend='torch'")
+
+
+def store(layout: Layout) -> Store:
+    aligned = layout.plain_weight and layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0
+    if layout.dtype == torch.float32 or not aligned or layout.demand.top_k or layout.gpu is None:
+        return "logits"
+    # a factor per row would take fp16 out of its range; caps and trained biases need a pass over the buffer
+    one_factor = layout.dtype == torch.bfloat16 and layout.demand.rank_one and layout.demand.one_sweep
+    return "fast" if one_factor and not (layout.capped or layout.bias_grad) and layout.plain_rows else "relative"
+
+
+def teacher_store(teacher: Teacher, store: Store) -> Literal["relative", "logits"] | None:
+    if teacher.logits is not None:
+        return None
+    assert teacher.weight is not None
+    weight = teacher.weight
+    aligned = weight.is_contiguous() and weight.data_ptr() % TMA_BYTES == 0 and weight.stride(0) * 2 % TMA_BYTES == 0
+    return "relative" if store == "relative" and (teacher.dtype or weight.dtype).itemsize == 2 and aligned else "logits"
+
+
+def traits(device: torch.device) -> dict[str, Any]:
+    return {
+        "half_products": sums_halves(device), "scratch": 0,
+        "gpu": gpu_of(device), "multiprocessors": multiprocessors_of(device),
+    }  # fmt: skip
+
+
+def read_targets(
+    target: Tensor,
+    mask: Tensor | None,
+    shift: int,
+    ignore_index: int,
+    vocab: int,
+    dtype: torch.dtype,
+    rows: int | None = None,
+) -> Targets:
+    return Targets(*statistics.read_targets(target, mask, shift, ignore_index, vocab, dtype, rows))
+
+
+def bounds_rows(store: Store) -> bool:
+    return store != "logits"
+
+
+def scale(source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    out = torch.empty_like(source, dtype=dtype)
+    if source.numel():
+        gradients.scale(out, source, *factors)
+    return out
+
+
+def scale_(sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    there = [source for source in sources if source.numel()]
+    factor, one_or_nan = (*factors, None)[:2]
+    for first, *more in (there[i : i + 2] for i in range(0, len(there), 2)):
+        gradients.scale(first, first, factor, one_or_nan, *more)
+
+
+def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | GradSession | LogitsSession | RelativeSession":
+    if tiled and plan.sizes.grads_in_matmul:
+        return GradSession(head, plan)
+    if tiled or plan.sizes.store == "logits":
+        return LogitsSession(head, plan, tiled)
+    return FastSession(head, plan) if plan.sizes.store == "fast" else RelativeSession(head, plan)
+
+
+def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
+    statistics.kept_sets(out.starts, out.ends, out.rows, out.columns, out.bias, *numbers, target, *sets)
+
+
+def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
+    at = dict(zip(gathered.names, itertools.accumulate(widths(out, gathered.names), initial=0), strict=False))
+    named = out.named()
+    softmaxes = [(outputs_of(named), 1.0, ("start", "rest", "entropy", "top", "argmax"))]
+    if "start2" in named:
+        softmaxes.append((outputs_of(named, "2"), gathered.ratio2, ("start2", "rest2", "entropy2", "top", "argmax")))
+    if "teacher_start" in named:
+        names = "teacher_start", "teacher_rest", "", "teacher_top", "teacher_argmax"
+        softmaxes.append((teacher_outputs(out), 1.0, names))
+    for outputs, ratio, names in softmaxes:
+        places = [at.get(name, -1) for name in ("target_logit", "weighted_sum", *names)]
+        statistics.merge_ranks(
+            outputs, gathered.message, gathered.zero_or_nan, gathered.target, ratio,
+            dict(zip(PLACES, places, strict=True)), gathered.known_targets,
+        )  # fmt: skip
+    if out.column_logits is not None or out.top_k_logits is not None:
+        merge_lists(unpack(gathered.message.double(), out, gathered.names), out)
+
+
+def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, alone: bool, pairs: bool) -> None:
+    session = GivenLogits(head, demand, rows.hidden, None)
+    session.stats(rows, out) if alone else session.read_both(rows)
+    if pairs:
+        session.pair_stats(rows, out)
+
+
+def logits_grad(
+    out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
+) -> None:
+    everything = slice(0, rows.hidden.shape[1])
+    GivenLogits(head, demand, rows.hidden, out).tile_grad(rows, everything, stats, coefficients)
