@@ -20,7 +20,6 @@ from .lazy.lazy_logits import LazyLogits
 from .lazy.lazy_stack import LazyStack
 from .lazy.traced_logits import TracedLogits
 from .running import running
-from .traceable import make_plain_again, make_traceable
 
 REPORT = "chunked_head"  # the attribute of a patched model
 LABELS = ("labels", "shift_labels")
@@ -96,7 +95,6 @@ def patch_model(
                 "comes before that"
             )
         agreed.settle(inner, find_heads(inner))
-        make_traceable(inner, agreed)
     except NotUnderstood as reason:
         agreed.refuse(str(reason))
         setattr(inner, REPORT, agreed)
@@ -116,7 +114,6 @@ def unpatch_model(model: Model) -> Model:
     agreed = inner.__dict__.pop(REPORT, None)
     if isinstance(agreed, Agreement):
         agreed.release()
-        make_plain_again(agreed)
         forget(agreed)
     if isinstance(inner, Patched) and type(inner) is patched_class(inner.class_before):
         loosen(inner)
@@ -156,11 +153,6 @@ class Patched:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return made_again, (self.class_before,), self.__dict__.copy()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
-        if isinstance(agreed := self.__dict__.get(REPORT), Agreement):
-            make_traceable(self, agreed)  # type: ignore[arg-type]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         agreed: Any = self.__dict__.get(REPORT)
