@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..core.options import numbers_in, with_numbers
+from ..core.options import join_numbers, split_numbers
 from ..core.stats import Demand, Pairing, View
 from ..losses.base import DENSE, Losses, Summand, Teacher
 from ..metrics import Metric
@@ -29,26 +29,21 @@ class Structure:
     vocab: int
 
     @functools.cached_property
-    def key(self) -> tuple:
-        """Equal for structures that compile to the same code, whatever their numbers."""
-        summands = tuple((summand.key, summand.token_weights, view) for summand, view in self.summands)
-        metrics = tuple((metric.key, view) for metric, view in self.metrics)
-        views, pairing = with_numbers((self.views, self.pairing), type)
-        return summands, metrics, views, pairing, self.leaves, self.vocab
-
-    @functools.cached_property
-    def numbers(self) -> tuple[float, ...]:
-        """Arguments of the arithmetic: floats of the options, ratios of softmaxes beyond the first, whose is 1, and
-        the teacher's part of a mixture."""
-        own = [number for part, _ in (*self.summands, *self.metrics) for number in part.numbers]
-        return *own, *numbers_in((self.views[1:], self.pairing))
+    def split(self) -> tuple[tuple, tuple[float, ...]]:
+        """A key, equal for structures that compile to the same code; and the arguments of that code: floats of the
+        options, ratios of softmaxes beyond the first, whose is 1, and the teacher's part of a mixture."""
+        numbers = [number for part, _ in (*self.summands, *self.metrics) for number in part.numbers]
+        summands = tuple([(summand.key, summand.token_weights, view) for summand, view in self.summands])
+        metrics = tuple([(metric.key, view) for metric, view in self.metrics])
+        softmaxes = self.views[0], split_numbers((self.views[1:], self.pairing), numbers)
+        return (summands, metrics, softmaxes, self.leaves, self.vocab), tuple(numbers)
 
     def at(self, numbers: Iterable[Any]) -> "Structure":
-        """The same at other numbers, which may be tensors []."""
+        """The structure at other numbers, which may be tensors []."""
         them = iter(numbers)
         summands = tuple([(summand.at(them), view) for summand, view in self.summands])
         metrics = tuple([(metric.at(them), view) for metric, view in self.metrics])
-        views, pairing = with_numbers((self.views[1:], self.pairing), lambda _: next(them))
+        views, pairing = join_numbers((self.views[1:], self.pairing), them)
         return replace(self, summands=summands, metrics=metrics, views=(self.views[0], *views), pairing=pairing)
 
     @functools.cached_property

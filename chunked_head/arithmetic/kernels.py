@@ -24,9 +24,9 @@ def arithmetic_of(
         return None, []
     tensors = [*leaves.values(), *tensors_of(inputs)]
     kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in tensors])
-    key = backend, structure.key, tuple(leaves), tuple(inputs.fields), tuple(inputs.metric_weights), kinds
+    key = backend, structure.split[0], tuple(leaves), tuple(inputs.fields), tuple(inputs.metric_weights), kinds
     arithmetic = KERNELS.made(key, lambda: make_arithmetic(backend, structure, leaves, inputs, tensors))
-    return arithmetic, [*tensors, *structure.numbers]
+    return arithmetic, [*tensors, *structure.split[1]]
 
 
 def tensors_of(inputs: Inputs) -> list[Tensor]:
@@ -63,9 +63,9 @@ def make_arithmetic(
         return value
 
     inputs.map(note)
-    dims += [None] * len(structure.numbers)
+    dims += [None] * len(structure.split[1])
     # a trace begins without whatever modes and hooks there are around the call
-    kernel = in_own_thread(functools.partial(backend.vector_kernel, function, [*tensors, *structure.numbers], dims))
+    kernel = in_own_thread(functools.partial(backend.vector_kernel, function, [*tensors, *structure.split[1]], dims))
     return None if kernel is None else (kernel, tuple(names))
 
 

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -73,22 +73,26 @@ def nearest(name: Any, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def with_numbers(value: Any, change: Callable[[float], Any]) -> Any:
-    """An option with ``change`` of every float in it: of itself, or of a tuple's items. What decides which code runs
-    (strings, flags, None, counts) stays."""
+def split_numbers(value: Any, numbers: list[float]) -> Any:
+    """A key of a plain value, or of a tuple of some, in which every float is replaced by its type and appended to
+    ``numbers``: what decides which code runs (strings, flags, None, counts) stays, by type too."""
+    kind = type(value)
+    if kind is float:
+        numbers.append(value)
+        return kind
+    if isinstance(value, tuple):
+        return kind, *[split_numbers(item, numbers) for item in value]
+    return kind, value
+
+
+def join_numbers(value: Any, numbers: Iterator[Any]) -> Any:
+    """``value`` with the next of ``numbers`` in place of each float that ``split_numbers`` finds in it."""
     if type(value) is float:
-        return change(value)
+        return next(numbers)
     if not isinstance(value, tuple):
         return value
-    items = [with_numbers(item, change) for item in value]
+    items = [join_numbers(item, numbers) for item in value]
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-
-
-def numbers_in(value: Any) -> tuple[float, ...]:
-    """The floats that ``with_numbers`` changes, in its order."""
-    if type(value) is float:
-        return (value,)
-    return tuple([number for item in value for number in numbers_in(item)]) if isinstance(value, tuple) else ()
 
 
 def refuse_unknown(module: str, kind: str, given: Iterable[str], common: Iterable[str]) -> None:

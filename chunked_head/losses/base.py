@@ -6,7 +6,7 @@ A ``Summand`` is one loss; ``Losses`` is a sum of them with coefficients, and th
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, Self, TypedDict
@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, Self, TypedDict
 from torch import Tensor
 
 from ..core import options as shared
-from ..core.options import exact
 
 Kind = Literal["token", "row", "segment", "pair", "constant", "kept"]
 Unit = Literal["token", "segment", "pair"]
@@ -97,17 +96,19 @@ SUMMAND = tuple(SummandOptions.__annotations__)
 
 PACKAGE = __name__.rpartition(".")[0] + "."
 LIBRARY = __name__.partition(".")[0] + "."
-PLAIN_OPTIONS = (type(None), bool, int, float, str)
+PLAIN_OPTIONS = frozenset({type(None), bool, int, float, str})
 
 
 def is_library(function: Any) -> bool:
-    """Whether this is a function of one of the library's modules, which is there for good."""
+    """True for a module-level function of the library, which is there for good."""
     plain = type(function) is FunctionType and "<" not in function.__qualname__
     return plain and str(function.__globals__.get("__name__")).startswith(LIBRARY)
 
 
-def is_plain(value: Any) -> bool:
-    return all(map(is_plain, value)) if isinstance(value, tuple) else type(value) in PLAIN_OPTIONS
+def are_plain(values: Collection[Any]) -> bool:
+    """True for values, and tuples of values, that are equal where they mean the same."""
+    odd = [value for value in values if type(value) not in PLAIN_OPTIONS]
+    return all(isinstance(value, tuple) and are_plain(value) for value in odd)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,42 +128,55 @@ class Part:
     temperature: float | None = None
     name: str | None = None
 
-    @property
+    @functools.cached_property
     def label(self) -> str:
         return self.name or self.kind
 
     @functools.cached_property
     def own(self) -> bool:
-        """Whether this is the library's, and a function of nothing but its arguments. A user's function may read what
-        changes from call to call: nothing that outlives the call depends on which it is, or refers to it."""
-        return is_library(self.function) and is_plain(tuple(self.options.values()))
+        """True for the library's, a function of nothing but its arguments. A user's function may read what changes from
+        call to call: nothing that outlives the call depends on which it is, or refers to it."""
+        return is_library(self.function) and are_plain(self.options.values())
+
+    @functools.cached_property
+    def split(self) -> tuple[Hashable, tuple[float, ...]]:
+        """The options as a key without their floats, and the floats, in the order of the options' names. Code is
+        compiled for the key and takes the floats as arguments; a user's function has neither."""
+        if not self.own:
+            return None, ()
+        numbers: list[float] = []
+        key: list[Hashable] = []
+        for name in sorted(self.options):
+            value = self.options[name]
+            if (kind := type(value)) in PLAIN_OPTIONS and kind is not float:
+                key.append((name, kind, value))
+            else:
+                key.append((name, shared.split_numbers(value, numbers), None))
+        return tuple(key), tuple(numbers)
 
     @property
     def code(self) -> tuple:
-        """What decides which code it compiles to: every float of an option is an argument of that code. A user's
-        function has none."""
-        if not self.own:
-            return None, self.unit
-        return self.function, exact(shared.with_numbers(tuple(sorted(self.options.items())), type)), self.unit
+        """Equal for parts that compile to the same code."""
+        return self.function if self.own else None, self.split[0], self.unit
 
-    @functools.cached_property
+    @property
     def numbers(self) -> tuple[float, ...]:
-        """Floats of the options, in the order of their names: arguments of the arithmetic, which a user's has not."""
-        return shared.numbers_in(tuple([self.options[name] for name in sorted(self.options)])) if self.own else ()
+        """Floats of the options: arguments of the arithmetic."""
+        return self.split[1]
 
     def at(self, numbers: Iterator[Any]) -> Self:
-        """The same with the next of other numbers, which may be tensors."""
-        options = shared.with_numbers(tuple(sorted(self.options.items())), lambda _: next(numbers))
-        return replace(self, options=dict(options))
+        """The part with the next of other numbers, which may be tensors []."""
+        options = {name: shared.join_numbers(self.options[name], numbers) for name in sorted(self.options)}
+        return replace(self, options=options)
 
     @property
     def settings(self) -> tuple:
-        """All its numbers: what ``signature`` leaves out."""
-        return self.numbers, self.temperature
+        """All numbers: what ``signature`` leaves out."""
+        return self.split[1], self.temperature
 
     @property
     def reads(self) -> tuple:
-        """How it goes into a call."""
+        """Its place in a call: name, fields, statistics."""
         fields = self.fields, self.optional_fields, tuple(self.extra_fields.items())
         return self.label, fields, self.needs, self.scope, self.reads_target, type(self.temperature)
 
@@ -184,14 +198,20 @@ class Summand(Part):
     normalizer: float | Tensor | str | None = None
     reduction: str | None = None
 
+    @functools.cached_property
+    def split_teacher(self) -> tuple[Hashable, tuple[float, ...]]:
+        """The dense teacher as a key without its floats, and the floats."""
+        numbers: list[float] = []
+        return None if self.teacher is None else shared.split_numbers(self.teacher, numbers), tuple(numbers)
+
     @property
     def key(self) -> tuple:
         """Equal for summands that compile to the same code."""
-        return *self.code, tuple(self.tensors), exact(shared.with_numbers(self.teacher, type))
+        return *self.code, tuple(self.tensors), self.split_teacher[0]
 
     @property
     def settings(self) -> tuple:
-        return *super().settings, shared.numbers_in(self.teacher)
+        return self.split[1], self.temperature, self.split_teacher[1]
 
     @property
     def weights(self) -> Tensor | None:
@@ -200,7 +220,7 @@ class Summand(Part):
 
     @functools.cached_property
     def signature(self) -> Hashable:
-        """Equal for summands that run in the same way, whatever their numbers."""
+        """Equal for summands that run in the same way at any numbers."""
         weights = type(self.token_weights) if isinstance(self.token_weights, Tensor) else self.token_weights
         normalizer: Hashable = self.normalizer
         if isinstance(normalizer, Tensor):

@@ -48,11 +48,9 @@ class Metric(Part):
 
     def __post_init__(self) -> None:
         where = f"metrics.{self.kind}"
-        choice(where, "reduce", self.reduce, ("mean", "max", "min"))
-        choice(where, "weighting", self.weighting, ("token", "segment", "document"))
-        choice(where, "unit", self.unit, ("token", "segment"))
-        choice(where, "scope", self.scope, ("token", "segment"))
-        choice(where, "finish", self.finish, tuple(FINISH))
+        for option, allowed in CHOICES:
+            if (given := getattr(self, option)) not in allowed:
+                choice(where, option, given, allowed)
         if self.unit == "segment" and self.scope != "segment":
             raise ValueError(f'{where} has values per segment, which need all tokens: scope="segment"')
         if self.weighting != "token" and (self.unit != "token" or self.reduce != "mean"):
@@ -68,7 +66,7 @@ class Metric(Part):
 
     @functools.cached_property
     def signature(self) -> Hashable:
-        """Equal for metrics that run in the same way, whatever their numbers."""
+        """Equal for metrics that run in the same way at any numbers."""
         return self.key, self.reads, self.finish
 
     @property
@@ -134,6 +132,10 @@ FINISH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "effective_sample_size": _effective_sample_size,
     "effective_sample_fraction": lambda total, count: _mean(_effective_sample_size(total, count), count),
 }
+CHOICES = (
+    ("reduce", ("mean", "max", "min")), ("weighting", ("token", "segment", "document")),
+    ("unit", ("token", "segment")), ("scope", ("token", "segment")), ("finish", tuple(FINISH)),
+)  # fmt: skip
 
 
 # ---- from values to sums, and from sums to sums
