@@ -312,7 +312,7 @@ class Kept:
         tokens, each = columns.shape
         starts = torch.arange(0, tokens * each, each, device=columns.device)
         rows = torch.arange(tokens, device=columns.device).repeat_interleave(each, output_size=tokens * each)
-        return cls(starts, starts + each, rows, columns.reshape(-1).int(), True, rows)
+        return cls(starts, starts + each, rows, columns.reshape(-1).int(), True)
 
     @functools.cached_property
     def has(self) -> Tensor:
