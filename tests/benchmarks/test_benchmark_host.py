@@ -28,6 +28,7 @@ def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
     assert "host ms" in capfd.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_numbers_that_change(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     output = tmp_path / "numbers.json"
