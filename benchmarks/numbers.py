@@ -23,8 +23,8 @@ from benchmarks import measure, providers, shapes
 from benchmarks.head import Watch, make_console, number, report_failures
 from benchmarks.shapes import Operands, Shape
 from chunked_head import linear_cross_entropy, linear_loss, losses
+from chunked_head.arithmetic import vectors
 from chunked_head.losses import Losses
-from chunked_head.stores.triton import vectors
 
 SHAPE, TINY = Shape(512, 512, 32000), Shape(24, 16, 320)
 CALLS, WARM_UP, SEGMENTS = 60, 3, 8

@@ -1,6 +1,7 @@
-"""The losses' arithmetic as a kernel of the backend's: which losses have one, and its launch for a chunk of tokens."""
+"""The losses' arithmetic as Triton kernels: which losses have one, and its launch for a chunk of tokens."""
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -8,47 +9,46 @@ from torch import Tensor
 from ..core.private import in_own_thread
 from ..core.stats import RowStats
 from ..kernels.common.cache import Cache
-from ..stores import Backend, VectorKernel
+from ..stores import Backend
 from .demand import Structure
-from .evaluate import Evaluation, Inputs, evaluate, values_of
+from .evaluate import Evaluation, Inputs, Named, evaluate, values_of
 
-Arithmetic = tuple[VectorKernel, tuple[str, ...]]  # a kernel, and the coefficients that it makes, in order
+if TYPE_CHECKING:
+    from .vectors import VectorKernel  # imports Triton
+
+Arithmetic = tuple["VectorKernel", tuple[str, ...]]  # a kernel, and names of the coefficients that it makes, in order
 KERNELS: Cache[tuple, Arithmetic | None] = Cache(256)
 
 
 def arithmetic_of(
-    backend: Backend, structure: Structure, leaves: dict[str, Tensor], inputs: Inputs
+    backend: Backend, structure: Structure, leaves: Named, inputs: Inputs
 ) -> tuple[Arithmetic | None, list[Tensor | float]]:
-    """The kernel for inputs like these, None where there is none; and all that it may read, numbers at last."""
-    if not structure.own:
+    """The kernel for inputs like these, None where there is none; and the arguments that it may read."""
+    if backend.name != "triton" or not structure.own:
         return None, []
-    tensors = [*leaves.values(), *tensors_of(inputs)]
-    kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in tensors])
-    key = backend, structure.split[0], tuple(leaves), tuple(inputs.fields), tuple(inputs.metric_weights), kinds
-    arithmetic = KERNELS.made(key, lambda: make_arithmetic(backend, structure, leaves, inputs, tensors))
-    return arithmetic, [*tensors, *structure.split[1]]
-
-
-def tensors_of(inputs: Inputs) -> list[Tensor]:
-    """In the order of ``Inputs.map``."""
-    return [
-        inputs.target, inputs.factors, *inputs.fields.values(),
+    tensors = [
+        *leaves.values(), inputs.target, inputs.factors, *inputs.fields.values(),  # from here on as ``Inputs.map``
         *[tensor for own in inputs.tensors for tensor in own.values()], *inputs.metric_weights.values(),
     ]  # fmt: skip
+    kinds = tuple([(tensor.dtype, tensor.dim(), tensor.is_contiguous()) for tensor in tensors])
+    code, numbers = structure.split
+    key = code, tuple(leaves), tuple(inputs.fields), tuple(inputs.metric_weights), kinds
+    given: list[Tensor | float] = [*tensors, *numbers]
+    return KERNELS.made(key, lambda: make_arithmetic(structure, leaves, inputs, given)), given
 
 
 def make_arithmetic(
-    backend: Backend, structure: Structure, leaves: dict[str, Tensor], inputs: Inputs, tensors: list[Tensor]
+    structure: Structure, leaves: Named, inputs: Inputs, given: list[Tensor | float]
 ) -> Arithmetic | None:
-    float32 = leaves["lse"].dtype == torch.float32
-    contiguous = all(tensor.is_contiguous() for tensor in tensors)
-    # sums over segments, and several columns of a token
+    """A kernel of ``values_of``; None for fp64, sums over segments and several columns of a token."""
     parts = [part for part, _ in (*structure.summands, *structure.metrics)]
     wider = any(part.scope != "token" for part in parts) or any(leaf.dim() > 1 for leaf in leaves.values())
-    if wider or not (float32 and contiguous):
+    gaps = any(isinstance(value, Tensor) and not value.is_contiguous() for value in given)
+    if wider or gaps or leaves["lse"].dtype != torch.float32:
         return None
+    from .vectors import vector_kernel
+
     names: list[str] = []
-    dims: list[int | None] = [0] * len(leaves)  # that tokens are counted along
 
     def function(given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         them = iter(given)
@@ -58,14 +58,16 @@ def make_arithmetic(
         names[:] = coefficients
         return list(coefficients.values()), rows
 
+    dims: list[int | None] = [0] * len(leaves)  # that tokens are counted along
+
     def note(value: Tensor, dim: int | None) -> Tensor:
         dims.append(dim)
         return value
 
     inputs.map(note)
-    dims += [None] * len(structure.split[1])
+    dims += [None] * (len(given) - len(dims))  # numbers
     # a trace begins without whatever modes and hooks there are around the call
-    kernel = in_own_thread(functools.partial(backend.vector_kernel, function, [*tensors, *structure.split[1]], dims))
+    kernel = in_own_thread(functools.partial(vector_kernel, function, given, dims))
     return None if kernel is None else (kernel, tuple(names))
 
 
@@ -74,14 +76,13 @@ def evaluate_rows(
     stats: RowStats,
     inputs: Inputs,
     rows: slice,
-    fuse: Backend | None,
+    backend: Backend | None,
     table: Tensor | None = None,  # of an earlier chunk
 ) -> Evaluation:
-    """``evaluate`` for the tokens ``rows`` of all: by a kernel of the backend ``fuse``, whose table is of all tokens,
-    else as it is."""
-    if fuse is not None:
-        leaves = stats.named()
-        arithmetic, given = arithmetic_of(fuse, structure, leaves, inputs)
+    """``evaluate`` for the tokens ``rows`` of all: by a kernel where ``backend`` is Triton's, whose table is of all
+    tokens, else in PyTorch."""
+    if backend is not None:
+        arithmetic, given = arithmetic_of(backend, structure, stats.named(), inputs)
         if arithmetic is not None:
             (kernel, names), like = arithmetic, stats.lse
             if table is None:

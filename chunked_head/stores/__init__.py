@@ -1,7 +1,7 @@
 """The two ways to compute: Triton kernels, and torch operations for every device without them."""
 
 from .kept import KeptColumns, KeptRows
-from .protocol import Backend, Layout, Targets, VectorKernel, check_name, resolve
+from .protocol import Backend, Layout, Targets, check_name, resolve
 from .session import Session
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "Layout",
     "Session",
     "Targets",
-    "VectorKernel",
     "check_name",
     "resolve",
 ]

@@ -5,7 +5,7 @@ A backend is a module with the functions of ``Backend``; a ``Session`` holds one
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -44,16 +44,10 @@ class Targets(NamedTuple):
     inverse: Tensor  # [] one_or_nan / counted, or / 1 where none does
 
 
-class VectorKernel(Protocol):
-    """A function of numbers per token, launched for the tokens ``rows`` of inputs that hold those of all tokens: its
-    outputs for the chunk into rows of ``chunk`` [outputs, tokens of the chunk], those for all tokens at the tokens'
-    places into rows of ``table`` [outputs, tokens]."""
-
-    def __call__(self, inputs: Sequence[Tensor | float], rows: slice, chunk: Tensor, table: Tensor) -> None: ...
-
-
 class Backend(Protocol):
     """What the loop asks of a backend."""
+
+    name: str  # of BACKENDS
 
     def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
         """ValueError where it cannot compute there, or not with ``what``, which has this dtype."""
@@ -118,16 +112,6 @@ class Backend(Protocol):
         self, out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
     ) -> None:
         """Their gradient, 0 where a row does not count; ``out`` may be the logits themselves."""
-
-    def vector_kernel(
-        self,
-        function: Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]],
-        inputs: Sequence[Tensor | float],
-        token_dims: Sequence[int | None],
-    ) -> VectorKernel | None:
-        """One kernel of a function of inputs like these to outputs for a chunk and outputs for all tokens, each [n];
-        None where it has none. ``token_dims``: the dimension of each input that tokens are counted along, or None. The
-        function gets floats as tensors [] of float32; the kernel takes any float in their place."""
 
     def sum_rows(self, table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
         """Sums [rows] of a table [rows, tokens], of the first ``parts`` rows times ``inverse`` [], of the others times

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import GPU, TRITON, Place, resolve
+from cases import GPU, TRITON, Place
 from loss_cases import LOSS_CASES, LossCase, LossInputs, inputs_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from chunked_head import linear_cross_entropy, linear_loss, losses, metrics
-from chunked_head.arithmetic import kernels, objective
+from chunked_head.arithmetic import kernels, objective, vectors
 
 pytestmark = pytest.mark.compiled
 # several columns per token are no function of one number each
@@ -83,7 +83,7 @@ def test_functions_of_users_have_no_kernel() -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_what_has_a_kernel(place: Place) -> None:
     device = place.device
-    made = resolve("triton", torch.device(device)).vector_kernel
+    made = vectors.vector_kernel
     x = torch.linspace(-2.0, 2.0, 40, device=device)
     x[3], x[7] = torch.nan, torch.inf
 

@@ -13,13 +13,12 @@ from compiled_for import record_launches
 from loss_cases import DENSE_HIDDEN, PAIRED, POLICY, LossCase, case, inputs_of, run_reference, run_step
 
 from chunked_head import losses, metrics
-from chunked_head.arithmetic import kernels
+from chunked_head.arithmetic import kernels, vectors
 from chunked_head.arithmetic.demand import Needs, needs_of
 from chunked_head.arithmetic.evaluate import Inputs
 from chunked_head.core.stats import RowStats
 from chunked_head.losses import FIELDS, Losses
 from chunked_head.metrics import Metric
-from chunked_head.stores.triton import vectors
 
 pytestmark = pytest.mark.compiled
 TOKENS, VOCAB = 7, 41

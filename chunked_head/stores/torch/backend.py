@@ -23,6 +23,7 @@ from .kept import kept_sets as kept_sets
 from .session import TorchSession
 from .tiles import clean_rows as clean_rows
 
+name = "torch"
 session, kept_columns = TorchSession, TorchKeptColumns
 
 
@@ -99,10 +100,6 @@ def scale(source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tens
     for part in slices(source.numel(), tiles.TILE_ELEMENTS):
         out.view(-1)[part] = source.view(-1)[part] * factor
     return out
-
-
-def vector_kernel(function: object, inputs: object, token_dims: object) -> None:
-    """It has no kernels."""
 
 
 class GivenLogits(TorchSession):

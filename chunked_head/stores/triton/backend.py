@@ -37,8 +37,8 @@ from .kept import TritonKeptColumns
 from .logits import GivenLogits, LogitsSession
 from .relative import FastSession, RelativeSession
 from .session import TMA_BYTES, outputs_of, teacher_outputs
-from .vectors import vector_kernel as vector_kernel
 
+name = "triton"
 kept_columns = TritonKeptColumns
 PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"
 

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, fx
 
-from ...kernels.common import functions
-from ...kernels.common.launcher import Launcher
-from ...kernels.common.tiles import FUSED, INTERPRETED, cdiv
+from ..kernels.common import functions
+from ..kernels.common.launcher import Launcher
+from ..kernels.common.tiles import FUSED, INTERPRETED, cdiv
 
 Function = Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
 BLOCK = 1024 if INTERPRETED else 256
@@ -65,7 +65,10 @@ class NoKernelError(Exception):
 
 
 class VectorKernel:
-    """As ``protocol.VectorKernel``, of a source that reads these inputs, of which some have rows."""
+    """A kernel launched for the tokens ``rows`` of inputs that hold those of all tokens: outputs of the chunk into rows
+    of ``chunk`` [outputs, tokens of the chunk], outputs of all tokens into rows of ``table`` [outputs, tokens].
+
+    ``used``: inputs that the source reads; ``strided``: those of them [rows, n]."""
 
     def __init__(self, source: str, used: Sequence[int], strided: Sequence[int]):
         self.used, self.strided = tuple(used), tuple(strided)
@@ -93,7 +96,9 @@ class VectorKernel:
 def vector_kernel(
     function: Function, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None]
 ) -> VectorKernel | None:
-    """As ``protocol.Backend`` has it: None where the function can have none."""
+    """One kernel of a function of inputs like these to outputs of a chunk and outputs of all tokens, each [n]; None
+    where the function can have none. ``token_dims``: the dimension of each input that tokens are counted along, or
+    None. The function gets floats as tensors [] of float32; the kernel takes any float in their place."""
     try:
         one, other = (Writer(*trace(function, inputs, token_dims, n), inputs, token_dims) for n in LENGTHS)
     except NoKernelError:
