@@ -1,48 +1,78 @@
-"""The autograd.Function of the head: gradients computed in forward and handed over in backward, or computed there."""
+"""The autograd.Function of every call: gradients made in forward and handed over in backward, or made in backward."""
 
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..arithmetic.objective import Expected, ScalarObjective
 from ..core.stats import RowStats
-from ..plan.planner import Request
 from ..plan.plans import Plan
 from ..stores.gradient_buffer import GradientBuffer
 from ..stores.gradients import Gradients, Scaling
-from .sweep import Call, recompute, sweep
+from .logits_call import LogitsCall
+from .sweep import Call, sweep
+
+Grads = tuple[Tensor | None, ...]  # of the operands
 
 
 class Forward(NamedTuple):
-    """What a forward pass has made, and what its backward needs."""
+    """Results of a forward pass, and what its backward needs."""
 
     outputs: tuple[Tensor, ...]
     differentiable: int  # how many of them, the first ones
     stats: RowStats | None
     grads: Gradients | None  # None where backward makes them
     expected: Expected | None  # the upstream gradient that ``grads`` were made for
-    exchanges: bool  # with ranks that hold other tokens
+    exchanges: bool  # messages with ranks that hold other tokens
     backend: Scaling
-    plan: Plan
+    plan: Plan | None  # None for logits that exist already
     gradient_buffer: GradientBuffer | None
-    padded: bool  # as the call
-    saved: Sequence[Tensor]  # for a backward that makes gradients, beside the operands
-    later: Callable[[Sequence[Tensor]], tuple[Call, RowStats]]  # the call and its statistics, of operands and saved
+    padded: bool  # rows that do not count follow the call's
+    saved: Sequence[Tensor]  # for a backward that makes gradients, in addition to the operands
+    # the call and its statistics, from operands and ``saved``
+    later: Callable[[Sequence[Tensor]], tuple[Call | LogitsCall, RowStats]]
+    inplace: bool = False  # backward overwrites the first operand with its gradient
+
+    @property
+    def any_grad(self) -> bool:
+        return self.plan is None or self.plan.sizes.any_grad
 
     def outputs_of(self, rows: int) -> tuple[Tensor, ...]:
-        """The outputs of a call of so many rows: of each, or numbers."""
+        """Outputs of a call of so many rows: a number for each, or one number."""
         if not self.padded:
             return self.outputs
         # as no view that autograd knows of: these may not be changed in place, which an output of ours may
         return tuple([output[:rows].detach() if output.dim() else output for output in self.outputs])
 
     def bare(self) -> "Forward":
-        """Without what has been handed over."""
+        """The record without what has been handed over."""
         return self._replace(outputs=(), stats=None, grads=None, saved=())
+
+    def reads_saved(self, grads: Gradients | None) -> bool:
+        """Backward needs what autograd has saved. With ranks that hold other tokens an activation checkpoint computes
+        the forward pass again, messages and all: on every rank or on none, whichever of them find their gradients
+        waiting."""
+        return grads is None or self.exchanges
+
+    def gradients(self, grads: Gradients | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
+        """Gradients of the operands: ``grads`` times what is left of the upstream gradient, or made from ``saved``."""
+        if self.gradient_buffer is not None:
+            self.gradient_buffer.check_there()
+        if grads is None:
+            call, stats = self.later(saved)
+            return call.late_gradients(saved, stats, upstream)
+        assert self.expected is not None and self.plan is not None
+        given = upstream[0]
+        assert given is not None
+        factors, one_or_nan = self.expected.factors(given), self.expected.one_or_nan
+        if self.gradient_buffer is not None and grads.weight is not None:
+            # it was promised, and only as promised can what has been added stay
+            one_or_nan = self.expected.one_or_nan_for(given)
+            factors = *factors[:1], one_or_nan
+        return grads.finish(self.backend, factors, one_or_nan, self.plan)
 
 
 def flat(hidden: Tensor) -> Tensor:
@@ -50,109 +80,92 @@ def flat(hidden: Tensor) -> Tensor:
     return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
 
 
-def forward_of(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Forward:
-    stats, grads = sweep(call, hidden, call.head(weight, bias))
+def forward_of(
+    call: Call | LogitsCall, rows: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+) -> Forward:
+    """The forward pass of a call on hidden states [tokens, hidden] and a head, or on logits."""
+    grads, plan, buffer, padded = None, None, None, False
+    if isinstance(call, LogitsCall):
+        stats = call.stats(rows)
+    else:
+        assert weight is not None
+        stats, grads = sweep(call, rows, call.head(weight, bias))
+        plan, buffer, padded = call.plan, call.gradient_buffer, call.padded
     objective, named = call.objective, stats.named()
     outputs = objective.outputs(stats)
     lasting = call.without_teacher()
     # attributes, but for statistics that are outputs: these would hold the graph that holds them
     held, late = (named, {}) if isinstance(objective, ScalarObjective) else ({}, named)
     names = tuple(late)
+    operands = 1 if plan is None else 3
 
-    def later(saved: Sequence[Tensor]) -> tuple[Call, RowStats]:
-        vectors = saved[3:]
+    def later(saved: Sequence[Tensor]) -> tuple[Call | LogitsCall, RowStats]:
+        vectors = saved[operands:]
         found = RowStats(**held, **dict(zip(names, vectors, strict=False)))
         return lasting.with_teacher(vectors[len(names) :]), found
 
     return Forward(
         outputs, objective.differentiable, stats, grads, objective.expected, objective.exchanges, call.backend,
-        call.plan, call.gradient_buffer, call.padded, (*late.values(), *objective.teacher_tensors), later,
+        plan, buffer, padded, (*late.values(), *objective.teacher_tensors), later, getattr(call, "inplace", False),
     )  # fmt: skip
 
 
-class HeadLoss(torch.autograd.Function):
-    """Of hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None: the outputs of ``forward``, which makes
-    them of the three, and which ``found`` receives with all that goes with them."""
+class Loss(torch.autograd.Function):
+    """Outputs of ``run(*operands)``, a ``Forward`` that ``found`` receives. Operands: hidden states [tokens, hidden],
+    weight [vocab, hidden] and bias [vocab] or None; logits; or a weight, a bias and several streams of hidden states.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        forward: Callable[[Tensor, Tensor, Tensor | None], Forward],
-        found: list[Forward],
-    ) -> tuple[Tensor, ...]:
-        with as_called(hidden.device):
-            made = forward(hidden, weight, bias)
+    def forward(ctx: Any, run: Callable[..., Any], found: list[Any], *operands: Tensor | None) -> tuple[Tensor, ...]:
+        first = operands[0]
+        assert first is not None
+        with as_called(first.device):
+            made = run(*operands)
         found.append(made)
-        if made.plan.sizes.any_grad:
+        ctx.operands = len(operands)
+        if made.any_grad:
             # inputs are saved for a recomputing or a repeated backward: autograd checks that nobody changed them
-            ctx.save_for_backward(hidden, weight, bias, *made.saved)
+            ctx.save_for_backward(*operands, *made.saved)
             # gradients are attributes: saved tensors would be cloned on their way out
             ctx.made, ctx.grads = made.bare(), made.grads
-            ctx.rows = len(hidden)
-        outputs = made.outputs_of(len(hidden))
+            ctx.rows, ctx.overwritten = len(first), False
+        outputs = made.outputs_of(len(first))
         ctx.mark_non_differentiable(*outputs[made.differentiable :])
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        made, grads = ctx.made, ctx.grads
+    def backward(ctx: Any, *upstream: Tensor | None) -> Grads:
         upstream = tuple([given if given is None else given.resolve_neg() for given in upstream])
         first = next((given for given in upstream if given is not None), None)
         if first is None:
-            return None, None, None, None, None
-        ctx.grads = None
-        if made.gradient_buffer is not None:
-            made.gradient_buffer.check_there()
+            return (None,) * (2 + ctx.operands)
+        if ctx.overwritten:
+            raise RuntimeError(
+                "a second backward through a loss with inplace=True: the first has written the gradient over the "
+                "logits; use inplace=False to retain the graph"
+            )
+        made, grads, ctx.grads = ctx.made, ctx.grads, None
+        # once: an activation checkpoint gives them no second time
+        saved: Sequence[Tensor] = ctx.saved_tensors if made.reads_saved(grads) or torch.is_grad_enabled() else ()
         with torch.no_grad(), as_called(first.device):
-            if grads is not None:
-                if made.exchanges:
-                    # for these an activation checkpoint computes the forward pass again, messages and all: on every
-                    # rank or on none, whichever of them find their gradients waiting
-                    ctx.saved_tensors  # noqa: B018
-                finished = handed_over(made, grads, upstream[0])
-            else:
-                finished = made_late(made, ctx.saved_tensors, upstream)
-            if made.padded and finished[0] is not None:
-                finished = finished[0][: ctx.rows], *finished[1:]
-        return *only_once(ctx, finished), None, None
+            ctx.overwritten = made.inplace
+            found = made.gradients(grads, saved, upstream)
+            if made.padded and found[0] is not None:
+                found = found[0][: ctx.rows], *found[1:]
+            if made.inplace:
+                # kernels write unseen: whoever saved the logits too must not take these for them
+                torch.autograd.graph.increment_version(saved[0])
+        return None, None, *only_once(saved[: ctx.operands], found)
 
 
-def only_once(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def only_once(operands: Sequence[Tensor | None], grads: Grads) -> Grads:
     """Gradients that nobody can differentiate, where a graph of them is made (create_graph): constants there would
     silently drop a gradient penalty."""
     if not torch.is_grad_enabled():
         return grads
-    inputs = [tensor for tensor in ctx.saved_tensors if tensor is not None and tensor.requires_grad]
+    inputs = [tensor for tensor in operands if tensor is not None and tensor.requires_grad]
     return tuple(None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in grads)
-
-
-def handed_over(made: Forward, grads: Gradients, given: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of a forward pass, times what is left of the upstream gradient."""
-    assert made.expected is not None and given is not None
-    factors, one_or_nan = made.expected.factors(given), made.expected.one_or_nan
-    if made.gradient_buffer is not None and grads.weight is not None:
-        # it was promised, and only as promised can what has been added stay
-        one_or_nan = made.expected.one_or_nan_for(given)
-        factors = *factors[:1], one_or_nan
-    return grads.finish(made.backend, factors, one_or_nan, made.plan)
-
-
-def made_late(made: Forward, saved: Sequence[Tensor], upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Gradients that are made once the upstream gradient is known."""
-    hidden, weight, bias = saved[:3]
-    call, stats = made.later(saved)
-    if call.padded:
-        more = call.plan.sizes.tokens - len(hidden)
-        upstream = tuple([each if each is None or not each.dim() else F.pad(each, (0, more)) for each in upstream])
-    if call.shard is not None and not isinstance(call.objective, ScalarObjective):
-        upstream = call.shard.whole_upstream(upstream)
-    coefficients = call.objective.late(stats, upstream)
-    call = with_recompute_plan(call)
-    return recompute(call, hidden, call.head(weight, bias), stats, coefficients)
 
 
 NOTHING = contextlib.nullcontext()
@@ -182,10 +195,3 @@ class OnlyOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         raise RuntimeError("chunked_head computes no second derivatives; use the full logits for a gradient penalty")
-
-
-def with_recompute_plan(call: Call) -> Call:
-    """The call as a backward runs it that finds no gradients waiting: the second over a retained graph."""
-    if call.plan.schedule == "recompute":
-        return call
-    return call.replanned(Request(memory_budget=call.request.memory_budget))

@@ -3,10 +3,8 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..arithmetic.objective import Objective
@@ -15,7 +13,6 @@ from ..core.stats import Demand, Head, Rows, RowStats
 from ..parallel.agree import described
 from ..parallel.shard import Shard
 from ..stores import Backend, KeptColumns, KeptRows
-from .function import OnlyOnce, as_called
 from .global_counts import call_fields
 from .head_options import LogitsOptions
 from .own_columns import OwnColumns, of_others
@@ -44,7 +41,7 @@ def check_inplace(logits: Tensor, inplace: bool) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Call(OwnColumns):
+class LogitsCall(OwnColumns):
     """Everything of a call that takes no gradient."""
 
     backend: Backend
@@ -96,8 +93,11 @@ class Call(OwnColumns):
             shard.add_pairs(stats)
         return stats
 
-    def gradient(self, logits: Tensor, stats: RowStats, upstream: Sequence[Tensor | None]) -> Tensor:
-        """Of the logits, over them where they are to be overwritten."""
+    def late_gradients(
+        self, operands: Sequence[Tensor], stats: RowStats, upstream: Sequence[Tensor | None]
+    ) -> tuple[Tensor]:
+        """The gradient of the logits, over them where they are to be overwritten."""
+        logits = operands[0]
         # where an id is out of range the whole gradient is nan
         known = tuple(None if given is None else given * self.objective.one_or_nan for given in upstream)
         coefficients = self.objective.late(stats, known)
@@ -120,7 +120,7 @@ class Call(OwnColumns):
                 out.zero_()
             if kept is not None:
                 kept.add_to(at, out)
-        return grad
+        return (grad,)
 
     def kept_columns(self, logits: Tensor) -> KeptColumns | None:
         """The rows whose softmaxes are over sets of columns."""
@@ -131,7 +131,7 @@ class Call(OwnColumns):
         return self.backend.kept_columns(self.head(logits), rows, self.demand)
 
 
-def call_of(prepared: PreparedCall, objective: Objective, inplace: bool) -> tuple[Tensor, Call]:
+def call_of(prepared: PreparedCall, objective: Objective, inplace: bool) -> tuple[Tensor, LogitsCall]:
     """The logits as kernels read them, and what is to be done with them."""
     assert isinstance(prepared.head, LogitsOptions)
     logits, shard = prepared.head.logits, prepared.head.shard
@@ -142,7 +142,7 @@ def call_of(prepared: PreparedCall, objective: Objective, inplace: bool) -> tupl
         fields |= described(objective.demand.of_columns(None), "demand.")
         shard = shard.agreed_on(call_fields(prepared) | fields, logits.device)
     options = prepared.logit_scale, prepared.softcap, inplace, prepared.head.columns, shard
-    return logits, Call(prepared.backend, objective, *options)
+    return logits, LogitsCall(prepared.backend, objective, *options)
 
 
 def row_views(logits: Tensor) -> list[Tensor]:
@@ -163,45 +163,3 @@ def mergeable(logits: Tensor) -> bool:
     return logits.numel() == 0 or all(
         outer == size * inner for (_, outer), (size, inner) in itertools.pairwise(leading)
     )
-
-
-class LogitsLoss(torch.autograd.Function):
-    """Of logits [..., vocab] and a call: what its objective returns. ``found`` receives the statistics."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, call: Call, found: list[RowStats]) -> tuple[Tensor, ...]:
-        objective = call.objective
-        with as_called(logits.device):
-            stats = call.stats(logits)
-            outputs = objective.outputs(stats)
-        found.append(stats)
-        named = stats.named()
-        ctx.save_for_backward(logits, *named.values(), *objective.teacher_tensors)
-        ctx.call = replace(call, objective=objective.without_teacher())
-        ctx.names, ctx.overwritten = tuple(named), False
-        ctx.mark_non_differentiable(*outputs[objective.differentiable :])
-        ctx.set_materialize_grads(False)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        if all(given is None for given in upstream):
-            return None, None, None
-        if ctx.overwritten:
-            raise RuntimeError(
-                "a second backward through a loss with inplace=True: the first has written the gradient over the "
-                "logits; use inplace=False to retain the graph"
-            )
-        logits, *vectors = ctx.saved_tensors
-        stats = RowStats(**dict(zip(ctx.names, vectors, strict=False)))
-        objective = ctx.call.objective.with_teacher(vectors[len(ctx.names) :])
-        call: Call = replace(ctx.call, objective=objective)
-        with torch.no_grad(), as_called(logits.device):
-            ctx.overwritten = call.inplace
-            grad = call.gradient(logits, stats, upstream)
-            if call.inplace:
-                # kernels write unseen: whoever saved the logits too must not take these for them
-                torch.autograd.graph.increment_version(logits)
-        if torch.is_grad_enabled():  # create_graph: a constant here would silently drop a gradient penalty
-            grad = OnlyOnce.apply(grad, logits)
-        return grad, None, None

@@ -1,7 +1,9 @@
 """What an objective is to one rank: its own columns of a vocabulary that ranks may share."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -17,6 +19,16 @@ class OwnColumns:
 
     objective: Objective
     shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
+
+    def without_teacher(self) -> Self:
+        """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
+        return self.with_objective(self.objective.without_teacher())
+
+    def with_teacher(self, tensors: Sequence[Tensor]) -> Self:
+        return self.with_objective(self.objective.with_teacher(tensors))
+
+    def with_objective(self, objective: Objective) -> Self:
+        return self if objective is self.objective else replace(self, objective=objective)  # type: ignore[type-var]
 
     @functools.cached_property
     def every_target(self) -> Tensor:

@@ -13,17 +13,16 @@ from ..arithmetic.objective import Objective, ScalarObjective
 from ..arithmetic.token_objectives import StatsObjective, TokenObjective
 from ..core.groups import block_of
 from ..core.shift import all_at_targets, in_backward
-from ..core.stats import Kept, RowStats, Teacher
+from ..core.stats import Kept, Teacher
 from ..metrics import Metric
 from ..plan.planner import Request, make_plan
 from ..plan.plans import LEAST_SLACK, MAX_HALF_CHUNKS, Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Sizes
 from .denominators import inverses, metric_counts
-from .function import Forward, HeadLoss, flat, forward_of
+from .function import Forward, Loss, flat, forward_of
 from .global_counts import agreed_batch, call_fields, with_global_counts
 from .head_options import HeadOptions, LogitsOptions
-from .logits_call import LogitsLoss
 from .logits_call import call_of as logits_call_of
 from .prepared import PreparedCall, in_order, is_plain, layout_of, prepare
 from .program import Program
@@ -150,11 +149,11 @@ def run(task: Task, program: Program, rows: int | None = None) -> Outcome:
     if isinstance(prepared.head, LogitsOptions):
         objective = task.objective(prepared)
         logits, on_logits = logits_call_of(prepared, objective, task.inplace)
-        seen: list[RowStats] = []
-        outputs = LogitsLoss.apply(logits, on_logits, seen)
+        seen: list[Forward] = []
+        outputs = Loss.apply(functools.partial(forward_of, on_logits), seen, logits)
         if task.per_token:
             outputs = all_at_targets(outputs, task.head.leading, task.head.shift)
-        return Outcome(outputs, None, prepared, objective, seen[0])
+        return Outcome(outputs, None, prepared, objective, seen[0].stats)
     head = prepared.head
     made = planned(prepared, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
     prepared = made.prepared
@@ -162,7 +161,7 @@ def run(task: Task, program: Program, rows: int | None = None) -> Outcome:
     objective = task.objective(prepared)
     call = made.call(objective, padded=rows is not None)
     found: list[Forward] = []
-    outputs = HeadLoss.apply(made.rows, head.weight, head.bias, functools.partial(forward_of, call), found)
+    outputs = Loss.apply(functools.partial(forward_of, call), found, made.rows, head.weight, head.bias)
     if prepared.packing is not None and task.per_token:
         outputs = tuple(map(prepared.packing.unpack, outputs))
     if head.shard is not None and task.per_token:

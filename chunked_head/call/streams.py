@@ -1,23 +1,30 @@
-"""How a call on several streams runs: each as a call of its own, with one accumulator for the weight's gradient."""
+"""Calls on several streams of hidden states: one after the other, with one accumulator for the weight's gradient."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
+from ..arithmetic.evaluate import evaluate
+from ..arithmetic.objective import ScalarObjective
 from ..core.options import name
 from ..core.shift import in_backward
 from ..losses.base import Losses
+from ..metrics import Metric, MetricValue
+from ..parallel.tokens import whole_metrics
 from ..plan.planner import Request, make_plan
 from ..plan.plans import MAX_HALF_CHUNKS
-from .function import Forward
+from ..stores.gradient_buffer import StreamsBuffer
+from ..stores.gradients import Gradients
+from .function import Forward, Grads, Loss, forward_of
 from .head_options import HeadOptions
 from .prepared import PreparedCall, is_plain, prepare
 from .program import program_of
-from .run import Outcome, Placed, Planned, Wants, planned, sizes_of
-from .streams_function import StreamCalls, StreamsLoss
+from .run import Outcome, Placed, Wants, planned, sizes_of
+from .sweep import Call
 from .task import Result, Task
 
 
@@ -35,43 +42,37 @@ class Streams(Generic[Result]):
         heads = [head_of(one) for one in prepared]
         weight, bias = heads[0].weight, heads[0].bias
         wants = [Wants.of(head.hidden, weight, bias) for head in heads]
-        plans = plans_of(prepared, wants)
-        prepared = [plan.prepared for plan in plans.each]
+        buffer_dtype, request = None, None
+        if wants[0].weight and heads[0].gradient_buffer is None:
+            buffer_dtype, request = common_accumulator(prepared, wants)
+        pairs = zip(prepared, wants, strict=True)
+        plans = [planned(one, want, in_backward(), request, buffer_dtype) for one, want in pairs]
+        prepared = [plan.prepared for plan in plans]
         objectives = [task.objective(one) for task, one in zip(self.tasks, prepared, strict=True)]
-        calls = [plan.call(objective) for plan, objective in zip(plans.each, objectives, strict=True)]
-        made: list[Forward] = []
-        streams = StreamCalls(calls, plans.buffer_dtype)
-        total = StreamsLoss.apply(streams, made, weight, bias, *(plan.rows for plan in plans.each))
+        calls = [plan.call(objective) for plan, objective in zip(plans, objectives, strict=True)]
+        made: list[StreamsForward] = []
+
+        def forward(weight: Tensor, bias: Tensor | None, *hidden: Tensor) -> StreamsForward:
+            return forward_of_streams(calls, buffer_dtype, weight, bias, hidden)
+
+        (total,) = Loss.apply(forward, made, weight, bias, *(plan.rows for plan in plans))
         outcomes = []
-        for i, call in enumerate(calls):
-            spread = objectives[i].spread
+        for i, (call, objective) in enumerate(zip(calls, objectives, strict=True)):
+            spread = objective.spread
             ranks = spread.parallel.ranks if spread is not None and spread.parallel.average else 1
             with torch.no_grad():
-                parts = zip(objectives[i].parts, self.losses[i].terms, strict=True)
+                parts = zip(objective.parts, self.losses[i].terms, strict=True)
                 first, *others = [part * (coefficient * ranks) for part, (coefficient, _) in parts]
                 value = sum(others, first)
-            outcomes.append(Outcome((value,), call.plan, prepared[i], objectives[i], made[i].stats, call, made[i]))
+            one = made[0].each[i]
+            outcomes.append(Outcome((value,), call.plan, prepared[i], objective, one.stats, call, one))
         return self.result(total, outcomes)
 
 
 def head_of(prepared: PreparedCall) -> HeadOptions:
-    """A stream is of hidden states."""
+    """The head of a stream, which is one of hidden states."""
     assert isinstance(prepared.head, HeadOptions)
     return prepared.head
-
-
-class Plans(NamedTuple):
-    """How the streams run."""
-
-    buffer_dtype: torch.dtype | None  # of the buffer that all add the weight's gradient to, where it is the call's
-    each: list[Planned]
-
-
-def plans_of(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> Plans:
-    common = wants[0].weight and head_of(prepared[0]).gradient_buffer is None
-    buffer_dtype, request = common_accumulator(prepared, wants) if common else (None, None)
-    pairs = zip(prepared, wants, strict=True)
-    return Plans(buffer_dtype, [planned(*pair, in_backward(), request, buffer_dtype) for pair in pairs])
 
 
 def common_accumulator(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> tuple[torch.dtype, Request]:
@@ -108,3 +109,167 @@ def common_accumulator(prepared: Sequence[PreparedCall], wants: Sequence[Wants])
         return plan.weight_accumulate, Request(chunk_tokens=plan.chunk_tokens)
     waiting = 0 if plan.weight_accumulate == sizes.weight_dtype else sizes.weight_elements * 4
     return plan.weight_accumulate, Request(request.budget - waiting, request.chunk_tokens)
+
+
+@dataclass
+class StreamsGrads:
+    """Gradients that wait for backward: of each stream, None where backward makes them; of the weight, of all."""
+
+    each: list[Gradients | None]
+    buffer: StreamsBuffer | None
+
+
+@dataclass(frozen=True, eq=False)
+class StreamsForward:
+    """The forward passes of all streams, in the place of one ``Forward``."""
+
+    each: list[Forward]
+    vocab: int
+    buffer_dtype: torch.dtype | None  # of the weight's gradient; None: a caller's buffer is added to, or nobody asks
+    grads: StreamsGrads | None
+    outputs: tuple[Tensor, ...]
+    saved: Sequence[Tensor]
+    saved_ends: Sequence[int]  # where those of each stream end among weight, bias, hidden states and ``saved``
+    differentiable, inplace, padded = 1, False, False
+
+    @property
+    def any_grad(self) -> bool:
+        return any(one.any_grad for one in self.each)
+
+    def outputs_of(self, rows: int) -> tuple[Tensor, ...]:
+        return self.outputs
+
+    def bare(self) -> "StreamsForward":
+        return replace(self, each=[one.bare() for one in self.each], grads=None, outputs=(), saved=())
+
+    def late(self, grads: StreamsGrads | None) -> list[int]:
+        """Streams whose gradients backward makes."""
+        return [i for i, one in enumerate(self.each) if (grads is None or grads.each[i] is None) and one.any_grad]
+
+    def reads_saved(self, grads: StreamsGrads | None) -> bool:
+        return bool(self.late(grads)) or any(one.exchanges for one in self.each)
+
+    def gradients(self, grads: StreamsGrads | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
+        """Gradients of the weight, the bias and each stream's hidden states."""
+        (given,) = upstream
+        assert given is not None
+        late, buffer = self.late(grads), None if grads is None else grads.buffer
+        found: list[Grads] = [(None, None, None)] * len(self.each)
+        for i, one in enumerate(self.each):
+            ready = None if grads is None else grads.each[i]
+            if ready is not None:
+                found[i] = one.gradients(ready, (), upstream)
+            elif one.gradient_buffer is not None:
+                one.gradient_buffer.check_there()
+        if buffer is not None and late:
+            expected = next(one.expected for i, one in enumerate(self.each) if i not in late)
+            assert expected is not None
+            self.each[0].backend.scale_([buffer.buffer], expected.factors(given))
+        for i in late:
+            buffer = buffer or self.new_buffer(saved[0])
+            operands = [saved[2 + i], *saved[:2], *saved[slice(*self.saved_ends[i : i + 2])]]
+            found[i] = gradients_into(buffer, self.each[i], operands, upstream)
+        of_hidden, of_weight, of_bias = zip(*found, strict=True)
+        if buffer is None:
+            d_weight = next((one for one in of_weight if one is not None), None)
+        else:
+            d_weight = finished(buffer, self.each, given, scaled=bool(late))
+        return d_weight, added(of_bias), *of_hidden
+
+    def new_buffer(self, weight: Tensor) -> StreamsBuffer | None:
+        return None if self.buffer_dtype is None else StreamsBuffer(weight, self.vocab, self.buffer_dtype)
+
+
+def forward_of_streams(
+    calls: Sequence[Call],
+    buffer_dtype: torch.dtype | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    hidden: Sequence[Tensor],
+) -> StreamsForward:
+    """The forward pass of one stream after the other."""
+    vocab, buffer = calls[0].plan.sizes.vocab, None
+    if buffer_dtype is not None and any(call.plan.schedule == "forward" for call in calls):
+        buffer = StreamsBuffer(weight, vocab, buffer_dtype)
+    made = []
+    for call, rows in zip(calls, hidden, strict=True):
+        if buffer is not None and call.plan.schedule == "forward":
+            call = replace(call, gradient_buffer=buffer)
+        one = forward_of(call, rows, weight, bias)
+        made.append(one)
+        if buffer is not None and one.grads is not None:
+            buffer.fresh &= call.plan.sizes.tokens == 0
+            # finished once, for all streams
+            one.grads.weight = None
+            one.grads.padded.pop("weight", None)
+    first, *others = (one.outputs[0] for one in made)
+    saved = [tensor for one in made for tensor in one.saved]
+    ends = [*itertools.accumulate((len(one.saved) for one in made), initial=2 + len(made))]
+    grads = StreamsGrads([one.grads for one in made], buffer)
+    return StreamsForward(made, vocab, buffer_dtype, grads, (sum(others, first),), saved, ends)
+
+
+def gradients_into(buffer: StreamsBuffer | None, made: Forward, operands: Sequence[Tensor], upstream: Grads) -> Grads:
+    """A stream's gradients once the upstream gradient is known: its logits are computed again."""
+    call, stats = made.later(operands)
+    assert isinstance(call, Call)
+    if buffer is not None:
+        # blocks of tokens add to it, and there may be many of them
+        sizes = replace(call.plan.sizes, buffer_dtype=buffer.buffer.dtype)
+        call = replace(call, gradient_buffer=buffer, plan=replace(call.plan, sizes=sizes))
+    found = call.late_gradients(operands, stats, upstream)
+    if buffer is not None:
+        buffer.fresh &= call.plan.sizes.tokens == 0
+    return found
+
+
+def added(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum of the streams' gradients of the bias, rounded once more."""
+    there = [part for part in parts if part is not None]
+    if len(there) < 2:
+        return there[0] if there else None
+    dtype = there[0].dtype
+    return torch.stack(there).sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+
+
+def finished(buffer: StreamsBuffer, made: Sequence[Forward], given: Tensor, scaled: bool) -> Tensor:
+    """The weight's gradient in the weight's dtype; nan where an id of any stream was out of range."""
+    if buffer.fresh:
+        buffer.buffer.zero_()
+    first, *others = (one.expected for one in made if one.expected is not None)
+    one_or_nan = first.one_or_nan
+    for other in others:
+        one_or_nan = one_or_nan * other.one_or_nan
+    factors = (one_or_nan,) if scaled else (*first.factors(given)[:1], one_or_nan)
+    dtype, backend, sums = buffer.weight.dtype, made[0].backend, buffer.taken()
+    if sums.dtype == dtype:
+        backend.scale_([sums], factors)
+        return sums
+    return backend.scale(sums, factors, dtype)
+
+
+def value_over_streams(metric: Metric, outcomes: Sequence[Outcome]) -> MetricValue:
+    """``sum over i of v_1 * ... * v_i`` of the metric's values v in the streams, summed over the tokens that count in
+    the first; a stream in which a token does not count ends its product."""
+    objective: ScalarObjective = outcomes[0].objective
+    with torch.no_grad():
+        first, *others = itertools.accumulate([values_of(metric, ran) for ran in outcomes], torch.mul)
+        total = sum(others, first).sum() * torch.stack([ran.prepared.one_or_nan for ran in outcomes]).prod()
+    value = MetricValue("mean", total, objective.counts[place_of(metric, objective)])
+    if objective.spread is None:
+        return value
+    return whole_metrics({metric.label: value}, objective.spread.parallel)[metric.label]
+
+
+def place_of(metric: Metric, objective: ScalarObjective) -> int:
+    """The metric's place among those of the objective's structure."""
+    return [own.label for own, _ in objective.structure.metrics].index(metric.label)
+
+
+def values_of(metric: Metric, ran: Outcome) -> Tensor:
+    """The metric's value for each of the call's tokens, 0 where a token does not count [tokens]."""
+    objective, packing = ran.objective, ran.prepared.packing
+    own = objective.structure.metrics[place_of(metric, objective)]
+    structure = replace(objective.structure, summands=(), metrics=(own,), leaves=frozenset())
+    values = evaluate(structure, ran.stats.named(), objective.inputs).table[0]
+    return values if packing is None else packing.unpack(values)

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..arithmetic.objective import Objective
+from ..arithmetic.objective import Objective, ScalarObjective
 from ..core.stats import Coefficients, Head, Rows, RowStats
 from ..kernels.common.recording import refuse
 from ..parallel.merge import merge_blocks
@@ -37,13 +38,6 @@ class Call(OwnColumns):
     shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
     padded: bool = False  # whether rows that do not count follow the call's: targets have them, hidden states have not
 
-    def without_teacher(self) -> "Call":
-        """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
-        return self if self.objective.teacher is None else replace(self, objective=self.objective.without_teacher())
-
-    def with_teacher(self, tensors: Sequence[Tensor]) -> "Call":
-        return self if self.objective.teacher is None else replace(self, objective=self.objective.with_teacher(tensors))
-
     @property
     def counted(self) -> Tensor | None:
         """[] how many rows count, those first, where products stop at them."""
@@ -61,12 +55,30 @@ class Call(OwnColumns):
         add_targets = None if self.shard is None else self.shard.add_targets
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets)
 
-    def replanned(self, request: Request) -> "Call":
-        """The same with the gradients left to backward."""
-        plan = find_plan(replace(self.plan.sizes, late_upstream=True), request)
+    def recomputing(self) -> "Call":
+        """The call with a plan that makes gradients in backward: for the second one over a retained graph too."""
+        if self.plan.schedule == "recompute":
+            return self
+        plan = find_plan(
+            replace(self.plan.sizes, late_upstream=True), Request(memory_budget=self.request.memory_budget)
+        )
         if isinstance(plan, NoPlan):
             raise ValueError(f"a second backward over a retained graph computes the logits again: {plan}")
         return replace(self, plan=plan)
+
+    def late_gradients(
+        self, operands: Sequence[Tensor], stats: RowStats, upstream: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden states, weight and bias once the upstream gradients are known."""
+        hidden, weight, bias = operands[:3]
+        if self.padded:
+            more = self.plan.sizes.tokens - len(hidden)
+            upstream = tuple([each if each is None or not each.dim() else F.pad(each, (0, more)) for each in upstream])
+        if self.shard is not None and not isinstance(self.objective, ScalarObjective):
+            upstream = self.shard.whole_upstream(upstream)
+        coefficients = self.objective.late(stats, upstream)
+        call = self.recomputing()
+        return recompute(call, hidden, call.head(weight, bias), stats, coefficients)
 
 
 class Operands:

@@ -19,8 +19,7 @@ from torch import Tensor
 from ..arithmetic.objective import ScalarObjective
 from ..call.function import as_called
 from ..call.head_options import HeadOptions, LogitsOptions
-from ..call.logits_call import Call as LogitsCall
-from ..call.logits_call import call_of
+from ..call.logits_call import LogitsCall, call_of
 from ..call.packing import Packing
 from ..call.prepared import prepare
 from ..call.program import Program
@@ -207,7 +206,7 @@ def backward(
         names = RowStats.empty(0, program.demand, program.statistics_dtype, rows.device).named()
         kept = RowStats(**dict(zip(names, stats, strict=True)))
         if isinstance(call, LogitsCall):
-            return [call.gradient(rows, kept, upstream)]
+            return [*call.late_gradients((rows,), kept, upstream)]
         if packing is not None:
             upstream = [packing.pack(each) for each in upstream]
         found = recompute(call, rows, head, kept, call.objective.late(kept, tuple(upstream)))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call.run import Outcome
-from ..call.streams import Streams
-from ..call.streams_over import value_over_streams
+from ..call.streams import Streams, value_over_streams
 from ..call.task import Task
 from ..core.options import INFINITY, NUMBERS
 from ..losses.base import as_losses

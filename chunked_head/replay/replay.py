@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.function import Forward, HeadLoss, as_called, flat
+from ..call.function import Forward, Loss, as_called, flat
 from ..call.head_options import HeadOptions
 from ..call.prepared import own_matmuls
 from ..call.program import Program, program_of
@@ -145,6 +145,7 @@ def replay_of(task: Task[Result], recorder: Recorder, ran: Outcome, result: Any,
     """``of_tokens``: slots whose shapes differ between the calls that it is for: kernels alone may read them."""
     forward, call, place, head = ran.forward, ran.call, recorder.place, task.head
     assert forward is not None and call is not None and isinstance(head, HeadOptions)
+    plan = call.plan
     moved = call.packing is not None
     copied = call.plan.sizes.copied and not (moved and head.hidden.is_contiguous())
     if call.plan.sizes.padding or copied or (task.per_token and moved):
@@ -160,7 +161,7 @@ def replay_of(task: Task[Result], recorder: Recorder, ran: Outcome, result: Any,
     finish, of_result = finish_of(task, ran, result, place)
     of_stats = {at.slot for at in stats.values()}
     at_once = {at.slot for at in (*outputs, *(grads or ())) if at is not None}.union(expected.slots, of_result)
-    differentiable = forward.plan.sizes.any_grad
+    differentiable = forward.any_grad
     saved = differentiable and len(forward.saved) > 0
     later = template.slots.difference(operands).union(() if saved else of_stats) if differentiable else set()
     tape = recorder.tape(at_once.union(of_stats if saved else ()), later)
@@ -169,7 +170,7 @@ def replay_of(task: Task[Result], recorder: Recorder, ran: Outcome, result: Any,
         raise NotRecordedError("what depends on the number of tokens")
     return Replay(
         tape, tuple(operands), outputs, forward.differentiable, grads, expected, stats, saved, template, later, finish,
-        Scaled(forward.backend), forward.plan, forward.padded,
+        Scaled(forward.backend), plan, forward.padded,
     )  # fmt: skip
 
 
@@ -192,7 +193,7 @@ def replayed(replay: Replay, arguments: Arguments) -> Any:
     assert hidden is not None and weight is not None
     forward = functools.partial(forward_again, replay, arguments, held)
     if replay.plan.sizes.any_grad:
-        return replay.finish(HeadLoss.apply(flat(hidden), weight, bias, forward, []), held, leading)
+        return replay.finish(Loss.apply(forward, [], flat(hidden), weight, bias), held, leading)
     with torch.no_grad(), as_called(hidden.device):
         made = forward(hidden, weight, bias)
     return replay.finish(made.outputs_of(arguments.sizes[0]), held, leading)
