@@ -91,7 +91,9 @@ class OfRanks(ABC):
 
     def check_numbers(self) -> None:
         """Raises what is wrong with them."""
-        check_options(dict(zip(("softcap", "logit_scale", "temperature"), self.numbers, strict=True)))
+        check_options({"softcap": self.softcap, "logit_scale": self.logit_scale})
+        if self.temperatures is None:
+            check_options({"temperature": self.temperature})
 
     @property
     @abstractmethod

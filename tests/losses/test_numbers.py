@@ -44,6 +44,7 @@ CHANGED: dict[str, Callable[[float], LossCase]] = {
     "logit_scale": lambda x: case("", ("cross_entropy",), head={"logit_scale": x}),
     "softcap": lambda x: case("", ("cross_entropy",), head={"softcap": 10 * x}),
     "temperature": lambda x: case("", ("cross_entropy",), (0.1, "entropy"), head={"temperature": x}),
+    "softcap of tempered tokens": lambda x: case("", ("z_loss",), head={"softcap": 10 * x, "temperature": "each"}),
 }  # fmt: skip
 
 
