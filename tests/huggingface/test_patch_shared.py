@@ -97,6 +97,7 @@ def test_threads(kind: str) -> None:
     """Labelled and unlabelled forwards at once."""
     plain, model = pair()
     head, expected, wrong = model.lm_head, plain(**tokens()).loss, []
+    model(**tokens())
 
     def run(one: Any, labelled: bool) -> None:
         try:
@@ -125,6 +126,7 @@ def test_threads(kind: str) -> None:
 
 def test_what_raises_leaves_nothing() -> None:
     plain, model = pair()
+    model(**tokens())
     with pytest.raises(IndexError):
         model(input_ids=IDS, labels=torch.full_like(IDS, 97))
     assert type(model(input_ids=IDS).logits) is torch.Tensor

@@ -74,7 +74,7 @@ def trained(model: Any, tmp_path: Path, arguments: dict[str, Any], own: dict[str
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore:chunked_head.*for __iter__|.*computed after all|.*loss from elsewhere:UserWarning")
+@pytest.mark.filterwarnings("ignore:chunked_head.*for __iter__|.*computed after all|.*is not fused:UserWarning")
 def test_trainer(case: str, tmp_path: Path) -> None:
     arguments, own, fused = CASES[case]
     plain = tiny_models.llama()
@@ -157,7 +157,7 @@ def test_metrics_of_a_loss_outside_are_refused(case: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("case", OUTSIDE)
 def test_a_loss_outside_is_said_once(case: str, tmp_path: Path) -> None:
     arguments, own, _ = CASES[case]
-    with pytest.warns(UserWarning, match=r"had its loss from elsewhere .*trainer\.py") as said:
+    with pytest.warns(UserWarning, match=r"outside of LlamaForCausalLM's forward .*trainer\.py") as said:
         trained(patch_model(tiny_models.llama()), tmp_path, arguments, own)
     assert len([one for one in said if "chunked_head" in str(one.message)]) == 1
 

@@ -19,12 +19,11 @@ from ...losses.user.closures import Function
 from ...metrics import Metric, MetricValue, combine
 from ...metrics.values import as_metrics
 from .find_head import NotUnderstood, embeddings, find_heads, make_lazy, make_plain, name_of
-from .first_backward import await_backward
 from .given import check_choices, check_loss, check_options
 from .hung_forward import hung_by
 from .lazy.lazy_head import FSDP1, sizes_of
 from .lazy.tail import Rehearsed, Tail, in_words
-from .running import FORWARDS, OWN, PATCH, exporting, running
+from .running import FORWARDS, MADE, PATCH, exporting, running
 
 OWN_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
 WRAPPING = ("/accelerate/", "/peft/", "/deepspeed/")  # frames between a model and whoever calls it
@@ -70,9 +69,9 @@ class Agreement:
         self.graph_tail: tuple[float, float | None, int | None, int, bool] | None = None
         self.graph_reason: str | None = None
         self.graph_ran = self.graph_fused = self.graph_computed = False  # in the forward that runs
-        self.forwards = 0  # of the model, by its class's own forward, outside of graphs
-        self.made_at = ""  # where a loss was made outside of a forward
-        self.settled = False  # whether a backward has come to a loss of the model's own, or it has been said
+        self.forwards = 0  # runs of the class's forward; -1 after one in a graph
+        self.computed = ""  # what logits were computed for in the forward that runs
+        self.settled = False  # the model made a loss in training
         self.lazy = False  # whether the head's call is lazy now, for graphs
         self.traced = False  # whether a graph says so
         self.covered = False  # whether a model inside of this one took over
@@ -139,11 +138,11 @@ class Agreement:
         if self.head is None or labelled:
             return labelled and self.head is not None
         training = model.training and torch.is_grad_enabled()
-        if training and self.asks and torch.compiler.is_compiling():  # whose backward tells nothing
-            raise RuntimeError(
-                f"{self.asks} of patch_model has no part in a loss made outside of {self.model}'s forward, which was "
-                f"given no labels; {REMEDY}"
-            )
+        compiling = torch.compiler.is_compiling()
+        lost = self.asks or (self.when == "labels" and not compiling and running(self.head) is None)
+        if training and lost and (compiling or not self.settled):
+            caller = "" if compiling else f" that {place(WRAPPING)} called"
+            self.made_outside(f"the forward{caller} was given no labels")
         outside = (self.when == "training" and training) or (self.when == "always" and not cached)
         if outside and (is_fully_sharded(model) or is_fully_sharded(self.head)):
             self.warn(
@@ -172,114 +171,85 @@ class Agreement:
         return heads
 
     @contextlib.contextmanager
-    def being_lazy(self, heads: list[Any], labelled: bool) -> Iterator[list[Tensor]]:
-        """The innermost of the models that share a head and were given labels has it. Gives the list of the model's
-        own losses, as they are made."""
+    def being_lazy(self, heads: list[Any], labelled: bool) -> Iterator[None]:
+        """The innermost of the models that share a head and were given labels has it."""
         compiling = torch.compiler.is_compiling()
         # here and in no function: a generator's frame is none that a compiler takes by itself
         thread = 0 if compiling else threading.get_ident()
         outer: list[Any] = []
-        own: list[Tensor] = []
+        made = False
         before = 0
         if not compiling:  # counts are nothing that a graph may depend on
             for head in heads:
                 outer.append(FORWARDS.get((thread, id(head))))
                 FORWARDS[thread, id(head)] = self
-            OWN[thread, id(self)] = own
+            MADE.discard((thread, id(self)))
             before = self.fused + self.materialised
-            self.covered, self.made_at = False, ""
+            self.covered, self.computed = False, ""
         self.lazy, self.traced = True, compiling
         self.graph_fused = self.graph_computed = False
         try:
-            yield own
+            yield
         finally:
             self.lazy = self.traced = False
             if not compiling:
-                del OWN[thread, id(self)]
+                made = (thread, id(self)) in MADE
+                MADE.discard((thread, id(self)))
                 for head, other in zip(heads, outer, strict=True):
                     del FORWARDS[thread, id(head)]
                     if other is not None:
                         FORWARDS[thread, id(head)] = other
                         other.covered = True
-        if not labelled or own or self.graph_fused:
+        if not labelled or made or self.graph_fused:
             return
         if self.asks:
             raise RuntimeError(
                 f"{self.asks} of patch_model had no effect: {self.model} was given labels and made no loss of "
-                f"{self.name}'s logits that it could stand for{self.because()}; leave {self.asks} out"
+                f"{self.name}'s logits that it could stand for{self.computed}; leave {self.asks} out"
             )
         if compiling or self.covered or self.graph_computed or self.fused + self.materialised > before:
             return
         self.warn(f"chunked_head: {self.model} was given labels and computed no cross-entropy of {self.name}")
 
-    def because(self) -> str:
-        """What is known of where the last loss was made otherwise."""
-        return f" ({self.made_at})" if self.made_at else ""
-
-    def fuses(self, tail: Tail, own: Tensor | None = None) -> None:
-        """Counts a loss; ``own``: the model's own, made inside of its forward."""
+    def fuses(self, tail: Tail, own: bool = False) -> None:
+        """Counts a loss; ``own``: made by the model inside of its forward."""
+        if own and self.training:
+            self.settled = True
         if torch.compiler.is_compiling():
             self.graph_tail = tail.numbers
-            self.graph_fused = self.graph_fused or own is not None
+            self.graph_fused = self.graph_fused or own
             return
         self.fused += 1
         self.tail = tail
-        made = OWN.get((threading.get_ident(), id(self)))
-        if own is None:
-            self.made_at = f"at {place()}"
-        elif made is not None:
-            made.append(own)
-        else:
-            self.graph_fused = True  # between two graphs
+        if own:
+            MADE.add((threading.get_ident(), id(self)))
 
-    def seen(self, output: Any, own: Sequence[Tensor] | None = None) -> None:
-        """Notes what a forward returned, until a backward has told where gradients come from. ``own``: losses of the
-        model's own, None where its logits were not lazy."""
-        if torch.compiler.is_compiling():
-            self.graph_ran = True
-            return
-        self.forwards += 1
-        if in_backward():
-            return  # a checkpoint's
-        # where another patched model has the head it is that one's affair
-        others = self.covered or (self.head is not None and running(self.head) is not None)
-        if not self.unsettled or (others and not self.asks):
-            return
-        if own is not None and not own and self.graph_fused:
-            self.settled = True  # by graphs inside of this forward, whose losses are theirs
-            return
-        if not own:
-            self.made_at = f"outside of the forward that {place(WRAPPING)} called"
-        await_backward(self, own or (), output)
+    def runs(self) -> bool:
+        """Counts a run of the class's forward; True."""
+        self.forwards = -1 if torch.compiler.is_compiling() else self.forwards + 1
+        return True
 
-    @property
-    def unsettled(self) -> bool:
-        return not self.settled and torch.is_grad_enabled()
-
-    def passed_by(self, model: nn.Module, output: Any) -> None:
-        """Of a call of the model in which its class's forward did not run."""
-        hung = f"by {hung_by(model)}, which runs instead of the model's forward"
-        if self.asks and model.training:
-            raise RuntimeError(f"{self.asks} of patch_model has no part in a loss made {hung}; {REMEDY}")
+    def passed_by(self, model: nn.Module) -> None:
+        """Of a training call of the model in which its class's forward did not run."""
         served = sys.modules.get("chunked_head.integrations.trl.patch")
-        if not (served and served.serves()):
-            self.made_at = hung
-            await_backward(self, (), output)
+        if self.asks or not (served and served.serves()):
+            self.made_outside(f"by {hung_by(model)}, which runs instead of the model's forward")
 
-    def had_backward(self, own: bool) -> None:
-        """The first backward has come to what a forward returned; to the model's own loss?"""
-        if not own and self.asks:
+    def made_outside(self, how: str) -> None:
+        """Raises where ``loss`` or ``metrics`` have no part in a training step's loss; warns, once, without them."""
+        if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and in_backward()):
+            return  # in backward a checkpoint runs the forward again
+        if self.asks:
             raise RuntimeError(
-                f"{self.asks} of patch_model has no part in {self.model}'s loss, which was made outside of its forward"
-                f"{self.because()}; {REMEDY}"
+                f"{self.asks} of patch_model has no part in a loss made outside of {self.model}'s forward ({how}); "
+                f"{REMEDY}"
             )
-        self.settled = True
-        if not own and not self.fused and not self.warned:
-            self.warn(
-                f"chunked_head: a step of {self.model} had its loss from elsewhere{self.because()} and fused nothing; "
-                'give the forward labels and train on its loss, patch_model(model, when="training") for losses outside '
-                "of it, or patch_trl() for TRL's trainers"
-            )
+        self.warn(
+            f"chunked_head: a loss made outside of {self.model}'s forward ({how}) is not fused; "
+            'give the forward labels and train on its loss, patch_model(model, when="training") for losses outside '
+            "of it, or patch_trl() for TRL's trainers",
+            once="outside",
+        )
 
     def materialises(self, what: str) -> None:
         """Counts logits about to be computed for ``what``, and says so."""
@@ -294,8 +264,8 @@ class Agreement:
             self.graph_reason, self.graph_computed = what, True
             return
         self.materialised += 1
-        self.made_at = f"the logits were computed for {what} at {where}"
         reason = f"{what} at {where}"
+        self.computed = f" (the logits were computed for {reason})"
         if reason not in self.reasons:
             self.reasons.append(reason)
         self.warn(f"chunked_head: {self.model}'s logits are computed after all, for {reason}", once=what)

@@ -14,7 +14,6 @@ from ...losses.user.closures import Function
 from ...metrics import Metric
 from .agreement import Agreement
 from .find_head import NotUnderstood, base_model, find_heads
-from .first_backward import forget
 from .hung_forward import hides, hung_by, loosen
 from .lazy.lazy_logits import LazyLogits
 from .lazy.lazy_stack import LazyStack
@@ -58,8 +57,7 @@ def patch_model(
             ``F.cross_entropy(output.logits, ...)`` stays plain.
         metrics: of ``chunked_head.metrics`` that need labels alone, from the same softmax pass: summed on the device
             over forwards until ``model.chunked_head.take_metrics()``; ``integrations.trainer.log_metrics`` logs them.
-            Of the model's own loss too: where the first backward shows that a step's loss was made elsewhere, ``loss``
-            and ``metrics`` raise.
+            ``loss`` and ``metrics`` raise in a training step whose forward is given no labels.
         when: ``"labels"``: while ``forward`` is given labels. ``"training"``: also while ``model.training`` with
             gradients enabled, for losses outside of it (``compute_loss_func``), as they are; not under FSDP.
             ``"always"``: in every forward that is given no ``past_key_values``, for log-probabilities without gradient
@@ -114,7 +112,6 @@ def unpatch_model(model: Model) -> Model:
     agreed = inner.__dict__.pop(REPORT, None)
     if isinstance(agreed, Agreement):
         agreed.release()
-        forget(agreed)
     if isinstance(inner, Patched) and type(inner) is patched_class(inner.class_before):
         loosen(inner)
         inner.__class__ = inner.class_before
@@ -157,12 +154,12 @@ class Patched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         agreed: Any = self.__dict__.get(REPORT)
         hung = agreed is not None and "forward" in self.__dict__ and not torch.compiler.is_compiling()
-        if not hung or not agreed.unsettled:
+        if not hung or not self.training or agreed.settled:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        before, agreed.graph_ran = agreed.forwards, False
+        before = agreed.forwards = max(agreed.forwards, 0)
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if agreed.forwards == before and not agreed.graph_ran:
-            agreed.passed_by(self, output)
+        if agreed.forwards == before:
+            agreed.passed_by(self)
         return output
 
     def was_given(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> bool:
@@ -190,18 +187,14 @@ def patched_class(base: type) -> type:
         if not isinstance(self, Patched):  # no more, and somebody kept this method
             return type(self).forward(self, *args, **kwargs)
         agreed: Any = self.__dict__.get(REPORT)
-        labelled = agreed is not None and self.was_given(args, kwargs, *LABELS)
+        labelled = agreed is not None and agreed.runs() and self.was_given(args, kwargs, *LABELS)
         cached = self.was_given(args, kwargs, "past_key_values")
         heads = agreed.find_again(self) if agreed is not None and agreed.applies(self, labelled, cached) else []
         if not heads or running(heads[0]) is agreed:
-            output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-            if agreed is not None and not heads:
-                agreed.seen(output)
-            return output
+            return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         agreed.training = self.training
-        with agreed.being_lazy(heads, labelled) as own:
+        with agreed.being_lazy(heads, labelled):
             output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        agreed.seen(output, own)
         return without_logits(output) if agreed.logits is None and labelled and self.training else output
 
     members = {

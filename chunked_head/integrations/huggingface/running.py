@@ -4,11 +4,10 @@ import threading
 from typing import Any
 
 import torch
-from torch import Tensor
 
 PATCH = "_chunked_head_patch"  # in the head's __dict__
 FORWARDS: dict[tuple[int, int], Any] = {}  # what was agreed on, by thread and head
-OWN: dict[tuple[int, int], list[Tensor]] = {}  # losses made in a forward, by thread and what was agreed on for it
+MADE: set[tuple[int, int]] = set()  # thread and what was agreed on, of forwards that have made a loss
 
 
 def running(head: Any) -> Any:

@@ -160,7 +160,7 @@ def cross_entropy(
             loss = asked.by_chunks(logits.hidden, source.head.real)
         rounded = False  # a forward of its own may give other dtypes than it takes
     loss = loss.to(logits.dtype if rounded else wide(logits.dtype))
-    source.patch.fuses(tail, loss if own else None)
+    source.patch.fuses(tail, own)
     return loss
 
 
