@@ -106,7 +106,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("scale: mean logit", EVALUATE, "(ratio / structure.vocab)", "(1 / structure.vocab)", LINEAR + " -k test_loss"),
     ("mask: slopes of a loss by a normalizer of 0", EVALUATE, "without_slope(wanted, inputs.factors[i] == 0)", "wanted", GRADIENTS + " -k normalizer_of_zero"),
     ("field: a loss's own token weights", EVALUATE, '"token_weights" if name is None else name', '"token_weights"', CONTRACT),
-    ("mean: a normalizer of 0", "chunked_head/call/denominators.py", "torch.where(total == 0, total, 1.0 / total) * one_or_nan", "1.0 / total * one_or_nan", GRADIENTS + " -k normalizer_of_zero " + CONTRACT),
+    ("mean: a normalizer of 0", "chunked_head/call/objectives.py", "torch.where(total == 0, total, 1.0 / total) * one_or_nan", "1.0 / total * one_or_nan", GRADIENTS + " -k normalizer_of_zero " + CONTRACT),
     ("shift: off by one", "chunked_head/core/shift.py", "values.shape[dim] - kept, kept))", "values.shape[dim] - kept - 1, kept))", CROSS + " -k shift"),
     ("shift: temperatures that stay behind", "chunked_head/call/rows.py", "fill, dims - 1) if dims else value", "fill, dims - 1) if dims and field != TEMPERATURE else value", LOGPROBS + " -k temperature"),
     ("scale: temperatures of tokens", "chunked_head/call/rows.py", "torch.where(counts, 1.0 / temperature, 1.0)", "torch.where(counts, temperature, 1.0)", LOGPROBS + " -k temperature"),

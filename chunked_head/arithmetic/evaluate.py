@@ -1,7 +1,20 @@
-"""From statistics to values and coefficients: the losses' and metrics' own arithmetic, on vectors of tokens.
+"""The losses' arithmetic: from statistics to values and coefficients, on vectors of one number per token.
 
-``evaluate`` is plain PyTorch and differentiated by autograd, in traces by ``torch.func``. Of the library's own losses
-the backend has kernels where it can (``kernels.py``). Coefficients, denominators, weights and fields are inputs.
+For ``n`` tokens let ``s`` be their statistics ([n] each, ``logprob``, ``lse``, ...), and of summand ``i`` let ``l_i``
+be the unreduced loss, ``m_i`` the mask and ``w_i`` the token weights, all [n] (or [segments], [pairs]), and
+``f_i = coefficient_i / D_i`` the factor, [] or, with upstream gradients of each token, [n].
+
+1. Values: ``v_i = m_i w_i l_i(s)``. Those of tokens are rows of a table [rows, n], with those of the metrics behind
+   them; ``totals`` adds up the tables of all chunks in one go.
+2. Derivatives: autograd on these vectors gives ``g_s = d/ds sum_i f_i sum v_i``, [n] for each statistic.
+3. Coefficients: with ``ds/dx_j`` by the chain rule the gradient of the logits is, in each row,
+
+       dL/dx_j = sum_s g_s ds/dx_j = p_j (alpha + eta (x_j - lse)) - beta 1[j = target] - kappa omega_j - ...
+
+   whose factors, [n] each, ``coefficients_of`` makes of ``g_s``; the kernels know nothing else of a loss.
+
+``evaluate`` does so in PyTorch. The library's losses have Triton kernels, written from a trace of ``values_of``
+(``kernels.py``).
 """
 
 import functools
@@ -26,20 +39,20 @@ Total = Callable[[Named], tuple[Tensor, list[Tensor]]]
 
 
 class Inputs(NamedTuple):
-    """What ``evaluate`` reads beside the statistics, for some tokens."""
+    """Operands of the arithmetic beside the statistics, for some tokens."""
 
     target: Tensor  # [n] int64, -1 where a token does not count
-    fields: dict[str, Tensor]
+    fields: Named
     num_segments: int | None
     factors: Tensor  # [summands] or [summands, n]: coefficient / D of each
-    tensors: list[dict[str, Tensor]]  # of each summand
-    metric_weights: dict[str, Tensor]  # of tokens, for each weighting but "token"
+    tensors: list[Named]  # of each summand
+    metric_weights: Named  # [n] for each weighting but "token"
     token_fields: frozenset[str] = frozenset()  # those of ``fields`` that are sliced with the tokens
     withheld: frozenset[str] = frozenset()  # fields of the call that are not among ``fields``
-    spread: Spread | None = None  # where segments are to be summed over ranks
+    spread: Spread | None = None  # where segments are summed over ranks
 
     def map(self, change: Callable[[Tensor, int | None], Tensor]) -> "Inputs":
-        """With ``change`` of each tensor and of the dimension that tokens are counted along in it, None for none."""
+        """The inputs with ``change`` of each tensor and of its dimension of tokens, None for none."""
         along = {name: 0 if name in self.token_fields else None for name in self.fields}
         return self._replace(
             target=change(self.target, 0),
@@ -58,79 +71,15 @@ class Inputs(NamedTuple):
 
 
 class Evaluation(NamedTuple):
+    """Results of the arithmetic for some tokens."""
+
     coefficients: Named
-    table: Tensor  # [rows, n]: weighted values of each summand per token, then of each metric, for sums over all chunks
+    table: Tensor  # [rows, n]: weighted values of each summand per token, then of each metric
     apart: list[Tensor]  # values of those with other units than tokens
 
 
-def stats_at(structure: Structure, part: Summand | Metric, view: int, leaves: Named) -> Stats:
-    """The statistics as a loss or metric sees them, at one softmax."""
-    suffix, ratio = SUFFIX[view], structure.views[view].ratio
-    lse = leaves["lse" + suffix]
-    values = {"logprob": leaves["logprob" + suffix], "lse": lse}
-    if not part.reads_target:
-        del values["logprob"]  # there may be no target
-    if "entropy" + suffix in leaves:
-        values["entropy"] = leaves["entropy" + suffix]
-    if "weighted_sum" in leaves:
-        values["weighted_sum"] = leaves["weighted_sum"] * ratio
-        values["mean_logit"] = leaves["weighted_sum"] * (ratio / structure.vocab)
-    if "argmax" in leaves:
-        values["argmax"] = leaves["argmax"].to(torch.int64)
-        values["top_logprob"] = logprob_of(leaves["top"] * ratio, leaves, suffix).detach()
-    if "column_logits" in leaves:
-        own = logprob_of((leaves["column_logits"] * ratio).t(), leaves, suffix)
-        values["topk_logprobs"] = (
-            own + (lse.detach() - lse)
-        ).t()  # the value without the rounding of lse, its gradient
-    if structure.pairing is not None and structure.pairing.view == view:
-        values.update({name: leaves[name] for name in DENSE if name in leaves})
-        if "teacher_argmax" in leaves:
-            values["teacher_argmax"] = leaves["teacher_argmax"].to(torch.int64)
-    return Stats(values)
-
-
-def logprob_of(x: Tensor, leaves: Named, suffix: str) -> Tensor:
-    """Log-probabilities of some logits [..., n] of each token, without the rounding of lse."""
-    return (x - leaves["start" + suffix]) + leaves["rest" + suffix]
-
-
-def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """0 where a token does not count: by selection, so that what stands there has no part in anything."""
-    return torch.where(mask if values.dim() == 1 else mask[:, None], values, torch.zeros_like(values))
-
-
-def without_slope(leaves: Named, off: Tensor) -> Named:
-    """The same values with no gradient where ``off`` ([] or [n]): a factor of 0 takes an infinite slope out by
-    selection."""
-    return {
-        name: torch.where(off if off.dim() == 0 else off.view(-1, *[1] * (leaf.dim() - 1)), leaf.detach(), leaf)
-        for name, leaf in leaves.items()
-    }
-
-
-def unit_mask(unit: str, batch: Batch) -> Tensor:
-    """Which values count: tokens that do, segments with such a token, pairs of two such segments."""
-    if unit == "token":
-        return batch.mask
-    counted = batch.segment_count() > 0
-    if unit == "segment":
-        return counted
-    pairs = batch["pairs"]
-    inside = (pairs >= 0).all(1)
-    return inside & counted[pairs.clamp(min=0)].all(1)
-
-
-def share_mask(unit: str, batch: Batch) -> Tensor:
-    """Which of those are in this rank's share: of a segment that lies on several ranks one adds the value."""
-    counted = unit_mask(unit, batch)
-    if unit == "token" or batch.spread is None:
-        return counted
-    return counted & batch.spread.mine(len(counted), counted.device)
-
-
-def evaluate(structure: Structure, leaves: dict[str, Tensor], inputs: Inputs) -> Evaluation:
-    """Coefficients of the gradient of ``sum of factor * weight * value``, and the sums of parts and metrics.
+def evaluate(structure: Structure, leaves: Named, inputs: Inputs) -> Evaluation:
+    """Coefficients of the gradient of ``sum of factor * weight * value``, and the values of losses and metrics.
 
     No tape holds it: a user's function may read what changes from call to call. It runs without the hooks of an
     activation checkpoint around the call: the vectors' graph lives and dies in here, and ``torch.func`` refuses to run
@@ -152,7 +101,8 @@ def by_transform(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
 
 
 def by_autograd(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
-    """The same outside of traces: ``torch.func`` would import the compiler, for seconds, and wrap each tensor."""
+    """``by_transform`` outside of traces: ``torch.func`` would import the compiler, for seconds, and wrap each
+    tensor."""
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
         whole, values = total(leaves)
@@ -169,9 +119,9 @@ def values_of(
     inputs: Inputs,
     differentiate: Callable[[Total, Named], tuple[Named, list[Tensor]]] = by_transform,
 ) -> tuple[Named, list[Tensor], list[Tensor]]:
-    """The same with a tensor for each row of the table."""
+    """The fields of an ``Evaluation``, with a tensor [n] for each row of the table."""
     batch = Batch(inputs.fields, inputs.target, inputs.num_segments, structure.vocab, inputs.spread, inputs.withheld)
-    leaves = {name: masked(value, batch.mask) for name, value in leaves.items()}
+    leaves = masked(leaves, batch.mask)
     wanted = {name: leaves[name] for name in leaves if name in structure.leaves}
     rest = {name: value for name, value in leaves.items() if name not in structure.leaves}
     dtype = leaves["lse"].dtype
@@ -180,10 +130,12 @@ def values_of(
         """``m * w * l`` of a summand, one per unit."""
         summand, view = structure.summands[i]
         values = summand.values(stats_at(structure, summand, view, {**wanted, **rest}), batch, inputs.tensors[i])
-        weight = weight_of(summand, inputs.fields)
-        if weight is not None:
+        mask = batch.mask
+        if summand.unit != "token":
+            mask = share_mask(summand.unit, batch)
+        elif (weight := weight_of(summand, inputs.fields)) is not None:
             values = values * weight.to(dtype)
-        return masked(values, share_mask(summand.unit, batch))
+        return torch.where(mask, values, torch.zeros_like(values))
 
     def total(wanted: Named) -> tuple[Tensor, list[Tensor]]:
         values, whole = [], inputs.target.new_zeros((), dtype=inputs.factors.dtype)
@@ -192,51 +144,110 @@ def values_of(
             whole = whole + (values[i] * inputs.factors[i]).sum()
         return whole, values
 
+    coefficients: Named = {}
     if wanted and structure.summands:
         grads, values = differentiate(total, wanted)
         # again by selection: a loss may have had an infinite slope where a token does not count
-        grads = {name: masked(grad, batch.mask) for name, grad in grads.items()}
-        coefficients = coefficients_of(structure, grads, leaves)
+        coefficients = coefficients_of(structure, masked(grads, batch.mask), leaves)
     else:
-        coefficients, values = {}, [weighted_values(i, wanted) for i in range(len(structure.summands))]
+        values = [weighted_values(i, wanted) for i in range(len(structure.summands))]
     rows: list[Tensor] = []
     apart: list[Tensor] = []
-    columns = [[value] for value in values] + metric_values(structure, leaves, batch, inputs)
-    units = [*(summand.unit for summand, _ in structure.summands), *(metric.unit for metric, _ in structure.metrics)]
-    for unit, own in zip(units, columns, strict=True):
-        if unit == "token":
-            rows += [row.to(dtype) for row in own]
-        else:
-            apart += own
-    return coefficients, rows, apart
+    for (summand, _), value in zip(structure.summands, values, strict=True):
+        (rows if summand.unit == "token" else apart).append(value)
+    for metric, view in structure.metrics:
+        value = metric.values(stats_at(structure, metric, view, leaves), batch)
+        if metric.unit != "token":
+            apart.append(selected(metric, value, share_mask(metric.unit, batch)))
+            continue
+        weights = inputs.metric_weights.get(metric.weighting)
+        columns = value.unbind(1) if value.dim() == 2 else (value,)
+        rows += [selected(metric, column, batch.mask, weights) for column in columns]
+    return coefficients, [row.to(dtype) for row in rows], apart
+
+
+def stats_at(structure: Structure, part: Summand | Metric, view: int, leaves: Named) -> Stats:
+    """The statistics that a loss or metric sees, at one softmax."""
+    suffix, ratio = SUFFIX[view], structure.views[view].ratio
+    lse = leaves["lse" + suffix]
+    values = {"logprob": leaves["logprob" + suffix], "lse": lse}
+    if not part.reads_target:
+        del values["logprob"]  # there may be no target
+    if "entropy" + suffix in leaves:
+        values["entropy"] = leaves["entropy" + suffix]
+    if "weighted_sum" in leaves:
+        values["weighted_sum"] = leaves["weighted_sum"] * ratio
+        values["mean_logit"] = leaves["weighted_sum"] * (ratio / structure.vocab)
+    if "argmax" in leaves:
+        values["argmax"] = leaves["argmax"].to(torch.int64)
+        values["top_logprob"] = logprob_of(leaves["top"] * ratio, leaves, suffix).detach()
+    if "column_logits" in leaves:
+        own = logprob_of((leaves["column_logits"] * ratio).t(), leaves, suffix)
+        # the value without the rounding of lse, with its gradient
+        values["topk_logprobs"] = (own + (lse.detach() - lse)).t()
+    if structure.pairing is not None and structure.pairing.view == view:
+        values.update({name: leaves[name] for name in DENSE if name in leaves})
+        if "teacher_argmax" in leaves:
+            values["teacher_argmax"] = leaves["teacher_argmax"].to(torch.int64)
+    return Stats(values)
+
+
+def logprob_of(x: Tensor, leaves: Named, suffix: str) -> Tensor:
+    """Log-probabilities of some logits [..., n] of each token, without the rounding of lse."""
+    return (x - leaves["start" + suffix]) + leaves["rest" + suffix]
+
+
+def masked(named: Named, mask: Tensor) -> Named:
+    """Vectors [n] or [n, c] with 0 where a token does not count: by selection, so that what stands there has no part in
+    anything."""
+    return {
+        name: torch.where(mask if value.dim() == 1 else mask[:, None], value, torch.zeros_like(value))
+        for name, value in named.items()
+    }
+
+
+def without_slope(leaves: Named, off: Tensor) -> Named:
+    """Equal values with no gradient where ``off`` ([] or [n]): a factor of 0 takes an infinite slope out by
+    selection."""
+    return {
+        name: torch.where(off if off.dim() == 0 else off.view(-1, *[1] * (leaf.dim() - 1)), leaf.detach(), leaf)
+        for name, leaf in leaves.items()
+    }
 
 
 def weight_of(summand: Summand, fields: Mapping[str, Tensor]) -> Tensor | None:
-    """[n] what each token's value is multiplied by, None for 1."""
+    """[n] the factor of each token's value, None for 1."""
     name = summand.token_weights
     assert name is None or isinstance(name, str)
-    return fields.get("token_weights" if name is None else name) if summand.unit == "token" else None
+    return fields.get("token_weights" if name is None else name)
 
 
-def metric_values(structure: Structure, leaves: Named, batch: Batch, inputs: Inputs) -> list[list[Tensor]]:
-    """What sums (or extrema) are taken of: 0 (or an infinity) where a unit does not count. Tokens' are a list of [n],
-    others' one tensor [n] or [n, c]."""
-    found = []
-    for metric, view in structure.metrics:
-        values = metric.values(stats_at(structure, metric, view, leaves), batch)
-        weights = inputs.metric_weights.get(metric.weighting) if metric.unit == "token" else None
-        columns = values.unbind(1) if metric.unit == "token" and values.dim() == 2 else [values]
-        found.append([selected(metric, column, share_mask(metric.unit, batch), weights) for column in columns])
-    return found
+def unit_mask(unit: str, batch: Batch) -> Tensor:
+    """The values that count: of tokens that do, of segments with such a token, of pairs of two such segments."""
+    if unit == "token":
+        return batch.mask
+    counted = batch.segment_count() > 0
+    if unit == "segment":
+        return counted
+    pairs = batch["pairs"]
+    inside = (pairs >= 0).all(1)
+    return inside & counted[pairs.clamp(min=0)].all(1)
+
+
+def share_mask(unit: str, batch: Batch) -> Tensor:
+    """The values of segments or pairs in this rank's share: of a segment that lies on several ranks one adds the
+    value."""
+    counted = unit_mask(unit, batch)
+    return counted if batch.spread is None else counted & batch.spread.mine(len(counted), counted.device)
 
 
 def whole_table(evaluations: list[Evaluation]) -> Tensor:
-    """Of all chunks' tokens: they are summed in one go, so that a sum does not depend on the chunks."""
+    """The table of all chunks' tokens: they are summed in one go, so that a sum does not depend on the chunks."""
     return evaluations[0].table if len(evaluations) == 1 else torch.cat([e.table for e in evaluations], 1)
 
 
 def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tensor) -> list[Tensor]:
-    """Of all chunks: sums of each summand's values and each metric's, or extrema; 0-d, [c] of several components.
+    """Sums over all chunks of each summand's values and each metric's, or extrema; 0-d, [c] of several components.
 
     Where an id was out of range metrics' sums are nan; what summands' are divided by is.
     """
@@ -262,7 +273,7 @@ def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tens
 
 
 def extremum(values: Tensor, reduce: str) -> Tensor:
-    """Of [..., n] along n, infinite where there is nothing."""
+    """The extremum of [..., n] along n, infinite where there is nothing."""
     if values.shape[-1] == 0:
         return values.new_full(values.shape[:-1], -torch.inf if reduce == "max" else torch.inf)
     return values.amax(-1) if reduce == "max" else values.amin(-1)

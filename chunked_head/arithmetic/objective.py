@@ -1,6 +1,9 @@
-"""What a call returns and differentiates: from statistics to values, and from upstream gradients to coefficients.
+"""Results of a call and their derivatives: from statistics to values, and from upstream gradients to coefficients.
 
-Three kinds: a scalar loss with parts and metrics, a value per token, or the statistics themselves.
+A call returns one of three: a sum of losses as one number, with its parts and metrics (``ScalarObjective``), a sum of
+losses for each token (``TokenObjective``), or the statistics themselves (``StatsObjective``). The sweep asks an
+objective for ``visit`` of each chunk of tokens, which gives coefficients where gradients are made in the forward pass,
+then for ``outputs`` once; a backward that makes gradients asks for ``late``. The arithmetic is ``evaluate.py``'s.
 """
 
 from collections.abc import Sequence
@@ -15,9 +18,28 @@ from ..metrics import Metric, MetricValue
 from ..parallel.tokens import Spread, whole_metrics
 from ..stores import Backend
 from .demand import Structure
-from .evaluate import Evaluation, Inputs, Named, evaluate, totals, whole_table
-from .factors import Inverse, stacked, times
+from .evaluate import Evaluation, Inputs, Named, coefficients_of, evaluate, masked, totals, whole_table
 from .kernels import evaluate_rows
+
+
+def snapshot(value: float | Tensor, like: Tensor) -> float | Tensor:
+    """A number as it is, of a tensor a copy: the caller may change it before backward comes."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device=like.device, dtype=like.dtype, copy=True)
+    return float(value)
+
+
+def times(value: Tensor, *factors: float | Tensor) -> Tensor:
+    """The product, without a launch for a factor that is the number 1."""
+    for factor in factors:
+        if isinstance(factor, Tensor) or factor != 1.0:
+            value = value * factor
+    return value
+
+
+def stacked(factors: list[Tensor]) -> Tensor:
+    """A row for each summand."""
+    return torch.stack(factors) if len(factors) > 1 else factors[0].unsqueeze(0)
 
 
 class Expected(NamedTuple):
@@ -27,20 +49,20 @@ class Expected(NamedTuple):
     one_or_nan: Tensor
 
     def factors(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """What is left to multiply the gradients by, the second one 1 or nan."""
+        """Factors of the gradients that are left to apply, the second one 1 or nan."""
         ratio = given.to(self.one_or_nan.dtype)
         if isinstance(self.upstream, Tensor) or self.upstream != 1.0:
             ratio = torch.where(given == self.upstream, 1.0, ratio / self.upstream)
         return ratio, self.one_or_nan
 
     def one_or_nan_for(self, given: Tensor) -> Tensor:
-        """The same for gradients that nobody can scale: nan for another upstream gradient."""
+        """``one_or_nan`` for gradients that cannot be scaled: nan for another upstream gradient."""
         return torch.where(given == self.upstream, self.one_or_nan, torch.nan).to(self.one_or_nan.dtype)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Objective:
-    """What all kinds share; ``vocab``-sized and per-token tensors that losses and kernels read."""
+    """Common fields: tensors of a call, per token or as long as the vocabulary, that losses and kernels read."""
 
     demand: Demand
     structure: Structure
@@ -48,32 +70,24 @@ class Objective:
     columns: Tensor | None  # [tokens, K] int64, -1 for none
     teacher: Teacher | None
     class_weights: Tensor | None
-    scale: Tensor | None  # [tokens] what a token's logits are multiplied by, None for 1
+    scale: Tensor | None  # [tokens] factor of a token's logits, None for 1
     kept: Kept | None  # columns that tokens' softmaxes are over, None where all are over the vocabulary
     one_or_nan: Tensor  # [] nan where an id is out of range: then everything is, rather than something wrong
     dtype: torch.dtype  # of statistics and values
-    # coefficients of the forward pass at its factors, by the first row of a chunk, for backward passes that would make
-    # them anew: a user's function may be another by then. None where they do make them
-    made: dict[int, Named] | None
-
-    @property
-    def coefficients_made(self) -> Named:
-        """Of all tokens."""
-        chunks = [chunk for _, chunk in sorted((self.made or {}).items())]
-        return chunks[0] if len(chunks) == 1 else {n: torch.cat([chunk[n] for chunk in chunks]) for n in chunks[0]}
 
     @property
     def differentiable(self) -> int:
-        """How many of the outputs, the first ones, take a gradient."""
+        """Number of the outputs, the first ones, that take a gradient."""
         return 1
 
     @property
     def exchanges(self) -> bool:
-        """Whether the call sends messages to ranks that hold other tokens, and whose plans may be others."""
+        """True for calls that send messages to ranks with other tokens, whose plans may differ."""
         return False
 
     def without_teacher(self) -> "Objective":
-        """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
+        """The part that may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of
+        them."""
         return self if self.teacher is None else replace(self, teacher=self.teacher.without_tensors())
 
     def with_teacher(self, tensors: Sequence[Tensor]) -> "Objective":
@@ -86,12 +100,12 @@ class Objective:
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
     ) -> Coefficients | None:
-        """Statistics of the tokens ``rows`` of all have been made; their coefficients, where gradients are made along
+        """Coefficients of the tokens ``rows`` of all, whose statistics have been made, where gradients are made along
         with them. ``closed``: no other tokens belong to their segments. ``values``: what values depend on has been made
         too; else it comes with the gradients, and ``outputs`` makes all values at once."""
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        """What the call returns, once all chunks have been visited."""
+        """Values that the call returns, once all chunks have been visited."""
         raise NotImplementedError
 
     def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
@@ -105,27 +119,66 @@ class Objective:
 
     @property
     def recordable(self) -> bool:
-        """Whether a forward pass may be done again from a tape: it does nothing but what the program says."""
+        """True where a forward pass may be done again from a tape: it does nothing but what the program says."""
         return self.teacher is None
 
 
-@dataclass(frozen=True, eq=False)
-class ScalarObjective(Objective):
-    """A sum of losses, each reduced by itself."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LossObjective(Objective):
+    """A sum of losses."""
 
     inputs: Inputs  # of all tokens; factors at the expected upstream gradient
     coefficients: list[float | Tensor]  # of the summands, tensors 0-d
-    inverse: list[Inverse]  # 1 / D of each
+    backend: Backend | None  # whose kernels may do the arithmetic
+    # coefficients of the forward pass at its factors, by the first row of a chunk, for backward passes that would make
+    # them anew: a user's function may be another by then. None where they do make them
+    made: dict[int, Named] | None
+
+    def evaluate(
+        self, stats: RowStats, rows: slice, factors: Tensor, gradient: bool, table: Tensor | None = None
+    ) -> Evaluation:
+        structure = self.structure if gradient or self.made is not None else self.structure.values_only
+        inputs = self.inputs if factors is self.inputs.factors else self.inputs._replace(factors=factors)
+        evaluation = evaluate_rows(structure, stats, inputs, rows, self.backend, table)
+        if self.made is not None:
+            self.made[rows.start] = evaluation.coefficients
+        return evaluation
+
+    def coefficients_at(self, stats: RowStats, factors: Tensor) -> Coefficients:
+        """Coefficients of all tokens at such factors."""
+        return Coefficients(**self.evaluate(stats, self.everything, factors, gradient=True).coefficients)
+
+    @property
+    def everything(self) -> slice:
+        return slice(0, self.target.shape[0])
+
+    @property
+    def coefficients_made(self) -> Named:
+        """``made`` of all tokens."""
+        chunks = [chunk for _, chunk in sorted((self.made or {}).items())]
+        return chunks[0] if len(chunks) == 1 else {n: torch.cat([chunk[n] for chunk in chunks]) for n in chunks[0]}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScalarObjective(LossObjective):
+    """A sum of losses, each reduced by itself."""
+
+    inverse: list[Tensor]  # [] 1 / D of each: 0 for a normalizer of 0, nan where an id is out of range
+    normalized: bool  # by a normalizer, which may be 0
     declared: Tensor | float  # the expected upstream gradient
     coupled: bool
     counts: list[Tensor]  # of the metrics
     segment_metrics: tuple[tuple[Metric, int], ...]
-    fuse: Backend | None  # whose kernels are to do the arithmetic
-    spread: Spread | None = None  # where ranks hold different tokens of the batch
-    together: bool = False  # whether they must exchange sums of segments for the values
     evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
     parts: list[Tensor] = field(default_factory=list)  # values of the summands
     found: list[Tensor] = field(default_factory=list)  # totals of the metrics
+
+    @property
+    def spread(self) -> Spread | None:
+        """The ranks, where they have different tokens of the batch. Losses that sum segments over them are evaluated
+        once, in the forward pass, for values and gradients: ranks' plans differ, as their tokens do, and their messages
+        must not."""
+        return self.inputs.spread
 
     @property
     def exchanges(self) -> bool:
@@ -134,46 +187,20 @@ class ScalarObjective(Objective):
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
     ) -> Coefficients | None:
+        factors = self.inputs.factors
         if not values:
-            return Coefficients(**self.evaluate(stats, rows, self.inputs.factors, gradient).coefficients)
-        if self.coupled and not closed and not (rows.start == 0 and rows.stop == self.target.shape[0]):
+            return Coefficients(**self.evaluate(stats, rows, factors, gradient).coefficients)
+        if self.coupled and not closed and rows != self.everything:
             return None
         table = self.evaluations[0].table if self.evaluations else None
-        if self.together:
-            evaluation = self.exchange(stats)
-        else:
-            evaluation = self.evaluate(stats, rows, self.inputs.factors, gradient, table)
-        if table is None or evaluation.table is not table:  # else it has the chunk's values now
+        evaluation = self.evaluate(stats, rows, factors, gradient, table)
+        if evaluation.table is not table:  # else it has the chunk's values now
             self.evaluations.append(evaluation)
-        if not gradient:
-            return None
-        return Coefficients(**evaluation.coefficients)
-
-    def exchange(self, stats: RowStats) -> Evaluation:
-        """Values and gradients of losses that sum segments over ranks, with all their messages: once for a call, in
-        the forward pass, and always both. Ranks' plans differ, as their tokens do; what they send must not."""
-        inputs = self.inputs._replace(spread=self.spread)
-        evaluation = evaluate(self.structure, stats.named(), inputs)
-        assert self.made is not None
-        self.made[0] = evaluation.coefficients
-        return evaluation
-
-    def evaluate(
-        self, stats: RowStats, rows: slice, factors: Tensor, gradient: bool, table: Tensor | None = None
-    ) -> Evaluation:
-        structure = self.structure if gradient or self.made is not None else self.structure.values_only
-        inputs = self.inputs if factors is self.inputs.factors else self.inputs._replace(factors=factors)
-        evaluation = evaluate_rows(structure, stats, inputs, rows, self.fuse, table)
-        if self.made is not None:
-            self.made[rows.start] = evaluation.coefficients
-        return evaluation
+        return Coefficients(**evaluation.coefficients) if gradient else None
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
-        everything = slice(0, self.target.shape[0])
-        if not self.evaluations and self.together:
-            self.evaluations.append(self.exchange(stats))
-        if not self.evaluations and self.target.shape[0]:
-            self.evaluations.append(self.evaluate(stats, everything, self.inputs.factors, gradient=False))
+        if not self.evaluations and (self.target.shape[0] or (self.coupled and self.exchanges)):
+            self.evaluations.append(self.evaluate(stats, self.everything, self.inputs.factors, gradient=False))
         first = self.settle()
         if first is None or len(self.parts) > 1:
             # memory of its own, which a caller may write to
@@ -182,34 +209,37 @@ class ScalarObjective(Objective):
         return (times(first, *self.coefficients),)
 
     def settle(self) -> Tensor | None:
-        """Adds up what all chunks have found; the first part's value once more, where that costs nothing."""
-        count, evaluations, first = len(self.inverse), self.evaluations, None
+        """Adds up the values of all chunks; the first part's value once more, where that costs nothing."""
+        inverse, count, evaluations, first = self.inverse[0], len(self.inverse), self.evaluations, None
         if not evaluations:
-            self.parts[:] = [inverse.value * 0.0 for inverse in self.inverse]
+            self.parts[:] = [one * 0.0 for one in self.inverse]
             self.found[:] = self.of_nothing(self.structure.metrics)
             return None
-        inverse = self.inverse[0].value
-        alike = all(other.value is inverse and not other.given for other in self.inverse)
-        if self.fuse is not None and alike and self.structure.plain_sums:
-            first, sums = self.fuse.sum_rows(whole_table(evaluations), count, inverse, self.one_or_nan)
-            each = sums.unbind()
-            self.parts[:], self.found[:] = each[:count], each[count:]
+        alike = not self.normalized and len({id(one) for one in self.inverse}) == 1
+        if self.backend is not None and alike and self.structure.plain_sums:
+            first, sums = self.backend.sum_rows(whole_table(evaluations), count, inverse, self.one_or_nan)
+            each = list(sums.unbind())
+            self.parts[:] = each[:count]
         else:
-            found = totals(self.structure, evaluations, self.one_or_nan)
-            self.parts[:] = [inverse.of(total) for total, inverse in zip(found, self.inverse, strict=False)]
-            self.found[:] = found[count:]
+            each = totals(self.structure, evaluations, self.one_or_nan)
+            self.parts[:] = map(self.quotient, each[:count], self.inverse)
+        self.found[:] = each[count:]
         evaluations.clear()
         return first
+
+    def quotient(self, total: Tensor, inverse: Tensor) -> Tensor:
+        """``total / D``. By selection: a normalizer of 0 gives 0 at any total."""
+        share = total * inverse
+        return torch.where(inverse == 0, inverse, share) if self.normalized else share
 
     def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
         """Metrics of all chunks; those that must see all tokens at once are made here."""
         found = [*self.found]
-        if self.segment_metrics and not self.target.shape[0] and self.spread is None:
+        if self.segment_metrics and not self.target.shape[0] and not self.exchanges:
             found += self.of_nothing(self.segment_metrics)
         elif self.segment_metrics:
             structure = replace(self.structure, summands=(), metrics=self.segment_metrics, leaves=frozenset())
-            inputs = self.inputs._replace(spread=self.spread)
-            found += totals(structure, [evaluate(structure, stats.named(), inputs)], self.one_or_nan)
+            found += totals(structure, [evaluate(structure, stats.named(), self.inputs)], self.one_or_nan)
         values = {}
         measured = (*self.structure.metrics, *self.segment_metrics)
         for (metric, _), total, count in zip(measured, found, self.counts, strict=True):
@@ -220,7 +250,7 @@ class ScalarObjective(Objective):
         return values if self.spread is None else whole_metrics(values, self.spread.parallel)
 
     def of_nothing(self, metrics: Sequence[tuple[Metric, int]]) -> list[Tensor]:
-        """Their totals without tokens."""
+        """Totals of the metrics without tokens."""
         like, totals = self.one_or_nan, {"mean": 0.0, "max": -torch.inf, "min": torch.inf}
         shapes = [() if metric.components == 1 else (metric.components,) for metric, _ in metrics]
         return [like.new_full(shape, totals[metric.reduce]) for shape, (metric, _) in zip(shapes, metrics, strict=True)]
@@ -230,9 +260,8 @@ class ScalarObjective(Objective):
         assert given is not None
         if self.made:
             return Coefficients(**self.coefficients_made).times(self.expected.factors(given)[0])
-        factors = stacked([times(i.value, c, given) for c, i in zip(self.coefficients, self.inverse, strict=True)])
-        evaluation = self.evaluate(stats, slice(0, self.target.shape[0]), factors, gradient=True)
-        return Coefficients(**evaluation.coefficients)
+        factors = [times(one, c, given) for c, one in zip(self.coefficients, self.inverse, strict=True)]
+        return self.coefficients_at(stats, stacked(factors))
 
     @property
     def expected(self) -> Expected:
@@ -240,5 +269,100 @@ class ScalarObjective(Objective):
 
     @property
     def recordable(self) -> bool:
-        alone = self.teacher is None and self.spread is None and self.fuse is not None
+        alone = self.teacher is None and self.spread is None and self.backend is not None
         return alone and not (self.coupled or self.segment_metrics) and self.structure.own
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenObjective(LossObjective):
+    """The weighted sum of token losses for each token, unreduced. Factors are the upstream gradients, and until they
+    come values alone are asked for."""
+
+    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
+        inputs, structure = self.inputs, self.structure.values_only
+        if self.made is not None:
+            inputs, structure = inputs._replace(factors=self.factors(self.one_or_nan)), self.structure
+        evaluation = evaluate(structure, stats.named(), inputs)
+        if self.made is not None:
+            self.made[0] = evaluation.coefficients
+        first, *others = map(times, evaluation.table, self.coefficients)
+        return (sum(others, first) * self.one_or_nan,)
+
+    def factors(self, upstream: Tensor) -> Tensor:
+        return stacked([times(upstream, c) for c in self.coefficients])
+
+    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
+        (given,) = upstream
+        assert given is not None
+        given = torch.where(self.target >= 0, given, 0.0)
+        if not self.made:
+            return self.coefficients_at(stats, self.factors(given))
+        # by selection where nothing is asked for: a loss may have an infinite slope there
+        found = {name: value * over_columns(given, value) for name, value in self.coefficients_made.items()}
+        return Coefficients(**masked(found, given != 0))
+
+
+def over_columns(values: Tensor, like: Tensor) -> Tensor:
+    """[n], or [n, 1] for [n, c]."""
+    return values if like.dim() == 1 else values[:, None]
+
+
+LEAF = {"logprobs": "logprob"}  # outputs whose statistic has another name
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StatsObjective(Objective):
+    """Statistics for a loss that the caller computes: ``names``, the first ``with_gradient`` of them differentiable."""
+
+    names: tuple[str, ...]
+    with_gradient: int
+
+    @property
+    def differentiable(self) -> int:
+        return self.with_gradient
+
+    def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
+        if self.names == ("logprobs",):
+            return (stats.logprob * self.one_or_nan,)  # 0 already where a token does not count
+        counts, zero = self.target >= 0, self.one_or_nan - self.one_or_nan  # or nan
+        found = []
+        for name in self.names:
+            value = self.statistic(stats, name)
+            here = over_columns(counts, value)
+            if value.is_floating_point():
+                found.append(torch.where(here, value + zero, zero))
+            else:
+                found.append(value * here)  # of ints a product selects
+        return tuple(found)
+
+    def statistic(self, stats: RowStats, name: str) -> Tensor:
+        if name == "argmax":
+            assert stats.argmax is not None
+            return stats.argmax.long()
+        if name == "top_k_logprobs":
+            assert stats.top_k_logits is not None
+            return (stats.top_k_logits - stats.start[:, None]) + stats.rest[:, None]
+        if name == "mean_logit":
+            assert stats.weighted_sum is not None
+            return stats.weighted_sum / self.structure.vocab
+        if name == "log_sum_sq_probs":
+            assert stats.start2 is not None and stats.rest2 is not None
+            # lse2 - 2 * lse, which would lose what lies below an ulp of the logits
+            return (stats.start2 - 2 * stats.start) - (stats.rest2 - 2 * stats.rest)
+        return getattr(stats, LEAF.get(name, name))
+
+    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
+        grads = {
+            LEAF.get(name, name): given.to(self.dtype)
+            for name, given in zip(self.names[: self.with_gradient], upstream, strict=False)
+            if given is not None
+        }
+        if "logprob" not in grads:  # alpha and beta are always there
+            grads["logprob"] = torch.zeros(len(self.target), dtype=self.dtype, device=self.target.device)
+        if (given := grads.pop("mean_logit", None)) is not None:
+            grads["weighted_sum"] = given / self.structure.vocab
+        if (given := grads.pop("log_sum_sq_probs", None)) is not None:
+            grads["lse2"] = given
+            grads["lse"] = grads["lse"] - 2 * given if "lse" in grads else -2 * given
+        # by selection: where a token does not count there may be no statistics, or those of a teacher that is nan
+        return Coefficients(**masked(coefficients_of(self.structure, grads, stats.named()), self.target >= 0))

@@ -10,7 +10,6 @@ from ..losses.base import Summand
 from ..metrics import Metric
 from ..parallel.agree import agree
 from ..parallel.tokens import Spread, add_up
-from .denominators import local_total
 from .prepared import PreparedCall
 
 IDS = ("segments", "documents")
@@ -48,6 +47,13 @@ def with_global_counts(prepared: PreparedCall) -> PreparedCall:
     )  # fmt: skip
     token_rows = token_rows._replace(counted=number, one_or_nan=torch.where(one_or_nan.isnan(), one_or_nan, 1.0))
     return replace(prepared, token_rows=token_rows, spread=spread)
+
+
+def local_total(summand: Summand, prepared: PreparedCall) -> Tensor:
+    """The sum of what each of this rank's tokens adds to the default denominator, [] in the statistics' dtype."""
+    assert summand.counted is not None
+    batch, dtype = prepared.batch, prepared.one_or_nan.dtype
+    return torch.where(batch.mask, summand.counted(batch, **summand.tensors).to(dtype), 0.0).sum()
 
 
 def summed_fields(prepared: PreparedCall) -> list[str]:

@@ -7,109 +7,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arithmetic.evaluate import Inputs
-from ..arithmetic.factors import kept, stacked, times
-from ..arithmetic.objective import Objective, ScalarObjective
-from ..arithmetic.token_objectives import StatsObjective, TokenObjective
+from ..arithmetic.objective import Objective
 from ..core.groups import block_of
 from ..core.shift import all_at_targets, in_backward
-from ..core.stats import Kept, Teacher
-from ..metrics import Metric
+from ..core.stats import Teacher
 from ..plan.planner import Request, make_plan
 from ..plan.plans import LEAST_SLACK, MAX_HALF_CHUNKS, Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Sizes
-from .denominators import inverses, metric_counts
 from .function import Forward, Loss, flat, forward_of
-from .global_counts import agreed_batch, call_fields, with_global_counts
+from .global_counts import call_fields
 from .head_options import HeadOptions, LogitsOptions
 from .logits_call import call_of as logits_call_of
 from .prepared import PreparedCall, in_order, is_plain, layout_of, prepare
 from .program import Program
 from .sweep import Call
 from .task import Task
-
-
-def scalar_objective(
-    prepared: PreparedCall,
-    reduction: str,
-    normalizer: float | Tensor | None,
-    upstream: float | Tensor | None,
-    share_denominator: bool = False,
-) -> ScalarObjective:
-    prepared, losses = with_global_counts(prepared), prepared.losses
-    spread = prepared.spread
-    coefficients = [kept(coefficient, prepared.one_or_nan) for coefficient, _ in losses.terms]
-    if spread is not None and spread.parallel.average:
-        coefficients = [coefficient * spread.parallel.ranks for coefficient in coefficients]
-    summands = [summand for _, summand in losses.terms]
-    if share_denominator:
-        inverse = inverses(prepared, summands[:1], reduction, normalizer) * len(summands)
-    else:
-        inverse = inverses(prepared, summands, reduction, normalizer)
-    declared = 1.0 if upstream is None else kept(upstream, prepared.one_or_nan)
-    factors = stacked([times(i.value, c, declared) for c, i in zip(coefficients, inverse, strict=True)])
-    inputs = make_inputs(prepared, factors)
-    coupled = prepared.program.coupled
-    weights, counts = metric_counts(ordered_metrics(prepared), prepared)
-    together = spread is not None and coupled
-    made: dict[str, Any] = {"made": {}} if together else {}
-    return ScalarObjective(
-        **(common(prepared) | made), inputs=inputs._replace(metric_weights=weights), coefficients=coefficients,
-        inverse=inverse, declared=declared, coupled=coupled, counts=counts,
-        segment_metrics=prepared.needs.segment_metrics,
-        fuse=None if coupled and prepared.groups is None else prepared.backend, spread=spread, together=together,
-    )  # fmt: skip
-
-
-def token_objective(prepared: PreparedCall) -> TokenObjective:
-    agreed_batch(prepared)
-    coefficients = [kept(coefficient, prepared.one_or_nan) for coefficient, _ in prepared.losses.terms]
-    # values alone are asked for until the upstream gradients come, and they are the factors
-    return TokenObjective(
-        **common(prepared), inputs=make_inputs(prepared, stacked([prepared.one_or_nan])), coefficients=coefficients,
-        fuse=prepared.backend,
-    )  # fmt: skip
-
-
-def stats_objective(prepared: PreparedCall, names: tuple[str, ...], with_gradient: int) -> StatsObjective:
-    structure = prepared.needs.structure
-    if structure.views != prepared.program.demand.views:
-        structure = replace(structure, views=prepared.program.demand.views)
-    return StatsObjective(**(common(prepared) | {"structure": structure}), names=names, with_gradient=with_gradient)
-
-
-def common(prepared: PreparedCall) -> dict[str, Any]:
-    columns = prepared.token_rows.fields.get("teacher_ids") if prepared.program.demand.columns else None
-    class_weights = prepared.class_weights
-    if class_weights is not None:
-        # a copy: backward may read it, and would not notice that the caller had changed it
-        class_weights = class_weights.detach().to(prepared.statistics_dtype, copy=True).contiguous()
-    kept = prepared.kept
-    if prepared.program.demand.columns_alone and columns is not None and len(columns):
-        kept = Kept.columns_of(columns)
-    return {
-        "demand": prepared.program.demand, "structure": prepared.needs.structure, "target": prepared.target,
-        "columns": columns, "teacher": prepared.teacher, "class_weights": class_weights, "scale": prepared.scale,
-        "kept": kept, "one_or_nan": prepared.one_or_nan, "dtype": prepared.statistics_dtype,
-        "made": None if prepared.needs.structure.own or not torch.is_grad_enabled() else {},
-    }  # fmt: skip
-
-
-def ordered_metrics(prepared: PreparedCall) -> tuple[Metric, ...]:
-    """Metrics in the order in which an objective holds their sums."""
-    local = tuple(metric for metric, _ in prepared.needs.structure.metrics)
-    return local + tuple(metric for metric, _ in prepared.needs.segment_metrics)
-
-
-def make_inputs(prepared: PreparedCall, factors: Tensor) -> Inputs:
-    rows, dtype = prepared.token_rows, prepared.statistics_dtype
-    # copies: backward may read them, and would not notice that the caller had changed his
-    tensors = [{k: v.to(dtype, copy=True) for k, v in summand.tensors.items()} for _, summand in prepared.losses.terms]
-    return Inputs(
-        rows.target, rows.fields, rows.num_segments, factors, tensors, {}, prepared.token_fields,
-        prepared.program.withheld,
-    )  # fmt: skip
 
 
 class Wants(NamedTuple):

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from .. import losses
 from ..arithmetic.demand import SUFFIX
-from ..arithmetic.token_objectives import StatsObjective
+from ..arithmetic.objective import StatsObjective
 from ..call.execution import Head
 from ..call.head_options import head_of
+from ..call.objectives import stats_objective
 from ..call.prepared import PreparedCall
-from ..call.run import stats_objective
 from ..call.task import Task
 from ..compile.operation import in_graph, operation
 from ..core.options import choice, flag, number

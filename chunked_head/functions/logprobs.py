@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from torch import Tensor
 
-from ..arithmetic.token_objectives import StatsObjective
+from ..arithmetic.objective import StatsObjective
 from ..call.execution import Head, PerTokenOptions
 from ..call.head_options import HeadOptions, LogitsOptions, head_of
+from ..call.objectives import stats_objective
 from ..call.prepared import PreparedCall
-from ..call.run import stats_objective
 from ..call.task import Task
 from ..compile.operation import in_graph, operation
 from ..core import checks

@@ -10,8 +10,9 @@ from torch import Tensor
 from ..arithmetic.objective import Objective, ScalarObjective
 from ..call.execution import Head
 from ..call.head_options import HeadOptions, LogitsOptions, head_of
+from ..call.objectives import scalar_objective, token_objective
 from ..call.prepared import PreparedCall
-from ..call.run import Outcome, scalar_objective, token_objective
+from ..call.run import Outcome
 from ..call.streams import Streams
 from ..call.task import Task
 from ..compile.operation import in_graph, operation
