@@ -124,9 +124,9 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Calls take another GPU's paths than Hopper's: operands through pointers, other tiles."""
     from chunked_head.kernels.common import gpus
 
-    from chunked_head.call.program import PROGRAMS
+    from chunked_head.call.spec import SPECS
 
-    caches = gpus.gpu_of.cache_clear, gpus.multiprocessors_of.cache_clear, PROGRAMS.clear
+    caches = gpus.gpu_of.cache_clear, gpus.multiprocessors_of.cache_clear, SPECS.clear
     monkeypatch.setattr(gpus, "HERE", request.param)
     for forget in caches:
         forget()

@@ -1,17 +1,18 @@
-"""The tensors that travel with tokens, checked."""
+"""The tensors that travel with tokens and the dense teacher among them, checked."""
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.checks import check_device, is_dtensor
-from ..core.options import name, nearest
+from ..core.options import name as name_of
+from ..core.options import nearest
+from ..core.stats import Teacher
 from ..losses.base import FIELDS, KEPT_FIELDS, TEACHER_FIELDS, Field, Losses, Summand
+from ..losses.base import Teacher as TeacherOptions
 from ..metrics import Metric
-from .teachers import check_teacher
 
 TEMPERATURE = "temperature of each token"  # an argument of the call, laid beside rows as fields are
 SEGMENTS = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"
@@ -22,16 +23,6 @@ INSTEAD = {
 }
 SEGMENT_IDS = ("segments", "documents")
 TYPES = {"float": "floating-point", "int": "int64 or int32", "bool": "bool"}
-
-
-class Frame(NamedTuple):
-    """What fields are held against."""
-
-    leading: tuple[int, ...]  # shape of the target
-    device: torch.device
-    dtype: torch.dtype  # of the statistics
-    shift: int
-    num_segments: int | None
 
 
 def kinds_of(parts: Iterable[Summand | Metric]) -> dict[str, Field]:
@@ -105,7 +96,9 @@ def wanted_fields(
     return list(dict.fromkeys(wanted)), known
 
 
-def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
+def check_field(
+    field: str, value: Tensor, kind: Field, leading: tuple[int, ...], device: torch.device, num_segments: int | None
+) -> None:
     where = f"batch[{field!r}]"
     if not isinstance(value, Tensor):
         raise TypeError(f"{where} must be a torch.Tensor, got {type(value).__name__}")
@@ -116,7 +109,7 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
         )
     if value.layout != torch.strided:
         raise TypeError(f"{where} must be a dense tensor, got layout {value.layout}; pass .to_dense()")
-    check_device(where, value, frame.device, "the target's rows")
+    check_device(where, value, device, "the target's rows")
     if value.requires_grad:
         raise ValueError(f"{where} takes no gradient here; pass it .detach()ed")
     right = {
@@ -125,20 +118,20 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
         "bool": value.dtype == torch.bool,
     }[kind.type]
     if not right:
-        raise TypeError(f"{where} must be {TYPES[kind.type]}, got {name(value.dtype)}; cast it")
-    dims = len(frame.leading)
+        raise TypeError(f"{where} must be {TYPES[kind.type]}, got {name_of(value.dtype)}; cast it")
+    dims = len(leading)
     if field in KEPT_FIELDS:
         return
     if field == "kl_baseline":
-        if tuple(value.shape) not in ((), (1,), (frame.num_segments,)):
+        if tuple(value.shape) not in ((), (1,), (num_segments,)):
             raise ValueError(
-                f"{where} must be a 0-d tensor, one of shape (1,) or one number per segment, ({frame.num_segments},), "
+                f"{where} must be a 0-d tensor, one of shape (1,) or one number per segment, ({num_segments},), "
                 f"got shape {tuple(value.shape)}"
             )
         return
     if kind.kind in ("token", "row"):
-        if value.dim() != dims + kind.trailing or tuple(value.shape[:dims]) != frame.leading:
-            shape = ", ".join([*map(str, frame.leading), *["..."] * bool(kind.trailing)])
+        if value.dim() != dims + kind.trailing or tuple(value.shape[:dims]) != leading:
+            shape = ", ".join([*map(str, leading), *["..."] * bool(kind.trailing)])
             raise ValueError(
                 f"{where} must have shape ({shape}), that of the target"
                 + (f" and {kind.trailing} more dimensions" if kind.trailing else "")
@@ -147,9 +140,9 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
         if 0 in value.shape[dims:]:
             raise ValueError(f"{where} must not be empty along its last dimension, got {tuple(value.shape)}")
     elif kind.kind == "segment":
-        need_segments(where, frame)
-        if value.dim() != 1 + kind.trailing or value.shape[0] != frame.num_segments:
-            shape = ", ".join([str(frame.num_segments), *["..."] * kind.trailing])
+        need_segments(where, num_segments)
+        if value.dim() != 1 + kind.trailing or value.shape[0] != num_segments:
+            shape = ", ".join([str(num_segments), *["..."] * kind.trailing])
             raise ValueError(f"{where} must have shape ({shape}), one per segment, got {tuple(value.shape)}")
     elif kind.kind == "pair":
         if field == "pairs" and (value.dim() != 2 or value.shape[1] != 2):
@@ -160,19 +153,26 @@ def check_field(field: str, value: Tensor, kind: Field, frame: Frame) -> None:
         raise ValueError(f"{where} must have {kind.trailing} dimensions, got shape {tuple(value.shape)}; reshape it")
 
 
-def need_segments(where: str, frame: Frame) -> None:
-    if frame.num_segments is None:
+def need_segments(where: str, num_segments: int | None) -> None:
+    if num_segments is None:
         raise ValueError(f"{where} needs num_segments, the number of segments of the call, an int")
 
 
-def check_fields(batch: Mapping[str, Tensor], wanted: list[str], known: Mapping[str, Field], frame: Frame) -> None:
+def check_fields(
+    batch: Mapping[str, Tensor],
+    wanted: list[str],
+    known: Mapping[str, Field],
+    leading: tuple[int, ...],
+    device: torch.device,
+    num_segments: int | None,
+) -> None:
     """Every field by itself, then those that must agree."""
     for field in wanted:
-        check_field(field, batch[field], known[field], frame)
+        check_field(field, batch[field], known[field], leading, device, num_segments)
         if field in SEGMENT_IDS:
-            need_segments(f"batch[{field!r}]", frame)
+            need_segments(f"batch[{field!r}]", num_segments)
     if set(KEPT_FIELDS) & set(wanted):
-        check_kept(batch, frame)
+        check_kept(batch, leading)
     of_ids = [field for field in ("teacher_logprobs", "teacher_mask") if field in wanted and "teacher_ids" in wanted]
     for field in of_ids:
         if batch[field].shape != batch["teacher_ids"].shape:
@@ -182,10 +182,10 @@ def check_fields(batch: Mapping[str, Tensor], wanted: list[str], known: Mapping[
             )
 
 
-def check_kept(batch: Mapping[str, Tensor], frame: Frame) -> None:
+def check_kept(batch: Mapping[str, Tensor], leading: tuple[int, ...]) -> None:
     """The sets that tokens keep: ids [n] with offsets [tokens + 1], or ids [..., K]."""
     ids, offsets = batch.get("kept_ids"), batch.get("kept_offsets")
-    tokens = math.prod(frame.leading)
+    tokens = math.prod(leading)
     if ids is None:
         first = "candidate_bias" if offsets is None else "kept_offsets"
         raise ValueError(f"batch[{first!r}] goes with batch['kept_ids'], which is missing")
@@ -195,9 +195,9 @@ def check_kept(batch: Mapping[str, Tensor], frame: Frame) -> None:
             f"{tuple(batch['candidate_bias'].shape)}"
         )
     if offsets is None:
-        if tuple(ids.shape[:-1]) != frame.leading or ids.dim() != len(frame.leading) + 1:
+        if tuple(ids.shape[:-1]) != leading or ids.dim() != len(leading) + 1:
             raise ValueError(
-                f"batch['kept_ids'] without kept_offsets must have the target's shape {frame.leading} and one more "
+                f"batch['kept_ids'] without kept_offsets must have the target's shape {leading} and one more "
                 f"dimension, -1 where there is no id, got {tuple(ids.shape)}"
             )
     elif ids.dim() != 1 or tuple(offsets.shape) != (tokens + 1,):
@@ -206,4 +206,67 @@ def check_kept(batch: Mapping[str, Tensor], frame: Frame) -> None:
             f"got {tuple(ids.shape)} and {tuple(offsets.shape)}"
         )
     if offsets is not None and offsets.dtype != torch.int64:
-        raise TypeError(f"batch['kept_offsets'] must be int64, got {name(offsets.dtype)}; cast it")
+        raise TypeError(f"batch['kept_offsets'] must be int64, got {name_of(offsets.dtype)}; cast it")
+
+
+def check_teacher(summand: Summand, batch: Mapping[str, Tensor]) -> None:
+    """Exactly one dense teacher."""
+    if "teacher_logits" in batch:
+        beside = [field for field in TEACHER_FIELDS[1:] if field in batch]
+        if beside:
+            raise ValueError(
+                f"batch has teacher_logits and {beside[0]}; loss {summand.label} takes one of them, teacher_logits or "
+                "teacher_hidden with teacher_weight"
+            )
+    elif "teacher_hidden" not in batch or "teacher_weight" not in batch:
+        raise ValueError(
+            f"loss {summand.label} needs batch['teacher_logits'], or batch['teacher_hidden'] with "
+            "batch['teacher_weight']"
+        )
+
+
+def check_dense_teacher(
+    batch: Mapping[str, Tensor], wanted: list[str], dtype: torch.dtype, autocast: bool
+) -> int | None:
+    """Rows of the teacher's vocabulary, None without one; its two matmul operands must fit each other, in their dtypes
+    too where autocast casts them not."""
+    if "teacher_logits" in wanted:
+        return batch["teacher_logits"].shape[-1]
+    if "teacher_hidden" not in wanted:
+        return None
+    hidden, weight, bias = batch["teacher_hidden"], batch["teacher_weight"], batch.get("teacher_bias")
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or 0 in weight.shape:
+        raise ValueError(
+            f"batch['teacher_weight'] must be [vocabulary, {hidden.shape[-1]}], the width of teacher_hidden, got "
+            f"{tuple(weight.shape)}"
+        )
+    for name, tensor in (("teacher_weight", weight), ("teacher_bias", bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype and not autocast:
+            raise TypeError(
+                f"batch[{name!r}] must have the dtype of teacher_hidden, {hidden.dtype}, got {tensor.dtype}; cast one "
+                f"of them or run under torch.autocast({hidden.device.type!r})"
+            )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"batch['teacher_bias'] must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    if (hidden.dtype == torch.float64) != (dtype == torch.float64):
+        raise TypeError(f"batch['teacher_hidden'] is {hidden.dtype}, the student's matmuls are in {dtype}")
+    return weight.shape[0]
+
+
+def make_teacher(
+    fields: Mapping[str, Tensor], options: TeacherOptions, columns: int, dtype: torch.dtype | None
+) -> Teacher:
+    """The teacher over the vocabulary that it shares with the student, its temperature in scale and cap, or that of
+    each token; ``dtype``: of its matmul, where autocast gives one."""
+    temperature = 1.0 if options.temperature is None else options.temperature
+    weight, bias = fields.get("teacher_weight"), fields.get("teacher_bias")
+    return Teacher(
+        fields.get("teacher_logits"),
+        fields.get("teacher_hidden"),
+        None if weight is None else weight[:columns].detach(),
+        None if bias is None else bias[:columns].detach().contiguous(),  # as kernels read it
+        options.logit_scale / temperature,
+        None if options.softcap is None else options.softcap / temperature,
+        options.temperature is None,
+        dtype,
+    )

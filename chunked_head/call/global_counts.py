@@ -10,63 +10,61 @@ from ..losses.base import Summand
 from ..metrics import Metric
 from ..parallel.agree import agree
 from ..parallel.tokens import Spread, add_up
-from .prepared import PreparedCall
+from .tokens import Tokens
 
 IDS = ("segments", "documents")
 
 
-def agreed_batch(prepared: PreparedCall) -> None:
+def agreed_batch(tokens: Tokens) -> None:
     """Raises on every rank where ranks that hold different tokens are about to make different calls of them."""
-    tokens = prepared.head.tokens
-    if tokens is not None:
-        fields = call_fields(prepared) | {"vocab": str(prepared.head.vocab)}
-        agree(fields, tokens.group, prepared.head.device, "TokenParallel")
+    parallel = tokens.head.tokens
+    if parallel is not None:
+        fields = call_fields(tokens) | {"vocab": str(tokens.head.vocab)}
+        agree(fields, parallel.group, tokens.head.device, "TokenParallel")
 
 
-def with_global_counts(prepared: PreparedCall) -> PreparedCall:
+def with_global_counts(tokens: Tokens) -> Tokens:
     """The same call with the counts of all ranks' tokens, and nan on every rank where an id is out of range on one."""
-    tokens = prepared.head.tokens
-    if tokens is None:
-        return prepared
-    agreed_batch(prepared)
-    batch, token_rows = prepared.batch, prepared.token_rows
-    ids, fields = [name for name in IDS if name in batch], summed_fields(prepared)
-    counted = [
-        summand for _, summand in prepared.losses.terms if summand.unit == "token" and summand.counted is not None
-    ]
-    own = [token_rows.counted, token_rows.one_or_nan]
+    parallel = tokens.head.tokens
+    if parallel is None:
+        return tokens
+    agreed_batch(tokens)
+    batch = tokens.batch
+    ids, fields = [name for name in IDS if name in batch], summed_fields(tokens)
+    counted = [summand for _, summand in tokens.losses.terms if summand.unit == "token" and summand.counted is not None]
+    own = [tokens.counted, tokens.one_or_nan]
     own += [batch.segment_count(name) for name in ids]
     own += [batch.segment_sum(batch[name]) for name in fields]
-    own += [local_total(summand, prepared) for summand in counted]
-    whole = add_up(own, tokens.group)
+    own += [local_total(summand, tokens) for summand in counted]
+    whole = add_up(own, parallel.group)
     number, one_or_nan = whole[:2]
     rest = iter(whole[2:])
     spread = Spread(
-        tokens, {name: next(rest) for name in ids}, {name: next(rest) for name in fields},
+        parallel, {name: next(rest) for name in ids}, {name: next(rest) for name in fields},
         {summand: next(rest) for summand in counted},
     )  # fmt: skip
-    token_rows = token_rows._replace(counted=number, one_or_nan=torch.where(one_or_nan.isnan(), one_or_nan, 1.0))
-    return replace(prepared, token_rows=token_rows, spread=spread)
+    one_or_nan = torch.where(one_or_nan.isnan(), one_or_nan, 1.0)
+    return replace(tokens, counted=number, one_or_nan=one_or_nan, spread=spread)
 
 
-def local_total(summand: Summand, prepared: PreparedCall) -> Tensor:
+def local_total(summand: Summand, tokens: Tokens) -> Tensor:
     """The sum of what each of this rank's tokens adds to the default denominator, [] in the statistics' dtype."""
     assert summand.counted is not None
-    batch, dtype = prepared.batch, prepared.one_or_nan.dtype
+    batch, dtype = tokens.batch, tokens.one_or_nan.dtype
     return torch.where(batch.mask, summand.counted(batch, **summand.tensors).to(dtype), 0.0).sum()
 
 
-def summed_fields(prepared: PreparedCall) -> list[str]:
+def summed_fields(tokens: Tokens) -> list[str]:
     """Token fields whose segments' sums a loss or a metric may take; they are known before there is any logit."""
-    parts: list[Summand | Metric] = [*(summand for _, summand in prepared.losses.terms), *prepared.metrics]
+    parts: list[Summand | Metric] = [*(summand for _, summand in tokens.losses.terms), *tokens.metrics]
     read = {name for part in parts if part.scope == "segment" for name in (*part.fields, *part.optional_fields)}
-    if "segments" not in prepared.batch:
+    if "segments" not in tokens.batch:
         return []
 
     def is_value(tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.dim() == 1
 
-    return sorted(name for name in read & prepared.token_fields if is_value(prepared.batch[name]))
+    return sorted(name for name in read & tokens.token_fields if is_value(tokens.batch[name]))
 
 
 def shown(value: Any) -> str:
@@ -74,20 +72,20 @@ def shown(value: Any) -> str:
     return repr(value) if isinstance(value, bool | int | float | str | tuple | type(None)) else type(value).__name__
 
 
-def call_fields(prepared: PreparedCall) -> dict[str, str]:
+def call_fields(tokens: Tokens) -> dict[str, str]:
     """What ranks that share a call must have in common of it."""
-    head, batch = prepared.head, prepared.batch
-    found = dict(prepared.asked)
-    for coefficient, summand in prepared.losses.terms:
+    head, batch = tokens.head, tokens.batch
+    found = {"function": tokens.task.function, **tokens.task.asked}
+    for coefficient, summand in tokens.losses.terms:
         factor = coefficient if isinstance(coefficient, int | float) else "tensor"
         own = {name: getattr(summand, name) for name in ("reduction", "unit", "scope")}
         own |= {"coefficient": factor, **summand.options}
         found |= {f"losses.{summand.label}: {name}": shown(value) for name, value in own.items()}
-    for metric in prepared.metrics:
+    for metric in tokens.metrics:
         own = {"reduce": metric.reduce, **metric.options}
         found |= {f"metrics.{metric.label}: {name}": shown(value) for name, value in own.items()}
     for name in ("temperature", "logit_scale", "softcap", "ignore_index", "shift"):
         found[name] = shown(getattr(head, name))
     found["pairs"] = str(list(batch["pairs"].shape)) if "pairs" in batch else "None"
-    found["num_segments"], found["batch"] = str(prepared.token_rows.num_segments), str(sorted(batch))
-    return found | {"dtype": str(prepared.dtype)}
+    found["num_segments"], found["batch"] = str(tokens.task.num_segments), str(sorted(batch))
+    return found | {"dtype": str(tokens.spec.dtype)}

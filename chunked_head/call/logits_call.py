@@ -14,9 +14,9 @@ from ..parallel.agree import described
 from ..parallel.shard import Shard
 from ..stores import Backend, KeptColumns, KeptRows
 from .global_counts import call_fields
-from .head_options import LogitsOptions
+from .options import LogitsOptions
 from .own_columns import OwnColumns, of_others
-from .prepared import PreparedCall
+from .tokens import Tokens
 
 MOST_VIEWS = 64  # of rows that no one stride reaches; with more of them a copy is cheaper than so many launches
 
@@ -131,18 +131,18 @@ class LogitsCall(OwnColumns):
         return self.backend.kept_columns(self.head(logits), rows, self.demand)
 
 
-def call_of(prepared: PreparedCall, objective: Objective, inplace: bool) -> tuple[Tensor, LogitsCall]:
+def call_of(tokens: Tokens, objective: Objective, inplace: bool) -> tuple[Tensor, LogitsCall]:
     """The logits as kernels read them, and what is to be done with them."""
-    assert isinstance(prepared.head, LogitsOptions)
-    logits, shard = prepared.head.logits, prepared.head.shard
+    assert isinstance(tokens.head, LogitsOptions)
+    logits, shard = tokens.head.logits, tokens.head.shard
     if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or count_views(logits) > MOST_VIEWS:
         logits = logits.contiguous()
     if shard is not None:
-        fields = {"tokens": str(prepared.head.leading), "logits.dtype": str(logits.dtype)}
+        fields = {"tokens": str(tokens.head.leading), "logits.dtype": str(logits.dtype)}
         fields |= described(objective.demand.of_columns(None), "demand.")
-        shard = shard.agreed_on(call_fields(prepared) | fields, logits.device)
-    options = prepared.logit_scale, prepared.softcap, inplace, prepared.head.columns, shard
-    return logits, LogitsCall(prepared.backend, objective, *options)
+        shard = shard.agreed_on(call_fields(tokens) | fields, logits.device)
+    options = *tokens.transform, inplace, tokens.head.columns, shard
+    return logits, LogitsCall(tokens.backend, objective, *options)
 
 
 def row_views(logits: Tensor) -> list[Tensor]:

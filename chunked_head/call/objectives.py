@@ -15,103 +15,103 @@ from ..losses.base import Summand
 from ..metrics import Metric
 from ..metrics.values import weights_in
 from .global_counts import agreed_batch, local_total, with_global_counts
-from .prepared import PreparedCall
+from .tokens import Tokens
 
 
 def scalar_objective(
-    prepared: PreparedCall,
+    tokens: Tokens,
     reduction: str,
     normalizer: float | Tensor | None,
     upstream: float | Tensor | None,
     share_denominator: bool = False,
 ) -> ScalarObjective:
     """The sum of losses as one number; ``share_denominator``: every summand takes the first one's."""
-    prepared = with_global_counts(prepared)
-    one_or_nan, needs, spread = prepared.one_or_nan, prepared.needs, prepared.spread
-    terms, coupled = prepared.losses.terms, prepared.program.coupled
+    tokens = with_global_counts(tokens)
+    one_or_nan, needs, spread = tokens.one_or_nan, tokens.needs, tokens.spread
+    terms, coupled = tokens.losses.terms, tokens.spec.coupled
     coefficients = [snapshot(coefficient, one_or_nan) for coefficient, _ in terms]
     if spread is not None and spread.parallel.average:
         coefficients = [coefficient * spread.parallel.ranks for coefficient in coefficients]
     summands = [summand for _, summand in terms]
-    inverse, normalized = inverses(prepared, summands[:1] if share_denominator else summands, reduction, normalizer)
+    inverse, normalized = inverses(tokens, summands[:1] if share_denominator else summands, reduction, normalizer)
     inverse = inverse * len(summands) if share_denominator else inverse
     declared = 1.0 if upstream is None else snapshot(upstream, one_or_nan)
     factors = stacked([times(one, c, declared) for c, one in zip(coefficients, inverse, strict=True)])
     metrics = [metric for metric, _ in (*needs.structure.metrics, *needs.segment_metrics)]
-    weights, counts = metric_counts(metrics, prepared)
-    fields = loss_fields(prepared, factors, weights)
+    weights, counts = metric_counts(metrics, tokens)
+    fields = loss_fields(tokens, factors, weights)
     if spread is not None and coupled:
         fields["made"] = {}
     return ScalarObjective(
         **fields, coefficients=coefficients, inverse=inverse, normalized=normalized, declared=declared, coupled=coupled,
         counts=counts, segment_metrics=needs.segment_metrics,
-        backend=None if coupled and prepared.groups is None else prepared.program.backend,
+        backend=None if coupled and tokens.groups is None else tokens.spec.backend,
     )  # fmt: skip
 
 
-def token_objective(prepared: PreparedCall) -> TokenObjective:
+def token_objective(tokens: Tokens) -> TokenObjective:
     """The weighted sum of losses for each token."""
-    agreed_batch(prepared)
-    one_or_nan = prepared.one_or_nan
-    coefficients = [snapshot(coefficient, one_or_nan) for coefficient, _ in prepared.losses.terms]
-    fields = loss_fields(prepared, stacked([one_or_nan]), {})
-    return TokenObjective(**fields, coefficients=coefficients, backend=prepared.program.backend)
+    agreed_batch(tokens)
+    one_or_nan = tokens.one_or_nan
+    coefficients = [snapshot(coefficient, one_or_nan) for coefficient, _ in tokens.losses.terms]
+    fields = loss_fields(tokens, stacked([one_or_nan]), {})
+    return TokenObjective(**fields, coefficients=coefficients, backend=tokens.spec.backend)
 
 
-def stats_objective(prepared: PreparedCall, names: tuple[str, ...], with_gradient: int) -> StatsObjective:
+def stats_objective(tokens: Tokens, names: tuple[str, ...], with_gradient: int) -> StatsObjective:
     """The statistics ``names``, the first ``with_gradient`` of them differentiable."""
-    fields, views = common_fields(prepared), prepared.program.demand.views
+    fields, views = common_fields(tokens), tokens.spec.demand.views
     if fields["structure"].views != views:  # there are some that no loss asks for
         fields["structure"] = replace(fields["structure"], views=views)
     return StatsObjective(**fields, names=names, with_gradient=with_gradient)
 
 
-def common_fields(prepared: PreparedCall) -> dict[str, Any]:
-    demand, rows, structure = prepared.program.demand, prepared.token_rows, prepared.needs.structure
-    one_or_nan, kept = rows.one_or_nan, prepared.kept
-    columns = rows.fields.get("teacher_ids") if demand.columns else None
-    class_weights = prepared.class_weights
+def common_fields(tokens: Tokens) -> dict[str, Any]:
+    demand, structure = tokens.spec.demand, tokens.needs.structure
+    one_or_nan, kept = tokens.one_or_nan, tokens.kept
+    columns = tokens.fields.get("teacher_ids") if demand.columns else None
+    class_weights = tokens.class_weights
     if class_weights is not None:
         # a copy: backward may read it, and would not notice that the caller had changed it
         class_weights = class_weights.detach().to(one_or_nan.dtype, copy=True).contiguous()
     if demand.columns_alone and columns is not None and len(columns):
         kept = Kept.columns_of(columns)
     return {
-        "demand": demand, "structure": structure, "target": rows.target, "columns": columns,
-        "teacher": prepared.teacher, "class_weights": class_weights, "scale": prepared.scale, "kept": kept,
+        "demand": demand, "structure": structure, "target": tokens.target, "columns": columns,
+        "teacher": tokens.teacher, "class_weights": class_weights, "scale": tokens.scale, "kept": kept,
         "one_or_nan": one_or_nan, "dtype": one_or_nan.dtype,
     }  # fmt: skip
 
 
-def loss_fields(prepared: PreparedCall, factors: Tensor, metric_weights: dict[str, Tensor]) -> dict[str, Any]:
-    fields, rows = common_fields(prepared), prepared.token_rows
+def loss_fields(tokens: Tokens, factors: Tensor, metric_weights: dict[str, Tensor]) -> dict[str, Any]:
+    fields = common_fields(tokens)
     # copies: backward may read them, and would not notice that the caller had changed his
     tensors = [
         {name: value.to(factors.dtype, copy=True) for name, value in summand.tensors.items()}
-        for _, summand in prepared.losses.terms
+        for _, summand in tokens.losses.terms
     ]
     fields["inputs"] = Inputs(
-        rows.target, rows.fields, rows.num_segments, factors, tensors, metric_weights, prepared.token_fields,
-        prepared.program.withheld, prepared.spread,
+        tokens.target, tokens.fields, tokens.task.num_segments, factors, tensors, metric_weights, tokens.token_fields,
+        tokens.spec.withheld, tokens.spread,
     )  # fmt: skip
     fields["made"] = None if fields["structure"].own or not torch.is_grad_enabled() else {}
     return fields
 
 
 def inverses(
-    prepared: PreparedCall, summands: Sequence[Summand], reduction: str, normalizer: float | Tensor | None
+    tokens: Tokens, summands: Sequence[Summand], reduction: str, normalizer: float | Tensor | None
 ) -> tuple[list[Tensor], bool]:
     """1 / D of each summand [] in the statistics' dtype; True where one of them is a normalizer's, which may be 0."""
-    one_or_nan, found, normalized = prepared.one_or_nan, list[Tensor](), False
+    one_or_nan, found, normalized = tokens.one_or_nan, list[Tensor](), False
     of_units: dict[str, Tensor] = {}
     for summand in summands:
         given = summand.normalizer if summand.normalizer is not None else normalizer
         if (summand.reduction or reduction) != "mean":
             found.append(one_or_nan)
         elif given is None:
-            found.append(default_inverse(summand, prepared, of_units))
+            found.append(default_inverse(summand, tokens, of_units))
         elif isinstance(given, (str, Tensor)):
-            total = (prepared.batch[given] if isinstance(given, str) else given.detach()).to(one_or_nan.dtype)
+            total = (tokens.batch[given] if isinstance(given, str) else given.detach()).to(one_or_nan.dtype)
             found.append(torch.where(total == 0, total, 1.0 / total) * one_or_nan)
             normalized = True
         else:
@@ -120,39 +120,39 @@ def inverses(
     return found, normalized
 
 
-def default_inverse(summand: Summand, prepared: PreparedCall, of_units: dict[str, Tensor]) -> Tensor:
+def default_inverse(summand: Summand, tokens: Tokens, of_units: dict[str, Tensor]) -> Tensor:
     """1 / D for the sum of what each token adds, or for the number of units that count; D is 1 where that is 0.
     ``of_units`` remembers those of units."""
     if summand.unit == "token" and summand.counted is not None:
-        total = local_total(summand, prepared) if prepared.spread is None else prepared.spread.totals[summand]
-        return prepared.one_or_nan / torch.where(total == 0, 1.0, total)
-    if summand.unit == "token" and prepared.spread is None:
-        return prepared.token_rows.inverse
+        total = local_total(summand, tokens) if tokens.spread is None else tokens.spread.totals[summand]
+        return tokens.one_or_nan / torch.where(total == 0, 1.0, total)
+    if summand.unit == "token" and tokens.spread is None:
+        return tokens.inverse
     if summand.unit not in of_units:
-        of_units[summand.unit] = prepared.one_or_nan / count_units(summand.unit, prepared).clamp(min=1.0)
+        of_units[summand.unit] = tokens.one_or_nan / count_units(summand.unit, tokens).clamp(min=1.0)
     return of_units[summand.unit]
 
 
-def count_units(unit: str, prepared: PreparedCall) -> Tensor:
+def count_units(unit: str, tokens: Tokens) -> Tensor:
     """The number of units that count, in the statistics' dtype."""
     if unit == "token":
-        return prepared.token_rows.counted
-    if unit not in prepared.unit_counts:
-        prepared.unit_counts[unit] = unit_mask(unit, prepared.batch).sum().to(prepared.one_or_nan.dtype)
-    return prepared.unit_counts[unit]
+        return tokens.counted
+    if unit not in tokens.unit_counts:
+        tokens.unit_counts[unit] = unit_mask(unit, tokens.batch).sum().to(tokens.one_or_nan.dtype)
+    return tokens.unit_counts[unit]
 
 
-def metric_counts(metrics: Sequence[Metric], prepared: PreparedCall) -> tuple[dict[str, Tensor], list[Tensor]]:
+def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Weights of tokens [n] for each weighting but "token", and each metric's divisor."""
     weights: dict[str, Tensor] = {}
     groups: dict[str, Tensor] = {}  # by weighting: segments or documents with a token
     counts = []
     for metric in metrics:
         if metric.unit == "segment" or metric.weighting == "token":
-            counts.append(count_units(metric.unit, prepared))
+            counts.append(count_units(metric.unit, tokens))
             continue
         if metric.weighting not in weights:
-            batch, dtype = prepared.batch, prepared.one_or_nan.dtype
+            batch, dtype = tokens.batch, tokens.one_or_nan.dtype
             of_ids = batch.segment_count(metric.ids).to(dtype)
             weights[metric.weighting] = weights_in(of_ids, batch[metric.ids], batch.mask)
             groups[metric.weighting] = (of_ids > 0).sum().to(dtype)

@@ -1,18 +1,18 @@
 """Targets and fields of tokens, laid beside the hidden states that they go with and cleaned of what does not count."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ..core.shift import shift_left
-from ..losses.base import KEPT_FIELDS, Field
+from ..losses.base import KEPT_FIELDS, TEACHER_FIELDS, Field
 from ..losses.topk import PADDING, entries
 from ..plan.plans import slices
-from ..stores import Backend, Targets
-from .fields import TEMPERATURE, Frame
-from .teachers import TEACHER
+from ..stores import Targets
+from .fields import TEMPERATURE
+from .options import HeadOptions, LogitsOptions
+from .spec import Spec
 
 LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
 LARGEST_LOGPROB = 1.0  # 16-bit logits of a hundred, less their own logsumexp, may be rounded so far
@@ -23,43 +23,33 @@ def may_look(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-class TokenRows(NamedTuple):
-    """Per row of hidden states; what does not count is 0 (ids -1)."""
-
-    target: Tensor  # [tokens] int64, -1 where a token does not count
-    counted: Tensor  # [] of the statistics' dtype: how many do
-    one_or_nan: Tensor  # [] of that dtype: nan where an id of any kind is out of range (on the CPU that raises)
-    inverse: Tensor  # [] of that dtype: one_or_nan / counted, or / 1 where none does
-    fields: dict[str, Tensor]
-    num_segments: int | None
-
-
-def prepare_fields(
-    backend: Backend,
+def lay_fields(
+    spec: Spec,
+    head: HeadOptions | LogitsOptions,
     target: Tensor | None,
     batch: Mapping[str, Tensor],
-    wanted: Sequence[str],
     known: Mapping[str, Field],
-    frame: Frame,
-    ignore_index: int,
-    vocab: int,
-    beyond: str = "",
+    leading: tuple[int, ...],
+    segments: int | None,
     rows: int | None = None,
-) -> TokenRows:
-    """Targets paired with the hidden states that predict them, fields likewise. ``beyond``: what an error proposes for
-    ids of ``vocab`` or more. ``rows``: how many, where rows that do not count follow the call's own."""
+) -> tuple[Targets, dict[str, Tensor]]:
+    """Targets [tokens] paired with the hidden states that predict them, and the fields that are read likewise: what
+    does not count is 0 (ids -1). ``leading``: the shape of both. ``segments``: their number. ``rows``: the number of
+    rows, where rows that do not count follow the call's own."""
+    dtype, wanted, ignore_index = spec.statistics_dtype, spec.wanted, head.ignore_index
     if target is None:
         # every token counts: no id that stands for it may be the one that is ignored
         ignore_index = -1
-        target = torch.zeros(frame.leading, dtype=torch.int64, device=frame.device)
+        target = torch.zeros(leading, dtype=torch.int64, device=head.device)
     mask = batch["mask"] if "mask" in wanted else None
-    target, counted, one_or_nan, inverse = read_targets(backend, target, mask, frame, ignore_index, vocab, beyond, rows)
+    targets = read_targets(spec, head, target, mask, ignore_index, rows)
+    target = targets.target
     wrongs: list[Tensor] = []
     fields: dict[str, Tensor] = {}
     read = [field for field in wanted if field != "mask" and field not in KEPT_FIELDS]
     numbers = [field for field in read if known[field] == Field("token") and field != TEMPERATURE]
     if numbers:
-        values = backend.read_fields([batch[field] for field in numbers], target, frame.shift, frame.dtype)
+        values = spec.backend.read_fields([batch[field] for field in numbers], target, head.shift, dtype)
         fields.update(zip(numbers, values, strict=True))
     for field in LOGPROBS:
         if field in fields and may_look(target) and len(target):
@@ -69,32 +59,41 @@ def prepare_fields(
     for field in others:
         value, kind = batch[field], known[field]
         if kind.kind in ("token", "row"):
-            value, wrong = beside_rows(field, value, kind, ignored, frame)
+            value, wrong = beside_rows(field, value, kind, ignored, leading, head.shift, dtype, segments)
             wrongs += [] if wrong is None else [wrong]
         elif field == "pairs":
-            value, wrong = in_range(field, value.to(torch.int64), frame.num_segments or 0, None)
+            value, wrong = in_range(field, value.to(torch.int64), segments or 0, None)
             wrongs.append(wrong)
-        elif field not in TEACHER:
+        elif field not in TEACHER_FIELDS:
             # a copy: backward may read it, and would not notice that the caller had changed it
-            value = value.to(frame.dtype if kind.type == "float" else value.dtype, copy=True)
+            value = value.to(dtype if kind.type == "float" else value.dtype, copy=True)
         fields[field] = value
     if "teacher_ids" in fields:
-        fields["teacher_ids"], wrong = clean_ids(fields, target, vocab)
+        fields["teacher_ids"], wrong = clean_ids(fields, target, head.vocab)
         if "teacher_logprobs" in fields:
             fields["teacher_entries"] = distinct(fields["teacher_logprobs"], fields["teacher_ids"])
         wrongs.append(wrong)
     for wrong in wrongs:
-        one_or_nan.masked_fill_(wrong, torch.nan)
-        inverse.masked_fill_(wrong, torch.nan)
-    return TokenRows(target, counted, one_or_nan, inverse, fields, frame.num_segments)
+        targets.one_or_nan.masked_fill_(wrong, torch.nan)
+        targets.inverse.masked_fill_(wrong, torch.nan)
+    return targets, fields
 
 
-def beside_rows(field: str, value: Tensor, kind: Field, ignored: Tensor, frame: Frame) -> tuple[Tensor, Tensor | None]:
+def beside_rows(
+    field: str,
+    value: Tensor,
+    kind: Field,
+    ignored: Tensor,
+    leading: tuple[int, ...],
+    shift: int,
+    dtype: torch.dtype,
+    segments: int | None,
+) -> tuple[Tensor, Tensor | None]:
     """A field of tokens [tokens, ...], in the order of the hidden states' rows, 0 (ids -1) where ``ignored``."""
-    dims = len(frame.leading)
+    dims = len(leading)
     if kind.kind == "token":
         fill = -1 if kind.type == "int" else 0
-        value = shift_left(value, frame.shift, fill, dims - 1) if dims else value
+        value = shift_left(value, shift, fill, dims - 1) if dims else value
     value = value.reshape(-1, *value.shape[dims:])
     if field in ("teacher_logits", "teacher_hidden"):
         if value.stride(1) != 1 and value.shape[1] != 1:
@@ -105,10 +104,8 @@ def beside_rows(field: str, value: Tensor, kind: Field, ignored: Tensor, frame: 
         return value & ~nowhere, None
     if kind.type == "int":
         value = value.to(torch.int64).masked_fill(nowhere, -1)
-        return (
-            in_range(field, value, frame.num_segments or 0, -1) if field in ("segments", "documents") else (value, None)
-        )
-    value = value.to(frame.dtype).masked_fill(nowhere, 0.0)
+        return in_range(field, value, segments or 0, -1) if field in ("segments", "documents") else (value, None)
+    value = value.to(dtype).masked_fill(nowhere, 0.0)
     if field == TEMPERATURE:
         return inverse_temperature(value, ~ignored.view(value.shape))
     return value, None
@@ -166,24 +163,24 @@ def distinct(logprobs: Tensor, ids: Tensor) -> Tensor:
 
 
 def read_targets(
-    backend: Backend,
+    spec: Spec,
+    head: HeadOptions | LogitsOptions,
     target: Tensor,
     mask: Tensor | None,
-    frame: Frame,
     ignore_index: int,
-    vocab: int,
-    beyond: str = "",
     rows: int | None = None,
 ) -> Targets:
     """Targets beside the rows that predict them; on the CPU an IndexError names one that is out of range."""
-    found = backend.read_targets(target, mask, frame.shift, ignore_index, vocab, frame.dtype, rows)
+    shift, vocab = head.shift, head.vocab
+    found = spec.backend.read_targets(target, mask, shift, ignore_index, vocab, spec.statistics_dtype, rows)
     if may_look(target) and found.one_or_nan.isnan():
-        paired = shift_left(target, frame.shift, ignore_index).reshape(-1)
+        paired = shift_left(target, shift, ignore_index).reshape(-1)
         wrong = (paired != ignore_index) & ((paired < 0) | (paired >= vocab))
         if mask is not None:
-            wrong &= shift_left(mask, frame.shift, 0).reshape(-1)
+            wrong &= shift_left(mask, shift, 0).reshape(-1)
         first = int(wrong.nonzero()[0])
-        remedies = ["mask it with ignore_index", beyond if paired[first] >= vocab else ""]
+        beyond = head.beyond if head.shard is None and paired[first] >= vocab else ""
+        remedies = ["mask it with ignore_index", beyond]
         raise IndexError(
             f"target must be in [0, {vocab}) (the vocabulary) or ignore_index ({ignore_index}), got "
             f"{int(paired[first])} for row {first}, leading dimensions flattened; {'; '.join(filter(None, remedies))}"

@@ -1,4 +1,4 @@
-"""From what a call asks to what runs: its objective, its plan, its sizes; the same way for every public function."""
+"""From a call to what runs: its Spec, its tokens, its plan, its objective; the same way for every public function."""
 
 import functools
 from dataclasses import replace
@@ -8,39 +8,20 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import Objective
-from ..core.groups import block_of
 from ..core.shift import all_at_targets, in_backward
-from ..core.stats import Teacher
 from ..plan.planner import Request, make_plan
 from ..plan.plans import LEAST_SLACK, MAX_HALF_CHUNKS, Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Sizes
 from .function import Forward, Loss, flat, forward_of
 from .global_counts import call_fields
-from .head_options import HeadOptions, LogitsOptions
 from .logits_call import call_of as logits_call_of
-from .prepared import PreparedCall, in_order, is_plain, layout_of, prepare
-from .program import Program
+from .options import HeadOptions, LogitsOptions
+from .spec import Spec, Task, is_plain, sizes_of
 from .sweep import Call
-from .task import Task
+from .tokens import Tokens, in_order, tokens_of
 
-
-class Wants(NamedTuple):
-    """Which operands' gradients a call makes."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-    @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> "Wants":
-        """What autograd asks for here and now."""
-        grad = torch.is_grad_enabled()
-        return cls(
-            grad and hidden.requires_grad,
-            grad and weight.requires_grad,
-            grad and bias is not None and bias.requires_grad,
-        )
+Wanted = tuple[bool, bool, bool]  # whether gradients of hidden states, weight and bias are made
 
 
 class Outcome(NamedTuple):
@@ -49,45 +30,52 @@ class Outcome(NamedTuple):
     outputs: tuple[Tensor, ...]
     # what follows is there for calls that have run themselves; of a replay there are the outputs alone
     plan: Plan | None = None  # None for logits that exist already too, which leave nothing to plan
-    prepared: Any = None  # ``PreparedCall``
+    tokens: Any = None  # ``Tokens``
     objective: Any = None  # the task's
     stats: Any = None  # ``RowStats``
     call: Call | None = None
     forward: Forward | None = None
 
 
-def run(task: Task, program: Program, rows: int | None = None) -> Outcome:
+def run(task: Task, spec: Spec, rows: int | None = None) -> Outcome:
     """Runs the task at once, differentiable. ``rows``: how many, where rows that do not count follow its own."""
-    prepared = prepare(task, program, rows)
-    if isinstance(prepared.head, LogitsOptions):
-        objective = task.objective(prepared)
-        logits, on_logits = logits_call_of(prepared, objective, task.inplace)
+    tokens = tokens_of(task, spec, rows)
+    head = tokens.head
+    if isinstance(head, LogitsOptions):
+        objective = task.objective(tokens)
+        logits, on_logits = logits_call_of(tokens, objective, task.inplace)
         seen: list[Forward] = []
         outputs = Loss.apply(functools.partial(forward_of, on_logits), seen, logits)
         if task.per_token:
             outputs = all_at_targets(outputs, task.head.leading, task.head.shift)
-        return Outcome(outputs, None, prepared, objective, seen[0].stats)
-    head = prepared.head
-    made = planned(prepared, Wants.of(head.hidden, head.weight, head.bias), again=in_backward())
-    prepared = made.prepared
+        return Outcome(outputs, None, tokens, objective, seen[0].stats)
+    made = planned(tokens, wanted_of(head.hidden, head.weight, head.bias), again=in_backward())
+    tokens = made.tokens
     # the first that ranks with other tokens send each other: what one of them refuses is known by now
-    objective = task.objective(prepared)
+    objective = task.objective(tokens)
     call = made.call(objective, padded=rows is not None)
     found: list[Forward] = []
     outputs = Loss.apply(functools.partial(forward_of, call), found, made.rows, head.weight, head.bias)
-    if prepared.packing is not None and task.per_token:
-        outputs = tuple(map(prepared.packing.unpack, outputs))
-    if head.shard is not None and task.per_token:
-        outputs = tuple(map(head.shard.own_tokens, outputs))
     if task.per_token:
+        if tokens.packing is not None:
+            outputs = tuple(map(tokens.packing.unpack, outputs))
+        if head.shard is not None:
+            outputs = tuple(map(head.shard.own_tokens, outputs))
         outputs = all_at_targets(outputs, task.head.leading, task.head.shift)
-    return Outcome(outputs, call.plan, prepared, objective, found[0].stats, call, found[0])
+    return Outcome(outputs, call.plan, tokens, objective, found[0].stats, call, found[0])
+
+
+def wanted_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Wanted:
+    """The gradients that autograd asks for here and now."""
+    if not torch.is_grad_enabled():
+        return False, False, False
+    return hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
 
 
 class Planned(NamedTuple):
     """How a call runs, before its ranks have exchanged anything."""
 
-    prepared: PreparedCall  # its rows in the order in which they run
+    tokens: Tokens  # in the order in which they run
     rows: Tensor  # hidden states
     request: Request
     plan: Plan
@@ -95,97 +83,98 @@ class Planned(NamedTuple):
 
     def call(self, objective: Objective, padded: bool = False) -> Call:
         """With what the ranks know of each other."""
-        prepared, head, shard = self.prepared, self.prepared.head, self.prepared.head.shard
+        tokens, head = self.tokens, self.tokens.head
         assert isinstance(head, HeadOptions)
+        shard = head.shard
         if shard is not None:
-            fields = call_fields(prepared) | {"tokens": str(head.leading), "segment_lengths": str(self.spans)}
+            fields = call_fields(tokens) | {"tokens": str(head.leading), "segment_lengths": str(self.spans)}
             shard = shard.agreed(self.plan, fields, self.rows.device)
-        options = (
-            prepared.logit_scale,
-            prepared.softcap,
-            self.request,
-            head.gradient_buffer,
-            prepared.packing,
-            self.spans,
-        )
-        return Call(self.plan, prepared.backend, objective, *options, shard, padded)
+        return Call(
+            self.plan, tokens.spec.backend, objective, *tokens.transform, self.request, head.gradient_buffer,
+            tokens.packing, self.spans, shard, padded,
+        )  # fmt: skip
 
 
 def planned(
-    prepared: PreparedCall,
-    wants: Wants,
+    tokens: Tokens,
+    wanted: Wanted,
     again: bool = False,
     request: Request | None = None,
     buffer_dtype: torch.dtype | None = None,
 ) -> Planned:
     """``again``: inside of a backward. ``request``: other than the call's own. ``buffer_dtype``: of a buffer that the
     weight's gradient is added to, where it is none of the caller's."""
-    head, program, groups = prepared.head, prepared.program, prepared.groups
+    head, spec, groups = tokens.head, tokens.spec, tokens.groups
     assert isinstance(head, HeadOptions)
-    hidden, weight = head.hidden, head.weight
-    rows = flat(hidden)
+    rows, asked = flat(head.hidden), request or spec.request
     if groups is not None:
-        prepared = in_order(prepared, groups)
+        tokens = in_order(tokens, groups)
     # a view shares memory with what it views, a copy does not
-    copied = rows.numel() > 0 and (rows.data_ptr() != hidden.data_ptr() or prepared.packing is not None)
-    placed = Placed(
-        prepared.token_rows.target.shape[0], wants, again, prepared.skips, groups is not None, copied,
-        is_plain(weight), rows.stride(1) == 1 or rows.shape[1] == 1,
-        buffer_dtype if head.gradient_buffer is None else head.gradient_buffer.buffer.dtype, request,
-    )  # fmt: skip
-    plan, spans = plan_placed(prepared, placed), None
+    copied = rows.numel() > 0 and (rows.data_ptr() != head.hidden.data_ptr() or tokens.packing is not None)
+    if head.gradient_buffer is not None:
+        buffer_dtype = head.gradient_buffer.buffer.dtype
+    where = wanted, again, copied, rows.stride(1) == 1 or rows.shape[1] == 1, buffer_dtype
+
+    def plan_of(by_segments: bool) -> Plan:
+        def make() -> Plan:
+            sizes = call_sizes(tokens, len(tokens.target), by_segments, *where)
+            check_own_matmuls(tokens, sizes)
+            # computed again in backward, a call recomputes whatever its request was made for
+            plan = make_plan(sizes, Request(memory_budget=asked.memory_budget) if again else asked)
+            if head.shard is not None and plan.vocab_block is not None and not again:
+                head.shard.split.check_blocks()
+            return plan
+
+        if head.shard is not None or tokens.teacher is not None:
+            return make()  # of calls among ranks, or with a teacher's tensors, plans are made anew
+        count = None if tokens.packing is None else tokens.packing.count is not None
+        plan = spec.plans.made((len(tokens.target), by_segments, count, where, is_plain(head.weight), request), make)
+        if plan.sizes.demand != spec.demand:  # but in numbers
+            plan = replace(plan, sizes=replace(plan.sizes, demand=spec.demand))
+        return plan
+
+    plan, spans = plan_of(groups is not None), None
     if groups is not None and plan.schedule == "forward" and plan.chunks > 1:
-        slack = LEAST_SLACK if (request or program.request).chunk_tokens is None else 1.0
+        slack = LEAST_SLACK if asked.chunk_tokens is None else 1.0
         spans = spans_of([sum(map(len, group)) for group in groups], plan.chunk_tokens, slack)
         plan = replace(plan, ending=sum(map(len, spans)))
         if plan.sums_halves and plan.chunks > MAX_HALF_CHUNKS:
             # segments are too uneven for so few bits
-            plan, spans = plan_placed(prepared, placed._replace(by_segments=False)), None
-    return Planned(prepared, rows, request or program.request, plan, spans)
+            plan, spans = plan_of(by_segments=False), None
+    return Planned(tokens, rows, asked, plan, spans)
 
 
-def plan_placed(prepared: PreparedCall, placed: "Placed") -> Plan:
-    head, program = prepared.head, prepared.program
+def call_sizes(
+    tokens: Tokens,
+    count: int,
+    by_segments: bool,
+    wanted: Wanted,
+    again: bool,
+    copied: bool,
+    plain_rows: bool,
+    buffer_dtype: torch.dtype | None,
+) -> Sizes:
+    """What the plan of ``count`` tokens is made from. ``by_segments``: chunks end where segments do. ``copied``: hidden
+    states that no view flattens, or in another order. ``plain_rows``: columns of hidden states are contiguous."""
+    head, spec, packing = tokens.head, tokens.spec, tokens.packing
     assert isinstance(head, HeadOptions)
-
-    def make() -> Plan:
-        sizes = sizes_of(head, program, placed, prepared.teacher)
-        check_own_matmuls(prepared, sizes)
-        # computed again in backward, a call recomputes whatever its request was made for
-        request = placed.request or program.request
-        wish = Request(memory_budget=request.memory_budget) if placed.again else request
-        plan = make_plan(sizes, wish)
-        if head.shard is not None and plan.vocab_block is not None and not placed.again:
-            head.shard.split.check_blocks()
-        return plan
-
-    # of calls among ranks, or with a teacher's tensors, plans are made anew
-    plan = program.plans.made(placed, make) if head.shard is None and prepared.teacher is None else make()
-    if head.shard is None and plan.sizes.demand != program.demand:  # but in numbers
-        plan = replace(plan, sizes=replace(plan.sizes, demand=program.demand))
-    return plan
+    traits = spec.backend.traits(head.device) | ({} if head.shard is None else head.shard.traits)
+    return sizes_of(
+        spec.backend, traits, spec.demand, count, head.hidden.shape[-1], head.columns, spec.dtype, vocab=head.vocab,
+        kept_everywhere=spec.kept_everywhere, deterministic=head.deterministic, capped=head.softcap is not None,
+        bias_grad=wanted[2], teacher=tokens.teacher, plain_weight=is_plain(head.weight), plain_rows=plain_rows,
+        padding=head.weight.shape[0] - head.columns, hidden_dtype=head.hidden.dtype, weight_dtype=head.weight.dtype,
+        hidden_grad=wanted[0], weight_grad=wanted[1], bias_dtype=None if head.bias is None else head.bias.dtype,
+        late_upstream=spec.late or again, coupled=spec.coupled and not by_segments, by_segments=by_segments,
+        copied=copied, skips=packing is not None and packing.count is not None, buffer_dtype=buffer_dtype,
+    )  # fmt: skip
 
 
-class Placed(NamedTuple):
-    """What a plan depends on beside the program: how many tokens there are, and where tensors lie."""
-
-    tokens: int
-    wants: Wants
-    again: bool
-    skips: bool
-    by_segments: bool  # chunks end where segments do
-    copied: bool  # hidden states that no view flattens, or in another order
-    plain_weight: bool  # contiguous and aligned to 16 bytes
-    plain_rows: bool  # columns of hidden states contiguous
-    buffer_dtype: torch.dtype | None
-    request: Request | None = None  # None: the call's own
-
-
-def check_own_matmuls(prepared: PreparedCall, sizes: Sizes) -> None:
+def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     """Raises where an option needs our own matmuls and these operands run in others."""
     if not (sizes.skips or sizes.deterministic):
         return
-    own, device = prepared.backend.bounds_rows(sizes.store), prepared.head.device
+    own, device = tokens.backend.bounds_rows(sizes.store), tokens.head.device
     what = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
     if sizes.skips and not own:
         raise ValueError(
@@ -198,8 +187,8 @@ def check_own_matmuls(prepared: PreparedCall, sizes: Sizes) -> None:
         raise ValueError(
             "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of a chunk"
         )
-    summed = [summand.label for _, summand in prepared.losses.terms if summand.scope == "segment"]
-    summed += [metric.label for metric, _ in prepared.needs.segment_metrics]
+    summed = [summand.label for _, summand in tokens.losses.terms if summand.scope == "segment"]
+    summed += [metric.label for metric, _ in tokens.needs.segment_metrics]
     if summed and device.type == "cuda":
         raise ValueError(
             f"deterministic=True does not go with {summed[0]} on a GPU, which adds up a segment's tokens in any order"
@@ -214,29 +203,3 @@ def check_own_matmuls(prepared: PreparedCall, sizes: Sizes) -> None:
             f"deterministic=True needs our own matmuls, which do not run these operands ({what}): BLAS's depend on the "
             "number of rows"
         )
-
-
-def sizes_of(head: HeadOptions | LogitsOptions, program: Program, placed: Placed, teacher: Teacher | None) -> Sizes:
-    """What the plan is made from."""
-    backend, demand, pairing = program.backend, program.demand, program.demand.pairing
-    assert isinstance(head, HeadOptions)
-    traits: dict[str, Any] = backend.traits(head.device) | ({} if head.shard is None else head.shard.traits)
-    layout = layout_of(head, program, placed.plain_weight, placed.plain_rows, placed.wants.bias)
-    store = "kept" if program.kept_everywhere else backend.store(layout)
-    return Sizes(
-        placed.tokens, head.hidden.shape[-1], head.columns, program.dtype,
-        padding=head.weight.shape[0] - head.columns,
-        hidden_dtype=head.hidden.dtype, weight_dtype=head.weight.dtype,
-        hidden_grad=placed.wants.hidden, weight_grad=placed.wants.weight,
-        bias_grad=placed.wants.bias, bias_dtype=None if head.bias is None else head.bias.dtype,
-        late_upstream=program.late or placed.again, demand=demand,
-        coupled=program.coupled and not placed.by_segments, by_segments=placed.by_segments,
-        teacher_columns=0 if pairing is None else pairing.columns,
-        teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
-        teacher_cast=teacher is not None and teacher.casts,
-        teacher_store=None if teacher is None else backend.teacher_store(teacher, store),
-        store=store, copied=placed.copied, deterministic=head.deterministic,
-        block=block_of(head.vocab) if head.deterministic else None, skips=placed.skips,
-        buffer_dtype=placed.buffer_dtype,
-        **traits,
-    )  # fmt: skip

@@ -20,12 +20,11 @@ from ..plan.plans import MAX_HALF_CHUNKS
 from ..stores.gradient_buffer import StreamsBuffer
 from ..stores.gradients import Gradients
 from .function import Forward, Grads, Loss, forward_of
-from .head_options import HeadOptions
-from .prepared import PreparedCall, is_plain, prepare
-from .program import program_of
-from .run import Outcome, Placed, Wants, planned, sizes_of
+from .options import HeadOptions
+from .run import Outcome, Wanted, call_sizes, planned, wanted_of
+from .spec import Result, Task, spec_of
 from .sweep import Call
-from .task import Result, Task
+from .tokens import Tokens, tokens_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,17 +36,17 @@ class Streams(Generic[Result]):
     result: Callable[[Tensor, list[Outcome]], Result]
 
     def run(self) -> Result:
-        programs = [program_of(task) for task in self.tasks]
-        prepared = [prepare(task, program) for task, program in zip(self.tasks, programs, strict=True)]
+        specs = [spec_of(task) for task in self.tasks]  # before any work on tensors
+        prepared = [tokens_of(task, spec) for task, spec in zip(self.tasks, specs, strict=True)]
         heads = [head_of(one) for one in prepared]
         weight, bias = heads[0].weight, heads[0].bias
-        wants = [Wants.of(head.hidden, weight, bias) for head in heads]
+        wants = [wanted_of(head.hidden, weight, bias) for head in heads]
         buffer_dtype, request = None, None
-        if wants[0].weight and heads[0].gradient_buffer is None:
+        if wants[0][1] and heads[0].gradient_buffer is None:
             buffer_dtype, request = common_accumulator(prepared, wants)
         pairs = zip(prepared, wants, strict=True)
         plans = [planned(one, want, in_backward(), request, buffer_dtype) for one, want in pairs]
-        prepared = [plan.prepared for plan in plans]
+        prepared = [plan.tokens for plan in plans]
         objectives = [task.objective(one) for task, one in zip(self.tasks, prepared, strict=True)]
         calls = [plan.call(objective) for plan, objective in zip(plans, objectives, strict=True)]
         made: list[StreamsForward] = []
@@ -69,13 +68,13 @@ class Streams(Generic[Result]):
         return self.result(total, outcomes)
 
 
-def head_of(prepared: PreparedCall) -> HeadOptions:
+def head_of(prepared: Tokens) -> HeadOptions:
     """The head of a stream, which is one of hidden states."""
     assert isinstance(prepared.head, HeadOptions)
     return prepared.head
 
 
-def common_accumulator(prepared: Sequence[PreparedCall], wants: Sequence[Wants]) -> tuple[torch.dtype, Request]:
+def common_accumulator(prepared: Sequence[Tokens], wants: Sequence[Wanted]) -> tuple[torch.dtype, Request]:
     """The dtype in which all streams' chunks add up, and what each stream's plan is to be made by: as one call on all
     of their tokens would have it."""
     again, tokens = in_backward(), sum(len(one.target) for one in prepared)
@@ -83,11 +82,10 @@ def common_accumulator(prepared: Sequence[PreparedCall], wants: Sequence[Wants])
     for one, want in zip(prepared, wants, strict=True):
         head = head_of(one)
         copied = one.packing is not None or not head.hidden.is_contiguous()
-        placed = Placed(tokens, want, again, one.skips, False, copied, is_plain(head.weight), True, None)
-        found.append(sizes_of(head, one.program, placed, one.teacher))
+        found.append(call_sizes(one, tokens, False, want, again, copied, plain_rows=True, buffer_dtype=None))
     sizes = replace(max(found, key=lambda each: each.row_bytes), coupled=False, late_upstream=False)
-    request = prepared[0].program.request
-    waits = again or any(one.program.coupled for one in prepared)  # for a backward, in blocks of tokens
+    request = prepared[0].spec.request
+    waits = again or any(one.spec.coupled for one in prepared)  # for a backward, in blocks of tokens
     plan = make_plan(sizes, request)
     chunks = sum(-(-len(one.target) // plan.chunk_tokens) for one in prepared)
     half = sizes.weight_dtype.itemsize < 4
@@ -254,7 +252,7 @@ def value_over_streams(metric: Metric, outcomes: Sequence[Outcome]) -> MetricVal
     objective: ScalarObjective = outcomes[0].objective
     with torch.no_grad():
         first, *others = itertools.accumulate([values_of(metric, ran) for ran in outcomes], torch.mul)
-        total = sum(others, first).sum() * torch.stack([ran.prepared.one_or_nan for ran in outcomes]).prod()
+        total = sum(others, first).sum() * torch.stack([ran.tokens.one_or_nan for ran in outcomes]).prod()
     value = MetricValue("mean", total, objective.counts[place_of(metric, objective)])
     if objective.spread is None:
         return value
@@ -268,7 +266,7 @@ def place_of(metric: Metric, objective: ScalarObjective) -> int:
 
 def values_of(metric: Metric, ran: Outcome) -> Tensor:
     """The metric's value for each of the call's tokens, 0 where a token does not count [tokens]."""
-    objective, packing = ran.objective, ran.prepared.packing
+    objective, packing = ran.objective, ran.tokens.packing
     own = objective.structure.metrics[place_of(metric, objective)]
     structure = replace(objective.structure, summands=(), metrics=(own,), leaves=frozenset())
     values = evaluate(structure, ran.stats.named(), objective.inputs).table[0]

@@ -19,7 +19,7 @@ from ..stores import Backend, KeptColumns, KeptRows, Session
 from ..stores.gradient_buffer import GradientBuffer
 from ..stores.gradients import Gradients
 from .own_columns import OwnColumns, of_others
-from .packing import Packing
+from .tokens import Packing
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,9 @@ from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 import torch
 from torch import Tensor
 
-from ..call.execution import Head
-from ..call.head_options import DEFAULTS
+from ..call.options import DEFAULTS, Head
+from ..call.spec import Task
 from ..call.streams import Streams
-from ..call.task import Task
 from ..core.checks import is_dtensor
 from ..core.options import INFINITY, NUMBERS
 from ..losses.base import Losses

@@ -18,14 +18,12 @@ from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
 from ..call.function import as_called
-from ..call.head_options import HeadOptions, LogitsOptions
 from ..call.logits_call import LogitsCall, call_of
-from ..call.packing import Packing
-from ..call.prepared import prepare
-from ..call.program import Program
-from ..call.run import Wants, planned
+from ..call.options import HeadOptions, LogitsOptions
+from ..call.run import planned
+from ..call.spec import Spec, Task
 from ..call.sweep import Call, recompute, sweep
-from ..call.task import Task
+from ..call.tokens import Packing, tokens_of
 from ..core.private import in_own_thread, private
 from ..core.stats import Head, RowStats
 from ..plan.planner import Request, make_plan
@@ -70,20 +68,16 @@ def switched_off() -> Any:
 
 
 def begun(
-    task: Task, program: Program, operands: Sequence[Tensor], wanted: Sequence[bool]
+    task: Task, spec: Spec, operands: Sequence[Tensor], wanted: Sequence[bool]
 ) -> tuple[LogitsCall | Call, Tensor, Head, Packing | None]:
     """What both operators begin with: the call, its logits or rows of hidden states, the head, the tokens' order."""
-    prepared = prepare(task, program)
-    if isinstance(prepared.head, LogitsOptions):
-        logits, on_logits = call_of(prepared, task.objective(prepared), inplace=False)
+    tokens = tokens_of(task, spec)
+    if isinstance(tokens.head, LogitsOptions):
+        logits, on_logits = call_of(tokens, task.objective(tokens), inplace=False)
         return on_logits, logits, on_logits.head(logits), None
-    made = planned(prepared, wants_of(wanted))
-    call = made.call(task.objective(made.prepared))
-    return call, made.rows, call.head(operands[1], operands[2] if len(operands) > 2 else None), made.prepared.packing
-
-
-def wants_of(wanted: Sequence[bool]) -> Wants:
-    return Wants(*(*wanted, False)[:3])
+    made = planned(tokens, (wanted[0], wanted[1], wanted[-1] and len(wanted) > 2))
+    call = made.call(task.objective(made.tokens))
+    return call, made.rows, call.head(operands[1], operands[2] if len(operands) > 2 else None), made.tokens.packing
 
 
 def comes_late(task: Task) -> bool:
@@ -95,8 +89,8 @@ def comes_late(task: Task) -> bool:
 @plainly
 def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
     with torch.no_grad(), as_called(operands[0].device):
-        task, program = recipe_of(key).task(operands, others)
-        call, rows, head, packing = begun(task, program, operands, wanted)
+        task, spec = recipe_of(key).task(operands, others)
+        call, rows, head, packing = begun(task, spec, operands, wanted)
         objective = call.objective
         stats, grads = (call.stats(rows), None) if isinstance(call, LogitsCall) else sweep(call, rows, head)
         outputs = objective.outputs(stats)
@@ -109,7 +103,7 @@ def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list
         if comes_late(task):
             return [*outputs, *stats.named().values()]
         assert isinstance(objective, ScalarObjective) and isinstance(call, Call)
-        dtypes = waiting_dtypes(task, program)
+        dtypes = waiting_dtypes(task, spec)
         if grads is None:
             ready = gradients_now(call, objective, rows, head, stats, dtypes)
         else:
@@ -135,15 +129,15 @@ def packed(task: Task, objective: ScalarObjective, stats: RowStats) -> Tensor:
     return torch.cat([each.detach().reshape(-1).to(objective.dtype) for each in found])
 
 
-def waiting_dtypes(task: Task, program: Program) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+def waiting_dtypes(task: Task, spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """Dtypes in which gradients of hidden states, weight and bias wait for the upstream gradient: one rule for every
     number of tokens, which a graph does not know. The operands' own; fp32 where ``accumulate_dtype`` names it, and in
     fp16, whose range they may pass before denominators and upstream have come.
     """
     head = task.head
     assert isinstance(head, HeadOptions)
-    wide = torch.promote_types(program.dtype, torch.float32)
-    if program.dtype == torch.float16 or head.accumulate_dtype == torch.float32:
+    wide = torch.promote_types(spec.dtype, torch.float32)
+    if spec.dtype == torch.float16 or head.accumulate_dtype == torch.float32:
         return torch.promote_types(head.hidden.dtype, wide), torch.promote_types(head.weight.dtype, wide), wide
     return head.hidden.dtype, head.weight.dtype, wide
 
@@ -174,12 +168,12 @@ def gradients_now(
 @forward.register_fake
 def forward_outputs(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
     """Their shapes; raises what is wrong with the arguments."""
-    task, program = recipe_of(key).task(operands, others)
-    first, dtype = operands[0], program.statistics_dtype
+    task, spec = recipe_of(key).task(operands, others)
+    first, dtype = operands[0], spec.statistics_dtype
     tokens = math.prod(first.shape[:-1])
     numbers = len(task.losses.terms)
     numbers += sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in task.metrics)
-    top_k = tokens, program.demand.top_k
+    top_k = tokens, spec.demand.top_k
     shapes = {"loss": (), "packed": (numbers,), "top_k_ids": top_k, "top_k_logprobs": top_k}
     made = [
         first.new_empty(shapes.get(name, (tokens,)), dtype=torch.int64 if name in INTEGERS else dtype)
@@ -188,8 +182,8 @@ def forward_outputs(operands: list[Tensor], others: list[Tensor], key: str, want
     if not any(wanted):
         return made
     if comes_late(task):
-        return [*made, *RowStats.empty(tokens, program.demand, dtype, first.device).named().values()]
-    dtypes = waiting_dtypes(task, program)
+        return [*made, *RowStats.empty(tokens, spec.demand, dtype, first.device).named().values()]
+    dtypes = waiting_dtypes(task, spec)
     grads = [each.new_empty(each.shape, dtype=own) for each, own in zip(operands, dtypes, strict=False)]
     return [*made, first.new_empty((), dtype=dtype), *itertools.compress(grads, wanted)]
 
@@ -201,9 +195,9 @@ def backward(
     wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     with torch.no_grad(), as_called(operands[0].device):
-        task, program = recipe_of(key).task(operands, others)
-        call, rows, head, packing = begun(task, program, operands, wanted)
-        names = RowStats.empty(0, program.demand, program.statistics_dtype, rows.device).named()
+        task, spec = recipe_of(key).task(operands, others)
+        call, rows, head, packing = begun(task, spec, operands, wanted)
+        names = RowStats.empty(0, spec.demand, spec.statistics_dtype, rows.device).named()
         kept = RowStats(**dict(zip(names, stats, strict=True)))
         if isinstance(call, LogitsCall):
             return [*call.late_gradients((rows,), kept, upstream)]

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.program import Program, program_of
-from ..call.task import Task
+from ..call.spec import Spec, Task, spec_of
 from ..core.options import NUMBERS
 from ..losses.base import Losses, Summand, is_library
 from ..metrics.values import Metric
@@ -39,21 +38,21 @@ class Recipe:
     arguments: tuple  # described
     autocast: torch.dtype | None
 
-    def task(self, operands: list[Tensor], others: list[Tensor]) -> tuple[Task, Program]:
-        """The call, and its program: the arguments checked, as the public function does."""
+    def task(self, operands: list[Tensor], others: list[Tensor]) -> tuple[Task, Spec]:
+        """The call, and its Spec: the arguments checked, as the public function does."""
         arguments = {name: restored(value, others) for name, value in self.arguments}
         if len(operands) > 2:
             arguments["bias"] = operands[2]
         check_in_graph(arguments)
         with torch.autocast(operands[0].device.type, dtype=self.autocast, enabled=self.autocast is not None):
             task = TASKS[self.function](*operands[:2], **arguments)
-            program = program_of(task)
-        if arguments.get("skip_ignored") and not program.backend.bounds_rows("fast"):
+            spec = spec_of(task)
+        if arguments.get("skip_ignored") and not spec.backend.bounds_rows("fast"):
             raise ValueError(
                 "skip_ignored=True inside a compiled graph needs backend='triton': torch's own products take the rows "
                 "that count out, and a graph's tensors do not change their sizes by what is in them"
             )
-        return task, program
+        return task, spec
 
 
 def check_in_graph(arguments: Mapping[str, Any]) -> None:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import losses
-from ..call.execution import Head, check_options
-from ..call.head_options import HeadOptions, LogitsOptions, head_of
-from ..call.task import Task
+from ..call.options import Head, HeadOptions, LogitsOptions, check_options, head_of
+from ..call.spec import Task
 from ..compile.operation import in_graph, operation
 from ..core import checks
 from ..core.options import exact, flag, nearest

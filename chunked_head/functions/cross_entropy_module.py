@@ -5,10 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call.execution import OptionsModule, check_options
-from ..call.head_options import LogitsOptions
 from ..call.logits_call import check_inplace
-from ..call.task import Task
+from ..call.options import LogitsOptions, OptionsModule, check_options
+from ..call.spec import Task
 from ..compile.operation import in_graph, operation
 from ..core import checks
 from ..core.breaks import breaks_graph

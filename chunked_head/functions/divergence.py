@@ -8,11 +8,10 @@ from torch import Tensor
 from .. import losses
 from ..arithmetic.demand import SUFFIX
 from ..arithmetic.objective import StatsObjective
-from ..call.execution import Head
-from ..call.head_options import head_of
 from ..call.objectives import stats_objective
-from ..call.prepared import PreparedCall
-from ..call.task import Task
+from ..call.options import Head, head_of
+from ..call.spec import Task
+from ..call.tokens import Tokens
 from ..compile.operation import in_graph, operation
 from ..core.options import choice, flag, number
 from ..core.shift import all_at_targets
@@ -100,13 +99,13 @@ def linear_divergence(
         view = demand.pairing.view
         return demand._replace(entropy=tuple(entropy and i == view for i in range(len(demand.views))), rank_one=False)
 
-    def objective(prepared: PreparedCall) -> StatsObjective:
-        pairing = prepared.program.demand.pairing
+    def objective(tokens: Tokens) -> StatsObjective:
+        pairing = tokens.spec.demand.pairing
         assert pairing is not None
         ((_, summand),) = loss.terms
         (statistic,) = summand.needs
         found_in = {"divergence": statistic, "entropy": "entropy" + SUFFIX[pairing.view]}
-        return stats_objective(prepared, tuple(found_in[name] for name in names), len(names))
+        return stats_objective(tokens, tuple(found_in[name] for name in names), len(names))
 
     return Task(
         "linear_divergence", head, loss, objective, lambda ran: laid_out(ran.outputs),

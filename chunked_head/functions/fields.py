@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.head_options import HeadOptions
+from ..call.options import HeadOptions
 from ..core import checks
 from ..core.options import flag
 from ..plan.segments import Segments

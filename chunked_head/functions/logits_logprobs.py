@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call.head_options import LogitsOptions
-from ..call.task import Task
+from ..call.options import LogitsOptions
+from ..call.spec import Task
 from ..compile.operation import in_graph, operation
 from ..parallel import TokenParallel, VocabParallel
 from ..parallel.dtensor import local_logits

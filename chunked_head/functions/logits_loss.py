@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ..call.head_options import LogitsOptions
 from ..call.logits_call import check_inplace
-from ..call.task import Task
+from ..call.options import LogitsOptions
+from ..call.spec import Task
 from ..compile.operation import in_graph, operation
 from ..core import checks
 from ..core.groups import TokenParallel, VocabParallel

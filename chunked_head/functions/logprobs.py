@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 from torch import Tensor
 
 from ..arithmetic.objective import StatsObjective
-from ..call.execution import Head, PerTokenOptions
-from ..call.head_options import HeadOptions, LogitsOptions, head_of
 from ..call.objectives import stats_objective
-from ..call.prepared import PreparedCall
-from ..call.task import Task
+from ..call.options import Head, HeadOptions, LogitsOptions, PerTokenOptions, head_of
+from ..call.spec import Task
+from ..call.tokens import Tokens
 from ..compile.operation import in_graph, operation
 from ..core import checks
 from ..core.options import flag
@@ -156,8 +155,8 @@ def logprobs_task(
         if top_k is not None and not 1 <= top_k <= most:
             raise ValueError(f"top_k must be in [1, {most}] (the vocabulary, on every rank) or None, got {top_k}")
 
-    def objective(prepared: PreparedCall) -> StatsObjective:
-        return stats_objective(prepared, names, sum(name in DIFFERENTIABLE for name in names))
+    def objective(tokens: Tokens) -> StatsObjective:
+        return stats_objective(tokens, names, sum(name in DIFFERENTIABLE for name in names))
 
     return Task(
         function, head, Losses(()), objective, lambda ran: laid_out(ran.outputs, names),

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import Objective, ScalarObjective
-from ..call.execution import Head
-from ..call.head_options import HeadOptions, LogitsOptions, head_of
 from ..call.objectives import scalar_objective, token_objective
-from ..call.prepared import PreparedCall
+from ..call.options import Head, HeadOptions, LogitsOptions, head_of
 from ..call.run import Outcome
+from ..call.spec import Task
 from ..call.streams import Streams
-from ..call.task import Task
+from ..call.tokens import Tokens
 from ..compile.operation import in_graph, operation
 from ..compile.recipes import TASKS
 from ..core import checks
@@ -191,10 +190,10 @@ def reduced_task(
     """The call of a sum of losses, of hidden states or of logits: one number, or one for each token."""
     per_token = reduction == "none"
 
-    def objective(prepared: PreparedCall) -> Objective:
+    def objective(tokens: Tokens) -> Objective:
         if per_token:
-            return token_objective(prepared)
-        return scalar_objective(prepared, reduction, normalizer, upstream, share_denominator)
+            return token_objective(tokens)
+        return scalar_objective(tokens, reduction, normalizer, upstream, share_denominator)
 
     asked = {"reduction": reduction, "normalizer": kind_of(normalizer), "upstream": kind_of(upstream)}
     names = ("values",) if per_token else ()
@@ -285,6 +284,6 @@ def loss_output(ran: Outcome) -> LossOutput:
     if not isinstance(objective, ScalarObjective):
         return LossOutput(value, {}, {}, plan)
     with torch.no_grad():
-        parts = dict(zip([s.label for _, s in ran.prepared.losses.terms], objective.parts, strict=True))
+        parts = dict(zip([s.label for _, s in ran.tokens.losses.terms], objective.parts, strict=True))
         values = objective.metric_values(ran.stats)
-    return LossOutput(value, parts, {metric.label: values[metric.label] for metric in ran.prepared.metrics}, plan)
+    return LossOutput(value, parts, {metric.label: values[metric.label] for metric in ran.tokens.metrics}, plan)

@@ -1,16 +1,17 @@
 """The plan of a call that has not been made."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from .. import losses
 from ..arithmetic.demand import needs_of
-from ..call.execution import check_options
 from ..call.fields import kinds_of
-from ..call.program import alone, coupled, may_pad
+from ..call.options import check_options
+from ..call.spec import alone, coupled, may_pad, sizes_of
 from ..core import checks
-from ..core.groups import Split, block_of, chunked
+from ..core.groups import Split, chunked
 from ..core.options import flag
 from ..core.stats import Teacher
 from ..kernels.common.gpus import GPUS, Gpu
@@ -20,8 +21,7 @@ from ..metrics import Metric
 from ..metrics.values import as_metrics
 from ..plan.planner import Request, make_plan
 from ..plan.plans import Plan, padded_rows
-from ..plan.sizes import Sizes
-from ..stores import Layout, resolve
+from ..stores import resolve
 from ..stores.gradient_buffer import sum_dtype
 
 
@@ -131,41 +131,32 @@ def plan(
         raise ValueError(f"{of_ids} reads K ids of a teacher for each token; pass teacher_k, the K, got 0")
     demand = needs_of(loss, measured, temperature, vocab, teacher_k, teacher_vocab).demand
     demand = demand._replace(columns_alone=demand.columns_alone and not sequence_sharded)
-    pairing, bias_grad = demand.pairing, bias and weight_grad
     traits = chosen.traits(place)
     if absent is not None and "gpu" in traits:
         nvidia = absent.name.startswith("sm_")
         traits |= {"gpu": absent, "multiprocessors": absent.multiprocessors, "half_products": nvidia}
-    layout = Layout(traits.get("gpu"), dtype, hidden, True, True, softcap is not None, bias_grad, demand)
-    store = "kept" if demand.columns_alone else chosen.store(layout)
-    teacher, teacher_store, width = None, None, 0
-    if pairing is not None:
-        rows = None
+    teacher = None
+    if demand.pairing is not None:
+        rows, logits = None, torch.empty(0, dtype=torch.float32, device="meta")
         if teacher_hidden is not None:
-            width = teacher_hidden
-            rows = torch.empty(pairing.columns, width, dtype=teacher_dtype or dtype, device="meta")
-        logits = torch.empty(0, dtype=torch.float32, device="meta") if rows is None else None
+            rows = torch.empty(demand.pairing.columns, teacher_hidden, dtype=teacher_dtype or dtype, device="meta")
         autocast = {hidden_dtype, weight_dtype} - {None, dtype}
-        teacher = Teacher(logits, rows, rows, None, dtype=dtype if autocast else None)
-        teacher_store = chosen.teacher_store(teacher, store)
+        teacher = Teacher(logits if rows is None else None, rows, rows, None, dtype=dtype if autocast else None)
     by_segments = segment_lengths and not skip_ignored and alone(loss)
+    sizes = sizes_of(
+        chosen, traits, demand, tokens, hidden, parts[0], dtype, vocab=vocab, kept_everywhere=demand.columns_alone,
+        deterministic=deterministic, capped=softcap is not None, bias_grad=bias and weight_grad, teacher=teacher,
+        largest_part=parts[0] if ranks > 1 else None, hidden_dtype=hidden_dtype or dtype,
+        weight_dtype=weight_dtype or dtype, hidden_grad=hidden_grad, weight_grad=weight_grad,
+        late_upstream=reduction == "none", coupled=coupled(loss) and not by_segments, by_segments=by_segments,
+        buffer_dtype=added_to, skips=skip_ignored, copied=skip_ignored, ranks=ranks,
+        spread=ranks if sequence_sharded else 1,
+    )  # fmt: skip
     request = Request(memory_budget, chunk_tokens, accumulate_dtype)
     fields = [field for part in parts_of_loss for field in part.fields]
-    on_a_gpu = place.type == "cuda" and ranks == 1 and not skip_ignored and chosen.bounds_rows(store)
+    on_a_gpu = place.type == "cuda" and ranks == 1 and not skip_ignored and chosen.bounds_rows(sizes.store)
     if on_a_gpu and may_pad(parts_of_loss, fields, kinds_of(parts_of_loss), request):
-        tokens = padded_rows(tokens)
-    sizes = Sizes(
-        tokens, hidden, parts[0], dtype, largest_part=parts[0] if ranks > 1 else None,
-        hidden_dtype=hidden_dtype or dtype, weight_dtype=weight_dtype or dtype,
-        hidden_grad=hidden_grad, weight_grad=weight_grad, bias_grad=bias_grad,
-        late_upstream=reduction == "none",
-        coupled=coupled(loss) and not by_segments, by_segments=by_segments, demand=demand,
-        teacher_columns=0 if pairing is None else pairing.columns, teacher_width=width, teacher_store=teacher_store,
-        teacher_cast=teacher is not None and teacher.casts,
-        store=store, buffer_dtype=added_to, skips=skip_ignored, copied=skip_ignored, deterministic=deterministic,
-        block=block_of(vocab) if deterministic else None,
-        ranks=ranks, spread=ranks if sequence_sharded else 1, **traits,
-    )  # fmt: skip
+        sizes = replace(sizes, tokens=padded_rows(tokens))
     made = make_plan(sizes, request)
     if made.vocab_block is not None:
         Split(vocab, parts, 0).check_blocks()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..call.run import Outcome
+from ..call.spec import Task
 from ..call.streams import Streams, value_over_streams
-from ..call.task import Task
 from ..core.options import INFINITY, NUMBERS
 from ..losses.base import as_losses
 from ..metrics import Metric

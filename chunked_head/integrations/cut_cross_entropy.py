@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from ..call.execution import OptionsModule, check_options
+from ..call.options import OptionsModule, check_options
 from ..core.collectives import all_gather
 from ..core.groups import process_group
 from ..core.options import flag

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..call.execution import CHECKS
+from ..call.options import CHECKS
 from ..core.options import nearest
 
 

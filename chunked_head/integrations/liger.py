@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import losses, metrics
-from ..call.execution import OptionsModule, check_options
+from ..call.options import OptionsModule, check_options
 from ..core import checks
 from ..core.options import flag
 from ..functions.logprobs import linear_logprobs

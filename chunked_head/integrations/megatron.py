@@ -15,7 +15,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..call.execution import CHECKS, Head
+from ..call.options import CHECKS, Head
 from ..core.collectives import all_gather
 from ..core.groups import VocabParallel
 from ..core.options import flag

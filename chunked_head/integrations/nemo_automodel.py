@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from ..call.execution import Execution
+from ..call.options import Execution
 from ..functions.cross_entropy import linear_cross_entropy
 from .frameworks import check_named, check_version
 

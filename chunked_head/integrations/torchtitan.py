@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..call.execution import check_options
+from ..call.options import check_options
 from ..core.groups import VocabParallel
 from ..functions.cross_entropy import linear_cross_entropy
 from .frameworks import call_through, check_version

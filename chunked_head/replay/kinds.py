@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.task import TENSORS
+from ..call.spec import TENSORS
 from ..core import checks
 from ..core.options import exact
 from ..core.shift import in_backward

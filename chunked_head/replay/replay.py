@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from ..call.function import Forward, Loss, as_called, flat
-from ..call.head_options import HeadOptions
-from ..call.prepared import own_matmuls
-from ..call.program import Program, program_of
+from ..call.options import HeadOptions
 from ..call.run import Outcome, run
+from ..call.spec import Result, Spec, Task, own_matmuls, spec_of
 from ..call.streams import Streams
 from ..call.sweep import Call
-from ..call.task import Result, Task
 from ..core.private import under_hooks
 from ..core.shift import all_at_targets
 from ..core.stats import RowStats
@@ -107,27 +105,27 @@ def execute(
     task = function(*args, **kwargs)
     if isinstance(task, Streams):
         return task.run()
-    program = program_of(task)
+    spec = spec_of(task)
     rows = None
-    if program.pads and arguments.rows is not None and isinstance(task.head, HeadOptions):
-        rows = arguments.rows if own_matmuls(task.head, program) else None
+    if spec.pads and arguments.rows is not None and isinstance(task.head, HeadOptions):
+        rows = arguments.rows if own_matmuls(task.head, spec) else None
     if kind is not None and rows is None:
         kind = kind, arguments.leading
     times = 0 if kind is None else SEEN.get(kind) or 0
     hooked = times > 0 and under_hooks()  # hooks on what autograd saves would be recorded as well
     if kind is None or replay is not None or times > ATTEMPTS or hooked:
-        return task.result(run(task, program, rows))
+        return task.result(run(task, spec, rows))
     SEEN[kind], RECORDING.never = times + 1, False
     try:
-        return recorded(task, program, arguments, kind, rows) if times else task.result(run(task, program, rows))
+        return recorded(task, spec, arguments, kind, rows) if times else task.result(run(task, spec, rows))
     finally:
         if RECORDING.never:
             SEEN[kind] = ATTEMPTS + 1
 
 
-def recorded(task: Task[Result], program: Program, arguments: Arguments, kind: Kind, rows: int | None) -> Result:
+def recorded(task: Task[Result], spec: Spec, arguments: Arguments, kind: Kind, rows: int | None) -> Result:
     with Recorder(arguments.tensors) as recorder:
-        ran = run(task, program, rows)
+        ran = run(task, spec, rows)
         result = None if task.per_token else task.result(ran)
     replay = None
     if recorder.failure is None and ran.objective.recordable:

@@ -95,7 +95,7 @@ def test_the_plan_is_that_of_the_call(name, monkeypatch):
 
     step = losses.make_step(name, operands(), {"memory_budget": 300 * 2**10})
     monkeypatch.setattr(chunked_head.call.run, "make_plan", record)
-    chunked_head.call.program.PROGRAMS.clear()  # another workload's may serve
+    chunked_head.call.spec.SPECS.clear()  # another workload's may serve
     step()
     found = losses.plan_of(step)
     assert (found.peak_bytes, found.extra_bytes) == (made[0].peak_bytes, made[0].extra_bytes)

@@ -22,7 +22,7 @@ from torch import Tensor
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, logits_loss, losses, metrics, plan
 from chunked_head.arithmetic.kernels import KERNELS
 from chunked_head.call import program
-from chunked_head.call.program import PROGRAMS
+from chunked_head.call.spec import SPECS
 from chunked_head.replay.replay import REPLAYS, SEEN
 
 TABLES = (dict, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSet)
@@ -127,7 +127,7 @@ def test_no_table_grows(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     anew(range(2))
     before = sizes(holders)
     everything = caches(holders)
-    assert len(everything) >= 10 and all(len(each) for each in (KERNELS, PROGRAMS, REPLAYS, SEEN))
+    assert len(everything) >= 10 and all(len(each) for each in (KERNELS, SPECS, REPLAYS, SEEN))
     for each in everything:
         each.clear()
         monkeypatch.setattr(each, "most", min(each.most, 4))

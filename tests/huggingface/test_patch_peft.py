@@ -11,7 +11,7 @@ from tiers import crossed
 from tiny_models import assert_same, step, tokens, transformers
 
 from chunked_head import losses, metrics, patch_model, unpatch_model
-from chunked_head.call.run import Wants
+from chunked_head.call import run
 from chunked_head.integrations.huggingface.lazy import fused_loss
 from chunked_head.integrations.huggingface.lazy.lazy_head import LazyHead
 
@@ -56,8 +56,8 @@ def test_adapters(make: Callable[[], Any], adapter: str, first: str) -> None:
 def test_a_frozen_head_has_no_gradient_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asked = []
-    of = Wants.of
-    monkeypatch.setattr(Wants, "of", lambda *operands: asked.append(of(*operands)) or asked[-1])
+    of = run.wanted_of
+    monkeypatch.setattr(run, "wanted_of", lambda *operands: asked.append(of(*operands)) or asked[-1])
     step(patch_model(adapted(tiny_models.llama(), "elsewhere")))
     assert asked == [(True, False, False)]
 

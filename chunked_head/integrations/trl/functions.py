@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.execution import Execution
+from ...call.options import Execution
 from ...functions.divergence import linear_divergence
 from ...functions.logprobs import linear_logprobs
 

@@ -23,7 +23,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ...call.execution import Execution
+from ...call.options import Execution
 from ..frameworks import check_named
 from .functions import DivergenceSeam, LogProbSeam
 

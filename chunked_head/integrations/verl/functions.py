@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ...call.execution import Execution
+from ...call.options import Execution
 from ...core.groups import VocabParallel
 from ...functions.logprobs import linear_logprobs
 

@@ -5,7 +5,7 @@ import importlib
 import sys
 from typing import Any, Unpack
 
-from ...call.execution import Execution
+from ...call.options import Execution
 from ..frameworks import check_named, check_version
 from .functions import FusedLinearForPPO, linear_cross_entropy
 

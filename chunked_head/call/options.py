@@ -1,0 +1,394 @@
+"""Options of a call, each with its check and its default, and the operands of a head or of logits that they go with."""
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any, ClassVar, Self, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from ..core import checks
+from ..core.groups import TokenParallel, VocabParallel
+from ..core.options import PACKAGE, flag, nearest
+from ..losses.base import FIELDS
+from ..parallel.dtensor import local
+from ..parallel.shard import CheckedBy, Shard
+from ..plan.planner import DEFAULT_REQUEST, Request
+from ..stores import check_name
+from ..stores.gradient_buffer import GradientBuffer, check_kind
+from ..stores.gradient_buffer import resolve as resolve_into
+
+# what can be said of an option before there is a call
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    "ignore_index": checks.check_ignore_index,
+    "softcap": checks.check_softcap,
+    "logit_scale": lambda value: checks.check_number("logit_scale", value, -math.inf, math.inf),
+    "temperature": checks.check_temperature,
+    "shift": lambda value: checks.check_int("shift", value, 0),
+    "memory_budget": lambda value: Request(memory_budget=value),
+    "chunk_tokens": lambda value: Request(chunk_tokens=value),
+    "accumulate_dtype": lambda value: Request(accumulate_dtype=value),
+    "backend": check_name,
+    "accumulate_into": check_kind,
+    "skip_ignored": lambda value: check_skip_ignored(value),
+    "deterministic": functools.partial(flag, "deterministic"),
+    "vocab_size": lambda value: checks.check_int("vocab_size", 1 if value is None else value, 1),
+    "parallel": lambda value: check_parallel(value),
+    "inplace": functools.partial(flag, "inplace"),
+    "reduction": checks.check_reduction,
+    "normalizer": functools.partial(checks.check_factor, "normalizer"),
+    "upstream": functools.partial(checks.check_factor, "upstream"),
+    "label_smoothing": lambda value: checks.check_number("label_smoothing", value, 0.0, 1.0),
+    "z_loss": lambda value: checks.check_number("z_loss", value, 0.0, math.inf),
+    "class_weights": lambda value: checks.check_tensor("class_weights", value, optional=True),
+    "token_weights": lambda value: checks.check_tensor("token_weights", value, optional=True),
+}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises what is wrong with options of a head by themselves, whatever tensors they will come with."""
+    for name, value in options.items():
+        CHECKS[name](value)
+
+
+class OptionsModule(nn.Module):
+    """A module whose options are its attributes, as those of what it stands for: one that is changed counts."""
+
+    names: tuple[str, ...]
+
+    def keep(self, options: Mapping[str, Any]) -> None:
+        self.names = tuple(options)
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    def options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.names}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options().items())
+
+
+def check_skip_ignored(skip_ignored: bool | str) -> None:
+    if not (isinstance(skip_ignored, bool) or (isinstance(skip_ignored, str) and skip_ignored == "wait")):
+        raise ValueError(f'skip_ignored must be True, False or "wait", got {skip_ignored!r}')
+
+
+def check_parallel(parallel: VocabParallel | TokenParallel | None) -> None:
+    if parallel is not None and not isinstance(parallel, VocabParallel | TokenParallel):
+        raise TypeError(f"parallel must be a VocabParallel, a TokenParallel or None, got {type(parallel).__name__}")
+
+
+class Execution(TypedDict, total=False):
+    """How a call on hidden states runs, and what of the head it holds: keywords of every such function.
+
+    Attributes:
+        memory_budget: bytes, or a string such as "512MiB", that everything beside the gradients (and under autocast the
+            cast weight) may take. None: 640 MiB, or what a chunk of 2048 tokens takes where its logits alone, in the
+            operands' dtype and with those of a teacher that gives hidden states, are more; and where that would mean
+            more than 8 chunks of a 16-bit weight's gradient, an fp32 accumulator of it on top. On each of several ranks
+            that share the vocabulary 640 MiB over the square root of their number, or of 16, where that leaves chunks
+            of 2048 tokens. See ``chunked_head.plan``.
+        chunk_tokens: at most so many tokens in a chunk (equal chunks), instead of what the budget gives.
+        accumulate_dtype: of the weight's gradient over chunks: None (float32 where the budget holds it, else the
+            weight's own over few chunks), ``torch.float32`` or the weight's dtype. Under ``torch.compile`` 16-bit
+            gradients wait for the upstream gradient in float32 where it is named here, and else in their own dtype,
+            which an upstream gradient that is no power of two rounds again.
+        accumulate_into: a contiguous [vocab, hidden] tensor that the weight's gradient is added to, or the name of the
+            weight's attribute that is one (``"grad"``, ``"main_grad"``), looked up at each call. float32, or float64
+            for a float64 weight. The gradient is then held nowhere else, and backward gives ``weight`` none. It is
+            added in the forward pass, and you promise one backward whose upstream gradient is ``upstream``, or 1: with
+            any other, ``hidden``'s gradient and the buffer become nan. The buffer must not be cleared between the two:
+            that would lose the gradient unnoticed. Where gradients are made in backward (``reduction="none"``, a second
+            backward, an activation checkpoint's) they are added there, whatever the upstream gradient is. Without
+            gradients, or with a frozen weight, nothing is written. One that does not begin on 16 bytes takes all
+            tokens' product, also under ``skip_ignored``.
+        skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
+            operands on GPUs that docs/gpus.md lists, and anything on a CPU; ValueError elsewhere). Where every token
+            counts it costs next to nothing on Hopper, but up to 5 % where BLAS's product for the weight's gradient is
+            better than ours (see ``plan``); on other GPUs our products for the gradients are slower than BLAS's, which
+            makes all rows. ``"wait"`` does it for any operands and waits for their number, which a CUDA graph cannot.
+            Hidden states and their gradient are copied. Losses see the tokens that count first, in their order.
+        deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
+            gradient depends on the other tokens or their number: one tile for every size, no product in parts. Values
+            per token (of ``linear_logprobs``, and losses with ``reduction="none"``) do not depend either on how many
+            ranks share the vocabulary: they are sums of eight blocks of it, which ranks hold whole (docs/inference.md).
+            For bfloat16 on GPUs of docs/gpus.md, ValueError elsewhere (BLAS chooses by the number of rows), for top_k,
+            and for losses that sum over segments on a GPU.
+        vocab_size: the number of ids, where the last rows of ``weight`` are padding. None: all its rows.
+        backend: ``"triton"`` or ``"torch"``; None: the device's own.
+        parallel: what ranks of a process group share; each function says what that means for its result.
+    """
+
+    memory_budget: int | str | None
+    chunk_tokens: int | None
+    accumulate_dtype: torch.dtype | None
+    accumulate_into: Tensor | str | None
+    skip_ignored: bool | str
+    deterministic: bool
+    vocab_size: int | None
+    backend: str | None
+    parallel: VocabParallel | TokenParallel | None
+
+
+class Head(Execution, total=False):
+    """What makes logits of a head's products too, as ``linear_cross_entropy`` says: keywords of all its functions."""
+
+    bias: Tensor | None
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    shift: int
+
+
+class PerTokenOptions(Head, total=False):
+    """Keywords of ``linear_logprobs`` beside what it returns."""
+
+    temperature: float | Tensor  # [...], indexed like the target
+    mask: Tensor | None
+    kept_ids: Tensor | None
+    kept_offsets: Tensor | None
+    kept_everywhere: bool
+    candidates: Tensor | None
+    candidate_bias: Tensor | None
+
+
+@dataclass(eq=False, kw_only=True)
+class OfRanks:
+    """The arguments that calls on hidden states and on logits have in common, and the ranks that may share the call."""
+
+    target: Tensor | None
+    ignore_index: int = -100
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float | Tensor = 1.0
+    shift: int = 0
+    vocab_size: int | None = None
+    backend: str | None = None
+    parallel: VocabParallel | TokenParallel | None = None
+    holds: ClassVar[str]  # how an error says how many rows of the vocabulary are here
+    beyond: ClassVar[str]  # what an error proposes where a target lies beyond the vocabulary and no ranks share it
+    checked_without_targets: ClassVar[CheckedBy]  # what ranks compare of their tokens where a call has no targets
+    static: ClassVar["attrgetter[tuple[Hashable, ...]]"]  # values of the options that are part of a Spec's key
+
+    def describe(self, rows: Tensor, local_vocab: int, shared: tuple[Tensor | None, ...]) -> None:
+        """Attributes that follow from the operands. ``rows``: the one of which a row is a token's. ``local_vocab``:
+        rows of the vocabulary on this rank, padding included. ``shared``: operands of no token."""
+        self.leading, self.device = tuple(rows.shape[:-1]), rows.device  # the target's shape; of all operands
+        self.local_vocab, self.shared_operands = local_vocab, shared
+        given = self.temperature
+        self.temperatures = given if isinstance(given, Tensor) else None  # [...] one per token
+        self.plain_temperature = None if isinstance(given, Tensor) else given
+        self.per_token_operands = rows, self.target, self.temperatures
+        # what makes logits of products, but a temperature per token
+        self.numbers = self.softcap, self.logit_scale, self.plain_temperature
+        # how ranks share the batch, where they do
+        self.tokens = self.parallel.tokens if isinstance(self.parallel, VocabParallel) else self.parallel
+
+    def check_numbers(self) -> None:
+        """Raises what is wrong with ``numbers``."""
+        check_options({"softcap": self.softcap, "logit_scale": self.logit_scale})
+        if self.temperatures is None:
+            check_options({"temperature": self.temperature})
+
+    @property
+    def request(self) -> Request:
+        """What steers the plan."""
+        return DEFAULT_REQUEST
+
+    def in_memory(self) -> Self:
+        """These arguments with the values of all operands in memory: lazily negated ones copied, differentiably."""
+        copies: dict[str, Any] = {
+            name: value.resolve_neg()
+            for name in self.__dataclass_fields__
+            if isinstance(value := getattr(self, name), Tensor) and value.is_neg()
+        }
+        return replace(self, **copies) if copies else self
+
+    def check_each(self) -> None:
+        """Raises what is wrong with options by themselves, and with ``shift`` along the target."""
+        check_options({name: value for name, value in vars(self).items() if name in CHECKS})
+        checks.check_shift_along(self.shift, self.leading)
+        if self.temperatures is not None:
+            checks.check_temperatures(self.temperatures, self.leading, self.device)
+        if self.shard is None and self.vocab > self.local_vocab:
+            raise ValueError(f"vocab_size is {self.vocab}, and {self.holds.format(self.local_vocab)}")
+
+    @functools.cached_property
+    def shard(self) -> Shard | None:
+        """This rank's part of the vocabulary, where ranks share it."""
+        if not isinstance(self.parallel, VocabParallel):
+            return None
+        split = self.parallel.split(self.local_vocab, self.vocab_size)
+        return Shard(self.parallel, split, self.checked_without_targets if self.target is None else "targets")
+
+    def refuse_tokens(self, where: str) -> None:
+        """Raises where a call has nothing that ranks with other tokens would add to."""
+        if self.tokens is not None:
+            raise ValueError(
+                f"{where} has values per token, which need nothing of other ranks' tokens: TokenParallel has no effect "
+                "on them; leave it out of parallel (tokens=None in VocabParallel)"
+            )
+
+    def refuse_average(self) -> None:
+        """Raises where values per token would have to be multiplied as a loss is."""
+        if self.tokens is not None and self.tokens.average:
+            raise ValueError(
+                'average=True of TokenParallel multiplies the loss, and reduction="none" has no loss but values per '
+                "token: multiply yours by the number of ranks, and leave average=False"
+            )
+
+    @functools.cached_property
+    def vocab(self) -> int:
+        """Ids of the softmax, on whichever rank they are."""
+        if self.shard is not None:
+            return self.shard.split.vocab
+        return self.local_vocab if self.vocab_size is None else self.vocab_size
+
+    @property
+    def columns(self) -> int:
+        """Rows that are here and stand for an id."""
+        return self.vocab if self.shard is None else self.shard.split.columns
+
+
+@dataclass(eq=False, kw_only=True)
+class HeadOptions(OfRanks):
+    """The arguments of a call on hidden states: the head, and how the call runs."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    memory_budget: int | str | None = None
+    chunk_tokens: int | None = None
+    accumulate_dtype: torch.dtype | None = None
+    accumulate_into: Tensor | str | None = None
+    skip_ignored: bool | str = False
+    deterministic: bool = False
+    holds = "weight has {} rows"
+    beyond = "where weight has one rank's rows of the vocabulary, pass parallel=VocabParallel(group)"
+    checked_without_targets = "hidden"
+    static = attrgetter(
+        "ignore_index", "shift", "vocab_size", "backend", "parallel", "memory_budget", "chunk_tokens",
+        "accumulate_dtype", "skip_ignored", "deterministic",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.hidden, Tensor):
+            checks.check_tensor("hidden", self.hidden, optional=False)
+        local_vocab = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 0
+        self.describe(self.hidden, local_vocab, (self.weight, self.bias))
+
+    def check(self) -> torch.dtype:
+        """Raises what is wrong with these arguments; the dtype of the matmuls."""
+        dtype = checks.check_operands(self.hidden, self.weight, self.target, self.bias)
+        self.check_each()
+        self.gradient_buffer  # noqa: B018  (raises what is wrong with it)
+        if self.shard is not None and self.shard.parallel.sequence_sharded:
+            self.check_sequence_sharded()
+        if self.shard is not None and self.deterministic:
+            self.check_order_of_sums(self.shard.parallel)
+        return dtype
+
+    def check_order_of_sums(self, parallel: VocabParallel) -> None:
+        """Of two shares there is one sum; the order of more is the library's, by a row's place in the message."""
+        summed = parallel.reduce_dhidden and torch.is_grad_enabled() and self.hidden.requires_grad
+        if summed and parallel.ranks > 2:
+            raise ValueError(
+                "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient: in which "
+                f"order torch.distributed adds up {parallel.ranks} shares of it depends on where a row stands in the "
+                "message; use fewer ranks, reduce_dhidden=False and a sum of your own, or deterministic=False"
+            )
+
+    def check_sequence_sharded(self) -> None:
+        if self.shift:
+            raise ValueError(
+                "shift does not reach over ranks that each hold their own tokens (sequence_sharded=True); give labels "
+                "that are shifted already, see chunked_head.parallel.shift_targets"
+            )
+        if self.skip_ignored:
+            raise ValueError(
+                "skip_ignored does not go with sequence_sharded=True: tokens that do not count would be some of one "
+                "rank's and more of another's; leave it False"
+            )
+        if not self.leading:
+            raise ValueError("sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions")
+
+    @property
+    def request(self) -> Request:
+        return Request(self.memory_budget, self.chunk_tokens, self.accumulate_dtype)
+
+    @functools.cached_property
+    def gradient_buffer(self) -> GradientBuffer | None:
+        """Where the weight's gradient goes instead of back, None where it goes back or is not made."""
+        others = {"hidden": self.hidden, "target": self.target, "bias": self.bias}
+        return resolve_into(self.accumulate_into, self.weight, others)
+
+
+# of the keywords of ``Head``, where a call names none
+DEFAULTS = {field.name: field.default for field in fields(HeadOptions) if field.name in Head.__annotations__}
+
+
+def head_of(
+    function: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | None,
+    options: Head,
+    temperature: float | Tensor = 1.0,
+) -> HeadOptions:
+    """The head of a call of a public function; a TypeError for keywords that are none of ``Head``'s."""
+    unknown = options.keys() - DEFAULTS.keys()
+    if unknown:
+        first = min(unknown)
+        field = function == "linear_loss" and first in FIELDS
+        # of the public function, which spells out its keywords and these
+        known = inspect.signature(getattr(sys.modules[PACKAGE], function)).parameters
+        hint = f'; it is a field: batch={{"{first}": ...}}' if field else nearest(first, known)
+        raise TypeError(f"{function} has no option {first!r}{hint}")
+    given = options.copy()
+    hidden, weight, target, given["bias"], given["vocab_size"], given["parallel"] = local(
+        hidden, weight, target, given.get("bias"), given.get("vocab_size"), given.get("parallel")
+    )
+    return HeadOptions(hidden=hidden, weight=weight, target=target, temperature=temperature, **given)
+
+
+@dataclass(eq=False, kw_only=True)
+class LogitsOptions(OfRanks):
+    """The arguments of a call on logits that exist already."""
+
+    logits: Tensor
+    holds = "logits have {} columns"
+    beyond = (
+        "where these are hidden states, pass them to linear_loss with the head's weight; where they have one rank's "
+        "columns of the vocabulary, pass parallel=VocabParallel(group)"
+    )
+    checked_without_targets = "nothing"
+    static = attrgetter("ignore_index", "shift", "vocab_size", "backend", "parallel")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.logits, Tensor):
+            checks.check_tensor("logits", self.logits, optional=False)
+        self.describe(self.logits, self.logits.shape[-1] if self.logits.dim() else 0, ())
+
+    def check(self) -> torch.dtype:
+        """Raises what is wrong with these arguments; the dtype of the arithmetic."""
+        dtype = checks.check_logits(self.logits, self.target)
+        self.check_each()
+        if self.shard is not None:
+            self.check_split(self.shard.parallel)
+        return torch.promote_types(dtype, torch.float32)
+
+    def check_split(self, parallel: VocabParallel) -> None:
+        if parallel.sequence_sharded:
+            raise ValueError(
+                "sequence_sharded=True is of hidden states: logits of this rank's tokens and ids lack those of other "
+                "ranks' tokens; give logits of all tokens, or hidden and weight to linear_loss"
+            )
+        if not parallel.reduce_dhidden:
+            raise ValueError(
+                "reduce_dhidden=False is of hidden states, and logits' gradient needs no sum over ranks; leave it True"
+            )
