@@ -74,13 +74,13 @@ class Task(Generic[Result]):
             return None
         static, numbers = (*head.static(head), *self.options), head.numbers
         kinds = tuple(map(type, (*static, *numbers)))
-        operands = (*head.per_token_operands, *head.shared_operands, *batch.values())
+        operands = [one for one in (*head.per_token_operands, *head.shared_operands) if one is not None]
         device = head.device.type
         if (
             not OPTIONS.issuperset(kinds)
             or type(head.shift) is not int
             or device == "meta"
-            or not TENSORS.issuperset([type(tensor) for tensor in operands if tensor is not None])
+            or not TENSORS.issuperset(map(type, (*operands, *batch.values())))
         ):
             return None
         leading, parts, call = head.leading, self.parts, head.plain_temperature

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, logits_loss, losses, metrics, plan
 from chunked_head.arithmetic.kernels import KERNELS
-from chunked_head.call import program
+from chunked_head.call import spec
 from chunked_head.call.spec import SPECS
 from chunked_head.replay.replay import REPLAYS, SEEN
 
@@ -147,7 +147,7 @@ def test_threads_share_caches_that_forget_at_once(on_cpu: None, monkeypatch: pyt
     for each in caches(holders):
         each.clear()
         monkeypatch.setattr(each, "most", 2)
-    monkeypatch.setattr(program, "MOST_PLANS", 2)
+    monkeypatch.setattr(spec, "MOST_PLANS", 2)
     orders = [random.Random(seed).sample(list(range(6)) * 3, 18) for seed in range(4)]
     switching = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

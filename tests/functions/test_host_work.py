@@ -14,8 +14,8 @@ from triton.runtime.interpreter import GridExecutor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.arithmetic import objective
-from chunked_head.call import program
 from chunked_head.call import run as call
+from chunked_head.call import spec
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 # these launch nothing
@@ -108,24 +108,24 @@ def loss_of(tokens: int, vocab: int = 40, loss: Any = None, **options: Any) -> T
     return linear_loss(hidden, weight, target, loss, **options).loss
 
 
-def test_calls_alike_have_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_alike_have_one_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of tokens, of segments, of the losses' coefficients; what is checked is checked once."""
-    program.PROGRAMS.clear()
-    checked = mock.Mock(side_effect=program.build)
-    monkeypatch.setattr(program, "build", checked)
+    spec.SPECS.clear()
+    checked = mock.Mock(side_effect=spec.build)
+    monkeypatch.setattr(spec, "build", checked)
     for tokens in (5, 40, 41, 64, 8):  # 40 is the vocabulary, 8 the width
         loss_of(tokens)
         loss_of(tokens, loss=losses.focal() + tokens * losses.z_loss())
         segments = {"segments": torch.zeros(tokens, dtype=torch.int64), "old_logprobs": -torch.rand(tokens)}
         batch = {**segments, "advantages": torch.randn(tokens)}
         loss_of(tokens, loss=losses.gspo(), batch=batch, num_segments=tokens + 1)
-    assert checked.call_count == len(program.PROGRAMS) == 3
+    assert checked.call_count == len(spec.SPECS) == 3
 
 
-def test_calls_that_differ_in_numbers_share_a_program_and_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    program.PROGRAMS.clear()
-    checked, planned = mock.Mock(side_effect=program.build), mock.Mock(side_effect=call.make_plan)
-    monkeypatch.setattr(program, "build", checked)
+def test_calls_that_differ_in_numbers_share_a_spec_and_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec.SPECS.clear()
+    checked, planned = mock.Mock(side_effect=spec.build), mock.Mock(side_effect=call.make_plan)
+    monkeypatch.setattr(spec, "build", checked)
     monkeypatch.setattr(call, "make_plan", planned)
     hidden, weight, target = torch.randn(9, 8), torch.randn(40, 8), torch.randint(40, (9,))
     for x in (0.1, 0.2, 0.3, 0.1):
@@ -135,11 +135,11 @@ def test_calls_that_differ_in_numbers_share_a_program_and_its_plans(monkeypatch:
         smoothed = torch.nn.functional.cross_entropy(logits / (2 + x), target, label_smoothing=x)
         log_p = (logits / (1 + x)).log_softmax(-1)
         torch.testing.assert_close(out.loss, smoothed - x * (log_p.exp() * log_p).sum(-1).mean())
-    assert checked.call_count == planned.call_count == len(program.PROGRAMS) == 1
+    assert checked.call_count == planned.call_count == len(spec.SPECS) == 1
     # which softmaxes losses share is no number
     linear_loss(hidden, weight, target, losses.cross_entropy(label_smoothing=0.1) + losses.entropy(temperature=2.0),
                 temperature=2.0, softcap=9.0)  # fmt: skip
-    assert len(program.PROGRAMS) == 2
+    assert len(spec.SPECS) == 2
     for option, wrong in {"temperature": 0.0, "softcap": -1.0, "logit_scale": float("nan")}.items():
         right = {"temperature": 2.1, "softcap": 30.1, "logit_scale": 0.1}
         with pytest.raises(ValueError, match=option):
@@ -156,20 +156,20 @@ def test_calls_that_differ_in_numbers_share_a_program_and_its_plans(monkeypatch:
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_what_differs_has_another_program(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    program.PROGRAMS.clear()
+def test_what_differs_has_another_spec(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    spec.SPECS.clear()
     loss_of(9)
     loss_of(9, **other)
-    assert len(program.PROGRAMS) == 2
+    assert len(spec.SPECS) == 2
     with torch.no_grad():
         loss_of(9)
     with torch.autocast("cpu"):
         loss_of(9)
-    assert len(program.PROGRAMS) == 4
+    assert len(spec.SPECS) == 4
 
 
-def test_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program.PROGRAMS, "most", 3)
+def test_specs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec.SPECS, "most", 3)
     for vocab in range(10, 18):
         loss_of(3, vocab)
-    assert len(program.PROGRAMS) <= 3
+    assert len(spec.SPECS) <= 3

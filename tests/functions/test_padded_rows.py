@@ -15,7 +15,7 @@ from test_replay_launches import by_address as by_address
 from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan
-from chunked_head.call import program
+from chunked_head.call import spec
 from chunked_head.plan import planner
 from chunked_head.plan.plans import padded_rows
 from chunked_head.replay import kinds, replay
@@ -36,7 +36,7 @@ PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "trito
 @pytest.fixture
 def by_triton(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels are the CPU's default too."""
-    monkeypatch.setattr(program, "resolve", lambda name, device: resolve("triton", device))
+    monkeypatch.setattr(spec, "resolve", lambda name, device: resolve("triton", device))
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_a_chunk_without_a_token_is_not_recorded(
 ) -> None:
     """The call knows nothing of where the tokens of a longer one lie in it."""
     monkeypatch.setattr(planner, "balanced", lambda tokens, most: 16)
-    for plans in (planner.PLANS.clear, program.PROGRAMS.clear):
+    for plans in (planner.PLANS.clear, spec.SPECS.clear):
         plans()
 
     def once(i: int) -> list[Tensor | None]:
@@ -187,7 +187,7 @@ def test_a_chunk_without_a_token_is_not_recorded(
         return [out.loss.detach(), *torch.autograd.grad(out.loss, hidden)]
 
     assert_replayed(once)  # that of 60 tokens is
-    for plans in (planner.PLANS.clear, program.PROGRAMS.clear):
+    for plans in (planner.PLANS.clear, spec.SPECS.clear):
         plans()
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.arithmetic import evaluate
-from chunked_head.call import prepared, rows
+from chunked_head.call import rows, tokens
 from chunked_head.call import run as call
 from chunked_head.call.tokens import Tokens
 from chunked_head.metrics import MetricValue
@@ -36,7 +36,7 @@ ROUNDS = 4  # as it is, recorded, replayed twice
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on the CPU replay as those on a GPU: without looks at ids, and with arithmetic that may be recorded."""
     monkeypatch.setattr(kinds, "DEVICES", {"cpu"})
-    for module in (prepared, rows):
+    for module in (rows, tokens):
         monkeypatch.setattr(module, "may_look", lambda tensor: False)
     monkeypatch.setattr(evaluate, "refuse", lambda *reason, **never: None)
 
@@ -125,7 +125,7 @@ def outcome(loss: Tensor, *leaves: Tensor) -> list[Tensor | None]:
     return [loss.detach(), *torch.autograd.grad(loss * 0.5, leaves)]
 
 
-# what may differ between calls of one program, by a value for each round: the last two differ from the recorded one
+# what may differ between calls of one Spec, by a value for each round: the last two differ from the recorded one
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "normalizer": [{"normalizer": 3.0}] * 2 + [{"normalizer": 5.0}, {"normalizer": 3.0}],
     "upstream": [{"upstream": 0.5}] * 2 + [{"upstream": 0.25}, {"upstream": 0.5}],
