@@ -56,9 +56,13 @@ def test_what_is_computed_after_all_is_said() -> None:
     assert verdict(report) == ("materialised", "softmax at a.py:3")
 
 
-def test_a_head_that_embeds_too_is_refused() -> None:
-    outcome = check(CLASSES["FSMTForConditionalGeneration"])
-    assert outcome.verdict == "refused" and "embed" in outcome.reason
+REFUSED = {"FSMTForConditionalGeneration": "embed", "MusicgenForCausalLM": "modules, as of several codebooks"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_head_is_refused(name: str) -> None:
+    outcome = check(CLASSES[name])
+    assert outcome.verdict == "refused" and REFUSED[name] in outcome.reason
 
 
 WRONG = [("CohereForCausalLM", "logit_scale", 1.0), ("Gemma2ForCausalLM", "softcap", None),

@@ -18,7 +18,7 @@ from ...losses.base import Losses, as_losses
 from ...losses.user.closures import Function
 from ...metrics import Metric, MetricValue, combine
 from ...metrics.values import as_metrics
-from .find_head import NotUnderstood, embeddings, find_heads, make_lazy, make_plain, name_of
+from .find_head import NotUnderstood, embeddings, find_head, make_lazy, make_plain, name_of
 from .given import check_choices, check_loss, check_options
 from .hung_forward import hung_by
 from .lazy.lazy_head import FSDP1, sizes_of
@@ -61,7 +61,7 @@ class Agreement:
         check_choices(when, logits, strict)
         self.loss, self.measured, self.when, self.logits, self.strict = loss, measured, when, logits, strict
         self.options, self.model = options, model
-        self.heads: list[Any] = []
+        self.head: Any = None
         self.mechanism, self.name, self.tied = "none", "", False
         self.tail: Tail | None = None
         self.fused, self.materialised, self.reasons = 0, 0, list[str]()
@@ -82,33 +82,26 @@ class Agreement:
         self.rehearsed: list[Rehearsed] | None = None
 
     @property
-    def head(self) -> Any:
-        """The head, the first of several; None without one."""
-        return self.heads[0] if self.heads else None
-
-    @property
     def head_in_words(self) -> str:
-        others = f" and {len(self.heads) - 1} more" if self.heads[1:] else ""
-        return f"{self.name} {list(sizes_of(self.head) or ())}{others}" + (", tied" if self.tied else "")
+        return f"{self.name} {list(sizes_of(self.head) or ())}" + (", tied" if self.tied else "")
 
     @property
     def asks(self) -> str:
         """For what beside the model's own loss: what errors call it; empty where it is nothing."""
         return "loss=" if self.loss is not None else "metrics=" if self.measured else ""
 
-    def settle(self, model: nn.Module, heads: list[Any]) -> None:
-        """On a model's heads."""
-        self.heads, self.mechanism, self.name = heads, "lazy logits", name_of(heads[0], model)
+    def settle(self, model: nn.Module, head: Any) -> None:
+        """Makes a model's head lazy."""
+        self.head, self.mechanism, self.name = head, "lazy logits", name_of(head, model)
         weight = getattr(embeddings(model, "input"), "weight", None)
-        self.tied = any(weight is parameter for parameter in heads[0].parameters())
-        for head in heads:
-            make_lazy(head, self)
+        self.tied = any(weight is parameter for parameter in head.parameters())
+        make_lazy(head, self)
 
     def release(self) -> None:
-        """The heads are what they were."""
-        for head in self.heads:
-            make_plain(head, self)
-        self.heads = []
+        """Makes the head what it was."""
+        if self.head is not None:
+            make_plain(self.head, self)
+        self.head = None
 
     def refuse(self, reason: str) -> None:
         if self.asks:
@@ -152,37 +145,35 @@ class Agreement:
             return False
         return outside
 
-    def find_again(self, model: nn.Module) -> list[Any]:
-        """The heads, which may be others by now: resized, set, adapted. None where there is none any more."""
+    def find_again(self, model: nn.Module) -> Any:
+        """The head, which may be another module by now: resized, set, adapted. None where there is none any more."""
         try:
-            heads = find_heads(model)
+            head = find_head(model)
         except NotUnderstood as reason:
             self.release()
             self.refuse(str(reason))
-            return []
+            return None
         if getattr(model, "_is_replica", False):
-            return heads  # nn.DataParallel's, for this forward
-        if list(map(id, heads)) != list(map(id, self.heads)):
+            return head  # nn.DataParallel's, for this forward
+        if head is not self.head:
             self.release()
-            self.settle(model, heads)
-        for head in heads:
-            if head.__dict__.get(PATCH) is not self:
-                make_lazy(head, self)
-        return heads
+            self.settle(model, head)
+        if head.__dict__.get(PATCH) is not self:
+            make_lazy(head, self)
+        return head
 
     @contextlib.contextmanager
-    def being_lazy(self, heads: list[Any], labelled: bool) -> Iterator[None]:
+    def being_lazy(self, head: Any, labelled: bool) -> Iterator[None]:
         """The innermost of the models that share a head and were given labels has it."""
         compiling = torch.compiler.is_compiling()
         # here and in no function: a generator's frame is none that a compiler takes by itself
         thread = 0 if compiling else threading.get_ident()
-        outer: list[Any] = []
+        outer: Any = None
         made = False
         before = 0
         if not compiling:  # counts are nothing that a graph may depend on
-            for head in heads:
-                outer.append(FORWARDS.get((thread, id(head))))
-                FORWARDS[thread, id(head)] = self
+            outer = FORWARDS.get((thread, id(head)))
+            FORWARDS[thread, id(head)] = self
             MADE.discard((thread, id(self)))
             before = self.fused + self.materialised
             self.covered, self.computed = False, ""
@@ -195,11 +186,10 @@ class Agreement:
             if not compiling:
                 made = (thread, id(self)) in MADE
                 MADE.discard((thread, id(self)))
-                for head, other in zip(heads, outer, strict=True):
-                    del FORWARDS[thread, id(head)]
-                    if other is not None:
-                        FORWARDS[thread, id(head)] = other
-                        other.covered = True
+                del FORWARDS[thread, id(head)]
+                if outer is not None:
+                    FORWARDS[thread, id(head)] = outer
+                    outer.covered = True
         if not labelled or made or self.graph_fused:
             return
         if self.asks:

@@ -17,7 +17,7 @@ from ...functions.plan import place_of, plan
 from ...plan.memory import MiB
 from ...plan.plans import Plan, as_text, facts
 from .agreement import Agreement
-from .find_head import find_heads
+from .find_head import find_head
 from .hung_forward import OLD_FORWARD, hides
 from .lazy.fused_loss import COPIES_OF_LOGITS, rows_at_once
 from .lazy.tail import Rehearsed, Tail
@@ -36,7 +36,7 @@ class Explanation:
     model: str  # its class
     patched: bool = False  # whether it would be, its head being understood
     reason: str = ""  # why not, or what is not known of a patched one
-    head: str = ""  # its name in the model, rows and columns, how many more, whether tied to the input embeddings
+    head: str = ""  # its name in the model, rows and columns, whether tied to the input embeddings
     tail: Tail | None = None  # between head and loss: tail.logit_scale, tail.softcap; str(tail) in words
     losses: tuple[str, ...] = ()  # where a forward with labels makes each, as file:line of the model's code
     whole: bool = True  # whether the library reads the head's weight; else chunks go through the head's own forward
@@ -124,10 +124,10 @@ def explain_model(
             if agreed.head is None:
                 return replace(found, reason=agreed.mechanism.removeprefix("none: "))
             found, vocab = replace(found, patched=True, head=agreed.head_in_words), agreed.head.columns
-            hooks = [hook for hook in map(watcher, find_heads(inner)) if hook]
-            failure = "" if hooks else rehearse(copied, agreed, inputs, autocast)
+            hook = watcher(find_head(inner))
+            failure = "" if hook else rehearse(copied, agreed, inputs, autocast)
         said = [text.removeprefix("chunked_head: ") for text in agreed.warned.values()]
-        said += [f"{found.model}'s logits are computed after all, for {hook}" for hook in dict.fromkeys(hooks)]
+        said += [f"{found.model}'s logits are computed after all, for {hook}"] if hook else []
         found = replace(found, warnings=tuple(said))
         if agreed.rehearsed:
             return with_memory(found, agreed, agreed.rehearsed, vocab, device)

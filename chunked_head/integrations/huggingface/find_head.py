@@ -19,8 +19,8 @@ def base_model(model: nn.Module) -> nn.Module:
     return get() if callable(get) else model
 
 
-def find_heads(model: nn.Module) -> list[nn.Module]:
-    """The modules that compute logits, mostly one, found anew at every forward: others put new ones in their place."""
+def find_head(model: nn.Module) -> nn.Module:
+    """The module that computes logits, found anew at every forward: users and PEFT put new ones in its place."""
     get = getattr(model, "get_output_embeddings", None)
     if not callable(get):
         raise NotUnderstood(f"{type(model).__name__} has no get_output_embeddings()")
@@ -30,12 +30,9 @@ def find_heads(model: nn.Module) -> list[nn.Module]:
         raise NotUnderstood(f"get_output_embeddings() of {type(model).__name__} raises {error!r}") from error
     if head is None:
         head = unnamed(model)
-    if not isinstance(head, nn.ModuleList):
-        return [active(head, model)]
-    heads = [active(one, model) for one in head]  # of several codebooks
-    if not heads or any(sizes_of(one) != sizes_of(heads[0]) for one in heads):
-        raise NotUnderstood(f"its heads are {len(heads)} of different sizes")
-    return heads
+    if isinstance(head, nn.ModuleList):
+        raise NotUnderstood(f"its output embeddings are {len(head)} modules, as of several codebooks, and not one head")
+    return active(head, model)
 
 
 def unnamed(model: nn.Module) -> nn.Module | None:

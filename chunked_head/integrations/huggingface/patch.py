@@ -13,10 +13,9 @@ from ...losses.base import Losses
 from ...losses.user.closures import Function
 from ...metrics import Metric
 from .agreement import Agreement
-from .find_head import NotUnderstood, base_model, find_heads
+from .find_head import NotUnderstood, base_model, find_head
 from .hung_forward import hides, hung_by, loosen
 from .lazy.lazy_logits import LazyLogits
-from .lazy.lazy_stack import LazyStack
 from .lazy.traced_logits import TracedLogits
 from .running import running
 
@@ -92,7 +91,7 @@ def patch_model(
                 f"its forward is hung on the instance by {hung_by(inner)} and runs instead of its class's; patch_model "
                 "comes before that"
             )
-        agreed.settle(inner, find_heads(inner))
+        agreed.settle(inner, find_head(inner))
     except NotUnderstood as reason:
         agreed.refuse(str(reason))
         setattr(inner, REPORT, agreed)
@@ -189,11 +188,11 @@ def patched_class(base: type) -> type:
         agreed: Any = self.__dict__.get(REPORT)
         labelled = agreed is not None and agreed.runs() and self.was_given(args, kwargs, *LABELS)
         cached = self.was_given(args, kwargs, "past_key_values")
-        heads = agreed.find_again(self) if agreed is not None and agreed.applies(self, labelled, cached) else []
-        if not heads or running(heads[0]) is agreed:
+        head = agreed.find_again(self) if agreed is not None and agreed.applies(self, labelled, cached) else None
+        if head is None or running(head) is agreed:
             return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         agreed.training = self.training
-        with agreed.being_lazy(heads, labelled):
+        with agreed.being_lazy(head, labelled):
             output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         return without_logits(output) if agreed.logits is None and labelled and self.training else output
 
@@ -206,7 +205,7 @@ def patched_class(base: type) -> type:
 
 def without_logits(output: Any) -> Any:
     """A model's output without what nobody computed."""
-    lazy = (LazyLogits, LazyStack, TracedLogits)
+    lazy = (LazyLogits, TracedLogits)
     if isinstance(output, dict):  # transformers' ModelOutput is one
         return type(output)(**{key: None if isinstance(value, lazy) else value for key, value in output.items()})
     if isinstance(output, tuple) and hasattr(output, "_fields"):

@@ -18,42 +18,9 @@ from .virtual import COPIES as PLAIN_COPIES
 from .virtual import IN_PLACE, OPERATORS, VIEWS, Virtual, picks
 
 COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
-STACKING: dict[Any, Any] = {}  # what makes one of several lazy logits, by torch's function; lazy_stack.py's
 
 
-class Lazy(Tensor):
-    """A tensor with shape, dtype and device, whose numbers are computed when they are asked for."""
-
-    _real: Tensor | None
-
-    @classmethod
-    def shaped(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made._real = None
-        return made
-
-    @property
-    def origin(self) -> "LazyLogits":
-        """The lazy logits it is made of, the first of several."""
-        raise NotImplementedError
-
-    def materialise(self) -> Tensor:
-        """The logits, as the unpatched model would have computed them; computed once."""
-        raise NotImplementedError
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        known = "" if self._real is None else ", computed"
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{known})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        # what comes by C++ past __torch_function__
-        return function(*computed(args, str(function)), **computed(kwargs or {}, str(function)))
-
-
-class LazyLogits(Lazy):
+class LazyLogits(Tensor):
     """Logits [..., vocab] of a patched model, with shape, dtype and device but no numbers until they are asked for.
 
     Casts, scalings, caps, slices and reshapes stay lazy, ``cross_entropy`` of them never holds them, ``argmax(-1)``
@@ -61,6 +28,7 @@ class LazyLogits(Lazy):
     ``materialise()`` does it without a word.
     """
 
+    _real: Tensor | None
     _virtual: Virtual
     _written: int | None  # what had been written to the hidden states by then
     _rows: tuple[tuple[Tensor | None, int | None, bool], Rows] | None  # statistics, and of which ids
@@ -68,18 +36,20 @@ class LazyLogits(Lazy):
 
     @staticmethod
     def of(virtual: Virtual, family: "list[weakref.ref[LazyLogits]] | None" = None) -> "LazyLogits":
-        made = LazyLogits.shaped(virtual.shape, virtual.dtype, virtual.hidden.device)
-        made._virtual, made._rows = virtual, None
+        device = virtual.hidden.device
+        made = Tensor._make_wrapper_subclass(LazyLogits, virtual.shape, dtype=virtual.dtype, device=device)
+        made._virtual, made._rows, made._real = virtual, None, None
         made._written = version(virtual.hidden)
         made._family = [] if family is None else family
         made._family.append(weakref.ref(made))
         return made
 
-    @property
-    def origin(self) -> "LazyLogits":
-        return self
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        known = "" if self._real is None else ", computed"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{known})"
 
     def materialise(self) -> Tensor:
+        """The logits, as the unpatched model would have computed them; computed once."""
         if self._real is None:
             self.check_unchanged(numbers=not self._virtual.source.patch.lazy)
             source = self._virtual.source
@@ -149,11 +119,14 @@ class LazyLogits(Lazy):
             found = lazily(first, function, args, kwargs)
             if found is not NotImplemented:
                 return found
-        if function in STACKING:
-            found = STACKING[function](*args, **kwargs)
-            if found is not None:
-                return found
         return function(*computed(args, named(function)), **computed(kwargs, named(function)))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # what comes by C++ past __torch_function__
+        return function(*computed(args, str(function)), **computed(kwargs or {}, str(function)))
 
 
 def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -228,10 +201,10 @@ RESULTS: dict[str, Any] = {"cross_entropy": cross_entropy, "nll_loss": nll_loss,
 
 def computed(value: Any, what: str) -> Any:
     """With real logits for lazy ones, in containers too."""
-    if isinstance(value, Lazy):
-        refuse_functions(value.origin)
+    if isinstance(value, LazyLogits):
+        refuse_functions(value)
         if value._real is None:
-            value.origin._virtual.source.patch.materialises(what)
+            value._virtual.source.patch.materialises(what)
         return value.materialise()
     if isinstance(value, (tuple, list)):
         return type(value)(computed(part, what) for part in value)
