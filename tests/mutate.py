@@ -50,11 +50,7 @@ MEMORY, LOSS_MEMORY, BUFFER_PLAN = (
     "tests/plan/test_accumulate_plan.py",
 )
 TORCH, TILES = "chunked_head/stores/torch/session.py", "chunked_head/stores/torch/tiles.py"
-EVALUATE, MERGE, SIZES = (
-    "chunked_head/arithmetic/evaluate.py",
-    "chunked_head/parallel/merge.py",
-    "chunked_head/plan/sizes.py",
-)
+EVALUATE, MERGE = "chunked_head/arithmetic/evaluate.py", "chunked_head/parallel/merge.py"
 
 
 class Mutation(NamedTuple):
@@ -149,11 +145,11 @@ MUTATIONS = [Mutation(*row) for row in (
     ("ranks: gradients of sums over segments", "chunked_head/parallel/tokens.py", "return AddOverRanks.apply(gradient, ctx.group), None", "return gradient, None", TOKENS + " -k gspo"),
     ("ranks: counts of all ranks' tokens", "chunked_head/call/global_counts.py", "counted=number, one_or_nan", "counted=tokens.counted, one_or_nan", TOKENS + " -k cross-entropy"),
     # plans
-    ("plan: the bias's gradient", "chunked_head/plan/memory.py", 'Term("gradient of weight", 0, d_weight + d_bias', 'Term("gradient of weight", 0, d_weight', BUFFER_PLAN + " " + MEMORY),
-    ("plan: vectors of tokens", "chunked_head/plan/memory.py", 'Term("per-token vectors", vectors, vectors, vectors)', 'Term("per-token vectors", 0, 0, 0)', LOSS_MEMORY),
-    ("plan: logits of a chunk", "chunked_head/plan/memory.py", "sizes.gradient_kept_bytes(rows) + rows * swept", "rows * swept", MEMORY + " -k test_prediction"),
-    ("plan: a tile of logits", "chunked_head/plan/memory.py", "block * sizes.tile_bytes(tile)", "0 * sizes.tile_bytes(tile)", MEMORY + " -k test_prediction"),
-    ("plan: a teacher's logits", SIZES, "self.vocab * max(4, self.element) + teacher", "self.vocab * max(4, self.element)", LOSS_MEMORY + " -k test_prediction"),
+    ("plan: the bias's gradient", "chunked_head/plan/buffers.py", "if sizes.bias_grad:", "if False:", BUFFER_PLAN + " " + MEMORY),
+    ("plan: vectors of tokens", "chunked_head/plan/buffers.py", "(sizes.tokens, each)", "(0, each)", LOSS_MEMORY),
+    ("plan: logits of a chunk", "chunked_head/plan/buffers.py", 'Buffer("logits", (rows, sizes.vocab)', 'Buffer("logits", (0, sizes.vocab)', MEMORY + " -k test_prediction"),
+    ("plan: a tile of logits", "chunked_head/plan/buffers.py", 'yield Buffer("logits of a tile", (block, columns)', 'yield Buffer("logits of a tile", (0, columns)', MEMORY + " -k test_prediction"),
+    ("plan: a teacher's logits", "chunked_head/plan/buffers.py", "(teacher_rows, sizes.teacher_columns)", "(0, sizes.teacher_columns)", LOSS_MEMORY + " -k test_prediction"),
     # models and frameworks
     ("patch: labels given by position", "chunked_head/integrations/huggingface/patch.py", "(0 <= at < len(args) and args[at] is not None)", "False", "tests/huggingface/test_patch_model.py tests/huggingface/test_patch_edges.py"),
     ("patch: the scale of a model's logits", "chunked_head/integrations/huggingface/lazy/fused_loss.py", '"logit_scale": tail.logit_scale', '"logit_scale": 1.0', "tests/huggingface/test_patch_model.py tests/huggingface/test_lazy_logits.py"),

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..arithmetic.objective import Objective
 from ..core.shift import all_at_targets, in_backward
+from ..plan.chunk_size import LEAST_SLACK
 from ..plan.planner import Request, make_plan
-from ..plan.plans import LEAST_SLACK, MAX_HALF_CHUNKS, Plan
+from ..plan.plans import MAX_HALF_CHUNKS, Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Sizes
 from .function import Forward, Loss, flat, forward_of

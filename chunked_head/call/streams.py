@@ -15,6 +15,7 @@ from ..core.shift import in_backward
 from ..losses.base import Losses
 from ..metrics import Metric, MetricValue
 from ..parallel.tokens import whole_metrics
+from ..plan.buffers import row_bytes
 from ..plan.planner import Request, make_plan
 from ..plan.plans import MAX_HALF_CHUNKS
 from ..stores.gradient_buffer import StreamsBuffer
@@ -83,7 +84,7 @@ def common_accumulator(prepared: Sequence[Tokens], wants: Sequence[Wanted]) -> t
         head = head_of(one)
         copied = one.packing is not None or not head.hidden.is_contiguous()
         found.append(call_sizes(one, tokens, False, want, again, copied, plain_rows=True, buffer_dtype=None))
-    sizes = replace(max(found, key=lambda each: each.row_bytes), coupled=False, late_upstream=False)
+    sizes = replace(max(found, key=row_bytes), coupled=False, late_upstream=False)
     request = prepared[0].spec.request
     waits = again or any(one.spec.coupled for one in prepared)  # for a backward, in blocks of tokens
     plan = make_plan(sizes, request)

@@ -94,7 +94,8 @@ def of_plan(found: Plan) -> dict[str, Any]:
     numbers = ("schedule", "chunks", "chunk_tokens", "peak_bytes", "extra_bytes", "gradient_bytes", "weight_error")
     return {
         **{key: getattr(found, key) for key in numbers}, "budget_bytes": found.budget, "store": found.sizes.store,
-        "facts": dict(facts(found)), "terms": [term._asdict() for term in found.terms],
+        "facts": dict(facts(found)),
+        "buffers": [buffer._asdict() | {"bytes": buffer.bytes} for buffer in found.buffers],
     }  # fmt: skip
 
 

@@ -19,8 +19,9 @@ from ..losses.base import Losses, Summand, as_losses
 from ..losses.user.closures import Function
 from ..metrics import Metric
 from ..metrics.values import as_metrics
+from ..plan.chunk_size import padded_rows
 from ..plan.planner import Request, make_plan
-from ..plan.plans import Plan, padded_rows
+from ..plan.plans import Plan
 from ..stores import resolve
 from ..stores.gradient_buffer import sum_dtype
 

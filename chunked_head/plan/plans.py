@@ -1,4 +1,4 @@
-"""The plan of a call: chunk size, schedule and accumulation dtype, and a prediction of its memory."""
+"""The plan of a call: its chunks, its schedule and the buffers that it needs; printed as a table."""
 
 import functools
 import math
@@ -10,26 +10,21 @@ import torch
 
 from ..core.options import name
 from ..kernels.common.gpus import Gpu
-from .memory import CHUNK_MULTIPLE, MiB, Term, extra_of, forward_memory, peak_of, recompute_memory, sweep_memory
-from .sizes import ROUNDING_ERROR, Sizes
+from .buffers import Buffer, MiB, Phase, buffers_of, extra_of, gradients_of, logit_bytes, peak_of
+from .sizes import Sizes
 
-# by how much chunks that end where segments do may be larger than equal ones, so that there are no more of them: at
-# most, and where the budget is near at least
-SLACK, LEAST_SLACK = 1.25, 1.1
-# so many rows dweight's product takes at a time
-HALF_TILE = 64
-FEW_TOKENS = 16  # up to which each number of tokens is a size of its own
-# sums of 16-bit roundings: the error of a 16-bit accumulator grows as sqrt((chunks + 1) / 2)
-MAX_HALF_CHUNKS = 8
+# relative error of one rounding; the error of a sum of 16-bit roundings grows as sqrt((chunks + 1) / 2)
+ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
+MAX_HALF_CHUNKS = 8  # chunks over which a sum in 16 bits is accurate enough
 Schedule = Literal["loss only", "forward", "recompute"]
 Section = tuple[str, Sequence[tuple[str, ...]]]  # a title and its rows of cells
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call runs and what it will need; ``print`` shows it as a table. Holds no tensor.
+    """How a call runs and the memory that it needs; ``print`` shows it as a table. Holds no tensor.
 
-    ``chunk_tokens`` rows of logits at a time in sweeps over the whole vocabulary; in the ``recompute`` schedule the
+    ``chunk_tokens`` rows of logits at a time in passes over the whole vocabulary; in the ``recompute`` schedule the
     gradients are made from ``block_tokens`` rows by ``tile_columns`` columns at a time.
     """
 
@@ -50,58 +45,40 @@ class Plan:
 
     @property
     def chunks(self) -> int:
-        if self.ending is not None:
-            return self.ending
-        return math.ceil(self.sizes.tokens / self.chunk_tokens)
-
-    @property
-    def vocab_block(self) -> int | None:
-        """Ids of a block, where statistics are those of blocks first: of logits that nobody stores."""
-        sizes = self.sizes
-        return None if self.schedule == "forward" or sizes.store == "kept" or sizes.keeps_sweep else sizes.block
-
-    @property
-    def sums_halves(self) -> bool:
-        """Whether chunks of the weight's gradient are added in 16 bits."""
-        return self.sizes.own_weight_grad and self.weight_accumulate.itemsize < 4
-
-    def own_dweight(self, stored: bool) -> bool:
-        """Whether dweight's products are ours: where rows are skipped, since BLAS cannot, and where the only one is
-        ``stored`` rather than added, as fast as BLAS's and launched sooner."""
-        sizes = self.sizes
-        least, most = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
-        only = self.schedule == "forward" and self.chunks == 1 and self.weight_accumulate == sizes.dtype
-        return sizes.store != "logits" and (sizes.skips or (stored and only and least <= sizes.tokens <= most))
+        return math.ceil(self.sizes.tokens / self.chunk_tokens) if self.ending is None else self.ending
 
     @property
     def blocks(self) -> int:
         return math.ceil(self.sizes.tokens / self.block_tokens)
 
+    def token_chunks(self) -> Iterator[slice]:
+        return slices(self.sizes.tokens, self.chunk_tokens)
+
+    def token_blocks(self) -> Iterator[slice]:
+        return slices(self.sizes.tokens, self.block_tokens)
+
+    def column_tiles(self) -> Iterator[slice]:
+        return slices(self.sizes.vocab, self.tile_columns)
+
     @functools.cached_property
-    def terms(self) -> tuple[Term, ...]:
-        """What these sizes cost, however the plan was come by."""
-        sizes, rows = self.sizes, self.chunk_tokens
-        hidden_acc, weight_acc = self.hidden_accumulate, self.weight_accumulate
-        if self.schedule == "loss only":
-            return sweep_memory(sizes).terms(rows)
-        if self.schedule == "forward":
-            return forward_memory(sizes, hidden_acc, weight_acc).terms(rows)
-        return recompute_memory(sizes, rows, self.block_tokens, weight_acc, hidden_acc).terms(self.tile_columns)
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The tensors that the call makes, with their shapes, dtypes and lifetimes."""
+        return buffers_of(self)
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that the call hands over."""
-        return sum(term.finish for term in self.terms if term.kind == "gradient")
+        return gradients_of(self.buffers)
 
     @property
     def peak_bytes(self) -> int:
         """Predicted peak over the inputs, gradients and (under autocast) the cast weight included."""
-        return peak_of(self.terms)
+        return peak_of(self.buffers)
 
     @property
     def extra_bytes(self) -> int:
         """Predicted peak beside the gradients and the cast weight: what ``memory_budget`` limits."""
-        return extra_of(self.terms)
+        return extra_of(self.buffers)
 
     @property
     def weight_error(self) -> float | None:
@@ -114,65 +91,44 @@ class Plan:
         return ROUNDING_ERROR[self.sizes.weight_dtype] * math.sqrt((roundings + 1) / 2)
 
     @property
+    def sums_halves(self) -> bool:
+        """Whether chunks of the weight's gradient are added in 16 bits."""
+        return self.sizes.own_weight_grad and self.weight_accumulate.itemsize < 4
+
+    @property
+    def vocab_block(self) -> int | None:
+        """Ids of a block, where statistics are those of blocks first: of logits that are not stored."""
+        sizes = self.sizes
+        return None if self.schedule == "forward" or sizes.store == "kept" or sizes.keeps_sweep else sizes.block
+
+    @property
     def teacher_last(self) -> bool:
         """Whether a dense teacher's logits, and its statistics beside the student, are made along with gradients."""
         return self.schedule == "forward" and self.sizes.teacher_last
 
+    def own_dweight(self, stored: bool) -> bool:
+        """Whether dweight's products are ours: where rows are skipped, since BLAS cannot, and where the only one is
+        ``stored`` rather than added, as fast as BLAS's and launched sooner."""
+        sizes = self.sizes
+        least, most = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
+        only = self.schedule == "forward" and self.chunks == 1 and self.weight_accumulate == sizes.dtype
+        return sizes.store != "logits" and (sizes.skips or (stored and only and least <= sizes.tokens <= most))
+
     def buffer_elements(self, tiled: bool) -> int:
-        """Logits that a call holds at a time: a chunk's, or a block's tile in the recompute schedule's backward."""
+        """Logits in memory at a time: a chunk's, or a block's tile in the recompute schedule's backward."""
         return self.block_tokens * self.tile_columns if tiled else self.chunk_tokens * self.sizes.vocab
 
     def teacher_elements(self, tiled: bool) -> int:
-        """The same of a dense teacher."""
+        """Logits of a dense teacher in memory at a time."""
         columns = self.sizes.teacher_columns
         return self.block_tokens * min(self.tile_columns, columns) if tiled else self.chunk_tokens * columns
-
-    def token_chunks(self) -> Iterator[slice]:
-        return slices(self.sizes.tokens, self.chunk_tokens)
-
-    def token_blocks(self) -> Iterator[slice]:
-        return slices(self.sizes.tokens, self.block_tokens)
-
-    def column_tiles(self) -> Iterator[slice]:
-        return slices(self.sizes.vocab, self.tile_columns)
 
     def __str__(self) -> str:
         return as_text(sections(self))
 
 
-def padded_rows(tokens: int) -> int:
-    """Rows of a call of so many tokens where rows that do not count may follow the tokens' own: no more than the tiles
-    of matmuls have anyway. Calls whose numbers of tokens differ by less are calls of one size."""
-    if tokens <= FEW_TOKENS:
-        return tokens
-    step = HALF_TILE if tokens <= HALF_TILE else CHUNK_MULTIPLE
-    return math.ceil(tokens / step) * step
-
-
 def slices(total: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
-
-
-def balanced(tokens: int, most: int) -> int:
-    """Rows of equal chunks of at most ``most``, a multiple of 128, 64 or 16, where ``most`` leaves room for that."""
-    if tokens <= most:
-        return max(tokens, 1)
-    rows = math.ceil(tokens / math.ceil(tokens / most))
-    rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, HALF_TILE, 16))
-    return next((choice for choice in rounded if choice <= most), rows)
-
-
-def uneven(tokens: int, most: int) -> int:
-    """Rows that the largest of chunks may have that end where segments do, of at most ``most``."""
-    if most >= tokens:
-        return max(tokens, 1)
-    return min(most, tokens, int(balanced(tokens, max(1, int(most / LEAST_SLACK))) * SLACK))
-
-
-def rows_of(tokens: int, chunks: int) -> int:
-    """Rows of equal chunks, no more of them than ``chunks``, a multiple of 128 where there are several."""
-    rows = -(-max(tokens, 1) // chunks)
-    return min(max(tokens, 1), -(-rows // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
@@ -185,7 +141,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         (
             "logits buffer",
             {
-                "logits": f"{s.logit_bytes * 8}-bit logits",
+                "logits": f"{logit_bytes(s) * 8}-bit logits",
                 "relative": "16-bit logits relative to strips of columns",
                 "fast": "16-bit exponentials relative to the target",
                 "kept": "none: every token keeps a set of ids",
@@ -212,23 +168,38 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def sections(plan: Plan) -> list[Section]:
-    """What ``print`` shows of a plan."""
-    sizes = [(t.name, t.sweep, t.loop, t.finish) for t in plan.terms if t.sweep or t.loop or t.finish]
-    terms = [(label, *(f"{size / MiB:,.1f}" for size in at)) for label, *at in sizes]
+    """The parts of a printed plan: its facts, its buffers with their lifetimes, its memory."""
+    rows = [
+        (b.name, " x ".join(map(str, b.shape)), name(b.dtype), f"{b.bytes / MiB:,.1f}", lifetime(b))
+        for b in plan.buffers
+    ]
     totals = [
         ("peak over the inputs", f"{plan.peak_bytes / MiB:,.1f} MiB"),
         ("beside the gradients", f"{plan.extra_bytes / MiB:,.1f} MiB of {plan.budget / MiB:,.0f}"),
     ]
-    return [("Plan", facts(plan)), ("MiB", [("", "sweep", "loop", "finish"), *terms]), ("Memory", totals)]
+    buffers = [("", "shape", "dtype", "MiB", "in memory"), *rows]
+    return [("Plan", facts(plan)), ("Buffers", buffers), ("Memory", totals)]
+
+
+def lifetime(buffer: Buffer) -> str:
+    """The phases of a buffer in a word or two."""
+    if (buffer.first, buffer.last) == (Phase.SWEEP, Phase.WEIGHT):
+        return "call"
+    first, last = (("sweep", "loop", "finish", "finish")[phase] for phase in (buffer.first, buffer.last))
+    return first if first == last else f"{first} to {last}"
 
 
 def as_text(shown: Sequence[Section]) -> str:
-    """Sections as plain text; where rows have more cells than two, those after the first are numbers."""
+    """Sections as plain text; rows of more than two cells stand in columns, to the right in each."""
     lines = []
     for title, rows in shown:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        first = max(30, widths[0] if len(widths) > 2 else 0)
         lines.append(title)
-        for first, *rest in rows:
-            lines.append(f"  {first:<30}" + ("".join(f"{cell:>10}" for cell in rest) if rest[1:] else rest[0]))
+        for label, *cells in rows:
+            if cells[1:]:
+                cells = [f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+            lines.append(f"  {label:<{first}}" + "".join(cells))
     return "\n".join(lines)
 
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .plans import balanced, slices
+from .chunk_size import balanced
+from .plans import slices
 
 
 class Segments(NamedTuple):

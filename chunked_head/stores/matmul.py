@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..plan.memory import cast_rows
+from ..plan.buffers import cast_rows
 from ..plan.plans import slices
 from ..plan.sizes import Sizes
 

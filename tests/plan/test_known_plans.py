@@ -1,7 +1,7 @@
-"""Plans of ninety requests, drawn at random, as they were when a change to the planner was last meant to change them.
+"""Plans of ninety requests, drawn at random, as they were when a change to the planner last meant to change them.
 
-``python tests/plan/test_known_plans.py`` writes ``known_plans.json`` anew, one request a line: what differs in it is
-what the change does to plans.
+``PYTHONPATH=. python tests/plan/test_known_plans.py`` writes ``known_plans.json`` anew, one request a line: what
+differs in it is what the change does to plans.
 """
 
 import json
@@ -57,6 +57,7 @@ def test_plans_are_the_known_ones() -> None:
     """Made by a process of its own: where kernels are interpreted, their tiles are others."""
     run = [sys.executable, __file__, "--print"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # where this process looks
     found = json.loads(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
     for (request, expected), plan in zip(json.loads(KNOWN.read_text()), found, strict=True):
         assert plan == expected, request

@@ -207,8 +207,8 @@ def test_loss_only() -> None:
 
 def test_autocast_names_the_cast_weight() -> None:
     made = plan(8192, **LLAMA, hidden_dtype=torch.float32, weight_dtype=torch.float32)
-    cast = next(term for term in made.terms if term.kind == "cast")
-    assert cast.loop == 2 * 4096 * 128256
+    (cast,) = (buffer for buffer in made.buffers if buffer.kind == "cast")
+    assert (cast.shape, cast.dtype, cast.bytes) == ((128256, 4096), torch.bfloat16, 2 * 4096 * 128256)
     assert made.accumulate_dtype == torch.float32
     assert made.extra_bytes <= 640 * MiB
 
@@ -246,8 +246,10 @@ def test_a_budget_below_a_row_is_refused(tokens: int, options: dict[str, Any]) -
 
 
 def tile_bytes(made: Plan) -> int:
-    (term,) = (term for term in made.terms if term.name == "gradients of a block's tile")
-    return term.loop
+    (buffer,) = (
+        buffer for buffer in made.buffers if buffer.name in ("gradients of a tile's logits", "logits of a tile")
+    )
+    return buffer.bytes
 
 
 def test_tiles_of_known_gradients_take_two_bytes() -> None:
@@ -341,7 +343,7 @@ def test_a_second_backward_keeps_the_budget() -> None:
 
 @pytest.mark.parametrize(
     ("options", "broken"),
-    [({}, "plan_forward"), ({"loss": losses.gspo()}, "plan_forward"), ({"ranks": 2}, "default_budget")],
+    [({}, "fitted"), ({"loss": losses.gspo()}, "fitted"), ({"ranks": 2}, "default_budget")],
     ids=["half", "coupled", "ranks"],
 )
 def test_a_mistake_in_the_planner_is_no_other_plan(
@@ -350,7 +352,7 @@ def test_a_mistake_in_the_planner_is_no_other_plan(
     real = getattr(planner, broken)
 
     def mistaken(*given: Any, **named: Any) -> Any:
-        if broken == "plan_forward" or given[1] == 2:
+        if broken == "fitted" or given[1] == 2:
             raise ValueError("a mistake")
         return real(*given, **named)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...core import checks
 from ...functions.plan import place_of, plan
-from ...plan.memory import MiB
+from ...plan.buffers import MiB
 from ...plan.plans import Plan, as_text, facts
 from .agreement import Agreement
 from .find_head import find_head

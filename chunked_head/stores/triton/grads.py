@@ -6,8 +6,8 @@ from torch import Tensor
 from ...core.stats import Coefficients, Head, Rows, RowStats
 from ...kernels.gradients import launch as gradients
 from ...kernels.products import launch as products
+from ...plan.buffers import padded_columns
 from ...plan.plans import Plan
-from ...plan.sizes import padded_columns
 from .session import OwnProducts, counted_of, transform, zero_uncounted_
 
 

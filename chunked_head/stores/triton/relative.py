@@ -12,9 +12,8 @@ from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
 from ...kernels.statistics.launch import Outputs
 from ...parallel.merge import unpack
-from ...plan.memory import part_sums
+from ...plan.buffers import padded_columns, part_sums
 from ...plan.plans import Plan, slices
-from ...plan.sizes import padded_columns
 from ..gradients import Gradients
 from ..matmul import add_dhidden, project
 from .session import NO_PARTS, OwnProducts, Parts, counted_of, outputs_of, ratio_of, transform

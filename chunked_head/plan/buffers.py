@@ -1,0 +1,293 @@
+"""The tensors that a call makes: their shapes, dtypes and lifetimes. A plan's memory is the sum over this list.
+
+A call runs through four phases, and a buffer lies in memory from its first to its last one.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from ..core.groups import BLOCKS
+from ..core.stats import numbers_sent
+from ..kernels.common.gpus import RELATIVE_STRIP, split_strips
+from ..kernels.common.tiles import LEAST_SECTION, STRIPS_AT_ONCE, piece_bytes
+from .sizes import Sizes
+
+if TYPE_CHECKING:
+    from .plans import Plan
+
+MiB = 1 << 20
+CHUNK_MULTIPLE = 128
+# target, validity, weights, statistics and coefficients of a call that asks for nothing further
+BYTES_PER_TOKEN = 56
+# temporaries of the losses' arithmetic for each token that it runs for, and for each column of the token's
+BYTES_PER_EVALUATED = 160
+BYTES_PER_COLUMN = 96
+CAST_BYTES = 16 * MiB
+BYTE = torch.uint8
+
+
+class Phase(IntEnum):
+    """A part of a call, in the order in which they run."""
+
+    SWEEP = 0  # statistics of all tokens, where gradients are made in backward
+    LOOP = 1  # gradients, chunk by chunk
+    HIDDEN = 2  # the gradient of hidden gets its dtype and the upstream gradient's factor, and is handed over
+    WEIGHT = 3  # the gradients of weight and bias likewise
+
+
+SWEEP, LOOP, HIDDEN, WEIGHT = Phase
+
+
+class Buffer(NamedTuple):
+    """A tensor that a call makes, or several of one lifetime as one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # uint8: bytes of several dtypes
+    first: Phase
+    last: Phase
+    kind: Literal["extra", "gradient", "cast"] = "extra"  # the budget limits the first
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def peak_of(buffers: Sequence[Buffer]) -> int:
+    """Bytes of the phase that needs most."""
+    total = [0] * len(Phase)
+    for buffer in buffers:
+        size = buffer.bytes
+        for phase in range(buffer.first, buffer.last + 1):
+            total[phase] += size
+    return max(total)
+
+
+def extra_of(buffers: Sequence[Buffer]) -> int:
+    """The peak beside the gradients, a cast of the weight not counted: the bytes that a budget limits."""
+    counted = [buffer for buffer in buffers if buffer.kind != "cast"]
+    return max(0, peak_of(counted) - gradients_of(counted))
+
+
+def gradients_of(buffers: Sequence[Buffer]) -> int:
+    return sum(buffer.bytes for buffer in buffers if buffer.kind == "gradient")
+
+
+def buffers_of(plan: "Plan") -> tuple[Buffer, ...]:
+    """The buffers of a call that runs by ``plan``; those without an element are left out."""
+    made = {"loss only": sweep_buffers, "forward": forward_buffers, "recompute": recompute_buffers}[plan.schedule]
+    return tuple([buffer for buffer in (*made(plan), *common_buffers(plan.sizes)) if 0 not in buffer.shape])
+
+
+def sweep_buffers(plan: "Plan") -> Iterator[Buffer]:
+    """A pass over chunks that makes statistics and no gradient."""
+    sizes, rows = plan.sizes, plan.chunk_tokens
+    yield from chunk_buffers(sizes, rows, SWEEP, stored=sizes.keeps_sweep)
+    yield from work_buffers(sizes, rows, sizes.vocab, SWEEP)
+
+
+def forward_buffers(plan: "Plan") -> Iterator[Buffer]:
+    """A pass over chunks that makes gradients along with the statistics."""
+    sizes, rows, hidden_acc = plan.sizes, plan.chunk_tokens, plan.hidden_accumulate
+    yield from gradient_buffers(sizes, hidden_acc, plan.weight_accumulate)
+    yield from chunk_buffers(sizes, rows, LOOP, stored=True)
+    if sizes.teacher_last:
+        assert sizes.demand.pairing is not None
+        sums = sizes.demand.pairing.forward_kl + sizes.demand.pairing.entropy
+        strips = math.ceil(sizes.vocab / (RELATIVE_STRIP * STRIPS_AT_ONCE))
+        yield Buffer("teacher's sums of strips", (rows, sums, strips), torch.float32, LOOP, LOOP)
+    if sizes.spread > 1 and sizes.hidden_grad:
+        yield Buffer("gradient of hidden, of all ranks", (2, rows, sizes.hidden), hidden_acc, LOOP, LOOP)
+    if sizes.store == "fast" and sizes.weight_grad:
+        yield from target_buffers(sizes, rows)
+    yield Buffer("gradient of hidden, parts", (part_sums(sizes, rows) // 4,), torch.float32, LOOP, LOOP)
+    yield from work_buffers(sizes, rows, sizes.vocab, LOOP)
+    if sizes.dtype == torch.float16 and sizes.store != "kept" and sizes.weight_grad and sizes.half_products:
+        # fp16's factor comes back to it before it is added; where operands are cast, it is among their tiles
+        columns = min(sizes.vocab, cast_rows(sizes.hidden))
+        yield Buffer("gradient of weight, a tile", (columns, sizes.hidden), torch.float32, LOOP, LOOP)
+
+
+def recompute_buffers(plan: "Plan") -> Iterator[Buffer]:
+    """A sweep for statistics; then gradients by blocks of tokens, tiles of the vocabulary inside."""
+    sizes, block, tile = plan.sizes, plan.block_tokens, plan.tile_columns
+    yield from sweep_buffers(plan)
+    yield from gradient_buffers(sizes, sizes.hidden_dtype, plan.weight_accumulate)
+    if sizes.hidden_grad and plan.hidden_accumulate != sizes.hidden_dtype:
+        yield Buffer("gradient of hidden, a block", (block, sizes.hidden), torch.float32, LOOP, LOOP)
+    if sizes.hidden_grad and sizes.spread > 1:
+        yield Buffer("gradient of hidden, of all ranks", (2, block, sizes.hidden), sizes.hidden_dtype, LOOP, LOOP)
+    if sizes.grads_in_matmul and sizes.store != "kept":
+        yield Buffer("gradients of a tile's logits", (block, padded_columns(tile)), sizes.dtype, LOOP, LOOP)
+    elif sizes.store != "kept":
+        # plain logits to differentiate, whatever the sweep stored
+        columns = tile + (min(tile, sizes.teacher_columns) if sizes.teacher_store else 0)
+        yield Buffer("logits of a tile", (block, columns), wide_dtype(sizes), LOOP, LOOP)
+    yield from operand_buffers(sizes, block, LOOP)
+    if sizes.weight_grad and sizes.through_fp32(plan.weight_accumulate):
+        yield Buffer("gradient of weight, a tile", (tile, sizes.hidden), torch.float32, LOOP, LOOP)
+    yield from work_buffers(sizes, block, tile, LOOP)
+
+
+def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dtype) -> Iterator[Buffer]:
+    """The gradients that are handed over; where they wait in another dtype, they are made of that at the end."""
+    if sizes.hidden_grad:
+        shape, waits = (sizes.own_tokens, sizes.hidden), hidden_acc != sizes.hidden_dtype
+        yield Buffer("gradient of hidden", shape, sizes.hidden_dtype, HIDDEN if waits else LOOP, WEIGHT, "gradient")
+        if waits:
+            yield Buffer("gradient of hidden, waiting", shape, hidden_acc, LOOP, HIDDEN)
+    rows, waits = sizes.vocab + sizes.padding, weight_acc != sizes.weight_dtype
+    first = WEIGHT if sizes.own_weight_grad and waits else LOOP
+    if sizes.own_weight_grad:
+        yield Buffer("gradient of weight", (rows, sizes.hidden), sizes.weight_dtype, first, WEIGHT, "gradient")
+        if waits:
+            yield Buffer("gradient of weight, waiting", (rows, sizes.hidden), weight_acc, LOOP, WEIGHT)
+    if sizes.bias_grad:
+        yield Buffer("gradient of bias", (rows,), sizes.weight_dtype, first, WEIGHT, "gradient")
+
+
+def common_buffers(sizes: Sizes) -> Iterator[Buffer]:
+    """Buffers of every schedule, from start to end."""
+    if sizes.copied:
+        yield Buffer("copy of hidden states", (sizes.own_tokens, sizes.hidden), sizes.hidden_dtype, SWEEP, WEIGHT)
+    if sizes.spread > 1:
+        yield Buffer("teacher's hidden states", (sizes.tokens, sizes.teacher_width), sizes.dtype, SWEEP, WEIGHT)
+    if sizes.weight_dtype != sizes.dtype:
+        rows = sizes.vocab + sizes.padding
+        yield Buffer("weight cast for autocast", (rows, sizes.hidden), sizes.dtype, SWEEP, LOOP, "cast")
+    if sizes.teacher_cast:
+        shape = (sizes.teacher_columns, sizes.teacher_width)
+        yield Buffer("teacher's weight cast for autocast", shape, sizes.dtype, SWEEP, LOOP, "cast")
+    demand = sizes.demand
+    # a loss that sees all tokens at once does its arithmetic for all of them at once, as does one whose values are last
+    at_once = sizes.coupled or sizes.by_segments or sizes.teacher_last
+    evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * demand.columns if at_once else 0
+    each = BYTES_PER_TOKEN + 8 * demand.vectors + 16 * demand.columns + evaluated
+    yield Buffer("vectors of tokens", (sizes.tokens, each), BYTE, SWEEP, WEIGHT)
+
+
+def chunk_buffers(sizes: Sizes, rows: int, phase: Phase, stored: bool) -> Iterator[Buffer]:
+    """The rows of a chunk. ``stored``: with their logits."""
+    demand = sizes.demand
+    # all ranks' statistics are gone before the losses' arithmetic begins
+    evaluated = max(BYTES_PER_EVALUATED + BYTES_PER_COLUMN * demand.columns, merged_bytes(sizes))
+    yield Buffer("losses' arithmetic", (rows, evaluated), BYTE, phase, phase)
+    if sizes.store == "kept":
+        if sizes.scratch:  # torch sums hidden's gradient apart
+            yield Buffer("sums of hidden's gradient", (rows, sizes.hidden), torch.float32, phase, phase)
+        return
+    if stored:
+        yield from logits_buffers(sizes, rows, phase)
+    yield from operand_buffers(sizes, rows, phase)
+    if sizes.store != "logits":
+        assert sizes.gpu is not None
+        relative, block = stored and sizes.store == "relative", None if stored else sizes.block
+        strips = sizes.gpu.strips_of(sizes.vocab, sizes.hidden, relative, block)
+        strips += split_strips(demand.views[-1].columns)
+        two = len(demand.views) > 1
+        numbers = 2 + demand.entropy[0] + demand.weighted_sum + 2 * demand.top + two + any(demand.entropy[1:])
+        yield Buffer("statistics of strips", (rows, strips, numbers), torch.float32, phase, phase)
+
+
+def logits_buffers(sizes: Sizes, rows: int, phase: Phase) -> Iterator[Buffer]:
+    """A chunk's stored logits, and its teacher's."""
+    if sizes.store == "logits":
+        yield Buffer("logits", (rows, sizes.vocab), wide_dtype(sizes), phase, phase)
+    else:
+        yield Buffer("logits", (rows, padded_columns(sizes.vocab)), sizes.dtype, phase, phase)
+    if sizes.teacher_store is None:
+        return
+    # where they come last, the buffer is for some rows of a chunk that makes gradients
+    teacher_rows = sizes.teacher_rows(rows) if phase == LOOP else rows
+    if sizes.teacher_store == "logits":
+        yield Buffer("teacher's logits", (teacher_rows, sizes.teacher_columns), wide_dtype(sizes), phase, phase)
+        return
+    assert sizes.gpu is not None
+    shape = (teacher_rows, padded_columns(sizes.teacher_columns))
+    yield Buffer("teacher's logits", shape, sizes.dtype, phase, phase)
+    # for all rows of a chunk: their strips lie as far apart as the student's
+    strips = sizes.gpu.strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
+    yield Buffer("teacher's statistics of strips", (rows, strips, 2), torch.float32, phase, phase)
+
+
+def operand_buffers(sizes: Sizes, rows: int, phase: Phase) -> Iterator[Buffer]:
+    """The matmuls' other operand: rows of hidden states in which those that do not count are 0."""
+    yield Buffer("hidden states of a chunk", (rows, sizes.hidden), sizes.dtype, phase, phase)
+    yield Buffer("teacher's hidden states of a chunk", (rows, sizes.teacher_width), sizes.dtype, phase, phase)
+    if sizes.spread > 1:
+        yield Buffer("hidden states of all ranks", (rows, sizes.hidden), sizes.hidden_dtype, phase, phase)
+    if sizes.half and not sizes.half_products:  # an operand, and a product
+        yield Buffer("hidden states in fp32", (2, rows, sizes.hidden), torch.float32, phase, phase)
+
+
+def target_buffers(sizes: Sizes, rows: int) -> Iterator[Buffer]:
+    """The fast path's tokens sorted by target, and sums of their rows; chunk by chunk where hidden states come so.
+    The sums lie in the buffer of exponentials, unless that is too small for those of the least section: said of
+    128 rows, whatever their number, since more rows should never need less."""
+    at_once = sizes.tokens if sizes.spread == 1 else rows
+    yield Buffer("tokens sorted by target", (sizes.tokens * 4 + at_once * 24,), BYTE, LOOP, LOOP)
+    sums = piece_bytes(min(at_once, LEAST_SECTION), sizes.hidden)
+    if sums > CHUNK_MULTIPLE * sizes.vocab * 2:
+        yield Buffer("sums of targets' rows", (sums,), BYTE, LOOP, LOOP)
+
+
+def work_buffers(sizes: Sizes, rows: int, columns: int, phase: Phase) -> Iterator[Buffer]:
+    """Elementwise tiles of a backend that needs them, and where 16-bit operands are cast, a tile of the weight or of
+    its gradient."""
+    demand = sizes.demand
+    if sizes.scratch:
+        tiles = 1 + 3 * any(demand.entropy) + 3 * (len(demand.views) > 1) + 6 * (demand.pairing is not None)
+        tile = min(sizes.scratch, rows * columns * logit_bytes(sizes))
+        yield Buffer("elementwise tiles", (tiles, tile), BYTE, phase, phase)
+    if sizes.half and not sizes.half_products:
+        shape = (min(columns, cast_rows(sizes.hidden)), sizes.hidden)
+        yield Buffer("a tile of the weight in fp32", shape, torch.float32, phase, phase)
+
+
+def row_bytes(sizes: Sizes) -> int:
+    """Bytes that one more row in a chunk costs."""
+    return sum(buffer.bytes for buffer in chunk_buffers(sizes, 1, SWEEP, stored=True))
+
+
+def merged_bytes(sizes: Sizes) -> int:
+    """Bytes of all pieces' statistics of a row: as they come, as fp64, and the numbers that merge their softmaxes."""
+    pieces = sizes.ranks if sizes.block is None else max(sizes.ranks, BLOCKS)
+    if pieces == 1:
+        return 0
+    numbers, demand = 1 + numbers_sent(sizes.demand), sizes.demand
+    largest = 8 * 2 * demand.top_k + 8 * demand.columns
+    return pieces * (12 * numbers + 48 + largest) + 8 * numbers
+
+
+def part_sums(sizes: Sizes, rows: int) -> int:
+    """Bytes of the sums of dhidden's parts, where it is made in several; of its product, where BLAS makes that of
+    exponentials."""
+    if sizes.gpu is None or not sizes.hidden_grad:
+        return 0
+    if sizes.store == "fast" and not sizes.own_dhidden:
+        return rows * sizes.hidden * 4
+    return sizes.dhidden_split(rows).units * sizes.gpu.product.elements * 4
+
+
+def wide_dtype(sizes: Sizes) -> torch.dtype:
+    """The dtype of logits that are stored as they are."""
+    return torch.promote_types(sizes.dtype, torch.float32)
+
+
+def logit_bytes(sizes: Sizes) -> int:
+    """Bytes that the buffer needs for one logit: 16-bit exponentials or relative logits, else fp32 (fp64) logits."""
+    return wide_dtype(sizes).itemsize if sizes.store == "logits" else 2
+
+
+def padded_columns(columns: int) -> int:
+    """Elements of a 16-bit row that starts, as the tensor copy engine asks, on 16 bytes."""
+    return math.ceil(columns / 8) * 8
+
+
+def cast_rows(hidden: int) -> int:
+    """Rows of the weight whose fp32 copy is about 16 MiB: as many as are cast at a time."""
+    return max(CHUNK_MULTIPLE, CAST_BYTES // (4 * max(hidden, 1)))
