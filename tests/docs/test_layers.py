@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # from the lowest to the highest; kernels know nothing but each other
-LAYERS = ("kernels", "core", "losses", "metrics", "plan", "parallel", "stores", "arithmetic", "call", "replay",
-          "compile", "functions", "integrations", "commands", "__main__")  # fmt: skip
+LAYERS = ("reference", "kernels", "core", "losses", "metrics", "plan", "parallel", "stores", "arithmetic", "call",
+          "replay", "compile", "functions", "integrations", "commands", "__main__")  # fmt: skip
 MOST_FILES = 12
 MOST_OF_CALL = 14  # until what describes a call is one record
 

@@ -1,0 +1,298 @@
+"""The idea of this library in plain PyTorch: hidden states to loss, gradients and metrics, without the logits.
+
+A language model ends in ``logits = hidden @ weight.T`` [tokens, vocab] and a loss of them. At 16,384 tokens and 128,256
+ids the logits alone take 8.4 GB in float32, and their gradient as much again. Here one chunk of them exists at a time:
+
+1. The head makes the logits of a chunk of tokens and a piece of the vocabulary.
+2. Each row of logits is reduced to a few statistics. Statistics of two pieces of the vocabulary merge into those of
+   both: pieces may be tiles of a matrix product, slices of the weight, or shards of tensor-parallel ranks.
+3. A loss is a function of statistics, one number per token in, one number per token out. Losses add up.
+4. Autograd on these vectors turns any sum of losses into four coefficients per token.
+5. Statistics and coefficients turn logits into the gradient of the logits, in the memory of the logits.
+6. The loop over chunks: two more matrix products add that gradient to those of hidden states, weight and bias.
+
+    losses = {"ce": (1.0, reference.cross_entropy), "z": (1e-4, reference.z_loss)}
+    result = reference.linear_loss(hidden, weight, target, losses, chunk_tokens=1024, shards=4)
+    hidden.grad, weight.grad = result.dhidden, result.dweight
+
+The file imports nothing of the package. The library computes the same faster, for more losses, as autograd Functions,
+and its tests compare it with this file in float64. ``python -m chunked_head.reference`` runs a demonstration.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+# ---------------------------------------------------------------- 1. the head
+class Head(NamedTuple):
+    """``x = softcap tanh(logit_scale (hidden weight^T + bias) / softcap) / temperature``, each part where asked.
+
+    ``softcap``: Gemma 2, arXiv 2408.00118. Operands have the dtype of the logits: float64, or float32 for all others.
+    """
+
+    weight: Tensor  # [vocab, hidden]
+    bias: Tensor  # [vocab]
+    logit_scale: float
+    softcap: float | None
+
+    def logits(self, hidden: Tensor, piece: slice, temperature: Tensor) -> Tensor:
+        """[chunk, piece]: logits ``x`` of ``hidden`` [chunk, hidden] for ids of ``piece``; temperature [chunk, 1]."""
+        x = self.logit_scale * torch.addmm(self.bias[piece], hidden, self.weight[piece].T)
+        return (x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)) / temperature
+
+    def slope(self, x: Tensor, temperature: Tensor) -> Tensor:
+        """The derivative of logits ``x`` in ``hidden weight^T + bias``, by ``tanh' = 1 - tanh^2``."""
+        slope = self.logit_scale / temperature
+        return slope if self.softcap is None else slope * (1 - (x * temperature / self.softcap).square())
+
+
+# ---------------------------------------------------------------- 2. statistics
+class PieceStatistics(NamedTuple):
+    """Statistics of each row of logits ``x`` over a piece of the vocabulary, [chunk] each."""
+
+    max: Tensor  # m = max_j x_j
+    sum_exp: Tensor  # sum_j e_j, where e_j = exp(x_j - m)
+    sum_entr: Tensor  # sum_j -e_j log e_j
+    target_logit: Tensor  # x_y where the target y is in the piece, else 0
+    weighted_sum: Tensor  # sum_j omega_j x_j with the class weights omega (1 without)
+    argmax: Tensor  # int64: the first id of the largest logit
+
+
+def piece_statistics(x: Tensor, ids: Tensor, target: Tensor, omega: Tensor) -> PieceStatistics:
+    """Statistics of logits ``x`` [chunk, piece] of the ids ``ids`` [piece] with class weights ``omega`` [piece]."""
+    largest, column = x.max(-1)
+    largest = largest.clamp(min=torch.finfo(x.dtype).min)  # a piece of -inf has no probability, rather than nan
+    e = torch.exp(x - largest[:, None])
+    target_logit = torch.where(ids == target[:, None], x, 0.0).sum(-1)
+    return PieceStatistics(largest, e.sum(-1), torch.special.entr(e).sum(-1), target_logit, x @ omega, ids[column])
+
+
+def merge(a: PieceStatistics, b: PieceStatistics) -> PieceStatistics:
+    """Statistics of two pieces together, ``a`` with the smaller ids. Associative: the order of merges does not matter.
+
+    Sums are brought to the larger maximum (online softmax, arXiv 1805.02867). With ``f = exp(m_a - m)`` an exponential
+    ``e`` of ``a`` becomes ``f e``, and its ``-f e log(f e) = f (-e log e) + (-f log f) e``.
+    Tensor-parallel ranks send each other these vectors and merge them: six numbers per token for any vocabulary.
+    """
+    largest = torch.maximum(a.max, b.max)
+    f, g = torch.exp(a.max - largest), torch.exp(b.max - largest)
+    entr = torch.special.entr
+    return PieceStatistics(
+        max=largest,
+        sum_exp=f * a.sum_exp + g * b.sum_exp,
+        sum_entr=f * a.sum_entr + entr(f) * a.sum_exp + g * b.sum_entr + entr(g) * b.sum_exp,
+        target_logit=a.target_logit + b.target_logit,
+        weighted_sum=a.weighted_sum + b.weighted_sum,
+        argmax=torch.where(b.max > a.max, b.argmax, a.argmax),
+    )
+
+
+class Statistics(NamedTuple):
+    """Statistics of each row of logits over the vocabulary, [chunk] each: all that losses and metrics read."""
+
+    logprob: Tensor  # log p_y = x_y - lse, where p = softmax(x)
+    lse: Tensor  # log sum_j exp(x_j)
+    entropy: Tensor  # -sum_j p_j log p_j, in nats
+    weighted_sum: Tensor  # sum_j omega_j x_j
+    argmax: Tensor  # int64, no gradient
+
+
+def statistics(merged: PieceStatistics) -> Statistics:
+    """From statistics of all pieces, merged; ``p_j = e_j / sum_exp``."""
+    log_sum = merged.sum_exp.log()
+    logprob = (merged.target_logit - merged.max) - log_sum
+    entropy = log_sum + merged.sum_entr / merged.sum_exp
+    return Statistics(logprob, merged.max + log_sum, entropy, merged.weighted_sum, merged.argmax)
+
+
+# ---------------------------------------------------------------- 3. losses and metrics
+Batch = Mapping[str, Tensor]  # fields of the chunk's tokens [chunk], "target" among them, and "class_weights" [vocab]
+Loss = Callable[[Statistics, Batch], Tensor]  # [chunk]: a value per token, differentiable in the statistics
+Mix = Mapping[str, tuple[float, Loss]]  # losses by name, each with its coefficient
+
+
+def cross_entropy(stats: Statistics, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
+    """``-(1 - s) omega_y log p_y - s / vocab sum_j omega_j log p_j``, as ``torch.nn.functional.cross_entropy``.
+
+    ``label_smoothing`` s: arXiv 1512.00567. The sum over j is ``weighted_sum - lse sum_j omega_j``.
+    """
+    omega = batch["class_weights"]
+    values = -omega[batch["target"]] * stats.logprob
+    if label_smoothing == 0:
+        return values
+    return torch.lerp(values, (omega.sum() * stats.lse - stats.weighted_sum) / len(omega), label_smoothing)
+
+
+def z_loss(stats: Statistics, batch: Batch) -> Tensor:
+    """``lse^2`` (PaLM, arXiv 2204.02311, with a coefficient of 1e-4)."""
+    return stats.lse.square()
+
+
+def entropy(stats: Statistics, batch: Batch) -> Tensor:
+    """``-sum_j p_j log p_j``: a bonus with a negative coefficient, a penalty with a positive one."""
+    return stats.entropy
+
+
+def grpo(stats: Statistics, batch: Batch, clip_low: float = 0.2, clip_high: float = 0.2) -> Tensor:
+    """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with the ratio ``r = p_y / old p_y``: the clipped surrogate
+    of PPO (arXiv 1707.06347) and GRPO (arXiv 2402.03300).
+
+    Fields: advantages (A), old_logprobs (without them r = 1, with the gradient of the ratio).
+    """
+    ratio = (stats.logprob - batch.get("old_logprobs", stats.logprob.detach())).exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -torch.minimum(ratio * batch["advantages"], clipped * batch["advantages"])
+
+
+METRICS: dict[str, Loss] = {  # means over the tokens that count
+    "accuracy": lambda stats, batch: (stats.argmax == batch["target"]).to(stats.lse.dtype),
+    "entropy": lambda stats, batch: stats.entropy,
+    "logprob": lambda stats, batch: stats.logprob,
+}
+
+
+# ---------------------------------------------------------------- 4. coefficients
+class Coefficients(NamedTuple):
+    """Numbers per token, [chunk] each, that turn a row of logits into its gradient."""
+
+    alpha: Tensor  # of p_j
+    eta: Tensor  # of p_j log p_j
+    beta: Tensor  # of the target's one-hot vector
+    kappa: Tensor  # of the class weights
+
+
+@torch.enable_grad()
+def coefficients(mix: Mix, stats: Statistics, batch: Batch, factor: Tensor) -> tuple[dict[str, Tensor], Coefficients]:
+    """Values [chunk] of the losses, and the coefficients of ``sum_i factor_i`` times their sum.
+
+    Autograd gives derivatives in the statistics. From there to the logits: ``dlogprob / dx_j = 1[j = y] - p_j``,
+    ``dlse / dx_j = p_j``, ``dentropy / dx_j = -p_j (log p_j + entropy)``, ``dweighted_sum / dx_j = omega_j``.
+    """
+    leaves = [vector.requires_grad_() for vector in stats[:4]]
+    values = {name: loss(stats, batch) for name, (_, loss) in mix.items()}
+    total = torch.stack([coefficient * values[name] @ factor for name, (coefficient, _) in mix.items()]).sum()
+    d_logprob, d_lse, d_entropy, d_sum = torch.autograd.grad(total, leaves, materialize_grads=True, allow_unused=True)
+    alpha = d_lse - d_logprob - d_entropy * stats.entropy.detach()
+    return values, Coefficients(alpha, eta=-d_entropy, beta=-d_logprob, kappa=-d_sum)
+
+
+# ---------------------------------------------------------------- 5. the gradient of the logits
+def gradient_(x: Tensor, ids: Tensor, target: Tensor, omega: Tensor, merged: PieceStatistics, c: Coefficients) -> None:
+    """Turns logits ``x`` [chunk, piece] into their gradient in place, by one formula for every loss:
+
+    ``dx_j = p_j (alpha + eta log p_j) - beta 1[j = y] - kappa omega_j``
+    """
+    p = torch.exp(x - merged.max[:, None]) / merged.sum_exp[:, None]
+    torch.mul(p, c.alpha[:, None], out=x)
+    x += c.eta[:, None] * torch.special.xlogy(p, p)  # p log p, 0 where p is 0
+    x -= c.beta[:, None] * (ids == target[:, None])
+    x -= c.kappa[:, None] * omega
+
+
+# ---------------------------------------------------------------- 6. the loop over chunks
+class Result(NamedTuple):
+    """Losses, metrics, and gradients of ``loss`` in the dtypes of their tensors."""
+
+    loss: Tensor  # []: the sum of coefficient times part
+    parts: dict[str, Tensor]  # [] each: the losses, reduced
+    values: dict[str, Tensor]  # [tokens] each: the losses per token, 0 where a token does not count
+    metrics: dict[str, Tensor]  # [] each
+    dhidden: Tensor  # [tokens, hidden]
+    dweight: Tensor  # [vocab, hidden]
+    dbias: Tensor | None  # [vocab]
+
+
+@torch.no_grad()
+def linear_loss(
+    hidden: Tensor,  # [tokens, hidden]
+    weight: Tensor,  # [vocab, hidden]
+    target: Tensor,  # [tokens] int64
+    mix: Mix,
+    *,
+    batch: Batch | None = None,  # fields of the losses [tokens]; "mask" says which tokens count
+    bias: Tensor | None = None,  # [vocab]
+    class_weights: Tensor | None = None,  # [vocab]
+    token_weights: Tensor | None = None,  # [tokens]: factors of values, not of the denominator
+    metrics: Mapping[str, Loss] = METRICS,
+    ignore_index: int = -100,
+    reduction: str = "mean",  # or "sum"
+    normalizer: float | None = None,  # the denominator of a mean
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float | Tensor = 1.0,  # a number, or [tokens]
+    chunk_tokens: int = 1024,
+    shards: int = 1,  # pieces of the vocabulary
+) -> Result:
+    """``sum_i w_i l_i / D`` of each loss over the tokens that count, their sum with coefficients, gradients, metrics.
+
+    ``D``: ``normalizer``, else the sum of the targets' class weights (their count without), or 1 where that is 0. A
+    normalizer of 0 gives loss 0.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    vocab, chunk_tokens, shards = len(weight), min(chunk_tokens, len(hidden)), min(shards, len(weight))
+    w, ids = weight.to(dtype), torch.arange(vocab, device=weight.device)
+    head = Head(w, w.new_zeros(vocab) if bias is None else bias.to(dtype), logit_scale, softcap)
+    omega = w.new_ones(vocab) if class_weights is None else class_weights.to(dtype)
+    ones = w.new_ones(len(hidden))
+    fields = {**(batch or {}), "target": target, "temperature": temperature * ones}
+    fields["token_weights"] = ones if token_weights is None else token_weights.to(dtype)
+    # masks select rows: nothing is read of a token that does not count
+    counted = ((target != ignore_index) & fields.pop("mask", ones.bool())).nonzero()[:, 0]
+    denominator = float(omega[target[counted]].sum()) or 1.0 if normalizer is None else float(normalizer)
+    scale = 1.0 if reduction == "sum" else 1.0 / denominator if denominator else 0.0
+
+    logits = w.new_empty(chunk_tokens, vocab)  # the one large buffer
+    pieces = [slice(i * vocab // shards, (i + 1) * vocab // shards) for i in range(shards)]
+    dhidden, dweight, dbias = hidden.new_zeros(hidden.shape, dtype=dtype), torch.zeros_like(w), torch.zeros_like(omega)
+    values, sums = {name: torch.zeros_like(ones) for name in mix}, {name: ones.new_zeros(()) for name in metrics}
+    for rows in counted.split(chunk_tokens) if len(counted) else ():
+        h, x = hidden[rows].to(dtype), logits[: len(rows)]  # [chunk, hidden], [chunk, vocab]
+        chunk = {name: field[rows] for name, field in fields.items()} | {"class_weights": omega}
+        y, t = chunk["target"], chunk["temperature"][:, None]
+        of_pieces = []
+        for piece in pieces:
+            x[:, piece] = head.logits(h, piece, t)
+            of_pieces.append(piece_statistics(x[:, piece], ids[piece], y, omega[piece]))
+        merged = reduce(merge, of_pieces)  # over ranks: after an all-gather
+        stats = statistics(merged)
+        of_tokens, c = coefficients(mix, stats, chunk, chunk["token_weights"] * scale)
+        for name, value in of_tokens.items():
+            values[name][rows] = value.detach()
+        for name, metric in metrics.items():
+            sums[name] += metric(stats, chunk).sum()
+        for piece in pieces:
+            dx, slope = x[:, piece], head.slope(x[:, piece], t)  # a view of the buffer, [chunk, piece]
+            gradient_(dx, ids[piece], y, omega[piece], merged, c)
+            dx *= slope
+            dhidden.index_add_(0, rows, dx @ w[piece])  # over ranks: an all-reduce
+            dweight[piece].addmm_(dx.T, h)
+            dbias[piece] += dx.sum(0)
+
+    parts = {name: (values[name] * fields["token_weights"])[counted].sum() * scale for name in mix}
+    loss = torch.stack([coefficient * parts[name] for name, (coefficient, _) in mix.items()]).sum()
+    means = {name: total / max(1, len(counted)) for name, total in sums.items()}
+    of_bias = None if bias is None else dbias.to(bias.dtype)
+    return Result(loss, parts, values, means, dhidden.to(hidden.dtype), dweight.to(weight.dtype), of_bias)
+
+
+def demonstration(tokens: int = 2048, width: int = 64, vocab: int = 16384, chunk_tokens: int = 256) -> None:
+    """Cross-entropy and an entropy bonus in chunks and shards, compared with full logits and autograd in float64."""
+    hidden, weight = (torch.randn(n, width, dtype=torch.float64, requires_grad=True) for n in (tokens, vocab))
+    target = torch.randint(vocab, (tokens,))
+    mix = {"ce": (1.0, cross_entropy), "bonus": (-0.01, entropy)}
+    ours = linear_loss(hidden, weight, target, mix, chunk_tokens=chunk_tokens, shards=3)
+    logprobs = (hidden @ weight.T).log_softmax(-1)
+    full = -logprobs.gather(1, target[:, None]).mean() + 0.01 * (logprobs.exp() * logprobs).sum(-1).mean()
+    dhidden, dweight = torch.autograd.grad(full, (hidden, weight))
+    for name, a, b in ("loss", ours.loss, full), ("dhidden", ours.dhidden, dhidden), ("dweight", ours.dweight, dweight):
+        print(f"{name}: largest difference {(a - b).abs().max():.1e}")
+    print(", ".join(f"{name} {value:.4f}" for name, value in ours.metrics.items()))
+    print(f"full logits {tokens * vocab * 8 / 2**20:.0f} MiB, one chunk {chunk_tokens * vocab * 8 / 2**20:.0f} MiB")
+
+
+if __name__ == "__main__":
+    demonstration()
