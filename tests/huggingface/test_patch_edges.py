@@ -111,11 +111,6 @@ def optimise_fused(model: Any, output: Any) -> None:
     torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True).step()
 
 
-def write(model: Any, output: Any) -> None:
-    """Counts nothing."""
-    model.lm_head.weight.data.mul_(1.5)
-
-
 READ: dict[str, Callable[[Any], Any]] = {
     "argmax": lambda x: x.argmax(-1),
     "all": lambda x: x[:, 1:].materialise(),
@@ -134,7 +129,6 @@ def load(model: Any, output: Any) -> None:
     [
         (optimise, "head's weight has been"),
         (optimise_fused, "head's weight has been"),
-        (write, "head's weight has been"),
         (load, "head's weight"),
         (scribble, "hidden states have been"),
     ],

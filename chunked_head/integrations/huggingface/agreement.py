@@ -22,8 +22,8 @@ from .find_head import NotUnderstood, embeddings, find_head, make_lazy, make_pla
 from .given import check_choices, check_loss, check_options
 from .hung_forward import hung_by
 from .lazy.lazy_head import FSDP1, sizes_of
+from .lazy.source import FORWARDS, MADE, PATCH, running
 from .lazy.tail import Rehearsed, Tail, in_words
-from .running import FORWARDS, MADE, PATCH, exporting, running
 
 OWN_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
 WRAPPING = ("/accelerate/", "/peft/", "/deepspeed/")  # frames between a model and whoever calls it
@@ -68,7 +68,7 @@ class Agreement:
         # graphs write these and read none that they did not write: nothing that changes may be what one is made for
         self.graph_tail: tuple[float, float | None, int | None, int, bool] | None = None
         self.graph_reason: str | None = None
-        self.graph_ran = self.graph_fused = self.graph_computed = False  # in the forward that runs
+        self.graph_fused = self.graph_computed = False  # in the forward that runs
         self.forwards = 0  # runs of the class's forward; -1 after one in a graph
         self.computed = ""  # what logits were computed for in the forward that runs
         self.settled = False  # the model made a loss in training
@@ -302,6 +302,13 @@ class Agreement:
         ``.count`` and ``.value``, on the device and of this rank (``chunked_head.metrics.all_reduce``)."""
         taken, self.metrics[training] = self.metrics[training], {}
         return taken
+
+
+def exporting() -> bool:
+    """Whether ``torch.export`` traces. Inside of a graph torch 2.9 answers its own question with yes in
+    ``torch.compile`` too; what it reads outside of one tells them apart."""
+    flag = getattr(torch.compiler, "_is_exporting_flag", None)
+    return torch.compiler.is_exporting() if flag is None else flag
 
 
 def is_fully_sharded(module: Any) -> bool:

@@ -6,7 +6,7 @@ from torch import nn
 
 from .hung_forward import loosen
 from .lazy.lazy_head import LazyHead, inner, lazy_class, sizes_of
-from .running import PATCH
+from .lazy.source import HEADS, PATCH, watch_optimizers
 
 
 class NotUnderstood(Exception):
@@ -84,6 +84,8 @@ def make_lazy(head: nn.Module, patch: Any) -> None:
             loosen(module)
             module.__class__ = lazy_class(type(module))  # type: ignore[arg-type]
     head.__dict__[PATCH] = patch
+    HEADS.add(head)
+    watch_optimizers()
 
 
 def make_plain(head: nn.Module, patch: Any) -> None:
@@ -92,6 +94,7 @@ def make_plain(head: nn.Module, patch: Any) -> None:
     if head.__dict__.get(PATCH) is not patch:
         return
     del head.__dict__[PATCH]
+    HEADS.discard(head)
     for module in {inner(head), head}:
         if isinstance(module, LazyHead) and type(module) is lazy_class(module.class_before):
             loosen(module)

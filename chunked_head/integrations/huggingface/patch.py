@@ -16,8 +16,8 @@ from .agreement import Agreement
 from .find_head import NotUnderstood, base_model, find_head
 from .hung_forward import hides, hung_by, loosen
 from .lazy.lazy_logits import LazyLogits
+from .lazy.source import running
 from .lazy.traced_logits import TracedLogits
-from .running import running
 
 REPORT = "chunked_head"  # the attribute of a patched model
 LABELS = ("labels", "shift_labels")

@@ -14,10 +14,8 @@ from ....functions.cross_entropy import linear_cross_entropy
 from ....functions.logits_loss import logits_loss
 from ....functions.loss import linear_loss
 from ....losses.base import Losses
-from ..running import running
-from .source import Source, is_shard
+from .source import Source, changed, is_shard, running, version
 from .tail import Rehearsed, Tail, tail_of
-from .unchanged import changed, version
 from .virtual import Virtual, replay
 
 BYTES_AT_ONCE = 256 << 20  # of logits where a head's own forward computes them
@@ -106,7 +104,7 @@ class Asked:
         again, patch = bool(before), self.source.patch
         if not torch.compiler.is_compiling():  # whose graphs are of values
             written = [version(given) for given in (rows, ids, self.class_weights) if given is not None]
-            if again and (before != written or changed(self.source.head, self.source.parameters, numbers=False)):
+            if again and (before != written or changed(self.source.head, self.source.parameters)):
                 raise RuntimeError(
                     f"{patch.model}'s loss is computed again in backward, and hidden states, targets, class weights or "
                     "the head's parameters have been modified by an inplace operation since; call backward before"

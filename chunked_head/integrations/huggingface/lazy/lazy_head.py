@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..hung_forward import hides
-from ..running import PATCH, running
 from ..watched import watcher
 from .lazy_logits import LazyLogits
-from .source import Source, is_shard
+from .source import PATCH, Source, is_shard, running
 from .traced_logits import TracedLogits
 from .virtual import Virtual
 

@@ -12,8 +12,7 @@ from torch.autograd.function import FunctionCtx
 
 from .fused_loss import cross_entropy
 from .fused_statistics import LOG_SOFTMAX, STATISTICS, Read, Rows, log_softmax, nll_loss, statistics
-from .source import is_shard
-from .unchanged import changed, version
+from .source import changed, is_shard, version
 from .virtual import COPIES as PLAIN_COPIES
 from .virtual import IN_PLACE, OPERATORS, VIEWS, Virtual, picks
 
@@ -51,7 +50,7 @@ class LazyLogits(Tensor):
     def materialise(self) -> Tensor:
         """The logits, as the unpatched model would have computed them; computed once."""
         if self._real is None:
-            self.check_unchanged(numbers=not self._virtual.source.patch.lazy)
+            self.check_unchanged()
             source = self._virtual.source
             try:
                 self._real = source.real(self._virtual)
@@ -64,15 +63,11 @@ class LazyLogits(Tensor):
                 ) from error
         return self._real
 
-    def check_unchanged(self, *, numbers: bool = False) -> None:
+    def check_unchanged(self) -> None:
         """What is computed now has to be what the head would have computed when it was called."""
         source = self._virtual.source
         written = version(self._virtual.hidden) != self._written
-        what = (
-            "its hidden states have been written to"
-            if written
-            else changed(source.head, source.parameters, numbers=numbers)
-        )
+        what = "its hidden states have been written to" if written else changed(source.head, source.parameters)
         if what is not None:
             raise RuntimeError(
                 f"{source.patch.model}'s logits are computed when they are read, and since its forward {what}: they "
@@ -139,10 +134,7 @@ def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) 
     kwargs = {key: value for key, value in kwargs.items() if key != "input"}
     if any(isinstance(value, LazyLogits) for value in (*rest, *kwargs.values())):
         return NotImplemented
-    # of no use inside of the forward. No training waits for a GPU here: its plain gradients take the new numbers too
-    waits = virtual.hidden.is_cuda and virtual.source.grad and torch.is_grad_enabled() and name != "argmax"
-    computes = name in RESULTS or name in STATISTICS
-    first.check_unchanged(numbers=computes and not waits and not virtual.source.patch.lazy)
+    first.check_unchanged()
     if name in RESULTS:
         return RESULTS[name](virtual, *rest, **kwargs)
     if name in STATISTICS:

@@ -1,22 +1,81 @@
-"""Where lazy logits came from: the head's module, and the state of autograd and autocast that it was called in."""
+"""Origin of lazy logits: the forward that runs, the head's module, and the state in which it was called."""
 
 import contextlib
+import functools
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ....core.checks import is_dtensor
-from .unchanged import Remembered, remembered
 from .virtual import Virtual, replay
 
-ROWS_AT_ONCE = 1024  # of real logits where only a row's own result is kept
+ROWS_AT_ONCE = 1024  # of real logits where a row's result is all that stays
+PATCH = "_chunked_head_patch"  # a lazy head's agreement, in its __dict__
+HEADS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # lazy ones
+# models may share a head, and threads a model
+FORWARDS: dict[tuple[int, int], Any] = {}  # agreements of forwards that run, by thread and id of the head
+MADE: set[tuple[int, int]] = set()  # thread and id of the agreement, of forwards that have made a loss
+Versions = tuple[tuple[str, Tensor, int | None], ...]  # of a head's parameters, by name
+
+
+def running(head: Any) -> Any:
+    """The agreement of the forward that calls a head; None outside of one."""
+    patch = head.__dict__.get(PATCH)
+    if torch.compiler.is_compiling():  # a graph knows no threads
+        return patch if patch is not None and patch.lazy else None
+    found = FORWARDS.get((threading.get_ident(), id(head)))
+    return patch if found is None and patch is not None and patch.traced else found
 
 
 def is_shard(weight: Any) -> bool:
     return is_dtensor(weight)
+
+
+def version(tensor: Tensor) -> int | None:
+    """The number of writes to a tensor; None where PyTorch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def versions(head: nn.Module) -> Versions:
+    """Those of a head now; none under FSDP1, which exchanges the parameters as it gathers and frees."""
+    if hasattr(head, "_is_fsdp_managed_module"):
+        return ()
+    return tuple((name, found, version(found)) for name, found in head.named_parameters())
+
+
+def changed(head: nn.Module, before: Versions) -> str | None:
+    """The parameter of a head that was written to or replaced since, in words."""
+    now = dict(head.named_parameters())
+    for name, parameter, count in before:
+        found = now.get(name)
+        if found is parameter and version(parameter) != count:
+            return f"the head's {name} has been written to"
+        if found is not parameter and found is not None and stays(found) and stays(parameter):
+            return f"the head's {name} is another tensor"
+    return None
+
+
+def stays(parameter: Any) -> bool:
+    """Whether a parameter is no framework's, which exchanges it."""
+    return type(parameter) in (Tensor, nn.Parameter) and not parameter.is_meta
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Has every optimizer's step counted as a write to the lazy heads' parameters: a fused one counts none."""
+    register_optimizer_step_post_hook(count_writes)
+
+
+def count_writes(optimizer: Any, *_: Any) -> None:
+    heads = {id(parameter) for head in HEADS for parameter in head.parameters()}
+    stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    torch.autograd.graph.increment_version([one for one in stepped if id(one) in heads and not one.is_inference()])
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +87,13 @@ class Source:
     grad: bool
     autocast: torch.dtype | None  # autocast's dtype where it was on
     device_type: str
-    parameters: Remembered = ()  # the head's
+    parameters: Versions = ()  # the head's
 
     @classmethod
     def here(cls, head: Any, patch: Any, hidden: Tensor) -> "Source":
         kind = "cpu" if hidden.is_meta else hidden.device.type  # autocast knows no device without numbers
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        parameters = () if torch.compiler.is_compiling() else remembered(head)
+        parameters = () if torch.compiler.is_compiling() else versions(head)
         return cls(head, patch, torch.is_grad_enabled(), autocast, kind, parameters)
 
     @property
