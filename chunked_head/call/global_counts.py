@@ -18,16 +18,15 @@ IDS = ("segments", "documents")
 def agreed_batch(tokens: Tokens) -> None:
     """Raises on every rank where ranks that hold different tokens are about to make different calls of them."""
     parallel = tokens.head.tokens
-    if parallel is not None:
-        fields = call_fields(tokens) | {"vocab": str(tokens.head.vocab)}
-        agree(fields, parallel.group, tokens.head.device, "TokenParallel")
+    assert parallel is not None
+    fields = call_fields(tokens) | {"vocab": str(tokens.head.vocab)}
+    agree(fields, parallel.group, tokens.head.device, "TokenParallel")
 
 
 def with_global_counts(tokens: Tokens) -> Tokens:
     """The same call with the counts of all ranks' tokens, and nan on every rank where an id is out of range on one."""
     parallel = tokens.head.tokens
-    if parallel is None:
-        return tokens
+    assert parallel is not None
     agreed_batch(tokens)
     batch = tokens.batch
     ids, fields = [name for name in IDS if name in batch], summed_fields(tokens)
@@ -72,10 +71,18 @@ def shown(value: Any) -> str:
     return repr(value) if isinstance(value, bool | int | float | str | tuple | type(None)) else type(value).__name__
 
 
+def kind_of(value: float | Tensor | str | None) -> str:
+    """Not which number it is, since another at every step would be a new kind of call each time."""
+    if isinstance(value, str):
+        return value
+    return type(value).__name__ if value is None or isinstance(value, Tensor) else "number"
+
+
 def call_fields(tokens: Tokens) -> dict[str, str]:
     """What ranks that share a call must have in common of it."""
     head, batch = tokens.head, tokens.batch
-    found = {"function": tokens.task.function, **tokens.task.asked}
+    task = tokens.task
+    found = {"function": task.function} | {name: kind_of(value) for name, value in task.asked.items()}
     for coefficient, summand in tokens.losses.terms:
         factor = coefficient if isinstance(coefficient, int | float) else "tensor"
         own = {name: getattr(summand, name) for name in ("reduction", "unit", "scope")}
@@ -87,5 +94,5 @@ def call_fields(tokens: Tokens) -> dict[str, str]:
     for name in ("temperature", "logit_scale", "softcap", "ignore_index", "shift"):
         found[name] = shown(getattr(head, name))
     found["pairs"] = str(list(batch["pairs"].shape)) if "pairs" in batch else "None"
-    found["num_segments"], found["batch"] = str(tokens.task.num_segments), str(sorted(batch))
+    found["num_segments"], found["batch"] = str(task.num_segments), str(sorted(batch))
     return found | {"dtype": str(tokens.spec.dtype)}

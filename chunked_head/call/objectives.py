@@ -26,7 +26,8 @@ def scalar_objective(
     share_denominator: bool = False,
 ) -> ScalarObjective:
     """The sum of losses as one number; ``share_denominator``: every summand takes the first one's."""
-    tokens = with_global_counts(tokens)
+    if tokens.head.tokens is not None:
+        tokens = with_global_counts(tokens)
     one_or_nan, needs, spread = tokens.one_or_nan, tokens.needs, tokens.spread
     terms, coupled = tokens.losses.terms, tokens.spec.coupled
     coefficients = [snapshot(coefficient, one_or_nan) for coefficient, _ in terms]
@@ -51,7 +52,8 @@ def scalar_objective(
 
 def token_objective(tokens: Tokens) -> TokenObjective:
     """The weighted sum of losses for each token."""
-    agreed_batch(tokens)
+    if tokens.head.tokens is not None:
+        agreed_batch(tokens)
     one_or_nan = tokens.one_or_nan
     coefficients = [snapshot(coefficient, one_or_nan) for coefficient, _ in tokens.losses.terms]
     fields = loss_fields(tokens, stacked([one_or_nan]), {})
@@ -70,10 +72,11 @@ def common_fields(tokens: Tokens) -> dict[str, Any]:
     demand, structure = tokens.spec.demand, tokens.needs.structure
     one_or_nan, kept = tokens.one_or_nan, tokens.kept
     columns = tokens.fields.get("teacher_ids") if demand.columns else None
-    class_weights = tokens.class_weights
-    if class_weights is not None:
+    class_weights, weighted = None, tokens.needs.weighted
+    if weighted is not None:
         # a copy: backward may read it, and would not notice that the caller had changed it
-        class_weights = class_weights.detach().to(one_or_nan.dtype, copy=True).contiguous()
+        given = tokens.losses.terms[weighted][1].tensors["class_weights"]
+        class_weights = given.detach().to(one_or_nan.dtype, copy=True).contiguous()
     if demand.columns_alone and columns is not None and len(columns):
         kept = Kept.columns_of(columns)
     return {

@@ -188,6 +188,8 @@ class OfRanks:
         self.numbers = self.softcap, self.logit_scale, self.plain_temperature
         # how ranks share the batch, where they do
         self.tokens = self.parallel.tokens if isinstance(self.parallel, VocabParallel) else self.parallel
+        if not isinstance(self.parallel, VocabParallel):
+            self.shard, self.vocab = None, local_vocab if self.vocab_size is None else self.vocab_size
 
     def check_numbers(self) -> None:
         """Raises what is wrong with ``numbers``."""
@@ -221,8 +223,7 @@ class OfRanks:
     @functools.cached_property
     def shard(self) -> Shard | None:
         """This rank's part of the vocabulary, where ranks share it."""
-        if not isinstance(self.parallel, VocabParallel):
-            return None
+        assert isinstance(self.parallel, VocabParallel)
         split = self.parallel.split(self.local_vocab, self.vocab_size)
         return Shard(self.parallel, split, self.checked_without_targets if self.target is None else "targets")
 
@@ -245,9 +246,8 @@ class OfRanks:
     @functools.cached_property
     def vocab(self) -> int:
         """Ids of the softmax, on whichever rank they are."""
-        if self.shard is not None:
-            return self.shard.split.vocab
-        return self.local_vocab if self.vocab_size is None else self.vocab_size
+        assert self.shard is not None
+        return self.shard.split.vocab
 
     @property
     def columns(self) -> int:
@@ -281,6 +281,8 @@ class HeadOptions(OfRanks):
             checks.check_tensor("hidden", self.hidden, optional=False)
         local_vocab = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 0
         self.describe(self.hidden, local_vocab, (self.weight, self.bias))
+        if self.accumulate_into is None:
+            self.gradient_buffer = None
 
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the matmuls."""

@@ -1,6 +1,7 @@
 """Targets and fields of tokens, laid beside the hidden states that they go with and cleaned of what does not count."""
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -42,7 +43,10 @@ def lay_fields(
         ignore_index = -1
         target = torch.zeros(leading, dtype=torch.int64, device=head.device)
     mask = batch["mask"] if "mask" in wanted else None
-    targets = read_targets(spec, head, target, mask, ignore_index, rows)
+    targets = spec.backend.read_targets(target, mask, head.shift, ignore_index, head.vocab, dtype, rows)
+    looks = may_look(target)
+    if looks and targets.one_or_nan.isnan():
+        refuse_target(head, target, mask, ignore_index)
     target = targets.target
     wrongs: list[Tensor] = []
     fields: dict[str, Tensor] = {}
@@ -52,7 +56,7 @@ def lay_fields(
         values = spec.backend.read_fields([batch[field] for field in numbers], target, head.shift, dtype)
         fields.update(zip(numbers, values, strict=True))
     for field in LOGPROBS:
-        if field in fields and may_look(target) and len(target):
+        if field in fields and looks and len(target):
             check_logprobs(field, float(fields[field].max()))
     others = [field for field in read if field not in numbers]
     ignored = target < 0 if others else target
@@ -162,27 +166,19 @@ def distinct(logprobs: Tensor, ids: Tensor) -> Tensor:
     return torch.cat([entries(logprobs[at], ids[at], ids[at] >= 0) for at in blocks]) if len(ids) else ids >= 0
 
 
-def read_targets(
-    spec: Spec,
-    head: HeadOptions | LogitsOptions,
-    target: Tensor,
-    mask: Tensor | None,
-    ignore_index: int,
-    rows: int | None = None,
-) -> Targets:
-    """Targets beside the rows that predict them; on the CPU an IndexError names one that is out of range."""
+def refuse_target(
+    head: HeadOptions | LogitsOptions, target: Tensor, mask: Tensor | None, ignore_index: int
+) -> NoReturn:
+    """An IndexError for the first target out of range."""
     shift, vocab = head.shift, head.vocab
-    found = spec.backend.read_targets(target, mask, shift, ignore_index, vocab, spec.statistics_dtype, rows)
-    if may_look(target) and found.one_or_nan.isnan():
-        paired = shift_left(target, shift, ignore_index).reshape(-1)
-        wrong = (paired != ignore_index) & ((paired < 0) | (paired >= vocab))
-        if mask is not None:
-            wrong &= shift_left(mask, shift, 0).reshape(-1)
-        first = int(wrong.nonzero()[0])
-        beyond = head.beyond if head.shard is None and paired[first] >= vocab else ""
-        remedies = ["mask it with ignore_index", beyond]
-        raise IndexError(
-            f"target must be in [0, {vocab}) (the vocabulary) or ignore_index ({ignore_index}), got "
-            f"{int(paired[first])} for row {first}, leading dimensions flattened; {'; '.join(filter(None, remedies))}"
-        )
-    return found
+    paired = shift_left(target, shift, ignore_index).reshape(-1)
+    wrong = (paired != ignore_index) & ((paired < 0) | (paired >= vocab))
+    if mask is not None:
+        wrong &= shift_left(mask, shift, 0).reshape(-1)
+    first = int(wrong.nonzero()[0])
+    beyond = head.beyond if head.shard is None and paired[first] >= vocab else ""
+    remedies = ["mask it with ignore_index", beyond]
+    raise IndexError(
+        f"target must be in [0, {vocab}) (the vocabulary) or ignore_index ({ignore_index}), got "
+        f"{int(paired[first])} for row {first}, leading dimensions flattened; {'; '.join(filter(None, remedies))}"
+    )

@@ -55,13 +55,9 @@ class Task(Generic[Result]):
     wants: Callable[[Demand], Demand] = lambda needed: needed
     per_token: tuple[str, ...] = ()
     inplace: bool = False
-    asked: Mapping[str, str] = field(default_factory=dict)  # the objective's options, by name
+    asked: Mapping[str, Any] = field(default_factory=dict)  # the objective's options, by name
     kept_everywhere: bool = False  # whether every token that counts keeps a set of columns
     segments: Segments | None = None  # where the host knows them
-
-    @property
-    def parts(self) -> list[Summand | Metric]:
-        return [*[summand for _, summand in self.losses.terms], *self.metrics]
 
     def key(self) -> tuple[Key, str] | None:
         """Equal for calls of one Spec but for their numbers, and those numbers as text; None where it cannot be told.
@@ -83,10 +79,11 @@ class Task(Generic[Result]):
             or not TENSORS.issuperset(map(type, (*operands, *batch.values())))
         ):
             return None
-        leading, parts, call = head.leading, self.parts, head.plain_temperature
+        leading, call = head.leading, head.plain_temperature
+        parts = [*[summand for _, summand in terms], *self.metrics]
         own = {name: kind for _, summand in terms for name, kind in summand.extra_fields.items()}
         tensors = [tensor for _, summand in terms for tensor in summand.tensors.values()]
-        weights = [summand.weights for _, summand in terms]
+        weights = [summand.token_weights for _, summand in terms]
         # for each loss and metric the first one at an equal temperature, 0 for the call's: which share a softmax
         found = [call, *[call if part.temperature is None else part.temperature for part in parts]]
         key = (
@@ -96,7 +93,7 @@ class Task(Generic[Result]):
             tuple([tensor if tensor is None else metadata(tensor) for tensor in head.shared_operands]),
             tuple([(name, of_field(name, value, own, leading, count)) for name, value in batch.items()]),
             tuple([(summand.signature, isinstance(factor, Tensor)) for factor, summand in terms]),
-            tuple([one if one is None else of_tokens(one, leading) for one in weights]),
+            tuple([of_tokens(one, leading) if isinstance(one, Tensor) else None for one in weights]),
             tuple(map(metadata, tensors)),
             tuple([next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]),
             tuple([metric.signature for metric in self.metrics]),
@@ -183,7 +180,7 @@ def spec_of(task: Task) -> Spec:
         else:
             spec = known
     if task.head.tokens is not None:
-        for part in task.parts:
+        for part in (*[summand for _, summand in task.losses.terms], *task.metrics):
             what = "loss" if isinstance(part, Summand) else "metric"
             check_over_ranks(part, what, frozenset(spec.wanted), spec.known)
     return spec

@@ -102,12 +102,6 @@ class Tokens:
         return self.task.metrics
 
     @property
-    def class_weights(self) -> Tensor | None:
-        """Of the statistic ``weighted_sum``."""
-        weighted = self.needs.weighted
-        return None if weighted is None else self.losses.terms[weighted][1].tensors["class_weights"]
-
-    @property
     def transform(self) -> tuple[float, float | None]:
         """Scale and softcap of the logits at the first softmax's temperature."""
         head, temperature = self.head, self.needs.temperature
@@ -158,7 +152,7 @@ def tokens_of(task: Task, spec: Spec, rows: int | None = None) -> Tokens:
     tokens = Tokens(head, spec, task, losses, needs, *targets, fields, token_fields, teacher, scale)
     if "kept_ids" in spec.wanted and len(tokens.target):
         tokens = replace(tokens, kept=sets_of(tokens, batch, leading, task.kept_everywhere))
-    if isinstance(head, HeadOptions) and (head.skip_ignored or keeps_some(tokens, head)):
+    if isinstance(head, HeadOptions) and (head.skip_ignored or (tokens.kept is not None and keeps_some(tokens, head))):
         return packed(tokens, packing_of(tokens, head.skip_ignored))
     if not (spec.by_segments and task.segments is not None and len(tokens.target)):
         return tokens

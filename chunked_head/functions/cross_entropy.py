@@ -13,7 +13,7 @@ from ..call.options import Head, HeadOptions, LogitsOptions, check_options, head
 from ..call.spec import Task
 from ..compile.operation import in_graph, operation
 from ..core import checks
-from ..core.options import exact, flag, nearest
+from ..core.options import flag, nearest
 from ..kernels.common.cache import Cache
 from ..losses import class_probabilities
 from ..losses.base import Losses
@@ -99,12 +99,6 @@ def linear_cross_entropy(
     probabilities = probabilities_of(target, hidden)
     ids = target if probabilities is None else ids_of(hidden)
     head = head_of("linear_cross_entropy", hidden, weight, ids, options)
-    checks.check_tensor("hidden", head.hidden, optional=False)
-    checks.check_reduction(reduction)
-    checks.check_number("label_smoothing", label_smoothing, 0.0, 1.0)
-    checks.check_number("z_loss", z_loss, 0.0, math.inf)
-    checks.check_scalar("normalizer", normalizer, head.device, reduction == "mean", 'reduction="mean"')
-    checks.check_scalar("upstream", upstream, head.device, reduction != "none", 'reduction="mean" or "sum"')
     return cross_entropy_task(
         "linear_cross_entropy", head, probabilities, reduction, label_smoothing, z_loss, class_weights,
         token_weights=token_weights, normalizer=normalizer, upstream=upstream,
@@ -130,6 +124,15 @@ def cross_entropy_task(
     def check() -> None:
         checks.check_token_weights(token_weights, head.leading, head.device)
 
+    if reduction not in ("mean", "sum", "none"):
+        checks.check_reduction(reduction)
+    numbers = type(label_smoothing) is type(z_loss) is float
+    if not (numbers and 0.0 <= label_smoothing <= 1.0 and 0.0 <= z_loss < math.inf):
+        check_options({"label_smoothing": label_smoothing, "z_loss": z_loss})
+    if normalizer is not None:
+        checks.check_scalar("normalizer", normalizer, head.device, reduction == "mean", 'reduction="mean"')
+    if upstream is not None:
+        checks.check_scalar("upstream", upstream, head.device, reduction != "none", 'reduction="mean" or "sum"')
     if class_weights is not None:
         head.check()
         checks.check_class_weights(class_weights, head.vocab, head.device, called)
@@ -152,8 +155,9 @@ def cross_entropy_task(
 
 def probabilities_of(target: Any, rows: Any) -> Tensor | None:
     """The target, where it is class probabilities: a number for each class of each row of hidden states or logits."""
-    both = isinstance(target, Tensor) and isinstance(rows, Tensor) and not checks.is_dtensor(target)
-    return target if both and target.is_floating_point() and target.dim() == rows.dim() else None
+    if not (isinstance(target, Tensor) and target.is_floating_point() and isinstance(rows, Tensor)):
+        return None
+    return target if target.dim() == rows.dim() and not checks.is_dtensor(target) else None
 
 
 def ids_of(rows: Tensor) -> Tensor:
@@ -194,7 +198,7 @@ LOSSES: Cache[Hashable, Losses] = Cache(64)
 
 def remembered_loss(label_smoothing: float, z_loss: float, probabilities: bool) -> Losses:
     given = label_smoothing, z_loss, probabilities
-    return LOSSES.made(exact(given), lambda: make_loss(*given))
+    return LOSSES.made(given, lambda: make_loss(*given))
 
 
 @in_graph(linear_cross_entropy)

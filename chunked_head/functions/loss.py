@@ -1,5 +1,6 @@
 """Any loss of a linear head, with metrics; and what a call of given sizes needs."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, Unpack, cast
@@ -7,13 +8,12 @@ from typing import Any, TypeVar, Unpack, cast
 import torch
 from torch import Tensor
 
-from ..arithmetic.objective import Objective, ScalarObjective
+from ..arithmetic.objective import ScalarObjective
 from ..call.objectives import scalar_objective, token_objective
 from ..call.options import Head, HeadOptions, LogitsOptions, head_of
 from ..call.run import Outcome
 from ..call.spec import Task
 from ..call.streams import Streams
-from ..call.tokens import Tokens
 from ..compile.operation import in_graph, operation
 from ..compile.recipes import TASKS
 from ..core import checks
@@ -166,7 +166,6 @@ def linear_loss(
         raise ValueError("stream_weights go with several streams: pass hidden as a list, or leave them out")
     hidden, target, loss = cast("tuple[Tensor, Tensor | None, Losses | Function]", (hidden, target, loss))
     head = head_of("linear_loss", hidden, weight, target, options, temperature)
-    checks.check_tensor("hidden", head.hidden, optional=False)
     batch, everywhere = with_candidates(head, batch, kept_everywhere, candidates, candidate_bias)
     batch, num_segments, segments = with_segments(head, batch, num_segments, segment_lengths)
     summed, measured = check_loss(head.device, loss, metrics, reduction, normalizer, upstream)
@@ -188,21 +187,11 @@ def reduced_task(
     **given: Any,
 ) -> Task[Result]:
     """The call of a sum of losses, of hidden states or of logits: one number, or one for each token."""
-    per_token = reduction == "none"
-
-    def objective(tokens: Tokens) -> Objective:
-        if per_token:
-            return token_objective(tokens)
-        return scalar_objective(tokens, reduction, normalizer, upstream, share_denominator)
-
-    asked = {"reduction": reduction, "normalizer": kind_of(normalizer), "upstream": kind_of(upstream)}
-    names = ("values",) if per_token else ()
-    return Task(function, head, loss, objective, result, per_token=names, asked=asked, **given)
-
-
-def kind_of(number: float | Tensor | None) -> str:
-    """Not which number it is, since another at every step would be a new kind of call each time."""
-    return type(number).__name__ if number is None or isinstance(number, Tensor) else "number"
+    asked: dict[str, Any] = {"reduction": reduction, "normalizer": normalizer, "upstream": upstream}
+    if reduction == "none":
+        return Task(function, head, loss, token_objective, result, per_token=("values",), asked=asked, **given)
+    objective = functools.partial(scalar_objective, **asked, share_denominator=share_denominator)
+    return Task(function, head, loss, objective, result, asked=asked, **given)
 
 
 def in_graph_values(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
@@ -244,11 +233,13 @@ def check_loss(
     for metric in measured:
         if metric.over_streams:
             raise ValueError(f"metrics.{metric.kind} goes over several streams: pass hidden as a list to linear_loss")
-    checks.check_reduction(reduction)
-    if reduction == "none":
+    if reduction not in ("mean", "sum"):
+        checks.check_reduction(reduction)
         check_unreduced(loss, measured, upstream)
-    checks.check_scalar("normalizer", normalizer, device, reduction == "mean", 'reduction="mean"')
-    checks.check_scalar("upstream", upstream, device, True, "")
+    if normalizer is not None:
+        checks.check_scalar("normalizer", normalizer, device, reduction == "mean", 'reduction="mean"')
+    if upstream is not None:
+        checks.check_factor("upstream", upstream, device)
     for coefficient, summand in loss.terms:
         # of any other device it is copied from there
         if isinstance(coefficient, Tensor) and coefficient.device.type == "meta" and device.type != "meta":
@@ -256,11 +247,12 @@ def check_loss(
                 f"the coefficient of {summand.label}, or the stream's weight, is on the meta device, where it has no "
                 f"value; move it to {device}"
             )
-        name, mean = f"normalizer of {summand.label}", (summand.reduction or reduction) == "mean"
-        if not isinstance(summand.normalizer, str):
-            checks.check_scalar(name, summand.normalizer, device, mean, 'reduction="mean"')
-        elif not mean:
-            raise ValueError(f'{name} goes with reduction="mean" only; multiply the result instead')
+        if summand.normalizer is not None:
+            name, mean = f"normalizer of {summand.label}", (summand.reduction or reduction) == "mean"
+            if not isinstance(summand.normalizer, str):
+                checks.check_scalar(name, summand.normalizer, device, mean, 'reduction="mean"')
+            elif not mean:
+                raise ValueError(f'{name} goes with reduction="mean" only; multiply the result instead')
     return loss, measured
 
 

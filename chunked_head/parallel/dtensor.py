@@ -10,6 +10,7 @@ from ..core.groups import TokenParallel, VocabParallel, chunked
 
 Parallel = VocabParallel | TokenParallel | None
 Target = TypeVar("Target", Tensor, Tensor | None)
+PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))  # operands that are no DTensor and on their way nowhere
 
 
 def local(
@@ -25,6 +26,8 @@ def local(
     A weight of ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary, one of ``Replicate()`` is whole.
     Hidden states are ``Replicate()``, or ``Shard(i)`` along a dimension of tokens on the weight's mesh.
     """
+    if PLAIN.issuperset((type(hidden), type(weight), type(target), type(bias))):
+        return hidden, weight, target, bias, vocab_size, parallel
     if is_dtensor(weight):
         if isinstance(parallel, VocabParallel):
             raise ValueError("weight is a DTensor, whose placements say how it is split; leave parallel=None")
