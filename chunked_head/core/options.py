@@ -73,16 +73,20 @@ def nearest(name: Any, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def split_numbers(value: Any, numbers: list[float]) -> Any:
-    """A key of a plain value, or of a tuple of some, in which every float is replaced by its type and appended to
+def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashable, ...]:
+    """A key of plain values, or tuples of some, in which every float is replaced by its type and appended to
     ``numbers``: what decides which code runs (strings, flags, None, counts) stays, by type too."""
-    kind = type(value)
-    if kind is float:
-        numbers.append(value)
-        return kind
-    if isinstance(value, tuple):
-        return kind, *[split_numbers(item, numbers) for item in value]
-    return kind, value
+    key: list[Any] = [type(values)]
+    for value in values:
+        kind = type(value)
+        if kind is float:
+            numbers.append(value)
+            key.append(kind)
+        elif isinstance(value, tuple):
+            key.append(split_numbers(value, numbers))
+        else:
+            key += kind, value
+    return tuple(key)
 
 
 def join_numbers(value: Any, numbers: Iterator[Any]) -> Any:

@@ -108,7 +108,7 @@ def is_library(function: Any) -> bool:
 def are_plain(values: Collection[Any]) -> bool:
     """True for values, and tuples of values, that are equal where they mean the same."""
     odd = [value for value in values if type(value) not in PLAIN_OPTIONS]
-    return all(isinstance(value, tuple) and are_plain(value) for value in odd)
+    return not odd or all(isinstance(value, tuple) and are_plain(value) for value in odd)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,34 +140,17 @@ class Part:
 
     @functools.cached_property
     def split(self) -> tuple[Hashable, tuple[float, ...]]:
-        """The options as a key without their floats, and the floats, in the order of the options' names. Code is
-        compiled for the key and takes the floats as arguments; a user's function has neither."""
+        """A key of the function and its options without their floats, and the floats. Code is compiled for the key and
+        takes the floats as arguments; a user's function has neither."""
         if not self.own:
             return None, ()
         numbers: list[float] = []
-        key: list[Hashable] = []
-        for name in sorted(self.options):
-            value = self.options[name]
-            if (kind := type(value)) in PLAIN_OPTIONS and kind is not float:
-                key.append((name, kind, value))
-            else:
-                key.append((name, shared.split_numbers(value, numbers), None))
-        return tuple(key), tuple(numbers)
-
-    @property
-    def code(self) -> tuple:
-        """Equal for parts that compile to the same code."""
-        return self.function if self.own else None, self.split[0], self.unit
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """Floats of the options: arguments of the arithmetic."""
-        return self.split[1]
+        key = self.function, tuple(self.options), shared.split_numbers(tuple(self.options.values()), numbers)
+        return key, tuple(numbers)
 
     def at(self, numbers: Iterator[Any]) -> Self:
         """The part with the next of other numbers, which may be tensors []."""
-        options = {name: shared.join_numbers(self.options[name], numbers) for name in sorted(self.options)}
-        return replace(self, options=options)
+        return replace(self, options={name: shared.join_numbers(v, numbers) for name, v in self.options.items()})
 
     @property
     def settings(self) -> tuple:
@@ -207,7 +190,7 @@ class Summand(Part):
     @property
     def key(self) -> tuple:
         """Equal for summands that compile to the same code."""
-        return *self.code, tuple(self.tensors), self.split_teacher[0]
+        return self.split[0], self.unit, tuple(self.tensors), self.split_teacher[0]
 
     @property
     def settings(self) -> tuple:

@@ -62,7 +62,7 @@ class Metric(Part):
     @property
     def key(self) -> tuple:
         """Equal for metrics that compile to the same code."""
-        return *self.code, self.reduce, self.weighting
+        return self.split[0], self.unit, self.reduce, self.weighting
 
     @functools.cached_property
     def signature(self) -> Hashable:
