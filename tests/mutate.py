@@ -143,7 +143,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("ranks: the largest logit", MERGE, "largest = pieces[top].amax(0)", "largest = pieces[top].amin(0)", VOCAB + " -k cross-entropy"),
     ("ranks: whose share a segment is", "chunked_head/parallel/tokens.py", "% self.parallel.ranks == self.parallel.rank", "% self.parallel.ranks >= 0", TOKENS + " -k gspo"),
     ("ranks: gradients of sums over segments", "chunked_head/parallel/tokens.py", "return AddOverRanks.apply(gradient, ctx.group), None", "return gradient, None", TOKENS + " -k gspo"),
-    ("ranks: counts of all ranks' tokens", "chunked_head/call/global_counts.py", "counted=number, one_or_nan", "counted=tokens.counted, one_or_nan", TOKENS + " -k cross-entropy"),
+    ("ranks: counts of all ranks' tokens", "chunked_head/call/objectives.py", "counted=number, one_or_nan", "counted=tokens.counted, one_or_nan", TOKENS + " -k cross-entropy"),
     # plans
     ("plan: the bias's gradient", "chunked_head/plan/buffers.py", "if sizes.bias_grad:", "if False:", BUFFER_PLAN + " " + MEMORY),
     ("plan: vectors of tokens", "chunked_head/plan/buffers.py", "(sizes.tokens, each)", "(0, each)", LOSS_MEMORY),

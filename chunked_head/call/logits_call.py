@@ -13,7 +13,7 @@ from ..core.stats import Demand, Head, Rows, RowStats
 from ..parallel.agree import described
 from ..parallel.shard import Shard
 from ..stores import Backend, KeptColumns, KeptRows
-from .global_counts import call_fields
+from .objectives import call_fields
 from .options import LogitsOptions
 from .own_columns import OwnColumns, of_others
 from .tokens import Tokens

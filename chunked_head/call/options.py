@@ -5,7 +5,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, ClassVar, Self, TypedDict
 
@@ -22,32 +22,6 @@ from ..plan.planner import DEFAULT_REQUEST, Request
 from ..stores import check_name
 from ..stores.gradient_buffer import GradientBuffer, check_kind
 from ..stores.gradient_buffer import resolve as resolve_into
-
-# what can be said of an option before there is a call
-CHECKS: dict[str, Callable[[Any], Any]] = {
-    "ignore_index": checks.check_ignore_index,
-    "softcap": checks.check_softcap,
-    "logit_scale": lambda value: checks.check_number("logit_scale", value, -math.inf, math.inf),
-    "temperature": checks.check_temperature,
-    "shift": lambda value: checks.check_int("shift", value, 0),
-    "memory_budget": lambda value: Request(memory_budget=value),
-    "chunk_tokens": lambda value: Request(chunk_tokens=value),
-    "accumulate_dtype": lambda value: Request(accumulate_dtype=value),
-    "backend": check_name,
-    "accumulate_into": check_kind,
-    "skip_ignored": lambda value: check_skip_ignored(value),
-    "deterministic": functools.partial(flag, "deterministic"),
-    "vocab_size": lambda value: checks.check_int("vocab_size", 1 if value is None else value, 1),
-    "parallel": lambda value: check_parallel(value),
-    "inplace": functools.partial(flag, "inplace"),
-    "reduction": checks.check_reduction,
-    "normalizer": functools.partial(checks.check_factor, "normalizer"),
-    "upstream": functools.partial(checks.check_factor, "upstream"),
-    "label_smoothing": lambda value: checks.check_number("label_smoothing", value, 0.0, 1.0),
-    "z_loss": lambda value: checks.check_number("z_loss", value, 0.0, math.inf),
-    "class_weights": lambda value: checks.check_tensor("class_weights", value, optional=True),
-    "token_weights": lambda value: checks.check_tensor("token_weights", value, optional=True),
-}
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -157,23 +131,29 @@ class PerTokenOptions(Head, total=False):
     candidate_bias: Tensor | None
 
 
+def option(check: Callable[[Any], Any], default: Any = None, static: bool = True) -> Any:
+    """A row of the table of options: a field of ``HeadOptions`` or ``LogitsOptions``. ``check`` raises what is wrong
+    with a value, whatever tensors it comes with. ``static``: the value is part of a Spec's key."""
+    return field(default=default, metadata={"check": check, "static": static})
+
+
 @dataclass(eq=False, kw_only=True)
 class OfRanks:
     """The arguments that calls on hidden states and on logits have in common, and the ranks that may share the call."""
 
     target: Tensor | None
-    ignore_index: int = -100
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    temperature: float | Tensor = 1.0
-    shift: int = 0
-    vocab_size: int | None = None
-    backend: str | None = None
-    parallel: VocabParallel | TokenParallel | None = None
+    ignore_index: int = option(checks.check_ignore_index, -100)
+    softcap: float | None = option(checks.check_softcap, static=False)
+    logit_scale: float = option(lambda x: checks.check_number("logit_scale", x, -math.inf, math.inf), 1.0, static=False)
+    temperature: float | Tensor = option(checks.check_temperature, 1.0, static=False)  # noqa: RUF009
+    shift: int = option(lambda x: checks.check_int("shift", x, 0), 0)
+    vocab_size: int | None = option(lambda x: checks.check_int("vocab_size", 1 if x is None else x, 1))
+    backend: str | None = option(check_name)
+    parallel: VocabParallel | TokenParallel | None = option(check_parallel)  # noqa: RUF009
     holds: ClassVar[str]  # how an error says how many rows of the vocabulary are here
     beyond: ClassVar[str]  # what an error proposes where a target lies beyond the vocabulary and no ranks share it
     checked_without_targets: ClassVar[CheckedBy]  # what ranks compare of their tokens where a call has no targets
-    static: ClassVar["attrgetter[tuple[Hashable, ...]]"]  # values of the options that are part of a Spec's key
+    static: ClassVar["attrgetter[tuple[Hashable, ...]]"]  # values of options that are part of a Spec's key
 
     def describe(self, rows: Tensor, local_vocab: int, shared: tuple[Tensor | None, ...]) -> None:
         """Attributes that follow from the operands. ``rows``: the one of which a row is a token's. ``local_vocab``:
@@ -262,19 +242,15 @@ class HeadOptions(OfRanks):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None = None
-    memory_budget: int | str | None = None
-    chunk_tokens: int | None = None
-    accumulate_dtype: torch.dtype | None = None
-    accumulate_into: Tensor | str | None = None
-    skip_ignored: bool | str = False
-    deterministic: bool = False
+    memory_budget: int | str | None = option(lambda x: Request(memory_budget=x))
+    chunk_tokens: int | None = option(lambda x: Request(chunk_tokens=x))
+    accumulate_dtype: torch.dtype | None = option(lambda x: Request(accumulate_dtype=x))  # noqa: RUF009
+    accumulate_into: Tensor | str | None = option(check_kind, static=False)  # noqa: RUF009
+    skip_ignored: bool | str = option(check_skip_ignored, False)
+    deterministic: bool = option(functools.partial(flag, "deterministic"), False)
     holds = "weight has {} rows"
     beyond = "where weight has one rank's rows of the vocabulary, pass parallel=VocabParallel(group)"
     checked_without_targets = "hidden"
-    static = attrgetter(
-        "ignore_index", "shift", "vocab_size", "backend", "parallel", "memory_budget", "chunk_tokens",
-        "accumulate_dtype", "skip_ignored", "deterministic",
-    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if not isinstance(self.hidden, Tensor):
@@ -331,7 +307,7 @@ class HeadOptions(OfRanks):
 
 
 # of the keywords of ``Head``, where a call names none
-DEFAULTS = {field.name: field.default for field in fields(HeadOptions) if field.name in Head.__annotations__}
+DEFAULTS = {one.name: one.default for one in fields(HeadOptions) if one.name in Head.__annotations__}
 
 
 def head_of(
@@ -369,7 +345,6 @@ class LogitsOptions(OfRanks):
         "columns of the vocabulary, pass parallel=VocabParallel(group)"
     )
     checked_without_targets = "nothing"
-    static = attrgetter("ignore_index", "shift", "vocab_size", "backend", "parallel")
 
     def __post_init__(self) -> None:
         if not isinstance(self.logits, Tensor):
@@ -394,3 +369,20 @@ class LogitsOptions(OfRanks):
             raise ValueError(
                 "reduce_dhidden=False is of hidden states, and logits' gradient needs no sum over ranks; leave it True"
             )
+
+
+for table in (HeadOptions, LogitsOptions):
+    table.static = attrgetter(*[one.name for one in fields(table) if one.metadata.get("static")])
+# of options by name: those of the two tables, and those that only some functions have
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    one.name: one.metadata["check"] for one in fields(HeadOptions) if "check" in one.metadata
+} | {
+    "inplace": functools.partial(flag, "inplace"),
+    "reduction": checks.check_reduction,
+    "normalizer": functools.partial(checks.check_factor, "normalizer"),
+    "upstream": functools.partial(checks.check_factor, "upstream"),
+    "label_smoothing": lambda x: checks.check_number("label_smoothing", x, 0.0, 1.0),
+    "z_loss": lambda x: checks.check_number("z_loss", x, 0.0, math.inf),
+    "class_weights": lambda x: checks.check_tensor("class_weights", x, optional=True),
+    "token_weights": lambda x: checks.check_tensor("token_weights", x, optional=True),
+}

@@ -15,8 +15,8 @@ from ..plan.plans import MAX_HALF_CHUNKS, Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Sizes
 from .function import Forward, Loss, flat, forward_of
-from .global_counts import call_fields
 from .logits_call import call_of as logits_call_of
+from .objectives import call_fields
 from .options import HeadOptions, LogitsOptions
 from .spec import Spec, Task, is_plain, sizes_of
 from .sweep import Call
