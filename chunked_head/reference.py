@@ -190,7 +190,8 @@ def gradient_(x: Tensor, ids: Tensor, target: Tensor, omega: Tensor, merged: Pie
     torch.mul(p, c.alpha[:, None], out=x)
     x += c.eta[:, None] * torch.special.xlogy(p, p)  # p log p, 0 where p is 0
     x -= c.beta[:, None] * (ids == target[:, None])
-    x -= c.kappa[:, None] * omega
+    kappa = c.kappa[:, None]
+    x -= torch.where(kappa == 0, 0.0, kappa * omega)  # a class weight may be infinite where nothing asks for it
 
 
 # ---------------------------------------------------------------- 6. the loop over chunks

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,11 +10,11 @@ import torch
 from budget import assert_outcome
 from chunked_head.kernels.common.gpus import run_as
 from chunked_head.kernels.common.tiles import Tile
-from oracle import reference
+from oracle import reference as oracle
 from tiers import tier
 from torch import Tensor
 
-from chunked_head import linear_cross_entropy
+from chunked_head import linear_cross_entropy, reference
 from chunked_head.stores import resolve as resolve
 
 Options = dict[str, Any]
@@ -235,11 +236,25 @@ def run_ours(inputs: Inputs, place: Place, given_grad: Tensor | None = None, **e
 
 
 def run_reference(inputs: Inputs, dtype: torch.dtype, given_grad: Tensor | None = None) -> Outcome:
-    return run(reference.linear_cross_entropy, inputs.to(dtype), given_grad)
+    """The truth in float64, by ``chunked_head.reference`` in chunks and shards where it has the options; in other
+    dtypes full logits, whose error is the budget."""
+    inputs = inputs.to(dtype)
+    options = dict(inputs.options)
+    if dtype != torch.float64 or "shift" in options or options.get("reduction") == "none":
+        return run(oracle.linear_cross_entropy, inputs, given_grad)
+    if "token_weights" in options:
+        options["token_weights"] = options["token_weights"].flatten()
+    smoothed = partial(reference.cross_entropy, label_smoothing=options.pop("label_smoothing", 0.0))
+    mix = {"ce": (1.0, smoothed), "z": (options.pop("z_loss", 0.0), reference.z_loss)}
+    hidden, target = inputs.hidden.reshape(-1, inputs.hidden.shape[-1]), inputs.target.flatten()
+    out = reference.linear_loss(hidden, inputs.weight, target, mix, chunk_tokens=50, shards=3, **options)
+    upstream = (upstream_like(out.loss) if given_grad is None else given_grad).to(out.loss.dtype)
+    grads = [None if g is None else g * upstream for g in (out.dhidden, out.dweight, out.dbias)]
+    return Outcome(out.loss, grads[0].view_as(inputs.hidden), *grads[1:])
 
 
 def hold(case: Case, dtype: torch.dtype, place: Place) -> None:
-    """A call within the budget of the oracle on full logits."""
+    """A call within the budget of full logits in its dtype."""
     inputs = case.inputs(dtype, place.device)
     truth, eager = run_reference(inputs, torch.float64), run_reference(inputs, dtype)
     assert_outcome(run_ours(inputs, place), eager, truth, dtype)
