@@ -19,7 +19,7 @@ SUFFIX = ("", "2")  # of the names of statistics, by view
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """What is compiled."""
+    """Losses and metrics at their softmaxes: all that decides the code of the arithmetic, but for its inputs."""
 
     summands: tuple[tuple[Summand, int], ...]  # with the view that each sees
     metrics: tuple[tuple[Metric, int], ...]
@@ -48,23 +48,23 @@ class Structure:
 
     @functools.cached_property
     def own(self) -> bool:
-        """Whether all losses and metrics are the library's: functions of nothing but their arguments."""
+        """True where all losses and metrics are the library's: functions of nothing but their arguments."""
         return all(part.own for part, _ in (*self.summands, *self.metrics))
 
     @functools.cached_property
     def values_only(self) -> "Structure":
-        """The same without a gradient."""
+        """The structure without a gradient."""
         return replace(self, leaves=frozenset())
 
     @functools.cached_property
     def widths(self) -> list[int]:
-        """How many numbers each summand and metric has of a token, 0 for those with values of other units."""
+        """Numbers that each summand and metric has per token, 0 for those with values of other units."""
         own = [int(summand.unit == "token") for summand, _ in self.summands]
         return own + [metric.components if metric.unit == "token" else 0 for metric, _ in self.metrics]
 
     @functools.cached_property
     def plain_sums(self) -> bool:
-        """Whether all values and metrics are sums over tokens, one of each."""
+        """True where all values and metrics are sums over tokens, one of each."""
         return set(self.widths) <= {1} and all(metric.reduce == "mean" for metric, _ in self.metrics)
 
 
@@ -87,7 +87,7 @@ def needs_of(
     columns: int = 0,  # K of teacher_ids
     teacher_vocab: int | None = None,  # of a dense teacher
 ) -> Needs:
-    """What a call needs; ValueError where one cannot have it all."""
+    """The needs of a call; ValueError where one cannot have it all."""
     summands = [summand for _, summand in losses.terms]
     check_names(summands, metrics)
     everything: list[Summand | Metric] = [*summands, *metrics]
@@ -196,7 +196,7 @@ def check_names(summands: Sequence[Summand], metrics: Sequence[Metric]) -> None:
 def pair_up(
     seen: list[tuple[Summand, int]], names: set[str], columns: int, temperatures: Sequence[float | None]
 ) -> tuple[Teacher | None, Pairing | None]:
-    """The one dense teacher of a call and what is wanted of it."""
+    """The one dense teacher of a call and the statistics that pair it with the student."""
     dense = [(summand, view) for summand, view in seen if summand.teacher is not None]
     if not dense:
         return None, None
@@ -225,7 +225,7 @@ def pair_up(
 
 
 def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> int | None:
-    """Which summand has the class weights of ``weighted_sum``: there is one such statistic."""
+    """Index of the summand that has the class weights of ``weighted_sum``: there is one such statistic."""
     weighted = [i for i, summand in enumerate(summands) if "weighted_sum" in summand.needs]
     if not weighted:
         return None

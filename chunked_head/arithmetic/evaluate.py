@@ -135,7 +135,7 @@ def values_of(
             mask = share_mask(summand.unit, batch)
         elif (weight := weight_of(summand, inputs.fields)) is not None:
             values = values * weight.to(dtype)
-        return torch.where(mask, values, torch.zeros_like(values))
+        return torch.where(mask, values, 0)
 
     def total(wanted: Named) -> tuple[Tensor, list[Tensor]]:
         values, whole = [], inputs.target.new_zeros((), dtype=inputs.factors.dtype)
@@ -200,10 +200,7 @@ def logprob_of(x: Tensor, leaves: Named, suffix: str) -> Tensor:
 def masked(named: Named, mask: Tensor) -> Named:
     """Vectors [n] or [n, c] with 0 where a token does not count: by selection, so that what stands there has no part in
     anything."""
-    return {
-        name: torch.where(mask if value.dim() == 1 else mask[:, None], value, torch.zeros_like(value))
-        for name, value in named.items()
-    }
+    return {n: torch.where(mask if value.dim() == 1 else mask[:, None], value, 0) for n, value in named.items()}
 
 
 def without_slope(leaves: Named, off: Tensor) -> Named:

@@ -21,10 +21,10 @@ KERNELS: Cache[tuple, Arithmetic | None] = Cache(256)
 
 
 def arithmetic_of(
-    backend: Backend, structure: Structure, leaves: Named, inputs: Inputs
+    structure: Structure, leaves: Named, inputs: Inputs
 ) -> tuple[Arithmetic | None, list[Tensor | float]]:
     """The kernel for inputs like these, None where there is none; and the arguments that it may read."""
-    if backend.name != "triton" or not structure.own:
+    if not structure.own:
         return None, []
     tensors = [
         *leaves.values(), inputs.target, inputs.factors, *inputs.fields.values(),  # from here on as ``Inputs.map``
@@ -81,8 +81,8 @@ def evaluate_rows(
 ) -> Evaluation:
     """``evaluate`` for the tokens ``rows`` of all: by a kernel where ``backend`` is Triton's, whose table is of all
     tokens, else in PyTorch."""
-    if backend is not None:
-        arithmetic, given = arithmetic_of(backend, structure, stats.named(), inputs)
+    if backend is not None and backend.name == "triton":
+        arithmetic, given = arithmetic_of(structure, stats.named(), inputs)
         if arithmetic is not None:
             (kernel, names), like = arithmetic, stats.lse
             if table is None:

@@ -141,8 +141,6 @@ def default_inverse(summand: Summand, tokens: Tokens, of_units: dict[str, Tensor
 
 def count_units(unit: str, tokens: Tokens) -> Tensor:
     """The number of units that count, in the statistics' dtype."""
-    if unit == "token":
-        return tokens.counted
     if unit not in tokens.unit_counts:
         tokens.unit_counts[unit] = unit_mask(unit, tokens.batch).sum().to(tokens.one_or_nan.dtype)
     return tokens.unit_counts[unit]
@@ -155,7 +153,7 @@ def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, 
     counts = []
     for metric in metrics:
         if metric.unit == "segment" or metric.weighting == "token":
-            counts.append(count_units(metric.unit, tokens))
+            counts.append(tokens.counted if metric.unit == "token" else count_units(metric.unit, tokens))
             continue
         if metric.weighting not in weights:
             batch, dtype = tokens.batch, tokens.one_or_nan.dtype

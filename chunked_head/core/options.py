@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 INFINITY = float("inf")
+PLAIN = frozenset({type(None), bool, int, float, str})  # types whose values are equal where they mean the same
 NUMBERS = (int, float)  # not ``int | float``, which torch.compile of torch 2.9 cannot take
 
 PACKAGE = __name__.partition(".")[0]
@@ -39,12 +40,10 @@ def number(
 
 
 def bound(where: str, argument: str, value: Any, least: float = 0.0, open_: bool = False) -> float:
-    """The same from ``least`` on, and infinity, which bounds nothing."""
-    return (
-        INFINITY
-        if isinstance(value, float) and value == INFINITY
-        else number(where, argument, value, least, open_=open_)
-    )
+    """A number from ``least`` on, or infinity, which bounds nothing, as a float."""
+    if type(value) is float and (value > least or (value == least and not open_)):
+        return value
+    return number(where, argument, value, least, open_=open_)
 
 
 def choice(where: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
@@ -73,19 +72,22 @@ def nearest(name: Any, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashable, ...]:
+def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashable, ...] | None:
     """A key of plain values, or tuples of some, in which every float is replaced by its type and appended to
-    ``numbers``: what decides which code runs (strings, flags, None, counts) stays, by type too."""
+    ``numbers``: what decides which code runs (strings, flags, None, counts) stays, by type too. None for any other
+    value."""
     key: list[Any] = [type(values)]
     for value in values:
         kind = type(value)
         if kind is float:
             numbers.append(value)
             key.append(kind)
-        elif isinstance(value, tuple):
-            key.append(split_numbers(value, numbers))
-        else:
+        elif kind in PLAIN:
             key += kind, value
+        elif isinstance(value, tuple) and (inside := split_numbers(value, numbers)) is not None:
+            key.append(inside)
+        else:
+            return None
     return tuple(key)
 
 

@@ -6,7 +6,7 @@ A ``Summand`` is one loss; ``Losses`` is a sum of them with coefficients, and th
 """
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, Self, TypedDict
@@ -96,19 +96,12 @@ SUMMAND = tuple(SummandOptions.__annotations__)
 
 PACKAGE = __name__.rpartition(".")[0] + "."
 LIBRARY = __name__.partition(".")[0] + "."
-PLAIN_OPTIONS = frozenset({type(None), bool, int, float, str})
 
 
 def is_library(function: Any) -> bool:
     """True for a module-level function of the library, which is there for good."""
     plain = type(function) is FunctionType and "<" not in function.__qualname__
     return plain and str(function.__globals__.get("__name__")).startswith(LIBRARY)
-
-
-def are_plain(values: Collection[Any]) -> bool:
-    """True for values, and tuples of values, that are equal where they mean the same."""
-    odd = [value for value in values if type(value) not in PLAIN_OPTIONS]
-    return not odd or all(isinstance(value, tuple) and are_plain(value) for value in odd)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,20 +126,18 @@ class Part:
         return self.name or self.kind
 
     @functools.cached_property
+    def split(self) -> tuple[Hashable, tuple[float, ...]]:
+        """A key of the function and its options without their floats, and the floats. Code is compiled for the key and
+        takes the floats as arguments; a user's function has neither, None and ()."""
+        numbers: list[float] = []
+        options = shared.split_numbers(tuple(self.options.values()), numbers) if is_library(self.function) else None
+        return (None, ()) if options is None else ((self.function, tuple(self.options), options), tuple(numbers))
+
+    @functools.cached_property
     def own(self) -> bool:
         """True for the library's, a function of nothing but its arguments. A user's function may read what changes from
         call to call: nothing that outlives the call depends on which it is, or refers to it."""
-        return is_library(self.function) and are_plain(self.options.values())
-
-    @functools.cached_property
-    def split(self) -> tuple[Hashable, tuple[float, ...]]:
-        """A key of the function and its options without their floats, and the floats. Code is compiled for the key and
-        takes the floats as arguments; a user's function has neither."""
-        if not self.own:
-            return None, ()
-        numbers: list[float] = []
-        key = self.function, tuple(self.options), shared.split_numbers(tuple(self.options.values()), numbers)
-        return key, tuple(numbers)
+        return self.split[0] is not None
 
     def at(self, numbers: Iterator[Any]) -> Self:
         """The part with the next of other numbers, which may be tensors []."""
@@ -161,7 +152,7 @@ class Part:
     def reads(self) -> tuple:
         """Its place in a call: name, fields, statistics."""
         fields = self.fields, self.optional_fields, tuple(self.extra_fields.items())
-        return self.label, fields, self.needs, self.scope, self.reads_target, type(self.temperature)
+        return self.name or self.kind, fields, self.needs, self.scope, self.reads_target, type(self.temperature)
 
     def values(self, stats: Any, batch: Any, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
         return self.function(stats, batch, **self.options, **(tensors or {}))
@@ -190,11 +181,12 @@ class Summand(Part):
     @property
     def key(self) -> tuple:
         """Equal for summands that compile to the same code."""
-        return self.split[0], self.unit, tuple(self.tensors), self.split_teacher[0]
+        teacher = None if self.teacher is None else self.split_teacher[0]
+        return self.split[0], self.unit, tuple(self.tensors), teacher
 
     @property
     def settings(self) -> tuple:
-        return self.split[1], self.temperature, self.split_teacher[1]
+        return self.split[1], self.temperature, () if self.teacher is None else self.split_teacher[1]
 
     @property
     def weights(self) -> Tensor | None:

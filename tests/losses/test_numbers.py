@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from budget import assert_within_budget
-from cases import GPU, TRITON, Place, resolve
+from cases import GPU, TRITON, Place
 from compiled_for import record_launches
 from loss_cases import DENSE_HIDDEN, PAIRED, POLICY, LossCase, case, inputs_of, run_reference, run_step
 
@@ -139,4 +139,4 @@ def arithmetic(made: Needs) -> Any:
         [{} for _ in structure.summands], {}, frozenset(fields),
     )  # fmt: skip
     leaves = RowStats.empty(TOKENS, made.demand, torch.float32, torch.device("cpu")).named()
-    return kernels.arithmetic_of(resolve("triton", torch.device("cpu")), structure, leaves, inputs)[0]
+    return kernels.arithmetic_of(structure, leaves, inputs)[0]
