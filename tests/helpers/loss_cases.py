@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from budget import assert_within_budget
 from cases import PLACES, Place
-from oracle import reference
+from oracle import reference as oracle
 from oracle.reference import Term
 from tiers import tier
 from torch import Tensor
 
-from chunked_head import LossOutput, linear_loss, losses
+from chunked_head import LossOutput, linear_loss, losses, reference
 from chunked_head.losses import Losses
 from chunked_head.metrics import Metric
 
@@ -267,15 +268,31 @@ def in_turn(case: LossCase, run: Any, runs: Sequence[Any]) -> bool:
     return case.name in SOME_CASES or LOSS_CASES.index(case) % len(runs) == runs.index(run)
 
 
+# losses and options that ``chunked_head.reference`` has
+COVERED = {"cross_entropy": {"label_smoothing"}, "z_loss": set(), "entropy": set(), "grpo": {"clip_low", "clip_high"}}
+
+
 def run_reference(case: LossCase, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
-    """Loss, parts and gradients of hidden, weight (and bias) by the oracle, which takes its time on the CPU."""
+    """Loss, parts and gradients of hidden, weight (and bias) by full logits on the CPU; those in float64 by
+    ``chunked_head.reference`` in chunks and shards where it has the losses."""
     inputs = inputs.on("cpu")
+    covered = all(t.kind in COVERED and t.options.keys() <= COVERED[t.kind] for t in case.terms)
+    if covered and inputs.hidden.dtype == torch.float64 and "kept_ids" not in inputs.batch:
+        mix = {t.kind: (t.coefficient, partial(getattr(reference, t.kind), **t.options)) for t in case.terms}
+        target = torch.zeros(len(inputs.hidden), dtype=torch.int64) if inputs.target is None else inputs.target
+        batch = dict(inputs.batch)
+        found = reference.linear_loss(
+            inputs.hidden, inputs.weight, target, mix, token_weights=batch.pop("token_weights", None), batch=batch,
+            chunk_tokens=40, shards=3, **inputs.head,
+        )  # fmt: skip
+        grads = [grad for grad in (found.dhidden, found.dweight, found.dbias) if grad is not None]
+        return found.loss, found.parts, grads
     hidden, weight = (t.detach().clone().requires_grad_() for t in (inputs.hidden, inputs.weight))
     head, leaves = dict(inputs.head), [hidden, weight]
     if "bias" in head:
         head["bias"] = head["bias"].detach().clone().requires_grad_()
         leaves.append(head["bias"])
-    loss, parts = reference.linear_loss(
+    loss, parts = oracle.linear_loss(
         hidden, weight, inputs.target, case.terms, batch=inputs.batch, num_segments=inputs.num_segments, **head
     )
     return loss.detach(), {k: v.detach() for k, v in parts.items()}, list(torch.autograd.grad(loss, leaves))
