@@ -13,7 +13,7 @@ from typing import Any
 
 from .frameworks import check_version
 from .huggingface import patch_model
-from .huggingface.given import check_options
+from .huggingface.options import check_options
 
 check_version("axolotl", "0.21", "0.22")
 

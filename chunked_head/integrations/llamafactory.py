@@ -21,7 +21,7 @@ from typing import Any
 
 from .frameworks import check_version
 from .huggingface import patch_model
-from .huggingface.given import check_options
+from .huggingface.options import check_options
 
 KEY = "chunked_head"  # of a configuration file
 STAGES = ("pt", "sft", "dpo", "kto")

@@ -12,7 +12,7 @@ from typing import Any
 
 from .frameworks import check_version
 from .huggingface import patch_model
-from .huggingface.given import OPTIONS, check_options
+from .huggingface.options import OPTIONS, check_options
 
 check_version("lm_eval", "0.4.11", "0.5")
 

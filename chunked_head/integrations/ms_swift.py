@@ -17,7 +17,7 @@ from typing import Any
 
 from .frameworks import check_version
 from .huggingface import patch_model
-from .huggingface.given import check_options
+from .huggingface.options import check_options
 
 NAME = "chunked_head"  # of the callback
 MODELS = ("model", "ref_model", "teacher_model")  # attributes of a trainer

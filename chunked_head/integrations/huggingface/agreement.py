@@ -19,11 +19,11 @@ from ...losses.user.closures import Function
 from ...metrics import Metric, MetricValue, combine
 from ...metrics.values import as_metrics
 from .find_head import NotUnderstood, embeddings, find_head, make_lazy, make_plain, name_of
-from .given import check_choices, check_loss, check_options
-from .hung_forward import hung_by
+from .hooks import hung_by
 from .lazy.lazy_head import FSDP1, sizes_of
 from .lazy.source import FORWARDS, MADE, PATCH, running
 from .lazy.tail import Rehearsed, Tail, in_words
+from .options import check_choices, check_loss, check_options
 
 OWN_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
 WRAPPING = ("/accelerate/", "/peft/", "/deepspeed/")  # frames between a model and whoever calls it

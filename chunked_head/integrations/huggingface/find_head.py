@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from .hung_forward import loosen
+from .hooks import loosen
 from .lazy.lazy_head import LazyHead, inner, lazy_class, sizes_of
 from .lazy.source import HEADS, PATCH, watch_optimizers
 

@@ -14,7 +14,7 @@ from ...losses.user.closures import Function
 from ...metrics import Metric
 from .agreement import Agreement
 from .find_head import NotUnderstood, base_model, find_head
-from .hung_forward import hides, hung_by, loosen
+from .hooks import hides, hung_by, loosen
 from .lazy.lazy_logits import LazyLogits
 from .lazy.source import running
 from .lazy.traced_logits import TracedLogits

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..hung_forward import hides
-from ..watched import watcher
+from ..hooks import hides, watcher
 from .lazy_logits import LazyLogits
 from .source import PATCH, Source, is_shard, running
 from .traced_logits import TracedLogits

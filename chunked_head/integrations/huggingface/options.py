@@ -1,4 +1,4 @@
-"""What ``patch_model`` is given, checked before anything is changed."""
+"""Options of ``patch_model``, checked before anything is changed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
