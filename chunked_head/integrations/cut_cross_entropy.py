@@ -12,19 +12,43 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from ..call.options import OptionsModule, check_options
+from ..call.options import OptionsModule
 from ..core.collectives import all_gather
 from ..core.groups import process_group
-from ..core.options import flag
 from ..functions import cross_entropy as head
 from ..functions.logprobs import linear_logprobs
 from ..parallel import VocabParallel
+from .drop_in import Translation, init_of, only, same, switch, translated
 
-IMPLEMENTATIONS = (
-    "cce", "torch_compile", "cce_exact", "cce_kahan", "cce_kahan_full", "cce_kahan_full_c", "cce_kahan_full_e",
-    "cce_kahan_full_c_full_e",
-)  # fmt: skip
-OURS = ("ignore_index", "softcap", "reduction", "memory_budget", "skip_ignored")  # by our names and meanings
+EXACT = {"accumulate_dtype": torch.float32}
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+    "cce": {}, "torch_compile": {"backend": "torch"}, "cce_exact": EXACT, "cce_kahan": EXACT, "cce_kahan_full": EXACT,
+    "cce_kahan_full_c": EXACT, "cce_kahan_full_e": EXACT, "cce_kahan_full_c_full_e": EXACT,
+}  # fmt: skip
+
+
+def implementation(name: str, value: str | enum.Enum) -> dict[str, Any]:
+    chosen = value.name.lower() if isinstance(value, enum.Enum) else value
+    if chosen not in IMPLEMENTATIONS:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {value!r}")
+    return IMPLEMENTATIONS[chosen]
+
+
+def steps(name: str, value: bool | int) -> dict[str, Any]:
+    if not isinstance(value, int):
+        raise TypeError(f"{name} must be True, False or an int, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}; 1 pairs position t with target t + 1")
+    return {"shift": int(value)}
+
+
+OPTIONS: dict[str, Translation] = {  # in the order of Apple's module, and ours
+    "ignore_index": same, "softcap": same, "reduction": same, "shift": steps,
+    "filter_eps": only("auto", None, 0, 0.0, reason="no part of a gradient is left out here"),
+    "accum_e_fp32": switch(**EXACT), "accum_c_fp32": switch(**EXACT), "filter_e_grad": switch(),
+    "filter_c_grad": switch(), "impl": implementation, "return_lse": switch(), "memory_budget": same,
+    "skip_ignored": same,
+}  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -51,21 +75,20 @@ def linear_cross_entropy(
     """Apple's function of this name: ``F.cross_entropy((e @ c.T).float(), targets)`` without the logits.
 
     Args:
-        e, c, targets, bias, ignore_index, softcap: ``hidden``, ``weight``, ``target`` and the rest of
-            ``chunked_head.linear_cross_entropy``.
+        e, c, targets, bias, ignore_index, softcap, memory_budget, skip_ignored: ``hidden``, ``weight``, ``target`` and
+            the rest of ``chunked_head.linear_cross_entropy``.
         reduction: ``"mean"`` over the tokens that count, ``"sum"``, or ``"none"``: values [...], 0 where a token does
             not count, without the first ``shift`` positions.
         shift: pairs position t of ``e`` with target t + shift; True is 1.
         return_lse: whether to return log-sum-exp too, shaped as unreduced values are and differentiable.
-        filter_eps, filter_e_grad, filter_c_grad: which parts of the gradients may be left out as too small: none are.
-            A threshold of one's own, a number but 0, is refused.
+        filter_eps, filter_e_grad, filter_c_grad: no effect: no part of a gradient is left out as too small. A nonzero
+            threshold is refused.
         accum_e_fp32, accum_c_fp32: either of them sums both gradients over chunks in fp32; without, the plan chooses.
         impl: one of Apple's names, or its enumeration: ``"torch_compile"`` runs in torch's operations, the others on
             the device's own backend, those other than ``"cce"`` with fp32 sums.
         vocab_parallel_options: Apple's ``VocabParallelOptions``: rank by rank, ``c`` and ``bias`` are rows ``start`` to
             ``stop`` of the classifier. What the ranks hold is exchanged at each call, which waits for it; by
             ``chunked_head.VocabParallel(rows=)`` it need not be.
-        memory_budget, skip_ignored: as in ``chunked_head.linear_cross_entropy``.
 
     Returns:
         The loss, fp32, or ``(loss, lse)``.
@@ -73,14 +96,12 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError, IndexError: as ``chunked_head.linear_cross_entropy``.
     """
-    given = {
-        "ignore_index": ignore_index, "softcap": softcap, "memory_budget": memory_budget, "skip_ignored": skip_ignored,
-    }  # fmt: skip
-    check_options(given | {"reduction": reduction})
-    flag("return_lse", return_lse)
-    options = given | head_options(impl, filter_eps, filter_e_grad, filter_c_grad, accum_e_fp32, accum_c_fp32)
-    steps = check_shift(shift, targets)
-    options |= {"bias": bias, "shift": steps}
+    options = translated(OPTIONS, locals())
+    reduction, steps = options.pop("reduction"), options["shift"]
+    length = targets.shape[-1] if isinstance(targets, Tensor) and targets.dim() else 1
+    if steps >= max(1, length):
+        raise ValueError(f"shift must be in [0, {length}), the last dimension of targets, got {shift}")
+    options["bias"] = bias
     if vocab_parallel_options is not None:
         options["parallel"] = vocab_parallel(vocab_parallel_options, c)
     if not return_lse:
@@ -98,69 +119,12 @@ def linear_cross_entropy(
 class LinearCrossEntropy(OptionsModule):
     """Apple's module of this name: ``module(e, c, targets, bias)``; options as ``linear_cross_entropy``'s."""
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        softcap: float | None = None,
-        reduction: str = "mean",
-        shift: bool | int = 0,
-        filter_eps: float | str | None = "auto",
-        accum_e_fp32: bool = False,
-        accum_c_fp32: bool = False,
-        filter_e_grad: bool = True,
-        filter_c_grad: bool = True,
-        impl: str | enum.Enum = "cce",
-        return_lse: bool = False,
-        *,
-        memory_budget: int | str | None = None,
-        skip_ignored: bool | str = False,
-    ):
-        options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        super().__init__()
-        check_options({name: value for name, value in options.items() if name in OURS})
-        check_shift(shift)
-        flag("return_lse", return_lse)
-        head_options(impl, filter_eps, filter_e_grad, filter_c_grad, accum_e_fp32, accum_c_fp32)
-        self.keep(options)
+    __init__ = init_of(linear_cross_entropy, OPTIONS)
 
     def forward(
         self, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         return linear_cross_entropy(e, c, targets, bias, **self.options())
-
-
-def head_options(
-    impl: str | enum.Enum, filter_eps: float | str | None, filter_e: bool, filter_c: bool, fp32_e: bool, fp32_c: bool
-) -> dict[str, Any]:
-    """How the call runs, from the options that choose among Apple's implementations."""
-    name = impl.name.lower() if isinstance(impl, enum.Enum) else impl
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
-    if not (filter_eps is None or filter_eps == "auto" or filter_eps == 0):
-        raise ValueError(
-            f'filter_eps must be "auto" or None, got {filter_eps!r}: no part of a gradient is left out here'
-        )
-    flags = {
-        "filter_e_grad": filter_e, "filter_c_grad": filter_c, "accum_e_fp32": fp32_e, "accum_c_fp32": fp32_c,
-    }  # fmt: skip
-    for argument, value in flags.items():
-        flag(argument, value)
-    exact = name not in ("cce", "torch_compile")
-    return {
-        "accumulate_dtype": torch.float32 if fp32_e or fp32_c or exact else None,
-        "backend": "torch" if name == "torch_compile" else None,
-    }
-
-
-def check_shift(shift: bool | int, targets: Tensor | None = None) -> int:
-    if not isinstance(shift, int):
-        raise TypeError(f"shift must be True, False or an int, got {shift!r}")
-    if shift < 0:
-        raise ValueError(f"shift must be at least 0, got {shift}; 1 pairs position t with target t + 1")
-    length = targets.shape[-1] if isinstance(targets, Tensor) and targets.dim() else 1
-    if targets is not None and shift >= max(1, length):
-        raise ValueError(f"shift must be in [0, {length}), the last dimension of targets, got {shift}")
-    return int(shift)
 
 
 def vocab_parallel(options: Any, c: Tensor) -> VocabParallel:

@@ -7,7 +7,6 @@ tokens that count give loss 0 rather than nan, logits are not rounded to 16 bits
 and the weight's gradient is summed as the plan says where ``accum_dtype`` is None. Liger itself is not needed.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor
 
 from .. import losses, metrics
-from ..call.options import OptionsModule, check_options
+from ..call.options import OptionsModule
 from ..core import checks
-from ..core.options import flag
 from ..functions.logprobs import linear_logprobs
 from ..functions.loss import linear_loss
+from .drop_in import Translation, init_of, only, renamed, same, switch, translated
 
 
 @dataclass
@@ -36,19 +35,21 @@ class CrossEntropyOutput:
     predicted_tokens: Tensor | None = None
 
 
-OPTIONS = 11  # of Liger's, from ce_weight to return_predicted_tokens, in the order of its signatures
-
-
-def check(options: Mapping[str, Any]) -> None:
-    """Raises what is wrong with Liger's options."""
-    for name in ("return_z_loss", "use_token_scaling", "return_token_accuracy", "return_predicted_tokens"):
-        flag(name, options[name])
-    checks.check_number("lse_square_scale", options["lse_square_scale"], 0.0, float("inf"))
-    checks.check_tensor("ce_weight", options["ce_weight"], optional=True)
-    if options["accum_dtype"] is not None:
-        checks.check_dtype("accum_dtype", options["accum_dtype"])
-    ours = ("ignore_index", "label_smoothing", "reduction", "softcap", "memory_budget")
-    check_options({name: options[name] for name in ours})
+OPTIONS: dict[str, Translation] = {  # in the order of Liger's signatures, and ours
+    "ce_weight": renamed("class_weights", lambda name, value: checks.check_tensor(name, value, optional=True)),
+    "ignore_index": same,
+    "lse_square_scale": renamed("z_loss", lambda name, value: checks.check_number(name, value, 0.0, float("inf"))),
+    "label_smoothing": same, "reduction": same, "softcap": same, "return_z_loss": switch(),
+    "accum_dtype": renamed("accumulate_dtype", lambda name, value: checks.check_dtype(name, value or torch.float32)),
+    "use_token_scaling": switch(), "return_token_accuracy": switch(), "return_predicted_tokens": switch(),
+    "memory_budget": same,
+}  # fmt: skip
+THEIRS = len(OPTIONS) - 1
+KERNELS: dict[str, Translation] = {  # arguments of the autograd function behind those
+    "ce_impl": only(None, reason="it chooses among Liger's own kernels"),
+    "ce_mode": only(None, reason="it chooses among Liger's own kernels"),
+    "chunk_mem_const": only(1, reason="memory_budget= says what may be held"),
+}
 
 
 def liger_fused_linear_cross_entropy(
@@ -74,14 +75,12 @@ def liger_fused_linear_cross_entropy(
     """Liger's functional of this name: the loss, or a ``CrossEntropyOutput`` where more is asked for.
 
     Args:
-        ce_weight, label_smoothing, ignore_index, reduction, softcap: ``class_weights`` and the rest of
-            ``linear_cross_entropy``.
+        ce_weight, label_smoothing, ignore_index, reduction, softcap, memory_budget: ``class_weights`` and the rest of
+            ``linear_cross_entropy``. ``memory_budget`` stands for ``chunk_mem_const``, which must be 1.
         lse_square_scale: coefficient of ``lse ** 2``, its mean over the number of tokens, with ``ce_weight`` too.
         accum_dtype: of the weight's gradient over chunks; None: as the plan says.
         use_token_scaling: multiplies a token's values by its own probability, without gradient (DFT).
         return_z_loss, return_token_accuracy, return_predicted_tokens: see ``CrossEntropyOutput``.
-        chunk_mem_const: 1; ``memory_budget`` says here how much may be held.
-        memory_budget: as in ``linear_cross_entropy``.
 
     Token scaling, predicted tokens, and accuracy or z-loss of each token (``reduction="none"``) take a pass over the
     logits before the loss: one matmul more.
@@ -89,16 +88,7 @@ def liger_fused_linear_cross_entropy(
     Raises:
         TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
     """
-    if chunk_mem_const != 1 or isinstance(chunk_mem_const, bool):
-        raise ValueError(f"chunk_mem_const must be 1, got {chunk_mem_const!r}; memory_budget= says what may be held")
-    options: dict[str, Any] = {
-        "ce_weight": ce_weight, "ignore_index": ignore_index, "lse_square_scale": lse_square_scale,
-        "label_smoothing": label_smoothing, "reduction": reduction, "softcap": softcap, "return_z_loss": return_z_loss,
-        "accum_dtype": accum_dtype, "use_token_scaling": use_token_scaling,
-        "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens,
-        "memory_budget": memory_budget,
-    }  # fmt: skip
-    check(options)
+    options = translated(OPTIONS | KERNELS, locals())
     head = {name: options[name] for name in ("ignore_index", "softcap", "memory_budget")} | {"bias": bias}
     each = reduction == "none"
     batch: dict[str, Tensor] = {}
@@ -145,12 +135,10 @@ class LigerFusedLinearCrossEntropyFunction:
         """Loss, z-loss, token accuracy and predicted tokens, None where not asked for. ``options``: those of
         ``liger_fused_linear_cross_entropy`` in its order, then ``ce_impl`` and ``ce_mode``, which must be None, and
         ``chunk_mem_const``, which must be 1."""
-        ours, chosen = options[:OPTIONS], options[OPTIONS:]
-        for name, value, only in zip(("ce_impl", "ce_mode", "chunk_mem_const"), chosen, (None, None, 1), strict=False):
-            if value != only:
-                raise ValueError(f"{name} must be {only!r}, got {value!r}: it chooses among Liger's own kernels")
-        if len(chosen) > 3:
-            raise TypeError(f"apply takes at most {OPTIONS + 7} arguments, got {len(options) + 4}")
+        ours, chosen = options[:THEIRS], options[THEIRS:]
+        if len(chosen) > len(KERNELS):
+            raise TypeError(f"apply takes at most {THEIRS + 7} arguments, got {len(options) + 4}")
+        translated(KERNELS, dict(zip(KERNELS, chosen, strict=False)))
         found = liger_fused_linear_cross_entropy(_input, weight, target, bias, *ours)
         if isinstance(found, Tensor):
             return found, None, None, None
@@ -160,26 +148,7 @@ class LigerFusedLinearCrossEntropyFunction:
 class LigerFusedLinearCrossEntropyLoss(OptionsModule):
     """Liger's module of this name: ``module(lin_weight, _input, target, bias)``; options as the functional's."""
 
-    def __init__(
-        self,
-        ce_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None,
-        use_token_scaling: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-        *,
-        memory_budget: int | str | None = None,
-    ):
-        options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        super().__init__()
-        check(options)
-        self.keep(options)
+    __init__ = init_of(liger_fused_linear_cross_entropy, OPTIONS)
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
