@@ -11,11 +11,11 @@ learning (``rl:``) are refused: TRL 1.14, which Axolotl 0.21 pins, makes their l
 
 from typing import Any
 
-from .frameworks import check_version
+from .frameworks import Framework
 from .huggingface import patch_model
 from .huggingface.options import check_options
 
-check_version("axolotl", "0.21", "0.22")
+Framework("axolotl", "0.21", "0.22").check()
 
 from axolotl.integrations.base import BasePlugin  # noqa: E402
 from pydantic import BaseModel, Field, model_validator  # noqa: E402

@@ -1,9 +1,13 @@
-"""What the integrations of training frameworks share: the range of versions they were tested with, and a computation
-in the place of a module's own that runs inside of the module's hooks."""
+"""A training framework as a record: the versions that were tested, and the names in it that ours replace; and a
+computation in the place of a module's own that runs inside of the module's hooks."""
 
+import contextlib
+import importlib
+import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -12,29 +16,96 @@ from torch import nn
 from ..call.options import CHECKS
 from ..core.options import nearest
 
+Place = tuple[str, str]  # a framework's module, and a name in it
+REPLACED: dict[Place, tuple[Any, Any]] = {}  # theirs and ours
 
-def check_version(package: str, lowest: str, below: str, module: str = "") -> None:
-    """Raises unless a framework's version is at least ``lowest`` and smaller than ``below``, those that were tested.
 
-    Args:
+@dataclass(frozen=True)
+class Framework:
+    """A training framework.
+
+    Attributes:
         package: its name on the package index.
-        module: the framework's module, whose ``__version__`` counts where it has been imported (a checkout).
-
-    Raises:
-        ImportError: it is not installed. RuntimeError: it is older or newer than what was tested.
+        lowest, below: tested are versions of at least ``lowest`` and smaller than ``below``.
+        module: its module, whose ``__version__`` counts where that has been imported (a checkout).
+        places: what this library replaces, each with the names of its parameters, in order, without ``ctx``. Empty:
+            they are not compared.
+        bound: modules that have the same names too, where they are imported already.
     """
-    wanted = f"pip install '{package}>={lowest},<{below}'"
-    version = getattr(sys.modules.get(module), "__version__", None)
-    if version is None:
+
+    package: str
+    lowest: str
+    below: str
+    module: str = ""
+    places: Mapping[Place, Sequence[str]] = field(default_factory=dict)
+    bound: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises ImportError where it is not installed, RuntimeError where its version was not tested."""
+        wanted = f"pip install '{self.package}>={self.lowest},<{self.below}'"
+        version = getattr(sys.modules.get(self.module), "__version__", None)
+        if version is None:
+            try:
+                version = metadata.version(self.package)
+            except metadata.PackageNotFoundError:
+                raise ImportError(f"{self.package} is not installed: {wanted}") from None
+        if not numbers(self.lowest) <= numbers(version) < numbers(self.below):
+            raise RuntimeError(
+                f"{self.package} {version} is none of the versions that were tested, from {self.lowest} to below "
+                f"{self.below}; it may compute its losses otherwise, and nothing was changed. {wanted}, or a "
+                "chunked_head that knows it"
+            )
+
+    def theirs(self) -> list[Any]:
+        """The framework's functions in their places. Raises where version or parameters are not those tested."""
+        self.check()
+        found = []
+        for (path, name), wanted in self.places.items():
+            function = REPLACED.get((path, name), [getattr(importlib.import_module(path), name, None)])[0]
+            forward = getattr(function, "forward", None)
+            takes = list(inspect.signature(forward or function).parameters) if callable(function) and wanted else []
+            if function is None or takes[forward is not None :] != list(wanted):
+                raise RuntimeError(
+                    f"{path}.{name} takes ({', '.join(takes[forward is not None :])}) instead of ({', '.join(wanted)}) "
+                    "or is missing; nothing was changed. Install a chunked_head that knows it"
+                )
+            found.append(function)
+        return found
+
+    def replace(self, *ours: Any) -> None:
+        """Puts one of ours in each place; before that, ``theirs`` raises what is wrong."""
+        for place, theirs, mine in zip(self.places, self.theirs(), ours, strict=True):
+            REPLACED[place] = theirs, mine
+            self.put(place, mine)
+
+    def give_back(self) -> None:
+        """Puts the framework's functions back; raises where somebody has replaced ours since."""
+        for path, name in REPLACED.keys() & self.places.keys():
+            theirs, ours = REPLACED[path, name]
+            found = getattr(importlib.import_module(path), name)
+            if found is not ours:
+                raise RuntimeError(f"{path}.{name} is {found!r}, not what chunked_head put there; undo that first")
+            self.put((path, name), theirs)
+            del REPLACED[path, name]
+
+    def put(self, place: Place, value: Any) -> None:
+        for path in (place[0], *self.bound):
+            module = sys.modules.get(path)
+            if module is not None and hasattr(module, place[1]):
+                setattr(module, place[1], value)
+
+    @contextlib.contextmanager
+    def replaced(self, *ours: Any) -> Iterator[None]:
+        """``replace`` for the length of a ``with`` block; what stood there before stands there after it."""
+        before = [REPLACED[place][1] for place in self.places if place in REPLACED]
+        self.replace(*ours)
         try:
-            version = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            raise ImportError(f"{package} is not installed: {wanted}") from None
-    if not numbers(lowest) <= numbers(version) < numbers(below):
-        raise RuntimeError(
-            f"{package} {version} is none of the versions that this was tested with, from {lowest} to below {below}; "
-            f"it may compute its losses otherwise, and nothing was changed. {wanted}, or a chunked_head that knows it"
-        )
+            yield
+        finally:
+            if before:
+                self.replace(*before)
+            else:
+                self.give_back()
 
 
 def numbers(version: str) -> tuple[int, ...]:

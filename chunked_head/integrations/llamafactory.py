@@ -14,19 +14,20 @@ Losses, metrics and everything else are LLaMA-Factory's code on lazy logits (``p
 
 import contextlib
 import functools
-import importlib
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .frameworks import check_version
+from .frameworks import Framework
 from .huggingface import patch_model
 from .huggingface.options import check_options
 
 KEY = "chunked_head"  # of a configuration file
 STAGES = ("pt", "sft", "dpo", "kto")
+PARAMETERS = ("tokenizer", "model_args", "finetuning_args", "is_trainable", "add_valuehead")
 IMPORTERS = (*(f"llamafactory.train.{stage}.workflow" for stage in STAGES), "llamafactory.train.trainer_utils")
-PARAMETERS = ["tokenizer", "model_args", "finetuning_args", "is_trainable", "add_valuehead"]
+LLAMAFACTORY = Framework(
+    "llamafactory", "0.9.5", "0.10", places={(path, "load_model"): PARAMETERS for path in IMPORTERS}
+)
 # arguments that have the loss made elsewhere, and what to do
 ELSEWHERE = {
     "use_mca": "leave it out, or train Megatron's models with chunked_head.integrations.megatron",
@@ -47,7 +48,7 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
         TypeError, ValueError: for a wrong option; a stage or an argument whose loss this library has no part in.
         ImportError, RuntimeError: LLaMA-Factory is missing, or of a version that was not tried.
     """
-    check_version("llamafactory", "0.9.5", "0.10")
+    LLAMAFACTORY.check()
     from llamafactory.hparams import read_args
     from llamafactory.train import tuner
 
@@ -76,13 +77,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 def patched_models(**options: Any) -> Iterator[list[Any]]:
     """Within, every model that a stage loads is on this head. Gives the list of them, as they are loaded."""
     check_options(options)
-    modules = [importlib.import_module(name) for name in IMPORTERS]
-    theirs = importlib.import_module("llamafactory.model").load_model
-    if list(inspect.signature(theirs).parameters) != PARAMETERS or any(m.load_model is not theirs for m in modules):
-        raise RuntimeError(
-            "chunked_head.integrations.llamafactory knows a load_model that LLaMA-Factory does not have any more, or "
-            "that somebody has replaced; nothing was changed"
-        )
+    theirs = LLAMAFACTORY.theirs()[0]
     loaded: list[Any] = []
 
     @functools.wraps(theirs)
@@ -90,13 +85,8 @@ def patched_models(**options: Any) -> Iterator[list[Any]]:
         loaded.append(patch_model(theirs(*args, **kwargs), when="always", **options))
         return loaded[-1]
 
-    for module in modules:
-        module.load_model = load_model  # type: ignore[attr-defined]
-    try:
+    with LLAMAFACTORY.replaced(*[load_model] * len(LLAMAFACTORY.places)):
         yield loaded
-    finally:
-        for module in modules:
-            module.load_model = theirs  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ logits are lazy ones (``patch_model``), of which it reads the rows of continuati
 
 from typing import Any
 
-from .frameworks import check_version
+from .frameworks import Framework
 from .huggingface import patch_model
 from .huggingface.options import OPTIONS, check_options
 
-check_version("lm_eval", "0.4.11", "0.5")
+Framework("lm_eval", "0.4.11", "0.5").check()
 
 from lm_eval.api.registry import register_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402

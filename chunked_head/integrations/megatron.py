@@ -21,9 +21,9 @@ from ..core.groups import VocabParallel
 from ..core.options import flag
 from ..functions.cross_entropy import linear_cross_entropy
 from ..functions.logprobs import linear_logprobs
-from .frameworks import call_through, check_named, check_version
+from .frameworks import Framework, call_through, check_named
 
-TESTED = ("0.18", "0.20")
+MEGATRON = Framework("megatron-core", "0.18", "0.20", "megatron.core")
 # output layers whose logits are the product with their weight and nothing else
 PLAIN = ("megatron.core.tensor_parallel.layers",)
 REFUSED = ("parallel", "bias", "shift", "ignore_index", "logit_scale")  # the model says what they are
@@ -90,7 +90,7 @@ class OutputProcessor:
         inference_context: Any = None,
         **_: Any,
     ) -> Any:
-        check_version("megatron-core", *TESTED, "megatron.core")
+        MEGATRON.check()
         returned = self.returned
         if context is not None:
             if not isinstance(context, Mapping) or set(context) - set(returned):

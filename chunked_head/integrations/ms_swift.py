@@ -15,7 +15,7 @@ its model and its reference model. Losses, metrics and everything else are ms-sw
 
 from typing import Any
 
-from .frameworks import check_version
+from .frameworks import Framework
 from .huggingface import patch_model
 from .huggingface.options import check_options
 
@@ -34,7 +34,7 @@ def register(**options: Any) -> None:
         ImportError, RuntimeError: ms-swift is missing, or of a version that was not tried.
     """
     check_options(options)
-    check_version("ms-swift", "4.6", "4.7")
+    Framework("ms-swift", "4.6", "4.7").check()
     from swift import TrainerCallback, callbacks_map
 
     class ChunkedHeadCallback(TrainerCallback):

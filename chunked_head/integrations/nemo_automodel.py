@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..call.options import Execution
 from ..functions.cross_entropy import linear_cross_entropy
-from .frameworks import check_named, check_version
+from .frameworks import Framework, check_named
 
-TESTED = ("0.7", "0.8")
-check_version("nemo-automodel", *TESTED, "nemo_automodel")  # before a name is imported that another may not have
+Framework(
+    "nemo-automodel", "0.7", "0.8", "nemo_automodel"
+).check()  # before a name that others may lack
 
 from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from ..call.options import check_options
 from ..core.groups import VocabParallel
 from ..functions.cross_entropy import linear_cross_entropy
-from .frameworks import call_through, check_version
+from .frameworks import Framework, call_through
 
-TESTED = ("0.3", "0.4")
-check_version("torchtitan", *TESTED, "torchtitan")  # before names are imported that another version may not have
+Framework(
+    "torchtitan", "0.3", "0.4", "torchtitan"
+).check()  # before names that others may lack
 
 import spmd_types as spmd
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper

@@ -258,12 +258,12 @@ def test_over_ranks(tmp_path: Path) -> None:
 
 def test_versions() -> None:
     with mock.patch.dict("sys.modules", theirs=SimpleNamespace(__version__="1.10.0rc1")):
-        frameworks.check_version("theirs-package", "1.9", "1.11", "theirs")
+        frameworks.Framework("theirs-package", "1.9", "1.11", "theirs").check()
         for lowest, below in (("1.8", "1.10"), ("1.11", "2.0")):
             with pytest.raises(RuntimeError, match=r"1\.10\.0rc1"):
-                frameworks.check_version("theirs-package", lowest, below, "theirs")
+                frameworks.Framework("theirs-package", lowest, below, "theirs").check()
     with pytest.raises(ImportError, match="theirs-package"):
-        frameworks.check_version("theirs-package", "1.0", "1.1", "theirs")
+        frameworks.Framework("theirs-package", "1.0", "1.1", "theirs").check()
 
 
 @pytest.mark.parametrize("name, package", [("torchtitan", "torchtitan"), ("nemo_automodel", "nemo-automodel")])

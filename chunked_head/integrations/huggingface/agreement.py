@@ -18,6 +18,7 @@ from ...losses.base import Losses, as_losses
 from ...losses.user.closures import Function
 from ...metrics import Metric, MetricValue, combine
 from ...metrics.values import as_metrics
+from ..frameworks import REPLACED
 from .find_head import NotUnderstood, embeddings, find_head, make_lazy, make_plain, name_of
 from .hooks import hung_by
 from .lazy.lazy_head import FSDP1, sizes_of
@@ -221,8 +222,7 @@ class Agreement:
 
     def passed_by(self, model: nn.Module) -> None:
         """Of a training call of the model in which its class's forward did not run."""
-        served = sys.modules.get("chunked_head.integrations.trl.patch")
-        if self.asks or not (served and served.serves()):
+        if self.asks or not any(path.startswith("trl.") for path, _ in REPLACED):
             self.made_outside(f"by {hung_by(model)}, which runs instead of the model's forward")
 
     def made_outside(self, how: str) -> None:

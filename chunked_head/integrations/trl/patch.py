@@ -14,28 +14,31 @@ all of them), that a sharded head is gathered.
 """
 
 import contextlib
-import importlib
 import inspect
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from ...call.options import Execution
-from ..frameworks import check_named
+from ..frameworks import Framework, Place, check_named
 from .functions import DivergenceSeam, LogProbSeam
 
 KNOWN = "1.16"
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "deterministic", "backend")
-Place = tuple[str, str]  # a module of TRL's, and a name in it
 SEAMS: dict[Place, Any] = {  # of an autograd function, and what takes its place
     ("trl.trainer.utils", "_ChunkedLogProbFunction"): LogProbSeam,
     ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction"): DivergenceSeam,
 }
-_originals: dict[Place, Any] = {}
-_ours: dict[Place, Any] = {}
+TRL = Framework(
+    "trl", KNOWN, "1.17", places={p: [*inspect.signature(seam.apply).parameters][1:] for p, seam in SEAMS.items()}
+)
+
+
+def seams(options: Execution) -> list[Any]:
+    check_named(options, OPTIONS)
+    return [seam(options) for seam in SEAMS.values()]
 
 
 def patch_trl(**options: Unpack[Execution]) -> None:
@@ -43,10 +46,10 @@ def patch_trl(**options: Unpack[Execution]) -> None:
 
     Args:
         options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``deterministic``, ``backend`` of every
-            call, as in ``linear_logprobs``. A second ``patch_trl`` puts its own in their place.
+            call, as in ``linear_logprobs``. A second ``patch_trl`` puts its options in their place.
 
     A weight that has another dtype than the hidden states (fp32 masters beside 16-bit activations without autocast, or
-    ``cast_lm_head_to_fp32``) is cast as a whole, beside the budget.
+    ``cast_lm_head_to_fp32``) is cast in one piece, which the budget does not count.
 
     Raises:
         TypeError, ValueError: for an option that is wrong by itself.
@@ -54,82 +57,23 @@ def patch_trl(**options: Unpack[Execution]) -> None:
         RuntimeError: TRL is not a version whose functions are known, or they take other arguments than in that version;
             it says what differs. Nothing is changed then.
     """
-    check_named(options, OPTIONS)
-    check_version()
-    originals = {place: known_function(place) for place in SEAMS}
-    _originals.update(originals)
-    for (path, name), seam in SEAMS.items():
-        _ours[path, name] = seam(options)
-        setattr(importlib.import_module(path), name, _ours[path, name])
-
-
-def check_version() -> None:
-    try:
-        version = metadata.version("trl")
-    except metadata.PackageNotFoundError:
-        raise ImportError(
-            f"patch_trl needs TRL {KNOWN}, which is not installed: pip install 'trl=={KNOWN}.*'"
-        ) from None
-    if version.split(".")[:2] != KNOWN.split("."):
-        raise unknown(f"TRL {version} may compute its losses otherwise")
-
-
-def known_function(place: Place) -> Any:
-    """TRL's autograd function at a place; an error where its arguments are not those that ours takes."""
-    path, name = place
-    found: Any = _originals.get(place) or getattr(importlib.import_module(path), name, None)
-    if not hasattr(found, "forward"):
-        raise unknown(f"{path}.{name} is missing or no autograd function")
-    theirs, ours = (tuple(inspect.signature(f).parameters)[1:] for f in (found.forward, SEAMS[place].apply))
-    if theirs != ours:
-        raise unknown(f"{path}.{name} takes ({', '.join(theirs)}) instead of ({', '.join(ours)})")
-    return found
-
-
-def unknown(differs: str) -> RuntimeError:
-    return RuntimeError(
-        f"patch_trl knows TRL {KNOWN}, and {differs}; nothing was patched. Install 'trl=={KNOWN}.*', or a chunked_head "
-        "that knows this TRL"
-    )
+    TRL.replace(*seams(options))
 
 
 def unpatch_trl() -> None:
-    """Gives TRL its own functions back; without ``patch_trl`` before it, nothing happens.
+    """Gives TRL its functions back; without ``patch_trl`` before it, nothing happens.
 
     Raises:
-        RuntimeError: someone else has replaced ours since.
+        RuntimeError: somebody has replaced ours since.
     """
-    for (path, name), ours in list(_ours.items()):
-        module = importlib.import_module(path)
-        found = getattr(module, name)
-        if found is not ours:
-            raise RuntimeError(
-                f"{path}.{name} is {found!r}, not what patch_trl put there; undo what replaced it, then call "
-                "unpatch_trl"
-            )
-        setattr(module, name, _originals.pop((path, name)))
-        del _ours[path, name]
-
-
-def serves() -> bool:
-    """Whether TRL has this library's functions now."""
-    return bool(_ours)
+    TRL.give_back()
 
 
 @contextlib.contextmanager
 def patched_trl(**options: Unpack[Execution]) -> Iterator[None]:
     """``patch_trl(**options)`` for the length of a ``with`` block; what stood there before stands there after it."""
-    before = dict(_ours)
-    patch_trl(**options)
-    try:
+    with TRL.replaced(*seams(options)):
         yield
-    finally:
-        if before:
-            _ours.update(before)
-            for (path, name), ours in before.items():
-                setattr(importlib.import_module(path), name, ours)
-        else:
-            unpatch_trl()
 
 
 @torch.no_grad()

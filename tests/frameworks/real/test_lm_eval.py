@@ -106,4 +106,4 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(frameworks.metadata, "version", lambda name: "0.5.1")
     with pytest.raises(RuntimeError, match=r"lm_eval 0\.5\.1 .* from 0\.4\.11 to below 0\.5"):
-        frameworks.check_version("lm_eval", "0.4.11", "0.5")
+        frameworks.Framework("lm_eval", "0.4.11", "0.5").check()

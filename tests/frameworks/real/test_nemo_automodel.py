@@ -154,8 +154,8 @@ def test_refusals() -> None:
         ChunkedHeadCrossEntropy(reduction="none")
     with pytest.raises(TypeError, match="memory_budgt"):
         ChunkedHeadCrossEntropy(memory_budgt=3)  # type: ignore[call-arg]
-    from chunked_head.integrations.frameworks import check_version
+    from chunked_head.integrations.frameworks import Framework
 
     newer = SimpleNamespace(__version__="0.8.1")
     with mock.patch.dict("sys.modules", nemo_automodel=newer), pytest.raises(RuntimeError, match=r"0\.8\.1"):
-        check_version("nemo-automodel", "0.7", "0.8", "nemo_automodel")
+        Framework("nemo-automodel", "0.7", "0.8", "nemo_automodel").check()
