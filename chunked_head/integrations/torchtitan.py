@@ -18,9 +18,7 @@ from ..core.groups import VocabParallel
 from ..functions.cross_entropy import linear_cross_entropy
 from .frameworks import Framework, call_through
 
-Framework(
-    "torchtitan", "0.3", "0.4", "torchtitan"
-).check()  # before names that others may lack
+Framework("torchtitan", "0.3", "0.4", "torchtitan").check()  # before names that others may lack
 
 import spmd_types as spmd
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
