@@ -104,9 +104,9 @@ MUTATIONS = [Mutation(*row) for row in (
     ("field: a loss's own token weights", EVALUATE, '"token_weights" if name is None else name', '"token_weights"', CONTRACT),
     ("mean: a normalizer of 0", "chunked_head/call/objectives.py", "torch.where(total == 0, total, 1.0 / total) * one_or_nan", "1.0 / total * one_or_nan", GRADIENTS + " -k normalizer_of_zero " + CONTRACT),
     ("shift: off by one", "chunked_head/core/shift.py", "values.shape[dim] - kept, kept))", "values.shape[dim] - kept - 1, kept))", CROSS + " -k shift"),
-    ("shift: temperatures that stay behind", "chunked_head/call/rows.py", "fill, dims - 1) if dims else value", "fill, dims - 1) if dims and field != TEMPERATURE else value", LOGPROBS + " -k temperature"),
-    ("scale: temperatures of tokens", "chunked_head/call/rows.py", "torch.where(counts, 1.0 / temperature, 1.0)", "torch.where(counts, temperature, 1.0)", LOGPROBS + " -k temperature"),
-    ("range: an id too many", "chunked_head/call/rows.py", "wrong = (ids < 0) | (ids >= number)", "wrong = (ids < 0) | (ids > number)", CONTRACT),
+    ("shift: temperatures that stay behind", "chunked_head/call/tokens.py", "fill, dims - 1) if dims else value", "fill, dims - 1) if dims and field != TEMPERATURE else value", LOGPROBS + " -k temperature"),
+    ("scale: temperatures of tokens", "chunked_head/call/tokens.py", "torch.where(counts, 1.0 / temperature, 1.0)", "torch.where(counts, temperature, 1.0)", LOGPROBS + " -k temperature"),
+    ("range: an id too many", "chunked_head/call/tokens.py", "wrong = (ids < 0) | (ids >= number)", "wrong = (ids < 0) | (ids > number)", CONTRACT),
     ("buffer: a caller's buffer times the upstream gradient", "chunked_head/stores/gradients.py", "[self.weight], [one_or_nan])", "[self.weight], factors)", BUFFER),
     ("buffer: what was in a caller's buffer", "chunked_head/stores/gradients.py", "return first and (self.gradient_buffer is None or self.gradient_buffer.fresh)", "return first", BUFFER),
     # losses

@@ -141,7 +141,9 @@ def call_of(tokens: Tokens, objective: Objective, inplace: bool) -> tuple[Tensor
         fields = {"tokens": str(tokens.head.leading), "logits.dtype": str(logits.dtype)}
         fields |= described(objective.demand.of_columns(None), "demand.")
         shard = shard.agreed_on(call_fields(tokens) | fields, logits.device)
-    options = *tokens.transform, inplace, tokens.head.columns, shard
+    head, temperature = tokens.head, tokens.needs.temperature
+    softcap = None if head.softcap is None else head.softcap / temperature
+    options = float(head.logit_scale) / temperature, softcap, inplace, head.columns, shard
     return logits, LogitsCall(tokens.backend, objective, *options)
 
 

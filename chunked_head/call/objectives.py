@@ -204,7 +204,7 @@ def local_total(summand: Summand, tokens: Tokens) -> Tensor:
 
 def summed_fields(tokens: Tokens) -> list[str]:
     """Token fields whose segments' sums a loss or a metric may take; they are known before there is any logit."""
-    parts: list[Summand | Metric] = [*(summand for _, summand in tokens.losses.terms), *tokens.metrics]
+    parts: list[Summand | Metric] = [*(summand for _, summand in tokens.losses.terms), *tokens.task.metrics]
     read = {name for part in parts if part.scope == "segment" for name in (*part.fields, *part.optional_fields)}
     if "segments" not in tokens.batch:
         return []
@@ -237,7 +237,7 @@ def call_fields(tokens: Tokens) -> dict[str, str]:
         own = {name: getattr(summand, name) for name in ("reduction", "unit", "scope")}
         own |= {"coefficient": factor, **summand.options}
         found |= {f"losses.{summand.label}: {name}": shown(value) for name, value in own.items()}
-    for metric in tokens.metrics:
+    for metric in tokens.task.metrics:
         own = {"reduce": metric.reduce, **metric.options}
         found |= {f"metrics.{metric.label}: {name}": shown(value) for name, value in own.items()}
     for name in ("temperature", "logit_scale", "softcap", "ignore_index", "shift"):

@@ -152,14 +152,19 @@ class OfRanks:
     parallel: VocabParallel | TokenParallel | None = option(check_parallel)  # noqa: RUF009
     holds: ClassVar[str]  # how an error says how many rows of the vocabulary are here
     beyond: ClassVar[str]  # what an error proposes where a target lies beyond the vocabulary and no ranks share it
+    rows_name: ClassVar[str]  # of the operand of which a row is a token's
+    shared_names: ClassVar[tuple[str, ...]] = ()  # of the operands of no token
     checked_without_targets: ClassVar[CheckedBy]  # what ranks compare of their tokens where a call has no targets
     static: ClassVar["attrgetter[tuple[Hashable, ...]]"]  # values of options that are part of a Spec's key
 
-    def describe(self, rows: Tensor, local_vocab: int, shared: tuple[Tensor | None, ...]) -> None:
-        """Attributes that follow from the operands. ``rows``: the one of which a row is a token's. ``local_vocab``:
-        rows of the vocabulary on this rank, padding included. ``shared``: operands of no token."""
+    def __post_init__(self) -> None:
+        """Attributes that follow from the operands."""
+        rows, self.shared_operands = getattr(self, self.rows_name), tuple([getattr(self, n) for n in self.shared_names])
+        if not isinstance(rows, Tensor):
+            checks.check_tensor(self.rows_name, rows, optional=False)
         self.leading, self.device = tuple(rows.shape[:-1]), rows.device  # the target's shape; of all operands
-        self.local_vocab, self.shared_operands = local_vocab, shared
+        shape = getattr(self.shared_operands[0], "shape", ()) if self.shared_operands else rows.shape[::-1]
+        local_vocab = self.local_vocab = shape[0] if shape else 0  # rows on this rank, padding included
         given = self.temperature
         self.temperatures = given if isinstance(given, Tensor) else None  # [...] one per token
         self.plain_temperature = None if isinstance(given, Tensor) else given
@@ -248,17 +253,9 @@ class HeadOptions(OfRanks):
     accumulate_into: Tensor | str | None = option(check_kind, static=False)  # noqa: RUF009
     skip_ignored: bool | str = option(check_skip_ignored, False)
     deterministic: bool = option(functools.partial(flag, "deterministic"), False)
-    holds = "weight has {} rows"
+    rows_name, shared_names, holds = "hidden", ("weight", "bias"), "weight has {} rows"
     beyond = "where weight has one rank's rows of the vocabulary, pass parallel=VocabParallel(group)"
     checked_without_targets = "hidden"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.hidden, Tensor):
-            checks.check_tensor("hidden", self.hidden, optional=False)
-        local_vocab = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 0
-        self.describe(self.hidden, local_vocab, (self.weight, self.bias))
-        if self.accumulate_into is None:
-            self.gradient_buffer = None
 
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the matmuls."""
@@ -339,17 +336,12 @@ class LogitsOptions(OfRanks):
     """The arguments of a call on logits that exist already."""
 
     logits: Tensor
-    holds = "logits have {} columns"
+    rows_name, holds = "logits", "logits have {} columns"
     beyond = (
         "where these are hidden states, pass them to linear_loss with the head's weight; where they have one rank's "
         "columns of the vocabulary, pass parallel=VocabParallel(group)"
     )
     checked_without_targets = "nothing"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.logits, Tensor):
-            checks.check_tensor("logits", self.logits, optional=False)
-        self.describe(self.logits, self.logits.shape[-1] if self.logits.dim() else 0, ())
 
     def check(self) -> torch.dtype:
         """Raises what is wrong with these arguments; the dtype of the arithmetic."""

@@ -84,15 +84,16 @@ class Planned(NamedTuple):
 
     def call(self, objective: Objective, padded: bool = False) -> Call:
         """With what the ranks know of each other."""
-        tokens, head = self.tokens, self.tokens.head
+        tokens, head, temperature = self.tokens, self.tokens.head, self.tokens.needs.temperature
         assert isinstance(head, HeadOptions)
-        shard = head.shard
+        scale, softcap = float(head.logit_scale) / temperature, head.softcap
+        softcap, shard = None if softcap is None else softcap / temperature, head.shard
         if shard is not None:
             fields = call_fields(tokens) | {"tokens": str(head.leading), "segment_lengths": str(self.spans)}
             shard = shard.agreed(self.plan, fields, self.rows.device)
         return Call(
-            self.plan, tokens.spec.backend, objective, *tokens.transform, self.request, head.gradient_buffer,
-            tokens.packing, self.spans, shard, padded,
+            self.plan, tokens.spec.backend, objective, scale, softcap, self.request,
+            None if head.accumulate_into is None else head.gradient_buffer, tokens.packing, self.spans, shard, padded,
         )  # fmt: skip
 
 
@@ -107,12 +108,14 @@ def planned(
     weight's gradient is added to, where it is none of the caller's."""
     head, spec, groups = tokens.head, tokens.spec, tokens.groups
     assert isinstance(head, HeadOptions)
-    rows, asked = flat(head.hidden), request or spec.request
+    rows, asked = head.hidden, request or spec.request
+    if rows.dim() != 2:
+        rows = flat(rows)
     if groups is not None:
         tokens = in_order(tokens, groups)
     # a view shares memory with what it views, a copy does not
     copied = rows.numel() > 0 and (rows.data_ptr() != head.hidden.data_ptr() or tokens.packing is not None)
-    if head.gradient_buffer is not None:
+    if head.accumulate_into is not None and head.gradient_buffer is not None:
         buffer_dtype = head.gradient_buffer.buffer.dtype
     where = wanted, again, copied, rows.stride(1) == 1 or rows.shape[1] == 1, buffer_dtype
 

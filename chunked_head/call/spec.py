@@ -145,6 +145,7 @@ class Spec:
     needs: Needs
     library: bool  # whether all losses and metrics are the library's: then ``needs`` is complete
     demand: Demand  # the statistics: what losses and metrics need, and what the function returns
+    names_fields: bool  # tensors of losses and of the head are fields too, by names of their own: ``named_weights``
     wanted: tuple[str, ...]  # fields that are read
     withheld: frozenset[str]  # those of the batch that are not
     known: Mapping[str, Field]
@@ -235,7 +236,7 @@ def build(task: Task, numbers: str) -> Spec:
     plain = isinstance(head, HeadOptions) and not head.skip_ignored
     return Spec(
         dtype, torch.promote_types(dtype, torch.float32), backend, needs, all(part.own for part in parts), demand,
-        tuple(wanted), frozenset(batch) - set(wanted), known, autocast, head.request, bool(task.per_token),
+        bool(own), tuple(wanted), frozenset(batch) - set(wanted), known, autocast, head.request, bool(task.per_token),
         coupled(losses) and not task.per_token, plain and not task.per_token and alone(losses),
         task.kept_everywhere or demand.columns_alone, columns, teacher_vocab, numbers,
         plain and head.shard is None and head.tokens is None and head.target is not None

@@ -34,9 +34,6 @@ def operation(function: Callable[P, Task[Result] | Streams[Result]]) -> Callable
     names = tuple(signature.parameters)
     TASKS[name] = function
 
-    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-        return execute(function, names, args, kwargs)
-
     @functools.wraps(function)
     def public(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
@@ -52,8 +49,8 @@ def operation(function: Callable[P, Task[Result] | Streams[Result]]) -> Callable
                     return made
             from ..core.outside import outside
 
-            return outside(run, *args, **kwargs)  # between two graphs
-        return run(*args, **kwargs)
+            return outside(execute, function, names, args, kwargs)  # between two graphs
+        return execute(function, names, args, kwargs)
 
     returned = signature.return_annotation
     (result,) = get_args(get_args(returned)[0] if get_origin(returned) in (Union, UnionType) else returned)

@@ -152,19 +152,17 @@ class RowStats(Vectors):
 
     @classmethod
     def empty(cls, tokens: int, demand: Demand, dtype: torch.dtype, device: torch.device) -> "RowStats":
-        def rows(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-            return torch.empty(tokens, *shape, dtype=kind, device=device)
-
         # memory of their own: a graph's operator returns them, whose outputs must not share any
-        vectors = {name: rows() for name in vector_names(demand)}
+        vectors = {name: torch.empty(tokens, dtype=dtype, device=device) for name in vector_names(demand)}
         if demand.top:
-            vectors["argmax"] = rows(kind=torch.int32)
+            vectors["argmax"] = torch.empty(tokens, dtype=torch.int32, device=device)
         if demand.pairing is not None and demand.pairing.top:
-            vectors["teacher_argmax"] = rows(kind=torch.int32)
+            vectors["teacher_argmax"] = torch.empty(tokens, dtype=torch.int32, device=device)
         if demand.columns:
-            vectors["column_logits"] = rows(demand.columns)
+            vectors["column_logits"] = torch.empty(tokens, demand.columns, dtype=dtype, device=device)
         if demand.top_k:
-            vectors["top_k_logits"], vectors["top_k_ids"] = rows(demand.top_k), rows(demand.top_k, kind=torch.int64)
+            vectors["top_k_logits"] = torch.empty(tokens, demand.top_k, dtype=dtype, device=device)
+            vectors["top_k_ids"] = torch.empty(tokens, demand.top_k, dtype=torch.int64, device=device)
         return cls(**vectors)
 
     def at(self, rows: slice) -> Self:

@@ -278,4 +278,4 @@ def loss_output(ran: Outcome) -> LossOutput:
     with torch.no_grad():
         parts = dict(zip([s.label for _, s in ran.tokens.losses.terms], objective.parts, strict=True))
         values = objective.metric_values(ran.stats)
-    return LossOutput(value, parts, {metric.label: values[metric.label] for metric in ran.tokens.metrics}, plan)
+    return LossOutput(value, parts, {metric.label: values[metric.label] for metric in ran.tokens.task.metrics}, plan)

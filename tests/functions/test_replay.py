@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.arithmetic import evaluate
-from chunked_head.call import rows, tokens
 from chunked_head.call import run as call
+from chunked_head.call import tokens
 from chunked_head.call.tokens import Tokens
 from chunked_head.metrics import MetricValue
 from chunked_head.replay import kinds, replay
@@ -36,8 +36,7 @@ ROUNDS = 4  # as it is, recorded, replayed twice
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on the CPU replay as those on a GPU: without looks at ids, and with arithmetic that may be recorded."""
     monkeypatch.setattr(kinds, "DEVICES", {"cpu"})
-    for module in (rows, tokens):
-        monkeypatch.setattr(module, "may_look", lambda tensor: False)
+    monkeypatch.setattr(tokens, "may_look", lambda tensor: False)
     monkeypatch.setattr(evaluate, "refuse", lambda *reason, **never: None)
 
 
