@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..core.options import join_numbers, split_numbers
 from ..core.stats import Demand, Pairing, View
-from ..losses.base import DENSE, Losses, Summand, Teacher
+from ..losses.base import DENSE, FIELDS, Field, Losses, Summand, Teacher
 from ..metrics import Metric
 
 # what a loss asks for -> the statistic that it is made of
@@ -136,6 +136,12 @@ def needs_of(
     teacher, pairing = pair_up(seen, names, columns_shared, [None if per_token else t for t, _ in ordered])
     differentiable = frozenset(leaves)
     used = {view for _, view in seen}
+    structure = Structure(
+        tuple(seen), tuple(p for p in measured if p[0].scope == "token"), views, pairing, differentiable, vocab
+    )
+    fields = {name: FIELDS[name] for one in everything for name in one.fields if name in FIELDS}
+    # segments' ids twice: those in range are a copy
+    sizes = {"float": 4, "int": 16, "bool": 1}
     demand = Demand(
         views=views,
         entropy=tuple(("entropy", i) in statistics for i in range(len(views))),
@@ -148,9 +154,9 @@ def needs_of(
         and all(s.of_columns for s in summands)
         and not metrics
         and len(views) == 1,
+        values=sum(structure.widths),
+        field_bytes=sum(sizes[field.type] for field in fields.values() if field == Field("token", field.type)),
     )
-    local = tuple(pair for pair in measured if pair[0].scope == "token")
-    structure = Structure(tuple(seen), local, views, pairing, differentiable, vocab)
     apart = tuple(pair for pair in measured if pair[0].scope != "token")
     return Needs(structure, demand, first[0], teacher, smoothing_weights(summands, names), apart)
 

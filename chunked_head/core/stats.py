@@ -49,6 +49,8 @@ class Demand(NamedTuple):
     pairing: Pairing | None = None
     rank_one: bool = True  # the gradient is alpha p - beta 1[target] at the first view, and nothing else
     columns_alone: bool = False  # nothing but the logits of each row's own columns, up to a constant of the row
+    values: int = 0  # numbers per token that losses and metrics make
+    field_bytes: int = 0  # bytes per token of the fields that they read
 
     @property
     def one_sweep(self) -> bool:

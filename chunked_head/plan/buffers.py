@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128
-# target, validity, weights, statistics and coefficients of a call that asks for nothing further
-BYTES_PER_TOKEN = 56
 # temporaries of the losses' arithmetic for each token that it runs for, and for each column of the token's
 BYTES_PER_EVALUATED = 160
 BYTES_PER_COLUMN = 96
+BYTES_PER_ROW = 32  # temporaries of torch's gradient of a row of logits
 CAST_BYTES = 16 * MiB
 BYTE = torch.uint8
 
@@ -33,13 +32,14 @@ BYTE = torch.uint8
 class Phase(IntEnum):
     """A part of a call, in the order in which they run."""
 
-    SWEEP = 0  # statistics of all tokens, where gradients are made in backward
-    LOOP = 1  # gradients, chunk by chunk
-    HIDDEN = 2  # the gradient of hidden gets its dtype and the upstream gradient's factor, and is handed over
-    WEIGHT = 3  # the gradients of weight and bias likewise
+    SWEEP = 0  # logits and statistics of a chunk
+    LOSSES = 1  # the losses' arithmetic, on vectors of tokens
+    LOOP = 2  # gradients of a chunk, or of all tokens in backward
+    HIDDEN = 3  # the gradient of hidden gets its dtype and the upstream gradient's factor, and is handed over
+    WEIGHT = 4  # the gradients of weight and bias likewise
 
 
-SWEEP, LOOP, HIDDEN, WEIGHT = Phase
+SWEEP, LOSSES, LOOP, HIDDEN, WEIGHT = Phase
 
 
 class Buffer(NamedTuple):
@@ -80,20 +80,22 @@ def gradients_of(buffers: Sequence[Buffer]) -> int:
 def buffers_of(plan: "Plan") -> tuple[Buffer, ...]:
     """The buffers of a call that runs by ``plan``; those without an element are left out."""
     made = {"loss only": sweep_buffers, "forward": forward_buffers, "recompute": recompute_buffers}[plan.schedule]
-    return tuple([buffer for buffer in (*made(plan), *common_buffers(plan.sizes)) if 0 not in buffer.shape])
+    return tuple([buffer for buffer in (*made(plan), *common_buffers(plan)) if 0 not in buffer.shape])
 
 
 def sweep_buffers(plan: "Plan") -> Iterator[Buffer]:
     """A pass over chunks that makes statistics and no gradient."""
     sizes, rows = plan.sizes, plan.chunk_tokens
-    yield from chunk_buffers(sizes, rows, SWEEP, stored=sizes.keeps_sweep)
-    yield from work_buffers(sizes, rows, sizes.vocab, SWEEP)
+    # where a loss waits for several chunks, they are gone by then
+    last = SWEEP if sizes.coupled and rows < sizes.tokens else LOSSES
+    yield from chunk_buffers(sizes, rows, last, stored=sizes.keeps_sweep)
+    yield from work_buffers(sizes, rows, sizes.vocab, SWEEP, last)
 
 
 def forward_buffers(plan: "Plan") -> Iterator[Buffer]:
     """A pass over chunks that makes gradients along with the statistics."""
     sizes, rows, hidden_acc = plan.sizes, plan.chunk_tokens, plan.hidden_accumulate
-    yield from gradient_buffers(sizes, hidden_acc, plan.weight_accumulate)
+    yield from gradient_buffers(sizes, hidden_acc, plan.weight_accumulate, SWEEP)
     yield from chunk_buffers(sizes, rows, LOOP, stored=True)
     if sizes.teacher_last:
         assert sizes.demand.pairing is not None
@@ -105,7 +107,7 @@ def forward_buffers(plan: "Plan") -> Iterator[Buffer]:
     if sizes.store == "fast" and sizes.weight_grad:
         yield from target_buffers(sizes, rows)
     yield Buffer("gradient of hidden, parts", (part_sums(sizes, rows) // 4,), torch.float32, LOOP, LOOP)
-    yield from work_buffers(sizes, rows, sizes.vocab, LOOP)
+    yield from work_buffers(sizes, rows, sizes.vocab, SWEEP, LOOP)
     if sizes.dtype == torch.float16 and sizes.store != "kept" and sizes.weight_grad and sizes.half_products:
         # fp16's factor comes back to it before it is added; where operands are cast, it is among their tiles
         columns = min(sizes.vocab, cast_rows(sizes.hidden))
@@ -116,7 +118,7 @@ def recompute_buffers(plan: "Plan") -> Iterator[Buffer]:
     """A sweep for statistics; then gradients by blocks of tokens, tiles of the vocabulary inside."""
     sizes, block, tile = plan.sizes, plan.block_tokens, plan.tile_columns
     yield from sweep_buffers(plan)
-    yield from gradient_buffers(sizes, sizes.hidden_dtype, plan.weight_accumulate)
+    yield from gradient_buffers(sizes, sizes.hidden_dtype, plan.weight_accumulate, LOOP)
     if sizes.hidden_grad and plan.hidden_accumulate != sizes.hidden_dtype:
         yield Buffer("gradient of hidden, a block", (block, sizes.hidden), torch.float32, LOOP, LOOP)
     if sizes.hidden_grad and sizes.spread > 1:
@@ -127,31 +129,32 @@ def recompute_buffers(plan: "Plan") -> Iterator[Buffer]:
         # plain logits to differentiate, whatever the sweep stored
         columns = tile + (min(tile, sizes.teacher_columns) if sizes.teacher_store else 0)
         yield Buffer("logits of a tile", (block, columns), wide_dtype(sizes), LOOP, LOOP)
-    yield from operand_buffers(sizes, block, LOOP)
+    yield from operand_buffers(sizes, block, LOOP, LOOP)
     if sizes.weight_grad and sizes.through_fp32(plan.weight_accumulate):
         yield Buffer("gradient of weight, a tile", (tile, sizes.hidden), torch.float32, LOOP, LOOP)
-    yield from work_buffers(sizes, block, tile, LOOP)
+    yield from work_buffers(sizes, block, tile, LOOP, LOOP)
 
 
-def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dtype) -> Iterator[Buffer]:
+def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dtype, begin: Phase) -> Iterator[Buffer]:
     """The gradients that are handed over; where they wait in another dtype, they are made of that at the end."""
     if sizes.hidden_grad:
         shape, waits = (sizes.own_tokens, sizes.hidden), hidden_acc != sizes.hidden_dtype
-        yield Buffer("gradient of hidden", shape, sizes.hidden_dtype, HIDDEN if waits else LOOP, WEIGHT, "gradient")
+        yield Buffer("gradient of hidden", shape, sizes.hidden_dtype, HIDDEN if waits else begin, WEIGHT, "gradient")
         if waits:
-            yield Buffer("gradient of hidden, waiting", shape, hidden_acc, LOOP, HIDDEN)
+            yield Buffer("gradient of hidden, waiting", shape, hidden_acc, begin, HIDDEN)
     rows, waits = sizes.vocab + sizes.padding, weight_acc != sizes.weight_dtype
-    first = WEIGHT if sizes.own_weight_grad and waits else LOOP
+    first = WEIGHT if sizes.own_weight_grad and waits else begin
     if sizes.own_weight_grad:
         yield Buffer("gradient of weight", (rows, sizes.hidden), sizes.weight_dtype, first, WEIGHT, "gradient")
         if waits:
-            yield Buffer("gradient of weight, waiting", (rows, sizes.hidden), weight_acc, LOOP, WEIGHT)
+            yield Buffer("gradient of weight, waiting", (rows, sizes.hidden), weight_acc, begin, WEIGHT)
     if sizes.bias_grad:
         yield Buffer("gradient of bias", (rows,), sizes.weight_dtype, first, WEIGHT, "gradient")
 
 
-def common_buffers(sizes: Sizes) -> Iterator[Buffer]:
+def common_buffers(plan: "Plan") -> Iterator[Buffer]:
     """Buffers of every schedule, from start to end."""
+    sizes = plan.sizes
     if sizes.copied:
         yield Buffer("copy of hidden states", (sizes.own_tokens, sizes.hidden), sizes.hidden_dtype, SWEEP, WEIGHT)
     if sizes.spread > 1:
@@ -162,27 +165,40 @@ def common_buffers(sizes: Sizes) -> Iterator[Buffer]:
     if sizes.teacher_cast:
         shape = (sizes.teacher_columns, sizes.teacher_width)
         yield Buffer("teacher's weight cast for autocast", shape, sizes.dtype, SWEEP, LOOP, "cast")
-    demand = sizes.demand
+    yield from vector_buffers(sizes, torch_joins=sizes.scratch > 0 and plan.chunks > 1)
     # a loss that sees all tokens at once does its arithmetic for all of them at once, as does one whose values are last
     at_once = sizes.coupled or sizes.by_segments or sizes.teacher_last
-    evaluated = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * demand.columns if at_once else 0
-    each = BYTES_PER_TOKEN + 8 * demand.vectors + 16 * demand.columns + evaluated
-    yield Buffer("vectors of tokens", (sizes.tokens, each), BYTE, SWEEP, WEIGHT)
+    each = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns
+    yield Buffer("losses' arithmetic", (sizes.tokens if at_once else plan.chunk_tokens, each), BYTE, LOSSES, LOSSES)
 
 
-def chunk_buffers(sizes: Sizes, rows: int, phase: Phase, stored: bool) -> Iterator[Buffer]:
-    """The rows of a chunk. ``stored``: with their logits."""
+def vector_buffers(sizes: Sizes, torch_joins: bool) -> Iterator[Buffer]:
+    """Numbers of each token. ``torch_joins``: values of several chunks are copied to be summed."""
+    demand, tokens, wide = sizes.demand, sizes.tokens, wide_dtype(sizes)
+    yield Buffer("targets", (tokens,), torch.int64, SWEEP, WEIGHT)
+    yield Buffer("columns' ids", (tokens, demand.columns), torch.int64, SWEEP, WEIGHT)
+    yield Buffer("fields", (tokens, demand.field_bytes + 4 * demand.columns), BYTE, SWEEP, WEIGHT)
+    yield Buffer("statistics", (tokens, 5 + demand.vectors), wide, SWEEP, WEIGHT)
+    yield Buffer("values", (tokens, demand.values), wide, SWEEP, WEIGHT)
+    if torch_joins:
+        yield Buffer("values of all chunks", (tokens, demand.values), wide, HIDDEN, HIDDEN)
+    if sizes.any_grad:
+        numbers = 1 + len(demand.views) + sum(demand.entropy) + demand.weighted_sum + demand.columns
+        numbers += 2 * (demand.pairing is not None)
+        yield Buffer("coefficients", (tokens, numbers), wide, SWEEP, WEIGHT)
+
+
+def chunk_buffers(sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+    """The rows of a chunk, in memory until ``last``. ``stored``: with their logits."""
     demand = sizes.demand
-    # all ranks' statistics are gone before the losses' arithmetic begins
-    evaluated = max(BYTES_PER_EVALUATED + BYTES_PER_COLUMN * demand.columns, merged_bytes(sizes))
-    yield Buffer("losses' arithmetic", (rows, evaluated), BYTE, phase, phase)
+    yield Buffer("statistics of ranks and blocks", (rows, merged_bytes(sizes)), BYTE, SWEEP, SWEEP)
     if sizes.store == "kept":
         if sizes.scratch:  # torch sums hidden's gradient apart
-            yield Buffer("sums of hidden's gradient", (rows, sizes.hidden), torch.float32, phase, phase)
+            yield Buffer("sums of hidden's gradient", (rows, sizes.hidden), torch.float32, SWEEP, last)
         return
     if stored:
-        yield from logits_buffers(sizes, rows, phase)
-    yield from operand_buffers(sizes, rows, phase)
+        yield from logits_buffers(sizes, rows, last)
+    yield from operand_buffers(sizes, rows, SWEEP, last)
     if sizes.store != "logits":
         assert sizes.gpu is not None
         relative, block = stored and sizes.store == "relative", None if stored else sizes.block
@@ -190,38 +206,38 @@ def chunk_buffers(sizes: Sizes, rows: int, phase: Phase, stored: bool) -> Iterat
         strips += split_strips(demand.views[-1].columns)
         two = len(demand.views) > 1
         numbers = 2 + demand.entropy[0] + demand.weighted_sum + 2 * demand.top + two + any(demand.entropy[1:])
-        yield Buffer("statistics of strips", (rows, strips, numbers), torch.float32, phase, phase)
+        yield Buffer("statistics of strips", (rows, strips, numbers), torch.float32, SWEEP, last)
 
 
-def logits_buffers(sizes: Sizes, rows: int, phase: Phase) -> Iterator[Buffer]:
+def logits_buffers(sizes: Sizes, rows: int, last: Phase) -> Iterator[Buffer]:
     """A chunk's stored logits, and its teacher's."""
     if sizes.store == "logits":
-        yield Buffer("logits", (rows, sizes.vocab), wide_dtype(sizes), phase, phase)
+        yield Buffer("logits", (rows, sizes.vocab), wide_dtype(sizes), SWEEP, last)
     else:
-        yield Buffer("logits", (rows, padded_columns(sizes.vocab)), sizes.dtype, phase, phase)
+        yield Buffer("logits", (rows, padded_columns(sizes.vocab)), sizes.dtype, SWEEP, last)
     if sizes.teacher_store is None:
         return
     # where they come last, the buffer is for some rows of a chunk that makes gradients
-    teacher_rows = sizes.teacher_rows(rows) if phase == LOOP else rows
+    teacher_rows = sizes.teacher_rows(rows) if last == LOOP else rows
     if sizes.teacher_store == "logits":
-        yield Buffer("teacher's logits", (teacher_rows, sizes.teacher_columns), wide_dtype(sizes), phase, phase)
+        yield Buffer("teacher's logits", (teacher_rows, sizes.teacher_columns), wide_dtype(sizes), SWEEP, last)
         return
     assert sizes.gpu is not None
     shape = (teacher_rows, padded_columns(sizes.teacher_columns))
-    yield Buffer("teacher's logits", shape, sizes.dtype, phase, phase)
+    yield Buffer("teacher's logits", shape, sizes.dtype, SWEEP, last)
     # for all rows of a chunk: their strips lie as far apart as the student's
     strips = sizes.gpu.strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
-    yield Buffer("teacher's statistics of strips", (rows, strips, 2), torch.float32, phase, phase)
+    yield Buffer("teacher's statistics of strips", (rows, strips, 2), torch.float32, SWEEP, last)
 
 
-def operand_buffers(sizes: Sizes, rows: int, phase: Phase) -> Iterator[Buffer]:
+def operand_buffers(sizes: Sizes, rows: int, first: Phase, last: Phase) -> Iterator[Buffer]:
     """The matmuls' other operand: rows of hidden states in which those that do not count are 0."""
-    yield Buffer("hidden states of a chunk", (rows, sizes.hidden), sizes.dtype, phase, phase)
-    yield Buffer("teacher's hidden states of a chunk", (rows, sizes.teacher_width), sizes.dtype, phase, phase)
+    yield Buffer("hidden states of a chunk", (rows, sizes.hidden), sizes.dtype, first, last)
+    yield Buffer("teacher's hidden states of a chunk", (rows, sizes.teacher_width), sizes.dtype, first, last)
     if sizes.spread > 1:
-        yield Buffer("hidden states of all ranks", (rows, sizes.hidden), sizes.hidden_dtype, phase, phase)
+        yield Buffer("hidden states of all ranks", (rows, sizes.hidden), sizes.hidden_dtype, first, last)
     if sizes.half and not sizes.half_products:  # an operand, and a product
-        yield Buffer("hidden states in fp32", (2, rows, sizes.hidden), torch.float32, phase, phase)
+        yield Buffer("hidden states in fp32", (2, rows, sizes.hidden), torch.float32, first, last)
 
 
 def target_buffers(sizes: Sizes, rows: int) -> Iterator[Buffer]:
@@ -235,22 +251,31 @@ def target_buffers(sizes: Sizes, rows: int) -> Iterator[Buffer]:
         yield Buffer("sums of targets' rows", (sums,), BYTE, LOOP, LOOP)
 
 
-def work_buffers(sizes: Sizes, rows: int, columns: int, phase: Phase) -> Iterator[Buffer]:
+def work_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
     """Elementwise tiles of a backend that needs them, and where 16-bit operands are cast, a tile of the weight or of
-    its gradient."""
+    its gradient. A scratch tile stays from ``first`` to ``last``, the others are of each statistic or gradient."""
     demand = sizes.demand
     if sizes.scratch:
-        tiles = 1 + 3 * any(demand.entropy) + 3 * (len(demand.views) > 1) + 6 * (demand.pairing is not None)
+        entropy, two = any(demand.entropy), len(demand.views) > 1
         tile = min(sizes.scratch, rows * columns * logit_bytes(sizes))
-        yield Buffer("elementwise tiles", (tiles, tile), BYTE, phase, phase)
+        yield Buffer("scratch tile", (tile,), BYTE, first, last)
+        # three tiles and a mask of an entropy, two of a second softmax
+        quarters = 13 * entropy + 24 * (demand.pairing is not None)
+        if first == SWEEP:
+            tiles = quarters + 4 * (two and not entropy)
+            yield Buffer("tiles of statistics", (tiles, tile // 4), BYTE, SWEEP, SWEEP)
+        if last == LOOP:
+            tiles = quarters + (4 if entropy else 8) * two
+            yield Buffer("tiles of gradients", (tiles, tile // 4), BYTE, LOOP, LOOP)
+            yield Buffer("numbers of rows", (rows, BYTES_PER_ROW), BYTE, LOOP, LOOP)
     if sizes.half and not sizes.half_products:
         shape = (min(columns, cast_rows(sizes.hidden)), sizes.hidden)
-        yield Buffer("a tile of the weight in fp32", shape, torch.float32, phase, phase)
+        yield Buffer("a tile of the weight in fp32", shape, torch.float32, first, last)
 
 
 def row_bytes(sizes: Sizes) -> int:
     """Bytes that one more row in a chunk costs."""
-    return sum(buffer.bytes for buffer in chunk_buffers(sizes, 1, SWEEP, stored=True))
+    return sum(buffer.bytes for buffer in chunk_buffers(sizes, 1, LOSSES, stored=True))
 
 
 def merged_bytes(sizes: Sizes) -> int:

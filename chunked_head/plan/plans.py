@@ -185,7 +185,7 @@ def lifetime(buffer: Buffer) -> str:
     """The phases of a buffer in a word or two."""
     if (buffer.first, buffer.last) == (Phase.SWEEP, Phase.WEIGHT):
         return "call"
-    first, last = (("sweep", "loop", "finish", "finish")[phase] for phase in (buffer.first, buffer.last))
+    first, last = (("sweep", "losses", "loop", "finish", "finish")[phase] for phase in (buffer.first, buffer.last))
     return first if first == last else f"{first} to {last}"
 
 
