@@ -72,7 +72,7 @@ def piece_statistics(x: Tensor, ids: Tensor, target: Tensor, omega: Tensor) -> P
 
 
 def merge(a: PieceStatistics, b: PieceStatistics) -> PieceStatistics:
-    """Statistics of two pieces together, ``a`` with the smaller ids. Associative: the order of merges does not matter.
+    """Statistics of two pieces together, ``a`` with the smaller ids. Associative: any grouping gives the same.
 
     Sums are brought to the larger maximum (online softmax, arXiv 1805.02867). With ``f = exp(m_a - m)`` an exponential
     ``e`` of ``a`` becomes ``f e``, and its ``-f e log(f e) = f (-e log e) + (-f log f) e``.
@@ -255,17 +255,17 @@ def linear_loss(
         chunk = {name: field[rows] for name, field in fields.items()} | {"class_weights": omega}
         y, t = chunk["target"], chunk["temperature"][:, None]
         of_pieces = []
-        for piece in pieces:
+        for piece in pieces:  # steps 1 and 2
             x[:, piece] = head.logits(h, piece, t)
             of_pieces.append(piece_statistics(x[:, piece], ids[piece], y, omega[piece]))
         merged = reduce(merge, of_pieces)  # over ranks: after an all-gather
         stats = statistics(merged)
-        of_tokens, c = coefficients(mix, stats, chunk, chunk["token_weights"] * scale)
+        of_tokens, c = coefficients(mix, stats, chunk, chunk["token_weights"] * scale)  # steps 3 and 4
         for name, value in of_tokens.items():
             values[name][rows] = value.detach()
         for name, metric in metrics.items():
             sums[name] += metric(stats, chunk).sum()
-        for piece in pieces:
+        for piece in pieces:  # steps 5 and 6
             dx, slope = x[:, piece], head.slope(x[:, piece], t)  # a view of the buffer, [chunk, piece]
             gradient_(dx, ids[piece], y, omega[piece], merged, c)
             dx *= slope
