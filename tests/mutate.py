@@ -49,7 +49,7 @@ MEMORY, LOSS_MEMORY, BUFFER_PLAN = (
     "tests/plan/test_loss_memory.py",
     "tests/plan/test_accumulate_plan.py",
 )
-TORCH, TILES = "chunked_head/stores/torch/session.py", "chunked_head/stores/torch/tiles.py"
+TORCH, TILES = "chunked_head/stores/torch/store.py", "chunked_head/stores/torch/tiles.py"
 EVALUATE, MERGE = "chunked_head/arithmetic/evaluate.py", "chunked_head/parallel/merge.py"
 
 

@@ -12,9 +12,10 @@ from ..core.stats import RowStats
 from ..plan.plans import Plan
 from ..stores.gradient_buffer import GradientBuffer
 from ..stores.gradients import Gradients, Scaling
+from .head_call import HeadCall
 from .logits_call import LogitsCall
-from .sweep import Call, sweep
 
+Call = HeadCall | LogitsCall
 Grads = tuple[Tensor | None, ...]  # of the operands
 
 
@@ -33,7 +34,7 @@ class Forward(NamedTuple):
     padded: bool  # rows that do not count follow the call's
     saved: Sequence[Tensor]  # for a backward that makes gradients, in addition to the operands
     # the call and its statistics, from operands and ``saved``
-    later: Callable[[Sequence[Tensor]], tuple[Call | LogitsCall, RowStats]]
+    later: Callable[[Sequence[Tensor]], tuple[Call, RowStats]]
     inplace: bool = False  # backward overwrites the first operand with its gradient
 
     @property
@@ -80,33 +81,25 @@ def flat(hidden: Tensor) -> Tensor:
     return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
 
 
-def forward_of(
-    call: Call | LogitsCall, rows: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
-) -> Forward:
-    """The forward pass of a call on hidden states [tokens, hidden] and a head, or on logits."""
-    grads, plan, buffer, padded = None, None, None, False
-    if isinstance(call, LogitsCall):
-        stats = call.stats(rows)
-    else:
-        assert weight is not None
-        stats, grads = sweep(call, rows, call.head(weight, bias))
-        plan, buffer, padded = call.plan, call.gradient_buffer, call.padded
+def forward_of(call: Call, *operands: Any) -> Forward:
+    """The forward pass of a call on hidden states [tokens, hidden], weight and bias, or on logits."""
+    stats, grads = call.forward(*operands)
     objective, named = call.objective, stats.named()
     outputs = objective.outputs(stats)
     lasting = call.without_teacher()
     # attributes, but for statistics that are outputs: these would hold the graph that holds them
     held, late = (named, {}) if isinstance(objective, ScalarObjective) else ({}, named)
     names = tuple(late)
-    operands = 1 if plan is None else 3
+    count = len(operands)
 
-    def later(saved: Sequence[Tensor]) -> tuple[Call | LogitsCall, RowStats]:
-        vectors = saved[operands:]
+    def later(saved: Sequence[Tensor]) -> tuple[Call, RowStats]:
+        vectors = saved[count:]
         found = RowStats(**held, **dict(zip(names, vectors, strict=False)))
         return lasting.with_teacher(vectors[len(names) :]), found
 
     return Forward(
         outputs, objective.differentiable, stats, grads, objective.expected, objective.exchanges, call.backend,
-        plan, buffer, padded, (*late.values(), *objective.teacher_tensors), later, getattr(call, "inplace", False),
+        call.plan, call.gradient_buffer, call.padded, (*late.values(), *objective.teacher_tensors), later, call.inplace,
     )  # fmt: skip
 
 

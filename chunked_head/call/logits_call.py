@@ -1,6 +1,5 @@
-"""What runs where logits exist already: statistics from one pass over them, their gradient from one more."""
+"""Calls on logits that exist already: statistics from one pass over them, their gradient from one more."""
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +8,15 @@ from torch import Tensor
 
 from ..arithmetic.objective import Objective
 from ..core.options import flag
-from ..core.stats import Demand, Head, Rows, RowStats
+from ..core.stats import Head, Rows, RowStats
 from ..parallel.agree import described
 from ..parallel.shard import Shard
-from ..stores import Backend, KeptColumns, KeptRows
+from ..stores import Backend, GivenLogits, LogitsView, SetRows, Store, WithSets
+from ..stores.gradients import Gradients
+from .local_call import LocalCall, Work
 from .objectives import call_fields
 from .options import LogitsOptions
-from .own_columns import OwnColumns, of_others
+from .sweep import sweep
 from .tokens import Tokens
 
 MOST_VIEWS = 64  # of rows that no one stride reaches; with more of them a copy is cheaper than so many launches
@@ -41,8 +42,8 @@ def check_inplace(logits: Tensor, inplace: bool) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class LogitsCall(OwnColumns):
-    """Everything of a call that takes no gradient."""
+class LogitsCall(LocalCall):
+    """A call on logits that exist already: everything of it that takes no gradient."""
 
     backend: Backend
     objective: Objective
@@ -51,84 +52,67 @@ class LogitsCall(OwnColumns):
     inplace: bool
     width: int  # columns of the logits, the first ones, that stand for an id
     shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
-
-    @functools.cached_property
-    def demand(self) -> Demand:
-        """What is wanted of the columns that are here."""
-        return self.objective.demand if self.shard is None else self.objective.demand.of_columns(self.width)
+    plan, gradient_buffer, padded = None, None, False
 
     def head(self, logits: Tensor) -> Head:
-        """There is none; what makes logits of its products."""
-        return Head(logits.new_empty(0), None, self.class_weights, self.logit_scale, self.softcap)
+        """The steps from raw logits to those that a softmax sees; there is no weight."""
+        add_targets = None if self.shard is None else self.shard.add_targets
+        return Head(logits.new_empty(0), None, self.class_weights, self.logit_scale, self.softcap, add_targets)
 
-    def rows(self, logits: Tensor) -> list[tuple[slice, Rows]]:
+    def views(self, logits: Tensor, grad: Tensor | None) -> tuple[LogitsView, ...]:
+        """Logits [..., vocab] as views [rows, width]; ``grad``: [..., vocab] where their gradient goes."""
         teacher, found, start = self.objective.teacher, [], 0
+        flat = None if self.inplace or grad is None else grad.view(-1, grad.shape[-1])[:, : self.width]
         for view in row_views(logits[..., : self.width]):
             at = slice(start, start + len(view))
-            columns, scale = (None if of is None else of[at] for of in (self.columns, self.objective.scale))
-            beside = None if teacher is None else teacher.rows(at)
-            found.append((at, Rows(view, self.target[at], columns, scale, beside)))
             start = at.stop
-        return found
+            if not len(view):
+                continue
+            columns, scale = (None if of is None else of[at] for of in (self.columns, self.objective.scale))
+            rows = Rows(view, self.target[at], columns, scale, None if teacher is None else teacher.rows(at))
+            found.append(LogitsView(at, rows, view if flat is None else flat[at]))
+        return tuple(found)
 
-    def stats(self, logits: Tensor) -> RowStats:
-        """Statistics over all of the vocabulary, wherever it is."""
-        objective, backend, shard = self.objective, self.backend, self.shard
-        stats = RowStats.empty(len(objective.target), objective.demand, objective.dtype, logits.device)
-        parts = [(at, rows) for at, rows in self.rows(logits) if len(rows.target)]
-        head, paired = self.head(logits), objective.demand.pairing is not None
-        for at, rows in parts if self.multiplies else ():
-            backend.logits_stats(rows, head, self.demand, stats.at(at), alone=True, pairs=paired and shard is None)
-        kept = self.kept_columns(logits)
-        if kept is not None:
-            kept.stats(slice(0, len(objective.target)), stats)
-        if shard is None or not parts:
-            return stats
-        # one message for all: ranks' strides may differ, and with them the views
-        everything = Rows(logits, self.every_target, self.columns)
-        shard.merge(backend.merge_ranks, everything, self.token_checks, stats, objective.demand, known_targets=False)
-        if paired:
-            for at, rows in parts:
-                backend.logits_stats(rows, head, self.demand, stats.at(at), alone=False, pairs=True)
-            shard.add_pairs(stats)
-        return stats
+    def forward(self, logits: Tensor) -> tuple[RowStats, None]:
+        """Statistics of all rows; gradients are made in backward."""
+        return sweep(self, logits, self.head(logits))[0], None
 
     def late_gradients(
         self, operands: Sequence[Tensor], stats: RowStats, upstream: Sequence[Tensor | None]
-    ) -> tuple[Tensor]:
+    ) -> tuple[Tensor | None]:
         """The gradient of the logits, over them where they are to be overwritten."""
-        logits = operands[0]
         # where an id is out of range the whole gradient is nan
         known = tuple(None if given is None else given * self.objective.one_or_nan for given in upstream)
         coefficients = self.objective.late(stats, known)
-        grad = logits.detach() if self.inplace else logits.new_empty(logits.shape)
-        flat = None if self.inplace else grad.view(-1, grad.shape[-1])[:, : self.width]
+        _, grads = sweep(self, operands[0], self.head(operands[0]), (stats, coefficients))
+        assert grads is not None
+        return (grads.hidden,)
+
+    def new_gradients(self, given: Tensor, known: bool) -> Gradients | None:
+        if not known:
+            return None
+        grad = given.detach() if self.inplace else given.new_empty(given.shape)
         if self.width < grad.shape[-1]:
             grad[..., self.width :] = 0.0
-        head, kept = self.head(logits), self.kept_columns(logits)
-        if kept is not None:
-            kept.differentiate(slice(0, len(self.target)), stats, coefficients)
-        for at, rows in self.rows(logits):
-            if not len(rows.target):
-                continue
-            out, of_rows = rows.hidden if flat is None else flat[at], (stats.at(at), coefficients.at(at))
-            if kept is not None:
-                of_rows = of_others(kept.kept.has[at], *of_rows)
-            if self.multiplies:
-                self.backend.logits_grad(out, rows, head, self.demand, *of_rows)
-            else:
-                out.zero_()
-            if kept is not None:
-                kept.add_to(at, out)
-        return (grad,)
+        return Gradients(grad, None, None)
 
-    def kept_columns(self, logits: Tensor) -> KeptColumns | None:
-        """The rows whose softmaxes are over sets of columns."""
-        if self.kept is None:
-            return None
-        views = tuple((at, rows.hidden) for at, rows in self.rows(logits))
-        rows = KeptRows(self.kept, self.every_target, self.objective.scale, logits, views)
-        return self.backend.kept_columns(self.head(logits), rows, self.demand)
+    def begin(self, given: Tensor, head: Head, stats: RowStats, grads: Gradients | None, known: bool) -> Work:
+        demand, backend, sets = self.objective.demand, self.backend, None
+        if self.shard is not None:
+            demand = demand.of_columns(self.width)  # of the columns that are here
+        views = self.views(given, None if grads is None else grads.hidden)
+        every = Rows(given, self.target if self.kept is None else self.every_target, self.columns)
+        if self.kept is not None:
+            of_sets = SetRows(self.kept, self.every_target, self.objective.scale, given, views)
+            sets = backend.sets_store(head, of_sets, demand)
+        if not self.multiplies:
+            assert sets is not None
+            store: Store = sets
+        else:
+            store = GivenLogits(backend, head, demand, views)
+            store = store if sets is None else WithSets(store, sets)
+        # one chunk: ranks' strides may differ, and with them the views; their messages must not
+        return Work(store, lambda at: every, [(every.tokens,)])
 
 
 def call_of(tokens: Tokens, objective: Objective, inplace: bool) -> tuple[Tensor, LogitsCall]:

@@ -15,11 +15,11 @@ from ..plan.plans import MAX_HALF_CHUNKS, Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Sizes
 from .function import Forward, Loss, flat, forward_of
+from .head_call import HeadCall
 from .logits_call import call_of as logits_call_of
 from .objectives import call_fields
 from .options import HeadOptions, LogitsOptions
 from .spec import Spec, Task, is_plain, sizes_of
-from .sweep import Call
 from .tokens import Tokens, in_order, tokens_of
 
 Wanted = tuple[bool, bool, bool]  # whether gradients of hidden states, weight and bias are made
@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
     tokens: Any = None  # ``Tokens``
     objective: Any = None  # the task's
     stats: Any = None  # ``RowStats``
-    call: Call | None = None
+    call: HeadCall | None = None
     forward: Forward | None = None
 
 
@@ -82,7 +82,7 @@ class Planned(NamedTuple):
     plan: Plan
     spans: Spans | None
 
-    def call(self, objective: Objective, padded: bool = False) -> Call:
+    def call(self, objective: Objective, padded: bool = False) -> HeadCall:
         """With what the ranks know of each other."""
         tokens, head, temperature = self.tokens, self.tokens.head, self.tokens.needs.temperature
         assert isinstance(head, HeadOptions)
@@ -91,7 +91,7 @@ class Planned(NamedTuple):
         if shard is not None:
             fields = call_fields(tokens) | {"tokens": str(head.leading), "segment_lengths": str(self.spans)}
             shard = shard.agreed(self.plan, fields, self.rows.device)
-        return Call(
+        return HeadCall(
             self.plan, tokens.spec.backend, objective, scale, softcap, self.request,
             None if head.accumulate_into is None else head.gradient_buffer, tokens.packing, self.spans, shard, padded,
         )  # fmt: skip

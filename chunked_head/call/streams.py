@@ -21,10 +21,10 @@ from ..plan.plans import MAX_HALF_CHUNKS
 from ..stores.gradient_buffer import StreamsBuffer
 from ..stores.gradients import Gradients
 from .function import Forward, Grads, Loss, forward_of
+from .head_call import HeadCall
 from .options import HeadOptions
 from .run import Outcome, Wanted, call_sizes, planned, wanted_of
 from .spec import Result, Task, spec_of
-from .sweep import Call
 from .tokens import Tokens, tokens_of
 
 
@@ -180,7 +180,7 @@ class StreamsForward:
 
 
 def forward_of_streams(
-    calls: Sequence[Call],
+    calls: Sequence[HeadCall],
     buffer_dtype: torch.dtype | None,
     weight: Tensor,
     bias: Tensor | None,
@@ -211,7 +211,7 @@ def forward_of_streams(
 def gradients_into(buffer: StreamsBuffer | None, made: Forward, operands: Sequence[Tensor], upstream: Grads) -> Grads:
     """A stream's gradients once the upstream gradient is known: its logits are computed again."""
     call, stats = made.later(operands)
-    assert isinstance(call, Call)
+    assert isinstance(call, HeadCall)
     if buffer is not None:
         # blocks of tokens add to it, and there may be many of them
         sizes = replace(call.plan.sizes, buffer_dtype=buffer.buffer.dtype)

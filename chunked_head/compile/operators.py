@@ -18,14 +18,14 @@ from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
 from ..call.function import as_called
+from ..call.head_call import HeadCall
 from ..call.logits_call import LogitsCall, call_of
 from ..call.options import HeadOptions, LogitsOptions
 from ..call.run import planned
 from ..call.spec import Spec, Task
-from ..call.sweep import Call, recompute, sweep
 from ..call.tokens import Packing, tokens_of
 from ..core.private import in_own_thread, private
-from ..core.stats import Head, RowStats
+from ..core.stats import RowStats
 from ..plan.planner import Request, make_plan
 from ..plan.sizes import Sizes
 from .recipes import recipe_of
@@ -69,15 +69,16 @@ def switched_off() -> Any:
 
 def begun(
     task: Task, spec: Spec, operands: Sequence[Tensor], wanted: Sequence[bool]
-) -> tuple[LogitsCall | Call, Tensor, Head, Packing | None]:
-    """What both operators begin with: the call, its logits or rows of hidden states, the head, the tokens' order."""
+) -> tuple[LogitsCall | HeadCall, tuple[Any, ...], Packing | None]:
+    """What both operators begin with: the call, its operands (hidden states as rows), the tokens' order."""
     tokens = tokens_of(task, spec)
     if isinstance(tokens.head, LogitsOptions):
         logits, on_logits = call_of(tokens, task.objective(tokens), inplace=False)
-        return on_logits, logits, on_logits.head(logits), None
+        return on_logits, (logits,), None
     made = planned(tokens, (wanted[0], wanted[1], wanted[-1] and len(wanted) > 2))
     call = made.call(task.objective(made.tokens))
-    return call, made.rows, call.head(operands[1], operands[2] if len(operands) > 2 else None), made.tokens.packing
+    bias = operands[2] if len(operands) > 2 else None
+    return call, (made.rows, operands[1], bias), made.tokens.packing
 
 
 def comes_late(task: Task) -> bool:
@@ -90,9 +91,9 @@ def comes_late(task: Task) -> bool:
 def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
     with torch.no_grad(), as_called(operands[0].device):
         task, spec = recipe_of(key).task(operands, others)
-        call, rows, head, packing = begun(task, spec, operands, wanted)
+        call, of, packing = begun(task, spec, operands, wanted)
         objective = call.objective
-        stats, grads = (call.stats(rows), None) if isinstance(call, LogitsCall) else sweep(call, rows, head)
+        stats, grads = call.forward(*of)
         outputs = objective.outputs(stats)
         if isinstance(objective, ScalarObjective):
             outputs = *outputs, packed(task, objective, stats)
@@ -102,10 +103,10 @@ def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list
             return [*outputs]
         if comes_late(task):
             return [*outputs, *stats.named().values()]
-        assert isinstance(objective, ScalarObjective) and isinstance(call, Call)
+        assert isinstance(objective, ScalarObjective) and isinstance(call, HeadCall)
         dtypes = waiting_dtypes(task, spec)
         if grads is None:
-            ready = gradients_now(call, objective, rows, head, stats, dtypes)
+            ready = gradients_now(call, objective, of, stats, dtypes)
         else:
             plan = replace(call.plan, sizes=in_dtypes(call, dtypes))
             ready = grads.finish(call.backend, [objective.one_or_nan], objective.one_or_nan, plan)
@@ -142,7 +143,7 @@ def waiting_dtypes(task: Task, spec: Spec) -> tuple[torch.dtype, torch.dtype, to
     return head.hidden.dtype, head.weight.dtype, wide
 
 
-def in_dtypes(call: Call, dtypes: Sequence[torch.dtype]) -> Sizes:
+def in_dtypes(call: HeadCall, dtypes: Sequence[torch.dtype]) -> Sizes:
     """The call's sizes with gradients of these dtypes."""
     hidden, weight, bias = dtypes
     return replace(call.plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
@@ -154,7 +155,7 @@ def expected_upstream(objective: ScalarObjective) -> Tensor:
 
 
 def gradients_now(
-    call: Call, objective: ScalarObjective, rows: Tensor, head: Head, stats: RowStats, dtypes: Sequence[torch.dtype]
+    call: HeadCall, objective: ScalarObjective, operands: Sequence[Any], stats: RowStats, dtypes: Sequence[torch.dtype]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a plan that leaves them to backward, with the expected upstream gradient."""
     coefficients = objective.late(stats, (expected_upstream(objective),))
@@ -162,7 +163,7 @@ def gradients_now(
     if sizes != call.plan.sizes:
         sizes = replace(sizes, late_upstream=True)
         call = replace(call, plan=make_plan(sizes, Request(memory_budget=call.request.memory_budget)))
-    return recompute(call, rows, head, stats, coefficients)
+    return call.recompute(operands, stats, coefficients)
 
 
 @forward.register_fake
@@ -196,14 +197,14 @@ def backward(
 ) -> list[Tensor]:  # fmt: skip
     with torch.no_grad(), as_called(operands[0].device):
         task, spec = recipe_of(key).task(operands, others)
-        call, rows, head, packing = begun(task, spec, operands, wanted)
-        names = RowStats.empty(0, spec.demand, spec.statistics_dtype, rows.device).named()
+        call, of, packing = begun(task, spec, operands, wanted)
+        names = RowStats.empty(0, spec.demand, spec.statistics_dtype, of[0].device).named()
         kept = RowStats(**dict(zip(names, stats, strict=True)))
         if isinstance(call, LogitsCall):
-            return [*call.late_gradients((rows,), kept, upstream)]
+            return [grad for grad in call.late_gradients(of, kept, upstream) if grad is not None]
         if packing is not None:
             upstream = [packing.pack(each) for each in upstream]
-        found = recompute(call, rows, head, kept, call.objective.late(kept, tuple(upstream)))
+        found = call.recompute(of, kept, call.objective.late(kept, tuple(upstream)))
         return shaped([grad for grad in found if grad is not None], operands, wanted)
 
 

@@ -333,15 +333,22 @@ class Sets(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a chunk as a session takes them."""
+    """The rows of a chunk as a store takes them."""
 
-    hidden: Tensor  # [rows, hidden], clean
+    hidden: Tensor  # [rows, hidden], clean once the store has filled them; of logits that exist [rows, vocab]
     target: Tensor  # [rows] int64, -1 where a row does not count
     columns: Tensor | None = None  # [rows, K] int64, -1 for none
     scale: Tensor | None = None  # [rows] of the statistics' dtype: what their logits are multiplied by; None for 1
     teacher: Teacher | None = None
     counted: Tensor | None = None  # [] int64: how many of the call's rows count, those first; None: any of them may
     first: int = 0  # of these rows within the call
+    source: Tensor | None = None  # [rows, hidden] as given
+    order: Tensor | None = None  # [rows] int64: where in ``source`` each row is; None: in its order
+
+    @property
+    def tokens(self) -> slice:
+        """These rows within the call."""
+        return slice(self.first, self.first + self.target.shape[0])
 
     def at(self, rows: slice) -> "Rows":
         """A slice of the rows, sharing memory."""

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..call.function import Forward, Loss, as_called, flat
+from ..call.head_call import HeadCall
 from ..call.options import HeadOptions
 from ..call.run import Outcome, run
 from ..call.spec import Result, Spec, Task, own_matmuls, spec_of
 from ..call.streams import Streams
-from ..call.sweep import Call
 from ..core.private import under_hooks
 from ..core.shift import all_at_targets
 from ..core.stats import RowStats
@@ -216,7 +216,7 @@ def forward_again(
     saved = replay.stats_of(held) if replay.saved else []
     kept = replay.tape.part(held, replay.kept)
 
-    def later(saved: Sequence[Tensor]) -> tuple[Call, RowStats]:
+    def later(saved: Sequence[Tensor]) -> tuple[HeadCall, RowStats]:
         memory = replay.tape.memory(kept, replay.kept)
         call = replay.call.build(memory | dict(zip(replay.operands, saved, strict=False)))
         vectors = saved[3:] if replay.saved else replay.stats_of(memory)

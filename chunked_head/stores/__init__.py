@@ -1,16 +1,20 @@
 """The two ways to compute: Triton kernels, and torch operations for every device without them."""
 
-from .kept import KeptColumns, KeptRows
+from .logits import GivenLogits
 from .protocol import Backend, Layout, Targets, check_name, resolve
-from .session import Session
+from .sets import LogitsView, SetRows, SetStore, WithSets
+from .store import Store
 
 __all__ = [
     "Backend",
-    "KeptColumns",
-    "KeptRows",
+    "GivenLogits",
     "Layout",
-    "Session",
+    "LogitsView",
+    "SetRows",
+    "SetStore",
+    "Store",
     "Targets",
+    "WithSets",
     "check_name",
     "resolve",
 ]

@@ -1,6 +1,6 @@
 """The two ways to compute: Triton kernels, and torch operations for every device without them.
 
-A backend is a module with the functions of ``Backend``; a ``Session`` holds one call's reused buffer.
+A backend is a module with the functions of ``Backend``; its stores are classes of their own files.
 """
 
 import importlib
@@ -15,9 +15,9 @@ from ..core.stats import Coefficients, Demand, Head, Kept, Rows, RowStats, Sets,
 from ..kernels.common.gpus import Gpu, gpu_of
 from ..parallel.merge import GatheredStats
 from ..plan.plans import Plan
-from ..plan.sizes import Store
-from .kept import KeptColumns, KeptRows
-from .session import Session
+from ..plan.sizes import Store as StoreName
+from .sets import SetRows, SetStore
+from .store import Store
 
 BACKENDS = ("triton", "torch")
 
@@ -69,13 +69,13 @@ class Backend(Protocol):
     def read_fields(self, values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> Sequence[Tensor]:
         """Fields [...] likewise beside rows [tokens], in the statistics' dtype; 0 where the row's ``target`` is -1."""
 
-    def store(self, layout: Layout) -> Store:
+    def store(self, layout: Layout) -> StoreName:
         """What this backend keeps of the logits between statistics and gradient, where some token has them all."""
 
-    def teacher_store(self, teacher: Teacher, store: Store) -> Literal["relative", "logits"] | None:
+    def teacher_store(self, teacher: Teacher, store: StoreName) -> Literal["relative", "logits"] | None:
         """What it keeps of a dense teacher's logits beside a student's; None where the caller's are read in place."""
 
-    def bounds_rows(self, store: Store) -> bool:
+    def bounds_rows(self, store: StoreName) -> bool:
         """Whether its matmuls can stop at a number of rows that only the device knows."""
 
     def traits(self, device: torch.device) -> dict[str, Any]:
@@ -90,23 +90,25 @@ class Backend(Protocol):
         gradient of 0 would not.
         """
 
-    def session(self, head: Head, plan: Plan, tiled: bool) -> Session:
-        """The buffer of a call's sweep over whole rows, or of its gradients' tiles where the plan recomputes."""
+    def store_of(self, head: Head, plan: Plan, tiled: bool) -> Store:
+        """The store of a plan's chunks, or of ``tiled`` blocks where statistics are known."""
 
     def kept_sets(self, out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
         """The sets that tokens keep as entries of the rows that predict them: ``out`` holds 0 for a bias. What is wrong
         with them makes both ``numbers`` nan."""
 
-    def kept_columns(self, head: Head, rows: KeptRows, demand: Demand) -> KeptColumns:
-        """What a call does with the rows whose softmax is over columns that they keep."""
+    def sets_store(self, head: Head, rows: SetRows, demand: Demand) -> SetStore:
+        """The store of rows whose softmaxes are over sets of columns."""
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Statistics of the whole vocabulary from its pieces', as ``parallel.merge.merge_ranks``."""
 
-    def logits_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats, alone: bool, pairs: bool) -> None:
-        """Statistics of logits that exist already: ``rows.hidden`` are they, [rows, vocab] with contiguous columns, of
-        any floating-point dtype. Of ``head`` only scale, cap and class weights are read. ``alone``: the student's and
-        a teacher's own; ``pairs``: those of one beside the other, after the former or once ``out`` holds them."""
+    def logits_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+        """Statistics of logits that exist already, ``rows.hidden`` [rows, vocab] with contiguous columns, of any
+        floating-point dtype, as ``Store.statistics``. Of ``head`` only scale, cap and class weights are read."""
+
+    def logits_pair_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+        """Their statistics with a dense teacher's, as ``Store.pair_statistics``."""
 
     def logits_grad(
         self, out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients

@@ -16,7 +16,7 @@ from tiers import crossed
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import chunked_head.stores.session
+import chunked_head.stores.store
 from chunked_head import (
     ChunkedHead,
     linear_cross_entropy,
@@ -74,7 +74,7 @@ def test_frozen_operands(place: Place, reduction: str, asked: str) -> None:
     spied = [
         (module, name, mock.Mock(side_effect=getattr(module, name)))
         for module, names in (
-            (chunked_head.stores.session, ("add_dhidden", "add_dweight")),
+            (chunked_head.stores.store, ("add_dhidden", "add_dweight")),
             (products, ("dhidden", "dweight")),
         )
         for name in names
@@ -300,8 +300,8 @@ def test_activation_checkpointing(place: Place, reentrant: bool) -> None:
     def region(hidden: Tensor) -> Tensor:
         return linear_cross_entropy(hidden.sin().asin(), weight, inputs.target, backend=place.backend) * 1.0
 
-    counted = mock.Mock(side_effect=chunked_head.stores.session.add_dweight)
-    with mock.patch.object(chunked_head.stores.session, "add_dweight", counted):
+    counted = mock.Mock(side_effect=chunked_head.stores.store.add_dweight)
+    with mock.patch.object(chunked_head.stores.store, "add_dweight", counted):
         checkpoint(region, hidden.clamp(-1, 1), use_reentrant=reentrant).backward()
     assert counted.call_count == 1
     expected = run(

@@ -164,7 +164,7 @@ def test_nothing_is_done_over_the_vocabulary(place: Place, late: bool, monkeypat
         raise AssertionError("logits of the whole vocabulary")
 
     backend = resolve(place.backend, torch.device(place.device))
-    monkeypatch.setattr(backend, "session", refuse)
+    monkeypatch.setattr(backend, "store_of", refuse)
     again = step(**promise)
     for a, b in zip(again, usual, strict=True):
         # torch's sums on a GPU are in any order
@@ -191,8 +191,8 @@ def test_a_teachers_ids_alone(place: Place, beside: bool, monkeypatch: pytest.Mo
     asked = [metrics.entropy()] if beside else []
     made = []
     backend = resolve(place.backend, torch.device(place.device))
-    usual = backend.session
-    monkeypatch.setattr(backend, "session", lambda *given, **more: made.append(usual(*given, **more)) or made[-1])
+    usual = backend.store_of
+    monkeypatch.setattr(backend, "store_of", lambda *given, **more: made.append(usual(*given, **more)) or made[-1])
     out = linear_loss(hidden, weight, None, loss, batch=batch, metrics=asked, backend=place.backend)
     assert bool(made) == beside and (out.plan.sizes.store == "kept") != beside
     grads = torch.autograd.grad(out.loss, (hidden, weight))

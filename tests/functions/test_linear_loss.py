@@ -31,7 +31,7 @@ from chunked_head.arithmetic.evaluate import unit_mask
 from chunked_head.metrics import Metric, unit_weights
 from chunked_head.metrics.values import selected
 from chunked_head.plan import sizes as sizes_of_call
-from chunked_head.stores.triton.relative import RelativeSession
+from chunked_head.stores.triton.relative import RelativeStore
 
 
 @pytest.mark.parametrize(("case", "dtype", "place", "schedule"), loss_combinations())
@@ -71,9 +71,9 @@ def test_teacher_some_rows_at_a_time(name: str, place: Place, monkeypatch: pytes
     shared = {"batch": {**inputs.batch, **dict(wide)}, "backend": place.backend, **options}
     monkeypatch.setattr(sizes_of_call, "TEACHER_ROWS", PRODUCT_ROWS)
     made = []
-    normalize = RelativeSession.teacher_stats
+    normalize = RelativeStore.teacher_stats
     monkeypatch.setattr(
-        RelativeSession,
+        RelativeStore,
         "teacher_stats",
         lambda self, rows, out: (made.append(len(out.lse)), normalize(self, rows, out)),
     )
@@ -88,7 +88,7 @@ def test_teacher_some_rows_at_a_time(name: str, place: Place, monkeypatch: pytes
     before, true = run(loss + 0.0 * losses.tvd(**teacher_options(summand)))
     assert made == ([160, 136] if "chunk_tokens" in options else [296])
     made.clear()
-    monkeypatch.setattr(RelativeSession, "pair_stats", None)
+    monkeypatch.setattr(RelativeStore, "pair_statistics", None)
     out, found = run(loss)
     assert made == ([128, 32, 128, 8] if "chunk_tokens" in options else [128, 128, 40])
     for label, value in out.parts.items():

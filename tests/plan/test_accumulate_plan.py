@@ -11,7 +11,7 @@ from tiers import crossed
 from torch import Tensor, nn
 from tracking import MiB, Tracker
 
-import chunked_head.call.function
+import chunked_head.call.head_call
 from chunked_head import ChunkedHead, Plan, linear_cross_entropy, plan
 
 LLAMA: dict[str, Any] = {"hidden": 4096, "vocab": 128256, "dtype": torch.bfloat16, "device": "cuda"}
@@ -133,7 +133,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Tensor], Any]]] = {
 def test_wrong_buffer(error: type[Exception], message: str, make: Callable[[Tensor], Any]) -> None:
     weight, hidden, target = nn.Parameter(torch.randn(11, 8)), torch.randn(5, 8), torch.arange(5)
     into = make(weight)
-    untouched = mock.patch.object(chunked_head.call.function, "sweep", side_effect=AssertionError("work was begun"))
+    untouched = mock.patch.object(chunked_head.call.head_call, "sweep", side_effect=AssertionError("work was begun"))
     with untouched, pytest.raises(error, match=message):
         linear_cross_entropy(hidden, weight, target, accumulate_into=into)
 

@@ -11,7 +11,7 @@ from tracking import MiB, Tracker, no_host_synchronisation
 
 from chunked_head import LossOutput, linear_loss, losses, metrics, plan
 from chunked_head.losses import Losses
-from chunked_head.stores.torch import kept as torch_kept
+from chunked_head.stores.torch import sets as torch_sets
 from chunked_head.stores.torch import tiles as torch_tiles
 
 CHUNK = 32
@@ -33,7 +33,7 @@ def test_one_buffer_of_logits(place: Place, case: LossCase, monkeypatch: pytest.
     # tiles much smaller than these small chunks, as they are beside real ones
     monkeypatch.setattr(torch_tiles, "TILE_ELEMENTS", 1024)
     monkeypatch.setattr(torch_tiles, "TILE_COLUMNS", 128)
-    monkeypatch.setattr(torch_kept, "GATHERED", 1024)
+    monkeypatch.setattr(torch_sets, "GATHERED", 1024)
     inputs = inputs_of(case, torch.float16 if place.backend == "triton" else torch.float32, place.device)
     weight = inputs.weight[:, :16].contiguous()  # its gradient is smaller than a chunk's logits
     hidden = inputs.hidden[:, :16].contiguous().requires_grad_()

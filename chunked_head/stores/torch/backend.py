@@ -15,27 +15,27 @@ from ...core.shift import shift_left
 from ...core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
 from ...parallel.merge import merge_ranks as merge_ranks
 from ...plan.plans import slices
-from ...plan.sizes import Store
+from ...plan.sizes import Store as StoreName
 from ..protocol import Layout, Targets
 from . import tiles as tiles
-from .kept import TorchKeptColumns
-from .kept import kept_sets as kept_sets
-from .session import TorchSession
+from .sets import TorchSets
+from .sets import kept_sets as kept_sets
+from .store import TorchStore
 from .tiles import clean_rows as clean_rows
 
 name = "torch"
-session, kept_columns = TorchSession, TorchKeptColumns
+store_of, sets_store = TorchStore, TorchSets
 
 
 def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
     """It computes with everything, everywhere."""
 
 
-def store(layout: Layout) -> Store:
+def store(layout: Layout) -> StoreName:
     return "logits"
 
 
-def teacher_store(teacher: Teacher, store: Store) -> Literal["relative", "logits"] | None:
+def teacher_store(teacher: Teacher, store: StoreName) -> Literal["relative", "logits"] | None:
     return "logits"
 
 
@@ -77,7 +77,7 @@ def followed(values: Tensor, rows: int | None, fill: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, more), value=fill) if more else values
 
 
-def bounds_rows(store: Store) -> bool:
+def bounds_rows(store: StoreName) -> bool:
     return False
 
 
@@ -102,8 +102,8 @@ def scale(source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tens
     return out
 
 
-class GivenLogits(TorchSession):
-    """Logits that exist already, in the place of hidden states and of what a matmul makes of them."""
+class GivenView(TorchStore):
+    """A view of logits that exist already, a block of rows at a time, in the place of what a matmul makes."""
 
     def __init__(self, head: Head, demand: Demand, logits: Tensor):
         self.head, self.demand = head, demand
@@ -122,20 +122,27 @@ class GivenLogits(TorchSession):
         return logits
 
 
-def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, alone: bool, pairs: bool) -> None:
-    session = GivenLogits(head, demand, rows.hidden)
+def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+    view = GivenView(head, demand, rows.hidden)
     for block in tiles.row_blocks(rows.hidden):
-        some, of_some = rows.at(block), out.at(block)
-        session.stats(some, of_some) if alone else session.read_both(some)
-        if pairs:
-            session.pair_stats(some, of_some)
+        some = rows.at(block)
+        view.read(some)
+        view.statistics(some, out.at(block))
+
+
+def logits_pair_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+    view = GivenView(head, demand, rows.hidden)
+    for block in tiles.row_blocks(rows.hidden):
+        some = rows.at(block)
+        view.read(some)
+        view.pair_statistics(some, out.at(block))
 
 
 def logits_grad(
     out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
 ) -> None:
-    session, everything = GivenLogits(head, demand, rows.hidden), slice(0, rows.hidden.shape[1])
+    view, everything = GivenView(head, demand, rows.hidden), slice(0, rows.hidden.shape[1])
     for block in tiles.row_blocks(rows.hidden):
-        grad = session.tile_grad(rows.at(block), everything, stats.at(block), coefficients.at(block))
+        grad = view.tile_grad(rows.at(block), everything, stats.at(block), coefficients.at(block))
         # selection: where a row does not count its logits may be nan
         out[block] = grad.masked_fill_((rows.target[block] < 0)[:, None], 0.0)

@@ -12,7 +12,6 @@ Where statistics are known before any gradient (the plan recomputes) the first t
 leaves the gradient. A dense teacher's terms need a row of each beside the other, and so the third.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -27,20 +26,18 @@ from ...kernels.statistics import launch as statistics
 from ...kernels.statistics.launch import clean_rows as clean_rows
 from ...kernels.statistics.launch import read_fields as read_fields
 from ...kernels.statistics.launch import sum_rows as sum_rows
-from ...parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ...plan.plans import Plan
-from ...plan.sizes import Store
+from ...plan.sizes import Store as StoreName
 from ..matmul import sums_halves
 from ..protocol import Layout, Targets
-from .grads import GradSession
-from .kept import TritonKeptColumns
-from .logits import GivenLogits, LogitsSession
-from .relative import FastSession, RelativeSession
-from .session import TMA_BYTES, outputs_of, teacher_outputs
+from ..store import Store
+from .relative import FastStore, RelativeStore
+from .sets import TritonSets
+from .store import TMA_BYTES, GivenView, GradStore, LogitsStore
+from .store import merge_ranks as merge_ranks
 
 name = "triton"
-kept_columns = TritonKeptColumns
-PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"
+sets_store = TritonSets
 
 
 def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
@@ -53,7 +50,7 @@ def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
         raise ValueError(f"backend='triton' computes in fp32 at most, {what} is float64: use backend='torch'")
 
 
-def store(layout: Layout) -> Store:
+def store(layout: Layout) -> StoreName:
     aligned = layout.plain_weight and layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0
     if layout.dtype == torch.float32 or not aligned or layout.demand.top_k or layout.gpu is None:
         return "logits"
@@ -62,7 +59,7 @@ def store(layout: Layout) -> Store:
     return "fast" if one_factor and not (layout.capped or layout.bias_grad) and layout.plain_rows else "relative"
 
 
-def teacher_store(teacher: Teacher, store: Store) -> Literal["relative", "logits"] | None:
+def teacher_store(teacher: Teacher, store: StoreName) -> Literal["relative", "logits"] | None:
     if teacher.logits is not None:
         return None
     assert teacher.weight is not None
@@ -90,7 +87,7 @@ def read_targets(
     return Targets(*statistics.read_targets(target, mask, shift, ignore_index, vocab, dtype, rows))
 
 
-def bounds_rows(store: Store) -> bool:
+def bounds_rows(store: StoreName) -> bool:
     return store != "logits"
 
 
@@ -108,46 +105,29 @@ def scale_(sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         gradients.scale(first, first, factor, one_or_nan, *more)
 
 
-def session(head: Head, plan: Plan, tiled: bool) -> "FastSession | GradSession | LogitsSession | RelativeSession":
+def store_of(head: Head, plan: Plan, tiled: bool) -> Store:
     if tiled and plan.sizes.grads_in_matmul:
-        return GradSession(head, plan)
+        return GradStore(head, plan)
     if tiled or plan.sizes.store == "logits":
-        return LogitsSession(head, plan, tiled)
-    return FastSession(head, plan) if plan.sizes.store == "fast" else RelativeSession(head, plan)
+        return LogitsStore(head, plan, tiled)
+    return FastStore(head, plan) if plan.sizes.store == "fast" else RelativeStore(head, plan)
 
 
 def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
     statistics.kept_sets(out.starts, out.ends, out.rows, out.columns, out.bias, *numbers, target, *sets)
 
 
-def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
-    at = dict(zip(gathered.names, itertools.accumulate(widths(out, gathered.names), initial=0), strict=False))
-    named = out.named()
-    softmaxes = [(outputs_of(named), 1.0, ("start", "rest", "entropy", "top", "argmax"))]
-    if "start2" in named:
-        softmaxes.append((outputs_of(named, "2"), gathered.ratio2, ("start2", "rest2", "entropy2", "top", "argmax")))
-    if "teacher_start" in named:
-        names = "teacher_start", "teacher_rest", "", "teacher_top", "teacher_argmax"
-        softmaxes.append((teacher_outputs(out), 1.0, names))
-    for outputs, ratio, names in softmaxes:
-        places = [at.get(name, -1) for name in ("target_logit", "weighted_sum", *names)]
-        statistics.merge_ranks(
-            outputs, gathered.message, gathered.zero_or_nan, gathered.target, ratio,
-            dict(zip(PLACES, places, strict=True)), gathered.known_targets,
-        )  # fmt: skip
-    if out.column_logits is not None or out.top_k_logits is not None:
-        merge_lists(unpack(gathered.message.double(), out, gathered.names), out)
+def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+    GivenView(head, demand, rows, None).statistics(rows, out)
 
 
-def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats, alone: bool, pairs: bool) -> None:
-    session = GivenLogits(head, demand, rows.hidden, None)
-    session.stats(rows, out) if alone else session.read_both(rows)
-    if pairs:
-        session.pair_stats(rows, out)
+def logits_pair_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
+    view = GivenView(head, demand, rows, None)
+    view.read_teacher(rows)
+    view.pair_statistics(rows, out)
 
 
 def logits_grad(
     out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
 ) -> None:
-    everything = slice(0, rows.hidden.shape[1])
-    GivenLogits(head, demand, rows.hidden, out).tile_grad(rows, everything, stats, coefficients)
+    GivenView(head, demand, rows, out).tile_grad(rows, slice(0, rows.hidden.shape[1]), stats, coefficients)

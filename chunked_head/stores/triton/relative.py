@@ -1,4 +1,4 @@
-"""Sessions over what our own logits matmul leaves: fp16 relative logits, or bf16 exponentials."""
+"""Stores of what our own logits matmul leaves: fp16 relative logits, or bf16 exponentials."""
 
 import torch
 from torch import Tensor
@@ -6,20 +6,22 @@ from torch import Tensor
 from ...core.stats import Coefficients, Head, Rows, RowStats, numbers_sent, sent
 from ...kernels.common.gpus import split_strips
 from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Strips, strip_rows
-from ...kernels.common.tiles import cdiv
+from ...kernels.common.tiles import ELSEWHERE, cdiv
 from ...kernels.gradients import launch as gradients
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
 from ...kernels.statistics.launch import Outputs
-from ...parallel.merge import unpack
+from ...parallel.merge import merge_blocks, unpack
 from ...plan.buffers import padded_columns, part_sums
 from ...plan.plans import Plan, slices
 from ..gradients import Gradients
 from ..matmul import add_dhidden, project
-from .session import NO_PARTS, OwnProducts, Parts, counted_of, outputs_of, ratio_of, transform
+from .store import NO_PARTS, HalfStore, Parts, counted_of, merge_ranks, outputs_of, ratio_of, transform
 
 
-class RelativeSession(OwnProducts):
+class RelativeStore(HalfStore):
+    """fp16 logits relative to the maximum of each strip of columns; one pass turns them into any gradient."""
+
     parts: Parts = NO_PARTS
 
     def __init__(self, head: Head, plan: Plan):
@@ -61,61 +63,81 @@ class RelativeSession(OwnProducts):
             made = iter(torch.empty(sum(wanted), programs, stride, dtype=torch.float32, device=device).unbind())
             self.parts = next(made) if wanted[0] else None, next(made) if wanted[1] else None
 
-    def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
-        if stats is None or self.has_target_logits:
-            super().clean_rows(rows, source, order, stats)
+    def clean_rows(self, rows: Rows, out: RowStats | None) -> None:
+        if out is None or self.has_target_logits:
+            super().clean_rows(rows, out)
             return
         head = self.head
+        assert rows.source is not None
         statistics.clean_rows(
-            rows.hidden, source, rows.target, order, stats.target_logit, head.weight, head.bias,
+            rows.hidden, rows.source, rows.target, rows.order, out.target_logit, head.weight, head.bias,
             transform(head, rows.scale),
         )  # fmt: skip
-        self.add_targets(stats)
+        self.add_targets(out)
 
     def add_targets(self, stats: RowStats) -> None:
         """Other ranks' part of the targets' logits, where ``known_targets``."""
         if self.known_targets and self.head.add_targets is not None:
             self.head.add_targets(stats.target_logit)
 
-    def stats(self, rows: Rows, out: RowStats) -> None:
-        self.first_stats(rows, out, self.buffer, None, None)
-        if not self.teacher_last:
-            self.teacher_stats(rows, out)
+    def fill(self, rows: Rows, out: RowStats) -> None:
+        self.fill_buffer(rows, out, self.buffer, None)
 
-    def first_stats(
-        self, rows: Rows, out: RowStats, buffer: Tensor | None, row_offset: Tensor | None, level: Tensor | None
-    ) -> None:
+    def fill_buffer(self, rows: Rows, out: RowStats, buffer: Tensor | None, row_offset: Tensor | None) -> None:
+        """Logits relative to their strips' maxima, or exponentials relative to a ``row_offset`` [rows], of which only
+        strips' sums are left where there is no ``buffer``."""
         head, count, vocab = self.head, rows.hidden.shape[0], self.sizes.vocab
+        self.clean_rows(rows, out)
         made = transform(head, rows.scale)
-        strips = self.strips.of_rows(count)
+        self.stored_strips = strips = self.strips.of_rows(count)
         if out.column_logits is not None:
             assert rows.columns is not None
             statistics.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, made)
         stored = None if buffer is None else buffer[:count, :vocab]
-        ratio2, columns2 = None, None
-        if len(self.demand.views) > 1:
-            view = self.demand.views[1]
-            ratio2, columns2 = ratio_of(view.ratio), view.columns
+        ratio2, columns2 = self.second
         statistics.exp_logits(
             stored, strips, rows.hidden, head.weight, head.bias, head.class_weights, row_offset, rows.target,
             made, self.tile, ratio2, columns2, counted_of(rows), self.block,
         )  # fmt: skip
+        if stored is not None:
+            self.stored = Stored(stored, strips.offset)
+
+    @property
+    def second(self) -> tuple[float | None, int | None]:
+        """Ratio and columns of the second softmax."""
+        if len(self.demand.views) < 2:
+            return None, None
+        view = self.demand.views[1]
+        return ratio_of(view.ratio), view.columns
+
+    def statistics(self, rows: Rows, out: RowStats) -> None:
+        self.merge_strips(rows, out, None)
+        if self.demand.pairing is not None and not self.teacher_last:
+            self.teacher_stats(rows, out)
+            if not self.over_ranks:
+                self.pair_statistics(rows, out)
+
+    def merge_strips(self, rows: Rows, out: RowStats, level: Tensor | None) -> None:
+        """Statistics of rows from those of their strips; ``level`` [rows] receives what exponentials are relative to
+        where they are stored."""
+        strips, vocab = self.stored_strips, self.sizes.vocab
         into, numbers = out.named(), None
         if self.block is not None:
             numbers = numbers_sent(self.demand) + 1
-            self.pieces = out.lse.new_zeros(cdiv(vocab, self.block), numbers, count)
+            self.pieces = out.lse.new_zeros(cdiv(vocab, self.block), numbers, rows.hidden.shape[0])
             into = unpack(self.pieces, out, sent(self.demand))
         statistics.merge_strips(
             outputs_of(into), level, strips, out.target_logit, rows.target, vocab, block=self.block, numbers=numbers
         )
         if "start2" in into:
+            ratio2, columns2 = self.second
             second = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2, weighted_sum=None)
             statistics.merge_strips(
                 outputs_of(into, "2"), None, second, out.target_logit, rows.target, columns2 or vocab, ratio2, True,
                 self.block, numbers,
             )  # fmt: skip
-        if stored is not None:
-            self.stored, self.stored_strips = Stored(stored, strips.offset), strips
+        if self.pieces is not None and not self.over_ranks:
+            merge_blocks(merge_ranks, self.pieces, rows.target, out, self.demand)
 
     def put_dhidden(
         self, dlogits: Tensor, rows: Rows, out: Tensor, factors: products.Factors = products.NO_FACTORS
@@ -190,8 +212,8 @@ def padded(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.empty(rows, padded_columns(columns), dtype=torch.float16, device=device)
 
 
-class FastSession(RelativeSession):
-    """With exponentials E relative to one level per row, and the target's column left out of them,
+class FastStore(RelativeStore):
+    """bf16 exponentials E relative to one level per row, with the target's column left out of them:
 
         dlogits = softmax_factor * E + target_factor * onehot(target)
         softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta
@@ -210,9 +232,11 @@ class FastSession(RelativeSession):
         self.level, self.softmax_factor = torch.empty(2, plan.chunk_tokens, dtype=torch.float32, device=device).unbind()
         self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
 
-    def exchange_target_logits(self, hidden: Tensor, target: Tensor, scale: Tensor | None, out: RowStats) -> None:
+    def begin(self, hidden: Tensor, target: Tensor, scale: Tensor | None, out: RowStats) -> None:
+        self.hidden, self.target = hidden, target
         # nothing that ranks may differ in: whether there is such a message they all have to say alike
-        if self.known_targets and self.sizes.hidden_dtype == self.sizes.dtype:
+        at_once = self.sizes.spread == 1 and not self.sizes.skips and self.sizes.hidden_dtype == self.sizes.dtype
+        if self.over_ranks and self.known_targets and at_once:
             head = self.head
             statistics.dot_columns(
                 out.target_logit.unsqueeze(1), hidden, head.weight, target.unsqueeze(1), head.bias,
@@ -221,15 +245,17 @@ class FastSession(RelativeSession):
             self.add_targets(out)
             self.has_target_logits = True
 
-    def stats(self, rows: Rows, out: RowStats) -> None:
+    def fill(self, rows: Rows, out: RowStats) -> None:
         if self.buffer is None:
-            return super().stats(rows, out)
-        exponentials = self.buffer.view(self.sizes.dtype)
-        self.first_stats(rows, out, exponentials, row_offset=out.target_logit, level=self.level)
+            super().fill(rows, out)
+        else:
+            self.fill_buffer(rows, out, self.buffer.view(self.sizes.dtype), row_offset=out.target_logit)
 
-    def add_gradients(
-        self, at: slice, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients
-    ) -> None:
+    def statistics(self, rows: Rows, out: RowStats) -> None:
+        self.merge_strips(rows, out, None if self.buffer is None else self.level)
+
+    def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
+        at = rows.tokens
         exp, count = self.stored.logits, rows.target.shape[0]
         softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
         # nobody reads the chunk's hidden states after this but the weight's gradient
@@ -243,9 +269,19 @@ class FastSession(RelativeSession):
             self.put_dhidden(exp, rows, grads.hidden_rows(at), factors)
             grads.hidden_done(at)
         if grads.weight is not None:
-            self.add_dweight(exp, rows, rows.hidden, grads.weight, grads.stores(at.start == 0))
+            self.add_dweight(exp, rows, rows.hidden, grads.weight, grads.stores(rows.first == 0))
+            if rows.order is not None and rows.source is not None:
+                # hidden states of all tokens are nowhere at once
+                self.add_target_rows(rows.source, rows.target, at, grads.weight, rows.order)
 
-    def finish(self, at: slice, hidden: Tensor, target: Tensor, grads: Gradients, order: Tensor | None) -> None:
-        if grads.weight is not None:
-            # the products with a chunk's exponentials are done
-            products.add_target_rows(grads.weight, hidden, target, self.target_factor[at], order, self.buffer)
+    def finish(self, grads: Gradients) -> None:
+        if grads.weight is not None and self.sizes.spread == 1:
+            self.add_target_rows(self.hidden, self.target, slice(0, self.sizes.tokens), grads.weight, None)
+
+    def add_target_rows(
+        self, hidden: Tensor, target: Tensor, at: slice, d_weight: Tensor, order: Tensor | None
+    ) -> None:
+        """The targets' terms of the weight's gradient, once the products with the chunk's exponentials are done."""
+        if self.over_ranks:
+            target = target.masked_fill(target == ELSEWHERE, -1)
+        products.add_target_rows(d_weight, hidden, target, self.target_factor[at], order, self.buffer)

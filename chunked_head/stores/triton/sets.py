@@ -1,4 +1,4 @@
-"""Rows that keep columns, in Triton kernels."""
+"""Logits of rows that keep sets of columns, in Triton kernels."""
 
 from torch import Tensor
 
@@ -7,11 +7,11 @@ from ...kernels.common.operands import KeptEntries
 from ...kernels.gradients import launch as gradients
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
-from ..kept import KeptColumns
-from .session import outputs_of, ratio_of, terms_of, transform
+from ..sets import SetStore
+from .store import outputs_of, ratio_of, terms_of, transform
 
 
-class TritonKeptColumns(KeptColumns):
+class TritonSets(SetStore):
     def make_logits(self) -> None:
         head, kept = self.head, self.kept
         statistics.kept_logits(

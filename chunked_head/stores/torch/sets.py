@@ -1,4 +1,4 @@
-"""Rows that keep columns, in torch operations."""
+"""Logits of rows that keep sets of columns, in torch operations."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from ...core.stats import Coefficients, Kept, RowStats, Sets
 from ...kernels.common.tiles import BEHIND
 from ...plan.plans import slices
-from ..kept import KeptColumns
+from ..sets import SetStore
 from . import tiles
 
 GATHERED = 1 << 22  # elements of gathered rows at a time
@@ -49,7 +49,7 @@ def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tens
         number.masked_fill_(wrong, torch.nan)
 
 
-class TorchKeptColumns(KeptColumns):
+class TorchSets(SetStore):
     def blocks(self) -> list[slice]:
         """Entries whose gathered rows are some mebibytes."""
         return list(slices(len(self.kept.columns), max(1, GATHERED // max(1, self.head.weight.shape[1]))))

@@ -7,13 +7,15 @@ from ...core.stats import PAIR_STATS, Coefficients, Head, Rows, RowStats, View
 from ...kernels.common.tiles import LOG_FLOOR
 from ...plan.plans import Plan, slices
 from ..matmul import again_rows, project_biased
-from ..session import Session
+from ..store import MatmulStore
 from . import tiles as tiles
 
 
-class TorchSession(Session):
+class TorchStore(MatmulStore):
+    """Logits in fp32, in fp64 for fp64 operands."""
+
     def __init__(self, head: Head, plan: Plan, tiled: bool):
-        self.head, self.sizes, self.demand = head, plan.sizes, plan.sizes.demand
+        self.head, self.plan, self.sizes, self.demand, self.tiled = head, plan, plan.sizes, plan.sizes.demand, tiled
         self.dtype = torch.promote_types(head.weight.dtype, torch.float32)
         device = head.weight.device
         self.swept_rows = plan.chunk_tokens
@@ -24,17 +26,21 @@ class TorchSession(Session):
         if self.demand.pairing is not None:
             self.teacher_buffer = torch.empty(plan.teacher_elements(tiled), dtype=self.dtype, device=device)
 
-    def clean_rows(self, rows: Rows, source: Tensor, order: Tensor | None, stats: RowStats | None) -> None:
-        tiles.clean_rows(rows.hidden, source, rows.target, order)
+    def clean_rows(self, rows: Rows, out: RowStats | None) -> None:
+        assert rows.source is not None
+        tiles.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
 
-    def read_both(self, rows: Rows) -> None:
-        """Logits of the student and of a dense teacher."""
+    def fill(self, rows: Rows, out: RowStats) -> None:
+        self.clean_rows(rows, out)
+        self.read(rows)
+
+    def read(self, rows: Rows) -> None:
+        """Logits of the student and of a dense teacher into their buffers."""
         self.logits = self.compute_logits(rows, self.head)
         if self.demand.pairing is not None:
             self.teacher = self.teacher_logits(rows, slice(0, self.demand.pairing.columns))
 
-    def stats(self, rows: Rows, out: RowStats) -> None:
-        self.read_both(rows)
+    def statistics(self, rows: Rows, out: RowStats) -> None:
         for block in tiles.row_blocks(self.logits):
             self.block_stats(self.logits[block], rows.target[block], out.at(block))
             if self.demand.pairing is not None:
@@ -44,8 +50,10 @@ class TorchSession(Session):
             out.column_logits.copy_(self.logits.gather(1, rows.columns.clamp(min=0)))
         if out.top_k_ids is not None and out.top_k_logits is not None:
             torch.topk(self.logits, out.top_k_ids.shape[1], out=(out.top_k_logits, out.top_k_ids))
+        if self.demand.pairing is not None and not self.over_ranks:
+            self.pair_statistics(rows, out)
 
-    def pair_stats(self, rows: Rows, out: RowStats) -> None:
+    def pair_statistics(self, rows: Rows, out: RowStats) -> None:
         for block in tiles.row_blocks(self.logits):
             self.block_pair_stats(self.logits[block], self.teacher[block], out.at(block))
 

@@ -1,24 +1,46 @@
-"""What an objective is to one rank: its own columns of a vocabulary that ranks may share."""
+"""A call as one rank runs it: targets, sets and columns among those of the vocabulary that are on this rank."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from ..arithmetic.objective import Objective
-from ..core.stats import Coefficients, Kept, RowStats
-from ..kernels.common.tiles import ELSEWHERE
+from ..core.stats import Head, Kept, Rows, RowStats
 from ..parallel.shard import Shard
+from ..stores import Backend, Store
+from ..stores.gradients import Gradients
 
 
-class OwnColumns:
-    """What calls on hidden states and on logits have in common."""
+class Work(NamedTuple):
+    """The work of one sweep."""
 
+    store: Store
+    rows: Callable[[slice], Rows]  # of the call's tokens
+    spans: Iterable[Sequence[slice]]  # chunks; those of one span wait for each other's statistics
+
+
+class LocalCall:
+    """Base of calls on hidden states and on logits."""
+
+    backend: Backend
     objective: Objective
+    logit_scale: float
+    softcap: float | None
     shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
+    teacher_last = False  # a teacher's statistics come with the gradients
+    closed_spans = False  # no other tokens belong to a span's segments
+
+    def new_gradients(self, given: Tensor, known: bool) -> Gradients | None:
+        """Buffers of the gradients that a sweep makes; None where it makes none. ``known``: statistics are."""
+        raise NotImplementedError
+
+    def begin(self, given: Tensor, head: Head, stats: RowStats, grads: Gradients | None, known: bool) -> Work:
+        """The store of the call's chunks and what goes into it."""
+        raise NotImplementedError
 
     def without_teacher(self) -> Self:
         """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
@@ -39,7 +61,7 @@ class OwnColumns:
 
     @functools.cached_property
     def target(self) -> Tensor:
-        """The same as matmuls take them: -1 too where the softmax is over a set of columns."""
+        """[tokens] int64: ``every_target`` with -1 where the softmax is over a set of columns."""
         kept, target = self.objective.kept, self.every_target
         return target if kept is None else target.masked_fill(kept.has, -1)
 
@@ -55,12 +77,6 @@ class OwnColumns:
     def multiplies(self) -> bool:
         """Whether there may be rows whose logits are a matmul's."""
         return self.objective.kept is None or not self.objective.kept.everywhere
-
-    @functools.cached_property
-    def own_target(self) -> Tensor:
-        """The same with -1 where the column is another rank's; of rows with sets too where all have some."""
-        target = self.target if self.multiplies else self.every_target
-        return target if self.shard is None else target.masked_fill(target == ELSEWHERE, -1)
 
     @functools.cached_property
     def columns(self) -> Tensor | None:
@@ -85,12 +101,3 @@ class OwnColumns:
         """Of this rank's columns."""
         weights = self.objective.class_weights
         return weights if weights is None or self.shard is None else weights[self.shard.here].contiguous()
-
-
-def of_others(has: Tensor, stats: RowStats, coefficients: Coefficients) -> tuple[RowStats, Coefficients]:
-    """Statistics and coefficients without the rows that keep columns: probabilities and coefficients of 0."""
-    found = replace(stats, start=stats.start.masked_fill(has, torch.inf), rest=stats.rest.masked_fill(has, 0.0))
-    if stats.start2 is not None and stats.rest2 is not None:
-        second = stats.start2.masked_fill(has, torch.inf), stats.rest2.masked_fill(has, 0.0)
-        found = replace(found, start2=second[0], rest2=second[1])
-    return found, Coefficients(**{name: value.masked_fill(has, 0.0) for name, value in coefficients.named().items()})

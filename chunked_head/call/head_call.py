@@ -1,0 +1,184 @@
+"""Calls on hidden states and a head."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..arithmetic.objective import Objective, ScalarObjective
+from ..core.stats import Coefficients, Head, Rows, RowStats
+from ..kernels.common.recording import refuse
+from ..parallel.shard import Shard
+from ..plan.planner import DEFAULT_REQUEST, NoPlan, Request, find_plan
+from ..plan.plans import Plan
+from ..plan.segments import Spans
+from ..stores import Backend, SetRows, WithSets
+from ..stores.gradient_buffer import GradientBuffer
+from ..stores.gradients import Gradients
+from .local_call import LocalCall, Work
+from .sweep import sweep
+from .tokens import Packing
+
+
+@dataclass(frozen=True, eq=False)
+class HeadCall(LocalCall):
+    """A call on hidden states: everything of it that takes no gradient."""
+
+    plan: Plan
+    backend: Backend
+    objective: Objective
+    logit_scale: float
+    softcap: float | None
+    request: Request = DEFAULT_REQUEST
+    gradient_buffer: GradientBuffer | None = None  # where the weight's gradient goes, instead of back
+    packing: Packing | None = None  # the order in which rows run
+    spans: Spans | None = None  # of rows whose gradients wait for each other alone; None: as the plan says
+    shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
+    padded: bool = False  # rows that do not count follow the call's: targets have them, hidden states have not
+    inplace = False
+
+    @property
+    def counted(self) -> Tensor | None:
+        """[] how many rows count, those first, where products stop at them."""
+        return None if self.packing is None else self.packing.count
+
+    def head(self, weight: Tensor, bias: Tensor | None) -> Head:
+        """The head in the dtype of the matmuls: under autocast the weight is cast here, once."""
+        sizes = self.plan.sizes
+        bias = None if bias is None else bias[: sizes.vocab].to(sizes.dtype).contiguous()
+        weight = weight.to(sizes.dtype)
+        if sizes.padding:
+            weight = weight[: sizes.vocab]
+        if len(weight) == 1:
+            weight = weight.view(-1).view(weight.shape)  # kernels are told its stride, which may be any
+        add_targets = None if self.shard is None else self.shard.add_targets
+        return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets)
+
+    @property
+    def teacher_last(self) -> bool:  # type: ignore[override]
+        return self.plan.teacher_last
+
+    @property
+    def closed_spans(self) -> bool:  # type: ignore[override]
+        return self.spans is not None and self.multiplies
+
+    def forward(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[RowStats, Gradients | None]:
+        """Statistics of all tokens, and gradients where the forward pass makes them."""
+        head, packing = self.head(weight, bias), self.packing
+        if packing is None:
+            return sweep(self, hidden, head)
+        stats, grads = sweep(self, packing.pack(hidden), head)
+        if grads is not None and grads.hidden is not None:
+            grads.hidden = packing.unpack(grads.hidden)
+        return stats, grads
+
+    def recomputing(self) -> "HeadCall":
+        """The call with a plan that makes gradients in backward: for the second one over a retained graph too."""
+        if self.plan.schedule == "recompute":
+            return self
+        plan = find_plan(
+            replace(self.plan.sizes, late_upstream=True), Request(memory_budget=self.request.memory_budget)
+        )
+        if isinstance(plan, NoPlan):
+            raise ValueError(f"a second backward over a retained graph computes the logits again: {plan}")
+        return replace(self, plan=plan)
+
+    def late_gradients(
+        self, operands: Sequence[Any], stats: RowStats, upstream: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden states, weight and bias once the upstream gradients are known."""
+        if self.padded:
+            more = self.plan.sizes.tokens - len(operands[0])
+            upstream = tuple([each if each is None or not each.dim() else F.pad(each, (0, more)) for each in upstream])
+        if self.shard is not None and not isinstance(self.objective, ScalarObjective):
+            upstream = self.shard.whole_upstream(upstream)
+        coefficients = self.objective.late(stats, upstream)
+        return self.recomputing().recompute(operands, stats, coefficients)
+
+    def recompute(
+        self, operands: Sequence[Any], stats: RowStats, coefficients: Coefficients
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden states, weight and bias from coefficients of all tokens; logits are computed again."""
+        hidden, weight, bias = operands[:3]
+        head, packing, one_or_nan = self.head(weight, bias), self.packing, self.objective.one_or_nan
+        rows = hidden if packing is None else packing.pack(hidden)
+        _, grads = sweep(self, rows, head, (stats, coefficients))
+        assert grads is not None
+        of_hidden, *others = grads.finish(self.backend, [one_or_nan], one_or_nan, self.plan)
+        return of_hidden if packing is None or of_hidden is None else packing.unpack(of_hidden), *others
+
+    def new_gradients(self, given: Tensor, known: bool) -> Gradients | None:
+        plan = self.plan
+        if not known and plan.schedule != "forward":
+            return None
+        of_hidden = plan.sizes.hidden_dtype if known else plan.hidden_accumulate
+        grads = Gradients.empty(plan, of_hidden, plan.weight_accumulate, given.device, self.gradient_buffer)
+        grads.over_ranks = None if self.shard is None else self.shard.hidden_gradient()
+        if self.counted is not None and grads.hidden is not None:
+            grads.hidden.zero_()  # where a token does not count nothing is computed
+        return grads
+
+    def begin(self, given: Tensor, head: Head, stats: RowStats, grads: Gradients | None, known: bool) -> Work:
+        plan, sets = self.plan, None
+        if self.kept is not None:
+            of_sets = SetRows(self.kept, self.every_target, self.objective.scale, given)
+            sets = self.backend.sets_store(head, of_sets, self.objective.demand)
+            if not self.multiplies:
+                every = Rows(given, self.every_target, self.columns)
+                return Work(sets, lambda at: every, [(every.tokens,)])
+        operands = Operands(self, given, plan.block_tokens if known else plan.chunk_tokens)
+        store = self.backend.store_of(head, plan, known)
+        if not known:
+            store.begin(given, self.target, self.objective.scale, stats)
+        spans = plan.token_blocks() if known else plan.token_chunks()
+        return Work(
+            store if sets is None else WithSets(store, sets),
+            operands.rows,
+            [(at,) for at in spans] if known or self.spans is None else self.spans,
+        )
+
+
+class Operands:
+    """Rows of a call's chunks, with the buffers that they are copied into."""
+
+    def __init__(self, call: HeadCall, hidden: Tensor, rows: int):
+        self.call, self.hidden, self.tokens = call, hidden, call.target.shape[0]
+        self.gathered = None if call.shard is None else call.shard.gathered(hidden, rows)
+        self.buffer = torch.empty(rows, hidden.shape[1], dtype=call.plan.sizes.dtype, device=hidden.device)
+        teacher = call.objective.teacher
+        self.teacher = None if teacher is None else teacher.cast()  # once, as the weight
+        if self.teacher is not None and self.teacher.hidden is not None and self.teacher.weight is not None:
+            self.teacher_buffer = self.teacher.weight.new_empty(rows, self.teacher.hidden.shape[1])
+
+    def rows(self, at: slice) -> Rows:
+        """Tokens ``at`` of the call, for a store to clean."""
+        call, count = self.call, at.stop - at.start
+        # where one chunk is all there is, nothing is sliced
+        target = call.target if count == self.tokens else call.target[at]
+        out = self.buffer if count == self.buffer.shape[0] else self.buffer[:count]
+        scale = call.objective.scale
+        scale = scale if scale is None else scale[at]
+        teacher = self.teacher
+        if teacher is not None and teacher.hidden is not None:
+            clean = self.teacher_buffer[:count]
+            call.backend.clean_rows(clean, teacher.hidden[at], target, None)
+            teacher = replace(teacher, hidden=clean)
+        elif teacher is not None:
+            teacher = teacher.rows(at)
+        columns = None if call.columns is None else call.columns[at]
+        if self.gathered is not None:
+            source, order = self.gathered.chunk(at)  # by rank; clean rows stand in the call's order
+        else:
+            source, order = self.source(at), None
+        return Rows(out, target, columns, scale, teacher, call.counted, at.start, source, order)
+
+    def source(self, at: slice) -> Tensor:
+        """Hidden states as given; none for rows that follow the call's tokens."""
+        if at.start >= len(self.hidden):  # where another call's tokens of this chunk lie, this one cannot say
+            refuse("a chunk without a token")
+        if at.stop - at.start == self.tokens:
+            return self.hidden
+        return self.hidden[min(at.start, len(self.hidden) - 1) : at.stop]

@@ -1,0 +1,368 @@
+"""Stores in Triton kernels: fp32 logits that cuBLAS leaves, and gradients of blocks whose statistics are known."""
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...core.stats import PAIR_STATS, Coefficients, Demand, Head, Rows, RowStats, Teacher
+from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Transform
+from ...kernels.common.recording import refuse
+from ...kernels.gradients import launch as gradients
+from ...kernels.gradients.launch import NO_SOFTMAX, Beside, Softmax, Terms
+from ...kernels.products import launch as products
+from ...kernels.statistics import launch as statistics
+from ...kernels.statistics.launch import Outputs
+from ...parallel.merge import GatheredStats, merge_lists, unpack, widths
+from ...plan.buffers import padded_columns
+from ...plan.plans import Plan
+from ..matmul import again_rows, project_biased
+from ..store import MatmulStore
+
+
+def transform(head: Head | Teacher, scale: Tensor | None) -> Transform:
+    """As the kernels take it: None for what there is none of, and then no code. ``scale``: of the rows."""
+    logit_scale = None if head.logit_scale == 1.0 else float(head.logit_scale)
+    return Transform(logit_scale, head.softcap, scale if head.scaled else None)
+
+
+TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
+# of KL(q || p) and of q's entropy, what each program of a gradient's kernel has summed [programs, rows]
+Parts = tuple[Tensor | None, Tensor | None]
+NO_PARTS: Parts = (None, None)
+
+
+def outputs_of(stats: Mapping[str, Tensor], view: str = "") -> Outputs:
+    """Where a softmax's statistics go, by their names; ``view``: "2" for those of the second."""
+    return Outputs(*(stats.get(name + view) for name in Outputs._fields))
+
+
+def teacher_outputs(out: RowStats) -> Outputs:
+    """What makes log-probabilities of a teacher's logits, and what is wanted beside."""
+    return Outputs(start=out.teacher_start, rest=out.teacher_rest, top=out.teacher_top, argmax=out.teacher_argmax)
+
+
+def ratio_of(ratio: float) -> float | None:
+    return None if ratio == 1.0 else float(ratio)
+
+
+def terms_of(demand: Demand, target: Tensor, stats: RowStats, c: Coefficients, columns2: int = 0) -> Terms:
+    """What a gradient is made of; ``columns2``: of a second softmax."""
+    second = NO_SOFTMAX
+    if stats.start2 is not None:
+        second = Softmax(stats.start2, stats.rest2, c.alpha2, c.eta2, ratio_of(demand.views[1].ratio), columns2)
+    return Terms(target, stats.target_logit, c.beta, c.kappa, Softmax(stats.start, stats.rest, c.alpha, c.eta), second)
+
+
+def counted_of(rows: Rows) -> Counted:
+    return Counted(rows.counted, rows.first)
+
+
+def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
+    """For sums over all rows: behind those that count, where products of our own stop, nobody has written."""
+    return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
+
+
+FP16_LARGEST = 64.0
+PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"
+
+
+def gain_of(largest: Tensor) -> Tensor:
+    """What to divide by so that the largest gradient of a logit is about 64: it keeps the probabilities of a 128K
+    vocabulary among fp16's normal numbers, and leaves a factor of 1000 to logarithms of probabilities. Always a number
+    with an inverse: a gradient that is nan or infinite stays one token's."""
+    gain = (largest / FP16_LARGEST).clamp(min=torch.finfo(largest.dtype).tiny)
+    return torch.where((largest > 0) & torch.isfinite(largest), gain, 1.0)
+
+
+class KernelStore(MatmulStore):
+    """A store whose logits one kernel turns into any gradient: second softmaxes, teachers, columns of each row."""
+
+    stored: Stored
+    teacher_stored: Stored  # beside these rows
+
+    def __init__(self, head: Head, plan: Plan):
+        self.head, self.plan, self.sizes, self.demand = head, plan, plan.sizes, plan.sizes.demand
+        self.vocab = self.sizes.vocab
+
+    def clean_rows(self, rows: Rows, out: RowStats | None) -> None:
+        assert rows.source is not None
+        statistics.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
+
+    def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
+        if self.sizes.dtype != torch.float16:
+            return coefficients, None
+        refuse("the range of fp16", never=True)
+        values = coefficients.named().values()
+        sizes = torch.stack([value.abs().view(len(value), -1).amax(1) for value in values]).amax(0)
+        sizes = sizes * abs(self.head.logit_scale)
+        gain = gain_of((sizes if rows.scale is None else sizes * rows.scale).amax())
+        return coefficients.times(1.0 / gain), gain
+
+    def teacher_stats(self, rows: Rows, out: RowStats) -> None:
+        """A teacher's own."""
+        if self.demand.pairing is not None:
+            self.teacher_stored = self.store_teacher(rows, teacher_outputs(out))
+
+    def pair_statistics(self, rows: Rows, out: RowStats) -> None:
+        demand = self.demand
+        pairing = demand.pairing
+        assert pairing is not None and out.teacher_start is not None and out.teacher_rest is not None
+        start, rest = (out.start2, out.rest2) if pairing.view else (out.start, out.rest)
+        assert start is not None and rest is not None
+        statistics.pair_stats(
+            [getattr(out, name) for name in PAIR_STATS],
+            self.stored, (start, rest), ratio_of(demand.views[pairing.view].ratio),
+            self.teacher_stored, (out.teacher_start, out.teacher_rest), pairing.columns, pairing.beta,
+        )  # fmt: skip
+
+    def store_teacher(self, rows: Rows, normalize: Outputs) -> Stored:
+        """The teacher's logits of a chunk, and what makes log-probabilities of them."""
+        raise NotImplementedError
+
+    def given_teacher(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
+        """Logits that the caller holds."""
+        teacher = rows.teacher
+        assert teacher is not None and teacher.logits is not None
+        stored = Stored(teacher.logits[:, columns], None, None, transform(teacher, rows.scale))
+        if normalize is not None:
+            statistics.row_stats(normalize, stored, stored.logits.shape[1])
+        return stored
+
+    def differentiate_(
+        self,
+        dlogits: Tensor,
+        stored: Stored,
+        head: Head,
+        first: int,
+        rows: Rows,
+        stats: RowStats,
+        coefficients: Coefficients,
+        teacher: Stored | None,
+        counted: Counted = ALL_ROWS,
+        parts: Parts = NO_PARTS,
+    ) -> Tensor:
+        c, pairing, columns = coefficients, self.demand.pairing, dlogits.shape[1]
+        beside = None
+        if teacher is not None and pairing is not None:
+            assert stats.teacher_start is not None and stats.teacher_rest is not None
+            beside = Beside(
+                teacher, stats.teacher_start, stats.teacher_rest,
+                min(max(pairing.columns - first, 0), columns), pairing.view == 1,
+                c.gamma, c.rho, c.tau, c.theta, pairing.beta, *parts,
+            )  # fmt: skip
+        common = self.terms(rows, stats, c, first, columns)
+        gradients.row_grad(
+            dlogits, stored, head.class_weights, common, beside, first, transform(head, rows.scale), counted
+        )
+        self.replace_columns_(dlogits, head, first, rows, stats, c, common, beside)
+        return dlogits
+
+    def terms(self, rows: Rows, stats: RowStats, c: Coefficients, first: int, columns: int) -> Terms:
+        """What the gradient of a tile's columns is made of."""
+        columns2 = 0
+        if stats.start2 is not None:
+            columns2 = min(max((self.demand.views[1].columns or self.vocab) - first, 0), columns)
+        return terms_of(self.demand, rows.target, stats, c, columns2)
+
+    def replace_columns_(
+        self,
+        dlogits: Tensor,
+        head: Head,
+        first: int,
+        rows: Rows,
+        stats: RowStats,
+        coefficients: Coefficients,
+        common: Terms,
+        beside: Beside | None = None,
+    ) -> None:
+        """The rows' own columns, from exact logits."""
+        if coefficients.columns is None:
+            return
+        assert stats.column_logits is not None and rows.columns is not None
+        gradients.column_grad(
+            dlogits, stats.column_logits, rows.columns, coefficients.columns, head.class_weights, common, beside,
+            first, transform(head, rows.scale),
+        )  # fmt: skip
+
+
+def with_transform(raw: Stored, head: Head | Teacher, rows: Rows) -> Stored:
+    """Raw logits that are to be read with a head's scale and cap."""
+    return raw._replace(transform=transform(head, rows.scale))
+
+
+class LogitsStore(KernelStore):
+    """fp32 logits that cuBLAS leaves; the gradient of 16-bit operands is written, 16-bit wide, over their bytes."""
+
+    def __init__(self, head: Head, plan: Plan, tiled: bool):
+        super().__init__(head, plan)
+        self.tiled = tiled
+        device = head.weight.device
+        self.swept_rows = plan.chunk_tokens
+        self.buffer = torch.empty(plan.buffer_elements(tiled), dtype=torch.float32, device=device)
+        if self.sizes.teacher_store is not None:
+            self.teacher_buffer = torch.empty(plan.teacher_elements(tiled), dtype=torch.float32, device=device)
+
+    def compute_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Stored:
+        """Raw logits, with the bias or the bias beside them; scale and cap are the caller's to say."""
+        rows, columns = hidden.shape[0], weight.shape[0]
+        logits = buffer[: rows * columns].view(rows, columns)
+        at_once = again_rows(self.sizes, self.swept_rows, hidden, columns)
+        return Stored(logits, None, project_biased(hidden, weight, bias, logits, at_once))
+
+    def fill(self, rows: Rows, out: RowStats) -> None:
+        head = self.head
+        self.clean_rows(rows, out)
+        raw = self.compute_logits(rows.hidden, head.weight, head.bias, self.buffer)
+        self.stored = with_transform(raw, head, rows)
+
+    def statistics(self, rows: Rows, out: RowStats) -> None:
+        head, logits = self.head, self.stored.logits
+        named = out.named()
+        statistics.row_stats(outputs_of(named), self.stored, logits.shape[1], rows.target, head.class_weights)
+        if len(self.demand.views) > 1:
+            view = self.demand.views[1]
+            columns, ratio = view.columns or self.vocab, ratio_of(view.ratio)
+            statistics.row_stats(outputs_of(named, "2"), self.stored, columns, rows.target, ratio=ratio)
+        if out.column_logits is not None:
+            assert rows.columns is not None
+            statistics.pick_columns(out.column_logits, self.stored, rows.columns)
+        if out.top_k_ids is not None:
+            assert out.top_k_logits is not None
+            raw = logits if self.stored.bias is None else logits.add_(self.stored.bias)
+            k = out.top_k_ids.shape[1]
+            torch.topk(raw, k, largest=head.logit_scale > 0, out=(torch.empty_like(out.top_k_logits), out.top_k_ids))
+            # a bias is in the logits by now
+            statistics.pick_columns(out.top_k_logits, self.stored._replace(bias=None), out.top_k_ids)
+        self.teacher_stats(rows, out)
+        if self.demand.pairing is not None and not self.over_ranks:
+            self.pair_statistics(rows, out)
+
+    def store_teacher(self, rows: Rows, normalize: Outputs) -> Stored:
+        assert self.demand.pairing is not None
+        return self.teacher_logits(rows, slice(0, self.demand.pairing.columns), normalize)
+
+    def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
+        teacher = rows.teacher
+        assert teacher is not None
+        if teacher.logits is not None:
+            return self.given_teacher(rows, columns, normalize)
+        assert teacher.hidden is not None and teacher.weight is not None
+        bias = None if teacher.bias is None else teacher.bias[columns]
+        found = self.compute_logits(teacher.hidden, teacher.weight[columns], bias, self.teacher_buffer)
+        stored = with_transform(found, teacher, rows)
+        if normalize is not None:
+            statistics.row_stats(normalize, stored, stored.logits.shape[1])
+        return stored
+
+    def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        teacher = None if self.demand.pairing is None else self.teacher_stored
+        dlogits = self.gradient_of(self.stored.logits)
+        return self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher)
+
+    def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        head = self.head.columns(tile)
+        raw = self.compute_logits(rows.hidden, head.weight, head.bias, self.buffer)
+        stored = with_transform(raw, head, rows)
+        teacher = None
+        if self.demand.pairing is not None and tile.start < self.demand.pairing.columns:
+            columns = slice(tile.start, min(tile.stop, self.demand.pairing.columns))
+            teacher = self.teacher_logits(rows, columns, None)
+        dlogits = self.gradient_of(stored.logits)
+        return self.differentiate_(dlogits, stored, head, tile.start, rows, stats, coefficients, teacher)
+
+    def gradient_of(self, logits: Tensor) -> Tensor:
+        """Where the gradient of these logits goes: a 16-bit row lies in the first half of its fp32 row."""
+        return logits.view(self.sizes.dtype)[:, : logits.shape[1]]
+
+
+class GivenView(LogitsStore):
+    """A view of logits that exist already [rows, vocab], in the place of what a matmul makes of hidden states."""
+
+    def __init__(self, head: Head, demand: Demand, rows: Rows, out: Tensor | None):
+        """``out`` [rows, vocab] receives the gradient."""
+        self.head, self.demand, self.vocab, self.out = head, demand, rows.hidden.shape[1], out
+        self.stored = with_transform(Stored(rows.hidden, None, None), head, rows)
+        self.buffer = rows.hidden
+
+    def compute_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Stored:
+        return Stored(hidden, None, bias)
+
+    def read_teacher(self, rows: Rows) -> None:
+        """A dense teacher's logits, whose statistics are known."""
+        assert self.demand.pairing is not None
+        self.teacher_stored = self.given_teacher(rows, slice(0, self.demand.pairing.columns), None)
+
+    def gradient_of(self, logits: Tensor) -> Tensor:
+        assert self.out is not None
+        return self.out
+
+
+class HalfStore(KernelStore):
+    """A store of 16-bit rows that start on 16 bytes, as our own products ask."""
+
+    def __init__(self, head: Head, plan: Plan):
+        super().__init__(head, plan)
+        assert self.sizes.gpu is not None
+        self.gpu = self.sizes.gpu
+
+    def add_dweight(
+        self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
+    ) -> None:
+        # a buffer of the caller's may start anywhere
+        aligned = out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
+        if gain is None and aligned and self.plan.own_dweight(stored=first):
+            products.dweight(out, dlogits, operand, first, self.gpu.product, counted_of(rows))
+        else:
+            super().add_dweight(zero_uncounted_(dlogits, rows), rows, operand, out, first, gain)
+
+
+class GradStore(HalfStore):
+    """Gradients of logits whose statistics are known: the matmul leaves them, and no logits are stored."""
+
+    tiled = True
+
+    def __init__(self, head: Head, plan: Plan):
+        super().__init__(head, plan)
+        elements = plan.block_tokens * padded_columns(plan.tile_columns)
+        self.buffer = torch.empty(elements, dtype=self.sizes.dtype, device=head.weight.device)
+
+    def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        head, count, columns = self.head.columns(tile), rows.target.shape[0], tile.stop - tile.start
+        # a row starts on 16 bytes
+        stride = padded_columns(columns)
+        dlogits = self.buffer[: count * stride].view(count, stride)[:, :columns]
+        common = self.terms(rows, stats, coefficients, tile.start, columns)
+        gradients.grad_logits(
+            dlogits, rows.hidden, head.weight, head.bias, head.class_weights, common, tile.start,
+            transform(head, rows.scale), self.gpu.exp_tile(self.sizes.hidden), counted_of(rows),
+        )  # fmt: skip
+        self.replace_columns_(dlogits, head, tile.start, rows, stats, coefficients, common)
+        return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
+
+    def tile_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
+        # BLAS chooses by the number of rows, and computes all of them
+        if rows.counted is None and not self.sizes.deterministic:
+            super().tile_dhidden(dlogits, rows, weight, out, first)
+        else:
+            products.dhidden(out, None, dlogits, weight, self.gpu.product, counted=counted_of(rows), add=not first)
+
+
+def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
+    at = dict(zip(gathered.names, itertools.accumulate(widths(out, gathered.names), initial=0), strict=False))
+    named = out.named()
+    softmaxes = [(outputs_of(named), 1.0, ("start", "rest", "entropy", "top", "argmax"))]
+    if "start2" in named:
+        softmaxes.append((outputs_of(named, "2"), gathered.ratio2, ("start2", "rest2", "entropy2", "top", "argmax")))
+    if "teacher_start" in named:
+        names = "teacher_start", "teacher_rest", "", "teacher_top", "teacher_argmax"
+        softmaxes.append((teacher_outputs(out), 1.0, names))
+    for outputs, ratio, names in softmaxes:
+        places = [at.get(name, -1) for name in ("target_logit", "weighted_sum", *names)]
+        statistics.merge_ranks(
+            outputs, gathered.message, gathered.zero_or_nan, gathered.target, ratio,
+            dict(zip(PLACES, places, strict=True)), gathered.known_targets,
+        )  # fmt: skip
+    if out.column_logits is not None or out.top_k_logits is not None:
+        merge_lists(unpack(gathered.message.double(), out, gathered.names), out)
