@@ -71,7 +71,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("swapped: shares of a mixture", TORCH, "pairing.beta * q_to_mixture + (1.0 - pairing.beta) * kl", "(1.0 - pairing.beta) * q_to_mixture + pairing.beta * kl", LINEAR + " -k 'test_loss and jsd'"),
     ("scale: total variation", TORCH, "(p - q).abs().sum(1) / 2", "(p - q).abs().sum(1)", LINEAR + " -k 'test_loss and tvd'"),
     ("offset: columns of a tile", TORCH, "target = rows.target - first\n", "target = rows.target\n", GRADIENTS + " -k retained"),
-    ("offset: a loss's own columns in a tile", TORCH, "own = (rows.columns - first)", "own = rows.columns", GRAD_LOGITS + " tests/functions/test_divergence.py"),
+    ("offset: a loss's own columns in a tile", TORCH, "listed = (rows.columns - first)", "listed = rows.columns", GRAD_LOGITS + " tests/functions/test_divergence.py"),
     ("scale: bias", TILES, "part.add_(bias[columns])", "part.sub_(bias[columns])", CROSS + " -k bias"),
     ("scale: slope of scale and cap", TILES, "neg_().add_(1.0).mul_(head.logit_scale)", "neg_().add_(1.0)", CROSS + " -k softcap"),
     ("sign: total variation's gradient", TILES, ".sign() - 1)", ".sign() + 1)", LINEAR + " -k 'test_loss and tvd'"),

@@ -88,18 +88,19 @@ def forward_of(call: Call, *operands: Any) -> Forward:
     outputs = objective.outputs(stats)
     lasting = call.without_teacher()
     # attributes, but for statistics that are outputs: these would hold the graph that holds them
-    held, late = (named, {}) if isinstance(objective, ScalarObjective) else ({}, named)
-    names = tuple(late)
+    attributes, saved_stats = (named, {}) if isinstance(objective, ScalarObjective) else ({}, named)
+    names = tuple(saved_stats)
     count = len(operands)
 
     def later(saved: Sequence[Tensor]) -> tuple[Call, RowStats]:
         vectors = saved[count:]
-        found = RowStats(**held, **dict(zip(names, vectors, strict=False)))
+        found = RowStats(**attributes, **dict(zip(names, vectors, strict=False)))
         return lasting.with_teacher(vectors[len(names) :]), found
 
     return Forward(
         outputs, objective.differentiable, stats, grads, objective.expected, objective.exchanges, call.backend,
-        call.plan, call.gradient_buffer, call.padded, (*late.values(), *objective.teacher_tensors), later, call.inplace,
+        call.plan, call.gradient_buffer, call.padded, (*saved_stats.values(), *objective.teacher_tensors), later,
+        call.inplace,
     )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ class Loss(torch.autograd.Function):
         found.append(made)
         ctx.operands = len(operands)
         if made.any_grad:
-            # inputs are saved for a recomputing or a repeated backward: autograd checks that nobody changed them
+            # inputs are saved for a recomputing or a repeated backward: autograd checks that they have not changed
             ctx.save_for_backward(*operands, *made.saved)
             # gradients are attributes: saved tensors would be cloned on their way out
             ctx.made, ctx.grads = made.bare(), made.grads
@@ -147,13 +148,13 @@ class Loss(torch.autograd.Function):
             if made.padded and found[0] is not None:
                 found = found[0][: ctx.rows], *found[1:]
             if made.inplace:
-                # kernels write unseen: whoever saved the logits too must not take these for them
+                # kernels write unseen: a node that saved the logits must not take these for them
                 torch.autograd.graph.increment_version(saved[0])
         return None, None, *only_once(saved[: ctx.operands], found)
 
 
 def only_once(operands: Sequence[Tensor | None], grads: Grads) -> Grads:
-    """Gradients that nobody can differentiate, where a graph of them is made (create_graph): constants there would
+    """Gradients that cannot be differentiated, where a graph of them is made (create_graph): constants there would
     silently drop a gradient penalty."""
     if not torch.is_grad_enabled():
         return grads
@@ -165,7 +166,7 @@ NOTHING = contextlib.nullcontext()
 
 
 def as_called(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """On the tensors' own GPU (kernels go to the current one), and with no cast but those that the plan knows of."""
+    """On the tensors' GPU (kernels go to the current one), and with no cast but those that the plan knows of."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     cast = torch.is_autocast_enabled(device.type)
     if not elsewhere and not cast:
@@ -179,7 +180,7 @@ def as_called(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 class OnlyOnce(torch.autograd.Function):
-    """A gradient that depends on the call's inputs in a way nobody differentiates: to try raises."""
+    """A gradient that depends on the call's inputs in a way that is not differentiated: to try raises."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class HeadCall(LocalCall):
     request: Request = DEFAULT_REQUEST
     gradient_buffer: GradientBuffer | None = None  # where the weight's gradient goes, instead of back
     packing: Packing | None = None  # the order in which rows run
-    spans: Spans | None = None  # of rows whose gradients wait for each other alone; None: as the plan says
+    spans: Spans | None = None  # of rows whose gradients wait for each other only; None: as the plan says
     shard: Shard | None = None  # this rank's part of the vocabulary, where ranks share it
     padded: bool = False  # rows that do not count follow the call's: targets have them, hidden states have not
     inplace = False
@@ -53,7 +53,7 @@ class HeadCall(LocalCall):
         if sizes.padding:
             weight = weight[: sizes.vocab]
         if len(weight) == 1:
-            weight = weight.view(-1).view(weight.shape)  # kernels are told its stride, which may be any
+            weight = weight.view(-1).view(weight.shape)  # its stride is an argument of kernels, and may be any
         add_targets = None if self.shard is None else self.shard.add_targets
         return Head(weight, bias, self.class_weights, self.logit_scale, self.softcap, add_targets)
 

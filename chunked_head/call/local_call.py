@@ -43,7 +43,7 @@ class LocalCall:
         raise NotImplementedError
 
     def without_teacher(self) -> Self:
-        """What may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of them."""
+        """The call as it may outlive the backward: autograd saves a teacher's tensors, and lets go of them."""
         return self.with_objective(self.objective.without_teacher())
 
     def with_teacher(self, tensors: Sequence[Tensor]) -> Self:
@@ -67,7 +67,7 @@ class LocalCall:
 
     @functools.cached_property
     def kept(self) -> Kept | None:
-        """Sets of this rank's columns."""
+        """Sets of columns, those of this rank."""
         kept = self.objective.kept
         if kept is None or self.shard is None:
             return kept
@@ -75,12 +75,12 @@ class LocalCall:
 
     @property
     def multiplies(self) -> bool:
-        """Whether there may be rows whose logits are a matmul's."""
+        """True where there may be rows whose logits a matmul makes."""
         return self.objective.kept is None or not self.objective.kept.everywhere
 
     @functools.cached_property
     def columns(self) -> Tensor | None:
-        """[tokens, K] int64: each row's own columns among this rank's, -1 for none here."""
+        """[tokens, K] int64: the columns of each row, those of this rank, -1 for none here."""
         columns = self.objective.columns
         return columns if columns is None or self.shard is None else self.shard.local_columns(columns)
 
@@ -98,6 +98,6 @@ class LocalCall:
 
     @property
     def class_weights(self) -> Tensor | None:
-        """Of this rank's columns."""
+        """[vocab] of this rank's columns, in the dtype of statistics."""
         weights = self.objective.class_weights
         return weights if weights is None or self.shard is None else weights[self.shard.here].contiguous()

@@ -81,7 +81,7 @@ class LogitsCall(LocalCall):
         self, operands: Sequence[Tensor], stats: RowStats, upstream: Sequence[Tensor | None]
     ) -> tuple[Tensor | None]:
         """The gradient of the logits, over them where they are to be overwritten."""
-        # where an id is out of range the whole gradient is nan
+        # where an id is out of range all of the gradient is nan
         known = tuple(None if given is None else given * self.objective.one_or_nan for given in upstream)
         coefficients = self.objective.late(stats, known)
         _, grads = sweep(self, operands[0], self.head(operands[0]), (stats, coefficients))
@@ -143,7 +143,7 @@ def count_views(logits: Tensor) -> int:
 
 
 def mergeable(logits: Tensor) -> bool:
-    """Whether one stride reaches all rows."""
+    """True where one stride reaches all rows."""
     leading = [(size, stride) for size, stride in zip(logits.shape, logits.stride(), strict=True) if size != 1]
     leading = leading if logits.shape[-1] == 1 else leading[:-1]
     return logits.numel() == 0 or all(

@@ -124,7 +124,7 @@ class StreamsForward:
 
     each: list[Forward]
     vocab: int
-    buffer_dtype: torch.dtype | None  # of the weight's gradient; None: a caller's buffer is added to, or nobody asks
+    buffer_dtype: torch.dtype | None  # of the weight's gradient; None: the caller has a buffer, or no gradient is made
     grads: StreamsGrads | None
     outputs: tuple[Tensor, ...]
     saved: Sequence[Tensor]

@@ -31,7 +31,7 @@ from .local_call import LocalCall
 #                          matmul               dlogits.T @ rows       -> dweight [V, H], added
 #
 # Where the upstream gradient must be known first, or a loss needs all tokens' statistics, the forward pass ends above
-# the coefficients; backward's sweep has ``known`` statistics and coefficients and runs ``store.add_gradients`` alone.
+# the coefficients; backward's sweep has ``known`` statistics and coefficients and runs ``store.add_gradients`` only.
 # Logits that exist are one chunk that ``fill`` finds there, and dlogits are the gradient.
 
 

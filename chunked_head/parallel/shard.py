@@ -94,7 +94,7 @@ class Shard:
 
         ``token_checks`` [rows] go along, or where there are no targets sums of the hidden states (logits have nothing
         of the kind): ranks that were given different ones, such as those of a data-parallel group, would make something
-        out of each other's tokens, and get nan. ``pieces``: statistics of blocks of this rank's columns as a session
+        out of each other's tokens, and get nan. ``pieces``: statistics of blocks of this rank's columns as a store
         leaves them, in place of one piece.
         """
         for ids in (stats.argmax, stats.teacher_argmax):

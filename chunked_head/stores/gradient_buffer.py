@@ -33,7 +33,7 @@ class GradientBuffer:
             )
 
     def handed_over(self) -> Tensor | None:
-        """What backward returns for the weight, whose gradient lies in the buffer."""
+        """The weight's gradient as backward returns it to autograd; the sums lie in the buffer."""
         weight = self.weight
         if self.attribute != "main_grad" or not hasattr(weight, "grad_added_to_main_grad"):
             return None
@@ -47,12 +47,12 @@ class GradientBuffer:
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing has been added yet to what nobody has set to 0."""
+        """True where the buffer is uninitialised: the first product is stored rather than added."""
         return False
 
 
 class StreamsBuffer(GradientBuffer):
-    """The gradient that the streams of one call add to: nobody else sees it before the call's backward returns it."""
+    """The gradient that the streams of one call add to, until the call's backward returns it."""
 
     fresh = True  # until a stream with tokens has added to it
 
@@ -73,7 +73,7 @@ class StreamsBuffer(GradientBuffer):
 def resolve(
     accumulate_into: Tensor | str | None, weight: Tensor, others: dict[str, Tensor | None]
 ) -> GradientBuffer | None:
-    """Where this call's gradient of the weight goes, None for the usual way; ValueError, TypeError for what cannot be.
+    """The buffer that this call adds the weight's gradient to, or None; ValueError, TypeError for one that cannot be.
 
     A name is looked up only where the call makes that gradient: in evaluation there may be nothing under it.
     """
@@ -149,7 +149,7 @@ def check_buffer(label: str, buffer: Tensor, weight: Tensor, operands: dict[str,
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether the bytes that two tensors span have some in common."""
+    """True where the bytes that two tensors span have some in common."""
     if not one.numel() or not other.numel():
         return False
     spans = []
@@ -160,7 +160,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def check_weight(weight: Tensor) -> None:
-    """A weight whose gradient nobody else has to see."""
+    """Raises where hooks or a graph have to see the weight's gradient."""
     if not weight.is_leaf:
         raise ValueError(
             "accumulate_into takes the gradient of weight, and weight has been computed from other tensors, which "

@@ -13,7 +13,7 @@ from .gradient_buffer import GradientBuffer
 
 
 class Scaling(Protocol):
-    """What is asked of a backend here."""
+    """A backend's functions that scale gradients."""
 
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...
     def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None: ...
@@ -21,7 +21,7 @@ class Scaling(Protocol):
 
 @dataclass
 class Gradients:
-    """Gradients, or what waits to become them once the upstream gradient is known; None where nobody asks."""
+    """Buffers of gradients, to be scaled once the upstream gradient is known; None for one that is not wanted."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -57,8 +57,8 @@ class Gradients:
             grads.set_aside(sizes.vocab)
         return grads
 
-    def alone(self) -> "Gradients":
-        """The same tensors, not to be summed over ranks yet."""
+    def of_this_rank(self) -> "Gradients":
+        """The buffers, whose rows are not to be summed over ranks yet."""
         return replace(self, over_ranks=None)
 
     def set_aside(self, vocab: int) -> None:
@@ -67,16 +67,16 @@ class Gradients:
             self.padded["weight"], self.weight = self.weight, self.weight[:vocab]
         if self.bias is not None:
             self.padded["bias"], self.bias = self.bias, self.bias[:vocab]
-        for name, whole in self.padded.items():
+        for name, padded in self.padded.items():
             if not (name == "weight" and self.gradient_buffer is not None):
-                whole[vocab:].zero_()
+                padded[vocab:].zero_()
 
-    def whole(self, name: str) -> Tensor | None:
+    def with_padding(self, name: str) -> Tensor | None:
         """A gradient with the rows that stand for no id."""
         return self.padded.get(name, getattr(self, name))
 
     def hidden_rows(self, at: slice) -> Tensor:
-        """Where rows ``at`` of the call have their gradient made."""
+        """The memory [rows, hidden] that the gradient of rows ``at`` of the call is made in."""
         assert self.hidden is not None
         return self.hidden[at] if self.over_ranks is None else self.over_ranks.rows(self.hidden, at)
 
@@ -86,12 +86,12 @@ class Gradients:
             self.over_ranks.done(self.hidden, at)
 
     def wait(self) -> None:
-        """Until what other ranks add is there."""
+        """Waits until other ranks' sums are there."""
         if self.over_ranks is not None and self.hidden is not None:
             self.over_ranks.wait(self.hidden)
 
     def stores(self, first: bool) -> bool:
-        """Whether a product is stored in the weight's gradient rather than added."""
+        """True where a product is stored in the weight's gradient rather than added."""
         return first and (self.gradient_buffer is None or self.gradient_buffer.fresh)
 
     def finish(
@@ -107,7 +107,7 @@ class Gradients:
             self.padded.pop("weight", None)
         sizes = plan.sizes
         dtypes = sizes.hidden_dtype, sizes.weight_dtype, sizes.bias_dtype
-        buffers = [self.whole("hidden"), self.whole("weight"), self.whole("bias")]
+        buffers = [self.with_padding(name) for name in ("hidden", "weight", "bias")]
         self.hidden = self.weight = self.bias = None
         self.padded.clear()
         pairs = zip(buffers, dtypes, strict=True)

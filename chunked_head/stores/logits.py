@@ -14,7 +14,7 @@ class GivenLogits(Store):
         self.backend, self.head, self.demand, self.views = backend, head, demand, views
 
     def fill(self, rows: Rows, out: RowStats) -> None:
-        """Nothing: the logits are there."""
+        """Does nothing: the logits are there."""
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         for view in self.views:

@@ -1,6 +1,6 @@
 """The three matrix products into buffers that exist already, with fp32 sums of 16-bit operands and no large temporary.
 
-cuBLAS sums 16-bit operands into fp32 by itself (``out_dtype``). Elsewhere torch cannot, or nobody has seen that it can,
+cuBLAS sums 16-bit operands into fp32 by itself (``out_dtype``). Elsewhere torch cannot, or it has not been tried,
 so 16-bit operands are cast to fp32 by tiles of the vocabulary.
 """
 
@@ -56,7 +56,7 @@ def equal_tiles(columns: int, width: int) -> Iterator[slice]:
 
 
 def again_rows(sizes: Sizes, swept: int, hidden: Tensor, columns: int) -> int:
-    """Rows to multiply at a time: a sweep's, where a whole row of logits is computed again on a GPU."""
+    """Rows to multiply at a time: a sweep's, where a row of all logits is computed again on a GPU."""
     rows = max(hidden.shape[0], 1)
     return min(rows, swept) if hidden.is_cuda and columns == sizes.vocab else rows
 
@@ -125,7 +125,7 @@ def dweight_tile(dlogits: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether one product sums these operands into ``out`` in fp32 or wider without a cast.
+    """True where one product sums these operands into ``out`` in fp32 or wider without a cast.
 
     On the CPU 16-bit products are cast whatever ``out`` is: with an odd inner size and padded rows torch 2.13's bf16
     product reads the padding, and what is nan there becomes nan in the result.
@@ -134,7 +134,7 @@ def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
 
 def sums_halves(device: torch.device) -> bool:
-    """Whether products of 16-bit operands can be summed in fp32 as they are."""
+    """True where products of 16-bit operands can be summed in fp32 as they are."""
     return device.type == "cuda" and torch.version.hip is None
 
 

@@ -1,6 +1,6 @@
 """The two ways to compute: Triton kernels, and torch operations for every device without them.
 
-A backend is a module with the functions of ``Backend``; its stores are classes of their own files.
+A backend is a module with the functions of ``Backend``; its stores are classes.
 """
 
 import importlib
@@ -23,9 +23,9 @@ BACKENDS = ("triton", "torch")
 
 
 class Layout(NamedTuple):
-    """What a backend's choice of store depends on."""
+    """Facts of a call that a backend chooses its store by."""
 
-    gpu: Gpu | None  # whose own matmuls run
+    gpu: Gpu | None  # the architecture whose matmuls of ours run
     dtype: torch.dtype  # of the matmuls
     hidden: int
     plain_weight: bool  # contiguous and aligned to 16 bytes
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Which row of hidden states predicts what."""
+    """Targets in the order of the rows of hidden states that predict them."""
 
     target: Tensor  # [tokens] int64, -1 where a row does not count
     counted: Tensor  # [] how many do, in the dtype of the statistics
@@ -45,7 +45,7 @@ class Targets(NamedTuple):
 
 
 class Backend(Protocol):
-    """What the loop asks of a backend."""
+    """Functions of a backend, a module."""
 
     name: str  # of BACKENDS
 
@@ -62,24 +62,24 @@ class Backend(Protocol):
         dtype: torch.dtype,
         rows: int | None = None,
     ) -> Targets:
-        """Targets [...] beside the rows whose hidden states predict them, ``shift`` before them along the last
-        dimension; ``mask`` [...] bool says which count, beside ``ignore_index``. ``dtype``: of the statistics.
-        ``rows``: how many, where they are more than the targets; those behind do not count."""
+        """Targets [...] in the order of the rows whose hidden states predict them, ``shift`` before them along the
+        last dimension; ``mask`` [...] bool says which count, in addition to ``ignore_index``. ``dtype``: of the
+        statistics. ``rows``: how many, where they are more than the targets; those behind do not count."""
 
     def read_fields(self, values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> Sequence[Tensor]:
-        """Fields [...] likewise beside rows [tokens], in the statistics' dtype; 0 where the row's ``target`` is -1."""
+        """Fields [...] likewise in the order of rows [tokens], in the dtype of statistics; 0 where a target is -1."""
 
     def store(self, layout: Layout) -> StoreName:
-        """What this backend keeps of the logits between statistics and gradient, where some token has them all."""
+        """Name of the store of a call's chunks, where the softmax of some token is over the vocabulary."""
 
     def teacher_store(self, teacher: Teacher, store: StoreName) -> Literal["relative", "logits"] | None:
-        """What it keeps of a dense teacher's logits beside a student's; None where the caller's are read in place."""
+        """Form in which a dense teacher's logits are stored; None where the caller's are read in place."""
 
     def bounds_rows(self, store: StoreName) -> bool:
-        """Whether its matmuls can stop at a number of rows that only the device knows."""
+        """True where the store's matmuls can stop at a number of rows that only the device knows."""
 
     def traits(self, device: torch.device) -> dict[str, Any]:
-        """What ``Sizes`` should know: ``half_products``, whether 16-bit operands are multiplied uncast; ``scratch``,
+        """Fields of ``Sizes``: ``half_products``, true where 16-bit operands are multiplied uncast; ``scratch``,
         bytes of elementwise tiles; where there are matmuls of ours ``gpu``, and how many ``multiprocessors`` it has."""
 
     def clean_rows(self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
@@ -101,7 +101,7 @@ class Backend(Protocol):
         """The store of rows whose softmaxes are over sets of columns."""
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
-        """Statistics of the whole vocabulary from its pieces', as ``parallel.merge.merge_ranks``."""
+        """Statistics of the vocabulary from those of its pieces, as ``parallel.merge.merge_ranks``."""
 
     def logits_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
         """Statistics of logits that exist already, ``rows.hidden`` [rows, vocab] with contiguous columns, of any
@@ -116,8 +116,8 @@ class Backend(Protocol):
         """Their gradient, 0 where a row does not count; ``out`` may be the logits themselves."""
 
     def sum_rows(self, table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums [rows] of a table [rows, tokens], of the first ``parts`` rows times ``inverse`` [], of the others times
-        ``one_or_nan`` []; and the first of them once more, 0-d, in memory of its own."""
+        """Sums [rows] of a table [rows, tokens], of the first ``parts`` rows times ``inverse`` [], of the rest times
+        ``one_or_nan`` []; and a copy of the first sum, 0-d."""
 
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """``source`` times one or two factors (0-d, on the device) in a new tensor of ``dtype``."""
@@ -132,7 +132,7 @@ def check_name(name: str | None) -> None:
 
 
 def resolve(name: str | None, device: torch.device) -> Backend:
-    """The backend called ``name``, or the device's own; never another one than was asked for."""
+    """The backend called ``name``, or the device's default; never another one than was asked for."""
     check_name(name)
     if name is None:
         name = "triton" if device.type == "cuda" and has_triton() and has_kernels(device) else "torch"
@@ -142,7 +142,7 @@ def resolve(name: str | None, device: torch.device) -> Backend:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether our kernels are a GPU's default: NVIDIA's, and those of AMD's that they have been compiled for."""
+    """True where our kernels are a GPU's default: NVIDIA's, and those of AMD's that they have been compiled for."""
     return torch.version.hip is None or gpu_of(device) is not None
 
 

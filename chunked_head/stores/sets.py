@@ -57,13 +57,13 @@ class SetStore(Store):
         return None if self.rows.scale is None else self.rows.scale[self.kept.rows]
 
     def among(self, at: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Which entries [n] are of rows ``at``; their rows there and their columns, 0 for the others."""
+        """Mask [n] of the entries of rows ``at``; each one's row among these and its column, 0 for other entries."""
         rows, columns = self.kept.rows, self.kept.columns
         here = (rows >= at.start) & (rows < at.stop) & (columns >= 0)
         return here, torch.where(here, rows - at.start, 0), torch.where(here, columns, 0).long()
 
     def pick_logits(self) -> None:
-        """Out of logits that exist."""
+        """Reads the entries' logits out of logits that exist."""
         self.logits.fill_(-torch.inf)
         for view in self.rows.logits:
             here, rows, columns = self.among(view.at)
@@ -83,7 +83,7 @@ class SetStore(Store):
         raise NotImplementedError
 
     def fill(self, rows: Rows, out: RowStats) -> None:
-        """Nothing: the logits are there."""
+        """Does nothing: the logits are made with the store."""
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         """Statistics over the sets' columns; where every row that counts keeps a set, those of other rows are 0."""
@@ -107,11 +107,11 @@ class SetStore(Store):
             self.dlogits[here] = grad.masked_fill(self.kept.columns[here] < 0, 0.0)
 
     def softmax_stats(self, at: slice, out: RowStats) -> None:
-        """Statistics of rows' softmaxes."""
+        """Statistics of the softmaxes of rows ``at``."""
         raise NotImplementedError
 
     def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
-        """What their gradients are."""
+        """Gradients of the entries' logits of rows ``at``, into ``dlogits``."""
         raise NotImplementedError
 
     def put_dhidden(self, at: slice, out: Tensor) -> None:
@@ -169,7 +169,7 @@ class WithSets(Store):
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         # sums over ranks begin where a row is complete
         without = without_sets(self.sets.kept.has[rows.tokens], stats, coefficients)
-        self.store.add_gradients(rows, *without, grads.alone())
+        self.store.add_gradients(rows, *without, grads.of_this_rank())
         self.sets.add_gradients(rows, stats, coefficients, grads)
 
     def finish(self, grads: Gradients) -> None:

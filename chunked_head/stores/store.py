@@ -13,7 +13,7 @@ class Store:
     """A way of keeping one chunk's logits, from the matmul that makes them until they have become gradients.
 
     A sweep calls ``fill``, ``statistics`` and ``add_gradients`` for one chunk after the other, ``finish`` at its end.
-    Where statistics are known it calls ``add_gradients`` alone.
+    Where statistics are known it calls ``add_gradients`` only.
 
     ``known_targets``: ``statistics`` leaves the target's logit of all ranks, where ranks share the vocabulary.
     ``pieces``: statistics of blocks of the vocabulary, which the last ``statistics`` left instead of the rows',
@@ -59,7 +59,7 @@ class Store:
 
 
 class MatmulStore(Store):
-    """Logits that a matmul makes of hidden states, and that become their own gradient in one buffer.
+    """Logits that a matmul makes of hidden states, and that become their gradient in one buffer.
 
     A ``tiled`` store is for blocks of tokens whose statistics are known: it makes logits, or their gradients, a tile of
     the vocabulary at a time.

@@ -53,7 +53,7 @@ class Terms(NamedTuple):
         return self if self.second.alpha is not None else self._replace(second=NO_SOFTMAX)
 
 
-class Beside(NamedTuple):
+class TeacherTerms(NamedTuple):
     """The teacher's side of a gradient."""
 
     stored: Stored
@@ -76,7 +76,7 @@ def row_programs(columns: int) -> int:
     return cdiv(cdiv(columns, RELATIVE_STRIP), STRIPS_AT_ONCE)
 
 
-def beside_arguments(beside: Beside | None) -> tuple[tuple, tuple[int, int], tuple, dict]:
+def teacher_arguments(beside: TeacherTerms | None) -> tuple[tuple, tuple[int, int], tuple, dict]:
     """A teacher as the kernels take it: tensors, columns and stride, numbers, constants; None for none."""
     if beside is None:
         return (None,) * 9, (0, 0), (*PLAIN, *mixture(None)), {"SECOND": False}
@@ -91,7 +91,7 @@ def row_grad(
     stored: Stored,
     class_weights: torch.Tensor | None,
     terms: Terms,
-    beside: Beside | None,
+    beside: TeacherTerms | None,
     first_column: int,
     transform: Transform,
     counted: Counted = ALL_ROWS,  # rows behind the last that counts may stay as they are, but for some
@@ -108,7 +108,7 @@ def row_grad(
         block_rows, column_programs = 1, 1
         block, warps = row_block(columns)
         block = min(block, 4096) if beside else block
-    teacher, sizes, scalars, constants = beside_arguments(beside)
+    teacher, sizes, scalars, constants = teacher_arguments(beside)
     parts = (None, None) if beside is None else (beside.forward_kl, beside.teacher_entropy)
     row_grad_kernel[(column_programs * cdiv(rows, block_rows),)](
         dlogits, *parts, stored.logits, stored.offset, stored.bias, class_weights, *terms.tensors, *teacher,
@@ -142,12 +142,12 @@ def column_grad(
     sparse: torch.Tensor,  # [rows, count] fp32
     class_weights: torch.Tensor | None,
     terms: Terms,
-    beside: Beside | None,
+    beside: TeacherTerms | None,
     first_column: int,
     transform: Transform,
 ) -> None:
     (rows, count), columns = ids.shape, dlogits.shape[1]
-    teacher, sizes, scalars, constants = beside_arguments(beside)
+    teacher, sizes, scalars, constants = teacher_arguments(beside)
     column_grad_kernel[(rows,)](
         dlogits, logit, ids, sparse, class_weights, *terms.tensors, *teacher,
         columns, first_column, terms.second.columns, sizes[0], count, dlogits.stride(0), sizes[1],

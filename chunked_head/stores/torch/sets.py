@@ -29,16 +29,16 @@ def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tens
     of = (torch.searchsorted(offsets, at, right=True) - 1).clamp(max=len(target) - 1)  # each id's token
     real, known = (at < offsets[of + 1]) & counts[of] & (ids != -1), (ids >= 0) & (ids < vocab)
     has = torch.zeros_like(token).index_add_(0, of, real.long()) > 0
-    # the first of equals stays, and the target has an entry of its own
+    # the first of equals stays, and the target has another entry
     keys = torch.where(real, of * vocab + ids, torch.iinfo(torch.int64).max).sort(stable=True)
-    again, own = torch.zeros_like(real), ids == target[row][of]
+    again, is_target = torch.zeros_like(real), ids == target[row][of]
     again[keys.indices[1:]] = keys.values[1:] == keys.values[:-1]
     first = offsets[:-1] + token
     if bias is not None and out.bias is not None:
-        named = torch.where(real & own & ~again, first[of], len(out.bias))
+        named = torch.where(real & is_target & ~again, first[of], len(out.bias))
         out.bias.copy_(torch.cat([out.bias, bias.new_zeros(1)]).scatter_(0, named, bias)[:-1])
         out.bias[at + of + 1] = bias
-    again = again | own
+    again = again | is_target
     out.starts[row], out.ends[row] = first, torch.where(has, offsets[1:] + token + 1, first)
     out.rows[first], out.columns[first] = row, torch.where(has, target[row], -1).int()
     out.rows[at + of + 1] = row[of]
@@ -67,7 +67,7 @@ class TorchSets(SetStore):
         self.logits.masked_fill_(~there, -torch.inf)
 
     def place(self, at: slice) -> Tensor:
-        """[n] the row of each entry within ``at``, one behind for those of others and for none."""
+        """[n] the row of each entry within ``at``, one behind for entries of other rows and of none."""
         here, rows, _ = self.among(at)
         return torch.where(here, rows, at.stop - at.start)
 

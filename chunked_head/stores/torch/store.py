@@ -132,7 +132,7 @@ class TorchStore(MatmulStore):
         out.teacher_rest.copy_(-total.log())
 
     def sums(self, x: Tensor, start: Tensor, ratio: float, wanted: bool) -> tuple[Tensor, Tensor]:
-        """Of exponentials of each row's ``ratio * (x - start)``, and where they are wanted of those times these."""
+        """Sums of exponentials of each row's ``z = ratio * (x - start)``, and of ``z exp(z)`` where ``wanted``."""
         total, shifted = torch.zeros_like(start), torch.zeros_like(start)
         for columns in slices(x.shape[1], tiles.TILE_COLUMNS):
             z = torch.sub(x[:, columns], start[:, None], out=self.tile_like(x[:, columns]))
@@ -204,17 +204,17 @@ class TorchStore(MatmulStore):
     ) -> Tensor:
         """Logits to the gradient of raw logits in place; ``first`` is the vocabulary's column where they begin."""
         columns = logits.shape[1]
-        # the target's column, and a row's own, from their exact logits beside those that a tile rounds
+        # the target's column, and the columns of each row, from their exact logits: a tile rounds
         target = rows.target - first
         here = (target >= 0) & (target < columns) & (rows.target >= 0)
         if coefficients.beta is not None:
             index = target.clamp(0, columns - 1).unsqueeze(1)
             beta = torch.where(here, coefficients.beta * tiles.slope(stats.target_logit, head, rows.scale), 0.0)
-        own = None
+        listed = None
         if coefficients.columns is not None:
             assert rows.columns is not None and stats.column_logits is not None
             inside = (rows.columns >= first) & (rows.columns < first + columns)
-            own = (rows.columns - first).clamp(0, columns - 1)
+            listed = (rows.columns - first).clamp(0, columns - 1)
             added = coefficients.columns * tiles.slope(stats.column_logits, head, rows.scale)
             added = torch.where(inside & (rows.target >= 0)[:, None], added, 0.0)
         for block in tiles.row_blocks(logits):
@@ -231,8 +231,8 @@ class TorchStore(MatmulStore):
                 logits[block].masked_fill_((rows.target[block] < 0)[:, None], 0.0)
         if coefficients.beta is not None:
             logits.scatter_add_(1, index, -beta.unsqueeze(1))
-        if own is not None:
-            logits.scatter_add_(1, own, added)
+        if listed is not None:
+            logits.scatter_add_(1, listed, added)
         return logits
 
     def tile_gradient_(
@@ -246,7 +246,7 @@ class TorchStore(MatmulStore):
         stats: RowStats,
         c: Coefficients,
     ) -> None:
-        """A tile of logits, and of the teacher's, to the gradient without what single columns get beside."""
+        """Turns a tile of logits, and of the teacher's, into the gradient but for terms of single columns."""
         bend = tiles.slope(x, head, scale)
         pairing = self.demand.pairing
         second = None
@@ -256,8 +256,8 @@ class TorchStore(MatmulStore):
             if limit is not None:
                 second[:, max(0, limit - first - part.start) :] = -torch.inf
         tiles.logprobs_(x, stats.start, stats.rest)
-        beside = y is not None and pairing is not None and pairing.view == 0
-        log_p = x.clone() if c.eta is not None or beside else x
+        with_teacher = y is not None and pairing is not None and pairing.view == 0
+        log_p = x.clone() if c.eta is not None or with_teacher else x
         if c.alpha is None:
             x.zero_()
         elif c.eta is None:

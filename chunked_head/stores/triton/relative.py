@@ -1,4 +1,4 @@
-"""Stores of what our own logits matmul leaves: fp16 relative logits, or bf16 exponentials."""
+"""Stores of what our logits matmul leaves: fp16 relative logits, or bf16 exponentials."""
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class RelativeStore(HalfStore):
         self.add_targets(out)
 
     def add_targets(self, stats: RowStats) -> None:
-        """Other ranks' part of the targets' logits, where ``known_targets``."""
+        """Adds other ranks' part of the targets' logits, where ``known_targets``."""
         if self.known_targets and self.head.add_targets is not None:
             self.head.add_targets(stats.target_logit)
 
@@ -181,7 +181,7 @@ class RelativeStore(HalfStore):
     def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
         dlogits = self.stored.logits.view(self.sizes.dtype)
         if self.teacher_last:
-            return self.grad_beside_(dlogits, rows, stats, coefficients)
+            return self.grad_with_teacher_(dlogits, rows, stats, coefficients)
         teacher = None if self.demand.pairing is None else self.teacher_stored
         counted = self.differentiated(rows)
         return self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher, counted)
@@ -190,8 +190,8 @@ class RelativeStore(HalfStore):
         # a bias's gradient sums over all rows
         return ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
 
-    def grad_beside_(self, dlogits: Tensor, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
-        """The gradient beside a teacher whose logits are made here, some rows at a time, and its statistics: the pass
+    def grad_with_teacher_(self, dlogits: Tensor, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        """The gradient with a teacher whose logits are made here, some rows at a time, and its statistics: the pass
         over both makes the divergence too."""
         count = len(dlogits)
         for at in slices(count, self.teacher_rows):
@@ -221,6 +221,8 @@ class FastStore(RelativeStore):
     so dhidden is ``E @ weight`` times a factor plus a row of the weight, dweight is ``E.T @ (factor * hidden)`` plus
     rows of hidden states at their targets. The last are added at the end, when all tokens can be sorted by target.
     """
+
+    gathered = False  # rows came from other ranks, and their targets' terms have been added chunk by chunk
 
     def __init__(self, head: Head, plan: Plan):
         super().__init__(head, plan)
@@ -258,7 +260,7 @@ class FastStore(RelativeStore):
         at = rows.tokens
         exp, count = self.stored.logits, rows.target.shape[0]
         softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
-        # nobody reads the chunk's hidden states after this but the weight's gradient
+        # after this only the weight's gradient reads the chunk's hidden states
         gradients.level_rows(
             exp, softmax_factor, target_factor, None if grads.weight is None else rows.hidden,
             self.stored_strips, self.gpu.strip_width(self.sizes.hidden, relative=False), self.level, stats.logprob,
@@ -271,11 +273,12 @@ class FastStore(RelativeStore):
         if grads.weight is not None:
             self.add_dweight(exp, rows, rows.hidden, grads.weight, grads.stores(rows.first == 0))
             if rows.order is not None and rows.source is not None:
-                # hidden states of all tokens are nowhere at once
+                # hidden states of all ranks' tokens are here for this chunk only
                 self.add_target_rows(rows.source, rows.target, at, grads.weight, rows.order)
+                self.gathered = True
 
     def finish(self, grads: Gradients) -> None:
-        if grads.weight is not None and self.sizes.spread == 1:
+        if grads.weight is not None and not self.gathered:
             self.add_target_rows(self.hidden, self.target, slice(0, self.sizes.tokens), grads.weight, None)
 
     def add_target_rows(

@@ -10,7 +10,7 @@ from ...core.stats import PAIR_STATS, Coefficients, Demand, Head, Rows, RowStats
 from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Transform
 from ...kernels.common.recording import refuse
 from ...kernels.gradients import launch as gradients
-from ...kernels.gradients.launch import NO_SOFTMAX, Beside, Softmax, Terms
+from ...kernels.gradients.launch import NO_SOFTMAX, Softmax, TeacherTerms, Terms
 from ...kernels.products import launch as products
 from ...kernels.statistics import launch as statistics
 from ...kernels.statistics.launch import Outputs
@@ -22,7 +22,7 @@ from ..store import MatmulStore
 
 
 def transform(head: Head | Teacher, scale: Tensor | None) -> Transform:
-    """As the kernels take it: None for what there is none of, and then no code. ``scale``: of the rows."""
+    """Scale and cap as kernels take them: None is no code. ``scale``: of the rows."""
     logit_scale = None if head.logit_scale == 1.0 else float(head.logit_scale)
     return Transform(logit_scale, head.softcap, scale if head.scaled else None)
 
@@ -34,12 +34,12 @@ NO_PARTS: Parts = (None, None)
 
 
 def outputs_of(stats: Mapping[str, Tensor], view: str = "") -> Outputs:
-    """Where a softmax's statistics go, by their names; ``view``: "2" for those of the second."""
+    """Outputs of a softmax's statistics, by their names; ``view``: "2" for those of the second."""
     return Outputs(*(stats.get(name + view) for name in Outputs._fields))
 
 
 def teacher_outputs(out: RowStats) -> Outputs:
-    """What makes log-probabilities of a teacher's logits, and what is wanted beside."""
+    """Outputs of a teacher's statistics: those that make log-probabilities of its logits, the largest and its id."""
     return Outputs(start=out.teacher_start, rest=out.teacher_rest, top=out.teacher_top, argmax=out.teacher_argmax)
 
 
@@ -48,7 +48,7 @@ def ratio_of(ratio: float) -> float | None:
 
 
 def terms_of(demand: Demand, target: Tensor, stats: RowStats, c: Coefficients, columns2: int = 0) -> Terms:
-    """What a gradient is made of; ``columns2``: of a second softmax."""
+    """Operands of a gradient; ``columns2``: of a second softmax."""
     second = NO_SOFTMAX
     if stats.start2 is not None:
         second = Softmax(stats.start2, stats.rest2, c.alpha2, c.eta2, ratio_of(demand.views[1].ratio), columns2)
@@ -60,7 +60,7 @@ def counted_of(rows: Rows) -> Counted:
 
 
 def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
-    """For sums over all rows: behind those that count, where products of our own stop, nobody has written."""
+    """For sums over all rows: behind those that count, where our products stop, nothing has been written."""
     return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
 
 
@@ -69,7 +69,7 @@ PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"
 
 
 def gain_of(largest: Tensor) -> Tensor:
-    """What to divide by so that the largest gradient of a logit is about 64: it keeps the probabilities of a 128K
+    """The number to divide by so that the largest gradient of a logit is about 64: it keeps the probabilities of a 128K
     vocabulary among fp16's normal numbers, and leaves a factor of 1000 to logarithms of probabilities. Always a number
     with an inverse: a gradient that is nan or infinite stays one token's."""
     gain = (largest / FP16_LARGEST).clamp(min=torch.finfo(largest.dtype).tiny)
@@ -80,7 +80,7 @@ class KernelStore(MatmulStore):
     """A store whose logits one kernel turns into any gradient: second softmaxes, teachers, columns of each row."""
 
     stored: Stored
-    teacher_stored: Stored  # beside these rows
+    teacher_stored: Stored  # of the same rows
 
     def __init__(self, head: Head, plan: Plan):
         self.head, self.plan, self.sizes, self.demand = head, plan, plan.sizes, plan.sizes.demand
@@ -101,7 +101,7 @@ class KernelStore(MatmulStore):
         return coefficients.times(1.0 / gain), gain
 
     def teacher_stats(self, rows: Rows, out: RowStats) -> None:
-        """A teacher's own."""
+        """Logits of a teacher and its statistics."""
         if self.demand.pairing is not None:
             self.teacher_stored = self.store_teacher(rows, teacher_outputs(out))
 
@@ -122,7 +122,7 @@ class KernelStore(MatmulStore):
         raise NotImplementedError
 
     def given_teacher(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
-        """Logits that the caller holds."""
+        """A teacher's logits that the caller has given."""
         teacher = rows.teacher
         assert teacher is not None and teacher.logits is not None
         stored = Stored(teacher.logits[:, columns], None, None, transform(teacher, rows.scale))
@@ -144,23 +144,23 @@ class KernelStore(MatmulStore):
         parts: Parts = NO_PARTS,
     ) -> Tensor:
         c, pairing, columns = coefficients, self.demand.pairing, dlogits.shape[1]
-        beside = None
+        teacher_terms = None
         if teacher is not None and pairing is not None:
             assert stats.teacher_start is not None and stats.teacher_rest is not None
-            beside = Beside(
+            teacher_terms = TeacherTerms(
                 teacher, stats.teacher_start, stats.teacher_rest,
                 min(max(pairing.columns - first, 0), columns), pairing.view == 1,
                 c.gamma, c.rho, c.tau, c.theta, pairing.beta, *parts,
             )  # fmt: skip
         common = self.terms(rows, stats, c, first, columns)
         gradients.row_grad(
-            dlogits, stored, head.class_weights, common, beside, first, transform(head, rows.scale), counted
+            dlogits, stored, head.class_weights, common, teacher_terms, first, transform(head, rows.scale), counted
         )
-        self.replace_columns_(dlogits, head, first, rows, stats, c, common, beside)
+        self.replace_columns_(dlogits, head, first, rows, stats, c, common, teacher_terms)
         return dlogits
 
     def terms(self, rows: Rows, stats: RowStats, c: Coefficients, first: int, columns: int) -> Terms:
-        """What the gradient of a tile's columns is made of."""
+        """Operands of the gradient of a tile's columns."""
         columns2 = 0
         if stats.start2 is not None:
             columns2 = min(max((self.demand.views[1].columns or self.vocab) - first, 0), columns)
@@ -175,14 +175,14 @@ class KernelStore(MatmulStore):
         stats: RowStats,
         coefficients: Coefficients,
         common: Terms,
-        beside: Beside | None = None,
+        teacher_terms: TeacherTerms | None = None,
     ) -> None:
-        """The rows' own columns, from exact logits."""
+        """Gradients at the columns of each row, from exact logits."""
         if coefficients.columns is None:
             return
         assert stats.column_logits is not None and rows.columns is not None
         gradients.column_grad(
-            dlogits, stats.column_logits, rows.columns, coefficients.columns, head.class_weights, common, beside,
+            dlogits, stats.column_logits, rows.columns, coefficients.columns, head.class_weights, common, teacher_terms,
             first, transform(head, rows.scale),
         )  # fmt: skip
 
@@ -205,7 +205,7 @@ class LogitsStore(KernelStore):
             self.teacher_buffer = torch.empty(plan.teacher_elements(tiled), dtype=torch.float32, device=device)
 
     def compute_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Stored:
-        """Raw logits, with the bias or the bias beside them; scale and cap are the caller's to say."""
+        """Raw logits, with the bias or the bias to be added; without scale and cap."""
         rows, columns = hidden.shape[0], weight.shape[0]
         logits = buffer[: rows * columns].view(rows, columns)
         at_once = again_rows(self.sizes, self.swept_rows, hidden, columns)
@@ -273,7 +273,7 @@ class LogitsStore(KernelStore):
         return self.differentiate_(dlogits, stored, head, tile.start, rows, stats, coefficients, teacher)
 
     def gradient_of(self, logits: Tensor) -> Tensor:
-        """Where the gradient of these logits goes: a 16-bit row lies in the first half of its fp32 row."""
+        """The memory of these logits' gradient: a 16-bit row lies in the first half of its fp32 row."""
         return logits.view(self.sizes.dtype)[:, : logits.shape[1]]
 
 
@@ -300,7 +300,7 @@ class GivenView(LogitsStore):
 
 
 class HalfStore(KernelStore):
-    """A store of 16-bit rows that start on 16 bytes, as our own products ask."""
+    """A store of 16-bit rows that start on 16 bytes, as our products ask."""
 
     def __init__(self, head: Head, plan: Plan):
         super().__init__(head, plan)
