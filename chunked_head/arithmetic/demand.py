@@ -10,7 +10,7 @@ from ..core.stats import Demand, Pairing, View
 from ..losses.base import DENSE, FIELDS, Field, Losses, Summand, Teacher
 from ..metrics import Metric
 
-# what a loss asks for -> the statistic that it is made of
+# by name of a loss's need: the statistic that it is made of
 LEAF = {"mean_logit": "weighted_sum", "weighted_sum": "weighted_sum", "topk_logprobs": "column_logits"} | {
     name: name for name in ("forward_kl", "reverse_kl", "jsd", "tvd", "overlap")
 }
@@ -47,9 +47,9 @@ class Structure:
         return replace(self, summands=summands, metrics=metrics, views=(self.views[0], *views), pairing=pairing)
 
     @functools.cached_property
-    def own(self) -> bool:
+    def builtin(self) -> bool:
         """True where all losses and metrics are the library's: functions of nothing but their arguments."""
-        return all(part.own for part, _ in (*self.summands, *self.metrics))
+        return all(part.builtin for part, _ in (*self.summands, *self.metrics))
 
     @functools.cached_property
     def values_only(self) -> "Structure":
@@ -73,9 +73,9 @@ class Needs(NamedTuple):
 
     structure: Structure
     demand: Demand
-    temperature: float  # that of the first view, which goes into the head's scale and cap
+    temperature: float  # of the first view; it goes into the head's scale and cap
     teacher: Teacher | None  # its temperature resolved: None for that of each token
-    weighted: int | None  # which summand has the class weights of weighted_sum
+    weighted: int | None  # index of the summand whose class weights are those of weighted_sum
     segment_metrics: tuple[tuple[Metric, int], ...]  # those that must see all tokens
 
 
@@ -111,9 +111,9 @@ def needs_of(
         return temperature if one.temperature is None else float(one.temperature), limit if dense else None
 
     asked = list(dict.fromkeys(wanted(one) for one in everything)) or [(temperature, None)]
-    whole = [pair for pair in asked if pair[1] is None]
+    full = [pair for pair in asked if pair[1] is None]
     # the first view is over the whole vocabulary: what becomes the head's scale, and is there in any case
-    first = whole[0] if whole else (asked[0][0], None)
+    first = full[0] if full else (asked[0][0], None)
     ordered = [first, *(pair for pair in asked if pair != first)]
     if len(ordered) > 2:
         raise ValueError(
@@ -193,6 +193,7 @@ def leaf(name: str, view: int) -> str | None:
 
 
 def check_names(summands: Sequence[Summand], metrics: Sequence[Metric]) -> None:
+    """Raises where two losses, or two metrics, have one name."""
     for what, labels in (("the losses", [s.label for s in summands]), ("the metrics", [m.label for m in metrics])):
         twice = {label for label in labels if labels.count(label) > 1}
         if twice:

@@ -39,7 +39,7 @@ Total = Callable[[Named], tuple[Tensor, list[Tensor]]]
 
 
 class Inputs(NamedTuple):
-    """Operands of the arithmetic beside the statistics, for some tokens."""
+    """Operands of the arithmetic but for the statistics, of some tokens."""
 
     target: Tensor  # [n] int64, -1 where a token does not count
     fields: Named
@@ -75,7 +75,7 @@ class Evaluation(NamedTuple):
 
     coefficients: Named
     table: Tensor  # [rows, n]: weighted values of each summand per token, then of each metric
-    apart: list[Tensor]  # values of those with other units than tokens
+    apart: list[Tensor]  # values of summands and metrics whose unit is a segment or a pair
 
 
 def evaluate(structure: Structure, leaves: Named, inputs: Inputs) -> Evaluation:
@@ -105,9 +105,9 @@ def by_autograd(total: Total, leaves: Named) -> tuple[Named, list[Tensor]]:
     tensor."""
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
-        whole, values = total(leaves)
-    if whole.requires_grad:
-        found = torch.autograd.grad(whole, tuple(leaves.values()), allow_unused=True, materialize_grads=True)
+        loss, values = total(leaves)
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True, materialize_grads=True)
     else:
         found = tuple([torch.zeros_like(value) for value in leaves.values()])
     return dict(zip(leaves, found, strict=True)), [value.detach() for value in values]
@@ -138,11 +138,11 @@ def values_of(
         return torch.where(mask, values, 0)
 
     def total(wanted: Named) -> tuple[Tensor, list[Tensor]]:
-        values, whole = [], inputs.target.new_zeros((), dtype=inputs.factors.dtype)
+        values, loss = [], inputs.target.new_zeros((), dtype=inputs.factors.dtype)
         for i in range(len(structure.summands)):
             values.append(weighted_values(i, without_slope(wanted, inputs.factors[i] == 0)))
-            whole = whole + (values[i] * inputs.factors[i]).sum()
-        return whole, values
+            loss = loss + (values[i] * inputs.factors[i]).sum()
+        return loss, values
 
     coefficients: Named = {}
     if wanted and structure.summands:
@@ -238,7 +238,7 @@ def share_mask(unit: str, batch: Batch) -> Tensor:
     return counted if batch.spread is None else counted & batch.spread.mine(len(counted), counted.device)
 
 
-def whole_table(evaluations: list[Evaluation]) -> Tensor:
+def full_table(evaluations: list[Evaluation]) -> Tensor:
     """The table of all chunks' tokens: they are summed in one go, so that a sum does not depend on the chunks."""
     return evaluations[0].table if len(evaluations) == 1 else torch.cat([e.table for e in evaluations], 1)
 
@@ -248,7 +248,7 @@ def totals(structure: Structure, evaluations: list[Evaluation], one_or_nan: Tens
 
     Where an id was out of range metrics' sums are nan; what summands' are divided by is.
     """
-    table = whole_table(evaluations)
+    table = full_table(evaluations)
     sums = table.sum(1)
     if structure.metrics:
         sums = sums * one_or_nan

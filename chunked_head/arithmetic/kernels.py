@@ -24,7 +24,7 @@ def arithmetic_of(
     structure: Structure, leaves: Named, inputs: Inputs
 ) -> tuple[Arithmetic | None, list[Tensor | float]]:
     """The kernel for inputs like these, None where there is none; and the arguments that it may read."""
-    if not structure.own:
+    if not structure.builtin:
         return None, []
     tensors = [
         *leaves.values(), inputs.target, inputs.factors, *inputs.fields.values(),  # from here on as ``Inputs.map``

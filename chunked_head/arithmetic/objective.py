@@ -3,7 +3,8 @@
 A call returns one of three: a sum of losses as one number, with its parts and metrics (``ScalarObjective``), a sum of
 losses for each token (``TokenObjective``), or the statistics themselves (``StatsObjective``). The sweep asks an
 objective for ``visit`` of each chunk of tokens, which gives coefficients where gradients are made in the forward pass,
-then for ``outputs`` once; a backward that makes gradients asks for ``late``. The arithmetic is ``evaluate.py``'s.
+then for ``outputs`` once. A backward that makes gradients asks for ``coefficients_for`` the upstream gradients. The
+arithmetic is that of ``evaluate.py``.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from ..metrics import Metric, MetricValue
 from ..parallel.tokens import Spread, whole_metrics
 from ..stores import Backend
 from .demand import Structure
-from .evaluate import Evaluation, Inputs, Named, coefficients_of, evaluate, masked, totals, whole_table
+from .evaluate import Evaluation, Inputs, Named, coefficients_of, evaluate, full_table, masked, totals
 from .kernels import evaluate_rows
 
 
@@ -74,15 +75,11 @@ class Objective:
     kept: Kept | None  # columns that tokens' softmaxes are over, None where all are over the vocabulary
     one_or_nan: Tensor  # [] nan where an id is out of range: then everything is, rather than something wrong
     dtype: torch.dtype  # of statistics and values
-
-    @property
-    def differentiable(self) -> int:
-        """Number of the outputs, the first ones, that take a gradient."""
-        return 1
+    differentiable: int = 1  # number of the outputs, the first ones, that take a gradient
 
     @property
     def exchanges(self) -> bool:
-        """True for calls that send messages to ranks with other tokens, whose plans may differ."""
+        """True for calls that send messages to ranks with different tokens, whose plans may differ."""
         return False
 
     def without_teacher(self) -> "Objective":
@@ -108,7 +105,7 @@ class Objective:
         """Values that the call returns, once all chunks have been visited."""
         raise NotImplementedError
 
-    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
+    def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         """Coefficients of all tokens with the upstream gradients known."""
         raise NotImplementedError
 
@@ -217,7 +214,7 @@ class ScalarObjective(LossObjective):
             return None
         alike = not self.normalized and len({id(one) for one in self.inverse}) == 1
         if self.backend is not None and alike and self.structure.plain_sums:
-            first, sums = self.backend.sum_rows(whole_table(evaluations), count, inverse, self.one_or_nan)
+            first, sums = self.backend.sum_rows(full_table(evaluations), count, inverse, self.one_or_nan)
             each = list(sums.unbind())
             self.parts[:] = each[:count]
         else:
@@ -255,7 +252,7 @@ class ScalarObjective(LossObjective):
         shapes = [() if metric.components == 1 else (metric.components,) for metric, _ in metrics]
         return [like.new_full(shape, totals[metric.reduce]) for shape, (metric, _) in zip(shapes, metrics, strict=True)]
 
-    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
+    def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (given,) = upstream
         assert given is not None
         if self.made:
@@ -270,7 +267,7 @@ class ScalarObjective(LossObjective):
     @property
     def recordable(self) -> bool:
         alone = self.teacher is None and self.spread is None and self.backend is not None
-        return alone and not (self.coupled or self.segment_metrics) and self.structure.own
+        return alone and not (self.coupled or self.segment_metrics) and self.structure.builtin
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -291,7 +288,7 @@ class TokenObjective(LossObjective):
     def factors(self, upstream: Tensor) -> Tensor:
         return stacked([times(upstream, c) for c in self.coefficients])
 
-    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
+    def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (given,) = upstream
         assert given is not None
         given = torch.where(self.target >= 0, given, 0.0)
@@ -312,14 +309,9 @@ LEAF = {"logprobs": "logprob"}  # outputs whose statistic has another name
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StatsObjective(Objective):
-    """Statistics for a loss that the caller computes: ``names``, the first ``with_gradient`` of them differentiable."""
+    """Statistics for a loss that the caller computes."""
 
     names: tuple[str, ...]
-    with_gradient: int
-
-    @property
-    def differentiable(self) -> int:
-        return self.with_gradient
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         if self.names == ("logprobs",):
@@ -351,10 +343,10 @@ class StatsObjective(Objective):
             return (stats.start2 - 2 * stats.start) - (stats.rest2 - 2 * stats.rest)
         return getattr(stats, LEAF.get(name, name))
 
-    def late(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
+    def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         grads = {
             LEAF.get(name, name): given.to(self.dtype)
-            for name, given in zip(self.names[: self.with_gradient], upstream, strict=False)
+            for name, given in zip(self.names[: self.differentiable], upstream, strict=False)
             if given is not None
         }
         if "logprob" not in grads:  # alpha and beta are always there

@@ -61,7 +61,7 @@ COUNT = itertools.count()
 
 
 class NoKernelError(Exception):
-    """Of a trace that is no function of one token's numbers."""
+    """A trace is no function of one token's numbers."""
 
 
 class VectorKernel:
@@ -109,7 +109,7 @@ def vector_kernel(
 def trace(
     function: Function, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None], tokens: int
 ) -> tuple[fx.GraphModule, int]:
-    """The trace, with all outputs in a row, and how many of these are of a chunk."""
+    """The trace, with all outputs in a row, and the number of these that are of a chunk."""
     try:
         from torch.fx.experimental.proxy_tensor import make_fx
     except ImportError as error:
@@ -123,21 +123,21 @@ def trace(
         samples.append(torch.zeros(shape, dtype=dtype))
 
     def in_a_row(given: list[Tensor]) -> list[Tensor]:
-        local, whole = function(given)
-        counts.append(len(local))
-        return [*local, *whole]
+        of_chunk, of_all = function(given)
+        counts.append(len(of_chunk))
+        return [*of_chunk, *of_all]
 
     traced = make_fx(torch.func.functionalize(in_a_row), tracing_mode="fake")(samples)
     return traced, counts[-1]
 
 
 def name_of(node: fx.Node) -> str:
-    """Of the operation that it calls, without aten's prefix; an input has its own."""
+    """The name of the operation that a node calls, without aten's prefix; that of an input."""
     return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
 
 
 class Writer:
-    """The source of a trace's kernel, and which inputs it reads."""
+    """The source of a trace's kernel, and the inputs that it reads."""
 
     def __init__(
         self, traced: fx.GraphModule, local: int, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None]
@@ -225,22 +225,22 @@ class Writer:
 
     def part(self, unbound: fx.Node, i: int) -> fx.Node:
         """One of the tensors [rows] that were stacked to columns."""
-        whole: Any = unbound.args[0]
-        if name_of(unbound) != "unbind" or name_of(whole) != "stack":
+        stack: Any = unbound.args[0]
+        if name_of(unbound) != "unbind" or name_of(stack) != "stack":
             raise NoKernelError(str(unbound))
-        dims = *unbound.args[1:], *whole.args[1:]
+        dims = *unbound.args[1:], *stack.args[1:]
         if len(dims) != 2 or not {1, -1}.issuperset(dims):
             raise NoKernelError(str(unbound))
-        return whole.args[0][i]
+        return stack.args[0][i]
 
-    def row(self, whole: fx.Node, dim: int, i: int) -> str:
+    def row(self, table: fx.Node, dim: int, i: int) -> str:
         """A row of an input [rows] or [rows, n]."""
-        at, dims = self.inputs[whole], whole.meta["val"].dim()
+        at, dims = self.inputs[table], table.meta["val"].dim()
         if dim != 0 or i < 0 or self.token_dims[at] != (1 if dims == 2 else None):
-            raise NoKernelError(str(whole))
+            raise NoKernelError(str(table))
         if dims == 2 and at not in self.strided:
             self.strided.append(at)
-        return self.read(whole, f" + {i} * stride{at}" if dims == 2 else f" + {i}")
+        return self.read(table, f" + {i} * stride{at}" if dims == 2 else f" + {i}")
 
     def computed(self, template: str, args: Sequence[Any], dtype: torch.dtype) -> str:
         return self.named(template.format(*[self.cast(arg, dtype) for arg in args]))

@@ -91,7 +91,7 @@ def wanted_fields(
             )
         if isinstance(part, Summand) and part.teacher is not None:
             check_teacher(part, batch)
-        if not part.own:
+        if not part.builtin:
             wanted += [field for field in batch if field not in TEACHER_FIELDS and (segments or not of_segments(field))]
     return list(dict.fromkeys(wanted)), known
 

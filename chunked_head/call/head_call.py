@@ -95,7 +95,7 @@ class HeadCall(LocalCall):
             upstream = tuple([each if each is None or not each.dim() else F.pad(each, (0, more)) for each in upstream])
         if self.shard is not None and not isinstance(self.objective, ScalarObjective):
             upstream = self.shard.whole_upstream(upstream)
-        coefficients = self.objective.late(stats, upstream)
+        coefficients = self.objective.coefficients_for(stats, upstream)
         return self.recomputing().recompute(operands, stats, coefficients)
 
     def recompute(

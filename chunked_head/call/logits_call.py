@@ -83,7 +83,7 @@ class LogitsCall(LocalCall):
         """The gradient of the logits, over them where they are to be overwritten."""
         # where an id is out of range all of the gradient is nan
         known = tuple(None if given is None else given * self.objective.one_or_nan for given in upstream)
-        coefficients = self.objective.late(stats, known)
+        coefficients = self.objective.coefficients_for(stats, known)
         _, grads = sweep(self, operands[0], self.head(operands[0]), (stats, coefficients))
         assert grads is not None
         return (grads.hidden,)

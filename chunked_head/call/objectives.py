@@ -68,7 +68,7 @@ def stats_objective(tokens: Tokens, names: tuple[str, ...], with_gradient: int) 
     fields, views = common_fields(tokens), tokens.spec.demand.views
     if fields["structure"].views != views:  # there are some that no loss asks for
         fields["structure"] = replace(fields["structure"], views=views)
-    return StatsObjective(**fields, names=names, with_gradient=with_gradient)
+    return StatsObjective(**fields, names=names, differentiable=with_gradient)
 
 
 def common_fields(tokens: Tokens) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def loss_fields(tokens: Tokens, factors: Tensor, metric_weights: dict[str, Tenso
         tokens.target, tokens.fields, tokens.task.num_segments, factors, tensors, metric_weights, tokens.token_fields,
         tokens.spec.withheld, tokens.spread,
     )  # fmt: skip
-    fields["made"] = None if fields["structure"].own or not torch.is_grad_enabled() else {}
+    fields["made"] = None if fields["structure"].builtin or not torch.is_grad_enabled() else {}
     return fields
 
 

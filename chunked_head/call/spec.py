@@ -235,7 +235,7 @@ def build(task: Task, numbers: str) -> Spec:
         check_sets(head, demand, "candidate_bias" in wanted)
     plain = isinstance(head, HeadOptions) and not head.skip_ignored
     return Spec(
-        dtype, torch.promote_types(dtype, torch.float32), backend, needs, all(part.own for part in parts), demand,
+        dtype, torch.promote_types(dtype, torch.float32), backend, needs, all(part.builtin for part in parts), demand,
         bool(own), tuple(wanted), frozenset(batch) - set(wanted), known, autocast, head.request, bool(task.per_token),
         coupled(losses) and not task.per_token, plain and not task.per_token and alone(losses),
         task.kept_everywhere or demand.columns_alone, columns, teacher_vocab, numbers,
@@ -266,7 +266,7 @@ def may_pad(
     with tokens, functions of users see none of it, and no limit of the caller's is on sizes."""
     token = Field("token")
     numbers = all(field == "mask" or (known[field] == token and field != TEMPERATURE) for field in wanted)
-    alone = all(part.unit == "token" and part.scope == "token" and part.own for part in parts)
+    alone = all(part.unit == "token" and part.scope == "token" and part.builtin for part in parts)
     return numbers and alone and request.memory_budget is None and request.chunk_tokens is None
 
 
@@ -348,7 +348,7 @@ def bare(needs: Needs) -> Needs:
 
 
 def without_functions(parts: Sequence[tuple[Any, int]]) -> tuple[tuple[Any, int], ...]:
-    return tuple([(one if one.own else replace(one, function=None, options={}), view) for one, view in parts])
+    return tuple([(one if one.builtin else replace(one, function=None, options={}), view) for one, view in parts])
 
 
 def completed(spec: Spec, task: Task) -> Needs:
@@ -361,7 +361,7 @@ def completed(spec: Spec, task: Task) -> Needs:
     def each(parts: Sequence[tuple[Any, int]], given: Sequence[Summand | Metric]) -> tuple[tuple[Any, int], ...]:
         found = []
         for (one, view), of in zip(parts, given, strict=True):
-            if not one.own:
+            if not one.builtin:
                 reads = targets or one.reads_target
                 one = replace(one, function=of.function, options=of.options, reads_target=reads)
             found.append((one, view))

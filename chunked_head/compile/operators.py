@@ -158,7 +158,7 @@ def gradients_now(
     call: HeadCall, objective: ScalarObjective, operands: Sequence[Any], stats: RowStats, dtypes: Sequence[torch.dtype]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a plan that leaves them to backward, with the expected upstream gradient."""
-    coefficients = objective.late(stats, (expected_upstream(objective),))
+    coefficients = objective.coefficients_for(stats, (expected_upstream(objective),))
     sizes = in_dtypes(call, dtypes)
     if sizes != call.plan.sizes:
         sizes = replace(sizes, late_upstream=True)
@@ -204,7 +204,7 @@ def backward(
             return [grad for grad in call.late_gradients(of, kept, upstream) if grad is not None]
         if packing is not None:
             upstream = [packing.pack(each) for each in upstream]
-        found = call.recompute(of, kept, call.objective.late(kept, tuple(upstream)))
+        found = call.recompute(of, kept, call.objective.coefficients_for(kept, tuple(upstream)))
         return shaped([grad for grad in found if grad is not None], operands, wanted)
 
 

@@ -1,4 +1,4 @@
-"""What a loss or a metric reads: statistics of tokens, and the fields of the batch beside them."""
+"""Arguments of losses and metrics: statistics of tokens, and the fields of the batch that go with them."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -98,7 +98,7 @@ class Batch(Mapping[str, Tensor]):
         return own if self.spread is None else self.spread.segment_sum(own, values, self.fields, name)
 
     def segment_place(self, name: str = "segments") -> Tensor:
-        """How many tokens that count stand before each [n] in its segment, in the order of the tokens."""
+        """[n] the number of tokens that count before each in its segment, in the order of the tokens."""
         if self.spread is not None:
             raise ValueError("a token's place in its segment is not known where ranks hold different tokens of it")
         ids = self.fields[name]

@@ -67,7 +67,7 @@ def check_temperature(where: str, temperature: Any) -> None:
 
 
 def nearest(name: Any, known: Iterable[str]) -> str:
-    """What was probably meant, for the end of an error; nothing where no name is like it."""
+    """The name that was probably meant, for the end of an error; empty where no name is like it."""
     found = difflib.get_close_matches(str(name), known, 1)
     return f"; did you mean {found[0]!r}?" if found else ""
 

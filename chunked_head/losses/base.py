@@ -1,4 +1,4 @@
-"""What a loss is: a function of per-token statistics, what it reads, and how its values are reduced.
+"""Losses: functions of per-token statistics, the fields that they read, and the reduction of their values.
 
 A ``Summand`` is one loss; ``Losses`` is a sum of them with coefficients, and the only thing that users hold:
 ``losses.cross_entropy() + 1e-4 * losses.z_loss()``. A loss has no kernel: the kernels make the statistics that it
@@ -21,7 +21,7 @@ Scope = Literal["token", "segment"]
 
 
 class Field(NamedTuple):
-    """What is known of a field of ``batch``.
+    """Kind and type of a field of ``batch``.
 
     ``token``: indexed like the target and moved with it by ``shift``; ``row``: indexed like the hidden states;
     ``segment``: ``[num_segments, ...]``; ``pair``: ``[pairs, ...]``; ``constant``: used whole; ``kept``: the sets of
@@ -76,7 +76,7 @@ class Teacher(NamedTuple):
 
 
 class SummandOptions(TypedDict, total=False):
-    """What every loss takes beside its own options; None is the call's.
+    """Options of every loss; None is the call's.
 
     ``temperature`` divides the logits that the loss sees. ``token_weights``, a tensor of target's shape or the name of
     a token field of ``batch``, multiply each token's value and are no part of the denominator. ``normalizer``, a
@@ -134,7 +134,7 @@ class Part:
         return (None, ()) if options is None else ((self.function, tuple(self.options), options), tuple(numbers))
 
     @functools.cached_property
-    def own(self) -> bool:
+    def builtin(self) -> bool:
         """True for the library's, a function of nothing but its arguments. A user's function may read what changes from
         call to call: nothing that outlives the call depends on which it is, or refers to it."""
         return self.split[0] is not None

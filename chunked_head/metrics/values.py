@@ -1,4 +1,4 @@
-"""What a metric is, and its values: sums and counts, or extrema, that add up over micro-batches and ranks.
+"""Metrics and their values: sums and counts, or extrema, that add up over micro-batches and ranks.
 
 A ``Metric`` is a function of ``(stats, batch)`` that gives one value per token or per segment, and how those become one
 number: a sum and a count, or an extremum. Both reduce correctly over micro-batches (``combine``) and ranks
@@ -23,7 +23,7 @@ Finish = Literal["mean", "perplexity", "effective_sample_size", "effective_sampl
 
 
 class MetricOptions(TypedDict, total=False):
-    """What every metric takes beside its own options.
+    """Options of every metric.
 
     ``weighting``, of a mean: ``"token"`` over all tokens; ``"segment"``, ``"document"`` over segments (documents) with
     a token, of the mean over each one's tokens, by the token fields ``segments`` and ``documents``, in which -1 means
@@ -109,7 +109,7 @@ class MetricValue:
 
     @property
     def value(self) -> Tensor:
-        """What to log, on the device and never nan for want of tokens: the mean of nothing is 0, its perplexity 1."""
+        """The number to log, on the device, never nan for want of tokens: a mean of nothing is 0, its perplexity 1."""
         if self.reduce != "mean":
             assert self.extremum is not None
             return self.extremum
@@ -160,8 +160,8 @@ def weights_in(counts: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
-    """What ``values`` [n] or [n, c] of some units add to a sum where ``mask`` [n], 0 elsewhere; or what an extremum is
-    taken of, with infinities elsewhere. fp32 at least, without gradient.
+    """Terms of a sum: ``values`` [n] or [n, c] of some units where ``mask`` [n], 0 elsewhere; or of an extremum, with
+    infinities elsewhere. fp32 at least, without gradient.
 
     ``weights`` [n] are those of ``unit_weights`` where the metric's weighting asks for them.
     """

@@ -119,13 +119,13 @@ class Arguments:
             return all(map(self.add, value))
         if isinstance(value, Metric):
             self.values += value.signature, exact(value.settings)
-            return value.own
+            return value.builtin
         return isinstance(value, Losses) and all(self.add_summand(*term) for term in value.terms)
 
     def add_summand(self, coefficient: Any, summand: Any) -> bool:
         self.values += summand.signature, exact(summand.settings)
         numbers = coefficient, summand.normalizer, summand.token_weights
-        return summand.own and all(map(self.add, (*numbers, *summand.tensors.values())))
+        return summand.builtin and all(map(self.add, (*numbers, *summand.tensors.values())))
 
     def add_buffer(self, given: Mapping[str, Any]) -> bool:
         """The one that the weight's gradient is added to, which may be an attribute of the weight."""

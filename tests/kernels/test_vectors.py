@@ -77,7 +77,7 @@ def test_functions_of_users_have_no_kernel() -> None:
     """They may read a global that changes, which no kernel notices."""
     ((_, library),) = losses.cross_entropy().terms
     ((_, custom),) = losses.custom(own, scope="token").terms
-    assert library.own and metrics.entropy().own and not custom.own
+    assert library.builtin and metrics.entropy().builtin and not custom.builtin
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -132,7 +132,7 @@ def check_over_ranks(part: Part, what: str, given: frozenset[str], known: Mappin
             f"ld_alpha of {what} {part.label} needs each token's place in its segment, which no rank knows where ranks "
             "hold different tokens of it; leave it out, or leave out parallel=TokenParallel(...)"
         )
-    if part.own or part.scope != "segment":
+    if part.builtin or part.scope != "segment":
         return
     tensors = part.tensors if isinstance(part, Summand) else {}
     about = "ranks", part.unit, given, tuple(sorted(known.items())), Contents(part.options, tensors).key
