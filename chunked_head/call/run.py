@@ -11,7 +11,7 @@ from ..arithmetic.objective import Objective
 from ..core.shift import all_at_targets, in_backward
 from ..plan.chunk_size import LEAST_SLACK
 from ..plan.planner import Request, make_plan
-from ..plan.plans import MAX_HALF_CHUNKS, Plan
+from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import Sizes
 from .function import Forward, Loss, flat, forward_of
@@ -142,7 +142,7 @@ def planned(
         slack = LEAST_SLACK if asked.chunk_tokens is None else 1.0
         spans = spans_of([sum(map(len, group)) for group in groups], plan.chunk_tokens, slack)
         plan = replace(plan, ending=sum(map(len, spans)))
-        if plan.sums_halves and plan.chunks > MAX_HALF_CHUNKS:
+        if plan.too_many_chunks:
             # segments are too uneven for so few bits
             plan, spans = plan_of(by_segments=False), None
     return Planned(tokens, rows, asked, plan, spans)

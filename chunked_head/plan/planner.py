@@ -150,7 +150,7 @@ def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | NoPlan:
         return plan
     own = replace(sizes, demand=sizes.demand.of_columns(sizes.vocab), teacher_columns=sizes.vocab * teacher)
     # sums in 16 bits are over as many chunks as they may be
-    most_chunks = MAX_HALF_CHUNKS if plan.sums_halves else 0
+    most_chunks = MAX_HALF_CHUNKS if plan.sizes.own_weight_grad and plan.weight_accumulate.itemsize < 4 else 0
     rows, block = (
         divisible(n, sizes.spread, sizes.tokens, most_chunks) for n in (plan.chunk_tokens, plan.block_tokens)
     )

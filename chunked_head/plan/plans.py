@@ -24,8 +24,9 @@ Section = tuple[str, Sequence[tuple[str, ...]]]  # a title and its rows of cells
 class Plan:
     """How a call runs and the memory that it needs; ``print`` shows it as a table. Holds no tensor.
 
-    ``chunk_tokens`` rows of logits at a time in passes over the whole vocabulary; in the ``recompute`` schedule the
-    gradients are made from ``block_tokens`` rows by ``tile_columns`` columns at a time.
+    ``schedule``: "forward" makes gradients along with the loss, "recompute" in backward from logits computed again,
+    "loss only" none. ``chunk_tokens``: rows of logits at a time in passes over all columns; "recompute" makes gradients
+    from ``block_tokens`` rows by ``tile_columns`` columns at a time. ``budget``: bytes that ``extra_bytes`` may reach.
     """
 
     sizes: Sizes
@@ -45,6 +46,7 @@ class Plan:
 
     @property
     def chunks(self) -> int:
+        """Number of chunks of tokens."""
         return math.ceil(self.sizes.tokens / self.chunk_tokens) if self.ending is None else self.ending
 
     @property
@@ -91,9 +93,10 @@ class Plan:
         return ROUNDING_ERROR[self.sizes.weight_dtype] * math.sqrt((roundings + 1) / 2)
 
     @property
-    def sums_halves(self) -> bool:
-        """Whether chunks of the weight's gradient are added in 16 bits."""
-        return self.sizes.own_weight_grad and self.weight_accumulate.itemsize < 4
+    def too_many_chunks(self) -> bool:
+        """Whether the weight's gradient adds up in 16 bits over more chunks than that is accurate for."""
+        half = self.sizes.own_weight_grad and self.weight_accumulate.itemsize < 4
+        return half and self.chunks > MAX_HALF_CHUNKS
 
     @property
     def vocab_block(self) -> int | None:
@@ -106,25 +109,22 @@ class Plan:
         """Whether a dense teacher's logits, and its statistics beside the student, are made along with gradients."""
         return self.schedule == "forward" and self.sizes.teacher_last
 
-    def own_dweight(self, stored: bool) -> bool:
-        """Whether dweight's products are ours: where rows are skipped, since BLAS cannot, and where the only one is
-        ``stored`` rather than added, as fast as BLAS's and launched sooner."""
-        sizes = self.sizes
-        least, most = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
-        only = self.schedule == "forward" and self.chunks == 1 and self.weight_accumulate == sizes.dtype
-        return sizes.store != "logits" and (sizes.skips or (stored and only and least <= sizes.tokens <= most))
-
-    def buffer_elements(self, tiled: bool) -> int:
-        """Logits in memory at a time: a chunk's, or a block's tile in the recompute schedule's backward."""
-        return self.block_tokens * self.tile_columns if tiled else self.chunk_tokens * self.sizes.vocab
-
-    def teacher_elements(self, tiled: bool) -> int:
-        """Logits of a dense teacher in memory at a time."""
-        columns = self.sizes.teacher_columns
-        return self.block_tokens * min(self.tile_columns, columns) if tiled else self.chunk_tokens * columns
-
     def __str__(self) -> str:
         return as_text(sections(self))
+
+
+def logits_shape(plan: Plan, tiled: bool) -> tuple[int, int]:
+    """Rows and columns of the logits in memory at a time: a chunk's or, if ``tiled``, those of a block's tile."""
+    return (plan.block_tokens, plan.tile_columns) if tiled else (plan.chunk_tokens, plan.sizes.vocab)
+
+
+def own_dweight(plan: Plan, stored: bool) -> bool:
+    """Whether dweight's products are ours: where rows are skipped, since BLAS cannot, and where the only one is
+    ``stored`` rather than added, as fast as BLAS's and launched sooner."""
+    sizes = plan.sizes
+    least, most = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
+    only = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype
+    return sizes.store != "logits" and (sizes.skips or (stored and only and least <= sizes.tokens <= most))
 
 
 def slices(total: int, step: int) -> Iterator[slice]:
@@ -228,6 +228,6 @@ def matmuls(plan: Plan, gpu: Gpu) -> str:
         whose = "ours" if s.own_dhidden else "BLAS's"
         found.append(f"dhidden {whose}" + (f" ({parts} parts)" if parts > 1 else ""))
     if plan.schedule != "loss only" and s.weight_grad:
-        own = (plan.schedule == "forward" or s.grads_in_matmul) and plan.own_dweight(stored=s.buffer_dtype is None)
+        own = (plan.schedule == "forward" or s.grads_in_matmul) and own_dweight(plan, stored=s.buffer_dtype is None)
         found.append("dweight " + ("ours" if own else "BLAS's"))
     return ", ".join(found)

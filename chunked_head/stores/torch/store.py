@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...core.stats import PAIR_STATS, Coefficients, Head, Rows, RowStats, View
 from ...kernels.common.tiles import LOG_FLOOR
-from ...plan.plans import Plan, slices
+from ...plan.plans import Plan, logits_shape, slices
 from ..matmul import again_rows, project_biased
 from ..store import MatmulStore
 from . import tiles as tiles
@@ -19,12 +19,14 @@ class TorchStore(MatmulStore):
         self.dtype = torch.promote_types(head.weight.dtype, torch.float32)
         device = head.weight.device
         self.swept_rows = plan.chunk_tokens
-        elements = plan.buffer_elements(tiled)
+        rows, columns = logits_shape(plan, tiled)
+        elements = rows * columns
         self.buffer = torch.empty(elements, dtype=self.dtype, device=device)
         self.scratch = torch.empty(min(tiles.TILE_ELEMENTS, elements), dtype=self.dtype, device=device)
         self.logits = self.buffer
         if self.demand.pairing is not None:
-            self.teacher_buffer = torch.empty(plan.teacher_elements(tiled), dtype=self.dtype, device=device)
+            elements = rows * min(columns, self.sizes.teacher_columns)
+            self.teacher_buffer = torch.empty(elements, dtype=self.dtype, device=device)
 
     def clean_rows(self, rows: Rows, out: RowStats | None) -> None:
         assert rows.source is not None

@@ -16,7 +16,7 @@ from ...kernels.statistics import launch as statistics
 from ...kernels.statistics.launch import Outputs
 from ...parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ...plan.buffers import padded_columns
-from ...plan.plans import Plan
+from ...plan.plans import Plan, logits_shape, own_dweight
 from ..matmul import again_rows, project_biased
 from ..store import MatmulStore
 
@@ -200,9 +200,11 @@ class LogitsStore(KernelStore):
         self.tiled = tiled
         device = head.weight.device
         self.swept_rows = plan.chunk_tokens
-        self.buffer = torch.empty(plan.buffer_elements(tiled), dtype=torch.float32, device=device)
+        rows, columns = logits_shape(plan, tiled)
+        self.buffer = torch.empty(rows * columns, dtype=torch.float32, device=device)
         if self.sizes.teacher_store is not None:
-            self.teacher_buffer = torch.empty(plan.teacher_elements(tiled), dtype=torch.float32, device=device)
+            elements = rows * min(columns, self.sizes.teacher_columns)
+            self.teacher_buffer = torch.empty(elements, dtype=torch.float32, device=device)
 
     def compute_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Stored:
         """Raw logits, with the bias or the bias to be added; without scale and cap."""
@@ -312,7 +314,7 @@ class HalfStore(KernelStore):
     ) -> None:
         # a buffer of the caller's may start anywhere
         aligned = out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
-        if gain is None and aligned and self.plan.own_dweight(stored=first):
+        if gain is None and aligned and own_dweight(self.plan, stored=first):
             products.dweight(out, dlogits, operand, first, self.gpu.product, counted_of(rows))
         else:
             super().add_dweight(zero_uncounted_(dlogits, rows), rows, operand, out, first, gain)
