@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..arithmetic.demand import Needs, check_kept, needs_of
 from ..core import checks
 from ..core.groups import TokenParallel, VocabParallel, block_of
+from ..core.options import flag
 from ..core.stats import Demand, Teacher
 from ..kernels.common.cache import Cache
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
@@ -68,7 +69,8 @@ class Task(Generic[Result]):
         batch = {} if batch is None else batch
         if not isinstance(batch, Mapping) or not (count is None or (type(count) is int and count > 0)):
             return None
-        static, numbers = (*head.static(head), *self.options), head.numbers
+        static = *head.static(head), self.kept_everywhere, self.inplace, *self.options
+        numbers = head.numbers
         kinds = tuple(map(type, (*static, *numbers)))
         operands = [one for one in (*head.per_token_operands, *head.shared_operands) if one is not None]
         device = head.device.type
@@ -87,7 +89,7 @@ class Task(Generic[Result]):
         # for each loss and metric the first one at an equal temperature, 0 for the call's: which share a softmax
         found = [call, *[call if part.temperature is None else part.temperature for part in parts]]
         key = (
-            self.function, self.per_token, self.inplace, static, kinds, self.kept_everywhere, len(leading),
+            self.function, self.per_token, static, kinds, len(leading),
             isinstance(head, HeadOptions) and head.accumulate_into is None,
             tuple([tensor if tensor is None else of_tokens(tensor, leading) for tensor in head.per_token_operands]),
             tuple([tensor if tensor is None else metadata(tensor) for tensor in head.shared_operands]),
@@ -199,6 +201,7 @@ def build(task: Task, numbers: str) -> Spec:
     """Checks everything that can be known before a tensor is looked into."""
     head, metrics = task.head, task.metrics
     dtype = head.check()
+    flag("kept_everywhere", task.kept_everywhere)
     task.check()
     if task.per_token:
         head.refuse_average()

@@ -137,15 +137,15 @@ def cross_entropy_task(
         head.check()
         checks.check_class_weights(class_weights, head.vocab, head.device, called)
     label_smoothing, z_loss = float(label_smoothing), float(z_loss)
-    if probabilities is None:
-        given = label_smoothing, z_loss, False
-        loss = remembered_loss(*given) if class_weights is None else make_loss(*given, class_weights)
-        batch = None if token_weights is None else {"token_weights": token_weights}
-    else:
+    batch: dict[str, Tensor] | None = None if token_weights is None else {"token_weights": token_weights}
+    if probabilities is not None:
         check_probabilities(head, probabilities)
         check()
-        loss = remembered_loss(0.0, z_loss, True)
         batch = class_probabilities.fields_of(probabilities, label_smoothing, class_weights, token_weights, head.shift)
+        label_smoothing, class_weights = 0.0, None  # which are in the probabilities now
+    given = label_smoothing, z_loss, probabilities is not None
+    weighted = class_weights is not None
+    loss = make_loss(*given, class_weights) if weighted else LOSSES.made(given, lambda: make_loss(*given))
     # the z-loss shares the denominator of the cross-entropy, class weights and all
     return reduced_task(
         function, head, loss, lambda ran: ran.outputs[0], reduction, normalizer, upstream, share_denominator=True,
@@ -194,11 +194,6 @@ def make_loss(
 
 # with a loss lives what has been found out about it
 LOSSES: Cache[Hashable, Losses] = Cache(64)
-
-
-def remembered_loss(label_smoothing: float, z_loss: float, probabilities: bool) -> Losses:
-    given = label_smoothing, z_loss, probabilities
-    return LOSSES.made(given, lambda: make_loss(*given))
 
 
 @in_graph(linear_cross_entropy)

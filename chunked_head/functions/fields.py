@@ -47,10 +47,10 @@ def with_candidates(
 
 
 def with_segments(
-    head: HeadOptions, batch: Any, num_segments: int | None, segment_lengths: Sequence[int] | Tensor | None
+    head: HeadOptions, batch: Any, num_segments: int | None, segment_lengths: Sequence[int] | Tensor
 ) -> tuple[Any, int | None, Segments | None]:
     """``batch`` with ``segments``, their number, and what the host knows of them."""
-    if segment_lengths is None or (batch is not None and not isinstance(batch, Mapping)):
+    if batch is not None and not isinstance(batch, Mapping):
         return batch, num_segments, None  # the call raises what is wrong with the batch
     lengths, tokens = numbers(segment_lengths), math.prod(head.leading)
     if num_segments is not None or "segments" in (batch or {}):

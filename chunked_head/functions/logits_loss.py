@@ -10,7 +10,6 @@ from ..call.spec import Task
 from ..compile.operation import in_graph, operation
 from ..core import checks
 from ..core.groups import TokenParallel, VocabParallel
-from ..core.options import flag
 from ..losses.base import Losses
 from ..losses.user.closures import Function
 from ..metrics import Metric
@@ -101,7 +100,7 @@ def logits_loss(
         )
     return reduced_task(
         "logits_loss", options, loss, loss_output, reduction, normalizer, None, metrics=measured, batch=batch,
-        num_segments=num_segments, kept_everywhere=flag("kept_everywhere", kept_everywhere), inplace=inplace,
+        num_segments=num_segments, kept_everywhere=kept_everywhere, inplace=inplace,
     )  # fmt: skip
 
 

@@ -128,8 +128,9 @@ def linear_logprobs(
     head = head_of("linear_logprobs", hidden, weight, target, options, temperature)
     flags = dict(zip(FLAGS, (entropy, lse, mean_logit, log_sum_sq_probs, argmax), strict=True))
     fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
-    fields, everywhere = with_candidates(head, fields, kept_everywhere, candidates, candidate_bias)
-    return logprobs_task("linear_logprobs", head, fields, flags, top_k, everywhere)
+    if candidates is not None or candidate_bias is not None:
+        fields, kept_everywhere = with_candidates(head, fields, kept_everywhere, candidates, candidate_bias)
+    return logprobs_task("linear_logprobs", head, fields, flags, top_k, kept_everywhere)
 
 
 def logprobs_task(
@@ -141,13 +142,13 @@ def logprobs_task(
     kept_everywhere: bool,
 ) -> Task[Any]:
     """What a function does that returns statistics of each token, of hidden states or of logits."""
-    for argument, value in flags.items():
-        flag(argument, value)
-    if top_k is not None:
-        checks.check_int("top_k", top_k)
     names = output_names(flags, top_k)
 
     def check() -> None:
+        for argument, value in flags.items():
+            flag(argument, value)
+        if top_k is not None:
+            checks.check_int("top_k", top_k)
         head.refuse_tokens(function)
         if head.target is None:
             raise ValueError("target is None, and log-probabilities are those of targets; pass token ids")
@@ -162,7 +163,7 @@ def logprobs_task(
         function, head, Losses(()), objective, lambda ran: laid_out(ran.outputs, names),
         batch={name: value for name, value in fields.items() if value is not None}, check=check,
         options=(*flags.values(), top_k), wants=lambda _: demand_of(names, top_k), per_token=names,
-        kept_everywhere=flag("kept_everywhere", kept_everywhere),
+        kept_everywhere=kept_everywhere,
     )  # fmt: skip
 
 
@@ -179,8 +180,9 @@ def demand_of(names: Sequence[str], top_k: int | None) -> Demand:
 
 def output_names(flags: Mapping[str, Any], top_k: int | None) -> tuple[str, ...]:
     """What a call returns, in order; those that take a gradient come first."""
-    flagged = [name for name in FLAGS if flags.get(name, False)]
-    return ("logprobs", *flagged, *(("top_k_logprobs", "top_k_ids") if top_k else ()))
+    flagged = [name for name in FLAGS if flags.get(name) is True]
+    several = isinstance(top_k, int) and top_k
+    return ("logprobs", *flagged, *(("top_k_logprobs", "top_k_ids") if several else ()))
 
 
 # made here, all of them: a compiler cannot take the making of a type

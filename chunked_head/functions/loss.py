@@ -166,12 +166,15 @@ def linear_loss(
         raise ValueError("stream_weights go with several streams: pass hidden as a list, or leave them out")
     hidden, target, loss = cast("tuple[Tensor, Tensor | None, Losses | Function]", (hidden, target, loss))
     head = head_of("linear_loss", hidden, weight, target, options, temperature)
-    batch, everywhere = with_candidates(head, batch, kept_everywhere, candidates, candidate_bias)
-    batch, num_segments, segments = with_segments(head, batch, num_segments, segment_lengths)
+    if candidates is not None or candidate_bias is not None:
+        batch, kept_everywhere = with_candidates(head, batch, kept_everywhere, candidates, candidate_bias)
+    segments = None
+    if segment_lengths is not None:
+        batch, num_segments, segments = with_segments(head, batch, num_segments, segment_lengths)
     summed, measured = check_loss(head.device, loss, metrics, reduction, normalizer, upstream)
     return reduced_task(
         "linear_loss", head, summed, loss_output, reduction, normalizer, upstream, metrics=measured, batch=batch,
-        num_segments=num_segments, kept_everywhere=everywhere, segments=segments,
+        num_segments=num_segments, kept_everywhere=kept_everywhere, segments=segments,
     )  # fmt: skip
 
 
@@ -229,7 +232,7 @@ def check_loss(
     upstream: float | Tensor | None,
 ) -> tuple[Losses, tuple[Metric, ...]]:
     """Raises what is wrong with the arguments but the head's and ``batch``; the loss and the metrics."""
-    loss, measured = as_losses(loss), as_metrics(metrics)
+    loss, measured = loss if isinstance(loss, Losses) else as_losses(loss), as_metrics(metrics)
     for metric in measured:
         if metric.over_streams:
             raise ValueError(f"metrics.{metric.kind} goes over several streams: pass hidden as a list to linear_loss")

@@ -56,11 +56,9 @@ class Arguments:
         self.leading: tuple[int, ...] = ()
         self.sizes = 0, 0  # ``CALL_SIZES``
         self.rows: int | None = None  # that it may run with, those behind its tokens' for nothing; None: its tokens'
-        self.kind = self.kind_of(given) if self.on_a_gpu(given) else None
-
-    def on_a_gpu(self, given: Mapping[str, Any]) -> bool:
         hidden, weight = given.get("hidden"), given.get("weight")
-        return isinstance(hidden, Tensor) and isinstance(weight, Tensor) and hidden.device.type in DEVICES
+        on_a_gpu = isinstance(hidden, Tensor) and isinstance(weight, Tensor) and hidden.device.type in DEVICES
+        self.kind = self.kind_of(given) if on_a_gpu else None
 
     def kind_of(self, given: Mapping[str, Any]) -> Kind | None:
         checks.refuse_transforms()  # their tensors have no address
