@@ -36,7 +36,6 @@ FUSED = [
     ("T5ForConditionalGeneration", "lm_head", "scale 1, no softcap"),
     ("MixtralForCausalLM", "lm_head", "scale 1, no softcap"),  # with its router's loss
     ("Qwen2VLForConditionalGeneration", "lm_head", "scale 1, no softcap"),
-    ("ChameleonForConditionalGeneration", "lm_head", "scale 1, no softcap, filled ids"),
     ("ProphetNetForCausalLM", "lm_head", "scale 1, no softcap"),  # by log_softmax and nll_loss
     ("BlipForConditionalGeneration", "text_decoder.cls.predictions.decoder", "scale 1, no softcap"),  # names no head
     ("ClvpForCausalLM", "lm_head", "scale 1, no softcap"),  # nor does this one
@@ -49,6 +48,11 @@ def test_every_kind_of_tail_is_fused_and_right(name: str, head: str, tail: str) 
     outcome = check(CLASSES[name])
     assert (outcome.verdict, outcome.reason) == ("fused", "")
     assert (outcome.head, outcome.tail, outcome.materialised) == (head, tail, 0)
+
+
+def test_ids_that_are_filled_compute_the_logits() -> None:
+    outcome = check(CLASSES["ChameleonForConditionalGeneration"])
+    assert outcome.verdict == "materialised" and "__setitem__ at modeling_chameleon.py" in outcome.reason
 
 
 def test_what_is_computed_after_all_is_said() -> None:

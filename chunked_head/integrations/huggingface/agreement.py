@@ -67,7 +67,7 @@ class Agreement:
         self.tail: Tail | None = None
         self.fused, self.materialised, self.reasons = 0, 0, list[str]()
         # graphs write these and read none that they did not write: nothing that changes may be what one is made for
-        self.graph_tail: tuple[float, float | None, int | None, int, bool] | None = None
+        self.graph_tail: tuple[float, float | None, int | None, int] | None = None
         self.graph_reason: str | None = None
         self.graph_fused = self.graph_computed = False  # in the forward that runs
         self.forwards = 0  # runs of the class's forward; -1 after one in a graph

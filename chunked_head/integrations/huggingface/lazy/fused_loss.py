@@ -150,8 +150,7 @@ def cross_entropy(
     target = target.to(logits.hidden.device, torch.int64)
     own = running(source.head) is source.patch
     asked = Asked(source, tail, logits.steps, target, weight, ignore_index, reduction, float(label_smoothing), own)
-    # a filled logit has no gradient, which a target among the filled ids would have of a very low bias
-    if source.head.reads_weight and not tail.filled:
+    if source.head.reads_weight:
         loss = source.inside(logits.hidden, asked.whole)
     else:
         with source.taken():

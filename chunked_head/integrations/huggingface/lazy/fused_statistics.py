@@ -72,8 +72,7 @@ def reading(v: Virtual) -> Read | None:
                 factor = factor * argument if name == "mul" else factor / argument
     logits = v if at is None else v.but(steps=v.steps[:at])
     tail = tail_of(logits)
-    # the mean of cropped logits is that of what is left; a filled one's would drown it
-    if tail is None or tail.filled or not v.source.fuses or not v.source.head.reads_weight:
+    if tail is None or not v.source.fuses or not v.source.head.reads_weight:
         return None
     return Read(logits, tail, factor)
 

@@ -15,14 +15,12 @@ class Tail:
     """``x = softcap * tanh(logit_scale * (hidden @ weight[:vocab].T + bias) / softcap)``, each part where asked.
 
     ``biases``: vectors over the vocabulary and the factor that each had when it was added: to be divided by it.
-    ``filled``: some ids' logits are put far below every other's.
     """
 
     logit_scale: float = 1.0
     softcap: float | None = None
     vocab: int | None = None
     biases: tuple[tuple[Tensor, float], ...] = ()
-    filled: bool = False
 
     def bias(self, own: Tensor | None, weight: Tensor) -> Tensor | None:
         """The bias of the cropped head [vocab], differentiable; ``own``: the module's."""
@@ -34,9 +32,9 @@ class Tail:
         return total
 
     @property
-    def numbers(self) -> tuple[float, float | None, int | None, int, bool]:
+    def numbers(self) -> tuple[float, float | None, int | None, int]:
         """What is said of it, without tensors."""
-        return self.logit_scale, self.softcap, self.vocab, len(self.biases), self.filled
+        return self.logit_scale, self.softcap, self.vocab, len(self.biases)
 
     def __str__(self) -> str:
         return in_words(*self.numbers)
@@ -58,18 +56,18 @@ class Rehearsed(NamedTuple):
     made_at: str = ""
 
 
-def in_words(logit_scale: float, softcap: float | None, vocab: int | None, biases: int, filled: bool) -> str:
+def in_words(logit_scale: float, softcap: float | None, vocab: int | None, biases: int) -> str:
     """A tail's numbers in words."""
     parts = [f"scale {logit_scale:g}", f"softcap {softcap:g}" if softcap else "no softcap"]
     parts += [f"{biases} added vector(s)"] if biases else []
     parts += [f"vocabulary cropped to {vocab}"] if vocab is not None else []
-    return ", ".join(parts + (["filled ids"] if filled else []))
+    return ", ".join(parts)
 
 
 def tail_of(logits: Virtual) -> Tail | None:
     """None where the steps are no such thing."""
     before, after, capped = 1.0, 1.0, False  # factors before and after the tanh
-    vocab, biases, filled = None, [], False
+    vocab, biases = None, []
     for name, argument in logits.steps:
         if name in ("mul", "div"):
             if argument == 0:
@@ -82,16 +80,14 @@ def tail_of(logits: Virtual) -> Tail | None:
             capped = True
         elif name == "crop":
             vocab = argument
-        elif name == "log_softmax" or (name in ("add", "fill") and capped):
+        elif name == "log_softmax" or (name == "add" and capped):
             return None
         elif name == "add":
             if argument.dtype != logits.hidden.dtype and logits.source.autocast is None:
                 return None  # a head's bias is of its weight's dtype
             biases.append((argument, before))
-        elif name == "fill":
-            filled = True
     if not capped:
-        return Tail(before, None, vocab, tuple(biases), filled)
+        return Tail(before, None, vocab, tuple(biases))
     if after <= 0:
         return None
-    return Tail(before * after, after, vocab, tuple(biases), filled)
+    return Tail(before * after, after, vocab, tuple(biases))

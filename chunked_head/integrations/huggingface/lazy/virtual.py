@@ -5,7 +5,6 @@ hidden states at once, those on each logit are written down with copies of their
 later changes nothing, as with logits. ``NotImplemented`` means that an operation is neither.
 """
 
-import copy
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from torch import Tensor
 NUMBERS = (int, float)  # not a union, which torch.compile of torch 2.9 cannot take
 MASKS = (torch.bool, torch.uint8)
 DIMENSIONS = ("dim", "dim0", "dim1", "axis0", "axis1", "start_dim", "end_dim")  # parameters of a tensor's methods
-LOWEST_FILL = -6e4  # a logit filled with less has no probability beside any other, in float16 already
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +23,7 @@ class Virtual:
     """``hidden`` [..., hidden]; ``steps`` done to the head's output, in order; ``vocab`` columns that are left.
 
     A step is a name with its argument: ``("cast", dtype)``, ``("mul", s)``, ``("div", s)``, ``("tanh", None)``,
-    ``("add", [vocab])``, ``("crop", n)``, ``("log_softmax", dtype)``, ``("fill", (ids, value))``. ``source`` computes
-    the head's output.
+    ``("add", [vocab])``, ``("crop", n)``, ``("log_softmax", dtype)``. ``source`` computes the head's output.
     """
 
     hidden: Tensor
@@ -62,16 +59,9 @@ def replay(logits: Tensor, steps: Sequence[tuple[str, Any]]) -> Tensor:
     return logits
 
 
-def filled(logits: Tensor, given: tuple[Any, Any]) -> Tensor:
-    ids, value = given
-    logits = logits.clone()
-    logits[..., ids] = value
-    return logits
-
-
 STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "cast": lambda logits, dtype: logits.to(dtype), "mul": operator.mul, "div": operator.truediv, "add": operator.add,
-    "tanh": lambda logits, _: logits.tanh(), "crop": lambda logits, count: logits[..., :count], "fill": filled,
+    "tanh": lambda logits, _: logits.tanh(), "crop": lambda logits, count: logits[..., :count],
     "log_softmax": lambda logits, dtype: logits.log_softmax(-1, dtype=dtype),
 }  # fmt: skip
 
@@ -172,19 +162,6 @@ def crop(v: Virtual, last: Any) -> Any:
     return v if stop == v.vocab else v.then("crop", stop).but(vocab=stop)
 
 
-def fill(v: Virtual, index: Any, value: Any) -> Any:
-    """``logits[..., ids] = value`` for every row."""
-    given = split_index(v, index)
-    if given is None or not all(isinstance(part, slice) and part == slice(None) for part in given[0]):
-        return NotImplemented
-    if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
-        value = value.item()
-    if not isinstance(value, NUMBERS) or not value <= LOWEST_FILL or value == -float("inf"):
-        return NotImplemented
-    ids = given[1].clone() if isinstance(given[1], Tensor) else copy.copy(given[1])
-    return v.then("fill", (ids, value))
-
-
 def numbers(args: tuple[Any, ...]) -> tuple[int, ...]:
     """A shape or dimensions, given one by one or as one sequence."""
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
@@ -232,12 +209,6 @@ def permute(v: Virtual, *dims: Any) -> Any:
     return v.rows(v.hidden.permute(order))
 
 
-def narrow(v: Virtual, dim: int, start: int, length: int) -> Any:
-    if positive(v, dim) == len(v.shape) - 1:
-        return crop(v, slice(start, start + length))
-    return v.rows(v.hidden.narrow(dim if dim >= 0 else positive(v, dim), start, length))
-
-
 def by_rows(name: str, *names: str, **defaults: int) -> Callable[..., Any]:
     """The tensor's own method of parameters of these names, along any dimensions but the vocabulary's."""
 
@@ -281,7 +252,8 @@ COPIES: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 VIEWS: dict[str, Callable[..., Any]] = {
     "__getitem__": getitem, "view": reshape, "reshape": reshape, "expand": expand, "unsqueeze": unsqueeze,
-    "permute": permute, "narrow": narrow, "contiguous": same, "detach": detach, "squeeze": by_rows("squeeze", "dim"),
+    "permute": permute, "contiguous": same, "detach": detach, "squeeze": by_rows("squeeze", "dim"),
+    "narrow": by_rows("narrow", "dim", "start", "length"),
     "flatten": by_rows("flatten", "start_dim", "end_dim", start_dim=0, end_dim=-1),
     "transpose": by_rows("transpose", "dim0", "dim1"), "swapaxes": by_rows("swapaxes", "axis0", "axis1"),
     "split": by_rows("split", "split_size", "dim", dim=0), "chunk": by_rows("chunk", "chunks", "dim", dim=0),
@@ -289,7 +261,7 @@ VIEWS: dict[str, Callable[..., Any]] = {
     "select": by_rows("select", "dim", "index"),
 }  # fmt: skip
 IN_PLACE: dict[str, Callable[..., Any]] = {
-    "mul_": COPIES["mul"], "div_": COPIES["div"], "tanh_": step("tanh"), "add_": add, "__setitem__": fill,
+    "mul_": COPIES["mul"], "div_": COPIES["div"], "tanh_": step("tanh"), "add_": add,
 }  # fmt: skip
 OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add",
              "__imul__": "mul_", "__itruediv__": "div_", "__iadd__": "add_"}  # fmt: skip
