@@ -139,19 +139,16 @@ OUTSIDE = [case for case in CASES if case in ("label smoothing", "a loss outside
 
 @pytest.mark.parametrize("case", OUTSIDE)
 def test_metrics_of_a_loss_outside_are_refused(case: str, tmp_path: Path) -> None:
-    """Where the trainer is given to log_metrics, else at the first step, before a weight has changed."""
+    """At the first step, before a weight has changed."""
     arguments, own, _ = CASES[case]
-    model = patch_model(tiny_models.llama(), metrics=[metrics.entropy()])
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"log_metrics needs a trainer whose loss the model's forward makes.*labels"):
-        trained(model, tmp_path, arguments, own)
-    model = patch_model(tiny_models.llama(), losses.focal())
-    with pytest.raises(
-        RuntimeError, match=r"loss= of patch_model has no part in.*that trainer\.py:\d+ called.*training"
-    ):
-        trained(model, tmp_path, arguments, own)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name])
+    for asked, given in (("metrics", {"metrics": [metrics.entropy()]}), ("loss", {"loss": losses.focal()})):
+        model = patch_model(tiny_models.llama(), **given)
+        before = copy.deepcopy(model.state_dict())
+        message = rf"{asked}= of patch_model has no part in.*that trainer\.py:\d+ called.*training"
+        with pytest.raises(RuntimeError, match=message):
+            trained(model, tmp_path, arguments, own)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, before[name])
 
 
 @pytest.mark.parametrize("case", OUTSIDE)

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 from ...metrics import all_reduce
-from .agreement import REMEDY, Agreement
+from .agreement import Agreement
 from .find_head import base_model
 
 
@@ -19,19 +19,13 @@ def log_metrics(trainer: Any) -> Any:
     device when they are logged, and no earlier. No callback: reporters that come before it would not see them.
 
     Raises:
-        ValueError: the trainer's model is not patched, measures nothing, or the trainer makes its loss outside of the
-            model's forward, where nothing is measured.
+        ValueError: the trainer's model is not patched, or measures nothing. A trainer that makes its loss outside of
+        the model's forward raises at its first step.
     """
     agreed = getattr(base_model(trainer.model), "chunked_head", None)
     if not isinstance(agreed, Agreement) or not agreed.measured:
         raise ValueError(
             "log_metrics needs a trainer whose model measures: patch_model(model, metrics=[metrics.entropy(), ...])"
-        )
-    elsewhere = outside(trainer)
-    if elsewhere is not None:
-        raise ValueError(
-            f"log_metrics needs a trainer whose loss the model's forward makes, got a {type(trainer).__name__} that "
-            f"{elsewhere}, where nothing is measured; {REMEDY}"
         )
     if getattr(trainer.log, "logs_metrics", False):
         return trainer
@@ -48,15 +42,6 @@ def log_metrics(trainer: Any) -> Any:
     with_metrics.logs_metrics = True  # type: ignore[attr-defined]
     trainer.log = with_metrics
     return trainer
-
-
-def outside(trainer: Any) -> str | None:
-    """How a trainer makes its loss outside of the model's forward; None where it is not known to."""
-    if any(base.__module__.split(".")[0] == "trl" for base in type(trainer).__mro__):
-        return "computes it from the head's weight, as TRL's do"
-    if getattr(getattr(trainer, "args", None), "label_smoothing_factor", 0):
-        return f"smooths labels itself (label_smoothing_factor={trainer.args.label_smoothing_factor})"
-    return "has a compute_loss_func" if getattr(trainer, "compute_loss_func", None) is not None else None
 
 
 def evaluated(logs: dict[str, float]) -> str | None:
