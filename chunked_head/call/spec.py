@@ -413,7 +413,7 @@ def sizes_of(
     width = 0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1]
     return Sizes(
         tokens, hidden, columns, dtype, demand=demand, bias_grad=bias_grad,
-        teacher_columns=0 if demand.pairing is None else demand.pairing.columns, teacher_width=width,
+        teacher_width=width,
         teacher_cast=teacher is not None and teacher.casts,
         teacher_store=None if teacher is None else backend.teacher_store(teacher, store),
         store=store, deterministic=deterministic, block=block_of(vocab) if deterministic else None, **given, **traits,

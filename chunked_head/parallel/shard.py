@@ -61,7 +61,7 @@ class Shard:
         """This part in a call that all ranks make alike; raises on every rank where they are about to do different
         things."""
         demand = plan.sizes.demand.of_columns(None)
-        sizes = replace(plan.sizes, vocab=0, padding=0, teacher_columns=0, demand=demand)
+        sizes = replace(plan.sizes, vocab=0, padding=0, demand=demand)
         return self.agreed_on(call | described(replace(plan, sizes=sizes, tile_columns=0, budget=0)), device)
 
     def agreed_on(self, fields: dict[str, str], device: torch.device) -> "Shard":

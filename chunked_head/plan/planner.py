@@ -144,11 +144,11 @@ def plan_anew(sizes: Sizes, request: Request) -> Plan | NoPlan:
 def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | NoPlan:
     """A plan of equal chunks on every rank, made for the largest part of the vocabulary, ``most`` columns, for a rank
     of ``sizes.vocab`` of them. The demand of ``sizes`` is of the whole vocabulary."""
-    teacher = sizes.teacher_columns > 0
-    plan = find_plan(replace(sizes, vocab=most, largest_part=None, padding=0, teacher_columns=most * teacher), request)
+    demand = sizes.demand
+    plan = find_plan(replace(sizes, vocab=most, largest_part=None, padding=0, demand=demand.of_columns(most)), request)
     if isinstance(plan, NoPlan):
         return plan
-    own = replace(sizes, demand=sizes.demand.of_columns(sizes.vocab), teacher_columns=sizes.vocab * teacher)
+    own = replace(sizes, demand=demand.of_columns(sizes.vocab))
     # sums in 16 bits are over as many chunks as they may be
     most_chunks = MAX_HALF_CHUNKS if plan.sizes.own_weight_grad and plan.weight_accumulate.itemsize < 4 else 0
     rows, block = (

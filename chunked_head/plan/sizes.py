@@ -45,7 +45,6 @@ class Sizes:
     deterministic: bool = False  # a token's numbers do not depend on the other tokens, nor on their number
     block: int | None = None  # ids of a block, which statistics are summed in before the sum of blocks
     # a dense teacher
-    teacher_columns: int = 0  # ids that the student has too
     teacher_width: int = 0  # columns of its hidden states, 0 where it gives logits
     teacher_cast: bool = False  # whether its head is cast for autocast
     teacher_store: Literal["relative", "logits"] | None = None  # of its logits; None where the caller's are read
@@ -70,6 +69,11 @@ class Sizes:
     @property
     def any_grad(self) -> bool:
         return self.hidden_grad or self.weight_grad or self.bias_grad
+
+    @property
+    def teacher_columns(self) -> int:
+        """Columns of a dense teacher's logits on this rank, those of ids that the student has too."""
+        return 0 if self.demand.pairing is None else self.demand.pairing.columns
 
     @property
     def own_weight_grad(self) -> bool:
