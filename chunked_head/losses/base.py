@@ -296,7 +296,8 @@ def make(
 ) -> Losses:
     """A sum of one loss; ``given`` are the user's ``SummandOptions``, ``known`` further fields of ``Summand``. Where
     they don't fit, an error that names the loss."""
-    shared.refuse_unknown("losses", kind, given, SUMMAND)
+    if given:
+        shared.refuse_unknown("losses", kind, given, SUMMAND)
     summand = Summand(kind, function, options or {}, frozenset(needs), **known, **given)
     check_summand(summand)
     return Losses(((1.0, summand),))
@@ -304,7 +305,8 @@ def make(
 
 def check_summand(summand: Summand) -> None:
     where = f"losses.{summand.kind}"
-    shared.check_temperature(where, summand.temperature)
+    if summand.temperature is not None:
+        shared.check_temperature(where, summand.temperature)
     if summand.reduction not in (None, "mean", "sum"):
         raise ValueError(f'reduction of {where} must be "mean" or "sum" (None: the call\'s), got {summand.reduction!r}')
     if summand.reduction == "sum" and summand.normalizer is not None:

@@ -228,9 +228,11 @@ def make_policy(
     unit: str | None = None,  # None: a loss of tokens that knows no segments
 ) -> Losses:
     """The loss with its rollout weights taken out of ``policy``."""
-    refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
-    summand = {name: value for name, value in policy.items() if not name.startswith("rollout")}
-    rollout = _rollout(f"losses.{kind}", **{name: policy[name] for name in policy.keys() - summand.keys()})
+    summand, rollout = policy, None
+    if policy:
+        refuse_unknown("losses", kind, policy, PolicyOptions.__annotations__)
+        summand = {name: value for name, value in policy.items() if not name.startswith("rollout")}
+        rollout = _rollout(f"losses.{kind}", **{name: policy[name] for name in policy.keys() - summand.keys()})
     segments = unit is not None or (rollout is not None and rollout.level == "segment")
     fields = ("advantages", *["segments"] * segments, *["rollout_logprobs"] * (rollout is not None))
     # REINFORCE has no ratio: old log-probabilities are part of its rollout weights only

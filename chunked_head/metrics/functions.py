@@ -32,9 +32,10 @@ def make(
 ) -> Metric:
     """A metric whose default name says what of it is not the usual: ``name`` (the kind), ``suffix``, level and
     reduction; ``common`` are ``MetricOptions``, ``known`` further fields of ``Metric``."""
-    of_segments = choice(f"metrics.{kind}", "level", level, ("token", "segment")) == "segment"
-    refuse_unknown("metrics", kind, common, MetricOptions.__annotations__)
-    if of_segments:
+    if common:
+        refuse_unknown("metrics", kind, common, MetricOptions.__annotations__)
+    if level != "token":
+        choice(f"metrics.{kind}", "level", level, ("token", "segment"))
         if common.get("weighting") is not None:
             raise ValueError(f"weighting of metrics.{kind} has no meaning here: its values are per segment")
         known |= {"scope": "segment", "unit": "segment"}

@@ -55,7 +55,8 @@ class Metric(Part):
             raise ValueError(f'{where} has values per segment, which need all tokens: scope="segment"')
         if self.weighting != "token" and (self.unit != "token" or self.reduce != "mean"):
             raise ValueError(f"weighting of {where} is that of a mean over tokens; here it has no meaning")
-        check_temperature(where, self.temperature)
+        if self.temperature is not None:
+            check_temperature(where, self.temperature)
         if self.weighting != "token" and self.ids not in self.fields:
             object.__setattr__(self, "fields", (*self.fields, self.ids))
 
