@@ -173,7 +173,7 @@ def agreed_batch(tokens: Tokens) -> None:
 
 
 def with_global_counts(tokens: Tokens) -> Tokens:
-    """The same call with the counts of all ranks' tokens, and nan on every rank where an id is out of range on one."""
+    """The tokens with the counts of all ranks, and nan on every rank where an id is out of range on one."""
     parallel = tokens.head.tokens
     assert parallel is not None
     agreed_batch(tokens)
@@ -221,14 +221,14 @@ def shown(value: Any) -> str:
 
 
 def kind_of(value: float | Tensor | str | None) -> str:
-    """Not which number it is, since another at every step would be a new kind of call each time."""
+    """The kind of an option, not its number: another number at every step would be a new kind of call each time."""
     if isinstance(value, str):
         return value
     return type(value).__name__ if value is None or isinstance(value, Tensor) else "number"
 
 
 def call_fields(tokens: Tokens) -> dict[str, str]:
-    """What ranks that share a call must have in common of it."""
+    """Values that ranks which share a call must have in common, as text by name."""
     head, batch = tokens.head, tokens.batch
     task = tokens.task
     found = {"function": task.function} | {name: kind_of(value) for name, value in task.asked.items()}

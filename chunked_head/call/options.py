@@ -58,7 +58,7 @@ def check_parallel(parallel: VocabParallel | TokenParallel | None) -> None:
 
 
 class Execution(TypedDict, total=False):
-    """How a call on hidden states runs, and what of the head it holds: keywords of every such function.
+    """Keywords of every function on hidden states: memory, order of sums, ranks.
 
     Attributes:
         memory_budget: bytes, or a string such as "512MiB", that everything beside the gradients (and under autocast the
@@ -110,7 +110,7 @@ class Execution(TypedDict, total=False):
 
 
 class Head(Execution, total=False):
-    """What makes logits of a head's products too, as ``linear_cross_entropy`` says: keywords of all its functions."""
+    """Keywords of every function of a head, as ``linear_cross_entropy`` documents them."""
 
     bias: Tensor | None
     ignore_index: int
@@ -120,7 +120,7 @@ class Head(Execution, total=False):
 
 
 class PerTokenOptions(Head, total=False):
-    """Keywords of ``linear_logprobs`` beside what it returns."""
+    """Keywords of ``linear_logprobs`` but those that name its results."""
 
     temperature: float | Tensor  # [...], indexed like the target
     mask: Tensor | None
@@ -184,7 +184,7 @@ class OfRanks:
 
     @property
     def request(self) -> Request:
-        """What steers the plan."""
+        """The options that steer the plan."""
         return DEFAULT_REQUEST
 
     def in_memory(self) -> Self:
@@ -269,7 +269,7 @@ class HeadOptions(OfRanks):
         return dtype
 
     def check_order_of_sums(self, parallel: VocabParallel) -> None:
-        """Of two shares there is one sum; the order of more is the library's, by a row's place in the message."""
+        """Raises for three ranks or more: two shares have one sum, the order of more is torch.distributed's."""
         summed = parallel.reduce_dhidden and torch.is_grad_enabled() and self.hidden.requires_grad
         if summed and parallel.ranks > 2:
             raise ValueError(
@@ -298,7 +298,7 @@ class HeadOptions(OfRanks):
 
     @functools.cached_property
     def gradient_buffer(self) -> GradientBuffer | None:
-        """Where the weight's gradient goes instead of back, None where it goes back or is not made."""
+        """The caller's buffer that the weight's gradient is added to; None without a gradient or buffer."""
         others = {"hidden": self.hidden, "target": self.target, "bias": self.bias}
         return resolve_into(self.accumulate_into, self.weight, others)
 

@@ -1,4 +1,4 @@
-"""From a call to what runs: its Spec, its tokens, its plan, its objective; the same way for every public function."""
+"""The run of a call: its Spec, its tokens, its plan, its objective, in this order for every public function."""
 
 import functools
 from dataclasses import replace
@@ -26,7 +26,7 @@ Wanted = tuple[bool, bool, bool]  # whether gradients of hidden states, weight a
 
 
 class Outcome(NamedTuple):
-    """What ran, and what came of it."""
+    """A call that ran, and its results."""
 
     outputs: tuple[Tensor, ...]
     # what follows is there for calls that have run themselves; of a replay there are the outputs alone
@@ -74,7 +74,7 @@ def wanted_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Wanted:
 
 
 class Planned(NamedTuple):
-    """How a call runs, before its ranks have exchanged anything."""
+    """A call with its plan, before its ranks have exchanged anything."""
 
     tokens: Tokens  # in the order in which they run
     rows: Tensor  # hidden states
@@ -83,7 +83,7 @@ class Planned(NamedTuple):
     spans: Spans | None
 
     def call(self, objective: Objective, padded: bool = False) -> HeadCall:
-        """With what the ranks know of each other."""
+        """The call with its objective, and with all that its ranks have agreed on."""
         tokens, head, temperature = self.tokens, self.tokens.head, self.tokens.needs.temperature
         assert isinstance(head, HeadOptions)
         scale, softcap = float(head.logit_scale) / temperature, head.softcap
@@ -158,7 +158,7 @@ def call_sizes(
     plain_rows: bool,
     buffer_dtype: torch.dtype | None,
 ) -> Sizes:
-    """What the plan of ``count`` tokens is made from. ``by_segments``: chunks end where segments do. ``copied``: hidden
+    """The sizes of a plan for ``count`` tokens. ``by_segments``: chunks end where segments do. ``copied``: hidden
     states that no view flattens, or in another order. ``plain_rows``: columns of hidden states are contiguous."""
     head, spec, packing = tokens.head, tokens.spec, tokens.packing
     assert isinstance(head, HeadOptions)

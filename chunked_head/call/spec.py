@@ -139,7 +139,7 @@ def of_field(
 
 @dataclass(frozen=True, eq=False)
 class Spec:
-    """How calls of one key and numbers run."""
+    """The decisions for calls of one key and equal numbers."""
 
     dtype: torch.dtype  # of the matmuls
     statistics_dtype: torch.dtype
@@ -250,7 +250,7 @@ def build(task: Task, numbers: str) -> Spec:
 def needs_for(
     task: Task, losses: Losses, wanted: Sequence[str], columns: int, teacher_vocab: int | None
 ) -> tuple[Needs, Demand]:
-    """What losses and metrics need at the call's numbers, as ``bare`` leaves it; and the statistics of the call."""
+    """Needs of losses and metrics at the call's numbers, as ``bare`` leaves them, and the statistics of the call."""
     head = task.head
     needs = needs_of(losses, task.metrics, head.plain_temperature, head.vocab, columns, teacher_vocab)
     demand = task.wants(needs.demand)
@@ -265,8 +265,8 @@ def needs_for(
 def may_pad(
     parts: Sequence[Summand | Metric], wanted: Iterable[str], known: Mapping[str, Field], request: Request
 ) -> bool:
-    """Whether rows that do not count may follow the tokens' own without anyone's notice: kernels alone read what goes
-    with tokens, functions of users see none of it, and no limit of the caller's is on sizes."""
+    """True where rows that do not count may follow the tokens unnoticed: only kernels read what goes with tokens,
+    functions of users see none of it, and the caller limits no size."""
     token = Field("token")
     numbers = all(field == "mask" or (known[field] == token and field != TEMPERATURE) for field in wanted)
     alone = all(part.unit == "token" and part.scope == "token" and part.builtin for part in parts)
@@ -337,7 +337,7 @@ def named_weights(task: Task) -> tuple[Losses, dict[str, Any], dict[str, Field]]
 
 
 def bare(needs: Needs) -> Needs:
-    """What may outlive the call: neither its tensors nor functions of users."""
+    """The needs without the call's tensors and functions of users, which must not outlive it."""
     nothing = torch.empty(0, dtype=torch.float32)
     summands = []
     for summand, view in needs.structure.summands:
@@ -355,8 +355,8 @@ def without_functions(parts: Sequence[tuple[Any, int]]) -> tuple[tuple[Any, int]
 
 
 def completed(spec: Spec, task: Task) -> Needs:
-    """What ``bare`` has left, with the functions of users that the call's losses and metrics have; all of them may read
-    the target where the call has one."""
+    """The Spec's needs with the functions of users that the call's losses and metrics have; all of them may read the
+    target where the call has one."""
     needs, targets = spec.needs, task.head.target is not None
     if spec.library:
         return needs
@@ -377,12 +377,12 @@ def completed(spec: Spec, task: Task) -> Needs:
 
 
 def alone(losses: Losses) -> bool:
-    """Whether gradients wait for the statistics of their own segments (pairs) alone."""
+    """True where gradients wait for the statistics of a segment (a pair) and no further."""
     return coupled(losses) and all(summand.alone for _, summand in losses.terms)
 
 
 def coupled(losses: Losses) -> bool:
-    """Whether a loss needs all tokens' statistics for its values, and so for its gradients."""
+    """True where a loss needs all tokens' statistics for its values, and so for its gradients."""
     return any(summand.scope == "segment" for _, summand in losses.terms)
 
 
@@ -405,7 +405,7 @@ def sizes_of(
     plain_rows: bool = True,
     **given: Any,
 ) -> Sizes:
-    """What a plan is made from, of a call or of one that is planned alone. ``traits``: the backend's of the device, and
+    """The sizes that a plan is made from, of a call or of ``plan()``. ``traits``: the backend's of the device, and
     those of ranks. ``columns``: rows of the weight that are here and stand for an id, of ``vocab``. ``given``: further
     fields of ``Sizes``."""
     layout = Layout(traits.get("gpu"), dtype, hidden, plain_weight, plain_rows, capped, bias_grad, demand)
@@ -421,7 +421,7 @@ def sizes_of(
 
 
 def own_matmuls(head: HeadOptions, spec: Spec) -> bool:
-    """Whether the logits are made by a matmul of the backend's own."""
+    """True where a matmul of the backend makes the logits, not BLAS."""
     gpu = spec.backend.traits(head.device).get("gpu")
     capped, plain = head.softcap is not None, is_plain(head.weight)
     layout = Layout(gpu, spec.dtype, head.weight.shape[1], plain, True, capped, False, spec.demand)
@@ -429,5 +429,5 @@ def own_matmuls(head: HeadOptions, spec: Spec) -> bool:
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Whether kernels may read it in blocks: contiguous, aligned to 16 bytes."""
+    """True for a weight that kernels may read in blocks: contiguous, aligned to 16 bytes."""
     return weight.is_contiguous() and weight.data_ptr() % 16 == 0

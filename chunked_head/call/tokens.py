@@ -1,4 +1,4 @@
-"""The tokens of a call: targets and fields beside its rows of hidden states, flat, in the order in which they run."""
+"""The tokens of a call: targets and fields in the order of its rows of hidden states, flat."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ class Packing:
     """An order of a call's tokens: those that count first, in the order in which they stand, or one the host names.
 
     Hidden states are copied into this order where a pass over them begins, and their gradient is put back at its end.
-    Either nobody but the device knows how many count: ``order`` holds all tokens, and the matmuls stop at ``count``.
+    Either only the device knows how many count: ``order`` holds all tokens, and the matmuls stop at ``count``.
     Or ``count`` is None, and the matmuls are over all that ``order`` holds: those that count, where the host has waited
     for their number, or all tokens.
     """
@@ -47,8 +47,8 @@ class Packing:
 
     @classmethod
     def of(cls, target: Tensor, wait: bool, kept: Tensor | None = None) -> "Packing":
-        """From each row's target, -1 where it does not count; rows ``kept`` [tokens], which no matmul makes the logits
-        of, come after the others that count."""
+        """The order by each row's target, -1 where it does not count. Rows ``kept`` [tokens], whose logits no matmul
+        makes, come after the others that count."""
         counts = target >= 0
         last = (~counts).to(torch.uint8) * 2
         first = counts if kept is None else counts & ~kept
@@ -62,7 +62,7 @@ class Packing:
         return values.index_select(0, self.order)
 
     def places(self, rows: Tensor) -> Tensor:
-        """Where rows of the call stand in this order, -1 for those that are none."""
+        """Places of rows of the call in this order, -1 for those that are none."""
         place = torch.full((self.tokens + 1,), -1, dtype=torch.int64, device=rows.device)
         place[self.order] = torch.arange(len(self.order), device=rows.device)
         return place[rows]  # -1 is the last
@@ -102,12 +102,12 @@ class Tokens:
 
     @property
     def waits_for_nothing(self) -> bool:
-        """Whether the host may look at tensors for free."""
-        return may_look(self.target) and not self.backend.bounds_rows("fast")
+        """True where the host may read tensors without waiting."""
+        return reading_is_free(self.target) and not self.backend.bounds_rows("fast")
 
     @property
     def counts(self) -> Tensor:
-        """Which of the call's tokens count [tokens], where they stand."""
+        """True for tokens that count [tokens], in the call's order."""
         counts = self.target >= 0
         return counts if self.packing is None else self.packing.unpack(counts)
 
@@ -118,13 +118,13 @@ class Tokens:
 
     @functools.cached_property
     def unit_counts(self) -> dict[str, Tensor]:
-        """How many of each unit count, in the statistics' dtype: tokens, and what else has been asked for."""
+        """Numbers of units that count, in the statistics' dtype: of tokens, and of units that were asked for."""
         return {"token": self.counted}
 
 
 def tokens_of(task: Task, spec: Spec, rows: int | None = None) -> Tokens:
-    """Lays fields beside rows; the first work on tensors, whose ids are checked on the way. ``rows``: how many, where
-    rows that do not count follow the call's own."""
+    """Lays fields in the order of rows; the first work on tensors, whose ids are checked on the way. ``rows``: their
+    number, where rows that do not count follow the call's own."""
     head, needs = task.head, spec.needs if spec.library else completed(spec, task)
     losses, batch, known = task.losses, dict(task.batch or {}), spec.known
     if spec.names_fields:
@@ -176,7 +176,7 @@ def lay_fields(
         target = torch.zeros(leading, dtype=torch.int64, device=head.device)
     mask = batch["mask"] if "mask" in wanted else None
     targets = spec.backend.read_targets(target, mask, head.shift, ignore_index, head.vocab, dtype, rows)
-    looks = may_look(target)
+    looks = reading_is_free(target)
     if looks and targets.one_or_nan.isnan():
         refuse_target(head, target, mask, ignore_index)
     target = targets.target
@@ -251,13 +251,13 @@ def inverse_temperature(temperature: Tensor, counts: Tensor) -> tuple[Tensor, Te
     """1 / temperature [tokens], 1 where a token does not count; a ValueError on the CPU where one is not positive,
     elsewhere whether one is not."""
     wrong = counts & ~((temperature > 0) & (temperature < torch.inf))
-    if may_look(wrong) and wrong.any():
+    if reading_is_free(wrong) and wrong.any():
         raise ValueError(f"temperature must be positive and finite, got {float(temperature[wrong][0]):g} for a token")
     return torch.where(counts, 1.0 / temperature, 1.0), wrong.any()
 
 
 def check_logprobs(field: str, largest: float) -> None:
-    """Raises where log-probabilities are none. Elsewhere than on the CPU nobody looks, which would be to wait."""
+    """Raises where log-probabilities are none. Only asked on the CPU: elsewhere the host would wait."""
     if largest > LARGEST_LOGPROB:
         raise ValueError(
             f"batch[{field!r}] must hold log-probabilities, which are at most 0, got {largest:g}; negate them if they "
@@ -270,7 +270,7 @@ def in_range(field: str, ids: Tensor, number: int, none: int | None) -> tuple[Te
     wrong = (ids < 0) | (ids >= number)
     if none is not None:
         wrong &= ids != none
-    if may_look(ids) and wrong.any():
+    if reading_is_free(ids) and wrong.any():
         raise IndexError(
             f"batch[{field!r}] must be in [0, {number})"
             + (f" or {none} for none" if none is not None else "")
@@ -292,7 +292,7 @@ def clean_ids(fields: Mapping[str, Tensor], target: Tensor, vocab: int) -> tuple
 
 
 def distinct(logprobs: Tensor, ids: Tensor) -> Tensor:
-    """Which entries count [tokens, K]: found here, once, because every one is compared with every other."""
+    """True for entries that count [tokens, K]: found once, because every one is compared with every other."""
     step = max(1, (1 << 24) // max(1, ids.shape[1] ** 2))
     blocks = slices(len(ids), step)
     return torch.cat([entries(logprobs[at], ids[at], ids[at] >= 0) for at in blocks]) if len(ids) else ids >= 0
@@ -316,8 +316,8 @@ def refuse_target(
     )
 
 
-def may_look(tensor: Tensor) -> bool:
-    """Whether nobody waits for what looks into it."""
+def reading_is_free(tensor: Tensor) -> bool:
+    """True for a tensor whose values the host has without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
@@ -343,7 +343,7 @@ def of_all_ranks(
 
 
 def keeps_some(tokens: Tokens, head: HeadOptions) -> bool:
-    """Whether some rows keep sets that others do not, and matmuls can stop at a number that the device knows."""
+    """True where only some rows keep sets, and matmuls can stop at a number that the device knows."""
     kept = tokens.kept
     return kept is not None and not kept.everywhere and own_matmuls(head, tokens.spec)
 
@@ -371,7 +371,7 @@ def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...
     length, of = leading[-1] if leading else 1, None if offsets is None else offsets.contiguous()
     sets = Sets(ids, of, given, length, tokens.head.shift, vocab, everywhere)
     tokens.backend.kept_sets(kept, sets, target, (tokens.one_or_nan, tokens.inverse))
-    if not may_look(target):
+    if not reading_is_free(target):
         return kept
     missing = int(((target >= 0) & ~kept.has).sum())
     if tokens.one_or_nan.isnan():
@@ -393,7 +393,7 @@ def refuse_sets(ids: Tensor, offsets: Tensor | None, vocab: int, missing: int) -
 
 
 def packing_of(tokens: Tokens, skip: bool | str) -> Packing:
-    """Of tokens that count before those that do not."""
+    """The order of tokens that count before those that do not."""
     # on the CPU there is no device to wait for
     wait = skip == "wait" or tokens.waits_for_nothing
     return Packing.of(tokens.target, wait, None if tokens.kept is None else tokens.kept.has)

@@ -1,4 +1,4 @@
-"""What makes a public function one that runs at once, or as an operator of a graph being traced."""
+"""The decorator of public functions: they run at once, or as an operator of a graph being traced."""
 
 import functools
 import inspect
@@ -60,7 +60,7 @@ def operation(function: Callable[P, Task[Result] | Streams[Result]]) -> Callable
 
 
 def spelled_out(signature: inspect.Signature) -> inspect.Signature:
-    """With the keywords of ``**options`` one by one, for help and whoever looks for a function's options."""
+    """The signature with the keywords of ``**options`` one by one, for ``help`` and ``inspect``."""
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     if len(parameters) < len(signature.parameters):
         kinds = Head.__annotations__
@@ -72,7 +72,7 @@ def spelled_out(signature: inspect.Signature) -> inspect.Signature:
 
 
 def in_graph(function: Callable) -> Callable:
-    """What makes the public function's result of its operator's outputs and of its arguments as given."""
+    """Registers the function that makes a public function's result of its operator's outputs and its arguments."""
 
     def register(result: Callable[[list[Tensor], dict[str, Any]], Any]) -> Callable:
         results[function.__name__] = result
@@ -82,7 +82,7 @@ def in_graph(function: Callable) -> Callable:
 
 
 def is_denominator(normalizer: Any) -> bool:
-    """Whether it is a number, and as it should be; any other raises when the call is checked."""
+    """True for a number that may divide; any other raises when the call is checked."""
     number = isinstance(normalizer, NUMBERS) and not isinstance(normalizer, bool)
     return number and normalizer >= 0 and normalizer < INFINITY
 

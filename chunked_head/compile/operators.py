@@ -57,7 +57,7 @@ def plainly(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]
 
 @functools.cache
 def switched_off() -> Any:
-    """Of all dispatch keys those that stay switched off where nothing is traced and nothing differentiated."""
+    """Dispatch keys that stay switched off where nothing is traced and nothing differentiated."""
     dispatch = private(*DISPATCH)
     assert dispatch is not None
     keys, found = dispatch[0], dispatch[1](dispatch[0].Undefined)
@@ -70,7 +70,7 @@ def switched_off() -> Any:
 def begun(
     task: Task, spec: Spec, operands: Sequence[Tensor], wanted: Sequence[bool]
 ) -> tuple[LogitsCall | HeadCall, tuple[Any, ...], Packing | None]:
-    """What both operators begin with: the call, its operands (hidden states as rows), the tokens' order."""
+    """The beginning of both operators: the call, its operands (hidden states as rows), the tokens' order."""
     tokens = tokens_of(task, spec)
     if isinstance(tokens.head, LogitsOptions):
         logits, on_logits = call_of(tokens, task.objective(tokens), inplace=False)
@@ -82,7 +82,7 @@ def begun(
 
 
 def comes_late(task: Task) -> bool:
-    """Whether ``backward`` makes the gradients."""
+    """True where ``backward`` makes the gradients."""
     return bool(task.per_token) or isinstance(task.head, LogitsOptions)
 
 
@@ -217,7 +217,7 @@ def backward_outputs(
 
 
 def keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    """For the gradient: no more than it needs."""
+    """Saves what the gradient needs, and no more."""
     operands, others, ctx.key, ctx.wanted = inputs
     task, _ = recipe_of(ctx.key).task(operands, others)
     names = task.per_token or SCALAR

@@ -129,7 +129,7 @@ def text_of(value: Any) -> str:
 
 
 def is_users(value: Any) -> bool:
-    """Whether there is a function among plain values that is not the library's."""
+    """True where a function among plain values is not the library's."""
     if isinstance(value, functools.partial):
         value = (value.func, value.args, *value.keywords.values())
     if isinstance(value, tuple):

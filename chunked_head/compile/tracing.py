@@ -1,4 +1,4 @@
-"""What only a compiler meets. To make it imports the compiler, so this is imported where a graph is being traced."""
+"""The part that only a traced graph needs: it imports the compiler, and so is imported where one is traced."""
 
 import torch
 

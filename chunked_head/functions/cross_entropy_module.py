@@ -89,7 +89,7 @@ class CrossEntropyLoss(OptionsModule):
         return logits_cross_entropy(logits, target, class_weights=weight, **self.options())
 
     def widths(self) -> Sequence[int]:
-        """How many columns the logits have on each rank, as far as that was said: all of them read a shape alike."""
+        """Columns of the logits on each rank, as far as that was said: all of them read a shape alike."""
         parallel = self.parallel
         if not isinstance(parallel, VocabParallel):
             return ()
@@ -118,7 +118,7 @@ def logits_cross_entropy(
     parallel: VocabParallel | TokenParallel | None,
     backend: str | None,
 ) -> Task[Tensor]:
-    """What the module computes."""
+    """The function of the module."""
     probabilities = probabilities_of(target, logits)
     ids = target if probabilities is None else ids_of(logits)
     logits, ids, vocab_size, parallel = local_logits(logits, ids, vocab_size, parallel, inplace)

@@ -1,4 +1,4 @@
-"""The same statistics of logits that exist already."""
+"""Per-token statistics of logits that exist already."""
 
 from typing import Any
 
@@ -35,8 +35,8 @@ def logits_logprobs(
     parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
 ) -> Task[Any]:
-    """What ``linear_logprobs`` returns, of logits that exist already: for a loss of one's own, or per-token values of
-    any other. One pass over the logits and one more in ``backward``; no other tensor of their size is made than the
+    """The results of ``linear_logprobs``, from logits that exist already: for a loss of one's own, or per-token values
+    of any other. One pass over the logits and one more in ``backward``; no other tensor of their size is made than the
     gradient.
 
     Args, Returns, Raises: as ``linear_logprobs``, without ``top_k``, which is ``logits.topk``; logits, vocab_size,

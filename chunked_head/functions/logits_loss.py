@@ -1,4 +1,4 @@
-"""The same losses on logits that exist already."""
+"""Any loss of logits that exist already, with metrics."""
 
 from collections.abc import Mapping, Sequence
 

@@ -141,7 +141,7 @@ def logprobs_task(
     top_k: int | None,
     kept_everywhere: bool,
 ) -> Task[Any]:
-    """What a function does that returns statistics of each token, of hidden states or of logits."""
+    """The call of a function that returns statistics of each token, of hidden states or of logits."""
     names = output_names(flags, top_k)
 
     def check() -> None:
@@ -179,7 +179,7 @@ def demand_of(names: Sequence[str], top_k: int | None) -> Demand:
 
 
 def output_names(flags: Mapping[str, Any], top_k: int | None) -> tuple[str, ...]:
-    """What a call returns, in order; those that take a gradient come first."""
+    """Names of the results, in order; those that take a gradient come first."""
     flagged = [name for name in FLAGS if flags.get(name) is True]
     several = isinstance(top_k, int) and top_k
     return ("logprobs", *flagged, *(("top_k_logprobs", "top_k_ids") if several else ()))

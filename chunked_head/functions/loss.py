@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class LossOutput:
-    """What ``linear_loss`` and ``logits_loss`` return.
+    """Results of ``linear_loss`` and ``logits_loss``.
 
     ``loss``: 0-d, or [...] as the target with ``reduction="none"``, differentiable. ``parts``: each summand's own
     reduced value, 0-d and detached; ``loss`` is their sum with the coefficients. ``metrics``: by name, each with
@@ -274,7 +274,7 @@ def check_unreduced(loss: Losses, metrics: tuple[Metric, ...], upstream: float |
 
 
 def loss_output(ran: Outcome) -> LossOutput:
-    """What a call returns."""
+    """The results of a call that ran."""
     value, plan, objective = ran.outputs[0], ran.plan, ran.objective
     if not isinstance(objective, ScalarObjective):
         return LossOutput(value, {}, {}, plan)

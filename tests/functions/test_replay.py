@@ -36,7 +36,7 @@ ROUNDS = 4  # as it is, recorded, replayed twice
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on the CPU replay as those on a GPU: without looks at ids, and with arithmetic that may be recorded."""
     monkeypatch.setattr(kinds, "DEVICES", {"cpu"})
-    monkeypatch.setattr(tokens, "may_look", lambda tensor: False)
+    monkeypatch.setattr(tokens, "reading_is_free", lambda tensor: False)
     monkeypatch.setattr(evaluate, "refuse", lambda *reason, **never: None)
 
 
