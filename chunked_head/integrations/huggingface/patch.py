@@ -1,6 +1,5 @@
 """Any HuggingFace model with one line: its forward computes its loss through this library."""
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Sequence
@@ -204,15 +203,8 @@ def patched_class(base: type) -> type:
 
 
 def without_logits(output: Any) -> Any:
-    """A model's output without what nobody computed."""
+    """A model's output without lazy logits."""
     lazy = (LazyLogits, TracedLogits)
     if isinstance(output, dict):  # transformers' ModelOutput is one
         return type(output)(**{key: None if isinstance(value, lazy) else value for key, value in output.items()})
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)._make(None if isinstance(part, lazy) else part for part in output)  # type: ignore[attr-defined]
-    if isinstance(output, (tuple, list)):
-        return type(output)(part for part in output if not isinstance(part, lazy))
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        names = [name for name, value in vars(output).items() if isinstance(value, lazy)]
-        return dataclasses.replace(output, **dict.fromkeys(names))
-    return output
+    return tuple(part for part in output if not isinstance(part, lazy)) if type(output) is tuple else output

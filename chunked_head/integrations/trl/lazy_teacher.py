@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...functions.divergence import linear_divergence
 from ..huggingface.lazy.fused_loss import head_of
-from ..huggingface.lazy.fused_statistics import reading, whole
+from ..huggingface.lazy.fused_statistics import reading
 from ..huggingface.lazy.lazy_logits import LazyLogits
 from ..huggingface.patch import REPORT, the_model
 
@@ -99,7 +99,7 @@ def divergence(student: Tensor, teacher: Tensor, beta: float, temperature: float
     teacher.check_unchanged()
 
     def of_student(given: dict[str, Any], head: Any, hidden: Tensor, _: Any) -> Tensor:
-        options = head_of(ours.source, own.tail, whole(head.weight), head.bias)
+        options = head_of(ours.source, own.tail, head)
         found = linear_divergence(
             hidden, divergence="jsd", beta=beta, temperature=temperature, mask=mask, **given, **options
         )
@@ -107,9 +107,9 @@ def divergence(student: Tensor, teacher: Tensor, beta: float, temperature: float
         return found
 
     def of_teacher(head: Any, hidden: Tensor, _: Any) -> Tensor:
-        found = head_of(theirs.source, teachers.tail, whole(head.weight.detach()), head.bias)
-        names = ("weight", "bias", "softcap", "logit_scale")
-        given = {f"teacher_{key}": found[key] for key in names}
+        found, given = head_of(theirs.source, teachers.tail, head), {}
+        for name in ("weight", "bias", "softcap", "logit_scale"):
+            given[f"teacher_{name}"] = found[name].detach() if isinstance(found[name], Tensor) else found[name]
         inside = functools.partial(of_student, given | {"teacher_hidden": hidden.detach()})
         return ours.source.head.real(ours.hidden, chunked_head_loss=inside)
 

@@ -48,10 +48,10 @@ class Asked:
 
     def whole(self, module: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss from the head's weight; called inside of the head's call."""
-        weight, patch = module.weight, self.source.patch  # once: a parametrised one is computed each time
-        if is_shard(weight):  # still
+        patch = self.source.patch
+        if is_shard(module._parameters.get("weight")):  # inside of the head's hooks too
             return self.by_chunks(hidden, forward)
-        head = head_of(self.source, self.tail, weight, module.bias)
+        head = head_of(self.source, self.tail, module)
         if patch.rehearsed is not None:
             return self.rehearse(hidden, head["weight"], head["bias"])
         head |= {"target": self.target.to(hidden.device), "ignore_index": self.ignore_index}
@@ -161,15 +161,18 @@ def cross_entropy(
     return loss
 
 
-def head_of(source: Source, tail: Tail, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
+def head_of(source: Source, tail: Tail, head: Any) -> dict[str, Any]:
     """The head with what the model does behind it, as options of this library's functions."""
+    weight = head.weight  # once: a parametrised one is computed each time
+    if is_shard(weight):
+        raise RuntimeError("the head's weight is sharded where its logits are read; use logits.materialise()")
     if weight.shape[0] != source.head.columns:
         raise RuntimeError(
             f"the head's weight has {weight.shape[0]} rows where {source.head.columns} were expected; if a sharding "
             "framework holds a part of it, its hooks have to run around the head's call"
         )
     cropped = weight if tail.vocab is None else weight[: tail.vocab]
-    given = {"weight": cropped, "bias": tail.bias(bias, weight), "softcap": tail.softcap}
+    given = {"weight": cropped, "bias": tail.bias(head.bias, weight), "softcap": tail.softcap}
     return given | {"logit_scale": tail.logit_scale, **source.patch.options}
 
 

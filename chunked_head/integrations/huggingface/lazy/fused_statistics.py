@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ....functions.logprobs import linear_logprobs
 from .fused_loss import cross_entropy, head_of, wide
-from .source import is_shard
 from .tail import Rehearsed, Tail, tail_of
 from .virtual import Virtual
 
@@ -82,7 +81,7 @@ def statistics(read: Read, ids: Tensor) -> Rows:
     source = read.logits.source
 
     def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        options = head_of(source, read.tail, whole(head.weight), head.bias)
+        options = head_of(source, read.tail, head)
         if source.patch.rehearsed is not None:
             call = Rehearsed(read.tail, hidden, options["weight"], options["bias"], source.autocast, read.logits.dtype)
             source.patch.rehearses(call)
@@ -99,7 +98,7 @@ def mean_logits(read: Read) -> Tensor:
     source = read.logits.source
 
     def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        options = head_of(source, read.tail, whole(head.weight), head.bias)
+        options = head_of(source, read.tail, head)
         dtype = wide(hidden.dtype)
         with torch.autocast(source.device_type, enabled=False):
             value = hidden.to(dtype) @ options["weight"].mean(0, dtype=dtype)
@@ -107,13 +106,6 @@ def mean_logits(read: Read) -> Tensor:
         return value * read.tail.logit_scale
 
     return source.inside(read.logits.hidden, inside)
-
-
-def whole(weight: Tensor) -> Tensor:
-    """A head's weight; read once, since a parametrised one is computed each time."""
-    if is_shard(weight):
-        raise RuntimeError("log-probabilities of a sharded head's lazy logits; use logits.materialise()")
-    return weight
 
 
 def gather(v: Virtual, cached: Cached, dim: Any, index: Any) -> Any:
