@@ -87,10 +87,10 @@ def self_distillation_loss(theirs: Any, student_logits: Tensor, teacher_logits: 
     return theirs(student_logits, teacher_logits, **options) if found is None else found
 
 
-def divergence(student: Tensor, teacher: Tensor, beta: float, temperature: float, mask: Tensor | None) -> Tensor | None:
+def divergence(student: Any, teacher: Any, beta: float, temperature: float, mask: Tensor | None) -> Tensor | None:
     """Of each token, forward KL for a ``beta`` of 0, reverse for 1, else the JSD; None where it takes logits."""
-    if not isinstance(student, LazyLogits) or not isinstance(teacher, LazyLogits):
-        return None
+    if not all(isinstance(logits, LazyLogits) and logits._real is None for logits in (student, teacher)):
+        return None  # what is written to computed logits is in these alone
     own, teachers = reading(student._virtual), reading(teacher._virtual)
     if own is None or teachers is None or own.factor is not None or teachers.factor is not None:
         return None
