@@ -111,6 +111,7 @@ def test_a_model_that_breaks_the_graph_has_no_breaks_of_ours() -> None:
     assert "scale 1, no softcap" in str(model.chunked_head) and "losses fused" in str(model.chunked_head)
 
 
+@pytest.mark.exhaustive
 def test_metrics_where_the_graph_breaks() -> None:
     model = patch_model(tiny_models.llama(), metrics=[metrics.entropy()])
     before = model.model.forward
@@ -199,6 +200,7 @@ def test_steps_make_no_new_graphs() -> None:
     assert graphs() == (1, 0)
 
 
+@pytest.mark.exhaustive
 def test_metrics_in_a_graph() -> None:
     model = patch_model(tiny_models.llama(), metrics=[metrics.entropy()])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -63,7 +63,12 @@ OPERANDS: dict[str, Callable[[Any, torch.Tensor], tuple[Any, Any]]] = {
 }
 
 
-CASES = [(how, False) for how in OPERANDS] + [pytest.param(how, True, marks=pytest.mark.compiled) for how in OPERANDS]
+CASES = [(how, False) for how in OPERANDS] + [
+    pytest.param(
+        how, True, marks=[pytest.mark.compiled, *([] if how in ("added", "mask") else [pytest.mark.exhaustive])]
+    )
+    for how in OPERANDS
+]
 OPERANDS["multiplied"] = multiplied  # in a graph computed, and an error as of plain logits
 
 

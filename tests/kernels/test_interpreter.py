@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import traced_interpreter
+from tiers import first_of
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -70,10 +71,11 @@ def test_a_kernel_runs_its_python_once_for_each_way(monkeypatch: pytest.MonkeyPa
     assert all(trace.usable for trace in recorded)
 
 
-def test_tritons_own_interpreter() -> None:
+@pytest.mark.parametrize("words", first_of([[], ["--all"]]))
+def test_tritons_own_interpreter(words: list[str]) -> None:
     """The tests of ``plain_interpreter.py``, in a process in which nothing of the interpreter is replaced."""
     file = Path(__file__).with_name("plain_interpreter.py")
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *words, str(file)]
     environment = os.environ | {"CHUNKED_HEAD_INTERPRETER": "plain"}
     done = subprocess.run(command, env=environment, cwd=file.parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:]
