@@ -143,8 +143,8 @@ def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dt
         if waits:
             yield Buffer("gradient of hidden, waiting", shape, hidden_acc, begin, HIDDEN)
     rows, waits = sizes.vocab + sizes.padding, weight_acc != sizes.weight_dtype
-    first = WEIGHT if sizes.own_weight_grad and waits else begin
-    if sizes.own_weight_grad:
+    first = WEIGHT if sizes.returns_weight_grad and waits else begin
+    if sizes.returns_weight_grad:
         yield Buffer("gradient of weight", (rows, sizes.hidden), sizes.weight_dtype, first, WEIGHT, "gradient")
         if waits:
             yield Buffer("gradient of weight, waiting", (rows, sizes.hidden), weight_acc, begin, WEIGHT)

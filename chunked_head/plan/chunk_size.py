@@ -6,6 +6,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -28,27 +29,23 @@ FIXED_TILE = 8192  # columns of a tile where nothing may be chosen by size
 def chunk_size(plan: Plan, named: int | None, fits_budget: bool) -> int:
     """Rows of a chunk of ``plan``, which makes its gradients along with the statistics: as many as its budget holds,
     or as the caller ``named``; 0 where those do not fit and ``fits_budget`` says that they must."""
-    tokens, budget = max(plan.sizes.tokens, 1), plan.budget
-
-    def needed(rows: int) -> int:
-        return of_rows(plan, rows).extra_bytes
-
+    tokens, budget, sized = max(plan.sizes.tokens, 1), plan.budget, partial(of_rows, plan)
     if named is not None:
         rows = balanced(tokens, named)
-        return 0 if fits_budget and needed(rows) > budget else rows
-    rows = largest(needed, budget, tokens)
+        return 0 if fits_budget and sized(rows).extra_bytes > budget else rows
+    rows = largest(sized, budget, tokens)
     # A chunk less may fit where the next multiple of 128 does not. That is worth rows that tiles compute in vain where
     # it saves a quarter of the passes over dweight, and not where it saves an eighth.
     fewer = -(-tokens // rows) - 1 if rows else 0
     for multiple in (HALF_TILE, 16) if fewer else ():
         fitting = multiple * math.ceil(tokens / fewer / multiple)
-        if (fewer < FEW_CHUNKS or fitting % CHUNK_MULTIPLE == 0) and needed(fitting) <= budget:
+        if (fewer < FEW_CHUNKS or fitting % CHUNK_MULTIPLE == 0) and sized(fitting).extra_bytes <= budget:
             rows = fitting
             break
     if rows == 0:
         return 0
     equal = uneven(tokens, rows) if plan.sizes.by_segments else balanced(tokens, rows)
-    return equal if needed(equal) <= budget else rows  # parts of dhidden may take more of fewer rows
+    return equal if sized(equal).extra_bytes <= budget else rows  # parts of dhidden may take more of fewer rows
 
 
 def sweep_size(plan: Plan, named: int | None, explicit: bool) -> int:
@@ -57,14 +54,11 @@ def sweep_size(plan: Plan, named: int | None, explicit: bool) -> int:
     most = max(1, plan.sizes.tokens if named is None else min(plan.sizes.tokens, named))
     if named is not None and not explicit:
         return balanced(plan.sizes.tokens, most)
-
-    def needed(rows: int) -> int:
-        return of_rows(plan, rows).extra_bytes
-
-    rows = largest(needed, plan.budget, most)
+    sized = partial(of_rows, plan)
+    rows = largest(sized, plan.budget, most)
     if not explicit and not plan.sizes.keeps_sweep:
-        # where no logits are kept, larger chunks gain nothing
-        rows = min(rows, max(largest(needed, MODEST_SWEEP, most), GOOD_CHUNK))
+        # where no logits are stored, larger chunks gain nothing
+        rows = min(rows, max(largest(sized, MODEST_SWEEP, most), GOOD_CHUNK))
     if rows == 0 or (named is not None and rows < min(plan.sizes.tokens, named)):
         return 0
     return balanced(plan.sizes.tokens, rows)
@@ -75,15 +69,15 @@ def of_rows(plan: Plan, rows: int) -> Plan:
     return replace(plan, chunk_tokens=rows, block_tokens=rows)
 
 
-def largest(needed: Callable[[int], int], budget: int, most: int, multiple: int = CHUNK_MULTIPLE) -> int:
-    """The largest size up to ``most`` that fits, a multiple of ``multiple`` unless it is ``most`` or no such fits."""
-    if needed(most) <= budget:
+def largest(sized: Callable[[int], Plan], budget: int, most: int, multiple: int = CHUNK_MULTIPLE) -> int:
+    """The largest size up to ``most`` whose plan fits, a multiple of ``multiple`` unless it is ``most`` or none is."""
+    if sized(most).extra_bytes <= budget:
         return most
     for step, top in ((multiple, most // multiple), (1, multiple - 1)):
         low, high = 0, top  # the bytes needed grow with the size: bisect
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if needed(middle * step) <= budget else (low, middle - 1)
+            low, high = (middle, high) if sized(middle * step).extra_bytes <= budget else (low, middle - 1)
         if low:
             return low * step
     return 0
@@ -146,15 +140,11 @@ def of_tile(plan: Plan, block: int, tile: int) -> Plan:
 
 def widest_tile(plan: Plan, block: int) -> int:
     """Columns of as many tiles as the widest that fit make, none much narrower than the others; 0 where none fits."""
-    vocab = plan.sizes.vocab
-
-    def needed(columns: int) -> int:
-        return of_tile(plan, block, columns).extra_bytes
-
+    vocab, sized = plan.sizes.vocab, partial(of_tile, plan, block)
     if plan.sizes.deterministic:
         tile = min(vocab, FIXED_TILE)
-        return tile if needed(tile) <= plan.budget else 0
-    widest = largest(needed, plan.budget, vocab, TILE_MULTIPLE)
+        return tile if sized(tile).extra_bytes <= plan.budget else 0
+    widest = largest(sized, plan.budget, vocab, TILE_MULTIPLE)
     if widest < TILE_MULTIPLE:
         return widest
     columns = math.ceil(vocab / math.ceil(vocab / widest))

@@ -97,16 +97,12 @@ class NoPlan:
 
 
 class Candidate(NamedTuple):
-    """One way to make the gradients, to be tried with chunks of ``least_rows`` or more."""
+    """One way to make the gradients, whose chunks are to be found: those of ``plan`` are of one row."""
 
-    schedule: Schedule
-    weight_accumulate: torch.dtype
-    hidden_accumulate: torch.dtype
-    budget: int
+    plan: Plan
     least_rows: int = 1  # of a chunk, or of a block in the recompute schedule
     chunk_tokens: int | None = None  # named by the caller
     fits_budget: bool = True  # the named chunk too
-    note: str = ""
 
 
 PLANS: "Cache[tuple[Sizes, Request], Plan | NoPlan]" = Cache(1024)
@@ -150,7 +146,7 @@ def plan_part(sizes: Sizes, request: Request, most: int) -> Plan | NoPlan:
         return plan
     own = replace(sizes, demand=demand.of_columns(sizes.vocab))
     # sums in 16 bits are over as many chunks as they may be
-    most_chunks = MAX_HALF_CHUNKS if plan.sizes.own_weight_grad and plan.weight_accumulate.itemsize < 4 else 0
+    most_chunks = MAX_HALF_CHUNKS if plan.sizes.returns_weight_grad and plan.weight_accumulate.itemsize < 4 else 0
     rows, block = (
         divisible(n, sizes.spread, sizes.tokens, most_chunks) for n in (plan.chunk_tokens, plan.block_tokens)
     )
@@ -184,11 +180,11 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
         return share + copy
     # logits count as many bytes as they have in the operands' dtype, whatever the buffer keeps of them
     stored = 0 if sizes.store == "kept" else rows * columns * logit_bytes(sizes)
-    chunk = of_rows(start(replace(sizes, copied=copy > 0), "forward", 0), rows)
+    chunk = of_rows(of_one_row(replace(sizes, copied=copy > 0), "forward", 0), rows)
     return chunk.extra_bytes - stored + logits
 
 
-def start(
+def of_one_row(
     sizes: Sizes,
     schedule: Schedule,
     budget: int,
@@ -196,7 +192,7 @@ def start(
     weight_acc: torch.dtype | None = None,
     note: str = "",
 ) -> Plan:
-    """A plan of one row in a chunk, all columns of its logits at a time."""
+    """A plan of one row in a chunk, all columns of its logits at a time; gradients add up in their dtypes, or these."""
     accumulate = hidden_acc or sizes.hidden_dtype, weight_acc or sizes.weight_dtype
     return Plan(sizes, budget, schedule, 1, 1, sizes.vocab, *accumulate, note=note)
 
@@ -213,7 +209,7 @@ def refusal(sizes: Sizes, request: Request) -> str:
         names = " or ".join(sorted(map(name, allowed)))
         return f"accumulate_dtype must be None or {names} for a weight of {name(own)}, got {wanted!r}"
     in_forward = not sizes.late_upstream and not sizes.coupled
-    if wanted == torch.float16 and in_forward and sizes.own_weight_grad:
+    if wanted == torch.float16 and in_forward and sizes.returns_weight_grad:
         return (
             "accumulate_dtype=torch.float16 cannot hold sums of unscaled gradients (they pass 65504); "
             f"use torch.float32, which needs {4 * sizes.weight_elements / MiB:.0f} MiB, or None"
@@ -225,13 +221,13 @@ def first_that_fits(sizes: Sizes, request: Request) -> Plan | NoPlan:
     """The first candidate's plan within the budget, or the reason why the one that lacks least does not fit."""
     misses: list[NoPlan] = []
     for candidate in candidates(sizes, request):
-        found = fitted(sizes, request, candidate)
+        found = fitted(request, candidate)
         if isinstance(found, Plan):
             return found
         misses.append(found)
     own, wanted = sizes.weight_dtype, request.accumulate_dtype
     if wanted == own and own.itemsize < 4 and not (sizes.late_upstream or sizes.coupled):
-        needed = of_rows(start(sizes, "forward", 0), rows_of(sizes.tokens, MAX_HALF_CHUNKS)).extra_bytes
+        needed = of_rows(of_one_row(sizes, "forward", 0), rows_of(sizes.tokens, MAX_HALF_CHUNKS)).extra_bytes
         reason = (
             f"accumulate_dtype={name(own)} is accurate over at most {MAX_HALF_CHUNKS} chunks, and "
             f"{sizes.tokens} tokens in so few need {amount(needed)}; raise memory_budget or "
@@ -246,7 +242,7 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     own, wanted, named = sizes.weight_dtype, request.accumulate_dtype, request.chunk_tokens
     tokens = max(sizes.tokens, 1)
     if not sizes.any_grad:
-        yield Candidate("loss only", own, sizes.hidden_dtype, request.budget, chunk_tokens=named)
+        yield Candidate(of_one_row(sizes, "loss only", request.budget), chunk_tokens=named)
     elif sizes.late_upstream:
         yield from recomputing(sizes, request, "the upstream gradient comes late")
     elif sizes.coupled:
@@ -257,7 +253,7 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
         if fits and not sizes.deterministic and (not sizes.weight_grad or wanted in (None, one)):
             yield from forward(sizes, request, one, tokens)
         yield from recomputing(sizes, request, "a loss couples tokens")
-    elif not sizes.own_weight_grad or own.itemsize >= 4:
+    elif not sizes.returns_weight_grad or own.itemsize >= 4:
         yield from forward(sizes, request, sizes.buffer_dtype or own)
     else:
         # A 16-bit gradient of the weight: in one product, in an fp32 accumulator, in few sums of 16 bits, in an fp32
@@ -284,7 +280,7 @@ def forward(
 ) -> Iterator[Candidate]:
     """Gradients in the forward pass, with the accumulators of hidden's gradient that go with that of the weight's."""
     own, wide = sizes.hidden_dtype, torch.float32 if sizes.hidden_dtype.itemsize < 4 else sizes.hidden_dtype
-    half = sizes.own_weight_grad and sizes.weight_dtype.itemsize < 4 and not sizes.coupled
+    half = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4 and not sizes.coupled
     named, wanted, fits_budget = request.chunk_tokens, request.accumulate_dtype, request.explicit
     if named is None and half and wanted == sizes.weight_dtype and not request.explicit:
         # asked for by name, it overrides the default budget: chunks as large as the accuracy asks
@@ -304,48 +300,45 @@ def forward(
     for hidden_acc in choices:
         # beside a named chunk that overrides the default budget, a wide accumulator has to be modest
         if named is None or fits_budget or modest or hidden_acc == choices[-1]:
-            yield Candidate("forward", weight_acc, hidden_acc, request.budget + grown, least_rows, named, fits_budget)
+            plan = of_one_row(sizes, "forward", request.budget + grown, hidden_acc, weight_acc)
+            yield Candidate(plan, least_rows, named, fits_budget)
 
 
 def recomputing(sizes: Sizes, request: Request, note: str) -> Iterator[Candidate]:
     """Statistics in the forward pass, gradients in backward from logits computed again."""
-    half_weight = sizes.own_weight_grad and sizes.weight_dtype.itemsize < 4
+    half_weight = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4
     least = CHUNK_MULTIPLE
     if half_weight:
         # a tile of the weight's gradient is finished once per block of tokens: 16-bit sums for few blocks only
         few = 1 if request.accumulate_dtype == torch.float32 else MAX_HALF_CHUNKS
         least = max(least, -(-sizes.tokens // few))
-    own = sizes.buffer_dtype or sizes.weight_dtype
-    yield Candidate("recompute", own, sizes.hidden_dtype, request.budget, least, request.chunk_tokens, note=note)
+    plan = of_one_row(sizes, "recompute", request.budget, weight_acc=sizes.buffer_dtype, note=note)
+    yield Candidate(plan, least, request.chunk_tokens)
     if half_weight and not request.explicit and request.accumulate_dtype != sizes.weight_dtype:
-        budget = request.budget + 4 * sizes.weight_elements
-        yield Candidate(
-            "recompute", torch.float32, sizes.hidden_dtype, budget, CHUNK_MULTIPLE, request.chunk_tokens, note=note
-        )
+        grown = request.budget + 4 * sizes.weight_elements
+        plan = replace(plan, budget=grown, weight_accumulate=torch.float32)
+        yield Candidate(plan, CHUNK_MULTIPLE, request.chunk_tokens)
 
 
-def fitted(sizes: Sizes, request: Request, candidate: Candidate) -> Plan | NoPlan:
+def fitted(request: Request, candidate: Candidate) -> Plan | NoPlan:
     """The candidate's plan with the largest chunks that its budget holds, or the reason why none fit."""
-    named, tokens = candidate.chunk_tokens, max(sizes.tokens, 1)
-    accumulate = candidate.hidden_accumulate, candidate.weight_accumulate
-    if candidate.schedule == "forward":
-        plan = start(sizes, "forward", candidate.budget, *accumulate)
+    plan, named, tokens = candidate.plan, candidate.chunk_tokens, max(candidate.plan.sizes.tokens, 1)
+    if plan.schedule == "forward":
         rows, least = chunk_size(plan, named, candidate.fits_budget), min(candidate.least_rows, tokens)
         if rows >= least:
             return of_rows(plan, rows)
         return missed(request, of_rows(plan, min(named or least, tokens)), named or least)
-    sweep = start(sizes, "loss only", request.budget)
+    sweep = of_one_row(plan.sizes, "loss only", request.budget)
     rows = sweep_size(sweep, named, request.explicit)
     if rows == 0:
         return missed(request, of_rows(sweep, min(named or 1, tokens)), named or 1)
-    if candidate.schedule == "loss only":
+    if plan.schedule == "loss only":
         return of_rows(sweep, rows)
-    plan = of_rows(start(sizes, "recompute", candidate.budget, *accumulate, note=candidate.note), rows)
-    most_blocks = -(-tokens // candidate.least_rows)
+    plan, most_blocks = of_rows(plan, rows), -(-tokens // candidate.least_rows)
     if found := block_and_tile(plan, most_blocks):
         return found
-    block = rows_of(sizes.tokens, most_blocks)
-    return missed(request, of_tile(plan, block, min(sizes.vocab, CHUNK_MULTIPLE)), block)
+    block = rows_of(tokens, most_blocks)
+    return missed(request, of_tile(plan, block, min(plan.sizes.vocab, CHUNK_MULTIPLE)), block)
 
 
 def missed(request: Request, plan: Plan, rows: int) -> NoPlan:

@@ -22,7 +22,7 @@ Section = tuple[str, Sequence[tuple[str, ...]]]  # a title and its rows of cells
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call runs and the memory that it needs; ``print`` shows it as a table. Holds no tensor.
+    """The way a call runs and the memory that it needs; ``print`` shows it as a table. Holds no tensor.
 
     ``schedule``: "forward" makes gradients along with the loss, "recompute" in backward from logits computed again,
     "loss only" none. ``chunk_tokens``: rows of logits at a time in passes over all columns; "recompute" makes gradients
@@ -85,7 +85,7 @@ class Plan:
     @property
     def weight_error(self) -> float | None:
         """Expected relative rounding error of the weight's gradient, where a 16-bit type rounds it."""
-        if not self.sizes.own_weight_grad or self.sizes.weight_dtype not in ROUNDING_ERROR:
+        if not self.sizes.returns_weight_grad or self.sizes.weight_dtype not in ROUNDING_ERROR:
             return None
         roundings = 1
         if self.weight_accumulate == self.sizes.weight_dtype:
@@ -94,8 +94,8 @@ class Plan:
 
     @property
     def too_many_chunks(self) -> bool:
-        """Whether the weight's gradient adds up in 16 bits over more chunks than that is accurate for."""
-        half = self.sizes.own_weight_grad and self.weight_accumulate.itemsize < 4
+        """True where the weight's gradient adds up in 16 bits over more chunks than that is accurate for."""
+        half = self.sizes.returns_weight_grad and self.weight_accumulate.itemsize < 4
         return half and self.chunks > MAX_HALF_CHUNKS
 
     @property
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def teacher_last(self) -> bool:
-        """Whether a dense teacher's logits, and its statistics beside the student, are made along with gradients."""
+        """True where a dense teacher's logits, and its statistics with the student, are made along with gradients."""
         return self.schedule == "forward" and self.sizes.teacher_last
 
     def __str__(self) -> str:
@@ -119,8 +119,8 @@ def logits_shape(plan: Plan, tiled: bool) -> tuple[int, int]:
 
 
 def own_dweight(plan: Plan, stored: bool) -> bool:
-    """Whether dweight's products are ours: where rows are skipped, since BLAS cannot, and where the only one is
-    ``stored`` rather than added, as fast as BLAS's and launched sooner."""
+    """True where dweight's products are kernels of ours: where rows are skipped, since BLAS cannot, and where the only
+    one is ``stored`` rather than added, as fast as BLAS's and launched sooner."""
     sizes = plan.sizes
     least, most = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
     only = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype
@@ -132,7 +132,7 @@ def slices(total: int, step: int) -> Iterator[slice]:
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
-    """How the call runs: what a line of the table is about, and what it says."""
+    """Lines about the way a call runs: a label and its text."""
     s = plan.sizes
     rows = [
         ("tokens x hidden x vocab", f"{s.tokens} x {s.hidden} x {s.vocab}, {name(s.dtype)}"),
@@ -204,7 +204,7 @@ def as_text(shown: Sequence[Section]) -> str:
 
 
 def reason(s: Sizes) -> str:
-    """Why nothing smaller or simpler is kept of the logits."""
+    """The reason why the buffer stores nothing smaller."""
     if s.store in ("fast", "kept"):
         return ""
     if s.store == "relative":
@@ -217,7 +217,7 @@ def reason(s: Sizes) -> str:
 
 
 def matmuls(plan: Plan, gpu: Gpu) -> str:
-    """Whose products run, and how."""
+    """The matmuls that run, ours or BLAS's."""
     s = plan.sizes
     if s.store in ("logits", "kept"):
         return "BLAS's" if s.store == "logits" else "none"

@@ -76,8 +76,8 @@ class Sizes:
         return 0 if self.demand.pairing is None else self.demand.pairing.columns
 
     @property
-    def own_weight_grad(self) -> bool:
-        """Whether the weight's gradient is a tensor of the call's, to be handed over."""
+    def returns_weight_grad(self) -> bool:
+        """True where the call makes a tensor of the weight's gradient and hands it over."""
         return self.weight_grad and self.buffer_dtype is None
 
     @property
@@ -90,7 +90,7 @@ class Sizes:
         return (self.vocab + self.padding) * self.hidden
 
     def sums_into(self, dtype: torch.dtype) -> bool:
-        """Whether a product of operands can be stored in ``dtype``: theirs, or a wide one."""
+        """True where a product of operands can be stored in ``dtype``: theirs, or a wide one."""
         return dtype == self.dtype or dtype.itemsize >= 4
 
     def hidden_accumulator(self, tile: int) -> torch.dtype:
@@ -101,24 +101,24 @@ class Sizes:
         return torch.float32 if wide and own.itemsize < 4 else own
 
     def through_fp32(self, weight_acc: torch.dtype) -> bool:
-        """Whether a tile of the weight's gradient is made in fp32 first: fp16 gets its scale there."""
+        """True where a tile of the weight's gradient is made in fp32 first: fp16 gets its scale there."""
         return self.dtype == torch.float16 or not self.sums_into(weight_acc)
 
     @property
     def grads_in_matmul(self) -> bool:
-        """Whether tiles whose statistics are known leave the matmul as 16-bit gradients, without logits before them."""
+        """True where tiles of known statistics leave the matmul as 16-bit gradients, without logits before them."""
         return self.store != "logits" and self.demand.pairing is None
 
     @property
     def keeps_sweep(self) -> bool:
-        """Whether a pass that makes no gradient stores its logits."""
+        """True where a pass that makes no gradient stores its logits."""
         if self.store != "logits" and self.block is not None:
             return self.demand.pairing is not None
         return self.store == "logits" or not self.demand.one_sweep
 
     @functools.cached_property
     def teacher_last(self) -> bool:
-        """Whether gradients that are made along with the statistics need no statistic of a dense teacher beside the
+        """True where gradients made along with the statistics need no statistic of a dense teacher and the
         student: the teacher's logits are then made when the student's become gradients, some rows at a time."""
         pairing = self.demand.pairing
         simple = self.ranks == 1 and not (self.coupled or self.by_segments)
@@ -130,7 +130,7 @@ class Sizes:
 
     @functools.cached_property
     def own_dhidden(self) -> bool:
-        """Whether dhidden's products are ours: where they are faster than BLAS's, or have to be."""
+        """True where dhidden's products are kernels of ours: faster than BLAS's, or the ones that can skip rows."""
         faster = self.gpu is not None and self.gpu.own_dhidden
         return self.store not in ("logits", "kept") and (faster or self.skips or self.deterministic)
 
