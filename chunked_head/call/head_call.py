@@ -18,8 +18,7 @@ from ..plan.segments import Spans
 from ..stores import Backend, SetRows, WithSets
 from ..stores.gradient_buffer import GradientBuffer
 from ..stores.gradients import Gradients
-from .local_call import LocalCall, Work
-from .sweep import sweep
+from .sweep import LocalCall, Work, sweep
 from .tokens import Packing
 
 

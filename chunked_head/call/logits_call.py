@@ -13,10 +13,9 @@ from ..parallel.agree import described
 from ..parallel.shard import Shard
 from ..stores import Backend, GivenLogits, LogitsView, SetRows, Store, WithSets
 from ..stores.gradients import Gradients
-from .local_call import LocalCall, Work
 from .objectives import call_fields
 from .options import LogitsOptions
-from .sweep import sweep
+from .sweep import LocalCall, Work, sweep
 from .tokens import Tokens
 
 MOST_VIEWS = 64  # of rows that no one stride reaches; with more of them a copy is cheaper than so many launches
