@@ -19,7 +19,7 @@ be the unreduced loss, ``m_i`` the mask and ``w_i`` the token weights, all [n] (
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -130,12 +130,13 @@ def values_of(
         """``m * w * l`` of a summand, one per unit."""
         summand, view = structure.summands[i]
         values = summand.values(stats_at(structure, summand, view, {**wanted, **rest}), batch, inputs.tensors[i])
-        mask = batch.mask
         if summand.unit != "token":
-            mask = share_mask(summand.unit, batch)
-        elif (weight := weight_of(summand, inputs.fields)) is not None:
+            return torch.where(share_mask(summand.unit, batch), values, 0)
+        name = summand.token_weights
+        assert name is None or isinstance(name, str)
+        if (weight := inputs.fields.get("token_weights" if name is None else name)) is not None:
             values = values * weight.to(dtype)
-        return torch.where(mask, values, 0)
+        return torch.where(batch.mask, values, 0)
 
     def total(wanted: Named) -> tuple[Tensor, list[Tensor]]:
         values, loss = [], inputs.target.new_zeros((), dtype=inputs.factors.dtype)
@@ -155,8 +156,12 @@ def values_of(
     apart: list[Tensor] = []
     for (summand, _), value in zip(structure.summands, values, strict=True):
         (rows if summand.unit == "token" else apart).append(value)
+    seen: dict[tuple[int, bool], Stats] = {}
     for metric, view in structure.metrics:
-        value = metric.values(stats_at(structure, metric, view, leaves), batch)
+        at = view, metric.reads_target
+        if at not in seen:
+            seen[at] = stats_at(structure, metric, view, leaves)
+        value = metric.values(seen[at], batch)
         if metric.unit != "token":
             apart.append(selected(metric, value, share_mask(metric.unit, batch)))
             continue
@@ -210,13 +215,6 @@ def without_slope(leaves: Named, off: Tensor) -> Named:
         name: torch.where(off if off.dim() == 0 else off.view(-1, *[1] * (leaf.dim() - 1)), leaf.detach(), leaf)
         for name, leaf in leaves.items()
     }
-
-
-def weight_of(summand: Summand, fields: Mapping[str, Tensor]) -> Tensor | None:
-    """[n] the factor of each token's value, None for 1."""
-    name = summand.token_weights
-    assert name is None or isinstance(name, str)
-    return fields.get("token_weights" if name is None else name)
 
 
 def unit_mask(unit: str, batch: Batch) -> Tensor:
