@@ -1,5 +1,6 @@
 """Calls on logits that exist already: statistics from one pass over them, their gradient from one more."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ class LogitsCall(LocalCall):
             assert sets is not None
             store: Store = sets
         else:
-            store = GivenLogits(backend, head, demand, views)
+            store = GivenLogits(functools.partial(backend.view_store, head, demand), views)
             store = store if sets is None else WithSets(store, sets)
         # one chunk: ranks' strides may differ, and with them the views; their messages must not
         return Work(store, lambda at: every, [(every.tokens,)])

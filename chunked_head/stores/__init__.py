@@ -1,8 +1,8 @@
 """The two ways to compute: Triton kernels, and torch operations for every device without them."""
 
-from .logits import GivenLogits
+from .logits import GivenLogits, LogitsView
 from .protocol import Backend, Layout, Targets, check_name, resolve
-from .sets import LogitsView, SetRows, SetStore, WithSets
+from .sets import SetRows, SetStore, WithSets
 from .store import Store
 
 __all__ = [

@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..core.stats import Coefficients, Demand, Head, Kept, Rows, RowStats, Sets, Teacher
+from ..core.stats import Demand, Head, Kept, RowStats, Sets, Teacher
 from ..kernels.common.gpus import Gpu, gpu_of
 from ..parallel.merge import GatheredStats
 from ..plan.plans import Plan
 from ..plan.sizes import Store as StoreName
+from .logits import LogitsView
 from .sets import SetRows, SetStore
 from .store import Store
 
@@ -103,17 +104,8 @@ class Backend(Protocol):
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
         """Statistics of the vocabulary from those of its pieces, as ``parallel.merge.merge_ranks``."""
 
-    def logits_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
-        """Statistics of logits that exist already, ``rows.hidden`` [rows, vocab] with contiguous columns, of any
-        floating-point dtype, as ``Store.statistics``. Of ``head`` only scale, cap and class weights are read."""
-
-    def logits_pair_stats(self, rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
-        """Their statistics with a dense teacher's, as ``Store.pair_statistics``."""
-
-    def logits_grad(
-        self, out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
-    ) -> None:
-        """Their gradient, 0 where a row does not count; ``out`` may be the logits themselves."""
+    def view_store(self, head: Head, demand: Demand, view: LogitsView) -> Store:
+        """The store of a view of logits that exist. Of ``head`` only scale, cap and class weights are read."""
 
     def sum_rows(self, table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
         """Sums [rows] of a table [rows, tokens], of the first ``parts`` rows times ``inverse`` [], of the rest times

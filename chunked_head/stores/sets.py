@@ -12,16 +12,9 @@ from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, Head, Kept, Rows, RowStats
 from .gradients import Gradients
+from .logits import LogitsView
 from .store import Store
 from .torch.tiles import slope, transform_
-
-
-class LogitsView(NamedTuple):
-    """Rows of logits that exist already, of which one stride reaches every row."""
-
-    at: slice  # of the call's rows
-    rows: Rows  # ``hidden`` are the logits [rows, vocab]
-    gradient: Tensor | None = None  # [rows, vocab] where their gradient goes; may be the logits
 
 
 class SetRows(NamedTuple):

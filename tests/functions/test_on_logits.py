@@ -406,9 +406,9 @@ def test_views_of_rows() -> None:
 def test_too_many_views_are_copied(batch: int, launches: int) -> None:
     logits, target = made_logits(batch, 3, 9)[:, :2], made_target(9, batch, 2)
     assert count_views(logits) == batch
-    with mock.patch.object(torch_backend, "logits_stats", wraps=torch_backend.logits_stats) as stats:
+    with mock.patch.object(torch_backend, "view_store", wraps=torch_backend.view_store) as stores:
         ours = loss_and_grad(lambda x: CrossEntropyLoss()(x, target), logits)
-    assert stats.call_count == launches
+    assert stores.call_count == 2 * launches  # statistics and gradient
     truth = loss_and_grad(lambda x: F.cross_entropy(x.flatten(0, 1), target.flatten()), logits.double())
     for mine, true in zip(ours, truth, strict=True):
         torch.testing.assert_close(mine, true.float(), rtol=1e-5, atol=1e-7)

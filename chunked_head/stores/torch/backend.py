@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core.shift import shift_left
-from ...core.stats import Coefficients, Demand, Head, Rows, RowStats, Teacher
+from ...core.stats import Teacher
 from ...parallel.merge import merge_ranks as merge_ranks
 from ...plan.plans import slices
 from ...plan.sizes import Store as StoreName
@@ -20,11 +20,11 @@ from ..protocol import Layout, Targets
 from . import tiles as tiles
 from .sets import TorchSets
 from .sets import kept_sets as kept_sets
-from .store import TorchStore
+from .store import GivenView, TorchStore
 from .tiles import clean_rows as clean_rows
 
 name = "torch"
-store_of, sets_store = TorchStore, TorchSets
+store_of, sets_store, view_store = TorchStore, TorchSets, GivenView
 
 
 def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
@@ -100,49 +100,3 @@ def scale(source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tens
     for part in slices(source.numel(), tiles.TILE_ELEMENTS):
         out.view(-1)[part] = source.view(-1)[part] * factor
     return out
-
-
-class GivenView(TorchStore):
-    """A view of logits that exist already, a block of rows at a time, in the place of what a matmul makes."""
-
-    def __init__(self, head: Head, demand: Demand, logits: Tensor):
-        self.head, self.demand = head, demand
-        self.dtype = torch.promote_types(logits.dtype, torch.float32)
-        rows, columns = logits.shape
-        block = min(rows, tiles.block_rows(columns))
-        self.buffer = logits.new_empty(block * columns, dtype=self.dtype)
-        self.scratch = logits.new_empty(block * min(columns, tiles.TILE_COLUMNS), dtype=self.dtype)
-        if demand.pairing is not None:
-            self.teacher_buffer = logits.new_empty(block * demand.pairing.columns, dtype=self.dtype)
-
-    def compute_logits(self, rows: Rows, head: Head) -> Tensor:
-        logits = self.buffer[: rows.hidden.numel()].view(rows.hidden.shape)
-        logits.copy_(rows.hidden)
-        tiles.transform_(logits, None, head, rows.scale)
-        return logits
-
-
-def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
-    view = GivenView(head, demand, rows.hidden)
-    for block in tiles.row_blocks(rows.hidden):
-        some = rows.at(block)
-        view.read(some)
-        view.statistics(some, out.at(block))
-
-
-def logits_pair_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
-    view = GivenView(head, demand, rows.hidden)
-    for block in tiles.row_blocks(rows.hidden):
-        some = rows.at(block)
-        view.read(some)
-        view.pair_statistics(some, out.at(block))
-
-
-def logits_grad(
-    out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
-) -> None:
-    view, everything = GivenView(head, demand, rows.hidden), slice(0, rows.hidden.shape[1])
-    for block in tiles.row_blocks(rows.hidden):
-        grad = view.tile_grad(rows.at(block), everything, stats.at(block), coefficients.at(block))
-        # selection: where a row does not count its logits may be nan
-        out[block] = grad.masked_fill_((rows.target[block] < 0)[:, None], 0.0)

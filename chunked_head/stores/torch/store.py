@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
-from ...core.stats import PAIR_STATS, Coefficients, Head, Rows, RowStats, View
+from ...core.stats import PAIR_STATS, Coefficients, Demand, Head, Rows, RowStats, View
 from ...kernels.common.tiles import LOG_FLOOR
 from ...plan.plans import Plan, logits_shape, slices
+from ..gradients import Gradients
+from ..logits import LogitsView
 from ..matmul import again_rows, project_biased
 from ..store import MatmulStore
 from . import tiles as tiles
@@ -287,3 +289,44 @@ class TorchStore(MatmulStore):
 
     def tile_like(self, part: Tensor) -> Tensor:
         return self.scratch[: part.numel()].view(part.shape)
+
+
+class GivenView(TorchStore):
+    """A view of logits that exist already, a block of rows at a time, in the place of what a matmul makes."""
+
+    def __init__(self, head: Head, demand: Demand, view: LogitsView):
+        self.head, self.demand, self.gradient, logits = head, demand, view.gradient, view.rows.hidden
+        self.dtype = torch.promote_types(logits.dtype, torch.float32)
+        rows, columns = logits.shape
+        block = min(rows, tiles.block_rows(columns))
+        self.buffer = logits.new_empty(block * columns, dtype=self.dtype)
+        self.scratch = logits.new_empty(block * min(columns, tiles.TILE_COLUMNS), dtype=self.dtype)
+        if demand.pairing is not None:
+            self.teacher_buffer = logits.new_empty(block * demand.pairing.columns, dtype=self.dtype)
+
+    def compute_logits(self, rows: Rows, head: Head) -> Tensor:
+        logits = self.buffer[: rows.hidden.numel()].view(rows.hidden.shape)
+        logits.copy_(rows.hidden)
+        tiles.transform_(logits, None, head, rows.scale)
+        return logits
+
+    def statistics(self, rows: Rows, out: RowStats) -> None:
+        for block in tiles.row_blocks(rows.hidden):
+            self.read(rows.at(block))
+            super().statistics(rows.at(block), out.at(block))
+
+    def pair_statistics(self, rows: Rows, out: RowStats) -> None:
+        if not self.over_ranks:  # ``statistics`` has just read these rows
+            super().pair_statistics(rows, out)
+            return
+        for block in tiles.row_blocks(rows.hidden):
+            self.read(rows.at(block))
+            super().pair_statistics(rows.at(block), out.at(block))
+
+    def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
+        assert self.gradient is not None
+        every = slice(0, rows.hidden.shape[1])
+        for block in tiles.row_blocks(rows.hidden):
+            grad = self.tile_grad(rows.at(block), every, stats.at(block), coefficients.at(block))
+            # selection: where a row does not count its logits may be nan
+            self.gradient[block] = grad.masked_fill_((rows.target[block] < 0)[:, None], 0.0)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...core.stats import Coefficients, Demand, Head, Kept, Rows, RowStats, Sets, Teacher
+from ...core.stats import Head, Kept, Sets, Teacher
 from ...kernels.common.gpus import gpu_of, multiprocessors_of
 from ...kernels.common.tiles import INTERPRETED
 from ...kernels.gradients import launch as gradients
@@ -37,7 +37,7 @@ from .store import TMA_BYTES, GivenView, GradStore, LogitsStore
 from .store import merge_ranks as merge_ranks
 
 name = "triton"
-sets_store = TritonSets
+sets_store, view_store = TritonSets, GivenView
 
 
 def check(device: torch.device, dtype: torch.dtype, what: str) -> None:
@@ -115,19 +115,3 @@ def store_of(head: Head, plan: Plan, tiled: bool) -> Store:
 
 def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
     statistics.kept_sets(out.starts, out.ends, out.rows, out.columns, out.bias, *numbers, target, *sets)
-
-
-def logits_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
-    GivenView(head, demand, rows, None).statistics(rows, out)
-
-
-def logits_pair_stats(rows: Rows, head: Head, demand: Demand, out: RowStats) -> None:
-    view = GivenView(head, demand, rows, None)
-    view.read_teacher(rows)
-    view.pair_statistics(rows, out)
-
-
-def logits_grad(
-    out: Tensor, rows: Rows, head: Head, demand: Demand, stats: RowStats, coefficients: Coefficients
-) -> None:
-    GivenView(head, demand, rows, out).tile_grad(rows, slice(0, rows.hidden.shape[1]), stats, coefficients)

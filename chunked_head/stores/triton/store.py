@@ -17,6 +17,8 @@ from ...kernels.statistics.launch import Outputs
 from ...parallel.merge import GatheredStats, merge_lists, unpack, widths
 from ...plan.buffers import padded_columns
 from ...plan.plans import Plan, logits_shape, own_dweight
+from ..gradients import Gradients
+from ..logits import LogitsView
 from ..matmul import again_rows, project_biased
 from ..store import MatmulStore
 
@@ -280,25 +282,29 @@ class LogitsStore(KernelStore):
 
 
 class GivenView(LogitsStore):
-    """A view of logits that exist already [rows, vocab], in the place of what a matmul makes of hidden states."""
+    """A view of logits that exist already, in the place of what a matmul makes of hidden states."""
 
-    def __init__(self, head: Head, demand: Demand, rows: Rows, out: Tensor | None):
-        """``out`` [rows, vocab] receives the gradient."""
-        self.head, self.demand, self.vocab, self.out = head, demand, rows.hidden.shape[1], out
-        self.stored = with_transform(Stored(rows.hidden, None, None), head, rows)
-        self.buffer = rows.hidden
+    def __init__(self, head: Head, demand: Demand, view: LogitsView):
+        logits = view.rows.hidden
+        self.head, self.demand, self.vocab, self.gradient = head, demand, logits.shape[1], view.gradient
+        self.stored = with_transform(Stored(logits, None, None), head, view.rows)
+        self.buffer = logits
 
     def compute_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Stored:
         return Stored(hidden, None, bias)
 
-    def read_teacher(self, rows: Rows) -> None:
-        """A dense teacher's logits, whose statistics are known."""
-        assert self.demand.pairing is not None
-        self.teacher_stored = self.given_teacher(rows, slice(0, self.demand.pairing.columns), None)
+    def pair_statistics(self, rows: Rows, out: RowStats) -> None:
+        if self.over_ranks:  # else ``statistics`` has just read the teacher
+            assert self.demand.pairing is not None
+            self.teacher_stored = self.given_teacher(rows, slice(0, self.demand.pairing.columns), None)
+        super().pair_statistics(rows, out)
+
+    def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
+        self.tile_grad(rows, slice(0, self.vocab), stats, coefficients)
 
     def gradient_of(self, logits: Tensor) -> Tensor:
-        assert self.out is not None
-        return self.out
+        assert self.gradient is not None
+        return self.gradient
 
 
 class HalfStore(KernelStore):
