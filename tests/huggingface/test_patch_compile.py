@@ -226,6 +226,17 @@ def test_inductor(dtype: torch.dtype) -> None:
         assert (parameter.grad - theirs.grads[name]).norm() <= tolerance * theirs.grads[name].norm()
 
 
+def test_ids_that_are_filled_in_a_graph_are_refused() -> None:
+    def loss(model: Any) -> torch.Tensor:
+        logits = model(input_ids=tokens()["input_ids"]).logits
+        logits[..., torch.tensor([2, 5])] = -1e9
+        return logits.logsumexp(-1).mean()
+
+    model = patch_model(tiny_models.llama(), when="training")
+    with pytest.raises(RuntimeError, match=r"__setitem__ on lazy logits inside of torch\.compile is not supported"):
+        torch.compile(loss, backend="eager")(model)
+
+
 def test_logits_used_in_a_graph_are_computed() -> None:
     plain = tiny_models.llama()
     model = patch_model(copy.deepcopy(plain))

@@ -69,9 +69,9 @@ class TracedLogits:
 
 def done(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor's method of lazy logits."""
-    operations = IN_PLACE if name in IN_PLACE else COPIES if name in COPIES else VIEWS
-    found = operations[name](logits._virtual, *args, **kwargs)
-    if name in IN_PLACE:
+    operation = (IN_PLACE | COPIES | VIEWS).get(name)
+    found = NotImplemented if operation is None else operation(logits._virtual, *args, **kwargs)
+    if name in IN_PLACE or name == "__setitem__":
         if found is NotImplemented or logits._viewed:
             raise RuntimeError(f"{name} on lazy logits inside of torch.compile is not supported; unpatch the model")
         logits._virtual = found
@@ -105,6 +105,6 @@ def method(name: str) -> Callable[..., Any]:
     return called
 
 
-for _name in (*COPIES, *VIEWS, *IN_PLACE, *OPERATORS):
+for _name in (*COPIES, *VIEWS, *IN_PLACE, *OPERATORS, "__setitem__"):
     if _name != "__iter__" and OPERATORS.get(_name) not in IN_PLACE:
         setattr(TracedLogits, _name, method(OPERATORS.get(_name, _name)))
