@@ -66,7 +66,7 @@ class OutputProcessor:
         self.returned = self.checked({"logprobs": logprobs, "entropy": entropy, "temperature": temperature})
 
     def checked(self, returned: Mapping[str, Any]) -> dict[str, Any]:
-        """What is returned, after a look whether it makes sense."""
+        """What is returned; raises where the values do not go together."""
         flag("logprobs", returned["logprobs"])
         flag("entropy", returned["entropy"])
         CHECKS["temperature"](returned["temperature"])
@@ -117,30 +117,30 @@ class OutputProcessor:
         """What the hook returns, of operands that the layer's hooks have made ready."""
         weight = layer.weight if weight is None else weight
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
-        target = layout.own(labels.t())
+        target = layout.local(labels.t())
         head: dict[str, Any] = {**self.options, "bias": bias, "logit_scale": scale, "parallel": layout.parallel}
-        weights = None if loss_mask is None else layout.own(loss_mask.t())
+        weights = None if loss_mask is None else layout.local(loss_mask.t())
         if returned["logprobs"]:
             temperature = returned["temperature"]
             if isinstance(temperature, Tensor):
-                temperature = layout.own(temperature.t())
+                temperature = layout.local(temperature.t())
             mask = None if weights is None else weights != 0
             found = linear_logprobs(
                 hidden, weight, target, entropy=returned["entropy"], temperature=temperature, mask=mask, **head
             )
             values = (found,) if isinstance(found, Tensor) else tuple(found)
-            gathered = tuple(layout.whole(value) for value in values)
+            gathered = tuple(layout.all_tokens(value) for value in values)
             return gathered if returned["entropy"] else gathered[0]
         if weights is not None:
             target = target.masked_fill(weights == 0, -100)
         if self.reduction == "none":
-            return layout.whole(linear_cross_entropy(hidden, weight, target, reduction="none", **head))
+            return layout.all_tokens(linear_cross_entropy(hidden, weight, target, reduction="none", **head))
         factors = None if weights is None else weights.float()
         return linear_cross_entropy(hidden, weight, target, reduction="sum", token_weights=factors, **head)
 
 
 class Layout:
-    """How an output layer's operands lie over the ranks of its tensor-parallel group."""
+    """Layout of an output layer's operands over the ranks of its tensor-parallel group."""
 
     def __init__(self, layer: Any):
         self.group = getattr(layer, "tp_group", None)
@@ -152,11 +152,11 @@ class Layout:
             sums = self.sharded or not layer.disable_grad_reduce
             self.parallel = VocabParallel(self.group, sequence_sharded=self.sharded, reduce_dhidden=sums)
 
-    def own(self, values: Tensor) -> Tensor:
+    def local(self, values: Tensor) -> Tensor:
         """This rank's part of values of all tokens [sequence, ...]."""
         return values.chunk(self.ranks)[torch.distributed.get_rank(self.group)] if self.sharded else values
 
-    def whole(self, values: Tensor) -> Tensor:
+    def all_tokens(self, values: Tensor) -> Tensor:
         """Values of all tokens [batch, sequence], of this rank's part of them [sequence, batch]."""
         values = Gathered.apply(values, self.group) if self.sharded else values
         return values.t().contiguous()
@@ -168,9 +168,9 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
         ctx.group, ranks = group, torch.distributed.get_world_size(group)
-        whole = values.new_empty(ranks * values.shape[0], *values.shape[1:])
-        all_gather(whole, values.contiguous(), group)
-        return whole
+        gathered = values.new_empty(ranks * values.shape[0], *values.shape[1:])
+        all_gather(gathered, values.contiguous(), group)
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -1,4 +1,4 @@
-"""What was agreed on for a model, and what came of it: ``model.chunked_head``."""
+"""Agreement with a patched model, its state and its counts: ``model.chunked_head``."""
 
 import contextlib
 import sys
@@ -26,7 +26,7 @@ from .lazy.source import FORWARDS, MADE, PATCH, running
 from .lazy.tail import Rehearsed, Tail, in_words
 from .options import check_choices, check_loss, check_options
 
-OWN_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
+SKIPPED_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
 WRAPPING = ("/accelerate/", "/peft/", "/deepspeed/")  # frames between a model and whoever calls it
 REMEDY = (
     "train on the loss that the forward returns for its labels (label smoothing is an option of "
@@ -36,13 +36,15 @@ REMEDY = (
 
 
 class Agreement:
-    """``print(model.chunked_head)`` tells what is below.
+    """Options of ``patch_model`` for one model, and what came of them; ``print(model.chunked_head)`` shows it.
 
-    ``mechanism``: ``"lazy logits"``, or ``"none: "`` and why. ``name``: of the head in the model. ``tied``: whether it
-    shares its weight with the input embeddings. ``tail``: scale, softcap and what else the model's last loss had.
-    ``fused``: how many losses went through this library, ``materialised``: how often logits were computed instead, and
-    ``reasons``: by what; all three outside of ``torch.compile``, whose graphs do not count. ``graph_tail`` and
-    ``graph_reason`` are what the graph that ran last has of a loss and of logits computed.
+    Attributes:
+        mechanism: ``"lazy logits"``, or ``"none: "`` and the reason.
+        name: of the head in the model. tied: it shares its weight with the input embeddings.
+        tail: scale, softcap and the rest between head and loss, of the last loss.
+        fused, materialised, reasons: number of losses through this library, number of times that logits were computed
+            instead, and for what. Graphs of ``torch.compile`` do not count.
+        graph_tail, graph_reason: tail and reason of the graph that ran last.
     """
 
     def __init__(
@@ -66,20 +68,19 @@ class Agreement:
         self.mechanism, self.name, self.tied = "none", "", False
         self.tail: Tail | None = None
         self.fused, self.materialised, self.reasons = 0, 0, list[str]()
-        # graphs write these and read none that they did not write: nothing that changes may be what one is made for
+        # graphs write these and read none that they did not write, so that no graph depends on them
         self.graph_tail: tuple[float, float | None, int | None, int] | None = None
         self.graph_reason: str | None = None
         self.graph_fused = self.graph_computed = False  # in the forward that runs
         self.forwards = 0  # runs of the class's forward; -1 after one in a graph
         self.computed = ""  # what logits were computed for in the forward that runs
         self.settled = False  # the model made a loss in training
-        self.lazy = False  # whether the head's call is lazy now, for graphs
-        self.traced = False  # whether a graph says so
-        self.covered = False  # whether a model inside of this one took over
-        self.training = True  # whether the model is, in the forward that runs
-        self.metrics: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # of training, and else
-        self.warned: dict[str, str] = {}  # messages, by what they are given once for
-        # losses of a model without numbers (explain.py), noted instead of made; None: they are made
+        self.lazy = self.traced = False  # the head's call is lazy now; a graph says so
+        self.covered = False  # a model inside of this one took the head over
+        self.training = True  # mode of the model in the forward that runs
+        self.metrics: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # of training and of evaluation
+        self.warned: dict[str, str] = {}  # messages, by their occasion
+        # losses of a model without numbers (explain.py), noted instead of made; None: losses are made
         self.rehearsed: list[Rehearsed] | None = None
 
     @property
@@ -88,7 +89,7 @@ class Agreement:
 
     @property
     def asks(self) -> str:
-        """For what beside the model's own loss: what errors call it; empty where it is nothing."""
+        """The argument that changes or measures the model's loss, for errors; empty without one."""
         return "loss=" if self.loss is not None else "metrics=" if self.measured else ""
 
     def settle(self, model: nn.Module, head: Any) -> None:
@@ -125,8 +126,8 @@ class Agreement:
     __repr__ = __str__
 
     def applies(self, model: nn.Module, labelled: bool, cached: bool = False) -> bool:
-        """Whether a forward's logits are lazy. ``cached``: it was given keys and values of tokens before, as generation
-        does, which reads the logits of one token."""
+        """Whether a forward's logits are lazy. ``cached``: it was given ``past_key_values``, as in generation, which
+        reads the logits of one token."""
         if torch.jit.is_tracing() or exporting():
             return False  # what comes of it may hold tensors alone
         if self.head is None or labelled:
@@ -165,14 +166,14 @@ class Agreement:
 
     @contextlib.contextmanager
     def being_lazy(self, head: Any, labelled: bool) -> Iterator[None]:
-        """The innermost of the models that share a head and were given labels has it."""
+        """Makes the head's call lazy; of models that share a head, for the innermost that was given labels."""
         compiling = torch.compiler.is_compiling()
-        # here and in no function: a generator's frame is none that a compiler takes by itself
+        # in this function: a compiler does not take a generator's frame by itself
         thread = 0 if compiling else threading.get_ident()
         outer: Any = None
         made = False
         before = 0
-        if not compiling:  # counts are nothing that a graph may depend on
+        if not compiling:  # a graph must not depend on counts
             outer = FORWARDS.get((thread, id(head)))
             FORWARDS[thread, id(head)] = self
             MADE.discard((thread, id(self)))
@@ -242,7 +243,7 @@ class Agreement:
         )
 
     def materialises(self, what: str) -> None:
-        """Counts logits about to be computed for ``what``, and says so."""
+        """Counts logits that are about to be computed for ``what``, and warns."""
         compiling = torch.compiler.is_compiling()
         where = "a place in a graph" if compiling else place()
         if self.strict:
@@ -266,12 +267,12 @@ class Agreement:
             warnings.warn(message, stacklevel=2)
 
     def rehearses(self, call: Rehearsed) -> None:
-        """Notes a loss, and where it is made."""
+        """Notes a loss and the place that makes it."""
         assert self.rehearsed is not None
         self.rehearsed.append(call._replace(made_at=place()))
 
     def loss_of(self, class_weights: Tensor | None, label_smoothing: float, reduction: str) -> Losses:
-        """The sum to compute, for what the model asks of its cross-entropy."""
+        """The losses to compute in the place of the model's cross-entropy."""
         if reduction == "none":
             raise ValueError("loss= and metrics= of patch_model go with a mean or a sum; this model reduces by itself")
         if self.loss is None:
@@ -284,7 +285,7 @@ class Agreement:
         return self.loss
 
     def check_by_chunks(self) -> None:
-        """Of a head whose chunks go through its own forward."""
+        """Raises for losses that a head whose chunks go through its forward does not take."""
         terms = () if self.loss is None else self.loss.terms
         if any(summand.normalizer is not None or summand.reduction is not None for _, summand in terms):
             raise ValueError(
@@ -293,13 +294,13 @@ class Agreement:
             )
 
     def takes(self, output: LossOutput) -> None:
-        """Keeps a call's metrics."""
+        """Adds a call's metrics."""
         if output.metrics:
             self.metrics[self.training] = combine([self.metrics[self.training], output.metrics])
 
     def take_metrics(self, training: bool = True) -> Mapping[str, MetricValue]:
-        """What was measured since the last time while the model was training, or was not, by name: each with ``.sum``,
-        ``.count`` and ``.value``, on the device and of this rank (``chunked_head.metrics.all_reduce``)."""
+        """Metrics by name since the last call, of training or of evaluation: each with ``.sum``, ``.count`` and
+        ``.value``, on the device and of this rank (``chunked_head.metrics.all_reduce``)."""
         taken, self.metrics[training] = self.metrics[training], {}
         return taken
 
@@ -312,14 +313,14 @@ def exporting() -> bool:
 
 
 def is_fully_sharded(module: Any) -> bool:
-    """By FSDP2, or as part of what FSDP1 wraps."""
+    """Whether FSDP2 shards a module, or FSDP1 wraps it."""
     names = {base.__name__ for base in type(module).__mro__}
     return bool(names & {"FSDPModule", FSDP1}) or hasattr(module, "_is_fsdp_managed_module")
 
 
 def place(further: tuple[str, ...] = ()) -> str:
-    """Where in the caller's code, past our frames, torch's and those of ``further`` paths."""
+    """File and line of the caller's code, past our frames, torch's and those of ``further`` paths."""
     frame: Any = sys._getframe(1)
-    while frame is not None and any(own in frame.f_code.co_filename for own in (*OWN_FRAMES, *further)):
+    while frame is not None and any(path in frame.f_code.co_filename for path in (*SKIPPED_FRAMES, *further)):
         frame = frame.f_back
     return "an unknown place" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

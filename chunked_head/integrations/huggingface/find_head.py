@@ -1,4 +1,4 @@
-"""Which module of a model is its head, and whether its logits may be lazy."""
+"""The head of a model: the module that is found, made lazy, and made plain again."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .lazy.source import HEADS, PATCH, watch_optimizers
 
 
 class NotUnderstood(Exception):
-    """Why a model stays as it is."""
+    """Reason for which a model stays as it is."""
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -37,17 +37,17 @@ def find_head(model: nn.Module) -> nn.Module:
 
 def unnamed(model: nn.Module) -> nn.Module | None:
     """The head of a model that names none: its one matrix onto the vocabulary (ClvpForCausalLM), else that of the one
-    model inside of it that names one (BlipForConditionalGeneration). Whatever else is there stays as it is."""
+    model inside of it that names one (BlipForConditionalGeneration)."""
     vocab = getattr(getattr(model, "config", None), "vocab_size", None)
-    own = [module for module in model.children() if isinstance(module, nn.Linear) and module.out_features == vocab]
-    if own:
-        return own[0] if len(own) == 1 else None
-    found = {embeddings(module, "output") for module in model.modules() if module is not model} - {None}
-    return found.pop() if len(found) == 1 else None
+    found = [module for module in model.children() if isinstance(module, nn.Linear) and module.out_features == vocab]
+    if found:
+        return found[0] if len(found) == 1 else None
+    inside = {embeddings(module, "output") for module in model.modules() if module is not model} - {None}
+    return inside.pop() if len(inside) == 1 else None
 
 
 def active(head: Any, model: nn.Module) -> nn.Module:
-    """Inside of PEFT's wrapper of a head that is trained whole, the copy that runs."""
+    """The module that runs: the active copy inside of PEFT's ``modules_to_save`` wrapper, else the head itself."""
     saved = getattr(head, "modules_to_save", None)
     if isinstance(saved, nn.ModuleDict):
         names = [name for name in head.active_adapters if name in saved]
@@ -89,8 +89,8 @@ def make_lazy(head: nn.Module, patch: Any) -> None:
 
 
 def make_plain(head: nn.Module, patch: Any) -> None:
-    """Back to the class before; where another framework has built on ours, ours stays and does nothing. A head that
-    another model shares by now is left to that."""
+    """Gives a head its class back. Where another framework has built on ours, ours stays and does nothing. A head that
+    another patched model shares stays lazy."""
     if head.__dict__.get(PATCH) is not patch:
         return
     del head.__dict__[PATCH]

@@ -10,13 +10,13 @@ from ...losses.base import Losses, Summand
 from ...metrics import Metric
 from ..frameworks import check_named
 
-# options that say how to compute; what to compute is the model's
+# options of how to compute; what to compute is the model's
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into", "upstream", "skip_ignored",
            "deterministic", "backend")  # fmt: skip
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises what no head and no batch could make right."""
+    """Raises for an option that is unknown or wrong for every head and batch."""
     check_named(options, OPTIONS, "; scale, softcap, bias and reduction are the model's own")
 
 
@@ -28,7 +28,7 @@ def check_choices(when: Any, logits: Any, strict: Any) -> None:
 
 
 def check_loss(loss: Losses | None, measured: Sequence[Metric]) -> None:
-    """Raises what cannot be computed from labels alone."""
+    """Raises for losses and metrics that need more than labels."""
     summands = [] if loss is None else [summand for _, summand in loss.terms]
     for summand in summands:
         if summand.token_weights is not None or summand.teacher is not None:

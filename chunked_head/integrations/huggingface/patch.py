@@ -116,7 +116,7 @@ def unpatch_model(model: Model) -> Model:
     return model
 
 
-# around a model, and nothing of it but a call: who makes them, and where they have the model
+# wrappers of a model: the function that makes each, and the attribute that is the model
 WRAPPERS = {
     "OptimizedModule": ("torch.compile", "_orig_mod"),
     "DataParallel": ("torch.nn.DataParallel", "module"),
@@ -126,7 +126,7 @@ WRAPPERS = {
 
 
 def the_model(model: Any, function: str) -> nn.Module:
-    """The model that an argument names, inside of PEFT's."""
+    """The model of an argument, without PEFT's wrapper."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model of {function} must be a torch.nn.Module, got {type(model).__name__}")
     for kind in type(model).__mro__:
@@ -182,7 +182,7 @@ def patched_class(base: type) -> type:
 
     @functools.wraps(before)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, Patched):  # no more, and somebody kept this method
+        if not isinstance(self, Patched):  # unpatched, and this method is still referenced
             return type(self).forward(self, *args, **kwargs)
         agreed: Any = self.__dict__.get(REPORT)
         labelled = agreed is not None and agreed.runs() and self.was_given(args, kwargs, *LABELS)

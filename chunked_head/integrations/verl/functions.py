@@ -89,10 +89,10 @@ class FusedLinearForPPO(nn.Module):
         return linear_cross_entropy(hidden_states, vocab_weights, input_ids, temperature, **options)
 
 
-def reduces(hidden: Tensor, group: Any, told: bool | None) -> bool:
+def reduces(hidden: Tensor, group: Any, given: bool | None) -> bool:
     """Whether the gradient of ``hidden`` is summed over ``group`` here, rather than by the graph that made it."""
-    if told is not None:
-        return told
+    if given is not None:
+        return given
     if torch.distributed.get_world_size(group) == 1 or not (hidden.requires_grad and torch.is_grad_enabled()):
         return True
     if type(hidden.grad_fn).__name__ == GATHER:
@@ -116,7 +116,7 @@ def check_order(leading: tuple[int, ...], labels: tuple[int, ...]) -> None:
 
 
 def flat(name: str, value: Any, labels: Tensor) -> Any:
-    """A tensor of labels' shape as [tokens], and what is none as it is."""
+    """A tensor of labels' shape as [tokens]; any other value as it is."""
     if not isinstance(value, Tensor):
         return value
     if value.shape != labels.shape:

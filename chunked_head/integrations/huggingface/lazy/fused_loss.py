@@ -23,14 +23,14 @@ COPIES_OF_LOGITS = 4  # of a chunk in fp32: its cast, log-probabilities, gradien
 
 
 def rows_at_once(columns: int) -> int:
-    """Rows of such a chunk."""
+    """Rows of a chunk of real logits."""
     return max(1, BYTES_AT_ONCE // (columns * torch.float32.itemsize * COPIES_OF_LOGITS))
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """What a loss is asked for, and whose logits of. ``own``: by the model, inside of its forward; any other stays the
-    cross-entropy that it says."""
+class LazyLoss:
+    """A cross-entropy of lazy logits, with its options. ``own``: made by the model inside of its forward; any other
+    stays a plain cross-entropy."""
 
     source: Source
     tail: Tail
@@ -46,7 +46,7 @@ class Asked:
     def plain(self) -> bool:
         return not self.own or not self.source.patch.asks
 
-    def whole(self, module: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+    def from_weight(self, module: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss from the head's weight; called inside of the head's call."""
         patch = self.source.patch
         if is_shard(module._parameters.get("weight")):  # inside of the head's hooks too
@@ -67,7 +67,7 @@ class Asked:
         return found.loss
 
     def loss(self, reduction: str) -> Losses:
-        """What is computed in the place of what the model says."""
+        """The losses in the place of the model's cross-entropy."""
         return self.source.patch.loss_of(self.class_weights, self.label_smoothing, reduction)
 
     def rehearse(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -149,12 +149,12 @@ def cross_entropy(
     rounded = not torch.is_autocast_enabled(source.device_type)  # autocast computes a cross-entropy in fp32
     target = target.to(logits.hidden.device, torch.int64)
     own = running(source.head) is source.patch
-    asked = Asked(source, tail, logits.steps, target, weight, ignore_index, reduction, float(label_smoothing), own)
+    request = LazyLoss(source, tail, logits.steps, target, weight, ignore_index, reduction, float(label_smoothing), own)
     if source.head.reads_weight:
-        loss = source.inside(logits.hidden, asked.whole)
+        loss = source.inside(logits.hidden, request.from_weight)
     else:
         with source.taken():
-            loss = asked.by_chunks(logits.hidden, source.head.real)
+            loss = request.by_chunks(logits.hidden, source.head.real)
         rounded = False  # a forward of its own may give other dtypes than it takes
     loss = loss.to(logits.dtype if rounded else wide(logits.dtype))
     source.patch.fuses(tail, own)
@@ -180,10 +180,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def counted(asked: Asked) -> Tensor:
+def counted(loss: LazyLoss) -> Tensor:
     """The denominator of a mean, 1 where nothing counts."""
-    counts = asked.target != asked.ignore_index
-    if asked.class_weights is None:
+    counts = loss.target != loss.ignore_index
+    if loss.class_weights is None:
         return counts.sum().clamp(min=1)
-    weights = asked.class_weights[asked.target.where(counts, 0)].where(counts, 0).sum()
+    weights = loss.class_weights[loss.target.where(counts, 0)].where(counts, 0).sum()
     return weights.where(weights != 0, 1)

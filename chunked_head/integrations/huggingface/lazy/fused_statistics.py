@@ -58,7 +58,7 @@ def nll_loss(v: Virtual, *args: Any, **kwargs: Any) -> Any:
 
 
 def reading(v: Virtual) -> Read | None:
-    """None where statistics of rows do not tell what the steps make."""
+    """The logits and the factor of what the steps make; None where statistics of rows do not tell it."""
     names = [name for name, _ in v.steps]
     at = names.index(LOG_SOFTMAX) if LOG_SOFTMAX in names else None
     factor = None

@@ -37,8 +37,8 @@ def sizes_of(head: Any) -> tuple[int, int] | None:
 
 
 def is_hollow(hidden: Any) -> bool:
-    """Of a shape alone, such as tools have that run a model to see how large things are: on the meta device, or of
-    torch's mode of tensors without numbers."""
+    """Whether hidden states have no numbers: on the meta device, or torch's fake tensors, as tools use them that run a
+    model for its sizes."""
     fake = not torch.compiler.is_compiling() and "FakeTensor" in [base.__name__ for base in type(hidden).__mro__]
     return hidden.is_meta or fake
 
@@ -54,7 +54,7 @@ class LazyHead:
     class_before: type
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, LazyHead):  # unpatched, and somebody kept this method
+        if not isinstance(self, LazyHead):  # unpatched, and this method is still referenced
             return type(self).__call__(self, *args, **kwargs)
         patch = running(self)
         if patch is None or len(args) != 1 or kwargs:
@@ -78,7 +78,7 @@ class LazyHead:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def forward(self, *args: Any, chunked_head_loss: Any = None, **kwargs: Any) -> Any:
-        if not isinstance(self, LazyHead):  # unpatched, and somebody kept this method
+        if not isinstance(self, LazyHead):  # unpatched, and this method is still referenced
             return type(self).forward(self, *args, **kwargs)
         forward = super().forward  # type: ignore[misc]
         if chunked_head_loss is None:
@@ -89,12 +89,12 @@ class LazyHead:
 
     @property
     def columns(self) -> int:
-        """Of its logits. A sharded weight's own shape does not tell."""
+        """Columns of the logits, which a sharded weight's shape does not tell."""
         return (sizes_of(self) or (0, 0))[0]
 
     @property
     def reads_weight(self) -> bool:
-        """Whether its weight and bias are all there is to it; else chunks go through its own call."""
+        """Whether logits are the product with weight and bias alone; else chunks go through the head's call."""
         if inner(self) is not self:
             return inner(self).reads_weight
         # a quantised weight is a tensor of a class of its own
@@ -112,7 +112,7 @@ class LazyHead:
 
 @functools.cache
 def lazy_class(base: type) -> type:
-    """The class of ``base``'s modules that are lazy; the same for the same."""
+    """The class of ``base``'s modules that are lazy."""
     plain = base.forward is nn.Linear.forward  # type: ignore[attr-defined]
     names = {"plain": plain, "class_before": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (LazyHead, base), names)

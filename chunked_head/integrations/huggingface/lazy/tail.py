@@ -1,4 +1,4 @@
-"""What a model does between its head and its loss, in the terms of this library."""
+"""Steps of a model between its head and its loss, in the terms of this library."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,10 +22,10 @@ class Tail:
     vocab: int | None = None
     biases: tuple[tuple[Tensor, float], ...] = ()
 
-    def bias(self, own: Tensor | None, weight: Tensor) -> Tensor | None:
-        """The bias of the cropped head [vocab], differentiable; ``own``: the module's."""
+    def bias(self, given: Tensor | None, weight: Tensor) -> Tensor | None:
+        """The bias of the cropped head [vocab], differentiable; ``given``: the module's."""
         count = weight.shape[0] if self.vocab is None else self.vocab
-        total = None if own is None else own[:count]
+        total = None if given is None else given[:count]
         for vector, scale in self.biases:
             part = vector[:count] if scale == 1 else vector[:count] / scale
             total = part if total is None else total + part
@@ -33,7 +33,7 @@ class Tail:
 
     @property
     def numbers(self) -> tuple[float, float | None, int | None, int]:
-        """What is said of it, without tensors."""
+        """Scale, softcap, cropped vocabulary and number of biases, without tensors."""
         return self.logit_scale, self.softcap, self.vocab, len(self.biases)
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ def in_words(logit_scale: float, softcap: float | None, vocab: int | None, biase
 
 
 def tail_of(logits: Virtual) -> Tail | None:
-    """None where the steps are no such thing."""
+    """The tail that the steps make; None where they make none."""
     before, after, capped = 1.0, 1.0, False  # factors before and after the tanh
     vocab, biases = None, []
     for name, argument in logits.steps:

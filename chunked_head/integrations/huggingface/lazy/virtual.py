@@ -1,4 +1,4 @@
-"""Logits that nobody has computed: hidden states, and what was done to the logits since.
+"""Logits that are not computed: hidden states, and the operations on the logits since.
 
 Every operation here is the one of the same name on the ``[..., vocab]`` tensor of logits. Those on rows are done to the
 hidden states at once, those on each logit are written down with copies of their operands: what is written to an operand
@@ -44,7 +44,7 @@ class Virtual:
         return self.but(hidden=hidden)
 
     def but(self, **changed: Any) -> "Virtual":
-        """The same with other fields, in words that torch.compile of torch 2.9 follows."""
+        """A copy with other fields, in terms that torch.compile of torch 2.9 follows."""
         fields = {
             "hidden": self.hidden, "steps": self.steps, "vocab": self.vocab, "dtype": self.dtype,
             "source": self.source,
@@ -53,7 +53,7 @@ class Virtual:
 
 
 def replay(logits: Tensor, steps: Sequence[tuple[str, Any]]) -> Tensor:
-    """What the steps make of the head's output [..., vocab]."""
+    """The logits [..., vocab] that the steps make of the head's output."""
     for name, argument in steps:
         logits = STEPS[name](logits, argument)
     return logits
@@ -105,7 +105,7 @@ def factor(name: str) -> Callable[[Virtual, Any], Any]:
 
 
 def add(v: Virtual, other: Any, **kwargs: Any) -> Any:
-    """A vector over the vocabulary, whatever ones stand before it in its shape."""
+    """Adds a vector over the vocabulary, of any number of leading dimensions of 1."""
     right = isinstance(other, Tensor) and other.dim() > 0 and not kwargs
     if not right or other.shape[-1] != v.vocab or other.numel() != v.vocab or other.dim() > len(v.shape):
         return NotImplemented
@@ -120,18 +120,18 @@ def getitem(v: Virtual, index: Any) -> Any:
     if given is None:
         return NotImplemented
     rows, last = given
-    kept = crop(v, last)
-    return NotImplemented if kept is NotImplemented else kept.rows(v.hidden[(*rows, slice(None))])
+    cropped = crop(v, last)
+    return NotImplemented if cropped is NotImplemented else cropped.rows(v.hidden[(*rows, slice(None))])
 
 
 def picks(index: Any) -> bool:
-    """Whether an index gathers, into memory of its own, rather than views."""
+    """Whether an index gathers into new memory rather than views."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, Tensor) and (part.dim() > 0 or part.dtype in MASKS) for part in parts)
 
 
 def split_index(v: Virtual, index: Any) -> tuple[tuple[Any, ...], Any] | None:
-    """What an index says of the rows and what of the vocabulary; None where that cannot be told."""
+    """The parts of an index for the rows and for the vocabulary; None where they cannot be told apart."""
     parts = index if isinstance(index, tuple) else (index,)
     taken = 0
     for part in parts:
@@ -227,7 +227,7 @@ def by_rows(name: str, *names: str, **defaults: int) -> Callable[..., Any]:
 
 
 def same(v: Virtual, *args: Any, **kwargs: Any) -> Virtual:
-    """Layouts of what does not exist are all alike."""
+    """The same logits: a tensor that is not computed has one layout."""
     return v
 
 
