@@ -169,3 +169,17 @@ def test_reference_has_every_public_name() -> None:
     names = {f"{prefix}{name}" for prefix, module in modules.items() for name in module.__all__ if name not in types}
     missing = {name for name in names if f"::: chunked_head.{name}\n" not in text}
     assert missing == {"losses", "metrics", "weights", "metrics.unit_weights"}
+
+
+def test_architecture_names_what_is_there() -> None:
+    """Files from the top of the repository or of the package, each with the names that follow it; and all folders."""
+    text = (ROOT / "docs" / "internals" / "architecture.md").read_text()
+    found = re.findall(r"`([\w/]+/[\w/]*(?:\.py|\.md)?)`((?:,? (?:and )?`\w+`)*)", text)
+    assert len(found) > 60
+    for name, names in found:
+        path = next((path for top in (ROOT, ROOT / "chunked_head") if (path := top / name).exists()), None)
+        assert path is not None, f"{name}: no such file"
+        for each in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^( *(def|class) {each}\b|{each}\b.*=)", path.read_text(), re.M), f"{name} has no {each}"
+    folders = {path.parent.name for path in (ROOT / "chunked_head").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `(\w+)/` \|", text, re.M)) == folders | {"kernels"}
