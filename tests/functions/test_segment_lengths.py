@@ -18,8 +18,8 @@ from tiers import crossed
 from torch import Tensor
 
 from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
-from chunked_head.call import sweep as loop
 from chunked_head.plan.segments import Segments, groups_of, order_of, spans_of
+from chunked_head.stores.torch.store import TorchStore
 
 VOCAB, HIDDEN, CHUNK = 61, 24, 16
 # a line, whole lines, and lines that hold several segments; one is empty, some are longer than a chunk
@@ -134,16 +134,9 @@ def test_metrics_and_parts_are_those_of_two_passes() -> None:
 
 def swept(layout: str) -> list[int]:
     """Rows of each chunk whose logits are made."""
-    counts: list[int] = []
-    real = loop.whole_stats
-
-    def noted(call: Any, session: Any, rows: Any, *others: Any, **named: Any) -> None:
-        counts.append(len(rows.target))
-        real(call, session, rows, *others, **named)
-
-    with mock.patch.object(loop, "whole_stats", noted):
+    with mock.patch.object(TorchStore, "fill", autospec=True, side_effect=TorchStore.fill) as fill:
         step("gspo", layout, torch.float32, Place("torch", "cpu"), 0)
-    return counts
+    return [len(rows.target) for (_, rows, _), _ in fill.call_args_list]
 
 
 def test_only_segments_longer_than_a_chunk_are_swept_twice() -> None:
