@@ -60,7 +60,7 @@ class Shard:
     def agreed(self, plan: Plan, call: dict[str, str], device: torch.device) -> "Shard":
         """This part in a call that all ranks make alike; raises on every rank where they are about to do different
         things."""
-        demand = plan.sizes.demand.of_columns(None)
+        demand = plan.sizes.demand.of_columns(None)._replace(values=0)  # losses and metrics say more themselves
         sizes = replace(plan.sizes, vocab=0, padding=0, demand=demand)
         return self.agreed_on(call | described(replace(plan, sizes=sizes, tile_columns=0, budget=0)), device)
 
