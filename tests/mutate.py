@@ -159,7 +159,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("verl: a gradient summed twice", "chunked_head/integrations/verl/functions.py", "== GATHER:\n        return False", "== GATHER:\n        return True", "tests/frameworks/test_framework_seams.py"),
     ("Liger: z-loss's factor", "chunked_head/integrations/liger.py", "float(lse_square_scale) * losses.z_loss()", "losses.z_loss()", "tests/frameworks/test_drop_ins.py"),
     ("CCE: values that predict nothing", "chunked_head/integrations/cut_cross_entropy.py", "return loss[..., steps:] if", "return loss if", "tests/frameworks/test_drop_ins.py"),
-    ("Megatron: labels that stand across", "chunked_head/integrations/megatron.py", "layout.own(labels.t())", "layout.own(labels)", "tests/frameworks/test_framework_seams.py"),
+    ("Megatron: labels that stand across", "chunked_head/integrations/megatron.py", "layout.local(labels.t())", "layout.local(labels)", "tests/frameworks/test_framework_seams.py"),
     ("TRL: which targets are the likeliest", "chunked_head/integrations/trl/functions.py", "found.argmax == targets", "found.argmax != targets", "tests/frameworks/test_trl_seams.py"),
     ("TRL: direction of a divergence", "chunked_head/integrations/trl/functions.py", "beta=beta, entropy=True", "beta=1.0 - beta, entropy=True", "tests/frameworks/test_trl_seams.py"),
 )]  # fmt: skip
