@@ -25,7 +25,7 @@ OTHERS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_
 
 
 class ChunkedHeadArgs(BaseModel):
-    """What Axolotl's configuration may have beside its own."""
+    """Options that this plugin adds to Axolotl's configuration."""
 
     chunked_head: dict[str, Any] | None = Field(
         default=None,
@@ -55,7 +55,7 @@ class ChunkedHeadPlugin(BasePlugin):
     """Axolotl's plugin; see the module's text for what a configuration has."""
 
     def get_input_args(self) -> str:
-        """Where Axolotl finds the options that its validation is to know."""
+        """Path of the class of those options, for Axolotl's validation."""
         return f"{__name__}.{ChunkedHeadArgs.__name__}"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:

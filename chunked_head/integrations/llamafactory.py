@@ -75,7 +75,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def patched_models(**options: Any) -> Iterator[list[Any]]:
-    """Within, every model that a stage loads is on this head. Gives the list of them, as they are loaded."""
+    """Puts every model that a stage loads in a ``with`` block on this head. Gives the list of those loaded."""
     check_options(options)
     theirs = LLAMAFACTORY.theirs()[0]
     loaded: list[Any] = []

@@ -30,7 +30,7 @@ REFUSED = ("parallel", "bias", "shift", "ignore_index", "logit_scale")  # the mo
 
 
 class OutputProcessor:
-    """What ``GPTModel.forward(output_processor=)`` calls with the decoder's hidden states.
+    """Processor that ``GPTModel.forward(output_processor=)`` calls with the decoder's hidden states.
 
     Args:
         logprobs: False returns losses per token [batch, sequence], fp32, as the model does where it has labels; True
@@ -66,7 +66,7 @@ class OutputProcessor:
         self.returned = self.checked({"logprobs": logprobs, "entropy": entropy, "temperature": temperature})
 
     def checked(self, returned: Mapping[str, Any]) -> dict[str, Any]:
-        """What is returned; raises where the values do not go together."""
+        """Options of what is returned; raises where the values do not go together."""
         flag("logprobs", returned["logprobs"])
         flag("entropy", returned["entropy"])
         CHECKS["temperature"](returned["temperature"])
@@ -114,7 +114,7 @@ class OutputProcessor:
         self, hidden: Tensor, layer: Any, weight: Tensor | None, labels: Tensor, loss_mask: Tensor | None,
         returned: dict[str, Any], scale: float, layout: "Layout",
     ) -> Any:  # fmt: skip
-        """What the hook returns, of operands that the layer's hooks have made ready."""
+        """Values that the hook returns, of operands that the layer's hooks have made ready."""
         weight = layer.weight if weight is None else weight
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         target = layout.local(labels.t())

@@ -126,8 +126,8 @@ class Agreement:
     __repr__ = __str__
 
     def applies(self, model: nn.Module, labelled: bool, cached: bool = False) -> bool:
-        """Whether a forward's logits are lazy. ``cached``: it was given ``past_key_values``, as in generation, which
-        reads the logits of one token."""
+        """Decides whether a forward's logits are lazy. ``cached``: it was given ``past_key_values``, as in
+        generation, which reads the logits of one token."""
         if torch.jit.is_tracing() or exporting():
             return False  # what comes of it may hold tensors alone
         if self.head is None or labelled:
@@ -222,7 +222,7 @@ class Agreement:
         return True
 
     def passed_by(self, model: nn.Module) -> None:
-        """Of a training call of the model in which its class's forward did not run."""
+        """Notes a training call of the model in which its class's forward did not run."""
         if self.asks or not any(path.startswith("trl.") for path, _ in REPLACED):
             self.made_outside(f"by {hung_by(model)}, which runs instead of the model's forward")
 
@@ -306,14 +306,14 @@ class Agreement:
 
 
 def exporting() -> bool:
-    """Whether ``torch.export`` traces. Inside of a graph torch 2.9 answers its own question with yes in
+    """True while ``torch.export`` traces. Inside of a graph torch 2.9 says so in
     ``torch.compile`` too; what it reads outside of one tells them apart."""
     flag = getattr(torch.compiler, "_is_exporting_flag", None)
     return torch.compiler.is_exporting() if flag is None else flag
 
 
 def is_fully_sharded(module: Any) -> bool:
-    """Whether FSDP2 shards a module, or FSDP1 wraps it."""
+    """True where FSDP2 shards a module, or FSDP1 wraps it."""
     names = {base.__name__ for base in type(module).__mro__}
     return bool(names & {"FSDPModule", FSDP1}) or hasattr(module, "_is_fsdp_managed_module")
 

@@ -1,4 +1,4 @@
-"""What ``patch_model`` would do to a model, found out on a copy of it that has shapes and no numbers."""
+"""Report of what ``patch_model`` would do to a model, found out on a copy of it that has shapes and no numbers."""
 
 import contextlib
 import copy
@@ -30,7 +30,7 @@ LENGTH = 16  # tokens of the forward that shows where the loss is made: of any o
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``patch_model`` would do; ``print`` shows it. Fields that do not apply are None or empty."""
+    """Report of what ``patch_model`` would do; ``print`` shows it. Fields that do not apply are None or empty."""
 
     model: str  # its class
     patched: bool = False  # whether it would be, its head being understood
@@ -85,7 +85,7 @@ def explain_model(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> Explanation:
-    """What ``patch_model(model, **options)`` would do and why; the model stays as it is, and no memory is taken.
+    """Reports what ``patch_model(model, **options)`` would do and why. The model does not change; no memory is taken.
 
         print(explain_model(model, tokens=16384))
         with torch.device("meta"):
@@ -139,7 +139,7 @@ def explain_model(
 def with_memory(
     found: Explanation, agreed: Agreement, calls: Sequence[Rehearsed], vocab: int, device: torch.device | str | None
 ) -> Explanation:
-    """What the first loss's call takes, and what it spares."""
+    """Adds the memory that the first loss's call takes and spares."""
     call, tail, hidden, tokens = calls[0], calls[0].tail, calls[0].hidden, found.tokens
     columns, dtype = vocab if tail.vocab is None else tail.vocab, call.autocast or hidden.dtype
     copies = (1 if call.logits == dtype else 2) * columns * call.logits.itemsize  # with the gradient

@@ -51,7 +51,7 @@ def loosen(module: Any) -> None:
 
 
 def hides(module: Any) -> bool:
-    """Whether a forward that hangs on a module runs instead of its class's."""
+    """True where a forward that hangs on a module runs instead of its class's."""
     hung = module.__dict__.get("forward")
     beneath = module.__dict__.get(OLD_FORWARD, hung)
     return hung is not None and not isinstance(beneath, LateForward) and not is_of_class(beneath, module)

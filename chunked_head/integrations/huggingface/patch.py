@@ -161,7 +161,7 @@ class Patched:
         return output
 
     def was_given(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> bool:
-        """Whether forward's arguments have one of these names, other than None."""
+        """True where forward's arguments have one of these names, other than None."""
         for name in names:
             at = self.argument_at.get(name, -1)
             if kwargs.get(name) is not None or (0 <= at < len(args) and args[at] is not None):

@@ -1,4 +1,4 @@
-"""What stands behind TRL's seams: its two autograd functions' arguments and results, from this library's functions."""
+"""TRL's two autograd functions by their arguments and results, computed by this library's functions."""
 
 import contextlib
 from collections.abc import Callable

@@ -88,7 +88,7 @@ def self_distillation_loss(theirs: Any, student_logits: Tensor, teacher_logits: 
 
 
 def divergence(student: Any, teacher: Any, beta: float, temperature: float, mask: Tensor | None) -> Tensor | None:
-    """Of each token, forward KL for a ``beta`` of 0, reverse for 1, else the JSD; None where it takes logits."""
+    """A token's divergence: forward KL for a ``beta`` of 0, reverse for 1, else the JSD; None where logits exist."""
     if not all(isinstance(logits, LazyLogits) and logits._real is None for logits in (student, teacher)):
         return None  # what is written to computed logits is in these alone
     own, teachers = reading(student._virtual), reading(teacher._virtual)

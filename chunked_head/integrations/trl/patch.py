@@ -78,7 +78,7 @@ def patched_trl(**options: Unpack[Execution]) -> Iterator[None]:
 
 @torch.no_grad()
 def check_fused_head(model: Any, input_ids: Tensor | None = None, temperature: float = 1.0) -> float:
-    """Whether TRL's fused head computes what ``model`` does: the largest difference of a log-probability in nats.
+    """Largest difference in nats of log-probabilities by TRL's fused head and by ``model``; raises for a large one.
 
     TRL reads a model's logit scale and cap from attributes of its config that it knows by name, and takes the output
     embedding for all of the head: of models that call them otherwise, or whose head is more than one product, it

@@ -90,7 +90,7 @@ class FusedLinearForPPO(nn.Module):
 
 
 def reduces(hidden: Tensor, group: Any, given: bool | None) -> bool:
-    """Whether the gradient of ``hidden`` is summed over ``group`` here, rather than by the graph that made it."""
+    """True where the gradient of ``hidden`` is summed over ``group`` here, rather than by the graph that made it."""
     if given is not None:
         return given
     if torch.distributed.get_world_size(group) == 1 or not (hidden.requires_grad and torch.is_grad_enabled()):

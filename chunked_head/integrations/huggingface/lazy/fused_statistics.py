@@ -50,7 +50,7 @@ def log_softmax(v: Virtual, dim: Any = None, _stacklevel: int = 3, dtype: torch.
 
 
 def nll_loss(v: Virtual, *args: Any, **kwargs: Any) -> Any:
-    """Of log-probabilities: the cross-entropy of what they are of, as ProphetNet writes it."""
+    """The cross-entropy of log-probabilities' logits, as ProphetNet writes it."""
     if not v.steps or v.steps[-1][0] != LOG_SOFTMAX:
         return NotImplemented
     logits = v.but(steps=v.steps[:-1])
@@ -93,8 +93,8 @@ def statistics(read: Read, ids: Tensor) -> Rows:
 
 
 def mean_logits(read: Read) -> Tensor:
-    """Of a head without a cap [...], fp32 or wider; differentiable, inside of the head's call. The mean of a row is its
-    product with the mean row of the weight: no pass over the logits, for preference trainers that log it."""
+    """Mean logits of a head without a cap [...], fp32 or wider; differentiable, inside of the head's call. The
+    mean of a row is its product with the mean row of the weight: no pass over the logits."""
     source = read.logits.source
 
     def inside(head: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:

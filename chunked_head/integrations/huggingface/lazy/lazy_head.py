@@ -37,7 +37,7 @@ def sizes_of(head: Any) -> tuple[int, int] | None:
 
 
 def is_hollow(hidden: Any) -> bool:
-    """Whether hidden states have no numbers: on the meta device, or torch's fake tensors, as tools use them that run a
+    """True for hidden states without numbers: on the meta device, or torch's fake tensors, as tools use them that run a
     model for its sizes."""
     fake = not torch.compiler.is_compiling() and "FakeTensor" in [base.__name__ for base in type(hidden).__mro__]
     return hidden.is_meta or fake
@@ -94,7 +94,7 @@ class LazyHead:
 
     @property
     def reads_weight(self) -> bool:
-        """Whether logits are the product with weight and bias alone; else chunks go through the head's call."""
+        """True where logits are the product with weight and bias alone; else chunks go through the head's call."""
         if inner(self) is not self:
             return inner(self).reads_weight
         # a quantised weight is a tensor of a class of its own

@@ -64,7 +64,7 @@ class LazyLogits(Tensor):
         return self._real
 
     def check_unchanged(self) -> None:
-        """What is computed now has to be what the head would have computed when it was called."""
+        """Raises where the logits would not be those of the time when the head was called."""
         source = self._virtual.source
         written = version(self._virtual.hidden) != self._written
         what = "its hidden states have been written to" if written else changed(source.head, source.parameters)
@@ -89,7 +89,7 @@ class LazyLogits(Tensor):
         return rows
 
     def hand_down(self, parts: "tuple[LazyLogits, ...]") -> None:
-        """What is known of all rows is known of those of each part: TRL gathers from all, then takes the log-sum-exp
+        """Gives each part the statistics of its rows: TRL gathers from all, then takes the log-sum-exp
         of one sequence after the other."""
         if self._rows is not None:
             (_, _, grad), rows = self._rows
@@ -125,7 +125,7 @@ class LazyLogits(Tensor):
 
 
 def lazily(first: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What a function gives without computing the logits, or NotImplemented."""
+    """A function's result without the logits computed, or NotImplemented."""
     name = NAMES.get(function)
     if name is None:
         return NotImplemented
@@ -164,7 +164,7 @@ def writes(function: Any) -> bool:
 
 
 def refuse_views(logits: Any, what: str) -> None:
-    """What is written to some lazy logits does not reach those that are views of the same."""
+    """Raises for a write to lazy logits that have views: it would not reach these."""
     if isinstance(logits, LazyLogits) and sum(one() is not None for one in logits._family) > 1:
         raise RuntimeError(
             f"{what} on lazy logits that other tensors are views of is not supported: call it on logits.materialise(), "
@@ -222,7 +222,7 @@ def refuse_functions(logits: LazyLogits) -> bool:
 
 
 def in_function_forward() -> bool:
-    """Whether this runs in the forward of a torch.autograd.Function. Autograd switches both of its modes off there;
+    """True in the forward of a torch.autograd.Function. Autograd switches both of its modes off there;
     ``no_grad`` leaves the forward mode on, which a dual number shows, and in inference mode nothing has gradients."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False

@@ -62,7 +62,7 @@ def changed(head: nn.Module, before: Versions) -> str | None:
 
 
 def stays(parameter: Any) -> bool:
-    """Whether a parameter is no framework's, which exchanges it."""
+    """True for a parameter that no framework exchanges."""
     return type(parameter) in (Tensor, nn.Parameter) and not parameter.is_meta
 
 
@@ -98,7 +98,7 @@ class Source:
 
     @property
     def fuses(self) -> bool:
-        """Whether the head still takes losses: no more once its model is unpatched, or has another."""
+        """True while the head takes losses: until its model is unpatched or has another head."""
         return hasattr(type(self.head), "real")
 
     def without_grad(self) -> "Source":
@@ -106,7 +106,7 @@ class Source:
 
     @contextlib.contextmanager
     def state(self) -> Iterator[None]:
-        """As the head was called: logits read later are those that it would have given then."""
+        """The state in which the head was called, for logits that are read later."""
         cast = torch.autocast(self.device_type, dtype=self.autocast, enabled=self.autocast is not None)
         with self.grad_mode(), cast:
             yield
@@ -121,7 +121,7 @@ class Source:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """The same for a loss, which is differentiable where the head's call is and its own."""
+        """That state for a loss, which is differentiable where both the head's call and its own place are."""
         grad = self.grad and torch.is_grad_enabled()
         with self.state(), torch.set_grad_enabled(grad):
             yield
@@ -141,7 +141,7 @@ class Source:
             return replay(computed, logits.steps)
 
     def argmax(self, logits: Virtual, keepdim: bool) -> Tensor:
-        """Of the real logits, some rows at a time."""
+        """Ids of the largest real logits, some rows at a time."""
         rows = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         with torch.no_grad():
             quiet = logits.but(source=self.without_grad())

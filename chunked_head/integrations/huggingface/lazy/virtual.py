@@ -40,7 +40,7 @@ class Virtual:
         return self.but(steps=(*self.steps, (name, argument)))
 
     def rows(self, hidden: Tensor) -> "Virtual":
-        """The same logits of other rows."""
+        """These logits of other rows."""
         return self.but(hidden=hidden)
 
     def but(self, **changed: Any) -> "Virtual":
@@ -125,7 +125,7 @@ def getitem(v: Virtual, index: Any) -> Any:
 
 
 def picks(index: Any) -> bool:
-    """Whether an index gathers into new memory rather than views."""
+    """True where an index gathers into new memory rather than views."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, Tensor) and (part.dim() > 0 or part.dtype in MASKS) for part in parts)
 
@@ -227,7 +227,7 @@ def by_rows(name: str, *names: str, **defaults: int) -> Callable[..., Any]:
 
 
 def same(v: Virtual, *args: Any, **kwargs: Any) -> Virtual:
-    """The same logits: a tensor that is not computed has one layout."""
+    """These logits: a tensor that is not computed has one layout."""
     return v
 
 
