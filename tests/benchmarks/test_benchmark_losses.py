@@ -99,7 +99,8 @@ def test_the_plan_is_that_of_the_call(name, monkeypatch):
     step()
     found = losses.plan_of(step)
     assert (found.peak_bytes, found.extra_bytes) == (made[0].peak_bytes, made[0].extra_bytes)
-    assert (found.schedule, found.chunk_tokens, found.terms) == (made[0].schedule, made[0].chunk_tokens, made[0].terms)
+    assert (found.schedule, found.chunk_tokens) == (made[0].schedule, made[0].chunk_tokens)
+    assert found.buffers == made[0].buffers
     assert found.budget == 300 * 2**10
 
 
