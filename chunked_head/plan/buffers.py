@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128
 # temporaries of the losses' arithmetic for each token that it runs for, and for each column of the token's
-BYTES_PER_EVALUATED = 160
+BYTES_PER_EVALUATED = 80
 BYTES_PER_COLUMN = 96
-BYTES_PER_ROW = 32  # temporaries of torch's gradient of a row of logits
+BYTES_PER_ROW = 24  # temporaries of torch's gradient of a row of logits
 CAST_BYTES = 16 * MiB
 BYTE = torch.uint8
 
@@ -179,9 +179,10 @@ def vector_buffers(sizes: Sizes, torch_joins: bool) -> Iterator[Buffer]:
     yield Buffer("columns' ids", (tokens, demand.columns), torch.int64, SWEEP, WEIGHT)
     yield Buffer("fields", (tokens, demand.field_bytes + 4 * demand.columns), BYTE, SWEEP, WEIGHT)
     yield Buffer("statistics", (tokens, 5 + demand.vectors), wide, SWEEP, WEIGHT)
-    yield Buffer("values", (tokens, demand.values), wide, SWEEP, WEIGHT)
-    if torch_joins:
-        yield Buffer("values of all chunks", (tokens, demand.values), wide, HIDDEN, HIDDEN)
+    values = 1 if sizes.late_upstream else demand.values  # the first: a loss of each token
+    yield Buffer("values", (tokens, values), wide, SWEEP, WEIGHT)
+    if torch_joins and not sizes.late_upstream:
+        yield Buffer("values of all chunks", (tokens, values), wide, HIDDEN, HIDDEN)
     if sizes.any_grad:
         numbers = 1 + len(demand.views) + sum(demand.entropy) + demand.weighted_sum + demand.columns
         numbers += 2 * (demand.pairing is not None)
