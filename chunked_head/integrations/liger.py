@@ -40,7 +40,9 @@ OPTIONS: dict[str, Translation] = {  # in the order of Liger's signatures, and o
     "ignore_index": same,
     "lse_square_scale": renamed("z_loss", lambda name, value: checks.check_number(name, value, 0.0, float("inf"))),
     "label_smoothing": same, "reduction": same, "softcap": same, "return_z_loss": switch(),
-    "accum_dtype": renamed("accumulate_dtype", lambda name, value: checks.check_dtype(name, value or torch.float32)),
+    "accum_dtype": renamed(
+        "accumulate_dtype", lambda name, value: checks.check_dtype(name, torch.float32 if value is None else value)
+    ),
     "use_token_scaling": switch(), "return_token_accuracy": switch(), "return_predicted_tokens": switch(),
     "memory_budget": same,
 }  # fmt: skip
