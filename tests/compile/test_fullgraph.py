@@ -28,7 +28,7 @@ from tiers import tier
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import chunked_head.compile.operators
+import chunked_head.call.head_call
 from chunked_head import (
     ChunkedHead,
     gathered_topk_kl,
@@ -221,13 +221,13 @@ def test_a_model_under_autocast(where: str) -> None:
 @pytest.mark.parametrize("saved", [False, True])
 def test_activation_checkpointing(saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler runs the operator again, unless it is told that its outputs are to be kept."""
-    sweeps, sweep = [], chunked_head.compile.operators.sweep
+    sweeps, sweep = [], chunked_head.call.head_call.sweep
 
     def watched(*args: Any) -> Any:
         sweeps.append(args)
         return sweep(*args)
 
-    monkeypatch.setattr(chunked_head.compile.operators, "sweep", watched)
+    monkeypatch.setattr(chunked_head.call.head_call, "sweep", watched)
     kept = [torch.ops.chunked_head.forward.default]
     how = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)} if saved else {}
 
@@ -279,14 +279,14 @@ def test_gathered_logits() -> None:
 @pytest.mark.parametrize("upstream", [1.0, 0.37])
 def test_handed_over_without_a_copy(dtype: torch.dtype, upstream: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled backward scales gradients where they are: what arrives lies in the memory that forward filled."""
-    filled, sweep = [], chunked_head.compile.operators.sweep
+    filled, sweep = [], chunked_head.call.head_call.sweep
 
     def watched(*args: Any) -> Any:
         stats, grads = sweep(*args)
         filled.append((grads.hidden.data_ptr(), grads.weight.data_ptr()))
         return stats, grads
 
-    monkeypatch.setattr(chunked_head.compile.operators, "sweep", watched)
+    monkeypatch.setattr(chunked_head.call.head_call, "sweep", watched)
     torch._dynamo.reset()
     hidden, weight = (torch.randn(n, 64, dtype=dtype, requires_grad=True) for n in (48, VOCAB))
     target = torch.randint(0, VOCAB, (48,))
