@@ -92,9 +92,8 @@ def logprobs(i: Inputs) -> tuple[Tensor, Found]:
 
 def own(i: Inputs) -> tuple[Tensor, Found]:
     """Functions made anew, which close over tensors."""
-    loss = 0.1 * losses.custom(lambda stats, batch: stats.entropy * i.scale, scope="segment") + (
-        lambda stats, batch: -stats.logprob * batch.advantages * i.scale
-    )
+    entropies = losses.custom(lambda stats, batch: stats.entropy * i.scale, scope="segment", name="entropies")
+    loss = 0.1 * entropies + (lambda stats, batch: -stats.logprob * batch.advantages * i.scale)
     measured = [metrics.Metric("scaled", lambda stats, batch: stats.lse * i.scale)]
     return found_in(
         linear_loss(i.hidden, i.weight, i.target, loss, batch={"advantages": i.advantages}, metrics=measured)

@@ -66,8 +66,10 @@ def test_lazy_negation(call: Callable[[Data], Any], group: str, place: Place, mo
         found = outcome(call, data, data, negated)
     else:
         found = outcome(call, lazily(data, GROUPS[group]), data, lambda value: value)
+    # PyTorch's sums of rows at the same id, which kept sets take, come in any order on a GPU
+    summed = place == Place("torch", "cuda") and "kept" in call.__name__
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5 if summed else 0, atol=1e-6 if summed else 0)
 
 
 def test_a_lazy_negation_is_no_buffer() -> None:
