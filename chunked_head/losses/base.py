@@ -121,7 +121,7 @@ class Part:
     temperature: float | None = None
     name: str | None = None
 
-    @functools.cached_property
+    @property
     def label(self) -> str:
         return self.name or self.kind
 
