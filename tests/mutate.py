@@ -70,7 +70,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("sign: KL(q || p)", TORCH, "q * (log_q - log_p), 0.0).sum(1)", "q * (log_p - log_q), 0.0).sum(1)", LINEAR + " -k 'test_loss and kl'"),
     ("swapped: shares of a mixture", TORCH, "pairing.beta * q_to_mixture + (1.0 - pairing.beta) * kl", "(1.0 - pairing.beta) * q_to_mixture + pairing.beta * kl", LINEAR + " -k 'test_loss and jsd'"),
     ("scale: total variation", TORCH, "(p - q).abs().sum(1) / 2", "(p - q).abs().sum(1)", LINEAR + " -k 'test_loss and tvd'"),
-    ("offset: columns of a tile", TORCH, "target = rows.target - first\n", "target = rows.target\n", GRADIENTS + " -k retained"),
+    ("offset: columns of a tile", TORCH, "target = rows.target - first\n", "target = rows.target\n", "tests/ranks/test_every_loss.py -k 'budget and one'"),
     ("offset: a loss's own columns in a tile", TORCH, "listed = (rows.columns - first)", "listed = rows.columns", GRAD_LOGITS + " tests/functions/test_divergence.py"),
     ("scale: bias", TILES, "part.add_(bias[columns])", "part.sub_(bias[columns])", CROSS + " -k bias"),
     ("scale: slope of scale and cap", TILES, "neg_().add_(1.0).mul_(head.logit_scale)", "neg_().add_(1.0)", CROSS + " -k softcap"),
