@@ -2,7 +2,7 @@
 
 The model is of random weights (on a GPU of Qwen3 0.6B's shape with 8 layers, in bfloat16; on a CPU a tiny one), the
 batch of random ids. A step is the trainer's own loss of that batch and its backward; Lightning's is a step of `fit`.
-Trainers whose package is missing are left out. TRL's own head is chunked already, but for GKD's.
+Trainers whose package is missing are left out. TRL's own head is chunked already.
 """
 
 import contextlib
@@ -142,7 +142,7 @@ def trl(batch: Batch, ours: bool, kind: str) -> tuple[Any, Run]:
 @contextlib.contextmanager
 def trl_head() -> Iterator[None]:
     """What ``patch_trl`` does and takes back, in microseconds: without its checks."""
-    from chunked_head.integrations.trl.patch import SEAMS
+    from chunked_head.integrations.trl import SEAMS
 
     places = [(importlib.import_module(path), name, seam({})) for (path, name), seam in SEAMS.items()]
     theirs = [getattr(module, name) for module, name, _ in places]
@@ -153,28 +153,6 @@ def trl_head() -> Iterator[None]:
     finally:
         for (module, name, _), function in zip(places, theirs, strict=True):
             setattr(module, name, function)
-
-
-def gkd(batch: Batch, ours: bool) -> tuple[Any, Run]:
-    from datasets import Dataset
-    from trl.experimental.gkd import GKDConfig, GKDTrainer
-
-    from chunked_head.integrations.trl import distil_from_hidden
-
-    model, teacher = batch.model(), batch.model(1)
-    ids = batch.ids(model)
-    if ours:
-        patch_model(model, when="training")
-        patch_model(teacher, when="always")
-    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]}
-    words = tokenizer()
-    words.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
-    made = GKDTrainer(model, teacher, args=GKDConfig(**batch.settings()), processing_class=words,
-                      train_dataset=Dataset.from_list([chat] * SEQUENCES))  # fmt: skip
-    if ours:
-        distil_from_hidden(made)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    return model, lambda: made.compute_loss(model, inputs)
 
 
 def lightning(batch: Batch, ours: bool) -> tuple[Any, Run]:
@@ -223,7 +201,6 @@ TRAINERS: dict[str, Callable[[Batch, bool], tuple[Any, Run]]] = {
     "TRL SFT": lambda batch, ours: trl(batch, ours, "SFT"),
     "TRL DPO": lambda batch, ours: trl(batch, ours, "DPO"),
     "TRL GRPO": lambda batch, ours: trl(batch, ours, "GRPO"),
-    "TRL GKD": gkd,
 }
 
 

@@ -152,16 +152,16 @@ MUTATIONS = [Mutation(*row) for row in (
     ("plan: a teacher's logits", "chunked_head/plan/buffers.py", "(teacher_rows, sizes.teacher_columns)", "(0, sizes.teacher_columns)", LOSS_MEMORY + " -k test_prediction"),
     # models and frameworks
     ("patch: labels given by position", "chunked_head/integrations/huggingface/patch.py", "(0 <= at < len(args) and args[at] is not None)", "False", "tests/huggingface/test_patch_model.py tests/huggingface/test_patch_edges.py"),
-    ("patch: the scale of a model's logits", "chunked_head/integrations/huggingface/lazy/fused_loss.py", '"logit_scale": tail.logit_scale', '"logit_scale": 1.0', "tests/huggingface/test_patch_model.py tests/huggingface/test_lazy_logits.py"),
-    ("patch: a division taken for a product", "chunked_head/integrations/huggingface/lazy/tail.py", "else 1.0 / argument", "else argument", "tests/huggingface/test_lazy_logits.py tests/huggingface/test_patch_model.py"),
-    ("patch: a bias added behind a scale", "chunked_head/integrations/huggingface/lazy/tail.py", "else vector[:count] / scale", "else vector[:count]", "tests/huggingface/test_lazy_logits.py tests/huggingface/test_patch_edges.py"),
-    ("Trainer: metrics of an evaluation", "chunked_head/integrations/huggingface/trainer.py", "take_metrics(training=prefix is None)", "take_metrics(training=True)", "tests/huggingface/test_patch_trainer.py"),
-    ("verl: a gradient summed twice", "chunked_head/integrations/verl/functions.py", "== GATHER:\n        return False", "== GATHER:\n        return True", "tests/frameworks/test_framework_seams.py"),
+    ("patch: the scale of a model's logits", "chunked_head/integrations/huggingface/fused.py", '"logit_scale": tail.logit_scale', '"logit_scale": 1.0', "tests/huggingface/test_patch_model.py tests/huggingface/test_lazy_logits.py"),
+    ("patch: a division taken for a product", "chunked_head/integrations/huggingface/virtual.py", "else 1.0 / argument", "else argument", "tests/huggingface/test_lazy_logits.py tests/huggingface/test_patch_model.py"),
+    ("patch: a bias added behind a scale", "chunked_head/integrations/huggingface/virtual.py", "else vector[:count] / scale", "else vector[:count]", "tests/huggingface/test_lazy_logits.py tests/huggingface/test_patch_edges.py"),
+    ("Trainer: metrics of an evaluation", "chunked_head/integrations/huggingface/patch.py", "take_metrics(training=prefix is None)", "take_metrics(training=True)", "tests/huggingface/test_patch_trainer.py"),
+    ("verl: a gradient summed twice", "chunked_head/integrations/verl/__init__.py", "== GATHER:\n        return False", "== GATHER:\n        return True", "tests/frameworks/test_framework_seams.py"),
     ("Liger: z-loss's factor", "chunked_head/integrations/liger.py", "float(lse_square_scale) * losses.z_loss()", "losses.z_loss()", "tests/frameworks/test_drop_ins.py"),
     ("CCE: values that predict nothing", "chunked_head/integrations/cut_cross_entropy.py", "return loss[..., steps:] if", "return loss if", "tests/frameworks/test_drop_ins.py"),
     ("Megatron: labels that stand across", "chunked_head/integrations/megatron.py", "layout.local(labels.t())", "layout.local(labels)", "tests/frameworks/test_framework_seams.py"),
-    ("TRL: which targets are the likeliest", "chunked_head/integrations/trl/functions.py", "found.argmax == targets", "found.argmax != targets", "tests/frameworks/test_trl_seams.py"),
-    ("TRL: direction of a divergence", "chunked_head/integrations/trl/functions.py", "beta=beta, entropy=True", "beta=1.0 - beta, entropy=True", "tests/frameworks/test_trl_seams.py"),
+    ("TRL: which targets are the likeliest", "chunked_head/integrations/trl.py", "found.argmax == targets", "found.argmax != targets", "tests/frameworks/test_trl_seams.py"),
+    ("TRL: direction of a divergence", "chunked_head/integrations/trl.py", "beta=beta, entropy=True", "beta=1.0 - beta, entropy=True", "tests/frameworks/test_trl_seams.py"),
 )]  # fmt: skip
 
 

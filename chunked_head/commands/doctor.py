@@ -16,7 +16,7 @@ from torch import Tensor
 from ..functions.cross_entropy import linear_cross_entropy
 from ..functions.plan import plan
 from ..integrations.huggingface.explain import in_a_line
-from ..integrations.trl.patch import KNOWN
+from ..integrations.trl import KNOWN
 from ..kernels.common.gpus import gpu_of
 from ..kernels.common.tiles import INTERPRETED
 from ..plan.plans import facts

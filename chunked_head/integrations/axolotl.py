@@ -13,7 +13,7 @@ from typing import Any
 
 from .frameworks import Framework
 from .huggingface import patch_model
-from .huggingface.options import check_options
+from .huggingface.agreement import check_options
 
 Framework("axolotl", "0.21", "0.22").check()
 

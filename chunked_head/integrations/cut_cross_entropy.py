@@ -18,7 +18,7 @@ from ..core.groups import process_group
 from ..functions import cross_entropy as head
 from ..functions.logprobs import linear_logprobs
 from ..parallel import VocabParallel
-from .drop_in import Translation, init_of, only, same, switch, translated
+from .frameworks import Translation, init_of, only, same, switch, translated
 
 EXACT = {"accumulate_dtype": torch.float32}
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {

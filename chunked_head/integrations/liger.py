@@ -18,7 +18,7 @@ from ..call.options import OptionsModule
 from ..core import checks
 from ..functions.logprobs import linear_logprobs
 from ..functions.loss import linear_loss
-from .drop_in import Translation, init_of, only, renamed, same, switch, translated
+from .frameworks import Translation, init_of, only, renamed, same, switch, translated
 
 
 @dataclass
@@ -46,12 +46,7 @@ OPTIONS: dict[str, Translation] = {  # in the order of Liger's signatures, and o
     "use_token_scaling": switch(), "return_token_accuracy": switch(), "return_predicted_tokens": switch(),
     "memory_budget": same,
 }  # fmt: skip
-THEIRS = len(OPTIONS) - 1
-KERNELS: dict[str, Translation] = {  # arguments of the autograd function behind those
-    "ce_impl": only(None, reason="it chooses among Liger's own kernels"),
-    "ce_mode": only(None, reason="it chooses among Liger's own kernels"),
-    "chunk_mem_const": only(1, reason="memory_budget= says what may be held"),
-}
+ONE_CHUNKING = only(1, reason="memory_budget= says what may be held")
 
 
 def liger_fused_linear_cross_entropy(
@@ -90,7 +85,7 @@ def liger_fused_linear_cross_entropy(
     Raises:
         TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
     """
-    options = translated(OPTIONS | KERNELS, locals())
+    options = translated(OPTIONS | {"chunk_mem_const": ONE_CHUNKING}, locals())
     head = {name: options[name] for name in ("ignore_index", "softcap", "memory_budget")} | {"bias": bias}
     each = reduction == "none"
     batch: dict[str, Tensor] = {}
@@ -121,30 +116,6 @@ def liger_fused_linear_cross_entropy(
     if return_predicted_tokens:
         found.predicted_tokens = torch.where(target != ignore_index, seen.argmax, -1)
     return found if return_z_loss or return_token_accuracy or return_predicted_tokens else out.loss
-
-
-class LigerFusedLinearCrossEntropyFunction:
-    """Liger's autograd function as its callers see it: ``apply`` of the same arguments and four results."""
-
-    @staticmethod
-    def apply(
-        _input: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        *options: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Loss, z-loss, token accuracy and predicted tokens, None where not asked for. ``options``: those of
-        ``liger_fused_linear_cross_entropy`` in its order, then ``ce_impl`` and ``ce_mode``, which must be None, and
-        ``chunk_mem_const``, which must be 1."""
-        ours, chosen = options[:THEIRS], options[THEIRS:]
-        if len(chosen) > len(KERNELS):
-            raise TypeError(f"apply takes at most {THEIRS + 7} arguments, got {len(options) + 4}")
-        translated(KERNELS, dict(zip(KERNELS, chosen, strict=False)))
-        found = liger_fused_linear_cross_entropy(_input, weight, target, bias, *ours)
-        if isinstance(found, Tensor):
-            return found, None, None, None
-        return found.loss, found.z_loss, found.token_accuracy, found.predicted_tokens
 
 
 class LigerFusedLinearCrossEntropyLoss(OptionsModule):

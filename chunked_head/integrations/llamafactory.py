@@ -19,7 +19,7 @@ from typing import Any
 
 from .frameworks import Framework
 from .huggingface import patch_model
-from .huggingface.options import check_options
+from .huggingface.agreement import check_options
 
 KEY = "chunked_head"  # of a configuration file
 STAGES = ("pt", "sft", "dpo", "kto")

@@ -12,7 +12,7 @@ from typing import Any
 
 from .frameworks import Framework
 from .huggingface import patch_model
-from .huggingface.options import OPTIONS, check_options
+from .huggingface.agreement import OPTIONS, check_options
 
 Framework("lm_eval", "0.4.11", "0.5").check()
 

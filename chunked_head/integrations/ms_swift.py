@@ -17,7 +17,7 @@ from typing import Any
 
 from .frameworks import Framework
 from .huggingface import patch_model
-from .huggingface.options import check_options
+from .huggingface.agreement import check_options
 
 NAME = "chunked_head"  # of the callback
 MODELS = ("model", "ref_model", "teacher_model")  # attributes of a trainer

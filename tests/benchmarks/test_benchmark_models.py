@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-import chunked_head.integrations.huggingface.lazy.fused_loss
+import chunked_head.integrations.huggingface.fused
 from benchmarks import framework_steps, frameworks, model_curves, models
 
 
@@ -39,13 +39,13 @@ def test_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = json.loads((tmp_path / "curves.json").read_text())
     assert len(found["runs"]["patched"]["entropy"]) == 4 and (tmp_path / "curves.png").stat().st_size > 10_000
     # a loss that is wrong by a thousandth is seen
-    right = chunked_head.integrations.huggingface.lazy.fused_loss.linear_loss
+    right = chunked_head.integrations.huggingface.fused.linear_loss
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         output = right(*args, **kwargs)
         return replace(output, loss=output.loss * 1.001)
 
-    monkeypatch.setattr("chunked_head.integrations.huggingface.lazy.fused_loss.linear_loss", wrong)
+    monkeypatch.setattr("chunked_head.integrations.huggingface.fused.linear_loss", wrong)
     assert model_curves.main(arguments) == 1
 
 

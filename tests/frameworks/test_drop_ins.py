@@ -121,20 +121,14 @@ def test_liger_capped(reduction: str) -> None:
     close(gradients(mine, [hidden, weight, bias]), gradients(true, [hidden, weight, bias]))
 
 
-def test_liger_functional_and_function(theirs: Any) -> None:
+def test_liger_functional(theirs: Any) -> None:
     (hidden, weight, bias), target = operands()
     module = liger.LigerFusedLinearCrossEntropyLoss(lse_square_scale=0.1, **ALL, memory_budget="1MiB")
     expected = vars(module(weight, hidden, target, bias))
     found = vars(
         liger.liger_fused_linear_cross_entropy(hidden, weight, target, bias, lse_square_scale=0.1, **ALL)
     )  # fmt: skip
-    options = (None, -100, 0.1, 0.0, "mean", None, True, None, False, True, True)
-    applied = liger.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target, bias, *options, None, None, 1)
     close(found, expected)
-    close(dict(zip(expected, applied, strict=True)), expected)
-    alone = liger.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target)
-    close(alone[0], F.cross_entropy(hidden @ weight.t(), target))
-    assert alone[1:] == (None, None, None)
 
 
 def test_liger_signatures(theirs: Any) -> None:
@@ -182,18 +176,6 @@ def test_liger_refuses(options: dict[str, Any], error: type, says: str) -> None:
     (hidden, weight, bias), target = operands()
     with pytest.raises(error, match=says):
         liger.liger_fused_linear_cross_entropy(hidden, weight, target, bias, **options)
-
-
-@pytest.mark.parametrize(("at", "value"), [(0, "triton"), (1, "auto"), (2, 2)])
-def test_liger_refuses_its_implementations(at: int, value: Any) -> None:
-    (hidden, weight, bias), target = operands()
-    options = (None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False)
-    chosen = [None, None, 1]
-    chosen[at] = value
-    with pytest.raises(ValueError, match=r"must be (None|1), got .*(chooses among Liger's own kernels|memory_budget)"):
-        liger.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target, bias, *options, *chosen)
-    with pytest.raises(TypeError, match="at most 18 arguments, got 19"):
-        liger.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target, bias, *options, None, None, 1, 1)
 
 
 def apples(

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from chunked_head.integrations import frameworks, megatron, verl
-from chunked_head.integrations.verl import functions
 
 VOCAB, HIDDEN, SEQUENCE, BATCH = 46, 8, 6, 2
 
@@ -79,14 +78,14 @@ def test_who_sums_the_gradient_of_verls_hidden_states() -> None:
     hidden, _, _ = operands()
     gathered = _GatherFromSequenceParallelRegion.apply(hidden)
     with mock.patch.object(dist, "get_world_size", lambda group: 2):
-        assert functions.reduces(gathered, None, None) is False
-        assert functions.reduces(gathered, None, True) is True and functions.reduces(hidden, None, False) is False
+        assert verl.reduces(gathered, None, None) is False
+        assert verl.reduces(gathered, None, True) is True and verl.reduces(hidden, None, False) is False
         for other in (hidden, gathered * 1):
             with pytest.raises(ValueError, match=r"does not come from Megatron's gather.*reduce_dhidden=True"):
-                functions.reduces(other, None, None)
-        assert functions.reduces(hidden.detach(), None, None) is True  # nothing to sum
+                verl.reduces(other, None, None)
+        assert verl.reduces(hidden.detach(), None, None) is True  # nothing to sum
     with mock.patch.object(dist, "get_world_size", lambda group: 1):
-        assert functions.reduces(hidden, None, None) is True
+        assert verl.reduces(hidden, None, None) is True
 
 
 def test_verl_flattens() -> None:

@@ -19,8 +19,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer import distillation_trainer, utils
 
 from chunked_head import losses, metrics, patch_model
-from chunked_head.integrations.trl import patched_trl
-from chunked_head.integrations.trl.functions import DivergenceSeam, LogProbSeam
+from chunked_head.integrations.trl import DivergenceSeam, LogProbSeam, patched_trl
 
 # what must have been logged, and where the statistic comes from
 EXAMPLES: list[tuple[str, list[str], set[str], type]] = [

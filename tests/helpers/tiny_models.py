@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from chunked_head import patch_model
-from chunked_head.integrations.huggingface.lazy.lazy_logits import LazyLogits as LazyLogits
+from chunked_head.integrations.huggingface.lazy_logits import LazyLogits as LazyLogits
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,

@@ -12,8 +12,8 @@ from tiny_models import assert_same, step, tokens, transformers
 
 from chunked_head import losses, metrics, patch_model, unpatch_model
 from chunked_head.call import run
-from chunked_head.integrations.huggingface.lazy import fused_loss
-from chunked_head.integrations.huggingface.lazy.lazy_head import LazyHead
+from chunked_head.integrations.huggingface import fused
+from chunked_head.integrations.huggingface.head import LazyHead
 
 peft = pytest.importorskip("peft")
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -112,7 +112,7 @@ def test_a_quantised_head() -> None:
 
 
 def test_adapted_heads_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_loss, "BYTES_AT_ONCE", 97 * 4 * 4 * 3)  # of three rows
+    monkeypatch.setattr(fused, "BYTES_AT_ONCE", 97 * 4 * 4 * 3)  # of three rows
     for reduced in ({}, {"num_items_in_batch": torch.tensor(9)}):
         plain, patched = (adapted(tiny_models.llama(), "on the head") for _ in range(2))
         patch_model(patched)

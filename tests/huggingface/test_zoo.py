@@ -17,7 +17,7 @@ from zoo import pool, report
 from zoo.check import Outcome, check, verdict
 from zoo.classes import KINDS, Entry, find
 
-from chunked_head.integrations.huggingface.lazy import fused_loss
+from chunked_head.integrations.huggingface import fused
 
 CLASSES = {entry.name: entry for entry in find()}
 
@@ -77,8 +77,8 @@ WRONG = [("CohereForCausalLM", "logit_scale", 1.0), ("Gemma2ForCausalLM", "softc
 def test_a_part_of_the_tail_that_is_dropped_is_seen(
     name: str, part: str, neutral: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = fused_loss.tail_of
-    monkeypatch.setattr(fused_loss, "tail_of", lambda logits: replaced(plain(logits), part, neutral))
+    plain = fused.tail_of
+    monkeypatch.setattr(fused, "tail_of", lambda logits: replaced(plain(logits), part, neutral))
     outcome = check(CLASSES[name])
     assert outcome.verdict == "WRONG" and outcome.reason.startswith("loss")
 
@@ -88,12 +88,12 @@ def replaced(tail: Any, part: str, neutral: Any) -> Any:
 
 
 def test_a_gradient_that_is_not_made_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = fused_loss.linear_cross_entropy
+    plain = fused.linear_cross_entropy
 
     def frozen(hidden: Any, **options: Any) -> Any:
         return plain(hidden, **(options | {"weight": options["weight"].detach()}))
 
-    monkeypatch.setattr(fused_loss, "linear_cross_entropy", frozen)
+    monkeypatch.setattr(fused, "linear_cross_entropy", frozen)
     outcome = check(CLASSES["LlamaForCausalLM"])
     assert outcome.verdict == "WRONG" and "other parameters: lm_head.weight" in outcome.reason
 
@@ -102,7 +102,7 @@ def test_what_raises_is_wrong_with_the_error(monkeypatch: pytest.MonkeyPatch) ->
     def failing(logits: Any) -> Any:
         raise ZeroDivisionError("on purpose")
 
-    monkeypatch.setattr(fused_loss, "tail_of", failing)
+    monkeypatch.setattr(fused, "tail_of", failing)
     outcome = check(CLASSES["LlamaForCausalLM"])
     assert (outcome.verdict, outcome.reason) == ("WRONG", "raises ZeroDivisionError: on purpose")
 

@@ -1,7 +1,6 @@
 """HuggingFace models and trainers on this library's head."""
 
 from .explain import Explanation, explain_model
-from .patch import patch_model, unpatch_model
-from .trainer import log_metrics
+from .patch import log_metrics, patch_model, unpatch_model
 
 __all__ = ["Explanation", "explain_model", "log_metrics", "patch_model", "unpatch_model"]

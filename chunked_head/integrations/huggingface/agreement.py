@@ -12,20 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from ... import losses
+from ...arithmetic.demand import needs_of
+from ...core.options import choice, flag
 from ...core.shift import in_backward
 from ...functions.loss import LossOutput
-from ...losses.base import Losses, as_losses
+from ...losses.base import Losses, Summand, as_losses
 from ...losses.user.closures import Function
 from ...metrics import Metric, MetricValue, combine
 from ...metrics.values import as_metrics
-from ..frameworks import REPLACED
-from .find_head import NotUnderstood, embeddings, find_head, make_lazy, make_plain, name_of
-from .hooks import hung_by
-from .lazy.lazy_head import FSDP1, sizes_of
-from .lazy.source import FORWARDS, MADE, PATCH, running
-from .lazy.tail import Rehearsed, Tail, in_words
-from .options import check_choices, check_loss, check_options
+from ..frameworks import REPLACED, check_named
+from .head import FSDP1, NotUnderstood, embeddings, find_head, hung_by, make_lazy, make_plain, name_of, sizes_of
+from .source import FORWARDS, MADE, PATCH, running
+from .virtual import Rehearsed, Tail, in_words
 
+# options of how to compute; what to compute is the model's
+OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into", "upstream", "skip_ignored",
+           "deterministic", "backend")  # fmt: skip
 SKIPPED_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
 WRAPPING = ("/accelerate/", "/peft/", "/deepspeed/")  # frames between a model and whoever calls it
 REMEDY = (
@@ -324,3 +326,33 @@ def place(further: tuple[str, ...] = ()) -> str:
     while frame is not None and any(path in frame.f_code.co_filename for path in (*SKIPPED_FRAMES, *further)):
         frame = frame.f_back
     return "an unknown place" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises for an option that is unknown or wrong for every head and batch."""
+    check_named(options, OPTIONS, "; scale, softcap, bias and reduction are the model's own")
+
+
+def check_choices(when: Any, logits: Any, strict: Any) -> None:
+    choice("patch_model", "when", when, ("labels", "training", "always"))
+    if logits is not None:
+        choice("patch_model", "logits", logits, ("lazy",))
+    flag("strict", strict)
+
+
+def check_loss(loss: Losses | None, measured: Sequence[Metric]) -> None:
+    """Raises for losses and metrics that need more than labels."""
+    summands = [] if loss is None else [summand for _, summand in loss.terms]
+    for summand in summands:
+        if summand.token_weights is not None or summand.teacher is not None:
+            raise ValueError(f"{summand.label} has token weights or a teacher, and a model's forward has labels alone")
+    needing: list[Summand | Metric] = [*summands, *measured]
+    for one in needing:
+        if one.fields or one.scope != "token":
+            needs = ", ".join(one.fields) or "segments"
+            raise ValueError(
+                f"{one.label} needs {needs}, and a model's forward has labels alone; call linear_loss on the model's "
+                "hidden states"
+            )
+    # two of a name, or at too many temperatures
+    needs_of(losses.cross_entropy() if loss is None else loss, measured, 1.0, 2)

@@ -17,11 +17,10 @@ from ...functions.plan import place_of, plan
 from ...plan.buffers import MiB
 from ...plan.plans import Plan, as_text, facts
 from .agreement import Agreement
-from .find_head import find_head
-from .hooks import OLD_FORWARD, hides, watcher
-from .lazy.fused_loss import COPIES_OF_LOGITS, rows_at_once
-from .lazy.tail import Rehearsed, Tail
+from .fused import COPIES_OF_LOGITS, rows_at_once
+from .head import OLD_FORWARD, find_head, hides, watcher
 from .patch import LABELS, REPORT, patch_model, the_model, unpatch_model
+from .virtual import Rehearsed, Tail
 
 MASKS = ("attention_mask", "decoder_attention_mask")
 OUTSIDE = 'needs when="training", without loss= and metrics=; TRL\'s trainers need patch_trl()'

@@ -10,13 +10,11 @@ from torch import nn
 
 from ...losses.base import Losses
 from ...losses.user.closures import Function
-from ...metrics import Metric
+from ...metrics import Metric, all_reduce
 from .agreement import Agreement
-from .find_head import NotUnderstood, base_model, find_head
-from .hooks import hides, hung_by, loosen
-from .lazy.lazy_logits import LazyLogits
-from .lazy.source import running
-from .lazy.traced_logits import TracedLogits
+from .head import NotUnderstood, base_model, find_head, hides, hung_by, loosen
+from .lazy_logits import LazyLogits, TracedLogits
+from .source import running
 
 REPORT = "chunked_head"  # the attribute of a patched model
 LABELS = ("labels", "shift_labels")
@@ -54,8 +52,8 @@ def patch_model(
             function as in ``linear_loss``. It stands for what the model computes inside of its forward;
             ``F.cross_entropy(output.logits, ...)`` stays plain.
         metrics: of ``chunked_head.metrics`` that need labels alone, from the same softmax pass: summed on the device
-            over forwards until ``model.chunked_head.take_metrics()``; ``integrations.trainer.log_metrics`` logs them.
-            ``loss`` and ``metrics`` raise in a training step whose forward is given no labels.
+            over forwards until ``model.chunked_head.take_metrics()``, or until ``log_metrics`` logs them. ``loss``
+            and ``metrics`` raise in a training step whose forward is given no labels.
         when: ``"labels"``: while ``forward`` is given labels. ``"training"``: also while ``model.training`` with
             gradients enabled, for losses outside of it (``compute_loss_func``), as they are; not under FSDP.
             ``"always"``: in every forward that is given no ``past_key_values``, for log-probabilities without gradient
@@ -208,3 +206,44 @@ def without_logits(output: Any) -> Any:
     if isinstance(output, dict):  # transformers' ModelOutput is one
         return type(output)(**{key: None if isinstance(value, lazy) else value for key, value in output.items()})
     return tuple(part for part in output if not isinstance(part, lazy)) if type(output) is tuple else output
+
+
+def log_metrics(trainer: Any) -> Any:
+    """Adds what ``patch_model(model, metrics=[...])`` measures to what a Trainer logs; returns the trainer.
+
+        model = patch_model(model, metrics=[metrics.entropy(), metrics.accuracy()])
+        log_metrics(Trainer(model, ...)).train()      # {"loss": ..., "entropy": ..., "accuracy": ...}
+
+    Each logged value is that of all tokens since the last log, over all ranks, no average of averages: those of
+    training beside ``loss``, those of an evaluation beside ``eval_loss`` as ``eval_entropy``. Values are read from the
+    device when they are logged, and no earlier. No callback: reporters that come before it would not see them.
+
+    Raises:
+        ValueError: the trainer's model is not patched, or measures nothing. A trainer that makes its loss outside of
+        the model's forward raises at its first step.
+    """
+    agreed = getattr(base_model(trainer.model), "chunked_head", None)
+    if not isinstance(agreed, Agreement) or not agreed.measured:
+        raise ValueError(
+            "log_metrics needs a trainer whose model measures: patch_model(model, metrics=[metrics.entropy(), ...])"
+        )
+    if getattr(trainer.log, "logs_metrics", False):
+        return trainer
+    log = trainer.log
+
+    @functools.wraps(log)
+    def with_metrics(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        prefix = evaluated(logs)
+        if prefix is not None or "loss" in logs:
+            found = all_reduce(agreed.take_metrics(training=prefix is None))
+            logs |= {f"{prefix or ''}{name}": value.value.item() for name, value in found.items()}
+        return log(logs, *args, **kwargs)
+
+    with_metrics.logs_metrics = True  # type: ignore[attr-defined]
+    trainer.log = with_metrics
+    return trainer
+
+
+def evaluated(logs: dict[str, float]) -> str | None:
+    """The prefix of an evaluation's logs: ``"eval_"`` beside ``eval_loss``; None for those of training."""
+    return next((key[: -len("loss")] for key in logs if key.endswith("_loss") and key != "train_loss"), None)

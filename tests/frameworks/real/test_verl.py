@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from chunked_head.integrations.verl import functions, patch_verl, unpatch_verl
+from chunked_head.integrations import verl as functions
+from chunked_head.integrations.verl import patch_verl, unpatch_verl
 
 VOCAB, HIDDEN, BATCH, TOKENS = 61, 16, 2, 9
 

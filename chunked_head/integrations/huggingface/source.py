@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ....core.checks import is_dtensor
+from ...core.checks import is_dtensor
 from .virtual import Virtual, replay
 
 ROWS_AT_ONCE = 1024  # of real logits where a row's result is all that stays

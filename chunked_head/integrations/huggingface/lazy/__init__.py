@@ -1,1 +1,0 @@
-"""Logits that are computed only where somebody reads them."""
