@@ -11,7 +11,7 @@ from benchmarks.accuracy import relative_error
 from benchmarks.shapes import Operands, Shape
 from chunked_head import VocabParallel
 from chunked_head.core.groups import chunked
-from chunked_head.plan.planner import DEFAULT_BUDGET
+from chunked_head.plan.sizes import DEFAULT_BUDGET
 
 SHAPE = Shape(8192, 4096, 128256)
 CE, GRPO = "cross-entropy", "grpo+z+metrics"

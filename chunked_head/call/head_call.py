@@ -12,9 +12,10 @@ from ..arithmetic.objective import Objective, ScalarObjective
 from ..core.stats import Coefficients, Head, Rows, RowStats
 from ..kernels.common.recording import refuse
 from ..parallel.shard import Shard
-from ..plan.planner import DEFAULT_REQUEST, NoPlan, Request, find_plan
+from ..plan.planner import NoPlan, find_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans
+from ..plan.sizes import DEFAULT_REQUEST, Request
 from ..stores import Backend, SetRows, WithSets
 from ..stores.gradient_buffer import GradientBuffer
 from ..stores.gradients import Gradients

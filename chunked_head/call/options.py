@@ -18,7 +18,7 @@ from ..core.options import PACKAGE, flag, nearest
 from ..losses.base import FIELDS
 from ..parallel.dtensor import local
 from ..parallel.shard import CheckedBy, Shard
-from ..plan.planner import DEFAULT_REQUEST, Request
+from ..plan.sizes import DEFAULT_REQUEST, Request
 from ..stores import check_name
 from ..stores.gradient_buffer import GradientBuffer, check_kind
 from ..stores.gradient_buffer import resolve as resolve_into

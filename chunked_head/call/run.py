@@ -9,11 +9,10 @@ from torch import Tensor
 
 from ..arithmetic.objective import Objective
 from ..core.shift import all_at_targets, in_backward
-from ..plan.chunk_size import LEAST_SLACK
-from ..plan.planner import Request, make_plan
+from ..plan.planner import LEAST_SLACK, make_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
-from ..plan.sizes import Sizes
+from ..plan.sizes import Request, Sizes
 from .function import Forward, Loss, flat, forward_of
 from .head_call import HeadCall
 from .logits_call import call_of as logits_call_of

@@ -17,10 +17,9 @@ from ..kernels.common.cache import Cache
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
 from ..losses.user.checks import check_over_ranks
 from ..metrics import Metric
-from ..plan.planner import Request
 from ..plan.plans import Plan
 from ..plan.segments import Segments
-from ..plan.sizes import Sizes
+from ..plan.sizes import Request, Sizes
 from ..stores import Backend, Layout, resolve
 from .fields import TEMPERATURE, check_dense_teacher, check_fields, wanted_fields
 from .options import HeadOptions, LogitsOptions

@@ -16,8 +16,9 @@ from ..losses.base import Losses
 from ..metrics import Metric, MetricValue
 from ..parallel.tokens import whole_metrics
 from ..plan.buffers import row_bytes
-from ..plan.planner import Request, make_plan
+from ..plan.planner import make_plan
 from ..plan.plans import MAX_HALF_CHUNKS
+from ..plan.sizes import Request
 from ..stores.gradient_buffer import StreamsBuffer
 from ..stores.gradients import Gradients
 from .function import Forward, Grads, Loss, forward_of

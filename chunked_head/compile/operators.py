@@ -26,8 +26,8 @@ from ..call.spec import Spec, Task
 from ..call.tokens import Packing, tokens_of
 from ..core.private import in_own_thread, private
 from ..core.stats import RowStats
-from ..plan.planner import Request, make_plan
-from ..plan.sizes import Sizes
+from ..plan.planner import make_plan
+from ..plan.sizes import Request, Sizes
 from .recipes import recipe_of
 
 # operands are logits, or hidden states, weight and perhaps bias; ``wanted``: of which of them the gradient is

@@ -19,9 +19,9 @@ from ..losses.base import Losses, Summand, as_losses
 from ..losses.user.closures import Function
 from ..metrics import Metric
 from ..metrics.values import as_metrics
-from ..plan.chunk_size import padded_rows
-from ..plan.planner import Request, make_plan
+from ..plan.planner import make_plan, padded_rows
 from ..plan.plans import Plan
+from ..plan.sizes import Request
 from ..stores import resolve
 from ..stores.gradient_buffer import sum_dtype
 

@@ -3,24 +3,22 @@
 A call runs through four phases, and a buffer lies in memory from its first to its last one.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from ..core.groups import BLOCKS
 from ..core.stats import numbers_sent
-from ..kernels.common.gpus import RELATIVE_STRIP, split_strips
-from ..kernels.common.tiles import LEAST_SECTION, STRIPS_AT_ONCE, piece_bytes
-from .sizes import Sizes
+from ..kernels.common.gpus import split_strips
+from ..kernels.common.tiles import LEAST_SECTION, piece_bytes
+from .sizes import MiB, Sizes
 
-if TYPE_CHECKING:
-    from .plans import Plan
-
-MiB = 1 << 20
 CHUNK_MULTIPLE = 128
+HALF_TILE = 64  # rows that dweight's product takes at a time
 # temporaries of the losses' arithmetic for each token that it runs for, and for each column of the token's
 BYTES_PER_EVALUATED = 80
 BYTES_PER_COLUMN = 96
@@ -57,82 +55,28 @@ class Buffer(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def peak_of(buffers: Sequence[Buffer]) -> int:
-    """Bytes of the phase that needs most."""
-    total = [0] * len(Phase)
-    for buffer in buffers:
-        size = buffer.bytes
-        for phase in range(buffer.first, buffer.last + 1):
-            total[phase] += size
-    return max(total)
+def peak_of(buffers: Iterable[Buffer], since: Sequence[int] = (0,) * len(Phase)) -> int:
+    """Bytes of the phase that needs most, where ``since`` are there already."""
+    return max(map(sum, zip(since, phase_bytes(buffers), strict=True)))
+
+
+def phase_bytes(buffers: Iterable[Buffer]) -> list[int]:
+    """[phases] bytes in memory in each."""
+    change = [0] * (len(Phase) + 1)
+    for _, shape, dtype, first, last, _ in buffers:
+        size = math.prod(shape) * dtype.itemsize
+        change[first] += size
+        change[last + 1] -= size
+    return list(itertools.accumulate(change[:-1]))
 
 
 def extra_of(buffers: Sequence[Buffer]) -> int:
     """The peak beside the gradients, a cast of the weight not counted: the bytes that a budget limits."""
-    counted = [buffer for buffer in buffers if buffer.kind != "cast"]
-    return max(0, peak_of(counted) - gradients_of(counted))
+    return max(0, peak_of(b for b in buffers if b.kind != "cast") - gradients_of(buffers))
 
 
 def gradients_of(buffers: Sequence[Buffer]) -> int:
     return sum(buffer.bytes for buffer in buffers if buffer.kind == "gradient")
-
-
-def buffers_of(plan: "Plan") -> tuple[Buffer, ...]:
-    """The buffers of a call that runs by ``plan``; those without an element are left out."""
-    made = {"loss only": sweep_buffers, "forward": forward_buffers, "recompute": recompute_buffers}[plan.schedule]
-    return tuple([buffer for buffer in (*made(plan), *common_buffers(plan)) if 0 not in buffer.shape])
-
-
-def sweep_buffers(plan: "Plan") -> Iterator[Buffer]:
-    """A pass over chunks that makes statistics and no gradient."""
-    sizes, rows = plan.sizes, plan.chunk_tokens
-    # where a loss waits for several chunks, they are gone by then
-    last = SWEEP if sizes.coupled and rows < sizes.tokens else LOSSES
-    yield from chunk_buffers(sizes, rows, last, stored=sizes.keeps_sweep)
-    yield from work_buffers(sizes, rows, sizes.vocab, SWEEP, last)
-
-
-def forward_buffers(plan: "Plan") -> Iterator[Buffer]:
-    """A pass over chunks that makes gradients along with the statistics."""
-    sizes, rows, hidden_acc = plan.sizes, plan.chunk_tokens, plan.hidden_accumulate
-    yield from gradient_buffers(sizes, hidden_acc, plan.weight_accumulate, SWEEP)
-    yield from chunk_buffers(sizes, rows, LOOP, stored=True)
-    if sizes.teacher_last:
-        assert sizes.demand.pairing is not None
-        sums = sizes.demand.pairing.forward_kl + sizes.demand.pairing.entropy
-        strips = math.ceil(sizes.vocab / (RELATIVE_STRIP * STRIPS_AT_ONCE))
-        yield Buffer("teacher's sums of strips", (rows, sums, strips), torch.float32, LOOP, LOOP)
-    if sizes.spread > 1 and sizes.hidden_grad:
-        yield Buffer("gradient of hidden, of all ranks", (2, rows, sizes.hidden), hidden_acc, LOOP, LOOP)
-    if sizes.store == "fast" and sizes.weight_grad:
-        yield from target_buffers(sizes, rows)
-    yield Buffer("gradient of hidden, parts", (part_sums(sizes, rows) // 4,), torch.float32, LOOP, LOOP)
-    yield from work_buffers(sizes, rows, sizes.vocab, SWEEP, LOOP)
-    if sizes.dtype == torch.float16 and sizes.store != "kept" and sizes.weight_grad and sizes.half_products:
-        # fp16's factor comes back to it before it is added; where operands are cast, it is among their tiles
-        columns = min(sizes.vocab, cast_rows(sizes.hidden))
-        yield Buffer("gradient of weight, a tile", (columns, sizes.hidden), torch.float32, LOOP, LOOP)
-
-
-def recompute_buffers(plan: "Plan") -> Iterator[Buffer]:
-    """A sweep for statistics; then gradients by blocks of tokens, tiles of the vocabulary inside."""
-    sizes, block, tile = plan.sizes, plan.block_tokens, plan.tile_columns
-    yield from sweep_buffers(plan)
-    yield from gradient_buffers(sizes, sizes.hidden_dtype, plan.weight_accumulate, LOOP)
-    if sizes.hidden_grad and plan.hidden_accumulate != sizes.hidden_dtype:
-        yield Buffer("gradient of hidden, a block", (block, sizes.hidden), torch.float32, LOOP, LOOP)
-    if sizes.hidden_grad and sizes.spread > 1:
-        yield Buffer("gradient of hidden, of all ranks", (2, block, sizes.hidden), sizes.hidden_dtype, LOOP, LOOP)
-    if sizes.grads_in_matmul and sizes.store != "kept":
-        yield Buffer("gradients of a tile's logits", (block, padded_columns(tile)), sizes.dtype, LOOP, LOOP)
-    elif sizes.store != "kept":
-        # plain logits to differentiate, whatever the sweep stored
-        columns = tile + (min(tile, sizes.teacher_columns) if sizes.teacher_store else 0)
-        yield Buffer("logits of a tile", (block, columns), wide_dtype(sizes), LOOP, LOOP)
-    yield from operand_buffers(sizes, block, LOOP, LOOP)
-    if sizes.weight_grad and sizes.through_fp32(plan.weight_accumulate):
-        yield Buffer("gradient of weight, a tile", (tile, sizes.hidden), torch.float32, LOOP, LOOP)
-    yield from work_buffers(sizes, block, tile, LOOP, LOOP)
 
 
 def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dtype, begin: Phase) -> Iterator[Buffer]:
@@ -152,28 +96,8 @@ def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dt
         yield Buffer("gradient of bias", (rows,), sizes.weight_dtype, first, WEIGHT, "gradient")
 
 
-def common_buffers(plan: "Plan") -> Iterator[Buffer]:
-    """Buffers of every schedule, from start to end."""
-    sizes = plan.sizes
-    if sizes.copied:
-        yield Buffer("copy of hidden states", (sizes.own_tokens, sizes.hidden), sizes.hidden_dtype, SWEEP, WEIGHT)
-    if sizes.spread > 1:
-        yield Buffer("teacher's hidden states", (sizes.tokens, sizes.teacher_width), sizes.dtype, SWEEP, WEIGHT)
-    if sizes.weight_dtype != sizes.dtype:
-        rows = sizes.vocab + sizes.padding
-        yield Buffer("weight cast for autocast", (rows, sizes.hidden), sizes.dtype, SWEEP, LOOP, "cast")
-    if sizes.teacher_cast:
-        shape = (sizes.teacher_columns, sizes.teacher_width)
-        yield Buffer("teacher's weight cast for autocast", shape, sizes.dtype, SWEEP, LOOP, "cast")
-    yield from vector_buffers(sizes, torch_joins=sizes.scratch > 0 and plan.chunks > 1)
-    # a loss that sees all tokens at once does its arithmetic for all of them at once, as does one whose values are last
-    at_once = sizes.coupled or sizes.by_segments or sizes.teacher_last
-    each = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns
-    yield Buffer("losses' arithmetic", (sizes.tokens if at_once else plan.chunk_tokens, each), BYTE, LOSSES, LOSSES)
-
-
-def vector_buffers(sizes: Sizes, torch_joins: bool) -> Iterator[Buffer]:
-    """Numbers of each token. ``torch_joins``: values of several chunks are copied to be summed."""
+def vector_buffers(sizes: Sizes) -> Iterator[Buffer]:
+    """Numbers of each token."""
     demand, tokens, wide = sizes.demand, sizes.tokens, wide_dtype(sizes)
     yield Buffer("targets", (tokens,), torch.int64, SWEEP, WEIGHT)
     yield Buffer("columns' ids", (tokens, demand.columns), torch.int64, SWEEP, WEIGHT)
@@ -181,8 +105,6 @@ def vector_buffers(sizes: Sizes, torch_joins: bool) -> Iterator[Buffer]:
     yield Buffer("statistics", (tokens, 5 + demand.vectors), wide, SWEEP, WEIGHT)
     values = 1 if sizes.late_upstream else demand.values  # the first: a loss of each token
     yield Buffer("values", (tokens, values), wide, SWEEP, WEIGHT)
-    if torch_joins and not sizes.late_upstream:
-        yield Buffer("values of all chunks", (tokens, values), wide, HIDDEN, HIDDEN)
     if sizes.any_grad:
         numbers = 1 + len(demand.views) + sum(demand.entropy) + demand.weighted_sum + demand.columns
         numbers += 2 * (demand.pairing is not None)

@@ -1,11 +1,12 @@
 """Decides a ``Plan``: the first of a list of candidates, the fastest first, that the budget holds; else the reason.
 
-A candidate says when gradients are made and in which dtypes they add up; ``chunk_size.py`` finds its chunks.
+A candidate says when gradients are made and in which dtypes they add up. ``chunk_size`` finds its chunks,
+``block_and_tile`` the tiles of the recompute schedule: the largest that the budget holds.
 """
 
+import functools
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,61 +14,19 @@ import torch
 
 from ..core.options import name
 from ..kernels.common.cache import Cache
-from .buffers import CHUNK_MULTIPLE, MiB, logit_bytes
-from .chunk_size import GOOD_CHUNK, SLACK, block_and_tile, chunk_size, of_rows, of_tile, rows_of, sweep_size
-from .plans import MAX_HALF_CHUNKS, Plan, Schedule
-from .sizes import Sizes
+from .buffers import CHUNK_MULTIPLE, HALF_TILE, gradients_of, logit_bytes, peak_of, phase_bytes
+from .plans import MAX_HALF_CHUNKS, Plan, Schedule, balanced, call_buffers, sized_buffers
+from .sizes import DEFAULT_BUDGET, MiB, Request, Sizes
 
-DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares, and that has no more rows than this is for
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of a call that steer its plan."""
-
-    memory_budget: int | str | None = None
-    chunk_tokens: int | None = None
-    accumulate_dtype: torch.dtype | None = None
-    default: int = DEFAULT_BUDGET  # bytes where memory_budget is None: ``find_plan`` says how many
-
-    def __post_init__(self) -> None:
-        chunk = self.chunk_tokens
-        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-            raise ValueError(f"chunk_tokens must be a positive int, got {chunk!r}")
-        if self.memory_budget is not None:
-            parse_bytes(self.memory_budget, "memory_budget")
-        if self.accumulate_dtype is not None and not isinstance(self.accumulate_dtype, torch.dtype):
-            raise TypeError(
-                f"accumulate_dtype must be None or a torch.dtype such as torch.float32, got {self.accumulate_dtype!r}"
-            )
-
-    @property
-    def explicit(self) -> bool:
-        return self.memory_budget is not None
-
-    @property
-    def budget(self) -> int:
-        return self.default if self.memory_budget is None else parse_bytes(self.memory_budget, "memory_budget")
-
-
-DEFAULT_REQUEST = Request()
-
-
-def parse_bytes(value: int | str, argument: str) -> int:
-    """Bytes from an int or from a string such as ``"640MiB"``, ``"1.5 GB"``."""
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f'{argument} must be an int (bytes) or a string such as "640MiB", got {value!r}')
-    size = value
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)
-        if match is None:
-            raise ValueError(f'{argument} must be bytes or a size such as "640MiB" or "1.5GB", got {value!r}')
-        number, prefix, binary = match.groups()
-        base = 1024 if binary else 1000
-        size = int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
-    if int(size) <= 0:
-        raise ValueError(f"{argument} must be positive, got {value!r}")
-    return int(size)
+GOOD_CHUNK = 2048  # fewer rows leave matmuls starved and make every pass over the gradient of the weight count
+MODEST_SWEEP = 60 * MiB
+FEW_CHUNKS = 4  # up to which one chunk fewer is worth rows that are no multiple of a tile's
+FEW_TOKENS = 16  # up to which each number of tokens is a size of its own
+# by how much chunks that end where segments do may be larger than equal ones, so that there are no more of them: at
+# most, and where the budget is near at least
+SLACK, LEAST_SLACK = 1.25, 1.1
+TILE_MULTIPLE = 256  # columns of the widest tile of the logits matmul: the rest of a narrower one is computed in vain
+FIXED_TILE = 8192  # columns of a tile where nothing may be chosen by size
 
 
 def amount(size: int) -> str:
@@ -324,24 +283,164 @@ def fitted(request: Request, candidate: Candidate) -> Plan | NoPlan:
     """The candidate's plan with the largest chunks that its budget holds, or the reason why none fit."""
     plan, named, tokens = candidate.plan, candidate.chunk_tokens, max(candidate.plan.sizes.tokens, 1)
     if plan.schedule == "forward":
-        rows, least = chunk_size(plan, named, candidate.fits_budget), min(candidate.least_rows, tokens)
+        needed, least = needed_by(plan, of_rows), min(candidate.least_rows, tokens)
+        rows = chunk_size(plan, needed, named, least, candidate.fits_budget)
         if rows >= least:
             return of_rows(plan, rows)
-        return missed(request, of_rows(plan, min(named or least, tokens)), named or least)
+        return missed(request, plan, needed(min(named or least, tokens)), named or least)
     sweep = of_one_row(plan.sizes, "loss only", request.budget)
-    rows = sweep_size(sweep, named, request.explicit)
+    needed = needed_by(sweep, of_rows)
+    rows = sweep_size(sweep, needed, named, request.explicit)
     if rows == 0:
-        return missed(request, of_rows(sweep, min(named or 1, tokens)), named or 1)
+        return missed(request, sweep, needed(min(named or 1, tokens)), named or 1)
     if plan.schedule == "loss only":
         return of_rows(sweep, rows)
     plan, most_blocks = of_rows(plan, rows), -(-tokens // candidate.least_rows)
-    if found := block_and_tile(plan, most_blocks):
+    needed = needed_by(plan, of_tile)
+    if found := block_and_tile(plan, needed, most_blocks):
         return found
     block = rows_of(tokens, most_blocks)
-    return missed(request, of_tile(plan, block, min(plan.sizes.vocab, CHUNK_MULTIPLE)), block)
+    return missed(request, plan, needed(block, min(plan.sizes.vocab, CHUNK_MULTIPLE)), block)
 
 
-def missed(request: Request, plan: Plan, rows: int) -> NoPlan:
-    """The reason why not even ``plan`` fits, whose chunks are as small as they may be."""
-    needed = plan.extra_bytes
+def missed(request: Request, plan: Plan, needed: int, rows: int) -> NoPlan:
+    """The reason why not even chunks of ``plan`` fit that are as small as they may be."""
     return NoPlan(request, needed, rows, missing=needed - plan.budget)
+
+
+def needed_by(plan: Plan, sized: Callable[..., Plan]) -> Callable[..., int]:
+    """Bytes beside the gradients of the plan that ``sized`` makes of it and some sizes, as a function of these."""
+    call = [buffer for buffer in call_buffers(plan) if buffer.kind != "cast"]
+    since, gradients = phase_bytes(call), gradients_of(call)
+    return functools.cache(lambda *sizes: max(0, peak_of(sized_buffers(sized(plan, *sizes)), since) - gradients))
+
+
+def largest(needed: Callable[[int], int], budget: int, most: int, multiple: int = CHUNK_MULTIPLE) -> int:
+    """The largest size up to ``most`` that the budget holds, a multiple of ``multiple`` unless it is ``most`` or none
+    is; 0 where none is held."""
+    if needed(most) <= budget:
+        return most
+    for step, top in ((multiple, most // multiple), (1, multiple - 1)):
+        low, high = 0, top  # the bytes needed grow with the size: bisect
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if needed(middle * step) <= budget else (low, middle - 1)
+        if low:
+            return low * step
+    return 0
+
+
+def chunk_size(plan: Plan, needed: Callable[[int], int], named: int | None, least: int, fits_budget: bool) -> int:
+    """Rows of a chunk of ``plan``, which makes its gradients along with the statistics: as many as its budget holds,
+    or as the caller ``named``; 0 where those do not fit and ``fits_budget`` says that they must, or not ``least``."""
+    tokens, budget = max(plan.sizes.tokens, 1), plan.budget
+    if named is not None:
+        rows = balanced(tokens, named)
+        return 0 if fits_budget and needed(rows) > budget else rows
+    rows = largest(needed, budget, tokens) if needed(least) <= budget else 0
+    # A chunk less may fit where the next multiple of 128 does not. That is worth rows that tiles compute in vain where
+    # it saves a quarter of the passes over dweight, and not where it saves an eighth.
+    fewer = -(-tokens // rows) - 1 if rows else 0
+    for multiple in (HALF_TILE, 16) if fewer else ():
+        fitting = multiple * math.ceil(tokens / fewer / multiple)
+        if (fewer < FEW_CHUNKS or fitting % CHUNK_MULTIPLE == 0) and needed(fitting) <= budget:
+            rows = fitting
+            break
+    if rows == 0:
+        return 0
+    equal = uneven(tokens, rows) if plan.sizes.by_segments else balanced(tokens, rows)
+    return equal if needed(equal) <= budget else rows  # parts of dhidden may take more of fewer rows
+
+
+def sweep_size(plan: Plan, needed: Callable[[int], int], named: int | None, explicit: bool) -> int:
+    """Rows of a chunk in a pass that keeps statistics and makes no gradient; 0 where none fit. ``explicit``: the
+    caller gave the budget."""
+    most = max(1, plan.sizes.tokens if named is None else min(plan.sizes.tokens, named))
+    if named is not None and not explicit:
+        return balanced(plan.sizes.tokens, most)
+    rows = largest(needed, plan.budget, most)
+    if not explicit and not plan.sizes.keeps_sweep:
+        # where no logits are stored, larger chunks gain nothing
+        rows = min(rows, max(largest(needed, MODEST_SWEEP, most), GOOD_CHUNK))
+    if rows == 0 or (named is not None and rows < min(plan.sizes.tokens, named)):
+        return 0
+    return balanced(plan.sizes.tokens, rows)
+
+
+def of_rows(plan: Plan, rows: int) -> Plan:
+    """The plan with chunks of ``rows``."""
+    return replace(plan, chunk_tokens=rows, block_tokens=rows)
+
+
+def uneven(tokens: int, most: int) -> int:
+    """Rows that the largest of chunks may have that end where segments do, of at most ``most``."""
+    if most >= tokens:
+        return max(tokens, 1)
+    return min(most, tokens, int(balanced(tokens, max(1, int(most / LEAST_SLACK))) * SLACK))
+
+
+def rows_of(tokens: int, chunks: int) -> int:
+    """Rows of equal chunks, no more of them than ``chunks``, a multiple of 128 where there are several."""
+    rows = -(-max(tokens, 1) // chunks)
+    return min(max(tokens, 1), -(-rows // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
+
+
+def padded_rows(tokens: int) -> int:
+    """Rows of a call of so many tokens where rows that do not count may follow the tokens' own: no more than the tiles
+    of matmuls have anyway. Calls whose numbers of tokens differ by less are calls of one size."""
+    if tokens <= FEW_TOKENS:
+        return tokens
+    step = HALF_TILE if tokens <= HALF_TILE else CHUNK_MULTIPLE
+    return math.ceil(tokens / step) * step
+
+
+def block_and_tile(plan: Plan, needed: Callable[[int, int], int], most_blocks: int) -> Plan | None:
+    """The recompute plan with the block and the tile that fit and whose products move the fewest bytes; or None."""
+    sizes, best, least, tried = plan.sizes, None, 0, 0
+    each_tile = moved_by_tile(sizes)
+    for blocks in range(1, most_blocks + 1):
+        block = rows_of(sizes.tokens, blocks)
+        if block == tried:
+            continue
+        tried, moved = block, moved_by_blocks(sizes, block, plan.weight_accumulate)
+        # as many tiles as move fewer bytes than the best; more blocks move more, whatever their tiles are
+        tiles = sizes.vocab if best is None else (least - moved - 1) // each_tile
+        if tiles < 1:
+            break
+        if min(needed(block, tile) for tile in (sizes.vocab, math.ceil(sizes.vocab / tiles))) > plan.budget:
+            continue
+        tile = widest_tile(plan, functools.partial(needed, block))
+        if tile and math.ceil(sizes.vocab / tile) <= tiles:
+            best, least = of_tile(plan, block, tile), moved + math.ceil(sizes.vocab / tile) * each_tile
+    return best
+
+
+def of_tile(plan: Plan, block: int, tile: int) -> Plan:
+    hidden_acc = plan.sizes.hidden_accumulator(tile)
+    return replace(plan, block_tokens=block, tile_columns=tile, hidden_accumulate=hidden_acc)
+
+
+def widest_tile(plan: Plan, needed: Callable[[int], int]) -> int:
+    """Columns of as many tiles as the widest that fit make, none much narrower than the others; 0 where none fits."""
+    vocab = plan.sizes.vocab
+    if plan.sizes.deterministic:
+        tile = min(vocab, FIXED_TILE)
+        return tile if needed(tile) <= plan.budget else 0
+    widest = largest(needed, plan.budget, vocab, TILE_MULTIPLE)
+    if widest < TILE_MULTIPLE:
+        return widest
+    columns = math.ceil(vocab / math.ceil(vocab / widest))
+    return min(vocab, math.ceil(columns / TILE_MULTIPLE) * TILE_MULTIPLE)
+
+
+def moved_by_blocks(sizes: Sizes, block: int, weight_acc: torch.dtype) -> int:
+    """Bytes read and written because each block walks the weight, twice, and adds to its gradient."""
+    blocks = math.ceil(max(sizes.tokens, 1) / block)
+    added = (2 * blocks - 1) * weight_acc.itemsize if sizes.weight_grad else 0
+    return sizes.weight_elements * (2 * blocks * sizes.dtype.itemsize + added)
+
+
+def moved_by_tile(sizes: Sizes) -> int:
+    """Bytes read and written because a tile reads all rows of hidden states, twice, and adds to their gradient."""
+    added = 2 * max(4, sizes.hidden_dtype.itemsize) if sizes.hidden_grad else 0
+    return sizes.tokens * sizes.hidden * (2 * sizes.dtype.itemsize + added)

@@ -9,9 +9,37 @@ from typing import Literal
 import torch
 
 from ..core.options import name
-from ..kernels.common.gpus import Gpu
-from .buffers import Buffer, MiB, Phase, buffers_of, extra_of, gradients_of, logit_bytes, peak_of
-from .sizes import Sizes
+from ..kernels.common.gpus import RELATIVE_STRIP, Gpu
+from ..kernels.common.tiles import STRIPS_AT_ONCE
+from .buffers import (
+    BYTE,
+    BYTES_PER_COLUMN,
+    BYTES_PER_EVALUATED,
+    CHUNK_MULTIPLE,
+    HALF_TILE,
+    HIDDEN,
+    LOOP,
+    LOSSES,
+    SWEEP,
+    WEIGHT,
+    Buffer,
+    Phase,
+    cast_rows,
+    chunk_buffers,
+    extra_of,
+    gradient_buffers,
+    gradients_of,
+    logit_bytes,
+    operand_buffers,
+    padded_columns,
+    part_sums,
+    peak_of,
+    target_buffers,
+    vector_buffers,
+    wide_dtype,
+    work_buffers,
+)
+from .sizes import MiB, Sizes
 
 # relative error of one rounding; the error of a sum of 16-bit roundings grows as sqrt((chunks + 1) / 2)
 ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
@@ -65,7 +93,7 @@ class Plan:
     @functools.cached_property
     def buffers(self) -> tuple[Buffer, ...]:
         """The tensors that the call makes, with their shapes, dtypes and lifetimes."""
-        return buffers_of(self)
+        return tuple([b for b in (*sized_buffers(self), *call_buffers(self)) if 0 not in b.shape])
 
     @property
     def gradient_bytes(self) -> int:
@@ -113,6 +141,86 @@ class Plan:
         return as_text(sections(self))
 
 
+def call_buffers(plan: Plan) -> Iterator[Buffer]:
+    """The buffers that do not depend on chunks, blocks and tiles."""
+    sizes = plan.sizes
+    if plan.schedule == "forward":
+        yield from gradient_buffers(sizes, plan.hidden_accumulate, plan.weight_accumulate, SWEEP)
+        if sizes.dtype == torch.float16 and sizes.store != "kept" and sizes.weight_grad and sizes.half_products:
+            # fp16's factor comes back to it before it is added; where operands are cast, it is among their tiles
+            columns = min(sizes.vocab, cast_rows(sizes.hidden))
+            yield Buffer("gradient of weight, a tile", (columns, sizes.hidden), torch.float32, LOOP, LOOP)
+    elif plan.schedule == "recompute":
+        yield from gradient_buffers(sizes, sizes.hidden_dtype, plan.weight_accumulate, LOOP)
+    if sizes.copied:
+        yield Buffer("copy of hidden states", (sizes.own_tokens, sizes.hidden), sizes.hidden_dtype, SWEEP, WEIGHT)
+    if sizes.spread > 1:
+        yield Buffer("teacher's hidden states", (sizes.tokens, sizes.teacher_width), sizes.dtype, SWEEP, WEIGHT)
+    if sizes.weight_dtype != sizes.dtype:
+        rows = sizes.vocab + sizes.padding
+        yield Buffer("weight cast for autocast", (rows, sizes.hidden), sizes.dtype, SWEEP, LOOP, "cast")
+    if sizes.teacher_cast:
+        shape = (sizes.teacher_columns, sizes.teacher_width)
+        yield Buffer("teacher's weight cast for autocast", shape, sizes.dtype, SWEEP, LOOP, "cast")
+    yield from vector_buffers(sizes)
+
+
+def sized_buffers(plan: Plan) -> Iterator[Buffer]:
+    """The buffers that do."""
+    sizes, rows = plan.sizes, plan.chunk_tokens
+    if plan.schedule == "forward":
+        yield from forward_buffers(plan)
+    else:
+        # a sweep for statistics; where a loss waits for several chunks, they are gone by then
+        last = SWEEP if sizes.coupled and rows < sizes.tokens else LOSSES
+        yield from chunk_buffers(sizes, rows, last, stored=sizes.keeps_sweep)
+        yield from work_buffers(sizes, rows, sizes.vocab, SWEEP, last)
+    if plan.schedule == "recompute":
+        yield from tile_buffers(plan)
+    if sizes.scratch and rows < sizes.tokens and not sizes.late_upstream:  # torch copies them to be summed
+        yield Buffer("values of all chunks", (sizes.tokens, sizes.demand.values), wide_dtype(sizes), HIDDEN, HIDDEN)
+    # a loss that sees all tokens at once does its arithmetic for all of them at once, as does one whose values are last
+    at_once = sizes.coupled or sizes.by_segments or sizes.teacher_last
+    each = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns
+    yield Buffer("losses' arithmetic", (sizes.tokens if at_once else rows, each), BYTE, LOSSES, LOSSES)
+
+
+def forward_buffers(plan: "Plan") -> Iterator[Buffer]:
+    """A pass over chunks that makes gradients along with the statistics."""
+    sizes, rows = plan.sizes, plan.chunk_tokens
+    yield from chunk_buffers(sizes, rows, LOOP, stored=True)
+    if sizes.teacher_last:
+        assert sizes.demand.pairing is not None
+        sums = sizes.demand.pairing.forward_kl + sizes.demand.pairing.entropy
+        strips = math.ceil(sizes.vocab / (RELATIVE_STRIP * STRIPS_AT_ONCE))
+        yield Buffer("teacher's sums of strips", (rows, sums, strips), torch.float32, LOOP, LOOP)
+    if sizes.spread > 1 and sizes.hidden_grad:
+        yield Buffer("gradient of hidden, of all ranks", (2, rows, sizes.hidden), plan.hidden_accumulate, LOOP, LOOP)
+    if sizes.store == "fast" and sizes.weight_grad:
+        yield from target_buffers(sizes, rows)
+    yield Buffer("gradient of hidden, parts", (part_sums(sizes, rows) // 4,), torch.float32, LOOP, LOOP)
+    yield from work_buffers(sizes, rows, sizes.vocab, SWEEP, LOOP)
+
+
+def tile_buffers(plan: "Plan") -> Iterator[Buffer]:
+    """Gradients from known statistics: by blocks of tokens, tiles of the vocabulary inside."""
+    sizes, block, tile = plan.sizes, plan.block_tokens, plan.tile_columns
+    if sizes.hidden_grad and plan.hidden_accumulate != sizes.hidden_dtype:
+        yield Buffer("gradient of hidden, a block", (block, sizes.hidden), torch.float32, LOOP, LOOP)
+    if sizes.hidden_grad and sizes.spread > 1:
+        yield Buffer("gradient of hidden, of all ranks", (2, block, sizes.hidden), sizes.hidden_dtype, LOOP, LOOP)
+    if sizes.grads_in_matmul and sizes.store != "kept":
+        yield Buffer("gradients of a tile's logits", (block, padded_columns(tile)), sizes.dtype, LOOP, LOOP)
+    elif sizes.store != "kept":
+        # plain logits to differentiate, whatever the sweep stored
+        columns = tile + (min(tile, sizes.teacher_columns) if sizes.teacher_store else 0)
+        yield Buffer("logits of a tile", (block, columns), wide_dtype(sizes), LOOP, LOOP)
+    yield from operand_buffers(sizes, block, LOOP, LOOP)
+    if sizes.weight_grad and sizes.through_fp32(plan.weight_accumulate):
+        yield Buffer("gradient of weight, a tile", (tile, sizes.hidden), torch.float32, LOOP, LOOP)
+    yield from work_buffers(sizes, block, tile, LOOP, LOOP)
+
+
 def logits_shape(plan: Plan, tiled: bool) -> tuple[int, int]:
     """Rows and columns of the logits in memory at a time: a chunk's or, if ``tiled``, those of a block's tile."""
     return (plan.block_tokens, plan.tile_columns) if tiled else (plan.chunk_tokens, plan.sizes.vocab)
@@ -129,6 +237,15 @@ def own_dweight(plan: Plan, stored: bool) -> bool:
 
 def slices(total: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
+
+
+def balanced(tokens: int, most: int) -> int:
+    """Rows of equal chunks of at most ``most``, a multiple of 128, 64 or 16, where ``most`` leaves room for that."""
+    if tokens <= most:
+        return max(tokens, 1)
+    rows = math.ceil(tokens / math.ceil(tokens / most))
+    rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, HALF_TILE, 16))
+    return next((choice for choice in rounded if choice <= most), rows)
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunk_size import balanced
-from .plans import slices
+from .plans import balanced, slices
 
 
 class Segments(NamedTuple):

@@ -1,6 +1,7 @@
-"""The sizes of a call that decide its plan, and the products that follow from them."""
+"""The sizes of a call that decide its plan, and what its caller asks of the plan."""
 
 import functools
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ from ..core.stats import Demand
 from ..kernels.common.gpus import Gpu
 from ..kernels.common.tiles import PRODUCT_ROWS, WHOLE, DhiddenSplit, dhidden_split
 
+MiB = 1 << 20
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 PLAIN = Demand()
 Store = Literal["fast", "relative", "logits", "kept"]  # the last: no logits, tokens keep sets of columns
@@ -139,3 +141,55 @@ class Sizes:
         if self.gpu is None or not self.own_dhidden or self.deterministic:
             return WHOLE  # nothing is chosen by size
         return dhidden_split(self.gpu.product, rows, self.hidden, self.vocab, self.multiprocessors, most_units)
+
+
+DEFAULT_BUDGET = 640 * MiB  # of a call whose head no other rank shares, and that has no more rows than this is for
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of a call that steer its plan."""
+
+    memory_budget: int | str | None = None
+    chunk_tokens: int | None = None
+    accumulate_dtype: torch.dtype | None = None
+    default: int = DEFAULT_BUDGET  # bytes where memory_budget is None: ``find_plan`` says how many
+
+    def __post_init__(self) -> None:
+        chunk = self.chunk_tokens
+        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+            raise ValueError(f"chunk_tokens must be a positive int, got {chunk!r}")
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget, "memory_budget")
+        if self.accumulate_dtype is not None and not isinstance(self.accumulate_dtype, torch.dtype):
+            raise TypeError(
+                f"accumulate_dtype must be None or a torch.dtype such as torch.float32, got {self.accumulate_dtype!r}"
+            )
+
+    @property
+    def explicit(self) -> bool:
+        return self.memory_budget is not None
+
+    @property
+    def budget(self) -> int:
+        return self.default if self.memory_budget is None else parse_bytes(self.memory_budget, "memory_budget")
+
+
+DEFAULT_REQUEST = Request()
+
+
+def parse_bytes(value: int | str, argument: str) -> int:
+    """Bytes from an int or from a string such as ``"640MiB"``, ``"1.5 GB"``."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f'{argument} must be an int (bytes) or a string such as "640MiB", got {value!r}')
+    size = value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)
+        if match is None:
+            raise ValueError(f'{argument} must be bytes or a size such as "640MiB" or "1.5GB", got {value!r}')
+        number, prefix, binary = match.groups()
+        base = 1024 if binary else 1000
+        size = int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+    if int(size) <= 0:
+        raise ValueError(f"{argument} must be positive, got {value!r}")
+    return int(size)

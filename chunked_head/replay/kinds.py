@@ -13,7 +13,7 @@ from ..core.shift import in_backward
 from ..kernels.common.tiles import BEHIND
 from ..losses.base import Losses
 from ..metrics import Metric
-from ..plan.chunk_size import padded_rows
+from ..plan.planner import padded_rows
 from ..stores.gradient_buffer import GradientBuffer, resolve
 
 Kind = tuple[Hashable, ...]

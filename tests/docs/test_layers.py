@@ -23,16 +23,11 @@ FILES = {module_of(path): path for folder in ("chunked_head", "kernels") for pat
 
 
 def imported(name: str, text: str, is_package: bool) -> set[str]:
-    """Modules of ours that a module imports, wherever in it; those of its own folder that only annotations name are
-    left out, since no run imports them."""
-    found, typed = set(), set()
+    """Modules of ours that a module imports, wherever in it."""
+    found = set()
     package = name.split(".") if is_package else name.split(".")[:-1]
-    tree = ast.parse(text)
-    for branch in ast.walk(tree):
-        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING":
-            typed |= {id(node) for node in ast.walk(branch) if isinstance(node, ast.ImportFrom) and node.level == 1}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or id(node) in typed:
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ImportFrom):
             continue
         start = package[: len(package) + 1 - node.level] if node.level else []
         base = ".".join([*start, *(node.module or "").split(".")]).rstrip(".")

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan
 from chunked_head.call import spec
-from chunked_head.plan import chunk_size, planner
-from chunked_head.plan.chunk_size import padded_rows
+from chunked_head.plan import planner
+from chunked_head.plan.planner import padded_rows
 from chunked_head.replay import kinds, replay
 
 CASES = [
@@ -175,7 +175,7 @@ def test_a_chunk_without_a_token_is_not_recorded(
     by_triton: None, by_address: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call knows nothing of where the tokens of a longer one lie in it."""
-    monkeypatch.setattr(chunk_size, "balanced", lambda tokens, most: 16)
+    monkeypatch.setattr(planner, "balanced", lambda tokens, most: 16)
     for plans in (planner.PLANS.clear, spec.SPECS.clear):
         plans()
 

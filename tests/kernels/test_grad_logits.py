@@ -16,7 +16,7 @@ from tiers import Turn, crossed, tier
 
 from chunked_head import linear_cross_entropy, linear_loss
 from chunked_head.plan import planner
-from chunked_head.plan.chunk_size import of_tile, padded_rows
+from chunked_head.plan.planner import of_tile, padded_rows
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 COEFFICIENTS = ("alpha", "eta", "alpha2", "eta2", "beta", "kappa")
@@ -142,7 +142,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
         seen.append(tuple(dlogits.shape))
         launch(dlogits, *arguments, **options)
 
-    monkeypatch.setattr(planner, "block_and_tile", lambda plan, _: of_tile(plan, plan.sizes.tokens - 20, COLUMNS))
+    monkeypatch.setattr(planner, "block_and_tile", lambda plan, *_: of_tile(plan, plan.sizes.tokens - 20, COLUMNS))
     monkeypatch.setattr(gradients, "grad_logits", watched)
     planner.PLANS.clear()
     yield seen

@@ -13,8 +13,8 @@ from tracking import MiB
 
 from chunked_head import Plan, linear_cross_entropy, linear_loss, losses, plan
 from chunked_head.plan import planner
-from chunked_head.plan.planner import DEFAULT_BUDGET, Request, default_budget, make_plan, parse_bytes
-from chunked_head.plan.sizes import Sizes
+from chunked_head.plan.planner import default_budget, make_plan
+from chunked_head.plan.sizes import DEFAULT_BUDGET, Request, Sizes, parse_bytes
 
 LLAMA: dict[str, Any] = {"hidden": 4096, "vocab": 128256, "dtype": torch.bfloat16, "device": "cuda"}
 

@@ -9,8 +9,8 @@ from tracking import MiB, Tracker
 
 from chunked_head import Plan, VocabParallel, linear_logprobs, linear_loss, losses, plan
 from chunked_head.call import run as call
-from chunked_head.plan.planner import Request, make_plan
-from chunked_head.plan.sizes import Sizes
+from chunked_head.plan.planner import make_plan
+from chunked_head.plan.sizes import Request, Sizes
 
 K, WIDTH = 64, 1024
 # gloo sums a copy of what it scatters, NCCL needs none

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...core import checks
 from ...functions.plan import place_of, plan
-from ...plan.buffers import MiB
 from ...plan.plans import Plan, as_text, facts
+from ...plan.sizes import MiB
 from .agreement import Agreement
 from .fused import COPIES_OF_LOGITS, rows_at_once
 from .head import OLD_FORWARD, find_head, hides, watcher
