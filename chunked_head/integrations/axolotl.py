@@ -35,7 +35,7 @@ class ChunkedHeadArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_chunked_head(cls, data: Any) -> Any:
-        """Raises for options that are wrong, for heads of others beside this one, and where it would have no part."""
+        """Raises for wrong options, for another library's head with this one, and where it would have no part."""
         try:
             check_options(data.get(KEY) or {})
         except TypeError as error:

@@ -163,7 +163,7 @@ class Layout:
 
 
 class Gathered(torch.autograd.Function):
-    """Every rank's values along the first dimension. Ranks go on alike, so that each has the gradient of its own."""
+    """Every rank's values along the first dimension. Ranks go on alike, so that each has its values' gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
@@ -194,7 +194,7 @@ def check_layer(layer: Any, config: Any, capped: bool) -> None:
 
 
 def attach_head(model: Any, **options: Any) -> Any:
-    """Has every forward of a model with labels use ``OutputProcessor(**options)``, by a forward pre-hook.
+    """Makes every forward of a model with labels use ``OutputProcessor(**options)``, by a forward pre-hook.
 
     Args:
         model: a GPTModel, or a wrapper (DDP, Float16Module) or list of them. Models without an output layer, those of

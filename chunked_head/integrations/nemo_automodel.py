@@ -57,7 +57,7 @@ class ChunkedHeadCrossEntropy(LinearCrossEntropy):
         self,
         hidden_states: Tensor,  # [batch, sequence, hidden]
         labels: Tensor,  # [batch, sequence]
-        lm_weight: Tensor,  # [vocab, hidden], whole or a DTensor that FSDP shards
+        lm_weight: Tensor,  # [vocab, hidden], a tensor or a DTensor that FSDP shards
         num_label_tokens: int | None = None,
         grad_reduce_group: Any = None,
         loss_weights: Tensor | None = None,  # [batch, sequence]

@@ -35,7 +35,7 @@ Outputs = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class LogProbSeam:
-    """In the place of TRL's ``ChunkedLogProbFunction``."""
+    """Stands for TRL's ``ChunkedLogProbFunction``."""
 
     options: Execution  # of each call
 
@@ -51,8 +51,8 @@ class LogProbSeam:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = OUTPUTS,
     ) -> Outputs:
-        """Log-probabilities, entropy, log of the sum of squared probabilities, mean logits, and whether the target is
-        the first of the largest: each [N], None where not among ``outputs``. The first two are differentiable."""
+        """Log-probabilities, entropy, log of the sum of squared probabilities, mean logits, and True where the target
+        is the first of the largest: each [N], None where not among ``outputs``. The first two are differentiable."""
         unknown = sorted(set(outputs) - set(OUTPUTS))
         if unknown:
             raise ValueError(f"outputs must be among {', '.join(map(repr, OUTPUTS))}, got {unknown[0]!r}")
@@ -78,7 +78,7 @@ class LogProbSeam:
 
 @dataclass(frozen=True)
 class DivergenceSeam:
-    """In the place of TRL's ``ChunkedDivergenceFunction``."""
+    """Stands for TRL's ``ChunkedDivergenceFunction``."""
 
     options: Execution  # of each call
 
@@ -129,7 +129,7 @@ def operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tenso
 
 
 def gathered(*parameters: Tensor | None) -> Any:
-    """With parameters whole that DeepSpeed's ZeRO-3 has left elsewhere."""
+    """A context in which parameters that DeepSpeed's ZeRO-3 shards are complete."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return contextlib.nullcontext()
     from trl.trainer.utils import maybe_gather_lm_head_ctx
@@ -140,7 +140,7 @@ def gathered(*parameters: Tensor | None) -> Any:
 def where_gathered(
     run: Callable[[Tensor, Tensor, Tensor | None], Outputs], hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Outputs:
-    """``run(hidden, weight, bias)``, whose backward finds a weight whole that ZeRO-3 takes apart in between."""
+    """``run(hidden, weight, bias)``, whose backward gathers a weight again that ZeRO-3 shards in between."""
     if not hasattr(weight, "ds_id") or not torch.is_grad_enabled():
         return run(hidden, weight, bias)
     return Regathered.apply(hidden, weight, bias, run)
@@ -226,20 +226,18 @@ def patched_trl(**options: Unpack[Execution]) -> Iterator[None]:
 def check_fused_head(model: Any, input_ids: Tensor | None = None, temperature: float = 1.0) -> float:
     """Largest difference in nats of log-probabilities by TRL's fused head and by ``model``; raises for a large one.
 
-    TRL reads a model's logit scale and cap from attributes of its config that it knows by name, and takes the output
-    embedding for all of the head: of models that call them otherwise, or whose head is more than one product, it
-    trains another distribution without a word. Once, after a trainer was made:
+    TRL finds a model's logit scale and cap by names of its config that it knows, and takes the output embedding for all
+    of the head: of other models it trains another distribution without a word. Once, after a trainer was made:
 
         check_fused_head(trainer.model, temperature=getattr(trainer, "temperature", 1.0))
 
     Args:
-        model: what the trainer holds; its forward runs twice, in evaluation mode.
+        model: the trainer's; its forward runs twice, in evaluation mode.
         input_ids: [batch, tokens] int64 to compare on; None: a few tokens from all over the vocabulary.
         temperature: that the trainer gave the fused head.
 
     Raises:
-        RuntimeError: they differ by more than rounding; train with a trainer that computes logits, or report the model
-            to TRL. Or no trainer of TRL's has taken the model, which then has no fused head.
+        RuntimeError: they differ by more than rounding, or no trainer of TRL's has given the model a fused head.
     """
     device = next(model.parameters()).device
     if input_ids is None:
@@ -257,11 +255,11 @@ def check_fused_head(model: Any, input_ids: Tensor | None = None, temperature: f
         logits = model(input_ids=input_ids).logits
     finally:
         model.train(training)
-    own = (logits[:, :-1].float() / temperature).log_softmax(-1)
-    own = own.gather(-1, input_ids[:, 1:, None].to(own.device)).squeeze(-1)
-    difference = (fused.to(own.device) - own).abs()
+    plain = (logits[:, :-1].float() / temperature).log_softmax(-1)
+    plain = plain.gather(-1, input_ids[:, 1:, None].to(plain.device)).squeeze(-1)
+    difference = (fused.to(plain.device) - plain).abs()
     # logits of 16 bits are rounded by 2^-8 of their size, and a log-probability with them
-    allowed = (1e-3 if logits.dtype == torch.float32 else 3e-2) * (1.0 + own.abs())
+    allowed = (1e-3 if logits.dtype == torch.float32 else 3e-2) * (1.0 + plain.abs())
     largest = float(difference.max())
     if not bool((difference <= allowed).all()):
         raise RuntimeError(

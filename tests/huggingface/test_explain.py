@@ -31,7 +31,7 @@ def test_it_says_what_patch_model_does(make: Any) -> None:
     does: Any = patched.chunked_head
     assert said.patched and not said.reason and said.model == type(model).__name__
     assert said.tail is not None and said.tail.numbers == does.tail.numbers
-    assert len(said.losses) == does.fused and not does.materialised and not said.warnings and said.whole
+    assert len(said.losses) == does.fused and not does.materialised and not said.warnings and said.reads_weight
     (rows, columns), trained = does.head.weight.shape, getattr(does.head, "bias", None) is not None
     assert said.head == f"{does.name} [{rows}, {columns}]" + (", tied" if does.tied else "")
     assert said.plan == plan(500, columns, rows, torch.float32, softcap=said.tail.softcap, bias=trained, device="cpu")
@@ -99,7 +99,7 @@ def test_a_head_whose_own_forward_runs() -> None:
     config = peft.LoraConfig(target_modules=["lm_head"], r=2)
     model = peft.get_peft_model(llama(), config)
     said = explain_model(model, tokens=500)
-    assert said.patched and said.losses and not said.whole and said.plan is None
+    assert said.patched and said.losses and not said.reads_weight and said.plan is None
     assert said.extra_bytes == 500 * 97 * 16 and "own forward" in str(said)
 
 

@@ -63,7 +63,10 @@ class Agreement:
         loss = None if loss is None else as_losses(loss)
         measured = as_metrics(measured)
         check_loss(loss, measured)
-        check_choices(when, logits, strict)
+        choice("patch_model", "when", when, ("labels", "training", "always"))
+        if logits is not None:
+            choice("patch_model", "logits", logits, ("lazy",))
+        flag("strict", strict)
         self.loss, self.measured, self.when, self.logits, self.strict = loss, measured, when, logits, strict
         self.options, self.model = options, model
         self.head: Any = None
@@ -205,17 +208,17 @@ class Agreement:
             return
         self.warn(f"chunked_head: {self.model} was given labels and computed no cross-entropy of {self.name}")
 
-    def fuses(self, tail: Tail, own: bool = False) -> None:
-        """Counts a loss; ``own``: made by the model inside of its forward."""
-        if own and self.training:
+    def fuses(self, tail: Tail, by_model: bool = False) -> None:
+        """Counts a loss; ``by_model``: made by the model inside of its forward."""
+        if by_model and self.training:
             self.settled = True
         if torch.compiler.is_compiling():
             self.graph_tail = tail.numbers
-            self.graph_fused = self.graph_fused or own
+            self.graph_fused = self.graph_fused or by_model
             return
         self.fused += 1
         self.tail = tail
-        if own:
+        if by_model:
             MADE.add((threading.get_ident(), id(self)))
 
     def runs(self) -> bool:
@@ -331,13 +334,6 @@ def place(further: tuple[str, ...] = ()) -> str:
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises for an option that is unknown or wrong for every head and batch."""
     check_named(options, OPTIONS, "; scale, softcap, bias and reduction are the model's own")
-
-
-def check_choices(when: Any, logits: Any, strict: Any) -> None:
-    choice("patch_model", "when", when, ("labels", "training", "always"))
-    if logits is not None:
-        choice("patch_model", "logits", logits, ("lazy",))
-    flag("strict", strict)
 
 
 def check_loss(loss: Losses | None, measured: Sequence[Metric]) -> None:

@@ -32,19 +32,19 @@ class Explanation:
     """Report of what ``patch_model`` would do; ``print`` shows it. Fields that do not apply are None or empty."""
 
     model: str  # its class
-    patched: bool = False  # whether it would be, its head being understood
-    reason: str = ""  # why not, or what is not known of a patched one
+    patched: bool = False  # its head is understood
+    reason: str = ""  # why it is not patched, or what is not known of a patched one
     head: str = ""  # its name in the model, rows and columns, whether tied to the input embeddings
     tail: Tail | None = None  # between head and loss: tail.logit_scale, tail.softcap; str(tail) in words
     losses: tuple[str, ...] = ()  # where a forward with labels makes each, as file:line of the model's code
-    whole: bool = True  # whether the library reads the head's weight; else chunks go through the head's own forward
+    reads_weight: bool = True  # False: chunks go through the head's own forward
     warnings: tuple[str, ...] = ()  # of the patched model, such as of logits that are computed after all
     tokens: int = 0  # of the call that makes the first loss, on one device
     plan: Plan | None = None  # of that call
     # the unpatched model's logits, their copy in the loss's dtype and their gradient, which it has at a time and the
     # patched one has not. What F.cross_entropy keeps for itself is not among them
     full_bytes: int = 0
-    # what the call needs at its peak beside the gradients and, under autocast, the cast weight, which the unpatched
+    # bytes of the call at its peak without the gradients and, under autocast, the cast weight, which the unpatched
     # model makes too
     extra_bytes: int | None = None
 
@@ -55,7 +55,7 @@ class Explanation:
             full, extra = (f"{size / MiB:,.1f} MiB" for size in (self.full_bytes, self.extra_bytes))
             memory = f"{extra} instead of {full} of logits and their gradient"
         does = "patches it" + (": its loss goes through the library" if self.losses else "")
-        tail = f"{self.tail or ''}" + ("" if self.whole else "; chunks go through the head's own forward")
+        tail = f"{self.tail or ''}" + ("" if self.reads_weight else "; chunks go through the head's own forward")
         shown = facts(self.plan) if self.plan else []
         rows = [
             ("model", self.model),
@@ -143,7 +143,7 @@ def with_memory(
     columns, dtype = vocab if tail.vocab is None else tail.vocab, call.autocast or hidden.dtype
     copies = (1 if call.logits == dtype else 2) * columns * call.logits.itemsize  # with the gradient
     full, places = tokens * (vocab * dtype.itemsize + copies), tuple(each.made_at for each in calls)
-    found = replace(found, tail=tail, losses=places, whole=call.weight is not None, full_bytes=full)
+    found = replace(found, tail=tail, losses=places, reads_weight=call.weight is not None, full_bytes=full)
     if call.weight is None:
         rows = min(tokens, rows_at_once(vocab))
         return replace(found, extra_bytes=rows * vocab * torch.float32.itemsize * COPIES_OF_LOGITS)
@@ -160,7 +160,7 @@ def with_memory(
 
 
 def rehearse(model: Any, agreed: Agreement, inputs: Mapping[str, Any] | None, autocast: torch.dtype | None) -> str:
-    """Has the losses of a forward with labels noted, of which no mask is part; returns what it raised, in words."""
+    """Notes the losses of a forward with labels, of which no mask is part; returns what it raised, in words."""
     takes = inspect.signature(type(model).forward).parameters
     ids = torch.zeros(1, LENGTH, dtype=torch.int64)
     usual = {key: value for key, value in (("input_ids", ids), ("labels", ids), ("use_cache", False)) if key in takes}

@@ -36,8 +36,8 @@ def rows_at_once(columns: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class LazyLoss:
-    """A cross-entropy of lazy logits, with its options. ``own``: made by the model inside of its forward; any other
-    stays a plain cross-entropy."""
+    """A cross-entropy of lazy logits, with its options. ``plain``: ``patch_model``'s ``loss=`` and ``metrics=`` have no
+    part in it, as in none that is made outside of the model's forward."""
 
     source: Source
     tail: Tail
@@ -47,11 +47,7 @@ class LazyLoss:
     ignore_index: int
     reduction: str
     label_smoothing: float
-    own: bool
-
-    @property
-    def plain(self) -> bool:
-        return not self.own or not self.source.patch.asks
+    plain: bool
 
     def from_weight(self, module: Any, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss from the head's weight; called inside of the head's call."""
@@ -147,16 +143,17 @@ def cross_entropy(
     """``F.cross_entropy`` of class ids; NotImplemented where it is another one."""
     tail, source = tail_of(logits), logits.source
     rows = tuple(logits.shape[:-1])
-    plain = size_average is None and reduce is None and isinstance(target, Tensor)
+    usual = size_average is None and reduce is None and isinstance(target, Tensor)
     # PyTorch's classes are the second dimension: the last of one or two
-    if not plain or len(rows) > 1 or tuple(target.shape) != rows or target.is_floating_point():
+    if not usual or len(rows) > 1 or tuple(target.shape) != rows or target.is_floating_point():
         return NotImplemented
     if tail is None or not source.fuses:
         return NotImplemented
     rounded = not torch.is_autocast_enabled(source.device_type)  # autocast computes a cross-entropy in fp32
     target = target.to(logits.hidden.device, torch.int64)
-    own = running(source.head) is source.patch
-    request = LazyLoss(source, tail, logits.steps, target, weight, ignore_index, reduction, float(label_smoothing), own)
+    by_model = running(source.head) is source.patch
+    smoothing, plain = float(label_smoothing), not by_model or not source.patch.asks
+    request = LazyLoss(source, tail, logits.steps, target, weight, ignore_index, reduction, smoothing, plain)
     if source.head.reads_weight:
         loss = source.inside(logits.hidden, request.from_weight)
     else:
@@ -164,7 +161,7 @@ def cross_entropy(
             loss = request.by_chunks(logits.hidden, source.head.real)
         rounded = False  # a forward of its own may give other dtypes than it takes
     loss = loss.to(logits.dtype if rounded else wide(logits.dtype))
-    source.patch.fuses(tail, own)
+    source.patch.fuses(tail, by_model)
     return loss
 
 

@@ -247,7 +247,7 @@ class LateForward:
 
 
 def loosen(module: Any) -> None:
-    """Has a forward that hangs on a module and is its class's follow the class. Called before the class changes."""
+    """Makes a forward that hangs on a module and is its class's follow the class. Called before the class changes."""
     for name in ("forward", OLD_FORWARD):
         if is_of_class(module.__dict__.get(name), module):
             module.__dict__[name] = LateForward(module)

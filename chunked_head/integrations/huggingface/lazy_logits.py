@@ -192,7 +192,7 @@ RESULTS: dict[str, Any] = {"cross_entropy": cross_entropy, "nll_loss": nll_loss,
 
 
 def computed(value: Any, what: str) -> Any:
-    """With real logits for lazy ones, in containers too."""
+    """A value with real logits for lazy ones, in containers too."""
     if isinstance(value, LazyLogits):
         refuse_functions(value)
         if value._real is None:

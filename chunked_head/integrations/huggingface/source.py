@@ -43,7 +43,7 @@ def version(tensor: Tensor) -> int | None:
 
 
 def versions(head: nn.Module) -> Versions:
-    """Those of a head now; none under FSDP1, which exchanges the parameters as it gathers and frees."""
+    """Parameters of a head now; none under FSDP1, which exchanges the parameters as it gathers and frees."""
     if hasattr(head, "_is_fsdp_managed_module"):
         return ()
     return tuple((name, found, version(found)) for name, found in head.named_parameters())
@@ -68,7 +68,7 @@ def stays(parameter: Any) -> bool:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Has every optimizer's step counted as a write to the lazy heads' parameters: a fused one counts none."""
+    """Makes every optimizer's step count as a write to the lazy heads' parameters: a fused one counts none."""
     register_optimizer_step_post_hook(count_writes)
 
 
@@ -121,7 +121,7 @@ class Source:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """That state for a loss, which is differentiable where both the head's call and its own place are."""
+        """``state`` for a loss, which is differentiable where both the head's call and the loss's place are."""
         grad = self.grad and torch.is_grad_enabled()
         with self.state(), torch.set_grad_enabled(grad):
             yield
@@ -136,7 +136,7 @@ class Source:
         """The logits [..., vocab], computed by the head itself with all its hooks."""
         with self.state():
             computed = (self.head.real if self.fuses else self.head)(logits.hidden)
-        # what was done to them followed the autocast of its own place: the steps say what came of it
+        # operations on them followed the autocast of their place: the steps say what came of it
         with self.grad_mode(), torch.autocast(self.device_type, enabled=False):
             return replay(computed, logits.steps)
 
