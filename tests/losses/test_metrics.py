@@ -457,33 +457,6 @@ def test_needs_and_fields() -> None:
     assert metrics.kl_reference(bias_correction=True).fields == ("ref_logprobs", "old_logprobs")
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: metrics.accuracy(weighting="tokens"), ValueError, "weighting of metrics.accuracy"),
-        (lambda: metrics.entropy("sum"), ValueError, "reduce of metrics.entropy"),
-        (lambda: metrics.entropy("max", weighting="segment"), ValueError, "weighting of metrics.entropy"),
-        (lambda: metrics.ratio(level="segment", weighting="segment"), ValueError, "weighting of metrics.ratio"),
-        (lambda: metrics.ratio(level="row"), ValueError, "level of metrics.ratio"),
-        (lambda: metrics.ratio("new"), ValueError, "against of metrics.ratio"),
-        (lambda: metrics.ratio(ratio_clamp=-1.0), ValueError, "ratio_clamp of metrics.ratio"),
-        (lambda: metrics.kl_old("k4"), ValueError, "estimator of metrics.kl_old"),
-        (lambda: metrics.clip_fraction(-0.2), ValueError, "clip_low of metrics.clip_fraction"),
-        (lambda: metrics.clip_fraction(0.2, -0.1), ValueError, "clip_high of metrics.clip_fraction"),
-        (lambda: metrics.clip_fraction(side="both"), ValueError, "side of metrics.clip_fraction"),
-        (lambda: metrics.perplexity("document"), ValueError, "weighting of metrics.perplexity"),
-        (lambda: metrics.effective_sample_size(weighting="segment"), ValueError, "metrics.effective_sample_size"),
-        (lambda: metrics.entropy(temperature=0), ValueError, "temperature of metrics.entropy"),
-        (lambda: metrics.entropy(weight=2), TypeError, "metrics.entropy has no option 'weight'"),
-        (lambda: Metric("mine", max, unit="segment"), ValueError, 'scope="segment"'),
-        (lambda: merge(MetricValue("max"), MetricValue("min")), ValueError, "cannot be merged"),
-    ],
-)
-def test_errors(call: Callable[[], object], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        call()
-
-
 def test_a_metric_of_your_own() -> None:
     metric = Metric("margin", lambda stats, batch, scale: scale * (stats.top_logprob - stats.logprob), {"scale": 2.0})
     data = Data()

@@ -1,0 +1,229 @@
+"""Every loss with every option against the oracle's formula on full logits, in float64: value and gradients.
+
+Tokens lie in any order; nan, inf and ids out of range stand wherever one does not count.
+"""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from loss_cases import DENSE_HIDDEN, PAIRED, POLICY, SEGMENTED, LossCase, LossInputs, case, inputs_of
+from oracle import reference as oracle
+from oracle.reference import kind_of
+from tiers import crossed
+from torch import Tensor
+
+from chunked_head import linear_loss
+
+TOKENS, VOCAB = 41, 23
+CLASSES = torch.where(torch.arange(VOCAB) % 4 > 0, torch.linspace(0.1, 1.1, VOCAB), 0.0).double()
+DPO_VARIANTS = (
+    "sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop",
+    "sigmoid_norm", "aot", "aot_unpaired",
+)  # fmt: skip
+ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
+KL_CLAMPS: list[dict[str, Any]] = [
+    {}, {"log_ratio_clamp": None}, {"log_ratio_clamp": 0.3}, {"kl_clamp": 0.05}, {"ratio_clamp": 0.2},
+]  # fmt: skip
+DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
+
+# by loss: its fields beside the mask, and the options that it is tried with
+LABEL: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "cross_entropy": ("token_weights", [
+        {"label_smoothing": smoothing, "token_scaling": scaling, **classes}
+        for smoothing in (0.0, 0.1, 1.0) for classes in ({}, {"class_weights": CLASSES}) for scaling in (False, True)
+    ] + [{"entropy_scaling": 0.5}]),
+    "focal": ("", [
+        {"gamma": gamma, "alpha": alpha} for gamma in (0.0, 0.5, 1.0, 2.0) for alpha in (None, 0.25, CLASSES)
+    ]),
+    "unlikelihood": ("", [{}]), "z_loss": ("", [{}]), "entropy": ("", [{}]),
+}  # fmt: skip
+RATIO: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "reinforce": (POLICY, [{}]),
+    "grpo": (POLICY, [
+        {}, {"clip_low": 0.1, "clip_high": 0.28}, {"clip_low": 0.0, "clip_high": 0.0},
+        {"clip_low": 1.0, "clip_high": 0.2}, {"delta": 1.3},
+        {"delta": 1.1},  # below 1 + clip_high
+        {"delta": 0.7},  # below 1 - clip_low too
+        {"dual_clip": 1.5}, {"dual_clip": 1.1}, {"clip_high": 0.5, "delta": 4.0, "ratio_clamp": None},
+        {"ratio_clamp": 0.3},
+    ]),
+    "cispo": (POLICY, [
+        {}, {"clip_high": 0.3}, {"clip_high": 0.3, "clip_low": 0.2},
+        {"clip_high": 1.3, "clip_low": 0.8, "bounds": "raw"},
+        {"clip_high": 1.2, "bounds": "raw", "ratio_clamp": None}, {"clip_high": 0.5, "ratio_clamp": 0.1},
+    ]),
+    "sapo": (POLICY, [{}, {"tau_pos": 3.0, "tau_neg": 0.5}, {"ratio_clamp": None}, {"ratio_clamp": 0.3}]),
+    "gspo": (SEGMENTED, [
+        {"clip_low": low, "clip_high": high, "weighting": weighting, "level": level, "ratio_clamp": clamp}
+        for low, high, clamp in ((0.2, 0.2, 20.0), (0.02, 0.03, None), (0.2, 0.1, 0.15))
+        for weighting in ("segment", "token") for level in ("segment", "token")
+    ] + [{"delta": delta, "level": level} for delta in (0.7, 1.05, 1.3) for level in ("segment", "token")]),
+    "gmpo": (SEGMENTED, [{}, {"clip_low": 0.1, "clip_high": 0.2}, {"ratio_clamp": None}, {"ratio_clamp": 0.3}]),
+    "rloo": (SEGMENTED, [
+        {}, {"clip_low": 0.05, "clip_high": 0.6}, {"ratio_clamp": None}, {"ratio_clamp": 0.1}, {"delta": 1.3},
+    ]),
+    "vespo": (SEGMENTED + " rollout_logprobs", [
+        {"rollout": "truncate"}, {"rollout": "mask"}, {}, {"ratio_clamp": 0.1},
+        {"k_pos": 0.5, "lambda_pos": 0.2, "k_neg": 1.5, "lambda_neg": 0.3},
+    ]),
+    "kl_to_reference": (SEGMENTED + " ref_logprobs", [
+        *({"estimator": one, **clamp} for one in ESTIMATORS for clamp in KL_CLAMPS),
+        *({"estimator": one, "bias_correction": True, "level": level, **clamp}
+          for one in ESTIMATORS[:4] for level in ("token", "segment") for clamp in KL_CLAMPS),
+    ]),
+}  # fmt: skip
+KTO = "ref_logprobs segments segment_labels"
+PREFERENCE: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "dpo": (PAIRED, [
+        {"beta": 0.7}, {"label_smoothing": 0.2}, {"reference_free": True}, {"average": True},
+        {"variant": "ipo", "average": False}, {"variant": "sigmoid_norm", "label_smoothing": 0.1, "beta": 2.0},
+        {"variant": "robust", "label_smoothing": 0.3}, {"variant": "exo_pair", "label_smoothing": 1e-3},
+        {"variant": "discopop", "discopop_tau": 0.3}, *({"variant": variant} for variant in DPO_VARIANTS),
+        {"variant": "aot", "label_smoothing": 0.1}, {"variant": "aot", "reference_free": True, "average": True},
+        *({"divergence": kind, "variant": "hinge"} for kind in ("forward_kl", "js", "alpha")),
+        {"divergence": "alpha", "divergence_alpha": 1.7, "average": True}, {"ld_alpha": 0.3},
+        {"ld_alpha": 0.1, "variant": "ipo", "divergence": "js"},
+    ]),
+    "simpo": (PAIRED, [
+        {"alpha": 0.25}, {}, {"beta": 2.0, "gamma": 1.4}, {"beta": 2.0, "label_smoothing": 0.1},
+    ]),
+    "cpo": (PAIRED, [
+        {"alpha": -0.5, "average": True}, {}, {"label_smoothing": 0.25, "average": True},
+        {"variant": "hinge", "beta": 0.3}, {"variant": "ipo"}, {"variant": "ipo", "average": False},
+    ]),
+    "orpo": (PAIRED, [{}, {"beta": 1.0}]),
+    "kto": (KTO, [
+        {}, {"beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.3}, {"average": True, "beta": 1.0},
+        {"reference_free": True},
+    ]),
+}  # fmt: skip
+DENSE: dict[str, list[dict[str, Any]]] = {
+    "forward_kl": [
+        {}, {"form": "cross_entropy"}, {"temperature": 2.0}, {"temperature": 2.0, "t_squared": True},
+        {"teacher_temperature": 3.0}, {"temperature": 1.5, "teacher_temperature": 0.7},
+        {"teacher_logit_scale": 0.25, "teacher_softcap": 1.5},
+    ],
+    "reverse_kl": [{}, {"temperature": 2.0, "t_squared": True, "teacher_softcap": 2.0}],
+    "jsd": [
+        {}, {"beta": 0.1, "temperature": 2.0, "t_squared": True}, {"beta": 0.9, "teacher_temperature": 2.0},
+        {"beta": 0.0, "temperature": 2.0}, {"beta": 1.0, "teacher_logit_scale": 0.5},
+    ],
+    "tvd": [{}, {"temperature": 3.0, "t_squared": True}],
+    "lk": [{"temperature": 2.0, "t_squared": True}, {"form": "hybrid", "eta": 1.0}],
+}  # fmt: skip
+TOPK: list[dict[str, Any]] = [
+    *({"divergence": divergence, "normalize": normalize, **more}
+      for divergence, normalize, more in itertools.product(
+          DIVERGENCES, ("tail", "vocab", "topk"), ({}, {"teacher_renormalize": True, "teacher_temperature": 2.0}))
+      # a renormalised teacher leaves no tail: the reverse divergence from it is infinite
+      if not (divergence == "reverse" and normalize == "tail" and more)),
+    {"normalize": "topk", "teacher_renormalize": False},
+    {"divergence": "jsd", "normalize": "topk", "teacher_renormalize": False, "beta": 0.8},
+    {"teacher_temperature": 2.0},
+    {"divergence": "reverse", "teacher_temperature": 0.5, "temperature": 2.0, "t_squared": True},
+    {"divergence": "jsd", "beta": 0.1}, {"divergence": "jsd", "beta": 0.0}, {"divergence": "jsd", "beta": 1.0},
+    {"divergence": "jsd", "beta": 0.25, "normalize": "vocab", "temperature": 3.0, "t_squared": True},
+]  # fmt: skip
+
+
+def rows(table: dict[str, tuple[str, list[dict[str, Any]]]]) -> list[Any]:
+    return [
+        pytest.param(case("", (kind, one), batch=fields + " mask"), id=f"{kind}-{i}")
+        for kind, (fields, options) in table.items() for i, one in enumerate(options)
+    ]  # fmt: skip
+
+
+def hold(one: LossCase, changed: dict[str, Tensor] | None = None, without: str = "") -> None:
+    """The call on garbage where nothing counts, beside the oracle on what counts."""
+    order = torch.randperm(TOKENS)
+
+    def made(garbage: bool) -> LossInputs:
+        inputs = inputs_of(one, torch.float64, "cpu", garbage, tokens=TOKENS, vocab=VOCAB)
+        batch = inputs.batch | (changed or {})
+        batch.pop(without, None)
+        if "advantages" in batch:
+            batch["advantages"][[1, 8]] = 0.0
+        if "teacher_ids" in batch and "teacher_mask" in batch:
+            spoil(batch)
+        batch = {name: value if kind_of(name) == "other" else value[order] for name, value in batch.items()}
+        batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+        target = None if inputs.target is None else inputs.target[order]
+        return replace(inputs, hidden=inputs.hidden[order], target=target, batch=batch)
+
+    found = []
+    for inputs, call in ((made(garbage=True), ours), (made(garbage=False), oracle.linear_loss)):
+        hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+        terms = one.losses if call is ours else one.terms
+        loss, *_ = call(hidden, weight, inputs.target, terms, batch=inputs.batch, num_segments=inputs.num_segments)
+        found.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    assert all(gradient.abs().amax() > 1e-6 for gradient in found[1][1:])  # or there is nothing to compare
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+
+
+def ours(*given: Any, **fields: Any) -> tuple[Tensor]:
+    return (linear_loss(*given, **fields).loss,)
+
+
+def spoil(batch: dict[str, Tensor]) -> None:
+    """Entries that name an outcome twice, with another probability or the same, padding, rows without a known entry."""
+    ids, logprobs, mask = batch["teacher_ids"], batch["teacher_logprobs"], batch["teacher_mask"]
+    logprobs[2, 3:], ids[2, 3:] = -1e9, 0
+    logprobs[3, 4:], ids[3, 4:] = -torch.inf, 0
+    ids[4, 3] = ids[4, 0]
+    ids[5, 3], logprobs[5, 3] = ids[5, 1], logprobs[5, 1]
+    ids[6, 1:] = ids[6, 0]
+    ids[7, 2:], mask[7, 2:] = ids[7, 0], False
+    logprobs[8, 0], ids[8, 0], ids[8, 1] = -1e9, 0, 0
+    mask[9], logprobs[10] = False, -torch.inf
+
+
+@pytest.mark.parametrize("one", rows(LABEL | PREFERENCE))
+def test_formulas(one: LossCase) -> None:
+    hold(one)
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("one", rows(RATIO))
+def test_ratios(one: LossCase, on_policy: bool) -> None:
+    hold(one, without="old_logprobs" if on_policy else "")
+
+
+@crossed(
+    kind=["reinforce", "grpo", "cispo", "sapo", "gspo", "gmpo", "rloo"], level=["token", "segment"],
+    weights=[
+        {"rollout": "truncate"}, {"rollout": "mask"}, {"rollout": "truncate", "rollout_max": 1.2, "rollout_min": 0.9},
+        {"rollout": "mask", "rollout_max": 1.2, "rollout_min": 0.9},
+    ],
+    on_policy=[False, True],
+)  # fmt: skip
+def test_rollout_weights(kind: str, level: str, weights: dict[str, Any], on_policy: bool) -> None:
+    levels: list[dict[str, Any]] = [{}]
+    if kind == "gspo":
+        levels += [{"weighting": "token"}, {"weighting": "token", "level": "token"}]
+    for more in levels:
+        options = weights | {"rollout_level": level} | more
+        one = case("", (kind, options), batch=SEGMENTED + " rollout_logprobs mask")
+        hold(one, without="old_logprobs" if on_policy else "")
+
+
+@pytest.mark.parametrize("baseline", [torch.tensor(0.8), torch.tensor(-0.8), torch.linspace(-1.0, 1.0, 9)], ids=str)
+def test_a_baseline(baseline: Tensor) -> None:
+    hold(case("", ("kto", {"beta": 0.5}), batch=KTO + " kl_baseline mask"), {"kl_baseline": baseline})
+
+
+@crossed(
+    teacher=["teacher_logits", DENSE_HIDDEN], vocab=[VOCAB, VOCAB - 1, VOCAB + 1],
+    loss=[pytest.param((kind, one), id=f"{kind}-{i}") for kind, own in DENSE.items() for i, one in enumerate(own)],
+)  # fmt: skip
+def test_dense_teachers(loss: tuple[str, dict[str, Any]], vocab: int, teacher: str) -> None:
+    of_table = 331 + vocab - VOCAB  # as inputs_of sizes a teacher
+    hold(case("", loss, batch=teacher + " mask", teacher_vocab=of_table, target=False))
+
+
+@pytest.mark.parametrize("more", ["", " teacher_mask"], ids=["plain", "spoilt"])
+@pytest.mark.parametrize("options", TOPK, ids=str)
+def test_topk(options: dict[str, Any], more: str) -> None:
+    hold(case("", ("topk_kl", options), batch="teacher_ids teacher_logprobs mask" + more))

@@ -1,0 +1,247 @@
+"""Divergences from a teacher's likeliest ids, on gathered logits: against the oracle in float64, and at their edges."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from oracle import distillation as oracle
+from test_formulas import DIVERGENCES, TOPK
+from tiers import crossed
+from torch import Tensor
+
+from chunked_head import gathered_topk_kl
+
+TOKENS, VOCAB = 12, 17
+
+
+def with_gradient(values: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Values, and their gradient under a different weight each."""
+    weights = torch.linspace(0.5, 2.0, values.numel(), dtype=values.dtype).view(values.shape)
+    return values.detach(), torch.autograd.grad((values * weights).sum(), x, retain_graph=True)[0]
+
+
+def assert_same(mine: Tensor, true: Tensor, x: Tensor, rtol: float = 1e-8, atol: float = 1e-11) -> None:
+    (a, da), (b, db) = with_gradient(mine, x), with_gradient(true, x)
+    assert db.abs().max() > 1e-4  # or there is nothing to compare
+    torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+    torch.testing.assert_close(da, db, rtol=rtol, atol=atol)
+
+
+class Known:
+    """Teachers of K ids: distinct ones, then some that repeat and some that are padding."""
+
+    def __init__(self, tokens: int = TOKENS, k: int = 6, vocab: int = VOCAB, spoilt: bool = False, sure: float = 2.0):
+        self.x = torch.randn(tokens, vocab).double() * 2
+        teacher = torch.log_softmax(torch.randn(tokens, vocab).double() * sure, -1)
+        self.teacher_logprobs, self.teacher_ids = teacher.topk(k, -1)
+        self.mask: Tensor | None = None
+        if spoilt:
+            ids, logprobs = self.teacher_ids, self.teacher_logprobs
+            self.mask = torch.ones(tokens, k, dtype=torch.bool)
+            self.mask[1, 2:] = False  # masked entries hold anything
+            logprobs[1, 2:] = torch.tensor([torch.nan, torch.inf, 5.0] + [-1.0] * (k - 5)).double()
+            logprobs[2, 3:], ids[2, 3:] = -1e9, 0  # padding of collators
+            logprobs[3, 4:], ids[3, 4:] = -torch.inf, 0
+            ids[4, 3] = ids[4, 0]  # the same outcome with another probability, and with the same
+            ids[5, 3], logprobs[5, 3] = ids[5, 1], logprobs[5, 1]
+            ids[6, 1:] = ids[6, 0]
+            ids[7, 2:], self.mask[7, 2:] = ids[7, 0], False  # masked repetitions
+            logprobs[8, 0], ids[8, 0], ids[8, 1] = -1e9, 0, 0  # padding before the true entry of id 0
+            self.mask[9] = False  # nothing is known
+            logprobs[10] = -torch.inf
+
+    def ours(self, x: Tensor, rows: slice = slice(None), **options: Any) -> Tensor:
+        mask = None if self.mask is None else self.mask[rows]
+        ids, logprobs, x = self.teacher_ids[rows], self.teacher_logprobs[rows], x[rows]
+        lse = (x / options.get("temperature", 1.0)).logsumexp(-1)
+        return gathered_topk_kl(
+            x.gather(-1, ids), logprobs, lse=lse, teacher_ids=ids, teacher_mask=mask, reduction="none", **options
+        )
+
+    def theirs(self, x: Tensor, **options: Any) -> Tensor:
+        fields = {"teacher_ids": self.teacher_ids, "teacher_logprobs": self.teacher_logprobs}
+        fields |= {} if self.mask is None else {"teacher_mask": self.mask}
+        return oracle.topk_kl(x / options.get("temperature", 1.0), None, fields, **options)
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.parametrize("options", TOPK, ids=str)
+def test_against_oracle(options: dict[str, Any], spoilt: bool) -> None:
+    data = Known(spoilt=spoilt)
+    x = data.x.requires_grad_()
+    assert_same(data.ours(x, **options), data.theirs(x, **options), x)
+
+
+@crossed(
+    dtype=[torch.float32, torch.float64], k=[1, 5, VOCAB], divergence=[*DIVERGENCES, 0.0, 0.3, 1.0],
+    normalize=["tail", "topk"],
+)  # fmt: skip
+def test_teacher_is_student(divergence: str | float, normalize: str, k: int, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"divergence": divergence, "normalize": normalize}
+    if isinstance(divergence, float):
+        options |= {"divergence": "jsd", "beta": divergence}
+    for sure in (1.0, 30.0):
+        x = (torch.randn(TOKENS, VOCAB) * sure).to(dtype).requires_grad_()
+        data = Known(k=k)
+        data.teacher_ids = x.detach().topk(k, -1).indices
+        data.teacher_logprobs = (x.gather(-1, data.teacher_ids) - x.logsumexp(-1, keepdim=True)).detach()
+        values, gradient = with_gradient(data.ours(x, **options), x)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(values, torch.zeros_like(values), atol=10 * eps, rtol=0.0)
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=100 * eps, rtol=0.0)
+
+
+@pytest.mark.parametrize("options", TOPK, ids=str)
+def test_of_one(options: dict[str, Any]) -> None:
+    """K = 1: normalised over K identically 0; otherwise it pulls at the one id."""
+    data = Known(k=1)
+    x = data.x.requires_grad_()
+    values, gradient = with_gradient(data.ours(x, **options), x)
+    renormalised = options.get("teacher_renormalize", options.get("normalize") == "topk")
+    if options.get("normalize") == "topk" and renormalised:
+        assert not values.any() and not gradient.any()
+    elif options.get("normalize") == "topk":
+        assert gradient.abs().max() < 1e-14
+    else:
+        assert_same(data.ours(x, **options), data.theirs(x, **options), x)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("normalize", ["tail", "vocab", "topk"])
+def test_of_all_ids_is_dense(divergence: str, normalize: str) -> None:
+    """K = V: nothing is left for a tail, and every normalisation is the dense divergence."""
+    x = torch.randn(TOKENS, VOCAB).double().requires_grad_()
+    teacher = torch.randn(TOKENS, VOCAB).double()
+    data = Known(k=VOCAB)
+    data.teacher_logprobs, data.teacher_ids = torch.log_softmax(teacher, -1).sort(-1)
+    name = {"forward": "forward_kl", "reverse": "reverse_kl"}.get(divergence, divergence)
+    mine = data.ours(x, divergence=divergence, normalize=normalize)
+    assert_same(mine, getattr(oracle, name)(x, None, {"teacher_x": teacher}), x)
+
+
+@crossed(dtype=[torch.float32, torch.float64], options=TOPK, student=[0.0, 40.0, 300.0], teacher=[0.0, 40.0, 300.0])
+def test_guards(dtype: torch.dtype, options: dict[str, Any], student: float, teacher: float) -> None:
+    """Students and teachers whose K ids hold all probability, or next to none of it."""
+    ids = torch.arange(4).expand(2, 4)
+    x = torch.randn(2, VOCAB)
+    x[0, :4] += student
+    x[1, :4] -= student
+    y = torch.randn(2, VOCAB)
+    y[0, :4] -= teacher
+    y[1, :4] += teacher
+    x = x.to(dtype).requires_grad_()
+    data = Known(2)
+    data.teacher_ids, data.teacher_logprobs = ids, torch.log_softmax(y.to(dtype), -1)[:, :4]
+    values, gradient = with_gradient(data.ours(x, **options), x)
+    assert values.isfinite().all() and gradient.isfinite().all()
+    if options.get("normalize") != "vocab" and options.get("teacher_renormalize") is not False:
+        assert (values > -1e-5).all()
+
+
+def test_tail_without_rest() -> None:
+    """A teacher whose K probabilities sum to 1: the student's tail is pushed to 0, alpha = 1 and b = -t."""
+    data = Known(k=4)
+    data.teacher_logprobs = torch.log_softmax(data.teacher_logprobs, -1)
+    x = data.x.requires_grad_()
+    (gradient,) = torch.autograd.grad(data.ours(x).sum(), x)
+    expected = torch.softmax(x.detach(), -1).scatter_add(-1, data.teacher_ids, -data.teacher_logprobs.exp())
+    torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-10)
+    reverse = data.ours(x, divergence="reverse")
+    assert reverse.isfinite().all() and (reverse > 1).all()  # its tail counts as one epsilon
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_renormalised_leaves_no_rest(dtype: torch.dtype) -> None:
+    """The teacher's rest is 0 then, its logarithm that of one epsilon, and not what a sum is rounded by."""
+    data = Known(k=8)
+    data.teacher_logprobs, x = data.teacher_logprobs.to(dtype), data.x.to(dtype)
+    values = data.ours(x, divergence="reverse", teacher_renormalize=True).double()
+    t, s = data.teacher_logprobs.double().log_softmax(-1), x.double().log_softmax(-1).gather(-1, data.teacher_ids)
+    left = 1.0 - s.exp().sum(-1)
+    expected = (s.exp() * (s - t)).sum(-1) + left * (left.log() - math.log(torch.finfo(dtype).eps))
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_student_excludes() -> None:
+    """Student logits of -inf among the ids: forward infinite, the others finite with finite gradients."""
+    student = torch.log_softmax(torch.randn(3, 5).double(), -1) - 0.3
+    student[:, 2] = -torch.inf
+    student.requires_grad_()
+    teacher = torch.log_softmax(torch.randn(3, 5).double(), -1) - 0.2
+    lse = torch.zeros(3).double()
+    for divergence, normalize in itertools.product(DIVERGENCES, ("tail", "vocab", "topk")):
+        values = gathered_topk_kl(
+            student, teacher, lse=lse, divergence=divergence, normalize=normalize, reduction="none"
+        )
+        (gradient,) = torch.autograd.grad(values.sum(), student)
+        assert (values == torch.inf).all() if divergence == "forward" else values.isfinite().all()
+        assert divergence == "forward" or (gradient.isfinite().all() and gradient.any())
+
+
+def test_nan_shows() -> None:
+    """A teacher's nan that counts is an error of the caller's: the loss is nan rather than plausible."""
+    data = Known()
+    data.teacher_logprobs[1, 2] = torch.nan
+    values = data.ours(data.x)
+    assert values[1].isnan() and values[[0, 2, 3]].isfinite().all()
+
+
+def test_renormalised_takes_logits() -> None:
+    data = Known()
+    before = data.ours(data.x, teacher_renormalize=True)
+    data.teacher_logprobs = data.teacher_logprobs + 17.0
+    torch.testing.assert_close(data.ours(data.x, teacher_renormalize=True), before)
+    assert not torch.allclose(before, data.ours(data.x, normalize="vocab"))
+
+
+def test_reductions_and_masks() -> None:
+    data = Known()
+    shape = (3, 4)
+    x = data.x.requires_grad_()
+    mask = torch.rand(shape) > 0.4
+    mask[0, :2] = torch.tensor([True, False])
+    weights = torch.where(mask, torch.rand(shape).double(), torch.nan)
+    student = x.gather(-1, data.teacher_ids).unflatten(0, shape)
+    student = torch.where(mask[..., None], student, torch.nan)
+    lse = torch.where(mask, x.logsumexp(-1).unflatten(0, shape), torch.inf)
+    teacher = torch.where(mask[..., None], data.teacher_logprobs.unflatten(0, shape), torch.nan)
+
+    def loss(**more: Any) -> Tensor:
+        return gathered_topk_kl(student, teacher, lse=lse, **{"mask": mask, "token_weights": weights} | more)
+
+    each = torch.where(mask, weights, 0.0) * data.ours(x).unflatten(0, shape)
+    assert_same(loss(reduction="none"), each, x)
+    assert_same(loss(reduction="sum"), each.sum(), x)
+    assert_same(loss(), each.sum() / mask.sum(), x)
+    assert_same(loss(normalizer=7.0), each.sum() / 7, x)
+    assert_same(loss(normalizer=torch.tensor(3)), each.sum() / 3, x)
+    for none in (loss(normalizer=0), loss(mask=torch.zeros_like(mask))):
+        value, gradient = with_gradient(none, x)
+        assert value == 0 and not gradient.any()
+
+
+def test_gradients_of_what_does_not_count() -> None:
+    """0 to the last bit, of nan and infinite leaves too; none to the teacher."""
+    data = Known()
+    mask = torch.arange(TOKENS) % 3 > 0
+    student = torch.where(mask[:, None], data.x[:, :6], torch.nan).requires_grad_()
+    lse = torch.where(mask, data.x.logsumexp(-1), torch.inf).requires_grad_()
+    teacher = torch.where(mask[:, None], data.teacher_logprobs, torch.nan).requires_grad_()
+    for options in TOPK:
+        value = gathered_topk_kl(student, teacher, lse=lse, mask=mask, **options)
+        gradients = torch.autograd.grad(value, (student, lse, teacher), allow_unused=True)
+        assert gradients[2] is None
+        assert gradients[0][mask].any()
+        for gradient in gradients[:2]:
+            assert gradient is None or (gradient.isfinite().all() and not gradient[~mask].any())
+
+
+def test_half_is_float32() -> None:
+    data = Known()
+    student = data.x.gather(-1, data.teacher_ids).bfloat16()
+    mine = gathered_topk_kl(student, data.teacher_logprobs, normalize="topk")
+    assert mine.dtype == torch.float32
+    assert torch.equal(mine, gathered_topk_kl(student.float(), data.teacher_logprobs, normalize="topk"))
+    assert mine > 0
