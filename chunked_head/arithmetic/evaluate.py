@@ -283,7 +283,7 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
 
     each times the ratio of the softmax's temperature to that of the logits (inverse). Where p and q hardly overlap,
     sign and its mean are both nearly 1, and the logarithm of the overlap has their difference as its slope: 1 is taken
-    out of both beforehand (``below``), since probabilities of rounded logits do not quite add up to it.
+    out of both (the statistic ``below``), since probabilities of rounded logits do not quite add up to it.
     """
     total: Named = {}
 
@@ -325,7 +325,5 @@ def coefficients_of(structure: Structure, grads: Named, leaves: Named) -> Named:
         for name, half in (("tvd", 0.5), ("overlap", -0.5)):
             if name not in grads:
                 continue
-            g = half * r * grads[name]
-            add("alpha" + suffix, g * leaves["below"])
-            add("theta", g)
+            add("theta", half * r * grads[name])
     return total

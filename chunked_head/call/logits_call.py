@@ -37,7 +37,9 @@ def check_inplace(logits: Tensor, inplace: bool) -> None:
             "autograd does not see behind them (DTensor.to_local() gives such): whoever saved that would not notice; "
             "pass inplace=False"
         )
-    if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
+    if logits.numel() and any(
+        stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)
+    ):
         raise ValueError("inplace=True needs logits with memory of their own, these are expanded; use inplace=False")
 
 

@@ -52,6 +52,19 @@ def transform_derivative(
 
 
 @triton.jit
+def part_below(
+    p,
+    q,
+    tie,  # relative difference of probabilities that count as equal; None for 0
+):
+    """``p (1 - sign(p - q))``"""
+    near = 0.0 * p
+    if tie is not None:
+        near = tl.maximum(p, q) * tie
+    return tl.where(p - q > near, 0.0, tl.where(q - p > near, 2.0 * p, p))
+
+
+@triton.jit
 def log_mixture(
     log_a,  # log-probabilities
     log_b,

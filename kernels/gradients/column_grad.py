@@ -37,6 +37,7 @@ def column_grad_kernel(
     rho_ptr,
     tau_ptr,
     theta_ptr,
+    below_ptr,
     # sizes
     columns,
     first_column,
@@ -56,6 +57,7 @@ def column_grad_kernel(
     teacher_row_scale_ptr,
     log_beta,  # of a mixture's shares, the teacher's first; float or None without one
     log_rest,
+    tie,
     SECOND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -94,7 +96,7 @@ def column_grad_kernel(
         load_number(rest_ptr, row), load_number(alpha_ptr, row), load_number(eta_ptr, row),
         load_number(start2_ptr, row), load_number(rest2_ptr, row), load_number(alpha2_ptr, row),
         load_number(eta2_ptr, row), load_number(gamma_ptr, row), load_number(rho_ptr, row), load_number(tau_ptr, row),
-        load_number(theta_ptr, row), logit_scale, softcap, row_scale, ratio2, columns2, log_beta, log_rest, SECOND,
-        False,
+        load_number(theta_ptr, row), load_number(below_ptr, row), logit_scale, softcap, row_scale, ratio2, columns2,
+        log_beta, log_rest, tie, SECOND, False,
     )  # fmt: skip
     tl.store(at, grad.to(dlogits_ptr.dtype.element_ty), mask=here)

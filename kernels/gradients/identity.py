@@ -1,17 +1,17 @@
 """The gradient of raw logits, as a function of values: every kernel that makes gradients calls it.
 
     g_j = p_j (alpha + eta log p_j) + [the same at a second temperature] - beta 1[j = target] - kappa omega_j
-        - gamma q_j - rho p_j log q_j + tau p_j (log p_j - log m_j) + theta p_j (sign(p_j - q_j) - 1)
+        - gamma q_j - rho p_j log q_j + tau p_j (log p_j - log m_j) + theta p_j (sign(p_j - q_j) - 1 + below)
 
-with q a teacher's softmax and m a mixture of p and q; then times the slope of scale and cap. A term whose factor is
-None is absent, and no code is generated for it.
+with q a teacher's softmax, m a mixture of p and q, and ``below = sum p (1 - sign(p - q))``; then times the slope of
+scale and cap. A term whose factor is None is absent, and no code is generated for it.
 """
 
 import triton
 import triton.language as tl
 
 from ..common import tiles
-from ..common.transform import log2_e, log_mixture, transform_derivative
+from ..common.transform import log2_e, log_mixture, part_below, transform_derivative
 
 LOG_FLOOR = tl.constexpr(tiles.LOG_FLOOR)
 
@@ -48,8 +48,10 @@ def add_teacher_terms(
     rho,
     tau,
     theta,
+    below,
     log_beta,  # of the shares of a mixture; None without one
     log_rest,
+    tie,
 ):
     """``grad`` and the second line of the identity."""
     p, q = tl.exp2(log_p * log2_e), tl.exp2(log_q * log2_e)
@@ -60,7 +62,10 @@ def add_teacher_terms(
     if tau is not None:
         grad += tl.where(p > 0.0, tau * p * (log_p - log_mixture(log_q, log_p, log_beta, log_rest)), 0.0)
     if theta is not None:
-        grad -= theta * tl.where(p > q, 0.0, tl.where(p < q, 2.0 * p, p))
+        # the sign of a column above 2/3 follows from the sum: where a sure student and a sure teacher nearly agree, the
+        # sum and the column would else see different signs, and differ by all of p instead of by the rest of the row
+        found = tl.where(below < 1.0 - 0.5 * p, 0.0, tl.where(below > 1.0 + 0.5 * p, 2.0 * p, p))
+        grad += theta * (p * below - tl.where(p > 0.75, found, part_below(p, q, tie)))
     return grad
 
 
@@ -110,6 +115,7 @@ def logits_gradient(
     rho,
     tau,
     theta,
+    below,
     # scalars
     logit_scale,
     softcap,
@@ -118,6 +124,7 @@ def logits_gradient(
     columns2,  # that the second softmax is over; None for all
     log_beta,  # of a mixture's shares, the teacher's first; None without one
     log_rest,
+    tie,  # relative difference of probabilities that count as equal, or None
     SECOND: tl.constexpr,  # p beside the teacher is of the second temperature
     ROUNDED: tl.constexpr,  # to 16 bits, and so p may be fused_softmax_term's
 ):
@@ -156,5 +163,5 @@ def logits_gradient(
         grad -= kappa if omega is None else kappa * omega
     if log_q is not None:
         beside = log_p2 if SECOND else log_p
-        grad = add_teacher_terms(grad, beside, log_q, gamma, rho, tau, theta, log_beta, log_rest)
+        grad = add_teacher_terms(grad, beside, log_q, gamma, rho, tau, theta, below, log_beta, log_rest, tie)
     return grad * transform_derivative(x, logit_scale, softcap, row_scale)

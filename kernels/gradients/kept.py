@@ -55,8 +55,8 @@ def kept_grad_kernel(
         x = tl.load(logit_ptr + entry, mask=here, other=0.0)
         grad = logits_gradient(
             x, here & (column == target), column, None, None, None, target_logit, beta, None, start, rest, alpha, eta,
-            start2, rest2, alpha2, eta2, None, None, None, None, logit_scale, softcap, row_scale, ratio2, None,
-            None, None, False, False,
+            start2, rest2, alpha2, eta2, None, None, None, None, None, logit_scale, softcap, row_scale, ratio2,
+            None, None, None, None, False, False,
         )  # fmt: skip
         tl.store(dlogit_ptr + entry, tl.where(here, grad, 0.0), mask=entry < end)
 

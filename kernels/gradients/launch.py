@@ -65,7 +65,9 @@ class TeacherTerms(NamedTuple):
     rho: torch.Tensor | None
     tau: torch.Tensor | None
     theta: torch.Tensor | None
+    below: torch.Tensor | None
     beta: float | None
+    tie: float | None  # relative difference of probabilities that count as equal
     # where a gradient leaves its programs' parts of KL(q || p) and of q's entropy, for ``add_parts``
     forward_kl: torch.Tensor | None = None  # [row_programs, rows] fp32
     teacher_entropy: torch.Tensor | None = None
@@ -79,10 +81,10 @@ def row_programs(columns: int) -> int:
 def teacher_arguments(beside: TeacherTerms | None) -> tuple[tuple, tuple[int, int], tuple, dict]:
     """A teacher as the kernels take it: tensors, columns and stride, numbers, constants; None for none."""
     if beside is None:
-        return (None,) * 9, (0, 0), (*PLAIN, *mixture(None)), {"SECOND": False}
+        return (None,) * 10, (0, 0), (*PLAIN, *mixture(None), None), {"SECOND": False}
     side = beside.stored
-    tensors = (side.logits, side.offset, side.bias, *beside[1:3], *beside[5:9])
-    scalars = *side.transform, *mixture(beside.beta)
+    tensors = (side.logits, side.offset, side.bias, *beside[1:3], *beside[5:10])
+    scalars = *side.transform, *mixture(beside.beta), beside.tie
     return tensors, (beside.columns, side.logits.stride(0)), scalars, {"SECOND": beside.second}
 
 

@@ -43,7 +43,8 @@ def row_grad_kernel(
     gamma_ptr,  # or None
     rho_ptr,  # or None
     tau_ptr,  # or None
-    theta_ptr,  # or None
+    theta_ptr,  # or None, with below
+    below_ptr,
     # sizes
     rows,
     columns,
@@ -68,6 +69,7 @@ def row_grad_kernel(
     teacher_row_scale_ptr,
     log_beta,  # of a mixture's shares, the teacher's first; float or None without one
     log_rest,
+    tie,  # relative difference of probabilities that count as equal, or None
     SECOND: tl.constexpr,  # p beside the teacher is of the second temperature
     COLUMN_PROGRAMS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -110,6 +112,7 @@ def row_grad_kernel(
     rho = load_column(rho_ptr, offs_row, in_rows)
     tau = load_column(tau_ptr, offs_row, in_rows)
     theta = load_column(theta_ptr, offs_row, in_rows)
+    below = load_column(below_ptr, offs_row, in_rows)
     offset_behind = None
     if strip_behind is not None:
         behind_at = strip_offset_ptr + tl.cast(strip_behind, tl.int64) * strip_stride
@@ -157,8 +160,8 @@ def row_grad_kernel(
         zero = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         grad = logits_gradient(
             x, offs[None, :] == target, offs[None, :], omega, log_q, zero, target_logit, beta, kappa,
-            row_start, row_rest, alpha, eta, start2, rest2, alpha2, eta2, gamma, rho, tau, theta,
-            logit_scale, softcap, row_scale, ratio2, columns2, log_beta, log_rest, SECOND, False,
+            row_start, row_rest, alpha, eta, start2, rest2, alpha2, eta2, gamma, rho, tau, theta, below,
+            logit_scale, softcap, row_scale, ratio2, columns2, log_beta, log_rest, tie, SECOND, False,
         )  # fmt: skip
         if not LOGARITHMS:
             # selection: where a row does not count a teacher's logits, or a bias, may be nan

@@ -197,6 +197,7 @@ def pair_stats(
     teacher_softmax: tuple[torch.Tensor, torch.Tensor],
     columns: int,
     beta: float | None,
+    tie: float | None,  # relative difference of probabilities that count as equal
 ) -> None:
     rows = student.logits.shape[0]
     block = min(row_block(columns)[0], 2048)
@@ -204,7 +205,7 @@ def pair_stats(
         *outs, student.logits, student.offset, student.bias, *softmax,
         teacher.logits, teacher.offset, teacher.bias, *teacher_softmax,
         strip_stride(student, teacher), columns, student.logits.stride(0), teacher.logits.stride(0),
-        *student.transform, ratio, *teacher.transform, beta, *mixture(beta),
+        *student.transform, ratio, *teacher.transform, beta, *mixture(beta), tie,
         BLOCK=block, num_warps=4, **FUSED,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from ..common import tiles
 from ..common.kernel import kernel
 from ..common.stored import load_number, load_row
-from ..common.transform import log2_e, log_mixture
+from ..common.transform import log2_e, log_mixture, part_below
 
 LOG_FLOOR = tl.constexpr(tiles.LOG_FLOOR)
 
@@ -22,7 +22,7 @@ def pair_stats_kernel(
     kl_mixture_ptr,  # KL(p || m), m = beta q + (1 - beta) p
     jsd_ptr,  # beta KL(q || m) + (1 - beta) KL(p || m)
     tvd_ptr,  # sum |p - q| / 2
-    below_ptr,  # sum p (1 - sign(p - q))
+    below_ptr,  # sum part_below(p, q)
     overlap_ptr,  # sum min(p, q)
     # inputs: p
     logits_ptr,  # [rows, columns or more]
@@ -52,6 +52,7 @@ def pair_stats_kernel(
     beta,  # float or None, with its logarithm and that of 1 - beta
     log_beta,
     log_rest,
+    tie,  # of part_below
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -101,7 +102,7 @@ def pair_stats_kernel(
         if overlap_ptr is not None:
             overlap += tl.minimum(p, q)
         if below_ptr is not None:
-            below += tl.where(p > q, 0.0, tl.where(p < q, 2.0 * p, p))
+            below += part_below(p, q, tie)
     if forward_kl_ptr is not None:
         tl.store(forward_kl_ptr + row, tl.sum(forward, 0))
     if reverse_kl_ptr is not None:

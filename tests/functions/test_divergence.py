@@ -240,3 +240,34 @@ def test_hardly_any_overlap(half: bool, kind: str, place: Place) -> None:
 
     for ours, eager, truth in zip(grads(None), grads(dtype), grads(torch.float64), strict=True):
         assert_within_budget(ours, eager, truth, dtype, kind)
+
+
+@crossed(
+    place=PLACES,
+    alike=["both sure", "the same head", "one id"],
+    kind=["lk", "tvd"],
+    half=[False, True],
+    upstream=["mean", "none"],
+)
+def test_signs_that_rounding_decides(half: bool, upstream: str, kind: str, alike: str, place: Place) -> None:
+    """The sign of ``p - q`` is asked for by the sum over the row and by the gradient of a column, of logits that were
+    rounded differently. Where student and teacher agree the gradient is 0, and not a column's probability."""
+    dtype = torch.float16 if half else torch.float32
+    made = torch.Generator().manual_seed(0)
+    weight = torch.randn(1 if alike == "one id" else 300, HIDDEN, generator=made) / HIDDEN**0.5
+    target = torch.randint(0, len(weight), (64,), generator=made)
+    hidden = torch.randn(64, HIDDEN, generator=made)
+    if alike == "both sure":
+        hidden += 60 * weight[target]
+    hidden, weight = hidden.to(place.device, dtype).requires_grad_(), weight.to(place.device, dtype).requires_grad_()
+    teacher = hidden.detach() if alike == "the same head" else (hidden + 0.05 * hidden.flip(0)).detach()
+    if alike == "both sure":
+        p, q = ((h.double() @ weight.double().t()).softmax(-1).amax(-1) for h in (hidden, teacher))
+        assert min(p.amin(), q.amin()) > 1 - 1e-5
+    batch = {"teacher_hidden": teacher, "teacher_weight": weight.detach()}
+    found = linear_loss(
+        hidden, weight, target.to(place.device), getattr(losses, kind)(), batch=batch, reduction=upstream,
+        backend=place.backend,
+    )  # fmt: skip
+    (found.loss.sum() * (1.0 if upstream == "none" else 64.0)).backward()
+    assert hidden.grad is not None and hidden.grad.abs().amax() < 5e-3

@@ -564,6 +564,8 @@ def test_inplace_refuses_what_must_keep_its_value() -> None:
     expanded = (leaf[:1] * 1.0).expand(4, 9)
     with pytest.raises(ValueError, match="expanded"):
         logits_loss(expanded, target, losses.cross_entropy(), inplace=True)
+    nothing = (torch.zeros(2, 0, 1, requires_grad=True) * 1.0).as_strided((2, 0, 1), (0, 1, 0))
+    logits_loss(nothing, target.new_zeros(2, 0), losses.cross_entropy(), inplace=True).loss.backward()
     with torch.no_grad():  # nothing is written without a backward
         assert logits_loss(leaf[:4] * 1.0, target, losses.cross_entropy(), inplace=True).loss > 0
 

@@ -56,10 +56,8 @@ LOSSES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]  # fmt: skip
 # seeds that fail, and what is open in them: printed by a run, and no failure of it
 OPEN = {
-    4000033: "TVD in fp16 over a vocabulary of one id, with accumulate_into: hidden's gradient is not 0",
-    4000924: "the same in another call",
-    4001504: "a sum of losses in fp16: 26 elements of hidden's gradient are not finite",
-    4000034: "a sum of four losses in fp16 over two ids is off by 1.2e-4 of itself",
+    2000892: "topk_kl in fp32 with 6e-3 for the tail: the relative error of 1e-7 over it that the docstring names",
+    2001014: "jsd in fp32 over one id: eager's gradient is exactly 0, ours what 150 roundings add up to, 8e-7",
 }
 INFINITE_WHERE_SURE = ("unlikelihood", "orpo", "topk_kl")  # of a token of probability 1, as with one vocabulary row
 # every metric, and the fields that it reads
@@ -657,6 +655,9 @@ def compare(ours: Tensor, eager: Tensor, truth: Tensor, dtype: torch.dtype, size
     assert ours.shape == truth.shape, f"{what}: shape {tuple(ours.shape)}, should be {tuple(truth.shape)}"
     ours, eager, truth = (tensor.double().cpu() for tensor in (ours, eager, truth))
     assert torch.isfinite(truth).all(), f"{what}: the oracle is not finite"
+    beyond = truth.abs() > torch.finfo(dtype).max  # infinite in this dtype, with its sign
+    assert torch.equal(ours[beyond], truth[beyond] * math.inf), f"{what}: numbers beyond the dtype's range"
+    ours, eager, truth = (tensor.masked_fill(beyond, 0.0) for tensor in (ours, eager, truth))
     assert torch.isfinite(ours).all(), f"{what}: {int((~torch.isfinite(ours)).sum())} elements are not finite"
     if not truth.numel():
         return

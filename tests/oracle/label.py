@@ -38,7 +38,7 @@ def focal(
 
 
 def unlikelihood(x: Tensor, target: Tensor, fields: Fields) -> Tensor:
-    return -torch.log(1 - torch.softmax(x, -1)[torch.arange(len(target)), target])
+    return -torch.log(1 - torch.softmax(x, -1)[torch.arange(len(target)), target].clamp(max=1 - 1e-6))
 
 
 def z_loss(x: Tensor, target: Tensor, fields: Fields) -> Tensor:

@@ -179,7 +179,7 @@ class TorchStore(MatmulStore):
             if "overlap" in wanted:
                 sums["overlap"] += torch.minimum(p, q).sum(1)
             if "below" in wanted:
-                sums["below"] += (p * (1 - (p - q).sign())).sum(1)
+                sums["below"] += tiles.part_below(p, q).sum(1)
         for name, value in sums.items():
             wanted[name].copy_(value)
 
@@ -283,7 +283,7 @@ class TorchStore(MatmulStore):
             count = y.shape[1]
             log_q = tiles.logprobs_(y.clone(), stats.teacher_start, stats.teacher_rest)
             lp = (log_p if pairing.view == 0 else second)[:, :count]  # type: ignore[index]
-            x[:, :count].add_(tiles.teacher_terms(lp, log_q, c, pairing.beta))
+            x[:, :count].add_(tiles.teacher_terms(lp, log_q, c, pairing.beta, stats.below))
         if isinstance(bend, Tensor) or bend != 1.0:
             x.mul_(bend)
 

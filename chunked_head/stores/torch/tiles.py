@@ -24,8 +24,8 @@ def logprobs_(x: Tensor, start: Tensor | None, rest: Tensor | None) -> Tensor:
     return x.sub_(start[:, None]).add_(rest[:, None])
 
 
-def teacher_terms(log_p: Tensor, log_q: Tensor, c: Coefficients, beta: float | None) -> Tensor:
-    """The terms of the gradient identity that have a teacher in them."""
+def teacher_terms(log_p: Tensor, log_q: Tensor, c: Coefficients, beta: float | None, below: Tensor | None) -> Tensor:
+    """The terms of the gradient identity that have a teacher in them; ``below`` [rows]: the sum of ``part_below``."""
     p, q = log_p.exp(), log_q.exp()
     grad = torch.zeros_like(p)
     if c.gamma is not None:
@@ -36,8 +36,16 @@ def teacher_terms(log_p: Tensor, log_q: Tensor, c: Coefficients, beta: float | N
         assert beta is not None
         grad += torch.where(p > 0, c.tau[:, None] * p * (log_p - log_mixture(log_q, log_p, beta)), 0.0)
     if c.theta is not None:
-        grad += c.theta[:, None] * p * ((p - q).sign() - 1)
+        assert below is not None
+        below = below[:, None]
+        # as in the kernels' identity: the sign of a column above 2/3 follows from the sum
+        found = torch.where(below < 1 - p / 2, 0.0, torch.where(below > 1 + p / 2, 2 * p, p))
+        grad += c.theta[:, None] * (p * below - torch.where(p > 0.75, found, part_below(p, q)))
     return grad
+
+
+def part_below(p: Tensor, q: Tensor) -> Tensor:
+    return p * (1 - (p - q).sign())
 
 
 def log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:

@@ -78,15 +78,21 @@ def gain_of(largest: Tensor) -> Tensor:
     return torch.where((largest > 0) & torch.isfinite(largest), gain, 1.0)
 
 
+# relative difference of probabilities of 16-bit logits that count as equal: a student like its teacher has differences
+# of roundings, whose signs are others in the sum over a row than in the gradient of its columns
+TIE = 2.0**-16
+
+
 class KernelStore(MatmulStore):
     """A store whose logits one kernel turns into any gradient: second softmaxes, teachers, columns of each row."""
 
     stored: Stored
     teacher_stored: Stored  # of the same rows
+    tie: float | None = None
 
     def __init__(self, head: Head, plan: Plan):
         self.head, self.plan, self.sizes, self.demand = head, plan, plan.sizes, plan.sizes.demand
-        self.vocab = self.sizes.vocab
+        self.vocab, self.tie = self.sizes.vocab, TIE if self.sizes.dtype.itemsize == 2 else None
 
     def clean_rows(self, rows: Rows, out: RowStats | None) -> None:
         assert rows.source is not None
@@ -116,7 +122,7 @@ class KernelStore(MatmulStore):
         statistics.pair_stats(
             [getattr(out, name) for name in PAIR_STATS],
             self.stored, (start, rest), ratio_of(demand.views[pairing.view].ratio),
-            self.teacher_stored, (out.teacher_start, out.teacher_rest), pairing.columns, pairing.beta,
+            self.teacher_stored, (out.teacher_start, out.teacher_rest), pairing.columns, pairing.beta, self.tie,
         )  # fmt: skip
 
     def store_teacher(self, rows: Rows, normalize: Outputs) -> Stored:
@@ -152,7 +158,7 @@ class KernelStore(MatmulStore):
             teacher_terms = TeacherTerms(
                 teacher, stats.teacher_start, stats.teacher_rest,
                 min(max(pairing.columns - first, 0), columns), pairing.view == 1,
-                c.gamma, c.rho, c.tau, c.theta, pairing.beta, *parts,
+                c.gamma, c.rho, c.tau, c.theta, stats.below, pairing.beta, self.tie, *parts,
             )  # fmt: skip
         common = self.terms(rows, stats, c, first, columns)
         gradients.row_grad(
