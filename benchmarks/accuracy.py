@@ -1,9 +1,7 @@
 """Errors of the providers' losses and gradients against a reference: `python -m benchmarks.accuracy`."""
 
-import argparse
 import contextlib
 import functools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +11,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import measure, providers
-from benchmarks.head import Watch, brief, make_console, number, report_failures, report_skipped
-from benchmarks.shapes import Operands, Shape, dtype_name, make_operands, parse_shape, parse_upstream
+from benchmarks import command, measure, providers
+from benchmarks.command import Row, Watch, number
+from benchmarks.shapes import Operands, Shape, dtype_name, make_operands
 
 # What to draw for each kind of data: (operands, targets).
 KINDS = {"random": ("random", "random"), "zipf": ("random", "zipf"), "peaked": ("peaked", "random")}
@@ -103,26 +101,24 @@ def errors(step: measure.Step, exact: Reference) -> dict[str, float]:
     return found
 
 
-def run_kind(
-    kind: str, shape: Shape, dtype: torch.dtype, device: torch.device, args: argparse.Namespace, watch: Watch
-) -> list[dict[str, Any]]:
+def run_kind(kind: str, shape: Shape, args: Any, watch: Watch) -> list[Row]:
     """Rows of errors for one shape and one kind of data."""
     data, targets = KINDS[kind]
     watch.stage(f"{shape} {kind}: reference")
-    operands = make_operands(shape, dtype, device, data=data, targets=targets)
-    wide = reference_dtype(dtype, device)
+    operands = make_operands(shape, args.dtype, args.device, data=data, targets=targets)
+    wide = reference_dtype(args.dtype, args.device)
     exact = reference(operands, wide)
     measure.release(operands)
-    ready, _ = providers.resolve(args.provider, device)
-    rows: list[dict[str, Any]] = []
-    for upstream in dict.fromkeys(args.upstream):
+    ready, _ = providers.resolve(args.provider, args.device)
+    rows: list[Row] = []
+    for upstream in args.upstream:
         eager: dict[str, float] = {}
         # Eager first, whatever the order asked for: the others are compared with it.
         for provider in sorted(ready, key=lambda one: one.name != "eager"):
             watch.stage(f"{shape} {kind}: {provider.label} upstream {upstream:g}")
-            row: dict[str, Any] = {"shape": str(shape), "dtype": dtype_name(dtype), "reference": dtype_name(wide)}
+            row: Row = {"shape": str(shape), "dtype": dtype_name(args.dtype), "reference": dtype_name(wide)}
             row |= {"data": kind, "upstream": upstream, "provider": provider.label, "status": "ok"}
-            row["plan"] = providers.predict(provider, shape, dtype, device)
+            row["plan"] = providers.predict(provider, shape, args.dtype, args.device)
             step = measure.Step(provider.call, operands, upstream)
             found, failure = measure.attempt(functools.partial(errors, step, exact), operands)
             if failure:
@@ -135,77 +131,42 @@ def run_kind(
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+def _table(rows: Sequence[Row]) -> Table:
     """The errors, each with its ratio to eager's."""
-    made = Table(title=title)
-    made.add_column("data")
-    made.add_column("provider", no_wrap=True)
-    for name in ("upstream", "loss", "x eager", "dH", "x eager", "dW", "x eager"):
-        made.add_column(name, justify="right", no_wrap=True)
+    lines = []
     for row in rows:
         cells = [row["data"], row["provider"], number(row.get("upstream"), "g")]
         if row["status"] != "ok":
-            made.add_row(*cells, row["status"])
+            lines.append([*cells, row["status"]])
             continue
         for name in _QUANTITIES:
             cells += [number(row[f"{name}_error"], ".2e"), number(row.get(f"{name}_to_eager"), ".3f")]
-        made.add_row(*cells)
-    return made
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
-    check = providers.argument
-    parser.add_argument(
-        "--shape", action="append", type=check(parse_shape), help="repeatable: 8192x4096x128256, llama3-8b@4096, cpu"
+        lines.append(cells)
+    columns = ("data", "provider", "upstream", "loss", "x eager", "dH", "x eager", "dW", "x eager")
+    title = (
+        f"{rows[0]['shape']} {rows[0]['dtype']}: relative errors against {rows[0].get('reference', 'the reference')}"
     )
-    parser.add_argument("--data", action="append", choices=tuple(KINDS), help="repeatable; all by default")
-    parser.add_argument(
-        "--upstream", nargs="+", type=check(parse_upstream), default=[1.0, 0.37], help="gradients from above (1 0.37)"
-    )
-    providers.common_arguments(parser)
-    return parser
+    return command.table(title, columns, lines, left=["provider"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = _parser()
-    args = parser.parse_args(argv)
+    parser = command.arguments("accuracy", __doc__, shape=True, upstream=[1.0, 0.37], peers=True)
+    parser.add_argument("--data", action="append", choices=tuple(KINDS), help="repeatable; all by default")
+    args = command.read(parser, sys.argv[1:] if argv is None else argv)
     if 0.0 in args.upstream:
         parser.error("argument --upstream: an error relative to a gradient of zero is undefined")
-    device = providers.read_device(parser, args.device)
-    gpu = device.type == "cuda"
-    dtype = args.dtype or (torch.bfloat16 if gpu else torch.float32)
-    args.provider = args.provider or (_GPU_PROVIDERS if gpu else _CPU_PROVIDERS)
-    shapes = list(dict.fromkeys(args.shape or [_GPU_SHAPE if gpu else _CPU_SHAPE]))
-    kinds = list(dict.fromkeys(args.data or KINDS))
-    path = providers.results_path(args.output, "accuracy", device)
-    console, rows = make_console(), list[dict[str, Any]]()
-    ready, skipped = providers.resolve(args.provider, device)
-    report_skipped(console, skipped)
+    args.provider = args.provider or (_GPU_PROVIDERS if args.gpu else _CPU_PROVIDERS)
+    ready, skipped = providers.resolve(args.provider, args.device)
     if not ready:
-        console.print("no provider can run here")
-        return 1
-    with Watch(len(shapes) * len(kinds) * len(ready) * len(set(args.upstream))) as watch:
-        for shape in shapes:
-            first = len(rows)
-            for kind in kinds:
-                run = functools.partial(run_kind, kind, shape, dtype, device, args, watch)
-                found, failure = measure.attempt(run)
-                measure.release()
-                if failure:
-                    found = [{"shape": str(shape), "data": kind, "provider": "reference", **failure.record()}]
-                rows += found
-                providers.write_results(path, "accuracy", argv, device, skipped=skipped, rows=rows)
-            wide = dtype_name(reference_dtype(dtype, device))
-            title = f"{shape} {dtype_name(dtype)}: relative errors against {wide}"
-            console.print(table(rows[first:], title))
-    status = report_failures(console, rows)
+        return command.nothing_runs(skipped)
+    jobs = [({"shape": str(shape), "dtype": dtype_name(args.dtype), "data": kind, "provider": "reference"},
+             functools.partial(run_kind, kind, shape, args))
+            for shape in command.sizes(args, (_GPU_SHAPE,), _CPU_SHAPE)
+            for kind in dict.fromkeys(args.data or KINDS)]  # fmt: skip
     keys = ("shape", "data", "upstream", "provider", "status", *(f"{name}_error" for name in _QUANTITIES))
-    short = [brief({key: row[key] for key in keys if key in row}) for row in rows]
-    print(json.dumps({"benchmark": "accuracy", "device": device.type, "rows": short, "skipped": skipped}))
-    return status
+    total = len(jobs) * len(ready) * len(args.upstream)
+    return command.run("accuracy", args, jobs, total, _table, keys, skipped=skipped)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import measure, providers, trainers
+from benchmarks import command, measure, trainers
 from benchmarks.trainers import OURS, QWEN, SEQUENCES, TINY, Batch, Run
 from chunked_head import patch_model
 
@@ -422,14 +422,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     for name in set(args.frameworks) - FRAMEWORKS.keys():
         parser.error(f"{name} is none of {', '.join(FRAMEWORKS)}")
-    device = providers.read_device(parser, args.device)
+    device = command.device_of(parser, args.device)
     args.tokens = args.tokens or (8192 if device.type == "cuda" else 64)
-    path, rows = providers.results_path(args.output, "framework_steps", device), list[dict[str, Any]]()
+    path, rows = command.results_path(args.output, "framework_steps", device), list[dict[str, Any]]()
     for name in args.frameworks or FRAMEWORKS:
         for row in measured(name, device, args):
             rows.append(row)
             print(json.dumps(row), flush=True)
-            providers.write_results(path, "framework_steps", argv, device, rows=rows)
+            command.write_results(path, "framework_steps", argv, device, rows=rows)
     return int(any("status" in each for row in rows for each in (row, *row.get("ways", {}).values())))
 
 

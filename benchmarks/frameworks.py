@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import measure, providers, trainers
+from benchmarks import command, measure, trainers
 from benchmarks.trainers import OURS, PLAIN
 from chunked_head import patch_model
 
@@ -141,26 +141,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
-    device = providers.read_device(parser, args.device)
+    device = command.device_of(parser, args.device)
     args.tokens = args.tokens or (8192 if device.type == "cuda" else 2048)
     if args.framework is None:
-        path, rows = providers.results_path(args.output, "frameworks", device), []
+        path, rows = command.results_path(args.output, "frameworks", device), []
         for row in trainers.measured(args.trainers, device, args.tokens, args.rounds):
             rows.append(row)
             print(row, flush=True)
             versions = {name: importlib.metadata.version(name) for name in ("transformers", "trl", "pytorch-lightning")
                         if importlib.util.find_spec(name.replace("-", "_"))}  # fmt: skip
-            providers.write_results(path, "frameworks", argv, device, framework=versions, rows=rows)
+            command.write_results(path, "frameworks", argv, device, framework=versions, rows=rows)
         return 1 if any("status" in way for row in rows for way in (row, *row.get("ways", {}).values())) else 0
     if device.type != "cpu":
         parser.error(f"{args.framework} is measured on the CPU")
-    path = providers.results_path(args.output, f"frameworks-{args.framework}", device)
+    path = command.results_path(args.output, f"frameworks-{args.framework}", device)
     rows = []
     for loss in LOSSES[args.framework]:
         rows.append(compared(args.framework, loss, args))
         print(rows[-1])
         version = importlib.metadata.version(args.framework)
-        providers.write_results(path, "frameworks", argv, device, framework={args.framework: version}, rows=rows)
+        command.write_results(path, "frameworks", argv, device, framework={args.framework: version}, rows=rows)
     return 0
 
 

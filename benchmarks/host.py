@@ -7,7 +7,6 @@ the bare matmuls. The last row gives 1,000 numbers of tokens that are new to the
 batches do. On a CPU, where the host computes too, host time is the whole time.
 """
 
-import argparse
 import functools
 import statistics
 import sys
@@ -19,8 +18,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import measure, providers, shapes
-from benchmarks.head import Watch, make_console, number, report_failures
+from benchmarks import command, measure, shapes
+from benchmarks.command import Row, Watch, number
 from benchmarks.shapes import Operands, Shape
 from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 
@@ -58,7 +57,7 @@ def logprobs(operands: Operands, tokens: int) -> Tensor:
 
 
 class Nothing(torch.autograd.Function):
-    """Of two operands: a number, and gradients that were there before."""
+    """A function of two operands: a number, and gradients that were there before."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, found: Sequence[Tensor]) -> Tensor:
@@ -94,22 +93,21 @@ def stepped(call: Callable[..., Tensor], operands: Operands, **options: Any) -> 
 
 
 def steps_of(shape: Shape, operands: Operands) -> dict[str, tuple[int, Callable[[], Any]]]:
-    """By name the bare products that a step is held against, and the step."""
+    """Steps by name, each with the number of bare products that it is compared with."""
     quarter = max(1, -(-shape.tokens // 4))
-    found: dict[str, tuple[int, Callable[[], Any]]] = {
+    return {
         "plain": (3, stepped(plain, operands)),
         "entropy, accuracy, GRPO": (3, stepped(measured, operands)),
         "four chunks": (3, stepped(plain, operands, chunk_tokens=quarter)),
         "four chunks, entropy, accuracy, GRPO": (3, stepped(measured, operands, chunk_tokens=quarter)),
     }
-    return found
 
 
 def named(shape: Shape, row: str) -> dict[str, Any]:
     return {"shape": str(shape), "row": row, "provider": "ours", "status": "ok"}
 
 
-def run_shape(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:
+def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     operands = shapes.make_operands(shape, args.dtype, args.device)
     steps = steps_of(shape, operands)
     for _, step in steps.values():
@@ -131,7 +129,7 @@ def run_shape(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[dict
     return [row | beside.get(row["row"], {}) for row in rows]
 
 
-def run_logprobs(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:
+def run_logprobs(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     """Log-probabilities of a few tokens beside one product of as many."""
     rows = []
     for tokens in (1, 64, 256) if shape.tokens >= 256 else (1, 5):
@@ -147,7 +145,7 @@ def run_logprobs(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[d
     return rows
 
 
-def run_lengths(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:
+def run_lengths(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     """Host time of numbers of tokens that have not been before, and above that of one that has."""
     watch.stage(f"{shape}: {args.lengths} new numbers of tokens")
     operands = shapes.make_operands(shape, args.dtype, args.device)
@@ -170,45 +168,31 @@ def run_lengths(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[di
     return [row]
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=rows[0]["shape"])
-    for column in ("call and backward", "host ms", "ms in a row", "to the products", ""):
-        table.add_column(column, justify="left" if column == "call and backward" else "right", no_wrap=True)
+def _table(rows: Sequence[Row]) -> Table:
+    lines = []
     for row in rows:
         more = f"{row['above_ms']:+.3f} over a known one, longest {row['longest_ms']:.2f}" if "above_ms" in row else ""
         cells = [number(row[key]) if key in row else "" for key in ("host_ms", "ms", "ratio")]
-        table.add_row(row["row"], *cells, more if row["status"] == "ok" else row["status"])
-    return table
+        lines.append([row["row"], *cells, more if row["status"] == "ok" else row["status"]])
+    return command.table(
+        rows[0]["shape"], ("call and backward", "host ms", "ms in a row", "to the products", ""), lines
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status: 1 where a shape failed."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__.splitlines()[0])
-    known, add = providers.argument, parser.add_argument
-    add("--shape", action="append", type=known(shapes.parse_shape), help="repeatable: 512x2048x128256, cpu")
-    add("--rounds", type=known(shapes.parse_count), default=5, help="rounds beside the products (5)")
-    add("--calls", type=known(shapes.parse_count), default=CALLS, help=f"timed calls a row ({CALLS})")
-    add("--lengths", type=known(shapes.parse_count), default=NEW_LENGTHS, help=f"new numbers of tokens ({NEW_LENGTHS})")
-    providers.common_arguments(parser, peers=False)
-    args = parser.parse_args(argv)
-    args.device = providers.read_device(parser, args.device)
-    args.dtype = args.dtype or (torch.bfloat16 if args.device.type == "cuda" else torch.float32)
-    sizes: Sequence[Shape] = args.shape or (SHAPES if args.device.type == "cuda" else TINY)
-    path = providers.results_path(args.output, "host", args.device)
-    console, rows = make_console(), list[dict[str, Any]]()
-    jobs = [functools.partial(run_shape, shape, args) for shape in sizes]
-    jobs += [functools.partial(run_logprobs, sizes[0], args), functools.partial(run_lengths, sizes[0], args)]
-    with Watch(len(jobs) * args.rounds) as watch:
-        for job in jobs:
-            found, failure = measure.attempt(functools.partial(job, watch))
-            measure.release()
-            if failure:
-                found = [{"shape": str(job.args[0]), "row": "all", "provider": "ours", **failure.record()}]
-            rows += found
-            console.print(_table(found))
-            providers.write_results(path, "host", argv, args.device, rows=rows)
-    return report_failures(console, rows)
+    parser = command.arguments("host", __doc__, shape=True, rounds=5)
+    add = parser.add_argument
+    add("--calls", type=command.count, default=CALLS, help=f"timed calls a row ({CALLS})")
+    add("--lengths", type=command.count, default=NEW_LENGTHS, help=f"new numbers of tokens ({NEW_LENGTHS})")
+    args = command.read(parser, sys.argv[1:] if argv is None else argv)
+    sizes = command.sizes(args, SHAPES, *TINY)
+    jobs = command.over(sizes, args, run_shape, row="all", provider="ours")
+    for more in (run_logprobs, run_lengths):
+        jobs += command.over(sizes[:1], args, more, row="all", provider="ours")
+    return command.run(
+        "host", args, jobs, len(jobs) * args.rounds, _table, ("shape", "row", "status", "host_ms", "ratio")
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where a call's time goes, launch by launch, beside the three bare products: `python -m benchmarks.inside`.
+"""Times of a call's launches, and of the three bare products: `python -m benchmarks.inside`.
 
 A profiler times every launch of cross-entropy's forward and backward and of the bare products, in turns. Launches are
 put together: a chunk's product of logits, its two products of gradients, and everything else; what of the span is no
@@ -6,7 +6,6 @@ launch's is the gap between them. The medians over the rounds are of launches in
 kind, as in `benchmarks.speed`.
 """
 
-import argparse
 import functools
 import re
 import sys
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks import measure, providers, shapes, speed_rows
-from benchmarks.head import WARM_UP, Watch, make_console, number, report_failures
+from benchmarks import command, measure, shapes, speed_rows
+from benchmarks.command import WARM_UP, Row, Watch, number
 from benchmarks.shapes import Shape
 from benchmarks.speed_rows import Bench
 
@@ -29,7 +28,7 @@ DEFAULT_ROWS = ("default", "into")
 
 
 def sorted_launches(names: Sequence[str], chunks: int) -> list[str]:
-    """What each launch of a call is for, by its place among the products: logits, dhidden, dweight of each chunk."""
+    """Purposes of a call's launches, by their places among the products: logits, dhidden, dweight of each chunk."""
     places = measure.product_places(names)
     if len(places) != len(PRODUCTS) * chunks:
         found = ", ".join(names[place] for place in places)
@@ -61,7 +60,7 @@ def longest_others(launches: Sequence[measure.Launch], chunks: int) -> dict[str,
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def run_shape(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:
+def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     """A record for the bare products, and one for each row."""
     bench = Bench(shapes.make_operands(shape, args.dtype, args.device))
     measure.release(bench.operands)
@@ -88,15 +87,9 @@ def run_shape(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[dict
             found[name].append(settled(steps[name][1], bench, args.device))
         watch.tick()
     bench.operands.clear()
+    described = {"shape": str(shape), "status": "ok"}
     return [
-        {
-            "shape": str(shape),
-            "row": name,
-            "provider": name,
-            "status": "ok",
-            "chunks": steps[name][0],
-            **_medians(rounds, steps[name][0]),
-        }
+        {**described, "row": name, "provider": name, "chunks": steps[name][0], **_medians(rounds, steps[name][0])}
         for name, rounds in found.items()
     ]
 
@@ -130,51 +123,28 @@ def _medians(rounds: Sequence[Sequence[measure.Launch]], chunks: int) -> dict[st
     }
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=f"{rows[0]['shape']}: ms of a step, and of it over the bare products")
-    table.add_column("row", no_wrap=True)
-    for part in PARTS:
-        table.add_column(part, justify="right", no_wrap=True)
-    bare = rows[0].get("ms", {})
+def _table(rows: Sequence[Row]) -> Table:
+    bare, lines = rows[0].get("ms", {}), []
     for row in rows:
         if row["status"] != "ok":
-            table.add_row(row["row"], row["status"])
+            lines.append([row["row"], row["status"]])
             continue
-        cells = [
-            number(row["ms"][part]) + ("" if row is rows[0] else f" {row['ms'][part] - bare[part]:+.3f}")
-            for part in PARTS
-        ]
-        table.add_row(f"{row['row']}, {row['chunks']} chunk{'s' * (row['chunks'] > 1)}", *cells)
-    return table
+        over = {part: "" if row is rows[0] else f" {row['ms'][part] - bare[part]:+.3f}" for part in PARTS}
+        title = f"{row['row']}, {row['chunks']} chunk{'s' * (row['chunks'] > 1)}"
+        lines.append([title, *(number(row["ms"][part]) + over[part] for part in PARTS)])
+    title = f"{rows[0]['shape']}: ms of a step, and of it over the bare products"
+    return command.table(title, ("row", *PARTS), lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status: 1 where a shape failed."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.inside", description=__doc__.splitlines()[0])
-    known, add = providers.argument, parser.add_argument
-    add("--shape", action="append", type=known(shapes.parse_shape), help="repeatable: 8192x4096x128256, llama3-8b, cpu")
-    add("--rows", nargs="+", choices=DEFAULT_ROWS, default=DEFAULT_ROWS, metavar="ROW", help=", ".join(DEFAULT_ROWS))
-    add("--rounds", type=known(shapes.parse_count), default=9, help="profiled rounds (9)")
-    providers.common_arguments(parser, peers=False)
-    args = parser.parse_args(argv)
-    args.device = providers.read_device(parser, args.device)
-    args.dtype = args.dtype or (torch.bfloat16 if args.device.type == "cuda" else torch.float32)
-    sizes: Sequence[Shape] = args.shape or (
-        speed_rows.SHAPES if args.device.type == "cuda" else (Shape(*shapes.CPU_SHAPE),)
-    )
-    path = providers.results_path(args.output, "inside", args.device)
-    console, rows = make_console(), list[dict[str, Any]]()
-    with Watch(len(sizes) * args.rounds) as watch:
-        for shape in sizes:
-            found, failure = measure.attempt(functools.partial(run_shape, shape, args, watch))
-            measure.release()
-            if failure:
-                found = [{"shape": str(shape), "row": "all", "provider": "ours", **failure.record()}]
-            rows += found
-            console.print(_table(found))
-            providers.write_results(path, "inside", argv, args.device, rows=rows)
-    return report_failures(console, rows)
+    parser = command.arguments("inside", __doc__, shape=True, rounds=9)
+    words = ", ".join(DEFAULT_ROWS)
+    parser.add_argument("--rows", nargs="+", choices=DEFAULT_ROWS, default=DEFAULT_ROWS, metavar="ROW", help=words)
+    args = command.read(parser, sys.argv[1:] if argv is None else argv)
+    sizes = command.sizes(args, speed_rows.SHAPES)
+    jobs = command.over(sizes, args, run_shape, row="all", provider="ours")
+    return command.run("inside", args, jobs, len(sizes) * args.rounds, _table, ("shape", "row", "status", "ms"))
 
 
 if __name__ == "__main__":

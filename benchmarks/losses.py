@@ -4,31 +4,28 @@
 without: three; four with a dense teacher's logits, or with logits that are computed again; one without gradients.
 """
 
-import argparse
 import functools
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import formulas, measure, providers, shapes
-from benchmarks.accuracy import relative_error
-from benchmarks.head import Watch, brief, make_console, mebibytes, number, report_failures
+from benchmarks import command, measure, providers, shapes
+from benchmarks.command import Row, Watch, number
 from benchmarks.shapes import Operands, Shape
 from chunked_head import Plan, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics, plan
 from chunked_head.metrics import Metric
 
 SHAPES = (Shape(8192, 4096, 128256), Shape(8192, 2048, 128256), Shape(8192, 1024, 151936))
-CHECK_TOKENS, CHECK_CHUNK = 48, 16
+_KEYS = ("shape", "workload", "upstream", "status", "ms", "ratio", "products", "must", "peak_bytes")
 
 
 class Workload(NamedTuple):
-    """What is asked of a head, what it reads, and how many bare products it is measured by."""
+    """A loss with metrics, the fields that it reads, and how many bare products it is measured by."""
 
     loss: losses.base.Losses
     fields: tuple[str, ...] = ()
@@ -37,19 +34,9 @@ class Workload(NamedTuple):
     must: tuple[float, ...] = ()  # the largest ratio that is accepted, for the first of SHAPES
     temperature: float | tuple[float, float] = 1.0  # or one per token, drawn between these
     kept: float = 0.0  # the share of tokens that keep a set of ids
-    everywhere: bool = False  # whether the call promises that all do
-    lengths: bool = False  # whether the host knows those of segments
+    everywhere: bool = False  # the call promises that all do
+    lengths: bool = False  # the host knows those of segments
     streams: int = 0  # of which each has its part of the tokens; 0: none
-
-    @property
-    def unlisted(self) -> bool:
-        """Whether no launches are listed: nothing is multiplied between them, or chunks are other than the plan's."""
-        return (
-            self.lengths
-            or self.streams > 0
-            or self.kept == 1.0
-            or any(summand.of_columns for _, summand in self.loss.terms)
-        )
 
 
 _CE, _POLICY, _DENSE = losses.cross_entropy(), ("old_logprobs", "advantages"), ("teacher_hidden", "teacher_weight")
@@ -95,13 +82,11 @@ class Call:
         self.loss, self.metrics = WORKLOADS[self.name].loss, WORKLOADS[self.name].metrics
         self.num_segments = int(self.batch["segments"].max()) + 1 if "segments" in self.batch else None
         self.segment_lengths: list[int] | None = None
-        self.reference_batch = self.batch
         if WORKLOADS[self.name].lengths:
             self.segment_lengths, self.num_segments = self.batch["segments"].bincount().tolist(), None
             self.batch = {name: value for name, value in self.batch.items() if name != "segments"}
             if "pairs" in self.batch:  # the chosen ones before all that were rejected, and on the host
                 self.batch["pairs"] = torch.arange(len(self.segment_lengths)).view(2, -1).t().contiguous()
-                self.reference_batch = {**self.reference_batch, "pairs": self.batch["pairs"]}
         given = WORKLOADS[self.name].temperature
         self.temperature: float | Tensor = (
             given if isinstance(given, float) else torch.empty_like(self.batch["advantages"]).uniform_(*given)
@@ -134,7 +119,7 @@ class Call:
 
 
 def plan_of(step: measure.Step) -> Plan:
-    """How the last step ran; where the function does not say, what `chunked_head.plan` says of such a call."""
+    """The plan of the last step; where the function does not return it, that of `chunked_head.plan` for such a call."""
     call, hidden, weight = step.loss, step.operands.hidden, step.operands.weight
     assert isinstance(call, Call)
     if call.plan is not None:
@@ -157,7 +142,7 @@ def make_step(name: str, operands: Operands, options: dict[str, Any], upstream: 
 
 @dataclass(frozen=True)
 class Request(measure.MemoryRequest):
-    """What a fresh process measures: `provider` is a workload."""
+    """A measurement for a fresh process: `provider` is a workload."""
 
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -166,175 +151,63 @@ class Request(measure.MemoryRequest):
         return make_step(self.provider, operands, self.options, self.upstream)
 
 
-def reference(call: Call, operands: Operands) -> tuple[float, Tensor, Tensor]:
-    """Loss and gradients from whole logits in float32 (float64 for float64), by plain formulas."""
-    wide = torch.promote_types(operands.hidden.dtype, torch.float32)
-    hidden, weight = operands.hidden.detach().to(wide), operands.weight.detach().to(wide)
-    logits = x = (hidden @ weight.T).requires_grad_()
-    fields = dict(call.reference_batch)
-    if "teacher_hidden" in call.batch:
-        teacher_hidden, teacher_weight = (call.batch[name].to(wide) for name in _DENSE)
-        fields["teacher_x"] = teacher_hidden @ teacher_weight.T
-    if "kept_ids" in fields:
-        x = formulas.kept(x, operands.target, fields["kept_ids"], fields["kept_offsets"])
-    total, temperature = x.new_zeros(()), torch.as_tensor(call.temperature, dtype=wide, device=x.device).view(-1, 1)
-    for coefficient, summand in call.loss.terms:
-        kind = "topk_alone" if summand.options.get("normalize") == "topk" else summand.kind
-        total = total + coefficient * formulas.values(kind, x / temperature, operands.target, fields).mean()
-    (dlogits,) = torch.autograd.grad(total, logits)
-    return total.item(), dlogits @ weight, dlogits.T @ hidden
-
-
-def check(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
-    """Compare a workload with the reference at few tokens and the shape's hidden size and vocabulary, in chunks."""
-    operands = shapes.make_operands(Shape(CHECK_TOKENS, shape.hidden, shape.vocab), dtype, device, seed=2)
-    step = make_step(name, operands, {**options, "chunk_tokens": CHECK_CHUNK})
-    loss = float(step())
-    assert isinstance(step.loss, Call)
-    expected, d_hidden, d_weight = reference(step.loss, operands)
-    limits = (2e-3, 0.02) if dtype.itemsize < 4 else (1e-5, 1e-4)
-    errors = {"loss_error": abs(loss - expected) / max(1.0, abs(expected))}
-    if step.backward:
-        errors["d_hidden_error"] = relative_error(operands.hidden.grad, d_hidden, 1.0)
-        errors["d_weight_error"] = relative_error(operands.weight.grad, d_weight, 1.0)
-    within = [error <= limits[key != "loss_error"] for key, error in errors.items()]  # nan is within nothing
-    return {**errors, "ok": all(within)}
-
-
-def run_shape(shape: Shape, args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:
+def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     """Measure every workload at one shape; one row for each workload and upstream."""
     operands = shapes.make_operands(shape, args.dtype, args.device)
-    rows: dict[str, dict[str, Any]] = {}
-    steps: dict[str, measure.Step] = {}
+    asked: dict[str, Any] = {}
     for name in args.workload:
-        watch.stage(f"{shape}: warm-up of {name}")
-        workload, ready = WORKLOADS[name], functools.partial(_ready, name, operands, args.options)
-        made, failure = measure.attempt(ready, operands)
+        workload = WORKLOADS[name]
         for upstream in args.upstream if workload.products > 1 else args.upstream[:1]:
-            key = f"{name} upstream {upstream:g}"
-            rows[key] = row = {"shape": str(shape), "dtype": shapes.dtype_name(args.dtype), "workload": name}
-            row |= {"provider": f"ours, {name}", "upstream": upstream, "status": "ok", "products": workload.products}
-            row |= {"must": dict(zip(SHAPES, workload.must, strict=False)).get(shape)}
-            row |= failure.record() if failure else made[1]
-            if failure is None:
-                steps[key] = replace(made[0], upstream=upstream)
-    watch.stage(f"{shape}: {args.rounds} rounds")
-    products = {key: rows[key]["products"] for key in steps}
-    for key, timed in measure.time_beside(products, steps, operands, args.device, args.rounds, watch.tick).items():
-        rows[key] |= timed
-        if rows[key]["status"] == "ok":
-            watch.stage(f"{shape}: what else is asked of {key}")
-            rows[key] |= _examine(rows[key], shape, steps[key], args)
-    return list(rows.values())
+            record = {"workload": name, "provider": f"ours, {name}", "upstream": upstream}
+            record |= {"products": workload.products, "below": measure.products_name(workload.products)}
+            record |= {"must": dict(zip(SHAPES, workload.must, strict=False)).get(shape)}
+            asked[command.key_of(name, upstream)] = (
+                record,
+                functools.partial(make_step, name, operands, args.options, upstream),
+            )
+    products = {WORKLOADS[name].products for name in args.workload}
+    floors = {name: {"provider": f"floor, {name}"} for name in map(measure.products_name, sorted(products))}
+
+    def request(row: Row) -> Request:
+        return Request(row["workload"], shape, row["dtype"], row["upstream"], options=args.options)
+
+    make_floors = functools.partial(measure.floor_steps, operands, args.device, products)
+    rows = command.measured(
+        shape, args, operands, asked, floors, make_floors, request, watch,
+        lambda step: {"plan": providers.describe_plan(plan_of(step))},
+    )  # fmt: skip
+    return [row for row in rows if "workload" in row]
 
 
-def _ready(name: str, operands: Operands, options: dict[str, Any]) -> tuple[measure.Step, dict[str, Any]]:
-    step = make_step(name, operands, options)
-    for _ in range(2):
-        operands.clear()
-        loss = float(step())
-    operands.clear()
-    return step, {"loss": loss, "plan": providers.describe_plan(plan_of(step))}
-
-
-def _examine(row: dict[str, Any], shape: Shape, step: measure.Step, args: argparse.Namespace) -> dict[str, Any]:
-    """Peak memory and, where they are asked for, launches and the check."""
-    found, name, options, device = dict[str, Any](), row["workload"], args.options, args.device
-    if not args.no_memory:
-        peak, failure = measure.peak(step, Request(name, shape, row["dtype"], row["upstream"], options=options))
-        found |= {"memory_error": failure.record()} if failure else peak or {}
-    once = row["upstream"] == args.upstream[0]
-    if args.profile and once and not WORKLOADS[name].unlisted:
-        launched, failure = measure.attempt(lambda: measure.launched_between(step, plan_of(step), device))
-        found |= {"launches_error": failure.record()} if failure else {"launches": launched}
-    if args.check and once:
-        checked, failure = measure.attempt(lambda: check(name, shape, args.dtype, device, options))
-        found["check"] = {**failure.record(), "ok": False} if failure else checked
-    return found
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=f"{rows[0]['shape']}, ratios to bare products (* over what it must be)")
-    columns = "upstream,ms,ratio,of products,must,p20-p80,peak MiB,plan's,chunks,loss,check"
-    for column in ("workload", *columns.split(",")):
-        table.add_column(column, no_wrap=True, justify="left" if column == "workload" else "right")
+def _table(rows: Sequence[Row]) -> Table:
+    lines = []
     for row in rows:
-        if row["status"] != "ok":
-            table.add_row(row["workload"], number(row.get("upstream"), "g"), row["status"])
-            continue
-        over = row["must"] is not None and row.get("ratio", 0.0) > row["must"]
-        table.add_row(
-            row["workload"], number(row["upstream"], "g"), number(row["ms"]),
-            number(row.get("ratio")) + " *" * over, str(row["products"]), number(row["must"], ".2f"),
-            f"{number(row['ms_p20'])}-{number(row['ms_p80'])}",
-            row.get("memory_error", {}).get("status") or mebibytes(row.get("peak_bytes")),
-            mebibytes(row["plan"]["peak_bytes"]), f"{row['plan']['chunks']} {row['plan']['schedule']}",
-            number(row["loss"], ".5f"), {True: "ok", False: "WRONG"}.get(row.get("check", {}).get("ok"), "-"),
-        )  # fmt: skip
-    return table
-
-
-def _details(row: dict[str, Any]) -> list[str]:
-    """Lines of what does not fit a table: launches by name, and what is wrong."""
-    lines = list[str]()
-    for place, names in row.get("launches", {}).items():
-        listed = ", ".join(name[:60] for name in names) if len(names) <= 40 else "listed in the results"
-        lines.append(f"{len(names)} launches {place}: {listed}")
-    if "launches_error" in row:
-        lines.append(f"launches were not counted: {row['launches_error']['error']}")
-    if row.get("check", {}).get("ok") is False:
-        lines.append(f"WRONG: {json.dumps(brief(row['check']))}")
-    return [f"{row['workload']}: {line}" for line in lines]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description=__doc__.splitlines()[0])
-    known, add = providers.argument, parser.add_argument
-    add("--shape", action="append", type=known(shapes.parse_shape), help="repeatable: 8192x4096x128256, llama3-8b, cpu")
-    add("--workload", action="append", choices=WORKLOADS, help="repeatable (all)")
-    add("--rounds", type=known(shapes.parse_count), default=20, help="timed rounds (20)")
-    add("--upstream", nargs="+", type=known(shapes.parse_upstream), default=[1.0], help="gradients from above")
-    add("--memory-budget", type=known(shapes.parse_bytes), help="such as 1GiB")
-    add("--chunk-tokens", type=known(shapes.parse_count))
-    add("--accumulate-dtype", type=known(shapes.parse_dtype))
-    add("--profile", action="store_true", help="list the launches between a chunk's matrix products")
-    add("--check", action="store_true", help="compare loss and gradients with whole logits at a few tokens")
-    add("--no-memory", action="store_true", help="measure the time alone")
-    providers.common_arguments(parser, peers=False)
-    return parser
+        cells = [row["status"]]
+        if row["status"] == "ok":
+            plan = row["plan"]
+            cells = [*command.timed_cells(row), str(row["products"]), number(row["must"], ".2f")]
+            cells += [f"{plan['chunks']} {plan['schedule']}", number(row["loss"], ".5f")]
+        lines.append([row["workload"], number(row.get("upstream"), "g"), *cells])
+    columns = ("workload", "upstream", *command.TIMED, "of products", "must", "chunks", "loss")
+    return command.table(f"{rows[0]['shape']}, ratios to bare products (* over what it must be)", columns, lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return the exit status: 1 where a workload failed or is wrong."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = _parser()
-    args = parser.parse_args(argv)
-    args.device = providers.read_device(parser, args.device)
-    gpu = args.device.type == "cuda"
-    args.dtype = args.dtype or (torch.bfloat16 if gpu else torch.float32)
-    args.workload, args.upstream = list(dict.fromkeys(args.workload or WORKLOADS)), list(dict.fromkeys(args.upstream))
+    """Run the benchmark; return the exit status: 1 where a workload failed."""
+    parser = command.arguments("losses", __doc__, shape=True, rounds=20, upstream=[1.0])
+    add = parser.add_argument
+    add("--workload", action="append", choices=WORKLOADS, help="repeatable (all)")
+    add("--memory-budget", type=command.size_in_bytes, help="such as 1GiB")
+    add("--chunk-tokens", type=command.count)
+    add("--accumulate-dtype", type=command.argument(shapes.parse_dtype))
+    add("--no-memory", action="store_true", help="measure the time alone")
+    args = command.read(parser, sys.argv[1:] if argv is None else argv)
+    args.workload = list(dict.fromkeys(args.workload or WORKLOADS))
     named = ("memory_budget", "chunk_tokens", "accumulate_dtype")
     args.options = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
-    sizes = list(dict.fromkeys(args.shape or (SHAPES if gpu else (Shape(*shapes.CPU_SHAPE),))))
-    path = providers.results_path(args.output, "losses", args.device)
-    console, rows = make_console(), list[dict[str, Any]]()
-    with Watch(len(sizes) * args.rounds) as watch:
-        for shape in sizes:
-            found, failure = measure.attempt(functools.partial(run_shape, shape, args, watch))
-            measure.release()
-            if failure:
-                found = [{"shape": str(shape), "workload": "all", "provider": "ours", **failure.record()}]
-            rows += found
-            console.print(_table(found))
-            lines = "\n".join(line for row in found for line in _details(row))
-            console.print(lines, markup=False, highlight=False, soft_wrap=True)
-            # After each shape, so that a run that is cut short leaves what it has.
-            providers.write_results(path, "losses", argv, args.device, rows=rows)
-    status = report_failures(console, rows)
-    keys = ("shape", "workload", "upstream", "status", "ms", "ratio", "products", "must", "peak_bytes")
-    short = [brief({key: row[key] for key in keys if key in row}) for row in rows]
-    print(json.dumps({"benchmark": "losses", "device": args.device.type, "rows": short}))
-    return status or int(any(row.get("check", {}).get("ok") is False for row in rows))
+    sizes = command.sizes(args, SHAPES)
+    jobs = command.over(sizes, args, run_shape, workload="all", provider="ours")
+    return command.run("losses", args, jobs, len(sizes) * args.rounds, _table, _KEYS)
 
 
 if __name__ == "__main__":

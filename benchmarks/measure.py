@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -36,7 +36,7 @@ _PRODUCT = re.compile(r"(exp|grad)_logits|^dhidden_|^dweight_|gemm|nvjet|xmma|cu
 
 
 class Held(Protocol):
-    """What holds gradients between steps: operands, a model."""
+    """Holder of gradients between steps: operands, a model."""
 
     def clear(self) -> None:
         """Lets go of them."""
@@ -187,6 +187,35 @@ def time_rounds(
     return {name: values for name, values in times.items() if name not in failures}, failures
 
 
+def records(
+    steps: Mapping[str, Callable[[], Any]],
+    operands: Held,
+    device: torch.device,
+    rounds: int,
+    tick: Callable[[], Any] = lambda: None,
+) -> dict[str, dict[str, Any]]:
+    """Times of steps that take turns, as ``spread`` has them, or the record of a step's failure."""
+    times, failures = time_rounds(steps, operands, device, rounds, tick)
+    return {key: failures[key].record() if key in failures else {"status": "ok"} | spread(times[key]) for key in steps}
+
+
+def spread(values: list[float]) -> dict[str, Any]:
+    """A row's milliseconds: the median of the rounds, their 20th and 80th percentiles, and each round's."""
+    found: dict[str, Any] = {name: quantile(values, at) for name, at in (("ms", 0.5), ("ms_p20", 0.2), ("ms_p80", 0.8))}
+    return found | {"ms_rounds": [round(value, 4) for value in values]}
+
+
+def floor_steps(operands: Operands, device: torch.device, products: Collection[int]) -> dict[str, Callable[[], Any]]:
+    """Bare products by how many they are (`3 products`); all share their buffers."""
+    release(operands)  # the floor sizes its buffers by the free memory
+    floor = Floor(operands, device)
+    return {products_name(count): functools.partial(floor, count) for count in sorted(products)}
+
+
+def products_name(count: int) -> str:
+    return f"{count} product{'s' * (count > 1)}"
+
+
 def time_beside(
     products: Mapping[str, int],
     steps: Mapping[str, Callable[[], Any]],
@@ -199,23 +228,17 @@ def time_beside(
 
     A step that failed has the record of its failure instead.
     """
-    release(operands)  # the floor sizes its buffers by the free memory
-    floor, failure = attempt(lambda: Floor(operands, device), operands)
-    counts = () if failure else sorted(set(products.values()))
-    floors = {f"{count} products": functools.partial(floor, count) for count in counts}
-    times, failures = time_rounds({**floors, **steps}, operands, device, rounds, tick)
-    found = {key: failures[key].record() for key in steps if key in failures}
-    for key in (key for key in steps if key in times):
-        ms, below = quantile(times[key], 0.5), times.get(f"{products[key]} products")
-        found[key] = {"ms": ms, "ms_p20": quantile(times[key], 0.2), "ms_p80": quantile(times[key], 0.8)}
-        found[key]["ms_rounds"] = [round(value, 4) for value in times[key]]
-        if below:
-            found[key] |= {"floor_ms": quantile(below, 0.5), "ratio": ms / quantile(below, 0.5)}
-    return found
+    floors, _ = attempt(lambda: floor_steps(operands, device, set(products.values())), operands)
+    found = records({**(floors or {}), **steps}, operands, device, rounds, tick)
+    for key in steps:
+        below = found.get(products_name(products[key]), {}).get("ms")
+        if below and "ms" in found[key]:
+            found[key] |= {"floor_ms": below, "ratio": found[key]["ms"] / below}
+    return {key: found[key] for key in steps}
 
 
 def turn_runs(milliseconds: float) -> tuple[int, int]:
-    """Of a step that takes so long: runs before what is timed, and timed runs."""
+    """Runs before what is timed, and timed runs, of a step that takes so long."""
     if milliseconds <= 0:
         return SETTLING_RUNS, 1
     return max(SETTLING_RUNS, math.ceil(SETTLING_MS / milliseconds)), math.ceil(TIMED_MS / milliseconds)
@@ -264,13 +287,8 @@ class Launch(NamedTuple):
     length: float
 
 
-def launches(step: Callable[[], Any], device: torch.device) -> list[str]:
-    """What one step runs, by name and in order: kernels, copies and fills of a GPU; torch's operations on a CPU."""
-    return [launch.name for launch in traced(step, device)]
-
-
 def traced(step: Callable[[], Any], device: torch.device) -> list[Launch]:
-    """The same with their times."""
+    """Everything that one step runs, in order: kernels, copies and fills of a GPU; torch's operations on a CPU."""
     gpu = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU, *([activity.CUDA] if gpu else [])]) as profile:
@@ -294,48 +312,9 @@ def traced(step: Callable[[], Any], device: torch.device) -> list[Launch]:
     return found
 
 
-def launched_between(step: Step, plan: Any, device: torch.device) -> dict[str, list[str]]:
-    """The launches of one step that lie between its matrix products, see `between_products`."""
-    step.operands.clear()
-    found = between_products(launches(step, device), plan)
-    step.operands.clear()
-    return found
-
-
 def product_places(names: Sequence[str]) -> list[int]:
-    """Which launches are matrix products."""
+    """Places of the launches that are matrix products."""
     return [place for place, name in enumerate(names) if _PRODUCT.search(name)]
-
-
-def between_products(names: Sequence[str], plan: Any) -> dict[str, list[str]]:
-    """From all launches of a call, those after a chunk's logits, the second chunk's where there are several.
-
-    Products are known by their kernels' names, and which is which by the plan; their number must be the plan's.
-    """
-    sizes, at = plan.sizes, product_places(names)
-    logits = 2 if sizes.teacher_width else 1
-    sweep = plan.chunks * logits
-    tiles = plan.blocks * -(-sizes.vocab // plan.tile_columns)
-    expected = {"loss only": sweep, "forward": sweep + 2 * plan.chunks, "recompute": sweep + tiles * (logits + 2)}
-    if len(at) != expected[plan.schedule]:
-        raise ValueError(
-            f"{len(at)} launches have a matrix product's name, the plan has {expected[plan.schedule]}: "
-            + ", ".join(dict.fromkeys(names))
-        )
-
-    def gap(first: int, last: int | None) -> list[str]:
-        inner = names[at[first] + 1 : None if last is None else at[last]]
-        return [name for name in inner if not _PRODUCT.search(name)]
-
-    if plan.schedule == "loss only":
-        return {"from the last chunk's logits to the end": gap(sweep - logits, None)}
-    first = sweep if plan.schedule == "recompute" else (logits + 2) * (plan.chunks > 1)
-    found = {"from a chunk's logits to its first gradient product": gap(first, first + logits)}
-    if plan.schedule == "recompute":
-        found["from the last chunk's logits in the forward to the first in the backward"] = gap(sweep - logits, sweep)
-        if plan.chunks > 1:
-            found["from a chunk's logits to the next chunk's in the forward"] = gap(0, logits)
-    return found
 
 
 def quantile(values: list[float], fraction: float) -> float:
@@ -345,7 +324,7 @@ def quantile(values: list[float], fraction: float) -> float:
 
 @dataclass(frozen=True)
 class MemoryRequest:
-    """What to measure, in plain values, so that a fresh process can draw the same operands."""
+    """A measurement in plain values, so that a fresh process can draw the same operands."""
 
     provider: str
     shape: Shape

@@ -7,26 +7,17 @@ million. Training magnifies whatever differs, and the control says by how much. 
 losses differ from the plain one's by more than ten times the control's, and by more than rounding.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 from rich.progress import track
 from torch import Tensor
 
-matplotlib.use("Agg")  # draws into a file; no display is needed
-
-import matplotlib.pyplot as plt
-
-from benchmarks import providers
+from benchmarks import command
 from benchmarks.demo_data import load_text, tokenize_text
-from benchmarks.head import make_console
-from benchmarks.shapes import parse_count
 from chunked_head import metrics, patch_model
 
 BPE_VOCAB, CONTEXT, BATCH = 4096, 128, 8
@@ -63,7 +54,7 @@ def train(data: Tensor, vocab: int, run: str, device: torch.device, dtype: torch
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     found: dict[str, list[float]] = {"loss": []}
-    for batch in track(data, run, console=make_console(stderr=True)):
+    for batch in track(data, run, console=command.make_console(stderr=True)):
         ids = batch.to(device)
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             loss = model(input_ids=ids, labels=ids).loss
@@ -85,52 +76,26 @@ def differences(one: dict[str, list[float]], other: dict[str, list[float]]) -> l
     return [abs(a - b) for a, b in zip(one["loss"], other["loss"], strict=True)]
 
 
-def draw(runs: dict[str, dict[str, list[float]]], path: Path) -> None:
-    plain, ours = runs[PLAIN], runs[PATCHED]
-    figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1))
-    upper.plot(plain["loss"], label="plain", color="#8a93a6", linewidth=3)
-    upper.plot(ours["loss"], label="patched", color="#d1495b", linewidth=1)
-    upper.plot(ours["entropy"], label="entropy (patched, same pass)", color="#30638e", linewidth=1)
-    upper.set_ylabel("nats a token")
-    upper.legend()
-    for name, label, color in ((CONTROL, "plain, weights changed by 1e-7", "#8a93a6"), (PATCHED, "patched", "#d1495b")):
-        values = [max(value, 1e-7) for value in differences(plain, runs[name])]
-        lower.semilogy(values, label=label, color=color)
-    lower.set_ylabel("difference from plain")
-    lower.set_xlabel("step")
-    lower.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run both; return the exit status."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.model_curves", description=__doc__)
-    check = providers.argument
-    parser.add_argument("--steps", type=check(parse_count), default=200, help="of training (200)")
+    parser = command.arguments("model_curves", __doc__)
+    parser.add_argument("--steps", type=command.count, default=200, help="of training (200)")
     parser.add_argument("--text", type=Path, help="a text file, instead of Python's standard library")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help="cuda or cpu; the GPU where there is one")
-    parser.add_argument("--output", type=Path, help="results file (JSON); the plot lies beside it")
-    args = parser.parse_args(argv)
-    device = providers.read_device(parser, args.device)
-    path: Path = providers.results_path(args.output, "model_curves", device)
+    args = command.read(parser, sys.argv[1:] if argv is None else argv)
     text = load_text(args.text)
     tokens = tokenize_text(text, BPE_VOCAB, CONTEXT)
     data = windows(tokens.training, args.steps)
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    runs = {run: train(data, tokens.bpe_size, run, device, dtype) for run in (PLAIN, PATCHED, CONTROL)}
+    runs = {run: train(data, tokens.bpe_size, run, args.device, dtype) for run in (PLAIN, PATCHED, CONTROL)}
     largest = {run: max(differences(runs[PLAIN], runs[run])) for run in (PATCHED, CONTROL)}
     summary = {"last": {run: found["loss"][-1] for run, found in runs.items()}, "largest difference": largest}
-    providers.write_results(path, "model_curves", argv, device, text=text.description, **summary, runs=runs)
-    draw(runs, path.with_suffix(".png"))
-    print(json.dumps({"benchmark": "model_curves", "device": device.type, "steps": args.steps, **summary}))
+    path = command.results_path(args.output, "model_curves", args.device)
+    command.write_results(path, "model_curves", args.argv, args.device, text=text.description, **summary, runs=runs)
+    command.summary("model_curves", args.device, (), (), steps=args.steps, **summary)
     wrong = largest[PATCHED] > ALLOWED * largest[CONTROL] + ROUNDING
     if wrong:
-        make_console().print(f"patched differs by {largest[PATCHED]:.2g}, the control by {largest[CONTROL]:.2g}")
+        print(f"patched differs by {largest[PATCHED]:.2g}, the control by {largest[CONTROL]:.2g}")
     return int(wrong)
 
 

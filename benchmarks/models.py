@@ -5,25 +5,21 @@ sequence, with gradient checkpointing, the three taking turns on the same model.
 parameters and their gradients. `--longest 80` also looks for the longest sequence that each can train within 80 GiB.
 """
 
-import argparse
 import contextlib
 import functools
 import importlib.util
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import measure, providers
-from benchmarks.head import Watch, make_console, mebibytes, number, report_failures
-from benchmarks.shapes import parse_count
+from benchmarks import command, measure
+from benchmarks.command import Row, Watch, mebibytes, number
 from chunked_head import patch_model, unpatch_model
 
 # https://huggingface.co/meta-llama/Llama-3.2-1B, config.json
@@ -104,7 +100,7 @@ def ways(device: torch.device) -> tuple[str, ...]:
     return (PLAIN, OURS, LIGER) if importlib.util.find_spec("liger_kernel") else (PLAIN, OURS)
 
 
-def run(model: Any, length: int, names: Sequence[str], rounds: int, watch: Watch) -> list[dict[str, Any]]:
+def run(model: Any, length: int, names: Sequence[str], rounds: int, watch: Watch) -> list[Row]:
     """A row for each way: time, peak memory, loss."""
     device, inputs = model.device, inputs_of(model, length)
     rows: dict[str, dict[str, Any]] = {}
@@ -120,13 +116,10 @@ def run(model: Any, length: int, names: Sequence[str], rounds: int, watch: Watch
         if failure is None:
             steps[name] = step
     watch.stage(f"{length} tokens: {rounds} rounds")
-    times, failures = measure.time_rounds(steps, first, device, rounds, watch.tick)
-    for name, values in times.items():
-        rows[name] |= {key: measure.quantile(values, at) for key, at in (("ms", 0.5), ("ms_p20", 0.2), ("ms_p80", 0.8))}
-        if device.type == "cuda":
+    for name, found in measure.records(steps, first, device, rounds, watch.tick).items():
+        rows[name] |= found
+        if device.type == "cuda" and "ms" in found:
             rows[name] |= gpu_peak(steps[name])
-    for name, failed in failures.items():
-        rows[name] |= failed.record()
     return list(rows.values())
 
 
@@ -143,7 +136,7 @@ def gpu_peak(step: Any) -> dict[str, int]:
     return {"peak_bytes": int(peak)}
 
 
-def longest(model: Any, name: str, limit: int, fractions: Sequence[float], watch: Watch) -> dict[str, Any]:
+def longest(model: Any, name: str, limit: int, fractions: Sequence[float], watch: Watch) -> Row:
     """The longest sequence within ``limit`` bytes: foretold from the peaks of two lengths, which double until it is
     near, and tried in steps from there down, under a cap of the allocator's."""
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
@@ -156,7 +149,7 @@ def longest(model: Any, name: str, limit: int, fractions: Sequence[float], watch
             per_token = (peaks[length] - peaks[length // 2]) / (length // 2)
             foretold = length + (limit - peaks[length]) / per_token
         length *= 2
-    row: dict[str, Any] = {"provider": name, "status": "ok", "bytes_a_token": per_token, "foretold": int(foretold)}
+    row: Row = {"provider": name, "status": "ok", "bytes_a_token": per_token, "foretold": int(foretold)}
     row["peaks"] = peaks
     for fraction in fractions:
         length = int(foretold * fraction) // 256 * 256
@@ -177,63 +170,44 @@ def longest(model: Any, name: str, limit: int, fractions: Sequence[float], watch
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
-    check = providers.argument
-    parser.add_argument("--tokens", type=check(parse_count), help="length of the sequence (8192; 512 on a CPU)")
-    parser.add_argument("--rounds", type=check(parse_count), default=5, help="timed rounds (5)")
-    parser.add_argument("--longest", type=check(parse_count), metavar="GIB", help="find the longest sequence within")
-    parser.add_argument(
-        "--tried", type=float, nargs="+", default=TRIED, metavar="FRACTION",
-        help="of the foretold length, in turn until one fits (0.98 0.94 0.9 0.85)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ways", nargs="+", choices=(PLAIN, OURS, LIGER), metavar="WAY", help="some of plain ours liger"
-    )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help="cuda or cpu; the GPU where there is one")
-    parser.add_argument("--output", type=Path, help="results file (JSON)")
-    args = parser.parse_args(argv)
-    device = providers.read_device(parser, args.device)
-    gpu = device.type == "cuda"
-    if args.longest and not gpu:
+    parser = command.arguments("models", __doc__, rounds=5)
+    add = parser.add_argument
+    add("--tokens", type=command.count, help="length of the sequence (8192; 512 on a CPU)")
+    add("--longest", type=command.count, metavar="GIB", help="find the longest sequence within")
+    words = "of the foretold length, in turn until one fits (0.98 0.94 0.9 0.85)"
+    add("--tried", type=float, nargs="+", default=TRIED, metavar="FRACTION", help=words)
+    add("--ways", nargs="+", choices=(PLAIN, OURS, LIGER), metavar="WAY", help="some of plain ours liger")
+    args = command.read(parser, sys.argv[1:] if argv is None else argv)
+    if args.longest and not args.gpu:
         parser.error("--longest caps the allocator of a GPU, and there is none")
-    path: Path = providers.results_path(args.output, "models", device)
-    model = build(LLAMA_1B if gpu else TINY, device, torch.bfloat16 if gpu else torch.float32)
-    length, names = args.tokens or (8192 if gpu else 512), args.ways or ways(device)
+    model = build(LLAMA_1B if args.gpu else TINY, args.device, args.dtype)
+    length, names = args.tokens or (8192 if args.gpu else 512), args.ways or ways(args.device)
+    path = command.results_path(args.output, "models", args.device)
     with Watch(args.rounds) as watch:
-        rows = run(model, length, names, args.rounds, watch)
-        print_rows(rows)
-        providers.write_results(path, "models", argv, device, rows=rows)
-        furthest = list[dict[str, Any]]()
+        rows, furthest = run(model, length, names, args.rounds, watch), list[Row]()
+        command.make_console().print(_table(rows))
+        command.write_results(path, "models", args.argv, args.device, rows=rows)
         for name in names if args.longest else ():
-            found, failure = measure.attempt(
-                functools.partial(longest, model, name, args.longest * GIB, args.tried, watch)
-            )
+            look = functools.partial(longest, model, name, args.longest * GIB, args.tried, watch)
+            found, failure = measure.attempt(look)
             furthest.append({"provider": name, **failure.record()} if failure else found)
-            providers.write_results(path, "models", argv, device, rows=rows, longest=furthest)
-    print(json.dumps({"benchmark": "models", "device": device.type, "rows": rows, "longest": furthest}))
-    return report_failures(make_console(), rows + furthest)
+            command.write_results(path, "models", args.argv, args.device, rows=rows, longest=furthest)
+    keys = ("provider", "tokens", "status", "ms", "peak_bytes", "loss")
+    command.summary("models", args.device, rows, keys, longest=furthest)
+    return command.report_failures(command.make_console(), rows + furthest)
 
 
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table(title=f"a step of {rows[0]['tokens']} tokens")
-    table.add_column("head", no_wrap=True)
-    for column in ("ms", "p20-p80", "x plain", "peak MiB", "loss"):
-        table.add_column(column, justify="right", no_wrap=True)
-    plain = rows[0].get("ms")
+def _table(rows: Sequence[Row]) -> Table:
+    plain, lines = rows[0].get("ms"), []
     for row in rows:
         ratio = row["ms"] / plain if plain and "ms" in row else None
-        spread = f"{number(row.get('ms_p20'))}-{number(row.get('ms_p80'))}"
-        cells = (
-            number(row.get("ms")),
-            spread,
-            number(ratio),
-            mebibytes(row.get("peak_bytes")),
-            number(row.get("loss"), ".5f"),
-        )
-        table.add_row(row["provider"], *(cells if row["status"] == "ok" else (row["status"],)))
-    make_console().print(table)
+        cells = [
+            number(row.get("ms")), f"{number(row.get('ms_p20'))}-{number(row.get('ms_p80'))}", number(ratio),
+            mebibytes(row.get("peak_bytes")), number(row.get("loss"), ".5f"),
+        ]  # fmt: skip
+        lines.append([row["provider"], *(cells if row["status"] == "ok" else (row["status"],))])
+    columns = ("head", "ms", "p20-p80", "x plain", "peak MiB", "loss")
+    return command.table(f"a step of {rows[0]['tokens']} tokens", columns, lines)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ For each number of a loss or of a head the median time of a step (a call and its
 is the same at every step, and where it is another at each; and what was compiled and traced after the third of those.
 """
 
-import argparse
 import contextlib
 import functools
 import statistics
@@ -19,8 +18,8 @@ from chunked_head.kernels.common.launcher import Launcher
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import measure, providers, shapes
-from benchmarks.head import Watch, make_console, number, report_failures
+from benchmarks import command, measure, shapes
+from benchmarks.command import Row, Watch, number
 from benchmarks.shapes import Operands, Shape
 from chunked_head import linear_cross_entropy, linear_loss, losses
 from chunked_head.arithmetic import vectors
@@ -33,7 +32,7 @@ Call = Callable[[float], Tensor]
 
 
 def calls_of(operands: Operands) -> dict[str, Call]:
-    """By the name of a number the loss with a value of it, from 0.2 to 0.5."""
+    """Functions of a number from 0.2 to 0.5, by its name: the loss with that value."""
     given = operands.hidden, operands.weight, operands.target
     uniform = torch.full_like(operands.target, -10.0, dtype=torch.float32)
     fields = shapes.draw_fields(FIELDS, operands, uniform, SEGMENTS)
@@ -68,7 +67,7 @@ def calls_of(operands: Operands) -> dict[str, Call]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Callable[[], int]]:
-    """How many kernels have been compiled, and functions of the losses traced, so far."""
+    """A function that counts kernels compiled, and functions of losses traced, so far."""
     of_kernels = mock.patch.object(Launcher, "keep", autospec=True, side_effect=Launcher.keep)
     of_traces = mock.patch.object(vectors, "trace", side_effect=vectors.trace)
     with of_kernels as kept, of_traces as traces:
@@ -86,48 +85,49 @@ def step_ms(call: Call, value: float, operands: Operands, device: torch.device) 
     return (time.perf_counter() - begin) * 1e3
 
 
-def run(name: str, shape: Shape, args: argparse.Namespace, watch: Watch) -> dict[str, Any]:
-    watch.stage(f"{shape}: {name}")
-    operands = shapes.make_operands(shape, args.dtype, args.device)
-    call, steps = calls_of(operands)[name], args.calls + WARM_UP
-    times = functools.partial(step_ms, call, operands=operands, device=args.device)
+def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
+    """A row for each number; one that fails leaves the others."""
+    operands, rows = shapes.make_operands(shape, args.dtype, args.device), list[Row]()
+    for name, call in calls_of(operands).items():
+        watch.stage(f"{shape}: {name}")
+        found, failure = measure.attempt(functools.partial(run, call, operands, args), operands)
+        row = {"shape": str(shape), "row": name, "provider": "ours", "status": "ok"}
+        rows.append(row | (failure.record() if failure else found))
+        watch.tick()
+    return rows
+
+
+def run(call: Call, operands: Operands, args: Any) -> Row:
+    """Median times of steps with one number and with ever new ones, and what those compiled."""
+    times, steps = functools.partial(step_ms, call, operands=operands, device=args.device), args.calls + WARM_UP
     with counted() as count:
         changing = [times(0.2 + 0.3 * i / steps) for i in range(WARM_UP)]
         before = count()
         changing = [times(0.2 + 0.3 * i / steps) for i in range(WARM_UP, steps)]
         compiled = count() - before
     constant = [times(0.25) for _ in range(steps + WARM_UP)][2 * WARM_UP :]
-    watch.tick()
     medians = {"constant_ms": statistics.median(constant), "changing_ms": statistics.median(changing)}
-    return {"row": name, "status": "ok", **medians, "longest_ms": max(changing), "compiled": compiled}
+    return medians | {"longest_ms": max(changing), "compiled": compiled}
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    lines = []
+    for row in rows:
+        cells = [number(row.get(key)) for key in ("constant_ms", "changing_ms", "longest_ms")]
+        lines.append([row["row"], *cells, str(row.get("compiled", row["status"]))])
+    columns = ("a number", "ms constant", "ms changing", "longest", "compiled")
+    return command.table(rows[0]["shape"], columns, lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status: 1 where a row failed."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks numbers", description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", type=providers.argument(shapes.parse_shape), help="512x512x32000")
-    parser.add_argument("--calls", type=providers.argument(shapes.parse_count), default=CALLS, help=f"steps ({CALLS})")
-    providers.common_arguments(parser, peers=False)
-    args = parser.parse_args(argv)
-    args.device = providers.read_device(parser, args.device)
-    args.dtype = args.dtype or (torch.bfloat16 if args.device.type == "cuda" else torch.float32)
-    shape = args.shape or (SHAPE if args.device.type == "cuda" else TINY)
-    path = providers.results_path(args.output, "numbers", args.device)
-    console, rows = make_console(), list[dict[str, Any]]()
-    names = list(calls_of(shapes.make_operands(TINY, args.dtype, args.device)))
-    table = Table("a number", "ms constant", "ms changing", "longest", "compiled", title=str(shape))
-    with Watch(len(names)) as watch:
-        for name in names:
-            row, failure = measure.attempt(functools.partial(run, name, shape, args, watch))
-            measure.release()
-            found = {"row": name, **failure.record()} if failure else row
-            rows.append({"shape": str(shape), "provider": "ours"} | found)
-            cells = [number(found.get(key)) for key in ("constant_ms", "changing_ms", "longest_ms")]
-            table.add_row(name, *cells, str(found.get("compiled", found["status"])))
-            providers.write_results(path, "numbers", argv, args.device, rows=rows)
-    console.print(table)
-    return report_failures(console, rows)
+    parser = command.arguments("numbers", __doc__, shape=True)
+    parser.add_argument("--calls", type=command.count, default=CALLS, help=f"steps ({CALLS})")
+    args = command.read(parser, sys.argv[1:] if argv is None else argv)
+    sizes = command.sizes(args, (SHAPE,), TINY)
+    jobs = command.over(sizes, args, run_shape, row="all", provider="ours")
+    total = len(sizes) * len(calls_of(shapes.make_operands(TINY, args.dtype, args.device)))
+    return command.run("numbers", args, jobs, total, _table, ("row", "constant_ms", "changing_ms", "compiled"))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from benchmarks import measure, shapes, traffic
-from benchmarks.head import WARM_UP, Watch
+from benchmarks.command import WARM_UP, Watch
 from benchmarks.parallel_rows import ROWS, SHAPE, Bench
 from benchmarks.shapes import Shape
 
@@ -174,9 +174,7 @@ class Ranks:
                 self.rows[name] |= failed[0]
                 continue
             values = [max(each) for each in zip(*(times[name] for times, _ in told), strict=True)]
-            middle, low, high = (measure.quantile(values, fraction) for fraction in (0.5, 0.2, 0.8))
-            self.rows[name] |= {"ms": middle, "ms_p20": low, "ms_p80": high}
-            self.rows[name]["ms_rounds"] = [round(value, 4) for value in values]
+            self.rows[name] |= measure.spread(values)
             means = [measure.quantile(times[name], 0.5) for times, _ in told]
             self.rows[name]["ms_of_ranks"] = means[:1] if ROWS[name].alone else means
 

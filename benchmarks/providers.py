@@ -1,22 +1,14 @@
-"""The implementations that the benchmarks compare, the options they share, and the record of what they ran on."""
+"""The implementations that the benchmarks compare."""
 
-import argparse
 import contextlib
-import datetime
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
-import json
 import os
-import platform
-import shlex
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +43,6 @@ PACKAGES = {
     "cce-exact": Package(*_CCE, {"impl": "cce", "filter_eps": None}, (8, 0)),
 }
 NAMES = ("eager", "compile", "torch", *PACKAGES, "ours")
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 class Unavailable(Exception):
@@ -184,7 +175,7 @@ def _import_ours(options: dict[str, Any]) -> Any:
 
 
 def predict(provider: Provider, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
-    """What `chunked_head.plan` says about a call of ours; None for the peers."""
+    """The plan of a call of ours, from `chunked_head.plan`; None for the peers."""
     if provider.name != "ours":
         return None
     try:
@@ -210,122 +201,10 @@ def describe_plan(made: Any) -> dict[str, Any]:
     }
 
 
-def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Turn a parser's ValueError into argparse's message, which names the option as well."""
-
-    @functools.wraps(parse)
-    def checked(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return checked
-
-
-def _checked_spec(text: str) -> str:
+def checked_spec(text: str) -> str:
+    """A provider's text; ValueError where it is none, or has options that our function has not."""
     _, options = parse_spec(text)
     if options:
         with contextlib.suppress(Unavailable):  # `resolve` reports it
             _import_ours(options)
     return text
-
-
-def _json_path(text: str) -> Path:
-    if Path(text).suffix != ".json" or Path(text).is_dir():
-        raise ValueError(f"{text!r} is no path of a .json file")
-    return Path(text)
-
-
-def common_arguments(parser: argparse.ArgumentParser, peers: bool = True) -> None:
-    """Add the options that all benchmarks share; without `peers`, the choice of a provider is not among them."""
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", type=argument(parse_dtype), help="the operands' type: bf16, fp16, fp32")
-    if peers:
-        parser.add_argument(
-            "--provider",
-            action="append",
-            type=argument(_checked_spec),
-            metavar="NAME[:KEY=VALUE,...]",
-            help=f"repeatable; one of {', '.join(NAMES)}; ours takes options",
-        )
-    parser.add_argument("--output", type=argument(_json_path), metavar="PATH", help="the JSON file of the results")
-
-
-def read_device(parser: argparse.ArgumentParser, text: str) -> torch.device:
-    """The named device, or a clear error when it cannot be used here."""
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        parser.error(f"argument --device: {text!r} is no device")
-    if device.type not in ("cpu", "cuda"):
-        parser.error(f"argument --device: {text!r} is neither cpu nor cuda")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            parser.error("argument --device: no CUDA device is available here")
-        if (device.index or 0) >= torch.cuda.device_count():
-            parser.error(f"argument --device: {text!r} is not there, {torch.cuda.device_count()} device(s) are")
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    return device
-
-
-def results_path(output: Path | None, benchmark: str, device: torch.device) -> Path:
-    """Where the results go: the path that was asked for, or a file in benchmarks/results."""
-    return output or _ROOT / "benchmarks" / "results" / f"{benchmark}-{device.type}.json"
-
-
-def write_results(path: Path, benchmark: str, argv: Sequence[str], device: torch.device, **content: Any) -> None:
-    """Write what was measured, with the machine, the versions and the commit it was measured on."""
-    # Absolute paths say something about the machine and nothing about the measurement.
-    words = [Path(word).name if word.startswith("/") else word for word in argv]
-    record = {
-        "benchmark": benchmark,
-        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *words]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        **_machine(device),
-        **content,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    with contextlib.suppress(ImportError):
-        # the one that runs: another than the installed one may come before it on the path
-        versions["triton"] = importlib.import_module("triton").__version__
-    for name in dict.fromkeys(package.name for package in PACKAGES.values()):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    if device.type == "cuda":
-        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
-        name = torch.cuda.get_device_name(device)
-        total = torch.cuda.get_device_properties(device).total_memory
-        # another's than the device's where one is forced
-        gpu = importlib.import_module("chunked_head.kernels.common.gpus").gpu_of(device)
-        return {
-            "device": name, "architecture": gpu and gpu.name, "memory": total, "driver": driver,
-            "cuda": torch.version.cuda, "versions": versions,
-        }  # fmt: skip
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return {"device": name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "versions": versions}
-
-
-def commit() -> str:
-    named = os.environ.get("CHUNKED_HEAD_COMMIT")
-    if named:
-        return named
-    commit = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD")
-    changed = bool(commit) and bool(_output("git", "-C", str(_ROOT), "status", "--porcelain"))
-    return (commit or "unknown") + ("-dirty" if changed else "")
-
-
-def _output(*command: str) -> str:
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    return ""

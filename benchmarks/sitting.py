@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import providers
+from benchmarks import command, providers
 
 _ALL = " ".join(f"--provider {name}" for name in (*providers.NAMES, "ours:accumulate_dtype=float32"))
 _FEW = "--provider eager --provider liger --provider quack --provider cce --provider ours"
@@ -46,14 +46,13 @@ def run(name: str, folder: Path) -> list[str]:
     file, minutes, words = PARTS[name]
     output = folder / file
     output.unlink(missing_ok=True)  # an older figure must not pass for a new one
-    command = [sys.executable, "-m", "benchmarks", *words.split(), "--output", str(output)]
+    words_of = [sys.executable, "-m", "benchmarks", *words.split(), "--output", str(output)]
     environment = os.environ | ({"CHUNKED_HEAD_ARCH": "sm_80"} if "sm_80" in file else {})
     try:
-        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=120 * minutes, check=False)
+        done = subprocess.run(words_of, env=environment, stdout=subprocess.DEVNULL, timeout=120 * minutes, check=False)
         wrong = [f"exit status {done.returncode}"] if done.returncode else []
     except subprocess.TimeoutExpired:
         wrong = [f"cut after {120 * minutes:.0f} seconds"]
-    output.with_suffix(".png").unlink(missing_ok=True)
     if not output.is_file():
         return [*wrong, "no results"]
     found = json.loads(output.read_text())
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not torch.cuda.is_available():
         parser.error("no GPU is available here")
-    os.environ["CHUNKED_HEAD_COMMIT"] = providers.commit()  # before files change
+    os.environ["CHUNKED_HEAD_COMMIT"] = command.commit()  # before files change
     for number, name in enumerate(names, 1):
         print(f"{number} of {len(names)}, {name}: about {PARTS[name][1]} minutes", flush=True)
         begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""What `benchmarks.speed` times: our calls with the options that change a step's time, and the floors under them."""
+"""Our calls that `benchmarks.speed` times, with the options that change a step's time, and the floors under them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,8 +20,6 @@ SHAPES = (
     Shape(8192, 2880, 201088),
     Shape(8192, 1024, 151936),
 )
-SMALL_TOKENS = (1, 64, 256, 1024)
-SMALL_ROWS = ("default", "logprobs")
 LARGE_VOCAB = 200_000  # where the default budget is more than 640 MiB
 PEERS = ("compile", *providers.PACKAGES)
 
@@ -55,11 +53,10 @@ ROWS: dict[str, Row] = {
 }
 
 
-def chosen(names: Sequence[str] | None, shape: Shape, small: bool) -> list[str]:
+def chosen(names: Sequence[str] | None, shape: Shape) -> list[str]:
     """The rows for a shape: those that were named, or all that are for it; with those that they are divided by."""
     if names is None:
-        fitting = [name for name, row in ROWS.items() if shape.vocab >= LARGE_VOCAB or not row.large_only]
-        names = SMALL_ROWS if small else fitting
+        names = [name for name, row in ROWS.items() if shape.vocab >= LARGE_VOCAB or not row.large_only]
     needed = {ROWS[name].below for name in names} | set(names)
     return [name for name in ROWS if name in needed]
 
@@ -74,16 +71,8 @@ def options_of(name: str) -> dict[str, Any]:
     return dict(ROWS[name].options)
 
 
-def gradient_bytes(name: str, shape: Shape, dtype: torch.dtype) -> int:
-    """Bytes of the gradients that a row makes: none without a backward, and no weight's where a buffer has it."""
-    row = ROWS.get(name)
-    if row is None or not (row.into or not row.backward):
-        return shape.gradient_bytes(dtype)
-    return shape.tokens * shape.hidden * dtype.itemsize if row.into else 0
-
-
 def predict(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
-    """What `chunked_head.plan` says of such a call."""
+    """The plan of such a call, from `chunked_head.plan`."""
     row = ROWS[name]
     options = {**options_of(name), "hidden_grad": row.backward, "weight_grad": row.backward}
     ours = providers.Provider(name, "ours", linear_cross_entropy, options | {"accumulate_into": row.into})
@@ -139,7 +128,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Request(measure.MemoryRequest):
-    """What a fresh process measures: `provider` is a peer, or what a row is called."""
+    """A measurement for a fresh process: `provider` is a peer, or what a row is called."""
 
     row: str = field(default="", kw_only=True)
 

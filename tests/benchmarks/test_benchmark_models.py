@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
 
 import chunked_head.integrations.huggingface.fused
 from benchmarks import framework_steps, frameworks, model_curves, models
@@ -37,7 +36,7 @@ def test_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--steps", "4", "--device", "cpu", "--text", str(text), "--output", str(tmp_path / "curves.json")]
     assert model_curves.main(arguments) == 0
     found = json.loads((tmp_path / "curves.json").read_text())
-    assert len(found["runs"]["patched"]["entropy"]) == 4 and (tmp_path / "curves.png").stat().st_size > 10_000
+    assert len(found["runs"]["patched"]["entropy"]) == 4
     # a loss that is wrong by a thousandth is seen
     right = chunked_head.integrations.huggingface.fused.linear_loss
 

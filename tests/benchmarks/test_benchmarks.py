@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
-pytest.importorskip("matplotlib")
 
 from benchmarks import accuracy, head, measure, memory, providers, shapes
 
@@ -137,11 +136,13 @@ def test_peers_that_cannot_run_say_why(packages, monkeypatch):
     }
 
 
-def test_a_shape_that_a_peer_refuses_is_a_row(packages):
-    setting = head.Setting(CPU, torch.float32, "random", "random", 1, (1.0,), memory=False)
-    ready, _ = providers.resolve(["quack", "cce"], packages)
-    with head.Watch(1) as watch:
-        rows = head.run_shape(shapes.Shape(44, 16, 320), setting, ready, watch)
+def test_a_shape_that_a_peer_refuses_is_a_row(packages, tmp_path, monkeypatch):
+    resolve = providers.resolve
+    monkeypatch.setattr(providers, "resolve", lambda names, device: resolve(names, packages))
+    output = tmp_path / "head.json"
+    arguments = ["--device", "cpu", "--shape", "44x16x320", "--rounds", "1", "--no-memory", "--output", str(output)]
+    assert head.main([*arguments, "--provider", "quack", "--provider", "cce"]) == 0
+    rows = json.loads(output.read_text())["rows"]
     assert [row["status"] for row in rows] == ["ok", "failed", "ok"]
     assert rows[1]["provider"] == "quack" and "tokens must be a multiple of 8" in rows[1]["error"]
 
@@ -232,7 +233,7 @@ def test_head_end_to_end(tmp_path, capsys, monkeypatch, no_memory_process):
     }
     for row in rows.values():
         assert row["status"] == "ok", row
-        assert row["ms"] > 0 and row["ratio"] > 0 and len(row["ms_rounds"]) == 2
+        assert row["ms"] > 0 and (row["provider"] == "floor" or row["ratio"] > 0) and len(row["ms_rounds"]) == 2
     ours = rows["ours:chunk_tokens=16", 0.37]
     assert ours["plan"]["chunks"] == 3 and ours["plan"]["peak_bytes"] > 0
     assert ours["loss"] == pytest.approx(rows["eager", 1.0]["loss"], rel=1e-4)
@@ -286,9 +287,8 @@ def test_memory_end_to_end(tmp_path, capsys):
     arguments = ["--device", "cpu", "--model", "32x20000", "--tokens", "128", "--limit", "16MiB"]
     assert memory.main([*arguments, "--provider", "eager", "--provider", "ours", "--output", str(output)]) == 0
     printed = capsys.readouterr().out
-    assert "largest difference: " in printed and "first tokens over" in printed
-    assert last_line(printed)["benchmark"] == "memory"
-    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    told = last_line(printed)
+    assert told["benchmark"] == "memory" and told["limit"] == 2**24 and told["largest_difference"]["percent"]
     record = json.loads(output.read_text())
     rows = {row["provider"]: row for row in record["rows"]}
     assert all(row["status"] == "ok" for row in rows.values()), rows
