@@ -10,7 +10,7 @@ from benchmarks import losses, measure, parallel_peers, providers, shapes
 from benchmarks.accuracy import relative_error
 from benchmarks.shapes import Operands, Shape
 from chunked_head import VocabParallel
-from chunked_head.core.groups import chunked
+from chunked_head.parallel.groups import chunked
 from chunked_head.plan.sizes import DEFAULT_BUDGET
 
 SHAPE = Shape(8192, 4096, 128256)

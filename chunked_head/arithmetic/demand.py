@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..core.options import join_numbers, split_numbers
 from ..core.stats import Demand, Pairing, View
-from ..losses.base import DENSE, FIELDS, Field, Losses, Summand, Teacher
+from ..losses.base import DENSE, FIELDS, Field, Losses, Summand, Teacher, join_numbers, split_numbers
 from ..metrics import Metric
 
 # by name of a loss's need: the statistic that it is made of

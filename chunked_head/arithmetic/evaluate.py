@@ -25,10 +25,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.batch import Batch, Stats
 from ..core.private import without_hooks
 from ..kernels.common.recording import refuse
 from ..losses.base import DENSE, Summand
+from ..losses.batch import Batch, Stats
 from ..metrics import Metric
 from ..metrics.values import selected
 from ..parallel.tokens import Spread

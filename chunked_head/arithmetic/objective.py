@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.stats import Coefficients, Demand, Kept, RowStats, Teacher
+from ..core.stats import Coefficients, Demand, RowStats
 from ..metrics import Metric, MetricValue
 from ..parallel.tokens import Spread, whole_metrics
 from ..stores import Backend
+from ..stores.operands import Kept, Teacher
 from .demand import Structure
 from .evaluate import Evaluation, Inputs, Named, coefficients_of, evaluate, full_table, masked, totals
 from .kernels import evaluate_rows

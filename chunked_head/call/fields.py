@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ..core.checks import check_device, is_dtensor
-from ..core.options import name as name_of
-from ..core.options import nearest
-from ..core.stats import Teacher
+from ..core.checks import check_device, is_dtensor, nearest
+from ..core.checks import name as name_of
 from ..losses.base import FIELDS, KEPT_FIELDS, TEACHER_FIELDS, Field, Losses, Summand
 from ..losses.base import Teacher as TeacherOptions
 from ..metrics import Metric
+from ..stores.operands import Teacher
 
 TEMPERATURE = "temperature of each token"  # an argument of the call, laid beside rows as fields are
 SEGMENTS = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"

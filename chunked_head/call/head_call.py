@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arithmetic.objective import Objective, ScalarObjective
-from ..core.stats import Coefficients, Head, Rows, RowStats
+from ..core.stats import Coefficients, RowStats
 from ..kernels.common.recording import refuse
 from ..parallel.shard import Shard
 from ..plan.planner import NoPlan, find_plan
@@ -19,6 +19,7 @@ from ..plan.sizes import DEFAULT_REQUEST, Request
 from ..stores import Backend, SetRows, WithSets
 from ..stores.gradient_buffer import GradientBuffer
 from ..stores.gradients import Gradients
+from ..stores.operands import Head, Rows
 from .sweep import LocalCall, Work, sweep
 from .tokens import Packing
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..arithmetic.objective import Objective
-from ..core.options import flag
-from ..core.stats import Head, Rows, RowStats
-from ..parallel.agree import described
+from ..core.checks import flag
+from ..core.stats import RowStats
+from ..parallel.groups import described
 from ..parallel.shard import Shard
 from ..stores import Backend, GivenLogits, LogitsView, SetRows, Store, WithSets
 from ..stores.gradients import Gradients
+from ..stores.operands import Head, Rows
 from .objectives import call_fields
 from .options import LogitsOptions
 from .sweep import LocalCall, Work, sweep

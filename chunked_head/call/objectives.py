@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..arithmetic.evaluate import Inputs, unit_mask
 from ..arithmetic.objective import ScalarObjective, StatsObjective, TokenObjective, snapshot, stacked, times
-from ..core.stats import Kept
 from ..losses.base import Summand
 from ..metrics import Metric
 from ..metrics.values import weights_in
-from ..parallel.agree import agree
+from ..parallel.groups import agree
 from ..parallel.tokens import Spread, add_up
+from ..stores.operands import Kept
 from .tokens import Tokens
 
 IDS = ("segments", "documents")

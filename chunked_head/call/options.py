@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core import checks
-from ..core.groups import TokenParallel, VocabParallel
-from ..core.options import PACKAGE, flag, nearest
+from ..core.checks import PACKAGE, flag, nearest
 from ..losses.base import FIELDS
 from ..parallel.dtensor import local
+from ..parallel.groups import TokenParallel, VocabParallel
 from ..parallel.shard import CheckedBy, Shard
 from ..plan.sizes import DEFAULT_REQUEST, Request
 from ..stores import check_name

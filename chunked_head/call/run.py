@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import Objective
-from ..core.shift import all_at_targets, in_backward
+from ..core.private import in_backward
+from ..core.stats import all_at_targets
 from ..plan.planner import LEAST_SLACK, make_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of

@@ -10,17 +10,18 @@ from torch import Tensor, nn
 
 from ..arithmetic.demand import Needs, check_kept, needs_of
 from ..core import checks
-from ..core.groups import TokenParallel, VocabParallel, block_of
-from ..core.options import flag
-from ..core.stats import Demand, Teacher
+from ..core.checks import flag
+from ..core.stats import Demand
 from ..kernels.common.cache import Cache
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
 from ..losses.user.checks import check_over_ranks
 from ..metrics import Metric
+from ..parallel.groups import TokenParallel, VocabParallel, block_of
 from ..plan.plans import Plan
 from ..plan.segments import Segments
 from ..plan.sizes import Request, Sizes
 from ..stores import Backend, Layout, resolve
+from ..stores.operands import Teacher
 from .fields import TEMPERATURE, check_dense_teacher, check_fields, wanted_fields
 from .options import HeadOptions, LogitsOptions
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..arithmetic.evaluate import evaluate
 from ..arithmetic.objective import ScalarObjective
-from ..core.options import name
-from ..core.shift import in_backward
+from ..core.checks import name
+from ..core.private import in_backward
 from ..losses.base import Losses
 from ..metrics import Metric, MetricValue
 from ..parallel.tokens import whole_metrics

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import Objective
-from ..core.stats import Coefficients, Head, Kept, Rows, RowStats
+from ..core.stats import Coefficients, RowStats
 from ..parallel.shard import Shard
 from ..stores import Backend, Store
 from ..stores.gradients import Gradients
+from ..stores.operands import Head, Kept, Rows
 
 # One chunk of n tokens, of H hidden states and V columns on this rank; e: the dtype of the matmuls (bf16, fp16, fp32,
 # fp64), s: the dtype of statistics (fp32, fp64 for e = fp64).
@@ -98,8 +99,9 @@ def merge_over_ranks(call: "LocalCall", store: Store, rows: Rows, out: RowStats)
     shard, demand, merge = call.shard, call.objective.demand, call.backend.merge_ranks
     assert shard is not None
     checks = call.token_checks[rows.tokens]
-    everyone = rows if call.kept is None else rows._replace(target=call.every_target[rows.tokens])
-    shard.merge(merge, everyone, checks, out, demand, store.known_targets, store.pieces)
+    target = rows.target if call.kept is None else call.every_target[rows.tokens]
+    of_rows = rows.hidden, target, rows.columns, checks
+    shard.merge(merge, *of_rows, out, demand, store.known_targets, store.pieces)
     if demand.pairing is not None:
         store.pair_statistics(rows, out)
         shard.add_pairs(out)

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.demand import Needs
-from ..core.batch import PLACES, Batch
-from ..core.shift import shift_left
-from ..core.stats import Kept, Sets, Teacher
+from ..core.stats import shift_left
 from ..losses.base import KEPT_FIELDS, TEACHER_FIELDS, Field, Losses
+from ..losses.batch import PLACES, Batch
 from ..losses.topk import PADDING, entries
-from ..parallel.hidden_rows import interleaved
+from ..parallel.merge import interleaved
 from ..parallel.shard import Shard
 from ..parallel.tokens import Spread
 from ..plan.plans import slices
 from ..plan.segments import Group, groups_of, order_of
 from ..stores import Backend, Targets
+from ..stores.operands import Kept, Sets, Teacher
 from .fields import TEMPERATURE, make_teacher
 from .options import HeadOptions, LogitsOptions
 from .spec import Spec, Task, completed, named_weights, own_matmuls

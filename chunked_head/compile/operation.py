@@ -12,8 +12,7 @@ from torch import Tensor
 from ..call.options import DEFAULTS, Head
 from ..call.spec import Task
 from ..call.streams import Streams
-from ..core.checks import is_dtensor
-from ..core.options import INFINITY, NUMBERS
+from ..core.checks import INFINITY, NUMBERS, is_dtensor
 from ..losses.base import Losses
 from ..replay.replay import execute
 from . import operators

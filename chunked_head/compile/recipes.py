@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..call.spec import Spec, Task, spec_of
-from ..core.options import NUMBERS
+from ..core.checks import NUMBERS
 from ..losses.base import Losses, Summand, is_library
 from ..metrics.values import Metric
 

@@ -1,15 +1,20 @@
-"""Names of torch that may be gone in the next version: looked up when they are first needed, each with a documented,
-slower way for a torch without it."""
+"""Names of torch that differ between versions or may be gone in the next one: looked up when they are first needed,
+each with a documented, slower way for a torch without it."""
 
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor, distributed
 from torch.autograd.graph import disable_saved_tensors_hooks
 
+P = ParamSpec("P")
 Result = TypeVar("Result")
+# renamed in torch 2.13
+_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+_scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 
 
 @functools.cache
@@ -65,3 +70,38 @@ def in_own_thread(function: Callable[[], Result]) -> Result:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(carried).result()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward: then a forward is a checkpointed region being computed again.
+
+    The non-reentrant kind throws the new graph away (its gradients wait in the old one), so gradients are left to
+    a backward that may never come. Where torch does not tell, so are those of every call under hooks such as a
+    checkpoint's, at one matmul more.
+    """
+    task = private("_C._current_graph_task_id")
+    return under_hooks() if task is None else task[0]() != -1
+
+
+def all_gather(out: Tensor, own: Tensor, group: Any) -> None:
+    """``own`` of every rank into ``out``, rank by rank along the first dimension."""
+    _gather(out, own, group=group)
+
+
+def reduce_scatter(out: Tensor, shares: Tensor, group: Any) -> Any:
+    """The ranks' sum of this rank's piece of ``shares`` along the first dimension into ``out``; what to wait for."""
+    return _scatter(out, shares, group=group, async_op=True)
+
+
+def breaks_graph(function: Callable[P, Result]) -> Callable[P, Result]:
+    """``torch.compiler.disable``, which imports the compiler: here that waits until a graph is being traced."""
+
+    @functools.wraps(function)
+    def public(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            from .outside import outside
+
+            return outside(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return public

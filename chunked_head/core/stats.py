@@ -1,9 +1,9 @@
-"""What a row of logits is reduced to, and what its gradient is made from."""
+"""Vectors of numbers per token: statistics that rows of logits are reduced to, coefficients that gradients are made
+from, and values moved along with ``shift``."""
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -224,135 +224,33 @@ class Coefficients(Vectors):
         return Coefficients(**{name: value * factor for name, value in self.named().items()})
 
 
-@dataclass(frozen=True, eq=False)
-class Head:
-    """The operand of every matmul and what makes logits of the products: ``x = cap(scale * (h @ weight.T + bias))``.
-
-    The call's temperature is in scale and cap: ``cap tanh(s r / cap) / T = (cap / T) tanh((s / T) r / (cap / T))``. One
-    per token is ``Rows.scale``.
-    """
-
-    weight: Tensor  # [vocab, hidden]
-    bias: Tensor | None  # [vocab]
-    class_weights: Tensor | None  # [vocab] fp32 or fp64
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    add_targets: Callable[[Tensor], None] | None = None  # over ranks that hold other columns: target logits, in place
-    scaled: ClassVar[bool] = True  # by the rows' scale
-
-    def columns(self, tile: slice) -> "Head":
-        """The head of a slice of the vocabulary, sharing memory."""
-        return replace(
-            self,
-            weight=self.weight[tile],
-            bias=None if self.bias is None else self.bias[tile],
-            class_weights=None if self.class_weights is None else self.class_weights[tile],
-        )
+def shift_left(values: Tensor, shift: int, fill: int, dim: int = -1) -> Tensor:
+    """``values[..., t + shift]`` at t along ``dim``, ``fill`` where there is none."""
+    if shift == 0:
+        return values
+    shifted = torch.full_like(values, fill)
+    kept = max(0, values.shape[dim] - shift)
+    shifted.narrow(dim, 0, kept).copy_(values.narrow(dim, values.shape[dim] - kept, kept))
+    return shifted
 
 
-@dataclass(frozen=True, eq=False)
-class Teacher:
-    """A dense teacher: its logits, or its hidden states and head; its temperature is in scale and cap, or its rows'."""
-
-    logits: Tensor | None  # [tokens, vocabulary], raw
-    hidden: Tensor | None  # [tokens, width]
-    weight: Tensor | None  # [vocabulary, width]
-    bias: Tensor | None  # [vocabulary]
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    scaled: bool = False  # by the rows' scale, as the student's
-    dtype: torch.dtype | None = None  # of the matmul, where autocast gives one; else that of hidden states and head
-
-    @property
-    def casts(self) -> bool:
-        return self.weight is not None and self.dtype not in (None, self.weight.dtype)
-
-    def cast(self) -> "Teacher":
-        """With its head in the dtype of the matmul."""
-        if self.dtype is None or self.weight is None:
-            return self
-        bias = None if self.bias is None else self.bias.to(self.dtype)
-        return replace(self, weight=self.weight.to(self.dtype), bias=bias)
-
-    def rows(self, rows: slice) -> "Teacher":
-        given: dict[str, Any] = {"logits": self.logits, "hidden": self.hidden}
-        return replace(self, **{name: value[rows] for name, value in given.items() if value is not None})
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [t for t in (self.logits, self.hidden, self.weight, self.bias) if t is not None]
-
-    def without_tensors(self) -> "Teacher":
-        """The same with empty tensors in place of its own."""
-        return self.with_tensors([t.new_empty(0) for t in self.tensors])
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "Teacher":
-        names = [name for name in ("logits", "hidden", "weight", "bias") if getattr(self, name) is not None]
-        given: dict[str, Any] = dict(zip(names, tensors, strict=False))
-        return replace(self, **given)
+def shift_right(values: Tensor, shift: int, dim: int = -1) -> Tensor:
+    """``values[..., t - shift]`` at t along ``dim``, 0 where there is none; differentiable."""
+    if shift == 0:
+        return values
+    length = values.shape[dim]
+    kept = values.narrow(dim, 0, max(0, length - shift))
+    shape = list(values.shape)
+    shape[dim] = min(shift, length)
+    return torch.cat([values.new_zeros(shape), kept], dim)
 
 
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """Sets of columns that rows keep: the softmax of such a row is over its set, and no matmul makes its logits.
-
-    A row's entries stand together; there are more of them than columns are kept.
-    """
-
-    starts: Tensor  # [tokens] int64: where a row's entries begin
-    ends: Tensor  # [tokens] int64: and end, where they begin if its softmax is over the vocabulary
-    rows: Tensor  # [n] int64, -1 for none
-    columns: Tensor  # [n] int32, -1 where an entry is none: named twice, or another rank's
-    everywhere: bool  # every row that counts has a set
-    bias: Tensor | None = None  # [n] added to the entries' logits, before a temperature per token
-
-    @classmethod
-    def columns_of(cls, columns: Tensor) -> "Kept":
-        """Of each row's own columns [tokens, K], as they stand: no softmax is over them."""
-        tokens, each = columns.shape
-        starts = torch.arange(0, tokens * each, each, device=columns.device)
-        rows = torch.arange(tokens, device=columns.device).repeat_interleave(each, output_size=tokens * each)
-        return cls(starts, starts + each, rows, columns.reshape(-1).int(), True)
-
-    @functools.cached_property
-    def has(self) -> Tensor:
-        """[tokens] which rows have a set."""
-        return self.ends > self.starts
+def at_targets(values: Tensor, leading: Sequence[int], shift: int) -> Tensor:
+    """Values [rows, ...] of rows of hidden states at the places of the targets that those predict [*leading, ...]."""
+    if len(leading) == 1 and not shift:
+        return values
+    return shift_right(values.reshape((*leading, *values.shape[1:])), shift, len(leading) - 1)
 
 
-class Sets(NamedTuple):
-    """Sets of ids as tokens keep them."""
-
-    ids: Tensor  # [n] int, -1 for none, contiguous; those behind the last offset are ``BEHIND``
-    offsets: Tensor | None  # [tokens + 1] int64: where a token's ids begin; None where each has as many
-    bias: Tensor | None  # [n] of their logits
-    length: int  # of the dimension along which rows predict tokens
-    shift: int  # how far before them
-    vocab: int
-    everywhere: bool  # whether a row that counts and keeps no set is wrong
-
-
-class Rows(NamedTuple):
-    """The rows of a chunk as a store takes them."""
-
-    hidden: Tensor  # [rows, hidden], clean once the store has filled them; of logits that exist [rows, vocab]
-    target: Tensor  # [rows] int64, -1 where a row does not count
-    columns: Tensor | None = None  # [rows, K] int64, -1 for none
-    scale: Tensor | None = None  # [rows] of the statistics' dtype: what their logits are multiplied by; None for 1
-    teacher: Teacher | None = None
-    counted: Tensor | None = None  # [] int64: how many of the call's rows count, those first; None: any of them may
-    first: int = 0  # of these rows within the call
-    source: Tensor | None = None  # [rows, hidden] as given
-    order: Tensor | None = None  # [rows] int64: where in ``source`` each row is; None: in its order
-
-    @property
-    def tokens(self) -> slice:
-        """These rows within the call."""
-        return slice(self.first, self.first + self.target.shape[0])
-
-    def at(self, rows: slice) -> "Rows":
-        """A slice of the rows, sharing memory."""
-        columns, scale = (None if of is None else of[rows] for of in (self.columns, self.scale))
-        teacher = None if self.teacher is None else self.teacher.rows(rows)
-        first = self.first + rows.start
-        return Rows(self.hidden[rows], self.target[rows], columns, scale, teacher, self.counted, first)
+def all_at_targets(values: Sequence[Tensor], leading: Sequence[int], shift: int) -> tuple[Tensor, ...]:
+    return tuple([at_targets(value, leading, shift) for value in values])

@@ -13,10 +13,10 @@ from ..call.options import Head, HeadOptions, LogitsOptions, check_options, head
 from ..call.spec import Task
 from ..compile.operation import in_graph, operation
 from ..core import checks
-from ..core.options import flag, nearest
+from ..core.checks import flag, nearest
 from ..kernels.common.cache import Cache
-from ..losses import class_probabilities
 from ..losses.base import Losses
+from ..losses.distillation import TARGET_MASS, fields_of_probabilities
 from .loss import in_graph_values, reduced_task
 
 
@@ -141,7 +141,7 @@ def cross_entropy_task(
     if probabilities is not None:
         check_probabilities(head, probabilities)
         check()
-        batch = class_probabilities.fields_of(probabilities, label_smoothing, class_weights, token_weights, head.shift)
+        batch = fields_of_probabilities(probabilities, label_smoothing, class_weights, token_weights, head.shift)
         label_smoothing, class_weights = 0.0, None  # which are in the probabilities now
     given = label_smoothing, z_loss, probabilities is not None
     weighted = class_weights is not None
@@ -186,7 +186,7 @@ def make_loss(
 ) -> Losses:
     """``probabilities``: smoothed and weighted already."""
     if probabilities:
-        loss = losses.forward_kl("cross_entropy", token_weights=class_probabilities.MASS)
+        loss = losses.forward_kl("cross_entropy", token_weights=TARGET_MASS)
     else:
         loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
     return loss + z_loss * losses.z_loss() if z_loss else loss

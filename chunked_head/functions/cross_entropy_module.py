@@ -10,10 +10,10 @@ from ..call.options import LogitsOptions, OptionsModule, check_options
 from ..call.spec import Task
 from ..compile.operation import in_graph, operation
 from ..core import checks
-from ..core.breaks import breaks_graph
 from ..core.checks import is_dtensor
-from ..core.groups import TokenParallel, VocabParallel, chunked
+from ..core.private import breaks_graph
 from ..parallel.dtensor import local_logits, whole
+from ..parallel.groups import TokenParallel, VocabParallel, chunked
 from .cross_entropy import cross_entropy_task, ids_of, in_graph_cross_entropy, probabilities_of
 
 

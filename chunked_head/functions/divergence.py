@@ -13,9 +13,8 @@ from ..call.options import Head, head_of
 from ..call.spec import Task
 from ..call.tokens import Tokens
 from ..compile.operation import in_graph, operation
-from ..core.options import choice, flag, number
-from ..core.shift import all_at_targets
-from ..core.stats import Demand
+from ..core.checks import choice, flag, number
+from ..core.stats import Demand, all_at_targets
 from ..losses.base import Losses
 
 KINDS: dict[str, Callable[..., Losses]] = {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..call.options import HeadOptions
 from ..core import checks
-from ..core.options import flag
+from ..core.checks import flag
 from ..plan.segments import Segments
 
 

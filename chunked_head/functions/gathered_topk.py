@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..core import checks
-from ..core.options import choice
+from ..core.checks import choice
 from ..losses.topk import entries, positive, squared, topk_divergence, topk_options
 
 WHERE = "losses.gathered_topk_kl"

@@ -9,11 +9,11 @@ from ..call.options import LogitsOptions
 from ..call.spec import Task
 from ..compile.operation import in_graph, operation
 from ..core import checks
-from ..core.groups import TokenParallel, VocabParallel
 from ..losses.base import Losses
 from ..losses.user.closures import Function
 from ..metrics import Metric
 from ..parallel.dtensor import local_logits
+from ..parallel.groups import TokenParallel, VocabParallel
 from .loss import LossOutput, check_loss, in_graph_loss, loss_output, reduced_task
 
 

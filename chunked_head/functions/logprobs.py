@@ -14,9 +14,8 @@ from ..call.spec import Task
 from ..call.tokens import Tokens
 from ..compile.operation import in_graph, operation
 from ..core import checks
-from ..core.options import flag
-from ..core.shift import all_at_targets
-from ..core.stats import Demand, View
+from ..core.checks import flag
+from ..core.stats import Demand, View, all_at_targets
 from ..losses.base import Losses
 from .fields import with_candidates
 

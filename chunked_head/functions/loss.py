@@ -17,7 +17,7 @@ from ..call.streams import Streams
 from ..compile.operation import in_graph, operation
 from ..compile.recipes import TASKS
 from ..core import checks
-from ..core.shift import at_targets
+from ..core.stats import at_targets
 from ..losses.base import Losses, as_losses
 from ..losses.user.closures import Function
 from ..metrics import Metric, MetricValue

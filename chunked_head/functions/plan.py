@@ -11,19 +11,19 @@ from ..call.fields import kinds_of
 from ..call.options import check_options
 from ..call.spec import alone, coupled, may_pad, sizes_of
 from ..core import checks
-from ..core.groups import Split, chunked
-from ..core.options import flag
-from ..core.stats import Teacher
+from ..core.checks import flag
 from ..kernels.common.gpus import GPUS, Gpu
 from ..losses.base import Losses, Summand, as_losses
 from ..losses.user.closures import Function
 from ..metrics import Metric
 from ..metrics.values import as_metrics
+from ..parallel.groups import Split, chunked
 from ..plan.planner import make_plan, padded_rows
 from ..plan.plans import Plan
 from ..plan.sizes import Request
 from ..stores import resolve
 from ..stores.gradient_buffer import sum_dtype
+from ..stores.operands import Teacher
 
 
 def plan(

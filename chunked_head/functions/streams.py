@@ -10,7 +10,7 @@ from torch import Tensor
 from ..call.run import Outcome
 from ..call.spec import Task
 from ..call.streams import Streams, value_over_streams
-from ..core.options import INFINITY, NUMBERS
+from ..core.checks import INFINITY, NUMBERS
 from ..losses.base import as_losses
 from ..metrics import Metric
 from ..metrics.values import as_metrics

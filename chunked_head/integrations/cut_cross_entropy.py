@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, distributed
 
 from ..call.options import OptionsModule
-from ..core.collectives import all_gather
-from ..core.groups import process_group
+from ..core.private import all_gather
 from ..functions import cross_entropy as head
 from ..functions.logprobs import linear_logprobs
 from ..parallel import VocabParallel
+from ..parallel.groups import process_group
 from .frameworks import Translation, init_of, only, same, switch, translated
 
 EXACT = {"accumulate_dtype": torch.float32}

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..call.options import CHECKS, OptionsModule, check_options
-from ..core.options import flag, nearest
+from ..core.checks import flag, nearest
 
 Place = tuple[str, str]  # a framework's module, and a name in it
 REPLACED: dict[Place, tuple[Any, Any]] = {}  # theirs and ours

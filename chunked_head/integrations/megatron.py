@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ..call.options import CHECKS, Head
-from ..core.collectives import all_gather
-from ..core.groups import VocabParallel
-from ..core.options import flag
+from ..core.checks import flag
+from ..core.private import all_gather
 from ..functions.cross_entropy import linear_cross_entropy
 from ..functions.logprobs import linear_logprobs
+from ..parallel.groups import VocabParallel
 from .frameworks import Framework, call_through, check_named
 
 MEGATRON = Framework("megatron-core", "0.18", "0.20", "megatron.core")

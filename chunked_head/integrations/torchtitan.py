@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..call.options import check_options
-from ..core.groups import VocabParallel
 from ..functions.cross_entropy import linear_cross_entropy
+from ..parallel.groups import VocabParallel
 from .frameworks import Framework, call_through
 
 Framework("torchtitan", "0.3", "0.4", "torchtitan").check()  # before names that others may lack

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Self, TypedDict
 
 from torch import Tensor
 
-from ..core import options as shared
+from ..core import checks as shared
 
 Kind = Literal["token", "row", "segment", "pair", "constant", "kept"]
 Unit = Literal["token", "segment", "pair"]
@@ -130,7 +130,7 @@ class Part:
         """A key of the function and its options without their floats, and the floats. Code is compiled for the key and
         takes the floats as arguments; a user's function has neither, None and ()."""
         numbers: list[float] = []
-        options = shared.split_numbers(tuple(self.options.values()), numbers) if is_library(self.function) else None
+        options = split_numbers(tuple(self.options.values()), numbers) if is_library(self.function) else None
         return (None, ()) if options is None else ((self.function, tuple(self.options), options), tuple(numbers))
 
     @functools.cached_property
@@ -141,7 +141,7 @@ class Part:
 
     def at(self, numbers: Iterator[Any]) -> Self:
         """The part with the next of other numbers, which may be tensors []."""
-        return replace(self, options={name: shared.join_numbers(v, numbers) for name, v in self.options.items()})
+        return replace(self, options={name: join_numbers(v, numbers) for name, v in self.options.items()})
 
     @property
     def settings(self) -> tuple:
@@ -176,7 +176,7 @@ class Summand(Part):
     def split_teacher(self) -> tuple[Hashable, tuple[float, ...]]:
         """The dense teacher as a key without its floats, and the floats."""
         numbers: list[float] = []
-        return None if self.teacher is None else shared.split_numbers(self.teacher, numbers), tuple(numbers)
+        return None if self.teacher is None else split_numbers(self.teacher, numbers), tuple(numbers)
 
     @property
     def key(self) -> tuple:
@@ -306,7 +306,7 @@ def make(
 def check_summand(summand: Summand) -> None:
     where = f"losses.{summand.kind}"
     if summand.temperature is not None:
-        shared.check_temperature(where, summand.temperature)
+        shared.check_view_temperature(where, summand.temperature)
     if summand.reduction not in (None, "mean", "sum"):
         raise ValueError(f'reduction of {where} must be "mean" or "sum" (None: the call\'s), got {summand.reduction!r}')
     if summand.reduction == "sum" and summand.normalizer is not None:
@@ -332,3 +332,32 @@ def check_summand(summand: Summand) -> None:
         )
     if weights is not None and summand.unit != "token":
         raise ValueError(f"token_weights of {where} do not apply: its values are per {summand.unit}")
+
+
+def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashable, ...] | None:
+    """A key of plain values, or tuples of some, in which every float is replaced by its type and appended to
+    ``numbers``: what decides which code runs (strings, flags, None, counts) stays, by type too. None for any other
+    value."""
+    key: list[Any] = [type(values)]
+    for value in values:
+        kind = type(value)
+        if kind is float:
+            numbers.append(value)
+            key.append(kind)
+        elif kind in shared.PLAIN:
+            key += kind, value
+        elif isinstance(value, tuple) and (inside := split_numbers(value, numbers)) is not None:
+            key.append(inside)
+        else:
+            return None
+    return tuple(key)
+
+
+def join_numbers(value: Any, numbers: Iterator[Any]) -> Any:
+    """``value`` with the next of ``numbers`` in place of each float that ``split_numbers`` finds in it."""
+    if type(value) is float:
+        return next(numbers)
+    if not isinstance(value, tuple):
+        return value
+    items = [join_numbers(item, numbers) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.batch import Batch, Stats
-from ..core.options import flag, number
+from ..core.checks import flag, number
 from .base import Losses, make
+from .batch import Batch, Stats
 
 
 def cross_entropy(

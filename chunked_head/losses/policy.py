@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.batch import Batch, Stats
-from ..core.estimates import clamped, gate
-from ..core.options import bound, choice, number, refuse_unknown
+from ..core.checks import bound, choice, number, refuse_unknown
 from .base import Losses, SummandOptions, make
+from .batch import Batch, Stats, clamped, gate
 
 
 class PolicyOptions(SummandOptions, total=False):

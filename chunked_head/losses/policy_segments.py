@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.batch import Batch, Stats
-from ..core.estimates import clamped
-from ..core.options import bound, choice, number
+from ..core.checks import bound, choice, number
 from .base import Losses
+from .batch import Batch, Stats, clamped
 from .policy import (
     Rollout,
     checked_clamp,

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.batch import Batch, Stats
-from ..core.estimates import gate
-from ..core.options import flag, number
+from ..core.checks import flag, number
 from .base import Losses, make
+from .batch import Batch, Stats, gate
 
 
 def orpo(beta: float = 0.1, **summand: Any) -> Losses:

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.batch import Batch, Stats
-from ..core.estimates import gate
-from ..core.options import choice, flag, number
+from ..core.checks import choice, flag, number
 from .base import Losses, make
+from .batch import Batch, Stats, gate
 from .preference import of_pairs, scores, total
 
 DPO_VARIANTS = (

@@ -5,10 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.batch import Batch, Stats
-from ..core.estimates import clamped, kl_estimate
-from ..core.options import choice, flag
+from ..core.checks import choice, flag
 from .base import Losses, make
+from .batch import Batch, Stats, clamped, kl_estimate
 from .policy import checked_clamp, token_log_ratio
 
 ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.batch import Batch, Stats
-from ..core.options import bound, choice, flag, number
+from ..core.checks import bound, choice, flag, number
 from .base import Losses, make
+from .batch import Batch, Stats
 
 # teachers' log-probabilities at and below this stand for none: collators pad with -1e9, -inf or the dtype's minimum
 PADDING = -1e6

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core.estimates import clamped, kl_estimate
-from ..core.options import bound, choice, flag, number, refuse_unknown
+from ..core.checks import bound, choice, flag, number, refuse_unknown
+from ..losses.batch import clamped, kl_estimate
 from ..losses.reference_kl import estimated_kl
 from .values import Metric, MetricOptions, Reduce
 

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from ..core.collectives import all_gather
-from ..core.options import INFINITY, check_temperature, choice
+from ..core.checks import INFINITY, check_view_temperature, choice
+from ..core.private import all_gather
 from ..losses.base import Part
 
 Reduce = Literal["mean", "max", "min"]
@@ -56,7 +56,7 @@ class Metric(Part):
         if self.weighting != "token" and (self.unit != "token" or self.reduce != "mean"):
             raise ValueError(f"weighting of {where} is that of a mean over tokens; here it has no meaning")
         if self.temperature is not None:
-            check_temperature(where, self.temperature)
+            check_view_temperature(where, self.temperature)
         if self.weighting != "token" and self.ids not in self.fields:
             object.__setattr__(self, "fields", (*self.fields, self.ids))
 

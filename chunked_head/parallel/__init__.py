@@ -1,6 +1,5 @@
 """The head over many GPUs: its weight split over the vocabulary, its tokens over sequences and data."""
 
-from ..core.groups import TokenParallel, VocabParallel
-from .context import shift_targets
+from .groups import TokenParallel, VocabParallel, shift_targets
 
 __all__ = ["TokenParallel", "VocabParallel", "shift_targets"]

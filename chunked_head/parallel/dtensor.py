@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.checks import is_dtensor
-from ..core.groups import TokenParallel, VocabParallel, chunked
+from .groups import TokenParallel, VocabParallel, chunked
 
 Parallel = VocabParallel | TokenParallel | None
 Target = TypeVar("Target", Tensor, Tensor | None)

@@ -7,14 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed
 
-from ..core.collectives import all_gather
-from ..core.groups import MOST_IDS, Split, VocabParallel
-from ..core.stats import PAIR_STATS, Demand, Rows, RowStats, sent
+from ..core.private import all_gather
+from ..core.stats import PAIR_STATS, Demand, RowStats, sent
 from ..kernels.common.tiles import ELSEWHERE
 from ..plan.plans import Plan
-from .agree import agree, described
-from .hidden_rows import GatheredRows, ScatteredRows, SummedRows
-from .merge import GatheredStats, complete_blocks, pack, unpack
+from .groups import MOST_IDS, Split, VocabParallel, agree, described
+from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, complete_blocks, pack, unpack
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
 SAME_HIDDEN = 1e-3
@@ -82,7 +80,9 @@ class Shard:
     def merge(
         self,
         merge_ranks: Callable[[GatheredStats, RowStats], None],
-        rows: Rows,
+        hidden: Tensor,  # [rows, hidden]
+        target: Tensor,  # [rows]
+        columns: Tensor | None,  # [rows, K]
         token_checks: Tensor,
         stats: RowStats,
         demand: Demand,
@@ -103,10 +103,10 @@ class Shard:
         if stats.top_k_ids is not None:
             stats.top_k_ids.add_(self.here.start)
         if stats.column_logits is not None:
-            assert rows.columns is not None
-            stats.column_logits.masked_fill_(rows.columns < 0, 0.0)
+            assert columns is not None
+            stats.column_logits.masked_fill_(columns < 0, 0.0)
         names, dtype = sent(demand), stats.lse.dtype
-        tokens = rows.hidden.sum(1, dtype=dtype) if self.checked_by == "hidden" else token_checks
+        tokens = hidden.sum(1, dtype=dtype) if self.checked_by == "hidden" else token_checks
         own = pack(stats, names, tokens).unsqueeze(0) if pieces is None else self.blocks(pieces, stats, names, tokens)
         gathered = own.new_empty(self.parallel.ranks * own.shape[0], *own.shape[1:])
         all_gather(gathered.view(-1, own.shape[2]), own.view(-1, own.shape[2]), self.group)
@@ -116,10 +116,10 @@ class Shard:
         zero_or_nan = None
         if self.checked_by == "hidden":
             # ranks that computed the same hidden states each by itself may have rounded them otherwise
-            size = torch.linalg.vector_norm(rows.hidden, 1, dim=1, dtype=dtype)
+            size = torch.linalg.vector_norm(hidden, 1, dim=1, dtype=dtype)
             same = (gathered[:, -1] - tokens).abs() <= SAME_HIDDEN * size
             zero_or_nan = torch.where(same.all(), 0.0, torch.nan).to(dtype)
-        merge_ranks(GatheredStats(gathered, names, rows.target, demand.ratio2, known_targets, zero_or_nan), stats)
+        merge_ranks(GatheredStats(gathered, names, target, demand.ratio2, known_targets, zero_or_nan), stats)
 
     def blocks(self, pieces: Tensor, stats: RowStats, names: Sequence[str], tokens: Tensor) -> Tensor:
         """What this rank sends of its blocks: as many as any rank has."""

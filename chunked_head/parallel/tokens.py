@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from ..core.groups import TokenParallel
 from ..losses.base import Summand
 from ..metrics.values import MetricValue, over_ranks
+from .groups import TokenParallel
 
 
 def add_up(values: Sequence[Tensor], group: Any) -> list[Tensor]:

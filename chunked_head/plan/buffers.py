@@ -11,11 +11,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..core.groups import BLOCKS
 from ..core.stats import numbers_sent
 from ..kernels.common.gpus import split_strips
 from ..kernels.common.tiles import LEAST_SECTION, piece_bytes
-from .sizes import MiB, Sizes
+from .sizes import BLOCKS, MiB, Sizes
 
 CHUNK_MULTIPLE = 128
 HALF_TILE = 64  # rows that dweight's product takes at a time

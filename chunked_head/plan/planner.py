@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.options import name
+from ..core.checks import name
 from ..kernels.common.cache import Cache
 from .buffers import CHUNK_MULTIPLE, HALF_TILE, gradients_of, logit_bytes, peak_of, phase_bytes
 from .plans import MAX_HALF_CHUNKS, Plan, Schedule, balanced, call_buffers, sized_buffers

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ..core.options import name
+from ..core.checks import name
 from ..kernels.common.gpus import RELATIVE_STRIP, Gpu
 from ..kernels.common.tiles import STRIPS_AT_ONCE
 from .buffers import (

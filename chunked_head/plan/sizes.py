@@ -12,6 +12,7 @@ from ..kernels.common.gpus import Gpu
 from ..kernels.common.tiles import PRODUCT_ROWS, WHOLE, DhiddenSplit, dhidden_split
 
 MiB = 1 << 20
+BLOCKS = 8  # that a deterministic call sums a vocabulary in, on any number of ranks
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 PLAIN = Demand()
 Store = Literal["fast", "relative", "logits", "kept"]  # the last: no logits, tokens keep sets of columns

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..call.spec import TENSORS
 from ..core import checks
-from ..core.options import exact
-from ..core.shift import in_backward
+from ..core.checks import exact
+from ..core.private import in_backward
 from ..kernels.common.tiles import BEHIND
 from ..losses.base import Losses
 from ..metrics import Metric

@@ -20,8 +20,7 @@ from ..call.run import Outcome, run
 from ..call.spec import Result, Spec, Task, own_matmuls, spec_of
 from ..call.streams import Streams
 from ..core.private import under_hooks
-from ..core.shift import all_at_targets
-from ..core.stats import RowStats
+from ..core.stats import RowStats, all_at_targets
 from ..kernels.common.cache import Cache
 from ..kernels.common.recording import RECORDING
 from ..plan.plans import Plan

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core import checks
-from ..core.options import name as name_of
+from ..core.checks import name as name_of
 from ..core.private import private
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..parallel.hidden_rows import ScatteredRows, SummedRows
+from ..parallel.merge import ScatteredRows, SummedRows
 from ..plan.plans import Plan
 from .gradient_buffer import GradientBuffer
 

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..core.stats import Coefficients, Rows, RowStats
+from ..core.stats import Coefficients, RowStats
 from .gradients import Gradients
+from .operands import Rows
 from .store import Store
 
 

@@ -11,12 +11,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..core.stats import Demand, Head, Kept, RowStats, Sets, Teacher
+from ..core.stats import Demand, RowStats
 from ..kernels.common.gpus import Gpu, gpu_of
 from ..parallel.merge import GatheredStats
 from ..plan.plans import Plan
 from ..plan.sizes import Store as StoreName
 from .logits import LogitsView
+from .operands import Head, Kept, Sets, Teacher
 from .sets import SetRows, SetStore
 from .store import Store
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.stats import Coefficients, Demand, Head, Kept, Rows, RowStats
+from ..core.stats import Coefficients, Demand, RowStats
 from .gradients import Gradients
 from .logits import LogitsView
+from .operands import Head, Kept, Rows
 from .store import Store
 from .torch.tiles import slope, transform_
 

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..core.stats import Coefficients, Demand, Head, Rows, RowStats
+from ..core.stats import Coefficients, Demand, RowStats
 from ..plan.plans import Plan
 from .gradients import Gradients
 from .matmul import add_dbias, add_dhidden, add_dweight, put
+from .operands import Head, Rows
 
 
 class Store:

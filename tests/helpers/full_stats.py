@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunked_head.core.batch import Batch as Batch
-from chunked_head.core.batch import Stats as Stats
 from chunked_head.losses import FIELDS, Losses, Summand
+from chunked_head.losses.batch import Batch as Batch
+from chunked_head.losses.batch import Stats as Stats
 
 
 def kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from chunked_head import (
     plan,
     unpatch_model,
 )
-from chunked_head.core.batch import Batch, Stats
+from chunked_head.losses.batch import Batch, Stats
 
 hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
 target, logits = torch.randint(0, 16, (4,)), torch.randn(4, 16, requires_grad=True)

@@ -16,7 +16,7 @@ from full_stats import Batch, Stats
 from torch import Tensor
 
 from chunked_head import linear_logprobs, linear_loss, logits_loss, losses, metrics, plan
-from chunked_head.core.options import exact
+from chunked_head.core.checks import exact
 from chunked_head.losses import FIELDS, Field, Losses, Summand, Teacher, custom
 from chunked_head.losses.user import closures
 from chunked_head.losses.user.checks import check_over_ranks

@@ -15,7 +15,7 @@ from cases import GPU, TRITON, Place
 from torch import Tensor
 
 from chunked_head import VocabParallel, linear_cross_entropy, linear_logprobs, plan
-from chunked_head.core.groups import block_of
+from chunked_head.parallel.groups import block_of
 
 OURS = [*TRITON, *GPU[:1]]
 EVERYTHING = ("entropy", "lse", "argmax", "mean_logit", "log_sum_sq_probs")
@@ -55,7 +55,7 @@ class Turns:
 
         # whether all make the same call each knows by itself, and nobody here looks at sums over ranks
         module = "chunked_head.parallel"
-        agreed = mock.patch(f"{module}.agree.all_gather", lambda out, own, group: out.copy_(own))
+        agreed = mock.patch(f"{module}.groups.all_gather", lambda out, own, group: out.copy_(own))
         summed = mock.patch(f"{module}.shard.distributed.all_reduce")
         with mock.patch(f"{module}.shard.all_gather", self.gather), agreed, summed:
             for self.complete in (False, True):

@@ -25,7 +25,7 @@ from loss_cases import (
 from torch import Tensor
 
 from chunked_head import VocabParallel, metrics
-from chunked_head.parallel import hidden_rows
+from chunked_head.parallel import merge
 
 # of the cases' 331 ids: who holds how many rows, and what else is said
 LAYOUTS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
@@ -243,9 +243,9 @@ def test_four_ranks(
 def test_scattered_rows_are_copies(monkeypatch: pytest.MonkeyPatch, each: int) -> None:
     """What is on its way to other ranks is not where the next chunk's products go."""
     sent = []
-    monkeypatch.setattr(hidden_rows.distributed, "get_world_size", lambda group: 3)
-    monkeypatch.setattr(hidden_rows, "reduce_scatter", lambda own, shares, group: sent.append(shares))
-    scattered, at = hidden_rows.ScatteredRows(None), slice(0, 3 * each)
+    monkeypatch.setattr(merge.distributed, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(merge, "reduce_scatter", lambda own, shares, group: sent.append(shares))
+    scattered, at = merge.ScatteredRows(None), slice(0, 3 * each)
     hidden = torch.zeros(each, 4)
     made = scattered.rows(hidden, at).copy_(torch.arange(12.0 * each).view(-1, 4))
     scattered.done(hidden, at)

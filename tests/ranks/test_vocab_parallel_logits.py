@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from chunked_head import CrossEntropyLoss, TokenParallel, VocabParallel, logits_loss, losses, metrics
-from chunked_head.core.collectives import all_gather
+from chunked_head.core.private import all_gather
 
 # who holds how many columns, padding among them, and what else is said
 LAYOUTS: dict[str, tuple[int, list[int], dict[str, Any]]] = {

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ... import losses
 from ...arithmetic.demand import needs_of
-from ...core.options import choice, flag
-from ...core.shift import in_backward
+from ...core.checks import choice, flag
+from ...core.private import in_backward
 from ...functions.loss import LossOutput
 from ...losses.base import Losses, Summand, as_losses
 from ...losses.user.closures import Function

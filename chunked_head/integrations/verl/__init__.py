@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...call.options import Execution
-from ...core.groups import VocabParallel
 from ...functions.logprobs import linear_logprobs
+from ...parallel.groups import VocabParallel
 from ..frameworks import Framework, check_named
 
 VERL = Framework(

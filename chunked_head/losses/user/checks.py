@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.batch import Batch, Stats
 from ..base import Field, Part, Summand, Unit
+from ..batch import Batch, Stats
 from . import closures
 from .closures import Contents
 from .synthetic import PAIRS, SEGMENTS, TOKENS, Reads, RecordingBatch, RecordingStats, Synthetic

@@ -5,8 +5,8 @@ from typing import Any, Unpack, overload
 
 from torch import Tensor
 
-from ...core.breaks import breaks_graph
-from ...core.options import choice
+from ...core.checks import choice
+from ...core.private import breaks_graph
 from ..base import (
     DENSE,
     FIELDS,
@@ -65,7 +65,7 @@ def custom(
 ) -> Losses | Callable[[Function], Losses]:
     """A loss from ``function(stats, batch) -> values``: unreduced, one value per ``unit``.
 
-    ``stats`` are those of ``chunked_head.core.batch.Stats``, ``batch`` is a ``chunked_head.core.batch.Batch``;
+    ``stats`` are those of ``chunked_head.losses.batch.Stats``, ``batch`` is a ``chunked_head.losses.batch.Batch``;
     gradients are autograd's, to the statistics alone. Masks, weights, denominators and coefficients are applied to the
     values.
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.batch import Batch
 from ..base import DENSE, FIELDS, STATISTICS, Field
+from ..batch import Batch
 
 TOKENS, SEGMENTS, PAIRS, VOCAB, TRAILING = 24, 5, 3, 13, 4  # all different: a mix-up shows
 # lengths 7, 1, 5, 9 and an empty segment; two tokens of none; segments 0 and 2 lie interleaved

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...core.shift import shift_left
-from ...core.stats import Teacher
+from ...core.stats import shift_left
 from ...parallel.merge import merge_ranks as merge_ranks
 from ...plan.plans import slices
 from ...plan.sizes import Store as StoreName
+from ..operands import Teacher
 from ..protocol import Layout, Targets
 from . import tiles as tiles
 from .sets import TorchSets

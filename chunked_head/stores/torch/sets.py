@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from ...core.stats import Coefficients, Kept, RowStats, Sets
+from ...core.stats import Coefficients, RowStats
 from ...kernels.common.tiles import BEHIND
 from ...plan.plans import slices
+from ..operands import Kept, Sets
 from ..sets import SetStore
 from . import tiles
 

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-from ...core.stats import PAIR_STATS, Coefficients, Demand, Head, Rows, RowStats, View
+from ...core.stats import PAIR_STATS, Coefficients, Demand, RowStats, View
 from ...kernels.common.tiles import LOG_FLOOR
 from ...plan.plans import Plan, logits_shape, slices
 from ..gradients import Gradients
 from ..logits import LogitsView
 from ..matmul import again_rows, project_biased
+from ..operands import Head, Rows
 from ..store import MatmulStore
 from . import tiles as tiles
 

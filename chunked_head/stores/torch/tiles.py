@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...core.stats import Coefficients, Head, Teacher
+from ...core.stats import Coefficients
 from ...kernels.common.tiles import LOG_FLOOR
 from ...plan.plans import slices
+from ..operands import Head, Teacher
 
 TILE_COLUMNS = 1 << 15
 TILE_ELEMENTS = 1 << 18

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...core.stats import Head, Kept, Sets, Teacher
 from ...kernels.common.gpus import gpu_of, multiprocessors_of
 from ...kernels.common.tiles import INTERPRETED
 from ...kernels.gradients import launch as gradients
@@ -29,6 +28,7 @@ from ...kernels.statistics.launch import sum_rows as sum_rows
 from ...plan.plans import Plan
 from ...plan.sizes import Store as StoreName
 from ..matmul import sums_halves
+from ..operands import Head, Kept, Sets, Teacher
 from ..protocol import Layout, Targets
 from ..store import Store
 from .relative import FastStore, RelativeStore

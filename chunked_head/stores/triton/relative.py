@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...core.stats import Coefficients, Head, Rows, RowStats, numbers_sent, sent
+from ...core.stats import Coefficients, RowStats, numbers_sent, sent
 from ...kernels.common.gpus import split_strips
 from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Strips, strip_rows
 from ...kernels.common.tiles import ELSEWHERE, cdiv
@@ -16,6 +16,7 @@ from ...plan.buffers import padded_columns, part_sums
 from ...plan.plans import Plan, slices
 from ..gradients import Gradients
 from ..matmul import add_dhidden, project
+from ..operands import Head, Rows
 from .store import NO_PARTS, HalfStore, Parts, counted_of, merge_ranks, outputs_of, ratio_of, transform
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...core.stats import PAIR_STATS, Coefficients, Demand, Head, Rows, RowStats, Teacher
+from ...core.stats import PAIR_STATS, Coefficients, Demand, RowStats
 from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Transform
 from ...kernels.common.recording import refuse
 from ...kernels.gradients import launch as gradients
@@ -20,6 +20,7 @@ from ...plan.plans import Plan, logits_shape, own_dweight
 from ..gradients import Gradients
 from ..logits import LogitsView
 from ..matmul import again_rows, project_biased
+from ..operands import Head, Rows, Teacher
 from ..store import MatmulStore
 
 

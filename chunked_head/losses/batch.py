@@ -1,4 +1,4 @@
-"""Arguments of losses and metrics: statistics of tokens, and the fields of the batch that go with them."""
+"""Arguments of losses and metrics: statistics of tokens, fields of the batch; and functions of numbers per token."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -127,3 +127,28 @@ class Batch(Mapping[str, Tensor]):
         """Each token's segment's value [n] of ``values`` [num_segments], 0 for tokens of segment -1."""
         ids = self.fields[name]
         return torch.where(ids >= 0, values[ids.clamp(min=0)], 0.0)
+
+
+def clamped(values: Tensor, bound: float | None) -> Tensor:
+    """Within [-bound, bound], no gradient outside, infinite values included; a nan stays."""
+    if bound is None:
+        return values
+    # not torch.clamp, whose gradient at a bound is another in some versions, and for a bound that is a tensor
+    return torch.where(values > bound, bound, torch.where(values < -bound, -bound, values))
+
+
+def gate(x: Tensor) -> Tensor:
+    """``sigmoid(x)``; its gradient does not need ``1 - sigmoid(x)``, which rounds to 0 where the value is near 1."""
+    return torch.where(x > 0, 1 - torch.sigmoid(-x), torch.sigmoid(x))
+
+
+def kl_estimate(difference: Tensor, estimator: str) -> Tensor:
+    """KL of the policy that sampled, to the other, by k1, abs, k2 or k3 (Schulman 2020); ``difference``:
+    log-probability of the other less the sampler's."""
+    if estimator == "k1":
+        return -difference
+    if estimator == "abs":
+        return difference.abs()
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    return torch.expm1(difference) - difference

@@ -1,18 +1,36 @@
-"""What a user says of the processes that share a call: who holds which rows of the head, who holds which tokens."""
+"""Processes that share a call: ranks with rows of the head, ranks with tokens, what they agree on before they exchange
+messages, targets shifted over slices of sequences."""
 
+import contextlib
+import dataclasses
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-from torch import distributed
+import torch
+from torch import Tensor, distributed
 
+from ..core.checks import choice
+from ..core.private import all_gather
+from ..kernels.common.cache import Cache
 from ..kernels.common.tiles import cdiv
+from ..plan.sizes import BLOCKS
+
+LONGEST = 160  # letters of a value in an error
+
+# Kinds of calls that all ranks of a group are known to make alike. By the group itself: its name comes back, for other
+# ranks too, once torch.distributed has been shut down and begun again.
+# All ranks forget the same ones, since they ask for the same in the same order.
+AGREED: WeakKeyDictionary[Any, Cache[int, bool]] = WeakKeyDictionary()
+
 
 # ids travel beside statistics as floats, exact up to here
 MOST_IDS = 1 << 24
-# blocks that a deterministic call sums a vocabulary in, wherever its rows are; a block begins on 16 bytes of 16 bits
-BLOCKS, BLOCK_MULTIPLE = 8, 8
+LAYOUTS = ("contiguous", "zigzag")  # of sequences over ranks
+BLOCK_MULTIPLE = 8  # ids: a block of a vocabulary begins on 16 bytes of 16 bits
 
 
 class OfGroup:
@@ -222,3 +240,126 @@ def process_group(group: Any, what: str) -> Any:
     if distributed.get_rank(group) < 0:
         raise ValueError(f"this process is none of the group that {what} was given")
     return group
+
+
+def described(record: Any, prefix: str = "") -> dict[str, str]:
+    """The fields of a dataclass or NamedTuple, and of those in it."""
+    found: dict[str, str] = {}
+    for name in getattr(record, "_fields", None) or [field.name for field in dataclasses.fields(record)]:
+        value = getattr(record, name)
+        if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
+            found |= described(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = str(value)
+    return found
+
+
+def talks_always(device: torch.device) -> bool:
+    """Whether the host may look at what others have sent for free."""
+    return device.type == "cpu"
+
+
+def agree(fields: dict[str, str], group: Any, device: torch.device, what: str) -> int:
+    """Raises on every rank where ``fields``, which must be written alike in every process, differ; their hash.
+
+    A number of each rank, whatever the call is: on the CPU before every call, elsewhere, where the host has to wait for
+    it, before the first of its kind.
+    """
+    key = int.from_bytes(hashlib.sha256(repr(sorted(fields.items())).encode()).digest()[:7], "big")
+    agreed = AGREED.setdefault(group, Cache(4096))
+    if talks_always(device) or agreed.get(key) is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"a call of {what} that ranks have not agreed on cannot be captured: run it once before")
+        mine = torch.tensor([key], dtype=torch.int64, device=device)
+        keys = mine.new_empty(distributed.get_world_size(group))
+        all_gather(keys, mine, group)
+        if len(set(keys.tolist())) > 1:
+            every: list[Any] = [None] * len(keys)
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                distributed.all_gather_object(every, fields, group)
+            raise difference(every, what)
+        agreed[key] = True
+    return key
+
+
+def difference(every: list[dict[str, str]], what: str) -> ValueError:
+    """The same on all ranks: the first field that differs, as the first two ranks have it that it differs on."""
+    first = every[0]
+    other = next(rank for rank, given in enumerate(every) if given != first)
+    name = next(name for name in {**first, **every[other]} if first.get(name) != every[other].get(name))
+    here, there = (short(every[rank].get(name, "missing")) for rank in (0, other))
+    return ValueError(
+        f"ranks of {what} make different calls: {name} is {here} on rank 0 and {there} on rank {other}; it must be the "
+        "same on all ranks"
+    )
+
+
+def short(value: str) -> str:
+    return value if len(value) <= LONGEST else f"{value[:LONGEST]}..."
+
+
+def shift_targets(
+    target: Tensor,  # [...] int64, this rank's slice
+    group: Any = None,
+    shift: int = 1,
+    ignore_index: int = -100,
+    dim: int = -1,
+    layout: str = "contiguous",
+) -> Tensor:
+    """``target[..., t + shift]`` at t, across the slices of sequences that the ranks of ``group`` hold.
+
+    What ``shift=`` of ``linear_cross_entropy`` does where a rank has the whole sequence; there pass ``shift=0`` with
+    these. The first ``shift`` ids of every slice travel, in one message; the end of the whole sequence predicts nothing
+    and gets ``ignore_index``.
+
+    Args:
+        target: token ids [...] int64 or int32; along ``dim`` this rank's part of each sequence.
+        group: a process group, a one-dimensional DeviceMesh, or None for all processes; every rank of it calls.
+        shift: how far ahead the predicted token stands, at least 1; every slice is at least so long.
+        ignore_index: the target of tokens that predict nothing.
+        dim: the dimension that sequences run along.
+        layout: ``"contiguous"``: rank r holds slice r of as many as there are ranks, of any lengths. ``"zigzag"``, the
+            balanced one of PyTorch's and Megatron's context parallelism: rank r of R holds slices r and 2R - 1 - r of
+            2R equal ones, one after the other.
+
+    Returns:
+        A tensor of the shape and dtype of ``target``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: before any message, naming the argument.
+    """
+    if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"target of shift_targets must be an int64 or int32 tensor, got {type_of(target)}")
+    for name, value, least in (("shift", shift, 1), ("ignore_index", ignore_index, None), ("dim", dim, None)):
+        if type(value) is not int or (least is not None and value < least):
+            raise ValueError(f"{name} of shift_targets must be an int, shift at least 1, got {value!r}")
+    if not -target.dim() <= dim < target.dim():
+        raise ValueError(f"dim of shift_targets must be a dimension of target {tuple(target.shape)}, got {dim}")
+    choice("shift_targets", "layout", layout, LAYOUTS)
+    group = process_group(group, "shift_targets")
+    ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
+    held = 2 if layout == "zigzag" else 1
+    length = target.shape[dim]
+    if length % held or length // held < shift:
+        raise ValueError(
+            f"target of shift_targets has {length} ids along dimension {dim}; layout={layout!r} with shift={shift} "
+            + (f"takes {held} equal slices of at least {shift}" if held > 1 else f"takes at least {shift}")
+        )
+    slices = target.chunk(held, dim)
+    first = torch.stack([piece.narrow(dim, 0, shift) for piece in slices])
+    every = first.new_empty(ranks, *first.shape)
+    all_gather(every.view(-1), first.view(-1), group)
+    places = (rank, 2 * ranks - 1 - rank)[:held]  # of this rank's slices in the sequence
+    shifted = []
+    for piece, place in zip(slices, places, strict=True):
+        after = place + 1
+        if after == held * ranks:
+            following = torch.full_like(first[0], ignore_index)
+        else:
+            following = every[after, 0] if after < ranks else every[2 * ranks - 1 - after, 1]
+        shifted += [piece.narrow(dim, shift, piece.shape[dim] - shift), following]
+    return torch.cat(shifted, dim)
+
+
+def type_of(value: Any) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
