@@ -8,9 +8,10 @@ import graph_calls
 import pytest
 import torch
 from graph_calls import Data, make_data
-from loss_cases import FEWER, LOSS_CASES, LossCase, inputs_of, run_step
+from loss_cases import FEWER, LOSS_CASES, SOME_CASES, LossCase, inputs_of, run_step
 from test_replay import assert_replayed
 from test_replay import on_cpu as on_cpu
+from tiers import tier
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -62,8 +63,15 @@ def both(call: Callable[[], Any]) -> None:
 MEASURED = [metrics.entropy(), metrics.accuracy(), metrics.logprob(reduce="min"), metrics.perplexity()]
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        one for case in LOSS_CASES for backend in ("torch", "triton")
+        for one in tier(
+            pytest.param(case, backend, id=f"{case.name}-{backend}"), backend == "torch" or case.name in SOME_CASES
+        )
+    ],
+)  # fmt: skip
 def test_losses(case: LossCase, backend: str) -> None:
     inputs = inputs_of(case, torch.float32, "cpu", **FEWER)
     measured = MEASURED if case.target else MEASURED[:1]

@@ -9,7 +9,6 @@ from budget import assert_within_budget
 from cases import PLACES, Place
 from chunked_head.kernels.common.operands import Strips
 from chunked_head.kernels.common.tiles import PRODUCT_ROWS
-from full_stats import full_stats, make_batch
 from loss_cases import (
     FEWER,
     LOSS_CASES,
@@ -27,9 +26,7 @@ from tiers import crossed, tier
 from torch import Tensor
 
 from chunked_head import LossOutput, linear_loss, logits_loss, losses, metrics
-from chunked_head.arithmetic.evaluate import unit_mask
-from chunked_head.metrics import Metric, unit_weights
-from chunked_head.metrics.values import selected
+from chunked_head.metrics import Metric
 from chunked_head.plan import sizes as sizes_of_call
 from chunked_head.stores.triton.relative import RelativeStore
 
@@ -202,22 +199,6 @@ def every_metric() -> list[Metric]:
     return list({metric.label: metric for metric in found}.values())
 
 
-def measured(metric: Metric, x: Tensor, target: Tensor, batch: dict[str, Tensor], segments: int) -> Tensor:
-    """A metric's value from whole logits in float64."""
-    stats = full_stats(x, target)
-    whole = make_batch({name: batch[name] for name in metric.fields}, target, x.shape[1], segments)
-    mask, weights = unit_mask(metric.unit, whole), None
-    if metric.weighting != "token":
-        weights, count = unit_weights(whole[metric.ids], mask, segments, torch.float64)
-    else:
-        count = mask.sum()
-    values = selected(metric, metric.values(stats, whole), mask, weights)
-    if metric.reduce != "mean":
-        nothing = values.new_full((1,), -math.inf if metric.reduce == "max" else math.inf)
-        return getattr(torch.cat([values, nothing]), metric.reduce)()
-    return metrics.MetricValue("mean", values.sum(0), count, finish=metric.finish).value
-
-
 def small_calls() -> list:
     """Each loss in two of the settings in turn, interpreted in one; in all of them, interpreted in two, exhaustive."""
     found = []
@@ -281,27 +262,15 @@ def test_smallest_calls(case: LossCase, setting: str, place: Place) -> None:
 
 
 def assert_metrics(out: LossOutput, wanted: list[Metric], case: LossCase, inputs: LossInputs) -> None:
-    """Against whole logits in float64."""
-    inputs = inputs.to(torch.float64).on("cpu")
-    assert inputs.num_segments is not None
-    x = inputs.hidden @ inputs.weight.t()
-    if "bias" in inputs.head:
-        x = x + inputs.head["bias"]
-    x = x * inputs.head.get("logit_scale", 1.0)
-    if "softcap" in inputs.head:
-        x = inputs.head["softcap"] * torch.tanh(x / inputs.head["softcap"])
-    if "kept_ids" in inputs.batch and inputs.target is not None:
-        ids = inputs.batch["kept_ids"].masked_fill(inputs.target[:, None] < 0, -1)
-        x = reference.of_kept(x, ids.clamp(max=x.shape[1] - 1), inputs.target.clamp(0, x.shape[1] - 1))
-    temperature = inputs.head.get("temperature", 1.0)
-    x = x / (temperature[:, None].nan_to_num(1.0) if isinstance(temperature, Tensor) else temperature)
-    target = torch.zeros(len(x), dtype=torch.int64) if inputs.target is None else inputs.target.clamp(min=-1)
-    if "mask" in inputs.batch:
-        target = torch.where(inputs.batch["mask"], target, -1)
+    """Against PyTorch's operations in float64, which ``tests/losses/test_metrics.py`` holds to formulas."""
+    exact = inputs.to(torch.float64).on("cpu")
+    truth = linear_loss(
+        exact.hidden, exact.weight, exact.target, case.losses, batch=exact.batch, num_segments=exact.num_segments,
+        metrics=wanted, **exact.head,
+    )  # fmt: skip
     assert out.metrics.keys() == {metric.label for metric in wanted}
-    found = {name: value.value.cpu().double() for name, value in out.metrics.items()}
-    truth = {metric.label: measured(metric, x, target, inputs.batch, inputs.num_segments) for metric in wanted}
-    torch.testing.assert_close(found, truth, rtol=1e-5, atol=3e-5)
+    found, true = ({name: one.value.cpu().double() for name, one in of.metrics.items()} for of in (out, truth))
+    torch.testing.assert_close(found, true, rtol=1e-5, atol=3e-5)
 
 
 def has_values_per_token(case: LossCase) -> bool:
