@@ -9,11 +9,13 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any, Literal, NamedTuple, Self, TypedDict
+from typing import Any, Literal, NamedTuple, ParamSpec, Self, TypedDict, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..core import checks as shared
+from ..kernels.common.cache import Cache
 
 Kind = Literal["token", "row", "segment", "pair", "constant", "kept"]
 Unit = Literal["token", "segment", "pair"]
@@ -284,6 +286,25 @@ def as_summand(other: Any) -> Losses:
 
 def is_summand(other: Any) -> bool:
     return isinstance(other, Losses) or callable(other)
+
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+MADE: Cache[tuple, Any] = Cache(256)
+
+
+def once(factory: Callable[Given, Made]) -> Callable[Given, Made]:
+    """A factory of losses or metrics that makes one object of equal numbers, flags and strings, so that a step with the
+    options of the step before checks nothing anew. With anything else, such as a tensor, it makes one at each call."""
+
+    @functools.wraps(factory)
+    def made(*args: Given.args, **options: Given.kwargs) -> Made:
+        if torch.compiler.is_compiling() or not shared.PLAIN.issuperset(map(type, (*args, *options.values()))):
+            return factory(*args, **options)
+        found: Made = MADE.made((factory, repr((args, options))), lambda: factory(*args, **options))
+        return found
+
+    return made
 
 
 def make(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.checks import choice, number, refuse_unknown
 from ..core.stats import shift_left
-from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, make
+from .base import TEACHER_FIELDS, Losses, SummandOptions, Teacher, make, once
 from .batch import Batch, Stats
 from .topk import positive, squared
 
@@ -34,6 +34,7 @@ class TeacherOptions(SummandOptions, total=False):
     teacher_softcap: float | None
 
 
+@once
 def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
     """``KL(q || p) = sum_j q_j * (log q_j - log p_j)`` to a dense teacher.
 
@@ -54,6 +55,7 @@ def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
     return dense("forward_kl", ("forward_kl",) if form == "kl" else ("forward_kl", "teacher_entropy"), teacher)
 
 
+@once
 def reverse_kl(**teacher: Any) -> Losses:
     """``KL(p || q) = sum_j p_j * (log p_j - log q_j)`` to a dense teacher; fields and options as ``forward_kl``.
 
@@ -63,6 +65,7 @@ def reverse_kl(**teacher: Any) -> Losses:
     return dense("reverse_kl", ("reverse_kl",), teacher)
 
 
+@once
 def jsd(beta: float = 0.5, **teacher: Any) -> Losses:
     """``beta * KL(q || m) + (1 - beta) * KL(p || m)`` with ``m = beta * q + (1 - beta) * p`` (GKD, 2306.13649).
 
@@ -74,6 +77,7 @@ def jsd(beta: float = 0.5, **teacher: Any) -> Losses:
     return dense("jsd", (ends.get(beta, "jsd"),), teacher, None if beta in ends else beta)
 
 
+@once
 def tvd(**teacher: Any) -> Losses:
     """Total variation distance ``0.5 * sum_j |p_j - q_j|`` to a dense teacher; fields and options as ``forward_kl``.
 
@@ -82,6 +86,7 @@ def tvd(**teacher: Any) -> Losses:
     return dense("tvd", ("tvd",), teacher)
 
 
+@once
 def lk(form: str = "log", eta: float = 3.0, least: float = 1e-5, **teacher: Any) -> Losses:
     """What a drafter is trained by whose tokens a verifier accepts with probability ``a = sum_j min(p_j, q_j)``, ``q``
     being the verifier (Samarin et al., 2602.23881; ``speculators``): fields and other options as ``forward_kl``.

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ..core.checks import flag, number
-from .base import Losses, make
+from .base import Losses, make, once
 from .batch import Batch, Stats
 
 
+@once
 def cross_entropy(
     label_smoothing: float = 0.0,
     class_weights: Tensor | None = None,
@@ -72,6 +73,7 @@ def _cross_entropy(
     return values if entropy_scaling is None else values * stats.entropy.detach().clamp(min=0.0) ** entropy_scaling
 
 
+@once
 def focal(gamma: float = 2.0, alpha: float | Tensor | None = None, **summand: Any) -> Losses:
     """``-alpha_y (1 - p_y)^gamma log p_y`` over the softmax (Lin et al., arXiv 1708.02002).
 
@@ -103,6 +105,7 @@ def _focal(
     return torch.where(certain, 0.0, torch.where(certain, 1.0, rest) ** gamma) * values
 
 
+@once
 def unlikelihood(**summand: Any) -> Losses:
     """``-log(1 - p_y)``: takes probability from tokens that should not have been said (Welleck, arXiv 1908.04319).
 
@@ -118,6 +121,7 @@ def _unlikelihood(stats: Stats, batch: Batch) -> Tensor:
     return -torch.where(logprob < -0.5, small, torch.log(-torch.expm1(logprob)))
 
 
+@once
 def z_loss(**summand: Any) -> Losses:
     """``lse^2``: keeps the softmax's normaliser near 1 (PaLM, arXiv 2204.02311, with a coefficient of 1e-4).
 
@@ -131,6 +135,7 @@ def _z_loss(stats: Stats, batch: Batch) -> Tensor:
     return stats.lse.square()
 
 
+@once
 def entropy(**summand: Any) -> Losses:
     """``-sum_j p_j log p_j`` in nats, differentiable: ``- 0.01 * entropy()`` is a bonus, a positive factor a penalty.
 

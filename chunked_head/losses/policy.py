@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.checks import bound, choice, number, refuse_unknown
-from .base import Losses, SummandOptions, make
+from .base import Losses, SummandOptions, make, once
 from .batch import Batch, Stats, clamped, gate
 
 
@@ -46,6 +46,7 @@ class Rollout(NamedTuple):
     least: float
 
 
+@once
 def reinforce(**policy: Any) -> Losses:
     """``-A logprob``: REINFORCE, and what every clipped loss is on policy.
 
@@ -62,6 +63,7 @@ def _reinforce(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
     return -advantages * torch.where(advantages == 0, 0.0, stats.logprob)
 
 
+@once
 def grpo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -96,6 +98,7 @@ def _grpo(stats: Stats, batch: Batch, ratio_clamp: float | None, rollout: Rollou
     return -advantages * clipped_ratio(log_ratio, advantages, **clip)
 
 
+@once
 def cispo(
     clip_high: float = 4.0,
     clip_low: float | None = None,
@@ -131,6 +134,7 @@ def _cispo(
     return -ratio * advantages * torch.where(advantages == 0, 0.0, stats.logprob)
 
 
+@once
 def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
     """``-A 4 / tau sigmoid(tau (r - 1))``, tau = tau_pos where A > 0, else tau_neg: a soft gate in place of the clip
     (arXiv 2511.20347). On policy its gradient is REINFORCE's.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..core.checks import bound, choice, number
-from .base import Losses
+from .base import Losses, once
 from .batch import Batch, Stats, clamped
 from .policy import (
     Rollout,
@@ -21,6 +21,7 @@ from .policy import (
 )
 
 
+@once
 def gspo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -76,6 +77,7 @@ def _gspo(
     return -advantages * clipped_ratio(clamped(log_ratio, ratio_clamp), advantages, **clip)
 
 
+@once
 def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
     """``-A_s exp(mean over s of clip(log r))``: the geometric mean of ratios, each clipped in log space on the side
     that its segment's advantage pushes to: at most clip_high for A_s > 0, at least -clip_low for A_s < 0 (arXiv
@@ -107,6 +109,7 @@ def _gmpo(
     return -advantages * batch.segment_mean(log_ratio).exp()
 
 
+@once
 def rloo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -136,6 +139,7 @@ def _rloo(stats: Stats, batch: Batch, ratio_clamp: float | None, rollout: Rollou
 LEAST_WEIGHT = 1e-8  # of a segment's ratio in VESPO, as TRL
 
 
+@once
 def vespo(
     k_pos: float = 2.0,
     lambda_pos: float = 3.0,

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.checks import flag, number
-from .base import Losses, make
+from .base import Losses, make, once
 from .batch import Batch, Stats, gate
 
 
+@once
 def orpo(beta: float = 0.1, **summand: Any) -> Losses:
     """The odds-ratio term of ORPO (arXiv 2403.07691): ``-beta * log s(log odds(chosen) - log odds(rejected))``.
 
@@ -34,6 +35,7 @@ def _orpo(stats: Stats, batch: Batch, beta: float) -> Tensor:
     return -beta * F.logsigmoid(chosen - rejected)
 
 
+@once
 def kto(
     beta: float = 0.1,
     desirable_weight: float = 1.0,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.checks import choice, flag, number
-from .base import Losses, make
+from .base import Losses, make, once
 from .batch import Batch, Stats, gate
 from .preference import of_pairs, scores, total
 
@@ -27,6 +27,7 @@ OF_MARGINS = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "
 MOST_EXPONENT = 80.0  # whose exponential fp32 holds
 
 
+@once
 def dpo(
     beta: float = 0.1,
     variant: str = "sigmoid",
@@ -93,6 +94,7 @@ def dpo(
     return paired("dpo", beta, variant, label_smoothing, average, reference, summand, **more)
 
 
+@once
 def simpo(
     beta: float = 0.1, gamma: float = 0.5, *, label_smoothing: float = 0.0, alpha: float = 0.0, **summand: Any
 ) -> Losses:
@@ -111,6 +113,7 @@ def simpo(
     return paired("simpo", beta, "sigmoid", label_smoothing, True, False, summand, **more)
 
 
+@once
 def cpo(
     beta: float = 0.1,
     variant: str = "sigmoid",

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from ..core.checks import choice, flag
-from .base import Losses, make
+from .base import Losses, make, once
 from .batch import Batch, Stats, clamped, kl_estimate
 from .policy import checked_clamp, token_log_ratio
 
 ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 
 
+@once
 def kl_to_reference(
     estimator: str = "k3",
     bias_correction: bool = False,

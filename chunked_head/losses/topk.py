@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..core.checks import bound, choice, flag, number
-from .base import Losses, make
+from .base import Losses, make, once
 from .batch import Batch, Stats
 
 # teachers' log-probabilities at and below this stand for none: collators pad with -1e9, -inf or the dtype's minimum
@@ -15,6 +15,7 @@ PADDING = -1e6
 NONE = -1e30  # the log-probability of what does not count: finite, and 0 when exponentiated at any temperature
 
 
+@once
 def topk_kl(
     divergence: str = "forward",
     normalize: str = "tail",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.checks import bound, choice, flag, number, refuse_unknown
+from ..losses.base import once
 from ..losses.batch import clamped, kl_estimate
 from ..losses.reference_kl import estimated_kl
 from .values import Metric, MetricOptions, Reduce
@@ -46,6 +47,7 @@ def make(
     return Metric(kind, function, needs=frozenset(needs), **(known | given))
 
 
+@once
 def accuracy(**common: Any) -> Metric:
     """Share of tokens whose target has the largest logit, the first of them on ties. ``common``: ``MetricOptions``."""
     return make("accuracy", _accuracy, common, needs=("argmax",))
@@ -55,6 +57,7 @@ def _accuracy(stats: Any, batch: Any) -> Tensor:
     return (stats.argmax == batch.target).to(stats.lse.dtype)
 
 
+@once
 def perplexity(weighting: Literal["token", "segment"] = "token", **common: Any) -> Metric:
     """``exp(-mean log-probability)``; ``weighting="segment"``: the mean of the segments' own perplexities, as verl."""
     if choice("metrics.perplexity", "weighting", weighting, ("token", "segment")) == "token":
@@ -70,21 +73,25 @@ def _segment_perplexity(stats: Any, batch: Any) -> Tensor:
     return batch.segment_mean(-stats.logprob).exp()
 
 
+@once
 def entropy(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Entropy of the softmax in nats, at the metric's temperature."""
     return _statistic("entropy", reduce, common, needs=("entropy",), reads_target=False)
 
 
+@once
 def lse(reduce: Reduce = "mean", **common: Any) -> Metric:
     """``logsumexp`` of the logits, what z-loss squares."""
     return _statistic("lse", reduce, common, reads_target=False)
 
 
+@once
 def mean_logit(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Mean of a token's logits over the vocabulary (TRL's ``logits/chosen`` is its mean over chosen tokens)."""
     return _statistic("mean_logit", reduce, common, needs=("mean_logit",), reads_target=False)
 
 
+@once
 def logprob(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Log-probability of the target (Fast-LLM's ``new_logprobs``)."""
     return _statistic("logprob", reduce, common)
@@ -98,6 +105,7 @@ def _read(stats: Any, batch: Any, statistic: str) -> Tensor:
     return getattr(stats, statistic)
 
 
+@once
 def top_probability(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Probability of the most probable token."""
     return make("top_probability", _top_probability, common, reduce=reduce, needs=("top_logprob",), reads_target=False)
@@ -107,6 +115,7 @@ def _top_probability(stats: Any, batch: Any) -> Tensor:
     return stats.top_logprob.exp()
 
 
+@once
 def ratio(
     against: Literal["old", "reference", "rollout"] = "old",
     *,
@@ -125,6 +134,7 @@ def ratio(
     return make("ratio", _ratio, common, reduce=reduce, suffix=suffix, **known)
 
 
+@once
 def effective_sample_size(
     against: Literal["old", "reference", "rollout"] = "old",
     *,
@@ -178,6 +188,7 @@ def _ratio_powers(stats: Any, batch: Any, **options: Any) -> Tensor:
     return torch.stack([values, values.square()], dim=-1)
 
 
+@once
 def kl_old(
     estimator: Literal["k1", "abs", "k2", "k3"] = "k3",
     *,
@@ -205,6 +216,7 @@ def _kl_old(stats: Any, batch: Any, other: str, level: str, ratio_clamp: float |
     return kl_estimate(clamped(_log_ratio(stats, batch, other, level), ratio_clamp), estimator)
 
 
+@once
 def kl_reference(
     estimator: Literal["k1", "abs", "k2", "k3"] = "k3",
     *,
@@ -234,6 +246,7 @@ def kl_reference(
     return make(kind, estimated_kl, common, reduce=reduce, options=options, fields=fields, suffix=suffix)
 
 
+@once
 def clip_fraction(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -276,6 +289,7 @@ def _clip_fraction(
     return clipped.to(stats.lse.dtype)
 
 
+@once
 def advantage(reduce: Reduce = "mean", **common: Any) -> Metric:
     """Mean, maximum or minimum of ``batch["advantages"]`` over tokens that count."""
     return make("advantage", _advantage, common, reduce=reduce, fields=("advantages",), reads_target=False)
@@ -285,6 +299,7 @@ def _advantage(stats: Any, batch: Any) -> Tensor:
     return batch["advantages"].to(stats.lse.dtype)
 
 
+@once
 def acceptance(reduce: Reduce = "mean", **common: Any) -> Metric:
     """``sum_j min(p_j, q_j)``: the probability that a verifier ``q`` accepts a token that a drafter ``p`` has sampled
     (Leviathan et al., 2211.17192). ``q`` is the dense teacher of a loss of the call, at that loss's softmaxes."""
@@ -292,6 +307,7 @@ def acceptance(reduce: Reduce = "mean", **common: Any) -> Metric:
     return make("acceptance", _acceptance, common, reduce=reduce, needs=needs, reads_target=False)
 
 
+@once
 def agreement(**common: Any) -> Metric:
     """Share of tokens whose most probable id is the dense teacher's too: what a verifier that decodes greedily accepts.
     The teacher is that of a loss of the call; of equal logits the first id's counts."""
@@ -302,6 +318,7 @@ def _agreement(stats: Any, batch: Any) -> Tensor:
     return (stats.argmax == stats.teacher_argmax).to(stats.lse.dtype)
 
 
+@once
 def accepted_length(**common: Any) -> Metric:
     """How many tokens in a row a verifier accepts on average: ``a_1 + a_1 a_2 + ...`` with ``a_i`` the acceptance of a
     token in the i-th stream of ``linear_loss``, 0 where it does not count there; of the tokens that count in the first.

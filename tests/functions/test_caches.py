@@ -238,3 +238,16 @@ def test_threads_that_make_one_value_get_the_same() -> None:
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(lambda _: cache.made("key", make), range(2))
     assert one is other is cache.get("key")
+
+
+def test_a_factory_makes_one_object_of_equal_options() -> None:
+    """Of options alike in value and type; one that holds a tensor is made at each call."""
+    assert losses.grpo(clip_low=0.1) is losses.grpo(clip_low=0.1)
+    assert metrics.kl_old(level="segment") is metrics.kl_old(level="segment")
+    others = [losses.grpo(clip_low=value) for value in (0.0, -0.0, 0, 0.1)]
+    assert len({id(each) for each in (*others, losses.grpo(0.1), losses.reinforce(), losses.cispo())}) == 7
+    weights = torch.rand(5)
+    assert losses.z_loss(token_weights=weights) is not losses.z_loss(token_weights=weights)
+    for wrong in (2.0, 2.0, True):
+        with pytest.raises(ValueError, match=r"clip_low of losses\.grpo"):
+            losses.grpo(clip_low=wrong)
