@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .sizes import balanced, slices
+from .plans import balanced, slices
 
 
 class Segments(NamedTuple):

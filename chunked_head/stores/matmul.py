@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..plan.buffers import cast_rows
-from ..plan.sizes import Sizes, slices
+from ..plan.plans import slices
+from ..plan.sizes import Sizes
 
 # rows, and columns, of each thread from which on BLAS sums every product in one order
 FEW_ROWS, FEW_COLUMNS = 8, 16

@@ -4,44 +4,32 @@ import inspect
 import math
 import re
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import torch
-from full_stats import Batch, Stats, full_stats
+from test_extremes import logits
 from tiers import crossed
 from torch import Tensor
 
-from chunked_head import linear_loss, losses, metrics
-from chunked_head.losses import (
-    Losses,
-    distillation,
-    label,
-    policy,
-    policy_segments,
-    preference,
-    preference_pairs,
-    reference_kl,
-    topk,
-)
-from chunked_head.metrics import Metric, MetricValue, all_reduce, combine, merge, unit_weights
-from chunked_head.metrics.values import selected
+from chunked_head import linear_loss, logits_logprobs, logits_loss, losses, metrics
+from chunked_head.losses import Losses
+from chunked_head.metrics import Metric, MetricValue, all_reduce, combine
 
 TOKENS, VOCAB, SEGMENTS = 29, 11, 6
 # segments 0 and 3 lie interleaved, segment 4 has no token, segment 5 none that counts, two tokens are of none
 IDS = torch.tensor([0, 3, 0, 3, 3, 0, 1, 2, 2, 2, 2, 2, 2, -1, 3, 3, 0, 5, 5, 1, 0, 2, 2, -1, 3, 0, 0, 1, 3])
 DOCUMENTS = torch.tensor([0] * 9 + [2] * 13 + [1] * 7)
 MASKED = (2, 9, 17, 18, 28)
-PIECES = (0, 7, 8, 21, 29)
+CHUNKS = (None, 7)
 
 Values = dict[str, Tensor]
 
 
 class Data:
-    """Random logits and fields in float64; what is masked holds garbage before it is sanitised."""
+    """Random logits and fields in float64; garbage where a token does not count."""
 
     def __init__(self, seed: int = 0, counted: bool = True, dtype: torch.dtype = torch.float64):
         g = torch.Generator().manual_seed(seed)
@@ -50,67 +38,31 @@ class Data:
         self.mask[list(MASKED)] = False
         if not counted:
             self.mask[:] = False
-        ids = torch.randint(VOCAB, (TOKENS,), generator=g)
-        ids[5] = self.x[5].argmax()  # accuracy is neither 0 nor 1
-        self.target = torch.where(self.mask, ids, -1)
-        logprob = self.x.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        self.target = torch.randint(VOCAB, (TOKENS,), generator=g)
+        self.target[5] = self.x[5].argmax()  # accuracy is neither 0 nor 1
+        logprob = self.logprob()
         noise = torch.randn(TOKENS, 4, generator=g, dtype=dtype)
         self.fields = {
-            "old_logprobs": logprob + 0.7 * noise[:, 0],
-            "ref_logprobs": logprob + 0.4 * noise[:, 1],
-            "rollout_logprobs": logprob + 0.2 * noise[:, 2],
+            "old_logprobs": (logprob + 0.7 * noise[:, 0]).clamp(max=0.0),
+            "ref_logprobs": (logprob + 0.4 * noise[:, 1]).clamp(max=0.0),
+            "rollout_logprobs": (logprob + 0.2 * noise[:, 2]).clamp(max=0.0),
             "advantages": noise[:, 3],
         }
         for field in self.fields.values():
-            field[list(MASKED)] = 0.0
-        self.fields |= {"segments": torch.where(self.mask, IDS, -1), "documents": torch.where(self.mask, DOCUMENTS, -1)}
-
-    def piece(self, start: int, stop: int) -> tuple[Stats, Batch]:
-        stats = full_stats(self.x[start:stop], self.target[start:stop])
-        fields = {name: value[start:stop] for name, value in self.fields.items()}
-        return stats, Batch(fields, self.target[start:stop], SEGMENTS, VOCAB)
+            field[list(MASKED)] = math.nan
+        self.fields |= {"segments": IDS, "documents": DOCUMENTS, "mask": self.mask}
 
     def logprob(self) -> Tensor:
-        return self.x.log_softmax(-1).gather(-1, self.target.clamp(min=0)[:, None])[:, 0]
+        return self.x.log_softmax(-1).gather(-1, self.target[:, None])[:, 0]
 
 
-def accumulate(
-    metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | None = None, count: Tensor | None = None
-) -> MetricValue:
-    """Sums, or the extremum, of what a call selects of ``values``; the count is that of ``mask`` unless it is given."""
-    kept = selected(metric, values, mask, weights)
-    if metric.reduce != "mean":
-        nothing = kept.new_full((1,), -math.inf if metric.reduce == "max" else math.inf)
-        every = torch.cat([kept, nothing])
-        return MetricValue(metric.reduce, extremum=every.amax(0) if metric.reduce == "max" else every.amin(0))
-    if count is None:
-        count = (mask.to(kept.dtype) if weights is None else torch.where(mask, weights, 0.0).to(kept.dtype)).sum()
-    return MetricValue("mean", kept.sum(0), count.to(kept.dtype), finish=metric.finish)
-
-
-def measure(metric: Metric, data: Data, bounds: tuple[int, ...] = (0, TOKENS)) -> MetricValue:
-    """What a call does: units selected by the mask, weights from the whole call, pieces merged."""
-    kept = [*metric.fields, *metric.optional_fields]
-    if metric.unit == "segment":
-        assert metric.scope == "segment"
-        stats, batch = data.piece(0, TOKENS)
-        batch.fields = {name: batch.fields[name] for name in kept}
-        return accumulate(metric, metric.values(stats, batch), batch.segment_count() > 0)
-    total, weights, count = None, None, None
-    if metric.weighting != "token":
-        weights, count = unit_weights(data.fields[metric.ids], data.mask, SEGMENTS, torch.float64)
-    for start, stop in pairwise(bounds):
-        stats, batch = data.piece(start, stop)
-        stats = Stats({name: stats.values[name] for name in {"logprob", "lse"} | metric.needs})
-        batch.fields = {name: batch.fields[name] for name in kept}
-        part = None if weights is None else weights[start:stop]
-        piece = accumulate(metric, metric.values(stats, batch), batch.mask, part)
-        total = piece if total is None else merge(total, piece)
-    assert total is not None
-    if count is not None:
-        assert total.count is not None
-        assert math.isclose(total.count.item(), count.item(), rel_tol=1e-12)
-    return total
+def measure(metric: Metric, data: Data, chunk: int | None = None, **options: Any) -> MetricValue:
+    """A metric of one call, in chunks of so many tokens."""
+    found = linear_loss(
+        data.x, torch.eye(VOCAB, dtype=data.x.dtype), data.target, losses.z_loss(), batch=data.fields,
+        num_segments=SEGMENTS, metrics=[metric], chunk_tokens=chunk, **options,
+    )  # fmt: skip
+    return found.metrics[metric.label]
 
 
 # ---- the formulas, token by token
@@ -209,17 +161,17 @@ PER_TOKEN: dict[str, tuple[Callable[..., Metric], Callable[[Data, int], float]]]
 }
 
 
-@crossed(bounds=[(0, TOKENS), PIECES], weighting=["token", "segment", "document"], name=PER_TOKEN)
-def test_means_of_tokens(name: str, weighting: str, bounds: tuple[int, ...]) -> None:
+@crossed(chunk=CHUNKS, weighting=["token", "segment", "document"], name=PER_TOKEN)
+def test_means_of_tokens(name: str, weighting: str, chunk: int | None) -> None:
     factory, formula = PER_TOKEN[name]
     data = Data()
     metric = factory(weighting=weighting)
     assert metric.label == name
-    got = measure(metric, data, bounds)
+    got = measure(metric, data, chunk)
     if weighting == "token":
         values = [formula(data, t) for t in rows(data)]
     else:
-        values = [mean([formula(data, t) for t in group]) for group in segments_of(data, metric.ids)]
+        values = [mean([formula(data, t) for t in group]) for group in segments_of(data, f"{weighting}s")]
     assert len({round(value, 9) for value in values}) > 1  # or the wrong weighting would pass
     assert got.count is not None and got.sum is not None
     assert got.count.item() == pytest.approx(len(values), rel=1e-12)
@@ -238,8 +190,8 @@ def test_extrema(name: str, reduce: str) -> None:
     metric = factory(reduce=reduce)
     assert metric.label == f"{name}_{reduce}"
     expected = {"max": max, "min": min}[reduce](formula(data, t) for t in rows(data))
-    for bounds in ((0, TOKENS), PIECES):
-        assert measure(metric, data, bounds).value.item() == pytest.approx(expected, rel=1e-9)
+    for chunk in CHUNKS:
+        assert measure(metric, data, chunk).value.item() == pytest.approx(expected, rel=1e-9)
 
 
 def test_perplexity() -> None:
@@ -247,7 +199,7 @@ def test_perplexity() -> None:
     logprob = data.logprob()
     whole = math.exp(-mean([logprob[t].item() for t in rows(data)]))
     own = [math.exp(-mean([logprob[t].item() for t in group])) for group in segments_of(data)]
-    assert measure(metrics.perplexity(), data, PIECES).value.item() == pytest.approx(whole, rel=1e-9)
+    assert measure(metrics.perplexity(), data, 7).value.item() == pytest.approx(whole, rel=1e-9)
     assert measure(metrics.perplexity("segment"), data).value.item() == pytest.approx(mean(own), rel=1e-9)
     assert abs(whole - mean(own)) > 0.1
 
@@ -257,17 +209,17 @@ def test_effective_sample_size(against: str) -> None:
     data = Data()
     ratios = [old_ratio(data, t, metrics.AGAINST[against]) for t in rows(data)]
     size = sum(ratios) ** 2 / sum(r * r for r in ratios)
-    got = measure(metrics.effective_sample_size(against), data, PIECES)
+    got = measure(metrics.effective_sample_size(against), data, 7)
     assert got.sum is not None and got.sum.shape == (2,)
     assert got.value.item() == pytest.approx(size, rel=1e-9)
-    fraction = measure(metrics.effective_sample_size(against, normalized=True), data, PIECES)
+    fraction = measure(metrics.effective_sample_size(against, normalized=True), data, 7)
     assert fraction.value.item() == pytest.approx(size / len(ratios), rel=1e-9)
     assert fraction.value.item() < 0.999
 
 
 def test_effective_sample_size_of_equal_weights_is_their_number() -> None:
     data = Data()
-    data.fields["old_logprobs"] = torch.where(data.mask, data.logprob(), 0.0)
+    data.fields["old_logprobs"] = data.logprob()
     assert measure(metrics.effective_sample_size(), data).value.item() == pytest.approx(len(rows(data)))
     assert measure(metrics.effective_sample_size(level="segment"), data).value.item() == pytest.approx(4)
 
@@ -295,7 +247,7 @@ SEGMENT_LEVEL = {
 def test_segment_level(name: str) -> None:
     factory, formula = SEGMENT_LEVEL[name]
     metric = factory(level="segment")
-    assert metric.label == name and metric.unit == "segment" and "segments" in metric.fields
+    assert metric.label == name
     sums = []
     for seed in range(6):  # some have clipped segments
         data = Data(seed)
@@ -312,10 +264,19 @@ def test_segment_level(name: str) -> None:
 
 
 def values_of(metric: Metric, logprob: list[float], **fields: list[float]) -> Tensor:
-    """``metric`` per token, where nothing but log-probabilities and fields is read."""
-    stats = Stats({"logprob": torch.tensor(logprob), "lse": torch.zeros(len(logprob))})
-    target = torch.zeros(len(logprob), dtype=torch.int64)
-    return metric.values(stats, Batch({k: torch.tensor(v) for k, v in fields.items()}, target, None, VOCAB))
+    """``metric`` of one token a call, where nothing but log-probabilities and fields is read."""
+    x = logits(torch.tensor(logprob, dtype=torch.float64))
+    target = torch.zeros(1, dtype=torch.int64)
+
+    def one(i: int) -> Tensor:
+        batch = {name: torch.tensor([float(values[i])], dtype=torch.float64) for name, values in fields.items()}
+        return (
+            logits_loss(x[i : i + 1], target, losses.z_loss(), batch=batch, metrics=[metric])
+            .metrics[metric.label]
+            .value
+        )
+
+    return torch.stack([one(i) for i in range(len(logprob))])
 
 
 def test_directions() -> None:
@@ -335,8 +296,10 @@ def test_directions() -> None:
 
 @pytest.mark.parametrize("side", ["unsigned", "low", "high", "signed"])
 def test_clip_at_its_bounds(side: str) -> None:
-    logs = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.5, 0.49, 0.49, 1.51, 1.51, 0.49]).log()
-    ratios = logs.exp().tolist()
+    given = torch.full((10,), -3.0, dtype=torch.float64)
+    own = logits_logprobs(logits(given), torch.zeros(10, dtype=torch.int64))
+    old = own - torch.tensor([0.6, 0.6, 1.5, 1.5, 1.5, 0.59, 0.59, 1.51, 1.51, 0.59], dtype=torch.float64).log()
+    ratios = (own - old).exp().tolist()
     low, high = 1 - ratios[0], ratios[2] - 1  # bounds at which the ratio is exactly
     advantages = [1.0, -1.0, 1.0, -1.0, 0.0, 1.0, -1.0, 1.0, -1.0, 0.0]
     expected = {
@@ -346,20 +309,20 @@ def test_clip_at_its_bounds(side: str) -> None:
         "signed": [0, 0, 0, 0, 0, 0, 1, 1, 0, 0],
     }[side]
     metric = metrics.clip_fraction(low, high, side=side)
-    got = values_of(metric, logs.tolist(), old_logprobs=[0.0] * 10, advantages=advantages)
+    got = values_of(metric, given.tolist(), old_logprobs=old.tolist(), advantages=advantages)
     assert got.tolist() == expected
 
 
 def test_ratios_stay_finite() -> None:
-    logprob, old = [0.0, -1e4, 0.0, -math.inf, -3.0], [-1e4, 0.0, -math.inf, -1.0, -2.0]
+    logprob, old = [-1.0, -1e4, -1.0, -math.inf, -3.0], [-1e4, 0.0, -math.inf, -1.0, -2.0]
     largest = math.exp(20.0)
     ratios = values_of(metrics.ratio(), logprob, old_logprobs=old)
     assert ratios.tolist() == pytest.approx([largest, 1 / largest, largest, 1 / largest, math.exp(-1.0)], rel=1e-5)
     for metric in (metrics.kl_old(), metrics.effective_sample_size(), metrics.clip_fraction()):
         assert values_of(metric, logprob, old_logprobs=old).isfinite().all()
     assert values_of(metrics.kl_old(), logprob, old_logprobs=old)[0].item() == pytest.approx(largest - 21, rel=1e-5)
-    assert values_of(metrics.ratio(ratio_clamp=1.0), [0.0], old_logprobs=[-3.0]).item() == pytest.approx(math.e)
-    assert values_of(metrics.ratio(ratio_clamp=None), [0.0], old_logprobs=[-1e4]).item() == math.inf
+    assert values_of(metrics.ratio(ratio_clamp=1.0), [-1.0], old_logprobs=[-4.0]).item() == pytest.approx(math.e)
+    assert values_of(metrics.ratio(ratio_clamp=None), [-1.0], old_logprobs=[-1e4]).item() == math.inf
 
 
 @pytest.mark.parametrize(
@@ -368,9 +331,9 @@ def test_ratios_stay_finite() -> None:
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
 def test_kl_to_reference_is_what_its_loss_is(estimator: str, options: dict[str, Any]) -> None:
     data = Data()
-    ((_, loss),) = reference_kl.kl_to_reference(estimator, **options).terms
-    stats, batch = data.piece(0, TOKENS)
-    expected = torch.where(data.mask, loss.values(stats, batch, {}), 0.0).sum() / len(rows(data))
+    loss = losses.kl_to_reference(estimator, **options)
+    eye = torch.eye(VOCAB, dtype=torch.float64)
+    expected = linear_loss(data.x, eye, data.target, loss, batch=data.fields, num_segments=SEGMENTS).loss
     assert measure(metrics.kl_reference(estimator, **options), data).value.item() == pytest.approx(expected.item())
 
 
@@ -386,23 +349,6 @@ def test_nothing_counts() -> None:
     assert measure(metrics.advantage("max"), data).value.item() == -math.inf
     assert measure(metrics.advantage("min"), data).value.item() == math.inf
     assert measure(metrics.ratio(level="segment"), data).value.item() == 0
-    for reduce, nothing in (("max", -math.inf), ("min", math.inf)):
-        got = accumulate(metrics.ratio(reduce=reduce), torch.zeros(0), torch.zeros(0, dtype=torch.bool))
-        assert got.value.item() == nothing
-
-
-def test_what_is_masked_is_selected_away() -> None:
-    mask = torch.tensor([True, False, True, False])
-    values = torch.tensor([1.0, math.nan, 2.0, math.inf])
-    assert accumulate(metrics.ratio(), values, mask).value.item() == 1.5
-    assert accumulate(metrics.ratio(reduce="max"), values, mask).value.item() == 2.0
-    assert accumulate(metrics.ratio(reduce="min"), values, mask).value.item() == 1.0
-    weights, count = unit_weights(torch.tensor([0, 0, 1, 1]), mask, 3)
-    assert weights.tolist() == [1.0, 0.0, 1.0, 0.0] and count.item() == 2
-    assert accumulate(metrics.ratio(weighting="segment"), values, mask, weights, count).value.item() == 1.5
-    every = torch.ones(4, dtype=torch.bool)  # tokens that count, two of them in no segment
-    weights, count = unit_weights(torch.tensor([0, -1, 1, -1]), every, 3)
-    assert accumulate(metrics.ratio(weighting="segment"), values, every, weights, count).value.item() == 1.5
 
 
 def test_a_token_of_no_segment_has_no_part_in_a_mean_of_segments() -> None:
@@ -419,50 +365,13 @@ def test_a_token_of_no_segment_has_no_part_in_a_mean_of_segments() -> None:
     assert out.metrics["mine"].value.item() == 1.0
 
 
-def test_sums_are_fp32_at_least_and_have_no_graph() -> None:
-    values = torch.tensor([1.0, 1 / 256], dtype=torch.bfloat16, requires_grad=True)
-    got = accumulate(metrics.advantage(), values, torch.ones(2, dtype=torch.bool))
-    assert got.sum is not None and got.sum.dtype == torch.float32 and not got.sum.requires_grad
-    assert got.sum.item() == 1 + 1 / 256  # not a bf16 number
-    assert measure(metrics.entropy(), Data()).value.dtype == torch.float64
-
-
-def test_temperature_and_names() -> None:
-    metric = metrics.entropy(temperature=0.7, name="hot", weighting="document")
-    assert (metric.label, metric.temperature, metric.fields) == ("hot", 0.7, ("documents",))
-    assert metrics.entropy().key == metrics.entropy(name="other").key != metrics.entropy("max").key
-    assert metrics.entropy().key != metrics.lse().key
-    assert metrics.clip_fraction(0.1).key == metrics.clip_fraction(0.2).key != metrics.clip_fraction(side="low").key
-    assert metrics.ratio(weighting="segment").key != metrics.ratio().key == metrics.ratio(temperature=2.0).key
-    assert metrics.ratio().key != metrics.ratio(ratio_clamp=None).key
-
-
-def test_needs_and_fields() -> None:
-    expected = {
-        metrics.accuracy: ({"argmax"}, (), True),
-        metrics.perplexity: (set(), (), True),
-        metrics.entropy: ({"entropy"}, (), False),
-        metrics.lse: (set(), (), False),
-        metrics.top_probability: ({"top_logprob"}, (), False),
-        metrics.mean_logit: ({"mean_logit"}, (), False),
-        metrics.ratio: (set(), ("old_logprobs",), True),
-        metrics.kl_reference: (set(), ("ref_logprobs",), True),
-        metrics.clip_fraction: (set(), ("old_logprobs",), True),
-        metrics.advantage: (set(), ("advantages",), False),
-    }
-    for factory, (needs, fields, reads_target) in expected.items():
-        metric = factory()
-        assert (metric.needs, metric.fields, metric.reads_target) == (needs, fields, reads_target), metric.kind
-    assert metrics.clip_fraction(side="low").fields == ("old_logprobs", "advantages")
-    assert metrics.kl_reference(bias_correction=True).fields == ("ref_logprobs", "old_logprobs")
-
-
 def test_a_metric_of_your_own() -> None:
-    metric = Metric("margin", lambda stats, batch, scale: scale * (stats.top_logprob - stats.logprob), {"scale": 2.0})
-    data = Data()
-    metric = Metric("margin", metric.function, metric.options, needs=frozenset({"top_logprob"}))
+    def margin(stats: Any, batch: Any, scale: float) -> Tensor:
+        return scale * (stats.top_logprob - stats.logprob)
+
+    data, metric = Data(), Metric("margin", margin, {"scale": 2.0}, needs=frozenset({"top_logprob"}))
     expected = mean([2 * (math.log(max(softmax(data, t))) - data.logprob()[t].item()) for t in rows(data)])
-    assert measure(metric, data, PIECES).value.item() == pytest.approx(expected, rel=1e-9)
+    assert measure(metric, data, 7).value.item() == pytest.approx(expected, rel=1e-9)
 
 
 # ---- micro-batches and ranks
@@ -567,56 +476,21 @@ def test_ranks(tmp_path: Path) -> None:
     ranks.spawn(rank, (2, str(tmp_path / "store")), 2)
 
 
-# ---- compiled
-
-
-def test_functions_compile() -> None:
-    data = Data()
-    stats, batch = data.piece(0, TOKENS)
-    every = [factory() for factory, _ in PER_TOKEN.values()]
-    every += [factory(level="segment") for factory, _ in SEGMENT_LEVEL.values()]
-    every += [metrics.perplexity(), metrics.perplexity("segment"), metrics.effective_sample_size()]
-
-    def run(values: Values, fields: Values, target: Tensor) -> list[Tensor]:
-        stats, batch = Stats(values), Batch(fields, target, SEGMENTS, VOCAB)
-        weights, count = unit_weights(fields["documents"], batch.mask, SEGMENTS, torch.float64)
-        held = [metric.values(stats, batch) for metric in every]
-        by_document = accumulate(metrics.entropy(weighting="document"), held[1], batch.mask, weights, count)
-        return [*held, by_document.value, accumulate(metrics.entropy("max"), held[1], batch.mask).value]
-
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    arguments = (dict(stats.values), dict(batch.fields), data.target)
-    for plain, fast in zip(run(*arguments), compiled(*arguments), strict=True):
-        torch.testing.assert_close(fast, plain, rtol=1e-12, atol=1e-12)
-
-
 # ---- the documentation
 
-MODULES = (
-    label, policy, policy_segments, preference, preference_pairs, reference_kl, distillation, topk, metrics.functions,
-)  # fmt: skip
-INNER = ("paired", "dense", "make", "make_policy")  # what several factories share
-
-
-def factories() -> list[Callable]:
-    found = []
-    for module in MODULES:
-        own = {n: f for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__}
-        found += [f for n, f in own.items() if n[0] != "_" and n not in INNER and is_factory(f)]
-    return found
-
-
-def is_factory(function: Callable) -> bool:
-    return function.__annotations__.get("return") in (Losses, Metric)
+FACTORIES = [
+    function for module in (losses, metrics) for function in vars(module).values()
+    if inspect.isfunction(function) and function.__annotations__.get("return") in (Losses, Metric)
+]  # fmt: skip
 
 
 def test_docs_name_every_factory_and_option() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "losses.md").read_text()
     words = set(re.findall(r"\w+", text))
-    names = {factory.__name__ for factory in factories()}
+    names = {factory.__name__ for factory in FACTORIES}
     assert {"cross_entropy", "grpo", "dpo", "topk_kl", "clip_fraction", "kl_old", "kto", "tvd"} <= names
     assert len(names) > 30
-    for factory in factories():
+    for factory in FACTORIES:
         options = [p.name for p in inspect.signature(factory).parameters.values() if p.kind != p.VAR_KEYWORD]
         missing = {factory.__name__, *options} - words
         assert not missing, f"{factory.__name__}: {missing}"

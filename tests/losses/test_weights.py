@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from full_stats import only
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunked_head import linear_loss, losses, weights
-from chunked_head.losses import policy
 
 F64 = torch.float64
 
@@ -145,11 +143,11 @@ def test_no_wait_for_the_device(data) -> None:
 
 def test_go_into_losses(data) -> None:
     mask, _ = data
-    summand = only(policy.grpo(**weights.sequence_mean(mask, empty="excluded"), clip_high=0.28))
+    summand = losses.grpo(**weights.sequence_mean(mask, empty="excluded"), clip_high=0.28).terms[0][1]
     assert summand.normalizer == 4 and summand.token_weights.shape == mask.shape
-    assert only(policy.grpo(**weights.dr_grpo(4, 1000))).normalizer == 4000
-    assert only(policy.grpo(**weights.token_mean(10))).token_weights is None
-    assert only(policy.grpo(**weights.bnpo())).normalizer is None
+    assert losses.grpo(**weights.dr_grpo(4, 1000)).terms[0][1].normalizer == 4000
+    assert losses.grpo(**weights.token_mean(10)).terms[0][1].token_weights is None
+    assert losses.grpo(**weights.bnpo()).terms[0][1].normalizer is None
 
 
 @pytest.mark.parametrize("kind", ["dapo", "bnpo", "grpo", "dr_grpo"])

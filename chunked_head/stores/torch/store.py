@@ -5,8 +5,7 @@ from torch import Tensor
 
 from ...core.stats import PAIR_STATS, Coefficients, Demand, RowStats, View
 from ...kernels.common.tiles import LOG_FLOOR
-from ...plan.plans import Plan, logits_shape
-from ...plan.sizes import slices
+from ...plan.plans import Plan, logits_shape, slices
 from ..gradients import Gradients
 from ..logits import LogitsView
 from ..matmul import again_rows, project_biased
