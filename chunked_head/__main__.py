@@ -2,7 +2,7 @@
 
 import sys
 
-from .commands.main import main
+from .commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

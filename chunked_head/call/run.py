@@ -10,6 +10,7 @@ from torch import Tensor
 from ..arithmetic.objective import Objective
 from ..core.private import in_backward
 from ..core.stats import all_at_targets
+from ..parallel.groups import described
 from ..plan.planner import LEAST_SLACK, make_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
@@ -90,7 +91,7 @@ class Planned(NamedTuple):
         softcap, shard = None if softcap is None else softcap / temperature, head.shard
         if shard is not None:
             fields = call_fields(tokens) | {"tokens": str(head.leading), "segment_lengths": str(self.spans)}
-            shard = shard.agreed(self.plan, fields, self.rows.device)
+            shard = shard.agreed_on(fields | described(self.plan.in_common), self.rows.device)
         return HeadCall(
             self.plan, tokens.spec.backend, objective, scale, softcap, self.request,
             None if head.accumulate_into is None else head.gradient_buffer, tokens.packing, self.spans, shard, padded,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..arithmetic.demand import Needs, check_kept, needs_of
 from ..core import checks
 from ..core.checks import flag
+from ..core.private import refuse_transforms
 from ..core.stats import Demand
 from ..kernels.common.cache import Cache
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
@@ -169,7 +170,7 @@ SPECS: Cache[Key, Spec] = Cache(MOST_SPECS)
 
 def spec_of(task: Task) -> Spec:
     """The Spec of a call; raises what is wrong with the call before any work."""
-    checks.refuse_transforms()
+    refuse_transforms()
     found = task.key()
     if found is None:
         spec = build(task, "")

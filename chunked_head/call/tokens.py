@@ -18,8 +18,8 @@ from ..losses.topk import PADDING, entries
 from ..parallel.merge import interleaved
 from ..parallel.shard import Shard
 from ..parallel.tokens import Spread
-from ..plan.plans import slices
 from ..plan.segments import Group, groups_of, order_of
+from ..plan.sizes import slices
 from ..stores import Backend, Targets
 from ..stores.operands import Kept, Sets, Teacher
 from .fields import TEMPERATURE, make_teacher

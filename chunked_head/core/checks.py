@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .private import private
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INFINITY = float("inf")
 PLAIN = frozenset({type(None), bool, int, float, str})  # types whose values are equal where they mean the same
@@ -22,27 +20,6 @@ PACKAGE = __name__.partition(".")[0]
 
 def is_dtensor(tensor: Any) -> bool:
     return type(tensor).__name__ == "DTensor" and isinstance(tensor, torch.Tensor)
-
-
-class Plain(torch.autograd.Function):
-    """Nothing. Written as Functions are that torch.func transforms refuse, it tells whether one is running."""
-
-    @staticmethod
-    def forward(ctx: Any) -> None:
-        pass
-
-
-def refuse_transforms() -> None:
-    active = private("_C._are_functorch_transforms_active")
-    if active is not None and not active[0]():
-        return
-    try:
-        Plain.apply()
-    except RuntimeError as error:
-        raise RuntimeError(
-            "torch.func transforms (grad, vmap, jvp, ...) do not go with chunked_head, whose kernels they cannot see "
-            "through; use loss.backward() or torch.autograd.grad, or full logits inside of the transform"
-        ) from error
 
 
 def check_operands(hidden: Tensor, weight: Tensor, target: Tensor | None, bias: Tensor | None) -> torch.dtype:

@@ -72,6 +72,27 @@ def in_own_thread(function: Callable[[], Result]) -> Result:
         return pool.submit(carried).result()
 
 
+class Plain(torch.autograd.Function):
+    """Nothing. Written as Functions are that torch.func transforms refuse, it tells whether one is running."""
+
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        pass
+
+
+def refuse_transforms() -> None:
+    active = private("_C._are_functorch_transforms_active")
+    if active is not None and not active[0]():
+        return
+    try:
+        Plain.apply()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "torch.func transforms (grad, vmap, jvp, ...) do not go with chunked_head, whose kernels they cannot see "
+            "through; use loss.backward() or torch.autograd.grad, or full logits inside of the transform"
+        ) from error
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward: then a forward is a checkpointed region being computed again.
 

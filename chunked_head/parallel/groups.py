@@ -15,9 +15,9 @@ from torch import Tensor, distributed
 
 from ..core.checks import choice
 from ..core.private import all_gather
+from ..core.stats import BLOCKS
 from ..kernels.common.cache import Cache
 from ..kernels.common.tiles import cdiv
-from ..plan.sizes import BLOCKS
 
 LONGEST = 160  # letters of a value in an error
 

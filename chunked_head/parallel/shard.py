@@ -10,8 +10,7 @@ from torch import Tensor, distributed
 from ..core.private import all_gather
 from ..core.stats import PAIR_STATS, Demand, RowStats, sent
 from ..kernels.common.tiles import ELSEWHERE
-from ..plan.plans import Plan
-from .groups import MOST_IDS, Split, VocabParallel, agree, described
+from .groups import MOST_IDS, Split, VocabParallel, agree
 from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, complete_blocks, pack, unpack
 
 # of a row's sum of absolute values: sums of different rows differ by more, those of rows rounded twice by less
@@ -55,14 +54,9 @@ class Shard:
         inside = (ids >= self.here.start) & (ids < self.here.stop)
         return torch.where(inside, ids - self.here.start, -1)
 
-    def agreed(self, plan: Plan, call: dict[str, str], device: torch.device) -> "Shard":
+    def agreed_on(self, fields: dict[str, str], device: torch.device) -> "Shard":
         """This part in a call that all ranks make alike; raises on every rank where they are about to do different
         things."""
-        demand = plan.sizes.demand.of_columns(None)._replace(values=0)  # losses and metrics say more themselves
-        sizes = replace(plan.sizes, vocab=0, padding=0, demand=demand)
-        return self.agreed_on(call | described(replace(plan, sizes=sizes, tile_columns=0, budget=0)), device)
-
-    def agreed_on(self, fields: dict[str, str], device: torch.device) -> "Shard":
         own = {"rows of VocabParallel": str(list(self.split.rows)), "vocab_size": str(self.split.vocab)}
         own["sequence_sharded"] = str(self.parallel.sequence_sharded)
         return replace(self, kind=agree(own | fields, self.group, device, "VocabParallel"))

@@ -11,13 +11,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..core.stats import numbers_sent
+from ..core.stats import BLOCKS, numbers_sent
 from ..kernels.common.gpus import split_strips
 from ..kernels.common.tiles import LEAST_SECTION, piece_bytes
-from .sizes import BLOCKS, MiB, Sizes
+from .sizes import CHUNK_MULTIPLE, MiB, Sizes
 
-CHUNK_MULTIPLE = 128
-HALF_TILE = 64  # rows that dweight's product takes at a time
 # temporaries of the losses' arithmetic for each token that it runs for, and for each column of the token's
 BYTES_PER_EVALUATED = 80
 BYTES_PER_COLUMN = 96

@@ -14,9 +14,9 @@ import torch
 
 from ..core.checks import name
 from ..kernels.common.cache import Cache
-from .buffers import CHUNK_MULTIPLE, HALF_TILE, gradients_of, logit_bytes, peak_of, phase_bytes
-from .plans import MAX_HALF_CHUNKS, Plan, Schedule, balanced, call_buffers, sized_buffers
-from .sizes import DEFAULT_BUDGET, MiB, Request, Sizes
+from .buffers import gradients_of, logit_bytes, peak_of, phase_bytes
+from .plans import MAX_HALF_CHUNKS, Plan, Schedule, call_buffers, sized_buffers
+from .sizes import CHUNK_MULTIPLE, DEFAULT_BUDGET, HALF_TILE, MiB, Request, Sizes, balanced
 
 GOOD_CHUNK = 2048  # fewer rows leave matmuls starved and make every pass over the gradient of the weight count
 MODEST_SWEEP = 60 * MiB

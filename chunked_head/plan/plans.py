@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,8 +15,6 @@ from .buffers import (
     BYTE,
     BYTES_PER_COLUMN,
     BYTES_PER_EVALUATED,
-    CHUNK_MULTIPLE,
-    HALF_TILE,
     HIDDEN,
     LOOP,
     LOSSES,
@@ -39,7 +37,7 @@ from .buffers import (
     wide_dtype,
     work_buffers,
 )
-from .sizes import MiB, Sizes
+from .sizes import MiB, Sizes, slices
 
 # relative error of one rounding; the error of a sum of 16-bit roundings grows as sqrt((chunks + 1) / 2)
 ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
@@ -137,6 +135,13 @@ class Plan:
         """True where a dense teacher's logits, and its statistics with the student, are made along with gradients."""
         return self.schedule == "forward" and self.sizes.teacher_last
 
+    @property
+    def in_common(self) -> "Plan":
+        """The plan without what differs between ranks of a vocabulary; losses and metrics say their numbers
+        themselves."""
+        demand = self.sizes.demand.of_columns(None)._replace(values=0)
+        return replace(self, sizes=replace(self.sizes, vocab=0, padding=0, demand=demand), tile_columns=0, budget=0)
+
     def __str__(self) -> str:
         return as_text(sections(self))
 
@@ -233,19 +238,6 @@ def own_dweight(plan: Plan, stored: bool) -> bool:
     least, most = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
     only = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype
     return sizes.store != "logits" and (sizes.skips or (stored and only and least <= sizes.tokens <= most))
-
-
-def slices(total: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, total)) for start in range(0, total, step))
-
-
-def balanced(tokens: int, most: int) -> int:
-    """Rows of equal chunks of at most ``most``, a multiple of 128, 64 or 16, where ``most`` leaves room for that."""
-    if tokens <= most:
-        return max(tokens, 1)
-    rows = math.ceil(tokens / math.ceil(tokens / most))
-    rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, HALF_TILE, 16))
-    return next((choice for choice in rounded if choice <= most), rows)
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:

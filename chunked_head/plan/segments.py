@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .plans import balanced, slices
+from .sizes import balanced, slices
 
 
 class Segments(NamedTuple):

@@ -1,7 +1,9 @@
 """The sizes of a call that decide its plan, and what its caller asks of the plan."""
 
 import functools
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +14,8 @@ from ..kernels.common.gpus import Gpu
 from ..kernels.common.tiles import PRODUCT_ROWS, WHOLE, DhiddenSplit, dhidden_split
 
 MiB = 1 << 20
-BLOCKS = 8  # that a deterministic call sums a vocabulary in, on any number of ranks
+CHUNK_MULTIPLE = 128
+HALF_TILE = 64  # rows that dweight's product takes at a time
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 PLAIN = Demand()
 Store = Literal["fast", "relative", "logits", "kept"]  # the last: no logits, tokens keep sets of columns
@@ -194,3 +197,16 @@ def parse_bytes(value: int | str, argument: str) -> int:
     if int(size) <= 0:
         raise ValueError(f"{argument} must be positive, got {value!r}")
     return int(size)
+
+
+def slices(total: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, total)) for start in range(0, total, step))
+
+
+def balanced(tokens: int, most: int) -> int:
+    """Rows of equal chunks of at most ``most``, a multiple of 128, 64 or 16, where ``most`` leaves room for that."""
+    if tokens <= most:
+        return max(tokens, 1)
+    rows = math.ceil(tokens / math.ceil(tokens / most))
+    rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, HALF_TILE, 16))
+    return next((choice for choice in rounded if choice <= most), rows)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from ..call.spec import TENSORS
-from ..core import checks
 from ..core.checks import exact
-from ..core.private import in_backward
+from ..core.private import in_backward, refuse_transforms
 from ..kernels.common.tiles import BEHIND
 from ..losses.base import Losses
 from ..metrics import Metric
@@ -61,7 +60,7 @@ class Arguments:
         self.kind = self.kind_of(given) if on_a_gpu else None
 
     def kind_of(self, given: Mapping[str, Any]) -> Kind | None:
-        checks.refuse_transforms()  # their tensors have no address
+        refuse_transforms()  # their tensors have no address
         if given.get("segment_lengths") is not None:
             return None  # other numbers at every step
         hidden, tensors = given["hidden"], self.tensors

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan.buffers import cast_rows
-from ..plan.plans import slices
-from ..plan.sizes import Sizes
+from ..plan.sizes import Sizes, slices
 
 # rows, and columns, of each thread from which on BLAS sums every product in one order
 FEW_ROWS, FEW_COLUMNS = 8, 16

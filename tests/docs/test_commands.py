@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from chunked_head import explain_model, losses, plan
-from chunked_head.commands import doctor
-from chunked_head.commands.main import main
+from chunked_head import commands, explain_model, losses, plan
+from chunked_head.commands import main
 from chunked_head.stores.torch.store import TorchStore
 
 ROOT = Path(__file__).parents[2]
@@ -63,8 +62,8 @@ def test_explain(tmp_path: Path, as_file: bool, capsys: pytest.CaptureFixture[st
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "ROUNDS", 4)
-    monkeypatch.setattr(doctor, "TIMED", {"cpu": (32, 32, 64), "cuda": (256, 256, 1024)})
+    monkeypatch.setattr(commands, "ROUNDS", 4)
+    monkeypatch.setattr(commands, "TIMED", {"cpu": (32, 32, 64), "cuda": (256, 256, 1024)})
 
 
 def test_doctor(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +88,7 @@ def test_doctor_of_a_broken_kernel(
         assert main(["doctor", "--json"]) == 1
         found = json.loads(capsys.readouterr().out)
         assert not found["passed"] and not found["self_test"]["weight_error"] <= found["self_test"]["gradient_bound"]
-    monkeypatch.setattr(doctor, "linear_cross_entropy", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(commands, "linear_cross_entropy", lambda *args, **kwargs: 1 / 0)
     assert main(["doctor"]) == 1
     assert "FAIL, ZeroDivisionError" in capsys.readouterr().out
 

@@ -75,9 +75,9 @@ def test_the_test_sees_an_import() -> None:
 
 # what catches errors of any kind, or those that our own checks raise, and why it has to; by module and function
 BROAD = {
-    ("commands.doctor", "diagnose"): "reports whatever is broken",
-    ("commands.main", "main"): "prints an error of the arguments in a line",
-    ("commands.main", "model_of"): "transformers raises errors of many kinds",
+    ("commands", "diagnose"): "reports whatever is broken",
+    ("commands", "main"): "prints an error of the arguments in a line",
+    ("commands", "model_of"): "transformers raises errors of many kinds",
     ("integrations.huggingface.explain", "explain_model"): "reports what patch_model would raise",
     ("integrations.huggingface.explain", "hollow"): "copies modules of others",
     ("integrations.huggingface.explain", "rehearse"): "runs models of others",

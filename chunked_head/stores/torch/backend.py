@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...core.stats import shift_left
 from ...parallel.merge import merge_ranks as merge_ranks
-from ...plan.plans import slices
 from ...plan.sizes import Store as StoreName
+from ...plan.sizes import slices
 from ..operands import Teacher
 from ..protocol import Layout, Targets
 from . import tiles as tiles

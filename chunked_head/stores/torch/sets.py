@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...core.stats import Coefficients, RowStats
 from ...kernels.common.tiles import BEHIND
-from ...plan.plans import slices
+from ...plan.sizes import slices
 from ..operands import Kept, Sets
 from ..sets import SetStore
 from . import tiles

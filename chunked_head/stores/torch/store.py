@@ -5,7 +5,8 @@ from torch import Tensor
 
 from ...core.stats import PAIR_STATS, Coefficients, Demand, RowStats, View
 from ...kernels.common.tiles import LOG_FLOOR
-from ...plan.plans import Plan, logits_shape, slices
+from ...plan.plans import Plan, logits_shape
+from ...plan.sizes import slices
 from ..gradients import Gradients
 from ..logits import LogitsView
 from ..matmul import again_rows, project_biased

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...core.stats import Coefficients
 from ...kernels.common.tiles import LOG_FLOOR
-from ...plan.plans import slices
+from ...plan.sizes import slices
 from ..operands import Head, Teacher
 
 TILE_COLUMNS = 1 << 15

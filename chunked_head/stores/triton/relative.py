@@ -13,7 +13,8 @@ from ...kernels.statistics import launch as statistics
 from ...kernels.statistics.launch import Outputs
 from ...parallel.merge import merge_blocks, unpack
 from ...plan.buffers import padded_columns, part_sums
-from ...plan.plans import Plan, slices
+from ...plan.plans import Plan
+from ...plan.sizes import slices
 from ..gradients import Gradients
 from ..matmul import add_dhidden, project
 from ..operands import Head, Rows

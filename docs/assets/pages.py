@@ -1,0 +1,40 @@
+"""Hooks of the site: each notebook of docs/ is a page, links to notebooks lead to these pages, and formulas are MathML,
+which browsers draw without a script."""
+
+import html as markup
+import json
+import re
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        cells = json.loads(notebook.content_string)["cells"]
+        parts = []
+        for cell in cells:
+            text = "".join(cell["source"])
+            parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+            parts += ["```text\n" + "".join(output["text"]) + "```" for output in cell.get("outputs", ())]
+        parts.append(f'[Download this notebook]({notebook.name}.ipynb){{: download=""}}')
+        name = notebook.src_uri.removesuffix(".ipynb") + ".md"
+        files.append(File.generated(config, name, content="\n\n".join(parts) + "\n"))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
+    if page.file.generated_by is not None:
+        return markdown
+    return re.sub(r"(\]\([\w./-]+)\.ipynb\)", r"\1.md)", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Replace what the extension arithmatex makes of ``$...$`` and ``$$...$$`` by MathML."""
+    for tag, display in (("span", "inline"), ("div", "block")):
+        found = re.compile(rf'<{tag} class="arithmatex">\\[(\[](.*?)\\[)\]]</{tag}>', re.DOTALL)
+        html = found.sub(lambda formula, display=display: convert(markup.unescape(formula[1]), display=display), html)
+    return html
