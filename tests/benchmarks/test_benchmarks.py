@@ -1,9 +1,11 @@
-"""The benchmarks end to end at tiny shapes on the CPU, and what they say when something is missing or wrong."""
+"""The benchmarks' own parts: what is measured is what a row is called, and mistakes and failures are rows."""
 
+import functools
 import json
-import math
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,95 +13,369 @@ import torch.nn.functional as F
 
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
+pytest.importorskip("matplotlib")
 
-from benchmarks import accuracy, head, measure, memory, providers, shapes
+from benchmarks import (
+    __main__,
+    accuracy,
+    framework_steps,
+    head,
+    inside,
+    losses,
+    measure,
+    memory,
+    parallel,
+    parallel_ranks,
+    parallel_rows,
+    providers,
+    shapes,
+    sitting,
+    speed,
+    speed_rows,
+    traffic,
+)
+from benchmarks.speed_rows import ONE, ROWS, SUMMED, THREE, Bench
 
 CPU = torch.device("cpu")
-SHAPE = shapes.Shape(48, 16, 320)
+SHAPE = shapes.Shape(64, 32, 1000)
+TINY = ["--device", "cpu", "--shape", str(SHAPE), "--rounds", "2", "--no-memory"]
 
 
-def last_line(text):
-    return json.loads(text.strip().splitlines()[-1])
+def operands(shape: shapes.Shape = SHAPE, dtype: torch.dtype = torch.float32, **drawn: Any) -> Any:
+    return shapes.make_operands(shape, dtype, CPU, **drawn)
 
 
-@pytest.fixture
-def no_memory_process(monkeypatch):
-    """Spawning a process a measurement takes seconds; one test does so, the others take a figure from here."""
-    monkeypatch.setattr(measure, "cpu_peak", lambda request: ({"peak_bytes": 2**20}, None))
+def rows_of(main: Any, tmp_path: Any, *words: str, status: int = 0) -> list[dict[str, Any]]:
+    output = tmp_path / "new" / "rows.json"
+    assert main([*TINY, *words, "--output", str(output)]) == status
+    return json.loads(output.read_text())["rows"]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("8192x4096x128256", shapes.Shape(8192, 4096, 128256)),
-        ("llama3-8b", shapes.Shape(8192, 4096, 128256)),
-        ("gpt-oss@1024", shapes.Shape(1024, 2880, 201088)),
-        ("cpu", shapes.Shape(1024, 512, 128256)),
-    ],
-)
-def test_shapes_are_read(text, expected):
-    assert shapes.parse_shape(text) == expected
+# ---- words
 
 
-@pytest.mark.parametrize(
-    "text", ["", "8192", "8x9", "0x4x4", "ax4x4", "-1x4x4", "llama3-8b@0", "llama3-8b@many", "gpt-9"]
-)
-def test_bad_shapes_are_refused(text):
-    with pytest.raises(ValueError, match="shape"):
-        shapes.parse_shape(text)
-
-
-def test_sizes_in_bytes_are_read():
+def test_words_are_read() -> None:
+    read = {text: shapes.parse_shape(text) for text in ("8192x4096x128256", "llama3-8b", "gpt-oss@1024")}
+    assert [(s.tokens, s.hidden, s.vocab) for s in read.values()] == [
+        (8192, 4096, 128256), (8192, 4096, 128256), (1024, 2880, 201088)
+    ]  # fmt: skip
     assert [shapes.parse_bytes(text) for text in ("24GiB", "1.5 KB", "7")] == [24 * 2**30, 1500, 7]
-    for text in ("", "GiB", "3 parsecs", "-1MiB", "0"):
-        with pytest.raises(ValueError, match="size"):
-            shapes.parse_bytes(text)
+    options = {"chunk_tokens": 4096, "accumulate_dtype": torch.float32, "memory_budget": 2**26, "backend": "x"}
+    spec = "ours:chunk_tokens=4096,accumulate_dtype=float32,memory_budget=64MiB,backend=x"
+    assert providers.parse_spec(spec) == ("ours", options)
+    for read_words, what, wrong in (
+        (shapes.parse_shape, "shape", ("", "8x9", "0x4x4", "ax4x4", "llama3-8b@0", "gpt-9")),
+        (shapes.parse_bytes, "size", ("", "GiB", "3 parsecs", "-1MiB", "0")),
+        (providers.parse_spec, "provider", ("nobody", "eager:chunk_tokens=4", "ours:", "ours:=4", "ours:a=1,")),
+    ):
+        for text in wrong:
+            with pytest.raises(ValueError, match=what):
+                read_words(text)
 
 
-def test_provider_options_are_read():
-    name, options = providers.parse_spec(
-        "ours:chunk_tokens=4096,accumulate_dtype=float32,memory_budget=64MiB,backend=x"
-    )
-    assert name == "ours"
-    assert options == {
-        "chunk_tokens": 4096,
-        "accumulate_dtype": torch.float32,
-        "memory_budget": 2**26,
-        "backend": "x",
-    }
+BAD: list[tuple[Any, str, str]] = [
+    (head, "--shape 8x9", "--shape"), (head, "--rounds 0", "--rounds"), (head, "--upstream nan", "--upstream"),
+    (head, "--dtype int8", "--dtype"), (head, "--provider nobody", "--provider"), (head, "--targets all", "--targets"),
+    (head, "--provider ours:no_such_option=1", "no_such_option"), (head, "--device cuda:99", "--device"),
+    (accuracy, "--data all", "--data"), (accuracy, "--upstream 0", "--upstream"),
+    (memory, "--limit much", "--limit"), (memory, "--output memory.png", "--output"), (memory, "--model 16", "--model"),
+    (memory, "--tokens -1", "--tokens"), (losses, "--workload nobody", "--workload"),
+    (losses, "--memory-budget much", "--memory-budget"), (losses, "--chunk-tokens 0", "--chunk-tokens"),
+    (losses, "--accumulate-dtype int8", "--accumulate-dtype"), (losses, "--provider eager", "--provider"),
+    (speed, "--rows nothing", "--rows"), (speed, "--upstream 1 0", "--upstream"),
+    (parallel, "--device cpu --gpus 2 --shape 64x32x1001", "equal parts"), (parallel, "--rows x", "--rows"),
+    (sitting, "--only nothing", "--only"), (framework_steps, "nobody --device cpu", "nobody"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "text", ["nobody", "eager:chunk_tokens=4", "ours:", "ours:chunk_tokens", "ours:=4", "ours:a=1,"]
-)
-def test_bad_providers_are_refused(text):
-    with pytest.raises(ValueError, match="provider"):
-        providers.parse_spec(text)
+@pytest.mark.parametrize(("module", "words", "says"), BAD)
+def test_bad_words_are_refused_before_work(module: Any, words: str, says: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        module.main(words.split())
+    assert stopped.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sitting.PARTS)
+def test_parts_of_a_sitting_name_a_benchmark(name: str, capsys: Any) -> None:
+    """Each part's words are read by their benchmark, whose device is then not there."""
+    file, minutes, words = sitting.PARTS[name]
+    assert minutes > 0 and file.endswith(".json")
+    with pytest.raises(SystemExit):
+        __main__.main([*words.split(), "--output", file, "--device", "nowhere"])
+    assert "'nowhere' is no device" in capsys.readouterr().err
+
+
+# ---- operands
+
+
+def test_operands() -> None:
+    small = shapes.Shape(48, 16, 320)
+    first, second = (operands(small, data="peaked", seed=3) for _ in range(2))
+    assert torch.equal(first.weight, second.weight) and torch.equal(first.target, second.target)
+    many = operands(shapes.Shape(2000, 16, 64), data="peaked")
+    logits = many.hidden.detach() @ many.weight.detach().T
+    assert 0.66 < (logits.argmax(1) == many.target).float().mean() < 0.76 and 5 < logits.std() < 7
+    assert operands(small, targets="zipf").target.float().mean() < small.vocab / 3
+    assert operands(small, targets="equal").target.unique().numel() == 1
+    for tokens, count in ((64, 2), (64, 16), (33, 16)):
+        ids = shapes.draw_segments(tokens, count, CPU, torch.Generator().manual_seed(0))
+        lengths = torch.bincount(ids, minlength=count)
+        assert torch.equal(ids, ids.sort().values) and len(lengths) == count
+        assert lengths.min() >= max(1, 0.5 * tokens / count - 1) and lengths.max() <= 1.5 * tokens / count + 1
+
+
+def test_batches_fit_their_workloads() -> None:
+    mine = operands(shapes.Shape(4096, 8, 50))
+    batches = {name: losses.make_step(name, mine, {}).loss.reference_batch for name in losses.WORKLOADS}
+    for name, workload in losses.WORKLOADS.items():
+        assert tuple(batches[name]) == workload.fields + ("kept_ids", "kept_offsets") * (workload.kept > 0)
+    own = torch.log_softmax(mine.hidden.detach() @ mine.weight.detach().T, -1).gather(1, mine.target[:, None])[:, 0]
+    for name, key in (("grpo", "old_logprobs"), ("dpo", "ref_logprobs")):
+        assert 0.09 < (batches[name][key] - own).std() < 0.11
+    assert batches["gspo"]["segments"].unique().tolist() == list(range(8))
+    assert batches["dpo"]["pairs"].tolist() == [[2 * i, 2 * i + 1] for i in range(8)]
+    assert torch.equal(batches["topk"]["teacher_ids"][:, 0], mine.target)
+    assert not torch.equal(batches["jsd"]["teacher_weight"], mine.weight.detach())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_step_is_what_its_row_says(name: str) -> None:
+    bench, row = Bench(operands()), ROWS[name]
+    given = bench.operands
+    hidden, weight = (t.detach().clone().requires_grad_() for t in (given.hidden, given.weight))
+    assert (bench.half.target != speed_rows.IGNORED).sum() == 32
+    expected = F.cross_entropy(hidden @ weight.T, bench.half.target if row.half else given.target)
+    (0.37 * expected).backward()
+    if row.into:
+        bench.main_grad.fill_(1.0)
+    value = bench.step(name, 0.37)()
+    torch.testing.assert_close(-value.mean() if row.logprobs else value, expected.detach())
+    if not row.backward:
+        assert given.hidden.grad is None and given.weight.grad is None
+        return
+    torch.testing.assert_close(given.hidden.grad, hidden.grad)
+    torch.testing.assert_close(bench.main_grad - 1 if row.into else given.weight.grad, weight.grad)
+
+
+# ---- floors, times and launches
+
+
+@pytest.mark.parametrize("rows", [64, 20])
+def test_the_floor_is_the_products(rows: int) -> None:
+    drawn = operands(dtype=torch.float64)
+    floor = measure.Floor(drawn, CPU)
+    floor.rows = rows
+    floor()
+    logits = drawn.hidden.detach() @ drawn.weight.detach().T
+    torch.testing.assert_close(floor.d_hidden, logits @ drawn.weight)
+    torch.testing.assert_close(floor.d_weight, logits.T @ drawn.hidden)
+    for products in (1, 3, 4):
+        assert measure.launches(functools.partial(floor, products), CPU).count("aten::mm") >= products
+    bench = Bench(operands())
+    names = {key: measure.launches(one, CPU) for key, one in bench.floors([SUMMED, ONE, THREE], CPU).items()}
+    assert {key: found.count("aten::mm") for key, found in names.items()} == {ONE: 1, THREE: 3, SUMMED: 3}
+    assert {key: found.count("aten::add_") for key, found in names.items()} == {ONE: 0, THREE: 0, SUMMED: 1}
+
+
+def test_rounds_take_turns_and_a_failing_step_leaves() -> None:
+    order: list[str] = []
+
+    def fails() -> None:
+        order.append("c")
+        raise MemoryError
+
+    steps = {"a": lambda: order.append("a"), "b": lambda: order.append("b"), "c": fails}
+    times, failures = measure.time_rounds(steps, operands(), CPU, 3)
+    assert order == ["c", "b", "a", "a", "b", "b", "a", "a", "b"]  # the first round is not counted
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+    assert failures["c"].status == measure.OUT_OF_MEMORY
+    order.clear()
+    measure.time_rounds({"a": steps["a"]}, SimpleNamespace(clear=lambda: None), CPU, 1, meet=lambda: order.append("m"))
+    assert order == ["m", "m", "a"] * 2
+    assert {ms: measure.turn_runs(ms) for ms in (0.0, 1.0, 38.0, 800.0)} == {
+        0.0: (2, 1), 1.0: (500, 100), 38.0: (14, 3), 800.0: (2, 1)
+    }  # fmt: skip
+    assert measure.Failure.of(RuntimeError("DefaultCPUAllocator: can't allocate memory")).status == "out of memory"
+    assert measure.Failure.of(ValueError("no")).status == "failed"
+
+
+def fake_plan(schedule: str, chunks: int, *, tiles: int = 1, teacher: int = 0) -> Any:
+    sizes = SimpleNamespace(teacher_width=teacher, vocab=100)
+    return SimpleNamespace(schedule=schedule, chunks=chunks, blocks=1, tile_columns=-(-100 // tiles), sizes=sizes)
+
+
+def test_launches_lie_between_the_right_products() -> None:
+    chunk = ["copy", "exp_logits_kernel", "stats {}", "nvjet_tst_dh", "finish", "sm90_xmma_gemm_dw"]
+    names = [name.format(i) for i in range(2) for name in chunk]
+    assert [*measure.between_products(names, fake_plan("forward", 2)).values()] == [["stats 1"]]
+    assert [*measure.between_products(names[:6], fake_plan("forward", 1)).values()] == [["stats 0"]]
+    names = ["exp_logits_kernel", "a", "exp_logits_kernel", "b", "c", "nvjet_dh", "splitKreduce_kernel", "nvjet_dw"]
+    (found,) = measure.between_products(names, fake_plan("forward", 1, teacher=8)).values()
+    assert found == ["a", "b", "c"]  # a teacher's product of logits is none of the gradients'
+    sweep, after = ["exp_logits", "stats", "copy"], [["stats", "copy", "loss"], ["stats", "copy"]]
+    for tile, within in ((["gemm", "grad"], ["grad"]), (["grad_logits_kernel"], [])):
+        launched = [*sweep, *sweep, "loss", *([*tile, "gemm", "gemm", "add"] * 2)]
+        found = measure.between_products(launched, fake_plan("recompute", 2, tiles=2))
+        assert list(found.values()) == [within, *after]
+    with pytest.raises(ValueError, match=r"4 launches have a matrix product's name, the plan has 3: .*splitKreduce"):
+        measure.between_products(names, fake_plan("forward", 1))
+    x = torch.randn(4, 5, requires_grad=True)
+    names = measure.launches(lambda: torch.softmax(x, 1).cos().backward(torch.ones(4, 5)), CPU)
+    assert names[:2] == ["aten::softmax", "aten::cos"] and "aten::_softmax" not in names  # counted once
+
+
+def test_time_is_of_the_launches_purpose() -> None:
+    chunk = ["copy_rows", "exp_logits_kernel", "merge_strips", "dhidden_kernel", "nvjet_hsh_256x128"]
+    purposes = [inside.OTHERS, "logits", inside.OTHERS, "dhidden", "dweight"]
+    assert inside.sorted_launches(chunk * 2, 2) == purposes * 2
+    with pytest.raises(ValueError, match="expected 3 products in each of 3 chunks"):
+        inside.sorted_launches(chunk * 2, 3)
+    launches = [measure.Launch(name, 10.0 * place, 8000.0 + place) for place, name in enumerate(chunk)]
+    launches[-1] = measure.Launch(chunk[-1], 50_000.0, 4000.0)
+    parts = inside.parts_of(launches, 1)
+    assert parts["dweight"] == 4.0 and parts["logits"] == 8.001 and parts[inside.SPAN] == 54.0
+    assert parts[inside.GAPS] == pytest.approx(54.0 - 4.0 - sum(launch.length for launch in launches[:-1]) / 1e3)
+
+
+def test_the_model_of_messages_knows_its_formulas() -> None:
+    machine = traffic.Machine()
+    assert traffic.message_ms("all-gather", 360e6, 8, machine) == pytest.approx(0.012 + 7 / 8)
+    assert traffic.message_ms("all-reduce", 360e6, 64, machine) == pytest.approx(0.012 + 0.015 + 2 * 63 / 64)
+    shape = shapes.Shape(100_000, 100, 6900)
+    told = traffic.cost(shape, 10, 1, targets=0, numbers=3, pairs=0)
+    assert told.products == pytest.approx(3 * 2 * 100_000 * 100 * 6900 / 690e12 / 10 * 1e3)
+    assert told.exposed == pytest.approx(told.hidden - told.products / 3)
+    assert told.total == pytest.approx(told.products + told.statistics + told.exposed)
+
+
+# ---- what is wrong or cannot run
+
+
+def test_a_wrong_gradient_a_wrong_loss_and_a_missing_summand_are_found(tmp_path: Any, monkeypatch: Any) -> None:
+    real, whole = losses.linear_cross_entropy, losses.linear_loss
+
+    def steep(*given: Any, **options: Any) -> Any:
+        loss = real(*given, **options)
+        return loss.detach() + 1.01 * (loss - loss.detach())
+
+    monkeypatch.setattr(losses, "linear_cross_entropy", steep)
+    (row,) = rows_of(losses.main, tmp_path, "--workload", "cross-entropy", "--check", status=1)
+    assert row["check"]["loss_error"] < 1e-5 and row["check"]["d_weight_error"] == pytest.approx(0.01, rel=0.01)
+    for factor in (1.001, float("nan")):
+        monkeypatch.setattr(losses, "linear_cross_entropy", lambda *a, f=factor, **o: f * real(*a, **o))
+        assert not losses.check("cross-entropy", SHAPE, torch.float32, CPU, {})["ok"]
+
+    def lacking(hidden: Any, weight: Any, target: Any, loss: Any, **options: Any) -> Any:
+        return whole(hidden, weight, target, type(loss)(loss.terms[:1] + loss.terms[2:]), **options)
+
+    assert losses.check("grpo", SHAPE, torch.bfloat16, CPU, {})["ok"]
+    monkeypatch.setattr(losses, "linear_loss", lacking)  # without z_loss
+    assert not losses.check("grpo", SHAPE, torch.bfloat16, CPU, {})["ok"]
+    bench = Bench(operands())
+    with pytest.raises(ArithmeticError, match="not finite"):
+        speed._ready(lambda: replace(bench.step("into", 0.37), upstream=0.5))
+    right, wrong = {"loss": 1.0, "agrees": True}, {"loss": 1.0, "agrees": False}
+    told = [parallel_ranks.agreement([a, b]) for a, b in (
+        (right, {"loss": 1.0}), (right, {"loss": 1.0000001}), (wrong, {"loss": 1.0}), ({"loss": 1.0}, {}))]  # fmt: skip
+    assert told == [{"agrees": True}, {"agrees": False}, {"agrees": False}, {}]
+
+
+def test_the_exact_reference_agrees_with_autograd(monkeypatch: Any) -> None:
+    monkeypatch.setattr(accuracy, "_ROWS", 20)
+    drawn = operands(dtype=torch.float64)
+    exact = accuracy.reference(drawn, torch.float64)
+    loss = F.cross_entropy(drawn.hidden @ drawn.weight.T, drawn.target)
+    loss.backward()
+    assert exact.loss == pytest.approx(loss.item(), rel=1e-12)
+    torch.testing.assert_close([exact.d_hidden, exact.d_weight], [drawn.hidden.grad, drawn.weight.grad])
+    assert accuracy.relative_error(2 * exact.d_weight, exact.d_weight, 1.0) == pytest.approx(1.0)
+
+
+def test_targets_stand_beside_what_was_measured(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    found = {name: [speed_rows.must_of(name, shape) for shape in speed_rows.SHAPES] for name in ROWS}
+    assert found["default"] == [1.02, 1.02, 1.05, 1.06, 1.05, 1.06] and found["half-skipped"] == [0.55] * 6
+    monkeypatch.setattr(speed_rows, "SHAPES", (speed_rows.SHAPES[0], SHAPE))
+    rows = {row["row"]: row for row in rows_of(speed.main, tmp_path, "--rows", "default", "256MiB")}
+    assert rows["default"]["must"] == 1.02 and rows["256MiB"]["must"] is None and rows["default"]["ratio"] > 1.02
+    line = next(line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│ def"))
+    assert line[4].strip().endswith(" *") and line[6].strip() == "1.02"
+
+
+def test_what_cannot_run_is_a_row_and_the_rest_is_measured(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    words = ["--workload", "jsd", "--workload", "logprobs", "--memory-budget", "12KiB"]
+    rows = {row["workload"]: row for row in rows_of(losses.main, tmp_path, *words, status=1)}
+    assert "ours, jsd failed: ValueError: memory_budget" in capsys.readouterr().out
+    assert (rows["jsd"]["status"], rows["logprobs"]["status"]) == ("failed", "ok")
+
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    def breaks(*_: Any) -> None:
+        raise RuntimeError("broken inside")
+
+    monkeypatch.setattr(providers, "eager", fails)
+    monkeypatch.setattr(providers, "_torch_native", lambda name, device: breaks)
+    found = rows_of(head.main, tmp_path, "--provider", "eager", "--provider", "torch")
+    assert [row["status"] for row in found] == ["ok", "out of memory", "failed"]
+    monkeypatch.setattr(measure, "Floor", fails)
+    rows = {row["row"]: row for row in rows_of(speed.main, tmp_path, "--rows", "half")}
+    assert rows[THREE]["status"] == measure.OUT_OF_MEMORY and "ratio" not in rows["default"]
+    assert rows["half"]["ratio"] == pytest.approx(rows["half"]["ms"] / rows["default"]["ms"])
+    for main in (head.main, accuracy.main, memory.main):
+        assert main(["--device", "cpu", "--provider", "liger", "--output", str(tmp_path / "none.json")]) == 1
+        assert "no provider can run here" in capsys.readouterr().out
+    monkeypatch.setattr(torch.multiprocessing, "spawn", breaks)
+    output = tmp_path / "parallel.json"
+    assert parallel.main(["--device", "cpu", "--gpus", "2", "--shape", str(SHAPE), "--output", str(output)]) == 1
+    assert "broken inside" in json.loads(output.read_text())["rows"][0]["error"]
+
+
+def test_a_framework_that_is_missing_is_a_row(tmp_path: Any) -> None:
+    (tmp_path / "verl" / "verl").mkdir(parents=True)
+    (tmp_path / "verl" / "verl" / "__init__.py").write_text("raise ImportError('this one is found first')")
+    path = tmp_path / "steps.json"
+    words = ["verl", "--device", "cpu", "--packages", str(tmp_path), "--output", str(path)]
+    for more, says in (([], "ImportError: this one is found first"), (["--limit", "0"], "cut after 0 seconds")):
+        assert framework_steps.main([*words, *more]) == 1
+        assert json.loads(path.read_text())["rows"][0]["error"] == says
+
+
+def test_rows_come_with_those_that_they_are_divided_by() -> None:
+    large = shapes.Shape(2, 2, 200_000)
+    assert speed_rows.chosen(None, SHAPE, small=False) == [name for name in ROWS if name != "640MiB"]
+    assert speed_rows.chosen(None, large, small=True) == ["default", "logprobs"]
+    assert speed_rows.chosen(["loss", "half-skipped"], SHAPE, small=False) == ["default", "half-skipped", "loss"]
+    assert parallel_rows.chosen(["sequence-sharded"]) == ["one-gpu", "sequence-sharded"]
+
+
+# ---- peers
 
 
 def chunked_linear_cross_entropy(
-    x, weight, target, chunk_size=4096, ignore_index=-100, reduction="mean", tuned=True, use_scaled_exp=None
-):
+    x: Any, weight: Any, target: Any, chunk_size: int = 4096, ignore_index: int = -100, reduction: str = "mean",
+    tuned: bool = True, use_scaled_exp: Any = None,
+) -> Any:  # fmt: skip
     """With quack's signature and its demand on tokens."""
     assert len(x) % 8 == 0, "tokens must be a multiple of 8"
     return F.cross_entropy(x @ weight.T, target)
 
 
 def linear_cross_entropy(
-    e, c, targets, ignore_index=-100, softcap=None, reduction="mean", shift=False, filter_eps="high", impl=None
-):
+    e: Any, c: Any, targets: Any, ignore_index: int = -100, softcap: Any = None, reduction: str = "mean",
+    shift: bool = False, filter_eps: Any = "high", impl: Any = None,
+) -> Any:  # fmt: skip
     """With Cut Cross-Entropy's signature; a sum where gradients are filtered, to tell the two providers apart."""
     assert impl == "cce"
     return F.cross_entropy(e @ c.T, targets, reduction="sum" if filter_eps else "mean")
 
 
-def liger_fused_linear_cross_entropy(input, weight, target, *, accum_dtype=None):
+def liger_fused_linear_cross_entropy(input: Any, weight: Any, target: Any, *, accum_dtype: Any = None) -> Any:
     """A sum where gradients are not added in float32."""
     return F.cross_entropy(input @ weight.T, target, reduction="mean" if accum_dtype else "sum")
 
 
 @pytest.fixture
-def packages(monkeypatch):
+def gpu(monkeypatch: Any) -> torch.device:
     """Stand-ins of the peers' packages, and a GPU that is only said to be there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     made = (chunked_linear_cross_entropy, linear_cross_entropy, liger_fused_linear_cross_entropy)
@@ -111,233 +387,25 @@ def packages(monkeypatch):
     return torch.device("cuda")
 
 
-@pytest.mark.parametrize(
-    ("name", "scale"), [("quack", 1), ("cce", 48), ("cce-exact", 1), ("liger", 48), ("liger-fp32", 1)]
-)
-def test_peers_take_the_operands_and_their_own_options(packages, name, scale):
-    drawn = shapes.make_operands(SHAPE, torch.float32, CPU)
-    found = providers.build(name, packages).call(drawn.hidden, drawn.weight, drawn.target)
-    torch.testing.assert_close(found, scale * F.cross_entropy(drawn.hidden @ drawn.weight.T, drawn.target))
+def test_peers_take_the_operands_and_their_own_options(gpu: torch.device) -> None:
+    drawn = operands()
+    expected = F.cross_entropy(drawn.hidden @ drawn.weight.T, drawn.target)
+    for name, scale in (("quack", 1), ("cce", 64), ("cce-exact", 1), ("liger", 64), ("liger-fp32", 1)):
+        found = providers.build(name, gpu).call(drawn.hidden, drawn.weight, drawn.target)
+        torch.testing.assert_close(found, scale * expected)
+    setting = head.Setting(CPU, torch.float32, "random", "random", 1, (1.0,), memory=False)
+    with head.Watch(1) as watch:  # a shape that a peer refuses is a row
+        found = head.run_shape(shapes.Shape(44, 16, 320), setting, providers.resolve(["quack", "cce"], gpu)[0], watch)
+    assert [row["status"] for row in found] == ["ok", "failed", "ok"] and "multiple of 8" in found[1]["error"]
 
 
-def test_peers_that_cannot_run_say_why(packages, monkeypatch):
+def test_peers_that_cannot_run_say_why(gpu: torch.device, monkeypatch: Any) -> None:
     names = list(providers.PACKAGES)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert providers.resolve(names, packages)[1] == {
-        "quack": "quack-kernels needs a GPU of compute capability 9.0 or newer"
-    }
+    assert providers.resolve(names, gpu)[1] == {"quack": "quack-kernels needs a GPU of compute capability 9.0 or newer"}
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)  # a ModuleNotFoundError of this name
     monkeypatch.delitem(sys.modules, "liger_kernel.transformers.functional")  # its parent is a stand-in
-    skipped = providers.resolve(names, packages)[1]
+    skipped = providers.resolve(names, gpu)[1]
     assert skipped["cce"] == skipped["cce-exact"] == "the package cut-cross-entropy is not installed"
     assert skipped["liger"].startswith("liger-kernel did not import: ")
-    assert set(providers.resolve(names, CPU)[1].values()) == {
-        f"{package.name} needs a GPU" for package in providers.PACKAGES.values()
-    }
-
-
-def test_a_shape_that_a_peer_refuses_is_a_row(packages, tmp_path, monkeypatch):
-    resolve = providers.resolve
-    monkeypatch.setattr(providers, "resolve", lambda names, device: resolve(names, packages))
-    output = tmp_path / "head.json"
-    arguments = ["--device", "cpu", "--shape", "44x16x320", "--rounds", "1", "--no-memory", "--output", str(output)]
-    assert head.main([*arguments, "--provider", "quack", "--provider", "cce"]) == 0
-    rows = json.loads(output.read_text())["rows"]
-    assert [row["status"] for row in rows] == ["ok", "failed", "ok"]
-    assert rows[1]["provider"] == "quack" and "tokens must be a multiple of 8" in rows[1]["error"]
-
-
-def test_operands_repeat_and_peaked_targets_are_the_likeliest():
-    first, second = (shapes.make_operands(SHAPE, torch.float32, CPU, data="peaked", seed=3) for _ in range(2))
-    assert torch.equal(first.weight, second.weight) and torch.equal(first.target, second.target)
-    many = shapes.make_operands(shapes.Shape(2000, 16, 64), torch.float32, CPU, data="peaked")
-    likeliest = (many.hidden @ many.weight.T).argmax(1)
-    assert 0.66 < (likeliest == many.target).float().mean() < 0.76
-    logits = many.hidden.detach() @ many.weight.detach().T
-    assert 5 < logits.std() < 7
-    zipf = shapes.make_operands(SHAPE, torch.float32, CPU, targets="zipf").target
-    assert zipf.float().mean() < SHAPE.vocab / 3
-    assert shapes.make_operands(SHAPE, torch.float32, CPU, targets="equal").target.unique().numel() == 1
-
-
-@pytest.mark.parametrize("rows", [48, 20])
-def test_floor_computes_the_three_products(rows):
-    operands = shapes.make_operands(SHAPE, torch.float64, CPU)
-    floor = measure.Floor(operands, CPU)
-    floor.rows = rows
-    floor()
-    hidden, weight = operands.hidden.detach(), operands.weight.detach()
-    logits = hidden @ weight.T
-    torch.testing.assert_close(floor.d_hidden, logits @ weight)
-    torch.testing.assert_close(floor.d_weight, logits.T @ hidden)
-
-
-def test_rounds_take_turns_and_a_failing_step_leaves():
-    operands = shapes.make_operands(SHAPE, torch.float32, CPU)
-    order = []
-
-    def fails():
-        order.append("c")
-        raise MemoryError
-
-    steps = {"a": lambda: order.append("a"), "b": lambda: order.append("b"), "c": fails}
-    times, failures = measure.time_rounds(steps, operands, CPU, 3)
-    assert order == ["c", "b", "a", "a", "b", "b", "a", "a", "b"]  # the first round is not counted
-    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
-    assert failures["c"].status == measure.OUT_OF_MEMORY
-
-
-def test_short_steps_settle_as_long_as_long_ones():
-    found = {ms: measure.turn_runs(ms) for ms in (0.0, 1.0, 11.0, 38.0, 800.0)}
-    assert found == {0.0: (2, 1), 1.0: (500, 100), 11.0: (46, 10), 38.0: (14, 3), 800.0: (2, 1)}
-
-
-def test_failures_are_told_apart():
-    assert measure.Failure.of(RuntimeError("DefaultCPUAllocator: can't allocate memory")).status == "out of memory"
-    assert measure.Failure.of(torch.OutOfMemoryError("CUDA out of memory")).status == "out of memory"
-    assert measure.Failure.of(ValueError("no")).status == "failed"
-
-
-def test_reference_agrees_with_autograd(monkeypatch):
-    monkeypatch.setattr(accuracy, "_ROWS", 20)
-    operands = shapes.make_operands(SHAPE, torch.float64, CPU)
-    exact = accuracy.reference(operands, torch.float64)
-    loss = F.cross_entropy(operands.hidden @ operands.weight.T, operands.target)
-    loss.backward()
-    assert exact.loss == pytest.approx(loss.item(), rel=1e-12)
-    torch.testing.assert_close(exact.d_hidden, operands.hidden.grad)
-    torch.testing.assert_close(exact.d_weight, operands.weight.grad)
-    assert accuracy.relative_error(2 * exact.d_weight, exact.d_weight, 1.0) == pytest.approx(1.0)
-    assert math.isnan(accuracy.relative_error(math.nan * exact.d_weight, exact.d_weight, 1.0))
-
-
-@pytest.mark.exhaustive
-def test_head_end_to_end(tmp_path, capsys, monkeypatch, no_memory_process):
-    monkeypatch.setenv("CHUNKED_HEAD_COMMIT", "abc123")
-    monkeypatch.setattr("triton.__version__", "3.77")  # another than the environment's own, before it on the path
-    output = tmp_path / "new" / "head.json"
-    asked = ["--provider", "eager", "--provider", "ours", "--provider", "ours:chunk_tokens=16", "--provider", "liger"]
-    arguments = ["--device", "cpu", "--shape", str(SHAPE), "--rounds", "2", "--upstream", "1", "0.37"]
-    assert head.main([*arguments, *asked, "--output", str(output)]) == 0
-    printed = capsys.readouterr().out
-    assert "skipped liger: " in printed
-    assert [row["provider"] for row in last_line(printed)["rows"]].count("ours:chunk_tokens=16") == 2
-    record = json.loads(output.read_text())
-    assert record["commit"] == "abc123" and record["versions"]["torch"] == torch.__version__
-    assert record["versions"]["triton"] == "3.77"
-    assert str(tmp_path) not in json.dumps(record), "a path of this machine is in the results"
-    assert "liger" in record["skipped"]
-    rows = {(row["provider"], row.get("upstream")): row for row in record["rows"]}
-    assert set(rows) == {("floor", None)} | {
-        (name, value) for name in ("eager", "ours", "ours:chunk_tokens=16") for value in (1.0, 0.37)
-    }
-    for row in rows.values():
-        assert row["status"] == "ok", row
-        assert row["ms"] > 0 and (row["provider"] == "floor" or row["ratio"] > 0) and len(row["ms_rounds"]) == 2
-    ours = rows["ours:chunk_tokens=16", 0.37]
-    assert ours["plan"]["chunks"] == 3 and ours["plan"]["peak_bytes"] > 0
-    assert ours["loss"] == pytest.approx(rows["eager", 1.0]["loss"], rel=1e-4)
-    assert ours["beside_gradients_bytes"] == 2**20 - 4 * (48 + 320) * 16
-
-
-def test_head_reports_a_provider_that_fails_or_runs_out(tmp_path, capsys, monkeypatch):
-    def runs_out(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
-
-    def breaks(*_):
-        raise RuntimeError("broken inside")
-
-    monkeypatch.setattr(providers, "eager", runs_out)
-    monkeypatch.setattr(providers, "_torch_native", lambda name, device: breaks)
-    output = tmp_path / "head.json"
-    arguments = ["--device", "cpu", "--shape", str(SHAPE), "--rounds", "1", "--no-memory", "--output", str(output)]
-    assert head.main([*arguments, "--provider", "eager", "--provider", "torch"]) == 0
-    printed = capsys.readouterr().out
-    assert "out of memory" in printed and "torch failed: RuntimeError: broken inside" in printed
-    statuses = [row["status"] for row in json.loads(output.read_text())["rows"]]
-    assert statuses == ["ok", "out of memory", "failed"]
-
-
-def test_no_provider_at_all(tmp_path, capsys):
-    for main in (head.main, accuracy.main, memory.main):
-        assert main(["--device", "cpu", "--provider", "liger", "--output", str(tmp_path / "none.json")]) == 1
-        printed = capsys.readouterr().out
-        assert "skipped liger: " in printed and "no provider can run here" in printed
-
-
-@pytest.mark.exhaustive
-def test_accuracy_end_to_end(tmp_path, capsys):
-    output = tmp_path / "accuracy.json"
-    arguments = ["--device", "cpu", "--shape", str(SHAPE), "--dtype", "fp32", "--output", str(output)]
-    assert accuracy.main([*arguments, "--provider", "ours", "--provider", "eager", "--provider", "liger"]) == 0
-    assert len(last_line(capsys.readouterr().out)["rows"]) == 12
-    rows = json.loads(output.read_text())["rows"]
-    assert {(row["data"], row["upstream"]) for row in rows} == {
-        (kind, value) for kind in ("random", "zipf", "peaked") for value in (1.0, 0.37)
-    }
-    for row in rows:
-        assert row["status"] == "ok" and row["reference"] == "float64", row
-        assert 0 < row["d_hidden_error"] < 1e-5 and 0 < row["d_weight_error"] < 1e-5
-        assert row["d_weight_to_eager"] > 0
-
-
-@pytest.mark.exhaustive
-def test_memory_end_to_end(tmp_path, capsys):
-    output = tmp_path / "memory.json"
-    arguments = ["--device", "cpu", "--model", "32x20000", "--tokens", "128", "--limit", "16MiB"]
-    assert memory.main([*arguments, "--provider", "eager", "--provider", "ours", "--output", str(output)]) == 0
-    printed = capsys.readouterr().out
-    told = last_line(printed)
-    assert told["benchmark"] == "memory" and told["limit"] == 2**24 and told["largest_difference"]["percent"]
-    record = json.loads(output.read_text())
-    rows = {row["provider"]: row for row in record["rows"]}
-    assert all(row["status"] == "ok" for row in rows.values()), rows
-    # eager holds the logits and their gradient at least
-    assert rows["eager"]["peak_bytes"] > 2 * 128 * 20000 * 4
-    assert record["first_over_limit"]["32x20000"]["eager"] == 128
-    assert rows["ours"]["plan"]["peak_bytes"] > 0 and "difference_percent" in rows["ours"]
-
-
-@pytest.mark.exhaustive
-def test_memory_stops_a_provider_that_ran_out(tmp_path, monkeypatch):
-    tried = []
-
-    def peak(provider, shape, dtype, device):
-        tried.append((provider.label, shape.tokens))
-        if provider.label == "eager" and shape.tokens >= 64:
-            return None, measure.Failure(measure.OUT_OF_MEMORY, "no more")
-        return {"peak_bytes": shape.tokens * 2**20}, None
-
-    monkeypatch.setattr(memory, "peak_of", peak)
-    output = tmp_path / "memory.json"
-    arguments = ["--device", "cpu", "--model", "16x320", "--tokens", "32", "64", "128", "--limit", "100MiB"]
-    assert memory.main([*arguments, "--provider", "eager", "--provider", "ours", "--output", str(output)]) == 0
-    assert tried == [("eager", 32), ("ours", 32), ("eager", 64), ("ours", 64), ("ours", 128)]
-    assert json.loads(output.read_text())["first_over_limit"] == {"16x320": {"eager": 64, "ours": 128}}
-
-
-@pytest.mark.parametrize(
-    ("main", "arguments", "message"),
-    [
-        (head.main, ["--shape", "8x9"], "--shape"),
-        (head.main, ["--rounds", "0"], "--rounds"),
-        (head.main, ["--upstream", "nan"], "--upstream"),
-        (head.main, ["--dtype", "int8"], "--dtype"),
-        (head.main, ["--provider", "nobody"], "--provider"),
-        (head.main, ["--provider", "ours:no_such_option=1"], "no_such_option"),
-        (head.main, ["--device", "tpu"], "--device"),
-        (head.main, ["--device", "cuda:99"], "--device"),
-        (head.main, ["--targets", "all"], "--targets"),
-        (accuracy.main, ["--data", "all"], "--data"),
-        (accuracy.main, ["--upstream", "0"], "--upstream"),
-        (memory.main, ["--limit", "much"], "--limit"),
-        (memory.main, ["--output", "memory.png"], "--output"),
-        (memory.main, ["--model", "16"], "--model"),
-        (memory.main, ["--tokens", "-1"], "--tokens"),
-    ],
-)
-def test_bad_arguments_are_refused_before_work(main, arguments, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    assert {text.partition(" needs ")[2] for text in providers.resolve(names, CPU)[1].values()} == {"a GPU"}
