@@ -35,11 +35,7 @@ FORMULAS, EXTREMES, CONTRACT, METRICS = (
     "tests/losses/test_metrics.py",
 )
 KERNELS, GRAD_LOGITS = "tests/kernels/test_kernels.py", "tests/kernels/test_grad_logits.py"
-VOCAB, TOKENS, SHARED_LOGITS = (
-    "tests/ranks/test_vocab_parallel.py",
-    "tests/ranks/test_token_parallel.py",
-    "tests/ranks/test_vocab_parallel_logits.py",
-)
+RANKS, RANKS_CALLS = "tests/ranks/test_layouts.py", "tests/ranks/test_calls.py"
 MEMORY, LOSS_MEMORY, BUFFER_PLAN = (
     "tests/plan/test_memory.py",
     "tests/plan/test_loss_memory.py",
@@ -132,18 +128,19 @@ MUTATIONS = [Mutation(*row) for row in (
     # metrics
     ("mean: perplexity", "chunked_head/metrics/values.py", "_mean(total, count).exp()", "_mean(total, count)", METRICS),
     ("mean: metrics of two micro-batches", "chunked_head/metrics/values.py", "count=a.count + b.count", "count=a.count", METRICS + " " + CONTRACT),
-    ("ranks: the largest of all ranks'", "chunked_head/metrics/values.py", "pieces.amax(0)", "pieces.sum(0)", METRICS + " " + TOKENS),
+    ("ranks: the largest of all ranks'", "chunked_head/metrics/values.py", "pieces.amax(0)", "pieces.sum(0)", METRICS + " " + RANKS),
     # ranks
-    ("ranks: offset of targets", "chunked_head/parallel/shard.py", "column, last = target - self.here.start,", "column, last = target - self.here.start - 1,", VOCAB + " -k cross-entropy"),
-    ("ranks: offset of the likeliest id", "chunked_head/parallel/shard.py", " ids.add_(self.here.start)", " ids.add_(self.here.start + 1)", VOCAB + " -k 'cross-entropy or everything'"),
-    ("ranks: a gradient that is not summed", "chunked_head/parallel/shard.py", "SummedRows(self.group) if self.parallel.reduce_dhidden else None", "None", VOCAB + " -k cross-entropy"),
-    ("ranks: kinds of calls in checks of tokens", "chunked_head/parallel/shard.py", "((target + self.kind % MOST_IDS) % MOST_IDS)", "(target % MOST_IDS)", "tests/ranks/test_vocab_parallel_options.py"),
-    ("ranks: shares of the probability", MERGE, "(starts - first_start) - (rests - first_rest)", "(starts - first_start) + (rests - first_rest)", VOCAB + " -k cross-entropy"),
-    ("ranks: entropy", MERGE, "p * (pieces[entropy] - log_p)", "p * (pieces[entropy] + log_p)", VOCAB + " -k entropy"),
-    ("ranks: the largest logit", MERGE, "largest = pieces[top].amax(0)", "largest = pieces[top].amin(0)", VOCAB + " -k cross-entropy"),
-    ("ranks: whose share a segment is", "chunked_head/parallel/tokens.py", "% self.parallel.ranks == self.parallel.rank", "% self.parallel.ranks >= 0", TOKENS + " -k gspo"),
-    ("ranks: gradients of sums over segments", "chunked_head/parallel/tokens.py", "return AddOverRanks.apply(gradient, ctx.group), None", "return gradient, None", TOKENS + " -k gspo"),
-    ("ranks: counts of all ranks' tokens", "chunked_head/call/objectives.py", "counted=number, one_or_nan", "counted=tokens.counted, one_or_nan", TOKENS + " -k cross-entropy"),
+    ("ranks: offset of targets", "chunked_head/parallel/shard.py", "column, last = target - self.here.start,", "column, last = target - self.here.start - 1,", RANKS + " -k cross-entropy"),
+    ("ranks: offset of the likeliest id", "chunked_head/parallel/shard.py", " ids.add_(self.here.start)", " ids.add_(self.here.start + 1)", RANKS + " -k 'cross-entropy or everything'"),
+    ("ranks: a gradient that is not summed", "chunked_head/parallel/shard.py", "SummedRows(self.group) if self.parallel.reduce_dhidden else None", "None", RANKS + " -k cross-entropy"),
+    ("ranks: gradients on their way that are written again", "chunked_head/parallel/merge.py", "by_rank.clone(memory_format=torch.contiguous_format)", "by_rank.contiguous()", RANKS_CALLS + " -k late_messages"),
+    ("ranks: kinds of calls in checks of tokens", "chunked_head/parallel/shard.py", "((target + self.kind % MOST_IDS) % MOST_IDS)", "(target % MOST_IDS)", RANKS_CALLS),
+    ("ranks: shares of the probability", MERGE, "(starts - first_start) - (rests - first_rest)", "(starts - first_start) + (rests - first_rest)", RANKS + " -k cross-entropy"),
+    ("ranks: entropy", MERGE, "p * (pieces[entropy] - log_p)", "p * (pieces[entropy] + log_p)", RANKS + " -k entropy"),
+    ("ranks: the largest logit", MERGE, "largest = pieces[top].amax(0)", "largest = pieces[top].amin(0)", RANKS + " -k cross-entropy"),
+    ("ranks: whose share a segment is", "chunked_head/parallel/tokens.py", "% self.parallel.ranks == self.parallel.rank", "% self.parallel.ranks >= 0", RANKS + " -k gspo"),
+    ("ranks: gradients of sums over segments", "chunked_head/parallel/tokens.py", "return AddOverRanks.apply(gradient, ctx.group), None", "return gradient, None", RANKS + " -k gspo"),
+    ("ranks: counts of all ranks' tokens", "chunked_head/call/objectives.py", "counted=number, one_or_nan", "counted=tokens.counted, one_or_nan", RANKS + " -k cross-entropy"),
     # plans
     ("plan: the bias's gradient", "chunked_head/plan/buffers.py", "if sizes.bias_grad:", "if False:", BUFFER_PLAN + " " + MEMORY),
     ("plan: vectors of tokens", "chunked_head/plan/buffers.py", "(tokens, 5 + demand.vectors)", "(0, 5)", LOSS_MEMORY),

@@ -15,7 +15,7 @@ import chunked_head
 from chunked_head import losses, metrics
 
 NOT_DRAWN = {
-    "parallel": "test_vocab_parallel*.py, test_token_*.py: a call of several processes",
+    "parallel": "tests/ranks: a call of several processes",
     "deterministic": "test_deterministic.py: two calls of Hopper's, compared with each other",
     **dict.fromkeys(("kept_offsets", "kept_everywhere", "candidates", "candidate_bias"), "test_kept.py"),
     "segment_lengths": "test_segment_lengths.py",

@@ -1,11 +1,7 @@
-"""``deterministic=True``: the same bits of log-probabilities however many ranks share the vocabulary.
+"""``deterministic=True``: the same bits of log-probabilities however many ranks share the vocabulary."""
 
-Ranks take turns in one process: their messages are noted in a first round of calls and handed to all in a second.
-"""
-
-from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import ranks
@@ -15,56 +11,17 @@ from cases import GPU, TRITON, Place
 from torch import Tensor
 
 from chunked_head import VocabParallel, linear_cross_entropy, linear_logprobs, plan
-from chunked_head.parallel.groups import block_of
 
 OURS = [*TRITON, *GPU[:1]]
 EVERYTHING = ("entropy", "lse", "argmax", "mean_logit", "log_sum_sq_probs")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Of this process alone."""
-    meeting = tmp_path_factory.mktemp("group") / "meeting"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-class Turns:
-    """Calls of ranks with so many rows each, one after the other."""
-
-    def __init__(self, rows: list[int]):
-        self.rows, self.rank, self.place, self.complete = rows, 0, 0, False
-        self.sent: list[list[Tensor]] = [[] for _ in rows]
-
-    def gather(self, out: Tensor, own: Tensor, group: Any) -> None:
-        if self.complete:
-            out.copy_(torch.cat([messages[self.place] for messages in self.sent]))
-        else:
-            self.sent[self.rank].append(own.clone())
-            out.zero_()
-        self.place += 1
-
-    def run(self, call: Callable[[slice, VocabParallel], Any]) -> list[Any]:
-        """What ``call(the rank's rows, parallel)`` returns on each rank."""
-        turns, found = self, []
-
-        class OfTurn(VocabParallel):
-            ranks = property(lambda _: len(turns.rows))
-            rank = property(lambda _: turns.rank)
-
-        # whether all make the same call each knows by itself, and nobody here looks at sums over ranks
-        module = "chunked_head.parallel"
-        agreed = mock.patch(f"{module}.groups.all_gather", lambda out, own, group: out.copy_(own))
-        summed = mock.patch(f"{module}.shard.distributed.all_reduce")
-        with mock.patch(f"{module}.shard.all_gather", self.gather), agreed, summed:
-            for self.complete in (False, True):
-                found.clear()
-                for rank, count in enumerate(self.rows):
-                    self.rank, self.place, first = rank, 0, sum(self.rows[:rank])
-                    found.append(call(slice(first, first + count), OfTurn(rows=self.rows)))
-        assert all(len(messages) == len(self.sent[0]) > 0 for messages in self.sent)
-        return found
+def block_of(vocab: int) -> int:
+    """Rows of a block, of which a vocabulary has eight."""
+    frozen = {"weight_grad": False, "hidden_grad": False}
+    made = plan(64, 4096, vocab, torch.bfloat16, deterministic=True, device="sm_90", **frozen)
+    assert made.vocab_block is not None
+    return made.vocab_block
 
 
 class Operands:
@@ -73,15 +30,15 @@ class Operands:
     def __init__(self, place: Place):
         gpu = place.device != "cpu"
         self.tokens, self.vocab, width = (300, 8000 - 24, 4096) if gpu else (20, 600, 64)
-        self.padded = 8 * block_of(self.vocab)
+        self.block = block_of(self.vocab)
         made = torch.Generator().manual_seed(5)
         hidden = torch.randn(self.tokens, width, generator=made)
-        weight = torch.randn(self.padded, width, generator=made) * 2.4 / width**0.5
+        weight = torch.randn(8 * self.block, width, generator=made) * 2.4 / width**0.5
         weight[self.vocab :] = torch.nan
         self.hidden, self.weight = (each.to(place.device, torch.bfloat16) for each in (hidden, weight))
-        self.bias = torch.randn(self.padded, generator=made).to(place.device, torch.bfloat16)
+        self.bias = torch.randn(8 * self.block, generator=made).to(place.device, torch.bfloat16)
         # each block has targets, its first and its last column among them
-        edges = torch.arange(0, self.vocab, block_of(self.vocab))
+        edges = torch.arange(0, self.vocab, self.block)
         target = torch.randint(0, self.vocab, (self.tokens,), generator=made)
         target[:8], target[8:15], target[15] = edges, edges[1:] - 1, self.vocab - 1
         target[17] = -100
@@ -104,24 +61,55 @@ class Operands:
         return [found] if isinstance(found, Tensor) else list(found)
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    for ours, other in zip(found, expected, strict=True):
-        assert torch.equal(ours, other) and torch.isfinite(ours.float()).all()
-
-
-@pytest.mark.parametrize("place", OURS)
-@pytest.mark.parametrize("kind", ["plain", "everything"])
-def test_any_number_of_ranks(place: Place, kind: str) -> None:
-    """One, two, four and eight ranks, and three that hold whole blocks, as one GPU alone."""
-    given = Operands(place)
-    options, block = given.options(kind), block_of(given.vocab)
+def of_ranks(rank: int, device: str) -> dict[str, Any]:
+    """Values of one rank and of all of them, of two and of three with blocks of their own, and refusals."""
+    given, found = Operands(Place("triton", device)), dict[str, Any]()
+    size, block = dist.get_world_size(), given.block
+    counts = {size: [8 * block // size] * size, 3: [3 * block, 3 * block, 2 * block], 2: [4 * block] * 2}
+    kinds = ("plain", "everything")
+    if device == "cpu":  # interpreted; two ranks are those of test_calls.py
+        counts, kinds = {count: counts[count] for count in (size, 3)}, ("everything",)
     with torch.no_grad():
-        alone = given.values(options)
-        for count in (1, 2, 3, 4, 8) if place.device == "cuda" else (8,) if kind == "plain" else (3,):
-            rows = [given.padded // count] * count if count != 3 else [3 * block, 3 * block, 2 * block]
-            for values in Turns(rows).run(lambda own, parallel: given.values(options | {"parallel": parallel}, own)):
-                assert_same(values, alone)
+        alone = {kind: given.values(given.options(kind)) for kind in kinds}
+    for count, rows in counts.items():
+        group = dist.new_group(list(range(count)))
+        if rank >= count or count > size:
+            continue
+        own, parallel = slice(sum(rows[:rank]), sum(rows[: rank + 1])), VocabParallel(group, rows=rows)
+        for kind in kinds:
+            with torch.no_grad():
+                ours = given.values(given.options(kind) | {"parallel": parallel}, own)
+            found[f"{count} {kind}"] = alone[kind], ours
+    rows = [block + 1, *([(7 * block - 1) // (size - 1)] * (size - 2))]
+    rows.append(8 * block - sum(rows))
+    parallel, own = VocabParallel(rows=rows), slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+
+    def losses(reduction: str) -> Any:
+        weight = given.weight[own].clone().requires_grad_(reduction == "mean")
+        options = given.common | {"parallel": parallel, "reduction": reduction}
+        return linear_cross_entropy(given.hidden, weight, given.target, **options).item()
+
+    sets = {"kept_ids": torch.zeros(given.tokens, 2, dtype=torch.int64, device=device), "parallel": VocabParallel()}
+    part = slice(8 * block // size * rank, 8 * block // size * (rank + 1))
+    found["not whole"] = ranks.said(lambda: losses("none"))
+    found["mean"] = ranks.said(lambda: losses("mean"))  # a sum of what ranks have, which blocks need not fit
+    found["sets"] = ranks.said(lambda: given.values(given.common | sets, part))
+    return found
+
+
+@pytest.mark.parametrize("count, device", [
+    (4, "cpu"), *(pytest.param(count, "cuda", marks=pytest.mark.multigpu) for count in (2, 4)),
+])  # fmt: skip
+def test_any_number_of_ranks(count: int, device: str, tmp_path: Path) -> None:
+    for found in ranks.run(of_ranks, count, tmp_path, device):
+        assert "in blocks of" in found["not whole"] and "hold them whole; they hold [" in found["not whole"]
+        assert 0.0 < float(found.pop("mean")) < 100.0 and "kept_ids'] and candidates do not go" in found.pop("sets")
+        del found["not whole"]
+        assert found
+        for alone, ours in found.values():
+            assert len(alone) == len(ours)
+            for one, other in zip(alone, ours, strict=True):
+                assert torch.equal(one, other) and torch.isfinite(one.float()).all()
 
 
 @pytest.mark.parametrize("place", OURS)
@@ -142,7 +130,8 @@ def test_exact(place: Place) -> None:
 
 @pytest.mark.parametrize("place", OURS)
 def test_any_batch(place: Place) -> None:
-    """Whatever the other tokens are, how many, in which order, in which chunks, with a gradient and without."""
+    """Whatever the other tokens are, how many, in which order, in which chunks, with a gradient and without; and
+    whatever else is asked for."""
     given = Operands(place)
     options = given.options("plain")
     with torch.no_grad():
@@ -157,12 +146,6 @@ def test_any_batch(place: Place) -> None:
                     given.weight.requires_grad_(gradient)
                     (values,) = given.values(options | {"chunk_tokens": chunk}, tokens=tokens)
                     assert values.requires_grad == gradient and torch.equal(values, alone[tokens])
-
-
-@pytest.mark.parametrize("place", OURS)
-def test_whatever_else_is_asked_for(place: Place) -> None:
-    given = Operands(place)
-    options = given.options("plain")
     with torch.no_grad():
         # a small number shows the last bits of the sum
         given.target.copy_(torch.where(given.target >= 0, given.values(options | {"argmax": True})[1], given.target))
@@ -171,54 +154,9 @@ def test_whatever_else_is_asked_for(place: Place) -> None:
             assert torch.equal(given.values(options | dict.fromkeys(asked, True))[0], alone), asked
 
 
-def of_gpus(rank: int, device: str) -> dict[str, Any]:
-    """Alone, and as one of the ranks, on GPUs of their own."""
-    given, parallel = Operands(Place("triton", device)), VocabParallel()
-    own = slice(given.padded // parallel.ranks * rank, given.padded // parallel.ranks * (rank + 1))
-    found = {}
-    for kind in ("plain", "everything"):
-        options = given.options(kind)
-        with torch.no_grad():
-            found[kind] = given.values(options), given.values(options | {"parallel": parallel}, own)
-    return found
-
-
-@pytest.mark.multigpu
-@pytest.mark.parametrize("count", [2, 4])
-def test_gpus(count: int) -> None:
-    found = ranks.run_in_a_folder(of_gpus, count, "cuda")
-    for rank in found:
-        for kind, (alone, ours) in rank.items():
-            assert_same(ours, alone)
-            assert_same(alone, found[0][kind][0])
-
-
-@pytest.mark.parametrize("place", OURS)
-def test_where_blocks_are_not_whole(place: Place) -> None:
-    given = Operands(place)
-    third, block = given.padded // 3, block_of(given.vocab)
-    rows = [third, given.padded - third]
-
-    def losses_of(own: slice, parallel: VocabParallel, reduction: str) -> Tensor:
-        weight = given.weight[own].clone().requires_grad_(reduction == "mean")
-        options = given.common | {"parallel": parallel, "reduction": reduction}
-        return linear_cross_entropy(given.hidden, weight, given.target, **options)
-
-    with pytest.raises(ValueError, match=rf"in blocks of {block}, .* hold them whole; they hold \[{third}"):
-        Turns(rows).run(lambda own, parallel: losses_of(own, parallel, "none"))
-    # where gradients are made with the loss, it is a sum of what ranks have
-    found = Turns(rows).run(lambda own, parallel: losses_of(own, parallel, "mean"))
-    assert all(torch.equal(value, found[0]) for value in found)
-    sets = {"kept_ids": torch.zeros(given.tokens, 2, dtype=torch.int64, device=place.device)}
-    with pytest.raises(ValueError, match=r"kept_ids'\] and candidates do not go with deterministic=True over ranks"):
-        Turns([given.padded // 2] * 2).run(lambda own, of: given.values(given.common | sets | {"parallel": of}, own))
-    with pytest.raises(ValueError, match="deterministic=True does not go with top_k"):
-        given.values(given.common | {"top_k": 3})
-
-
 def test_blocks() -> None:
-    """They follow from the vocabulary alone, and two, four and eight ranks with equal parts hold them whole where a
-    head is padded to a multiple of 64."""
+    """They follow from the vocabulary alone; two, four and eight ranks with equal parts hold them whole where a head is
+    padded to a multiple of 64."""
     for vocab in (64, 600, 50257, 128256, 151936, 256000):
         padded = -(-vocab // 64) * 64
         assert block_of(padded) == block_of(vocab) == padded // 8
@@ -227,3 +165,6 @@ def test_blocks() -> None:
     assert plan(vocab=128256, ranks=4, **sizes, **options).vocab_block == 16032
     with pytest.raises(ValueError, match="Pad the head to 50304 rows"):
         plan(vocab=50257, ranks=2, **sizes, **options)
+    with pytest.raises(ValueError, match="deterministic=True does not go with top_k"):
+        given = Operands(Place("torch", "cpu"))
+        given.values(given.common | {"top_k": 3})

@@ -24,6 +24,7 @@ def place() -> str:
 
 
 def operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, bias, targets."""
     made = torch.Generator().manual_seed(5)
     hidden, weight = torch.randn(*TOKENS, HIDDEN, generator=made), torch.randn(VOCAB, HIDDEN, generator=made)
     target = torch.randint(0, VOCAB, TOKENS, generator=made)
@@ -36,58 +37,57 @@ def whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def plain() -> dict[str, Any]:
+def same(loss: Tensor, leaves: Any, true: Tensor, true_leaves: Any) -> None:
+    torch.testing.assert_close(loss.detach(), true.detach(), rtol=5e-6, atol=1e-6)
+    torch.testing.assert_close([whole(t) for t in leaves], list(true_leaves), rtol=1e-5, atol=1e-6)
+
+
+def beside_plain(loss: Tensor, *leaves: Any) -> None:
+    """A loss after its backward and its leaves, against PyTorch."""
     hidden, weight, bias, target = operands()
-    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
-    loss = nn.functional.cross_entropy(nn.functional.linear(*leaves).flatten(0, 1), target.flatten())
-    return {"loss": loss.detach(), "grads": list(torch.autograd.grad(loss, leaves))}
+    plain = [t.requires_grad_() for t in (hidden, weight, bias)]
+    true = nn.functional.cross_entropy(nn.functional.linear(*plain).flatten(0, 1), target.flatten())
+    same(loss, [leaf.grad for leaf in leaves], true, torch.autograd.grad(true, plain))
 
 
-def placed(hidden_placement: Any, weight_placement: Any) -> dict[str, Any]:
-    mesh = init_device_mesh(place(), (2,), mesh_dim_names=("tp",))
+def placed(hidden_placement: Any, weight_placement: Any) -> None:
+    mesh = init_device_mesh(place(), (2,))
     hidden, weight, bias, target = operands()
     h = distribute_tensor(hidden, mesh, [hidden_placement]) if hidden_placement is not None else hidden
     w, b = (distribute_tensor(t, mesh, [weight_placement]) for t in (weight, bias))
     leaves = [t.detach().requires_grad_() for t in (h, w, b)]
     loss = linear_cross_entropy(leaves[0], leaves[1], target, bias=leaves[2])
     loss.backward()
-    return {"loss": loss.detach(), "grads": [whole(leaf.grad) for leaf in leaves]}
+    beside_plain(loss, *leaves)
 
 
-def column_parallel() -> dict[str, Any]:
+def column_parallel() -> None:
     """torch's own tensor-parallel plan for the linear layer that the head takes its parameters from."""
-    mesh = init_device_mesh(place(), (2,))
     hidden, weight, bias, target = operands()
     linear = nn.Linear(HIDDEN, VOCAB, device=place())
     linear.load_state_dict({"weight": weight, "bias": bias})
-    parallelize_module(linear, mesh, ColwiseParallel())
-    head = ChunkedHead.from_linear(linear, chunk_tokens=7)
-    hidden.requires_grad_()
-    loss = head(hidden, target)
+    parallelize_module(linear, init_device_mesh(place(), (2,)), ColwiseParallel())
+    loss = ChunkedHead.from_linear(linear, chunk_tokens=7)(hidden.requires_grad_(), target)
     loss.backward()
-    grads = [hidden.grad, whole(linear.weight.grad), whole(linear.bias.grad)]
-    return {"loss": loss.detach(), "grads": grads}
+    beside_plain(loss, hidden, linear.weight, linear.bias)
 
 
-def log_probabilities() -> dict[str, Any]:
-    """Each rank's own tokens' values and their late gradients."""
+def log_probabilities() -> None:
+    """Values of each rank's own tokens, and gradients that wait for their upstream."""
     mesh = init_device_mesh(place(), (2,))
-    hidden, weight, bias, target = operands()
-    h = distribute_tensor(hidden, mesh, [Shard(1)]).requires_grad_()
-    w = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
-    b = distribute_tensor(bias, mesh, [Shard(0)]).requires_grad_()
-    found = linear_logprobs(h, w, target, bias=b, entropy=True)
-    mine = target.chunk(2, 1)[dist.get_rank()]
-    assert found.logprobs.shape == mine.shape
-    count = (target != -100).sum()
-    # what each rank makes of its own tokens; their gradients add up
-    loss = -found.logprobs.sum() / count
+    *given, target = operands()
+    leaves = [
+        distribute_tensor(t, mesh, [Shard(dim)]).requires_grad_() for t, dim in zip(given, (1, 0, 0), strict=True)
+    ]
+    found = linear_logprobs(leaves[0], leaves[1], target, bias=leaves[2], entropy=True)
+    assert found.logprobs.shape == target.chunk(2, 1)[dist.get_rank()].shape
+    loss = -found.logprobs.sum() / (target != -100).sum()
     loss.backward()
     dist.all_reduce(total := loss.detach().clone())
-    return {"loss": total, "grads": [whole(leaf.grad) for leaf in (h, w, b)]}
+    beside_plain(total, *leaves)
 
 
-def on_its_way(sharded_weight: bool) -> dict[str, Any]:
+def on_its_way(sharded_weight: bool) -> None:
     """Hidden states that an asynchronous collective still brings, of whose wrapper a kernel cannot read memory."""
     mesh = init_device_mesh(place(), (2,))
     hidden, weight, bias, target = operands()
@@ -100,29 +100,7 @@ def on_its_way(sharded_weight: bool) -> dict[str, Any]:
     assert sharded_weight or type(rows).__name__ == "AsyncCollectiveTensor"
     loss = linear_cross_entropy(rows, w, target, bias=b, backend="triton")
     loss.backward()
-    return {"loss": loss.detach(), "grads": [whole(leaf.grad) for leaf in (h, w, b)]}
-
-
-def padded_pieces() -> dict[str, Any]:
-    """Fewer ids than rows, of which ``torch.chunk`` leaves the last of four ranks fewer: 12, as of 48 ids."""
-    mesh = init_device_mesh(place(), (4,))
-    hidden, weight, _, target = operands()
-    target = torch.where(target >= 0, target % (VOCAB - 3), target)
-    w = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
-    exact = weight.clone().requires_grad_()
-    loss = linear_cross_entropy(hidden, w, target, vocab_size=VOCAB - 3)
-    loss.backward()
-    plain = nn.functional.cross_entropy((hidden @ exact[: VOCAB - 3].t()).flatten(0, 1), target.flatten())
-    plain.backward()
-    ours, theirs = [loss.detach(), whole(w.grad)], [plain.detach(), exact.grad]
-    return {"ours": ours, "theirs": theirs}
-
-
-def deterministic() -> None:
-    mesh = init_device_mesh(place(), (4,))
-    hidden, weight, _, target = operands()
-    w = distribute_tensor(weight, mesh, [Shard(0)])
-    linear_cross_entropy(hidden.requires_grad_(), w, target, deterministic=True)
+    beside_plain(loss, h, w, b)
 
 
 class Model(nn.Module):
@@ -131,202 +109,145 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        self.head = ChunkedHead(HIDDEN, VOCAB, chunk_tokens=5)
+        self.head = ChunkedHead(HIDDEN, VOCAB, bias=True, chunk_tokens=5)
 
     def forward(self, hidden: Tensor, target: Tensor, normalizer: Tensor) -> Tensor:
         return self.head(self.body(hidden), target, normalizer=normalizer)
 
 
-def sharded(wrapper: str) -> dict[str, Any]:
-    """Two steps of SGD, each rank its own rows of the batch, the denominator that of all of them."""
+def made() -> Any:
     torch.manual_seed(1)
-    model: Any = Model().to(place())
-    mesh = init_device_mesh(place(), (2,))
-    if wrapper.startswith("fsdp2"):
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if wrapper == "fsdp2-policy" else None
-        options = {} if policy is None else {"mp_policy": policy}
-        if wrapper == "fsdp2-own":
-            fully_shard(model.head, mesh=mesh)
-        fully_shard(model, mesh=mesh, **options)
-    elif wrapper == "ddp":
-        model = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Model().to(place())
+
+
+def alone() -> tuple[Tensor, list[Tensor]]:
+    """Losses and weights of two steps of SGD by torch on one rank."""
+    model, losses = made(), []
     hidden, _, _, target = operands()
-    rank, count = dist.get_rank(), (target != -100).sum()
-    found = []
-    # of each rank's two rows of the batch, both at once or one after the other
-    rows = {
-        "one": [slice(0, 4)],
-        "fsdp2-accumulated": [slice(2 * rank, 2 * rank + 1), slice(2 * rank + 1, 2 * rank + 2)],
-    }
+    for _ in range(2):
+        logits = nn.functional.linear(model.body(hidden), model.head.weight, model.head.bias)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
+                parameter -= 0.1 * grad
+        losses.append(loss.detach())
+    return torch.stack(losses), [p.detach() for p in model.parameters()]
+
+
+def trained(model: Any, part: int, group: Any = None, micro_batches: int = 1, **sgd: Any) -> None:
+    """The same steps with a part of the batch, whose denominator is the batch's. Gradients are averaged over the ranks:
+    each rank's share is doubled."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **sgd)
+    hidden, _, _, target = operands()
+    count, losses = (target != -100).sum(), []
     for _ in range(2):
         optimizer.zero_grad()
         share = hidden.new_zeros(())
-        micro_batches = rows.get(wrapper, [slice(2 * rank, 2 * rank + 2)])
-        for at in micro_batches:
-            if wrapper == "fsdp2-accumulated":
-                model.set_requires_gradient_sync(at is micro_batches[-1])
-            # gradients are averaged over the ranks: each rank's share is doubled
-            loss = (1 if wrapper == "one" else 2) * model(hidden[at], target[at], count)
+        for i in range(micro_batches):
+            size = 2 // micro_batches
+            at = slice(2 * part + i * size, 2 * part + (i + 1) * size)
+            if micro_batches > 1:
+                model.set_requires_gradient_sync(i == micro_batches - 1)
+            loss = 2 * model(hidden[at], target[at], count)
             loss.backward()
             share += loss.detach()
         optimizer.step()
-        if wrapper != "one":
-            dist.all_reduce(share)
-            share /= 2
-        found.append(share)
-    weights = [whole(p.detach()) for p in model.parameters()]
-    return {"loss": torch.stack(found), "grads": weights}
+        dist.all_reduce(share, group=group)
+        losses.append(share / 2)
+    same(torch.stack(losses), [p.detach() for p in model.parameters()], *alone())
 
 
-class Biased(nn.Module):
+def data_parallel() -> None:
+    trained(DistributedDataParallel(made()), dist.get_rank())
+
+
+def sharded(own: bool = False, policy: bool = False, micro_batches: int = 1) -> None:
+    model, mesh = made(), init_device_mesh(place(), (2,))
+    if own:
+        fully_shard(model.head, mesh=mesh)
+    options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)} if policy else {}
+    fully_shard(model, mesh=mesh, **options)
+    trained(model, dist.get_rank(), micro_batches=micro_batches)
+
+
+class Linear(Model):
     """The same with a linear layer of torch's, whose weight is the head's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.lm_head = nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Linear(HIDDEN, VOCAB)
+        head = nn.Linear(HIDDEN, VOCAB)
+        head.weight, head.bias = self.head.weight, self.head.bias
+        self.head = head
 
     def forward(self, hidden: Tensor, target: Tensor, normalizer: Tensor) -> Tensor:
-        head = self.lm_head
-        rows = self.body(hidden)
+        rows, head = self.body(hidden), self.head
         return linear_cross_entropy(rows, head.weight, target, bias=head.bias, normalizer=normalizer, chunk_tokens=5)
 
 
-def two_dimensions() -> dict[str, Any]:
+def two_dimensions() -> None:
     """Data-parallel by FSDP2 across, tensor-parallel along: four ranks."""
     mesh = init_device_mesh(place(), (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(1)
-    model = Biased().to(place())
-    parallelize_module(model.lm_head, mesh["tp"], ColwiseParallel())
+    model = Linear().to(place())
+    parallelize_module(model.head, mesh["tp"], ColwiseParallel())
     fully_shard(model, mesh=mesh["dp"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    hidden, _, _, target = operands()
-    part, count, found = mesh.get_local_rank("dp"), (target != -100).sum(), []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = 2 * model(hidden[2 * part :][:2], target[2 * part :][:2], count)
-        loss.backward()
-        optimizer.step()
-        dist.all_reduce(share := loss.detach().clone(), group=mesh["dp"].get_group())
-        found.append(share / 2)
-    return {"loss": torch.stack(found), "grads": [whole(p.detach()) for p in model.parameters()]}
+    trained(model, mesh.get_local_rank("dp"), mesh["dp"].get_group(), foreach=False)
 
 
-def refused(hidden_placement: Any, weight_placement: Any) -> str:
-    try:
-        mesh = init_device_mesh(place(), (2,))
-        hidden, weight, _, target = operands()
+def padded_pieces() -> None:
+    """Fewer ids than rows, of which ``torch.chunk`` leaves the last of four ranks fewer: 12, as of 48 ids."""
+    hidden, weight, _, target = operands()
+    target = torch.where(target >= 0, target % (VOCAB - 3), target)
+    w = distribute_tensor(weight, init_device_mesh(place(), (4,)), [Shard(0)]).requires_grad_()
+    loss = linear_cross_entropy(hidden, w, target, vocab_size=VOCAB - 3)
+    loss.backward()
+    exact = weight.clone().requires_grad_()
+    true = nn.functional.cross_entropy((hidden @ exact[: VOCAB - 3].t()).flatten(0, 1), target.flatten())
+    same(loss, [w.grad], true, torch.autograd.grad(true, exact))
+
+
+def deterministic() -> None:
+    hidden, weight, _, target = operands()
+    w = distribute_tensor(weight, init_device_mesh(place(), (4,)), [Shard(0)])
+    with pytest.raises(ValueError, match="deterministic=True goes with VocabParallel of at most 2 ranks"):
+        linear_cross_entropy(hidden.requires_grad_(), w, target, deterministic=True)
+
+
+REFUSED = [
+    (Partial(), Shard(0), "a Partial needs its sum first"), (Shard(2), Shard(0), "hidden has the placements"),
+    (Replicate(), Shard(1), "weight has the placements"), (Shard(0), Replicate(), "weight is whole on every rank"),
+]  # fmt: skip
+
+
+def refused() -> None:
+    mesh = init_device_mesh(place(), (2,))
+    hidden, weight, _, target = operands()
+    for hidden_placement, weight_placement, says in REFUSED:
         h = DTensor.from_local(hidden, mesh, [hidden_placement], run_check=False)
-        linear_cross_entropy(h, distribute_tensor(weight, mesh, [weight_placement]), target)
-    except (ValueError, TypeError) as error:
-        return str(error)
-    return "nothing"
+        with pytest.raises((ValueError, TypeError), match=says):
+            linear_cross_entropy(h, distribute_tensor(weight, mesh, [weight_placement]), target)
+
+
+OF_TWO: dict[str, Any] = {
+    "vocabulary": lambda: placed(Replicate(), Shard(0)), "vocabulary, plain hidden": lambda: placed(None, Shard(0)),
+    "both": lambda: placed(Shard(0), Shard(0)), "both, along the sequence": lambda: placed(Shard(1), Shard(0)),
+    "replicated": lambda: placed(Replicate(), Replicate()), "column-parallel": column_parallel,
+    "log-probabilities": log_probabilities, "on its way": lambda: on_its_way(False),
+    "on its way, vocabulary": lambda: on_its_way(True), "ddp": data_parallel, "fsdp2": sharded,
+    "fsdp2, head": lambda: sharded(own=True), "fsdp2, policy": lambda: sharded(policy=True),
+    "fsdp2, accumulated": lambda: sharded(micro_batches=2), "refused": refused,
+}  # fmt: skip
+OF_FOUR = {"mesh": two_dimensions, "padded": padded_pieces, "deterministic": deterministic}
 
 
 def work(rank: int, device: str) -> dict[str, Any]:
-    found = {
-        "plain": ranks.outcome(plain),
-        "vocabulary": ranks.outcome(placed, Replicate(), Shard(0)),
-        "vocabulary, plain hidden": ranks.outcome(placed, None, Shard(0)),
-        "both": ranks.outcome(placed, Shard(0), Shard(0)),
-        "both, along the sequence": ranks.outcome(placed, Shard(1), Shard(0)),
-        "whole": ranks.outcome(placed, Replicate(), Replicate()),
-        "column-parallel": ranks.outcome(column_parallel),
-        "log-probabilities": ranks.outcome(log_probabilities),
-        "on its way": ranks.outcome(on_its_way, False),
-        "on its way, vocabulary": ranks.outcome(on_its_way, True),
-        "partial hidden": refused(Partial(), Shard(0)),
-        "columns of hidden": refused(Shard(2), Shard(0)),
-        "columns of weight": refused(Replicate(), Shard(1)),
-        "tokens beside a whole weight": refused(Shard(0), Replicate()),
-    }
-    for wrapper in ("one", *WRAPPERS):
-        found[wrapper] = ranks.outcome(sharded, wrapper)
-    return found
-
-
-def work_of_four(rank: int, device: str) -> dict[str, Any]:
-    torch.manual_seed(1)
-    found = {"mesh": ranks.outcome(two_dimensions), "padded": ranks.outcome(padded_pieces)}
-    return found | {"deterministic": ranks.outcome(deterministic)}
-
-
-PLACEMENTS = (
-    "vocabulary", "vocabulary, plain hidden", "both", "both, along the sequence", "whole", "column-parallel",
-    "log-probabilities", "on its way", "on its way, vocabulary",
-)  # fmt: skip
-WRAPPERS = ("ddp", "fsdp2", "fsdp2-own", "fsdp2-policy", "fsdp2-accumulated")
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return ranks.run(work, 2, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return ranks.run(work, 2, tmp_path_factory.mktemp("gpus"), "cuda")
-
-
-def same(mine: Any, other: Any) -> None:
-    for outcome in (mine, other):
-        assert not isinstance(outcome, str), outcome
-    torch.testing.assert_close(mine["loss"], other["loss"], rtol=5e-6, atol=1e-6)
-    torch.testing.assert_close(mine["grads"], other["grads"], rtol=1e-5, atol=1e-6)
-
-
-def hold(found: list[dict[str, Any]], name: str) -> None:
-    for rank in found:
-        same(rank[name], rank["one" if name in WRAPPERS else "plain"])
-
-
-@pytest.mark.parametrize("name", [*PLACEMENTS, *WRAPPERS])
-def test_two_ranks(found: list[dict[str, Any]], name: str) -> None:
-    hold(found, name)
-
-
-@pytest.mark.multigpu
-@pytest.mark.parametrize("name", [*PLACEMENTS, *WRAPPERS])
-def test_two_gpus(on_gpus: list[dict[str, Any]], name: str) -> None:
-    hold(on_gpus, name)
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("partial hidden", "a Partial needs its sum first"),
-        ("columns of hidden", "hidden has the placements"),
-        ("columns of weight", "weight has the placements"),
-        ("tokens beside a whole weight", "weight is whole on every rank"),
-    ],
-)
-def test_refused_placements(found: list[dict[str, Any]], name: str, says: str) -> None:
-    for rank in found:
-        assert says in rank[name]
+    calls = OF_TWO if dist.get_world_size() == 2 else OF_FOUR
+    return {name: ranks.outcome(call) for name, call in calls.items()}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
-def test_two_dimensions(tmp_path: Path, device: str) -> None:
-    one = alone()
-    for rank in ranks.run(work_of_four, 4, tmp_path, device):
-        same(rank["mesh"], one)
-        assert "deterministic=True goes with VocabParallel of at most 2 ranks" in rank["deterministic"]
-        assert not isinstance(rank["padded"], str), rank["padded"]
-        torch.testing.assert_close(rank["padded"]["ours"], rank["padded"]["theirs"])
-
-
-def alone() -> dict[str, Any]:
-    """The same steps by torch on one rank."""
-    torch.manual_seed(1)
-    model = Biased()
-    parameters = list(model.parameters())
-    hidden, _, _, target = operands()
-    found = []
-    for _ in range(2):
-        loss = nn.functional.cross_entropy(model.lm_head(model.body(hidden)).flatten(0, 1), target.flatten())
-        grads = torch.autograd.grad(loss, parameters)
-        with torch.no_grad():
-            for parameter, grad in zip(parameters, grads, strict=True):
-                parameter -= 0.1 * grad
-        found.append(loss.detach())
-    return {"loss": torch.stack(found), "grads": [p.detach() for p in parameters]}
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks(count: int, device: str, tmp_path: Path) -> None:
+    for found in ranks.run(work, count, tmp_path, device):
+        assert not (wrong := {name: outcome for name, outcome in found.items() if outcome is not None}), wrong

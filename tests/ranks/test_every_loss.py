@@ -14,8 +14,7 @@ import ranks
 import torch
 from loss_cases import LOSS_CASES, LossCase, LossInputs, inputs_of, run_reference
 from loss_cases import VOCAB as TABLE_VOCAB
-from test_token_parallel import spread
-from test_vocab_parallel import own_tokens, split
+from test_layouts import own_tokens, split, spread
 from tiers import tier
 from torch import Tensor
 

@@ -1,21 +1,13 @@
-"""What ranks that share a vocabulary send each other in a step, counted; docs/guides/multi-gpu.md shows it.
-
-`PYTHONPATH=tests/helpers python tests/ranks/test_traffic.py` makes that section anew.
-"""
+"""Messages of ranks that share a vocabulary, counted for docs/guides/multi-gpu.md, and the memory that they take."""
 
 import math
-import os
-import tempfile
-import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
-
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; conftest.py does so for the tests
 
 import pytest
 import ranks
 import torch
+from tracking import MiB, Tracker
 
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
@@ -23,44 +15,23 @@ pytest.importorskip("psutil")
 from benchmarks import traffic
 from benchmarks.losses import WORKLOADS
 from benchmarks.shapes import Shape
-from chunked_head import VocabParallel, linear_loss, losses, plan
+from chunked_head import VocabParallel, linear_logprobs, linear_loss, losses, plan
 
-DOCS = Path(__file__).parents[2] / "docs" / "guides" / "multi-gpu.md"
-BEGIN, END = "<!-- made by tests/ranks/test_traffic.py -->", "<!-- end -->"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "multi-gpu.md"
 SHAPE, PAPER = Shape(16, 40, 256), Shape(8192, 4096, 128256)
 TWO, CHUNKS = 2, 2
 GRPO = WORKLOADS["grpo+z+metrics"]
-DENSE = ("teacher_hidden", "teacher_weight")
+SHARDED = "cross-entropy, sequence-sharded"
 ASKED: dict[str, tuple[Any, tuple, tuple[str, ...]]] = {
     "cross-entropy": (losses.cross_entropy(), (), ()),
     "GRPO + z-loss, eight metrics": (GRPO.loss, GRPO.metrics, GRPO.fields),
-    "KL from a dense teacher": (losses.forward_kl(), (), DENSE),
+    "KL from a dense teacher": (losses.forward_kl(), (), ("teacher_hidden", "teacher_weight")),
+    SHARDED: (losses.cross_entropy(), (), ()),
 }
-SHARDED = "cross-entropy, sequence-sharded"
-ASKED[SHARDED] = ASKED["cross-entropy"]
-
-
-class Kinds(NamedTuple):
-    """Messages of a call and of each chunk: how many, and a chunk's bytes a token by purpose."""
-
-    once: int
-    messages: int
-    targets: int  # all-reduce, fp32
-    statistics: int  # all-gather, of each rank
-    pairs: int  # all-reduce, fp32
-    hidden: int  # all-reduce in hidden's dtype; where sequence-sharded, all-gather and reduce-scatter
-
-
-def work(rank: int, device: str) -> dict[str, Any]:
-    """Messages of a step with ``chunks`` chunks, by what is asked; on the GPU's path, which the interpreter runs."""
-    found = {}
-    for name in ASKED:
-        for chunks in (1, CHUNKS):
-            found[name, chunks] = ranks.outcome(messages, name, chunks)
-    return found
 
 
 def messages(name: str, chunks: int) -> list[traffic.Message]:
+    """Messages of a step, on the GPU's path, which the interpreter runs."""
     loss, measured, fields = ASKED[name]
     torch.manual_seed(0)
     part = SHAPE.vocab // TWO
@@ -79,12 +50,11 @@ def messages(name: str, chunks: int) -> list[traffic.Message]:
         hidden, target = hidden.detach().chunk(TWO)[rank].requires_grad_(), target.chunk(TWO)[rank]
 
     def step() -> None:
-        out = linear_loss(
+        linear_loss(
             hidden, weight, target, loss, batch=batch, metrics=measured,
             parallel=VocabParallel(sequence_sharded=sharded),
             chunk_tokens=SHAPE.tokens // chunks, accumulate_dtype=torch.bfloat16, backend="triton",
-        )  # fmt: skip
-        out.loss.backward()
+        ).loss.backward()  # fmt: skip
 
     def counted() -> list[traffic.Message]:
         step()  # a new kind of call is agreed on once
@@ -93,17 +63,27 @@ def messages(name: str, chunks: int) -> list[traffic.Message]:
     return ranks.as_on_a_gpu(counted)
 
 
+class Kinds(NamedTuple):
+    """Messages of a call and of each chunk: how many, and a chunk's bytes a token by purpose."""
+
+    once: int
+    messages: int
+    targets: int  # all-reduce, fp32
+    statistics: int  # all-gather, of each rank
+    pairs: int  # all-reduce, fp32
+    hidden: int  # all-reduce in hidden's dtype; where sequence-sharded, all-gather and reduce-scatter
+
+
 def kinds(one: list[traffic.Message], several: list[traffic.Message]) -> Kinds:
     """By purpose, from a call of one chunk and the same of CHUNKS, all of which must be alike."""
     each = (len(several) - len(one)) // (CHUNKS - 1)
     once = len(one) - each
-    chunk = one[once:]
-    pieces = [traffic.Message(kind, size // CHUNKS) for kind, size in chunk]
+    pieces = [traffic.Message(kind, size // CHUNKS) for kind, size in one[once:]]
     assert several == one[:once] + pieces * CHUNKS, f"chunks differ: {one}, {several}"
     by = {"targets": 0, "statistics": 0, "pairs": 0, "hidden": 0}
     # sums before the first chunk are of targets' logits of all tokens
     by["targets"] = sum(message.bytes // SHAPE.tokens for message in one[:once] if message.kind == "all-reduce")
-    for message in chunk:
+    for message in one[once:]:
         size, rest = divmod(message.bytes, SHAPE.tokens)
         assert rest == 0
         if size == 2 * SHAPE.hidden:
@@ -116,69 +96,14 @@ def kinds(one: list[traffic.Message], several: list[traffic.Message]) -> Kinds:
     return Kinds(once, each, **by)
 
 
-def section(counted: dict[str, Kinds]) -> str:
-    """The counts, and the model's costs, in Markdown."""
-    lines = [
-        *wrapped(
-            "The table counts what ranks that share a vocabulary send in bf16 on a Hopper GPU: messages of a call",
-            "and of each chunk, and a chunk's bytes per token. H is the hidden size. Where the weight's gradient",
-            "accumulates in fp32, `hidden`'s gradient travels in fp32 too and takes 4 H.",
-        ),
-        "",
-        "| | messages a call | and a chunk | all-reduce of targets' logits | all-gather of statistics, of each rank "
-        "| all-reduce of pairs' sums | `hidden` and its gradient |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, told in counted.items():
-        ways = 2 if name == SHARDED else 1
-        hidden = " + ".join([f"{told.hidden // SHAPE.hidden // ways} H"] * ways)
-        lines.append(
-            f"| {name} | {told.once} | {told.messages} | {told.targets} | {told.statistics} | {told.pairs} | {hidden} |"
-        )
-    machine = traffic.Machine()
-    lines += [
-        "",
-        *wrapped(
-            "The one message of a call is the sum of the targets' logits. A sequence-sharded call gathers the",
-            "targets instead, gathers hidden states in each chunk and scatters their gradient, which together is",
-            "as much as the all-reduce. The first call with new options gathers 8 bytes more; on the CPU every",
-            "call does.",
-        ),
-        "",
-        *wrapped(
-            f"The next table is a calculation, not a measurement, for {PAPER.tokens} x {PAPER.hidden} x",
-            f"{PAPER.vocab} in bf16. A message of M bytes over n ranks takes `l + M f / B`. f is 2 (n - 1) / n for",
-            "an all-reduce and (n - 1) / n for an all-gather of M bytes in all. The latency l is",
-            f"{machine.first_us:g} us + {machine.hop_us:g} us log2(hosts). B is {machine.nvlink / 1e9:g} GB/s for",
-            f"each GPU within hosts of {machine.host} (NVLink at 80 %), and {machine.network / 1e9:g} GB/s between",
-            f"hosts ({machine.host} InfiniBand ports of 400 Gb/s). Products run at {machine.flops / 1e12:g}",
-            "TFLOP/s. Ranks wait for a chunk's statistics. The sum of `hidden`'s gradient runs beside the chunk's",
-            "product for the weight and the next chunk's logits; the column `not hidden` is what is left of it.",
-            "Chunks are the plan's at the default budget. All times are milliseconds.",
-        ),
-        "",
-        "| | ranks | chunks | products | statistics | `hidden`'s gradient | not hidden | all | of one GPU's |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, told in counted.items():
-        for count in () if name == SHARDED else (8, 64, 1024):
-            lines.append(paper_row(name, told, count))
-    return "\n".join([*lines, "", *READING, ""])
-
-
-def wrapped(*words: str) -> list[str]:
-    return textwrap.wrap(" ".join(words), 120, break_on_hyphens=False)
-
-
-READING = wrapped(
-    "By this calculation eight ranks of one host divide the time by eight. Over several hosts the sum of",
-    "`hidden`'s gradient, which ranks do not make smaller, takes longer than what runs beside it, and the",
-    "gathered statistics grow with the number of ranks. So split a vocabulary within a host, and tokens",
-    "over hosts.",
-)
+def row(name: str, told: Kinds) -> str:
+    ways = 2 if name == SHARDED else 1
+    hidden = " + ".join([f"{told.hidden // SHAPE.hidden // ways} H"] * ways)
+    return f"| {name} | {told.once} | {told.messages} | {told.targets} | {told.statistics} | {told.pairs} | {hidden} |"
 
 
 def paper_row(name: str, told: Kinds, count: int) -> str:
+    """Times by the model of ``benchmarks/traffic.py``."""
     loss, measured, _ = ASKED[name]
     teacher = PAPER.hidden if "teacher" in name else None
     padded = math.ceil(PAPER.vocab / count) * count
@@ -194,23 +119,89 @@ def paper_row(name: str, told: Kinds, count: int) -> str:
     return f"| {name} | {count} | {made.chunks} | {shown} | 1/{alone / cost.total:.0f} |"
 
 
-def counted(folder: Path) -> dict[str, Kinds]:
-    first, second = ranks.run(work, TWO, folder)
-    for key, told in first.items():
-        assert not isinstance(told, str), told
-        assert told == second[key], "ranks count different messages"
-    return {name: kinds(first[name, 1], first[name, CHUNKS]) for name in ASKED}
+K, WIDTH, ROWS = 64, 1024, [64, 8192]
+MEMORY: dict[str, tuple[int, int, Any, Any, dict[str, Any]]] = {  # tokens, hidden, rows, loss, options
+    "gradients by rank": (4096, 1024, [96] * 2, losses.cross_entropy(), {"sequence_sharded": True, "chunk": 4096}),
+    "a teacher's rows": (4096, 16, [96] * 2, losses.forward_kl(), {"sequence_sharded": True}),
+    "padding": (64, 1024, ROWS, losses.cross_entropy(), {"rows": ROWS}),
+}
+# gloo sums a copy of what it scatters, NCCL needs none
+COPIED = {"gradients by rank": 4096 * 1024 * 4}
 
 
-def test_counts_stand_in_the_documentation(tmp_path: Path) -> None:
-    text = DOCS.read_text()
-    assert text.count(BEGIN) == text.count(END) == 1
-    written = text.split(BEGIN)[1].split(END)[0].strip()
-    assert written == section(counted(tmp_path)).strip(), "PYTHONPATH=tests/helpers python tests/ranks/test_traffic.py"
+def peak(name: str, rank: int) -> dict[str, Any]:
+    tokens, hidden, rows, loss, told = MEMORY[name]
+    h, w = torch.randn(tokens, hidden, requires_grad=True), torch.randn(rows[rank], hidden, requires_grad=True)
+    options = dict(told)
+    given: dict[str, Any] = {"chunk_tokens": options.pop("chunk", None)}
+    given["vocab_size"] = 128 if "rows" in options else None
+    batch = {"teacher_hidden": torch.randn(4096, WIDTH), "teacher_weight": torch.randn(96, WIDTH)}
+    batch = batch if "teacher" in name else {}
+    target, parallel = torch.zeros(tokens, dtype=torch.int64), VocabParallel(**options)
+    with Tracker(h, w, target, *batch.values()) as tracker:
+        out = linear_loss(h, w, target, loss, batch=batch, parallel=parallel, **given)
+        out.loss.backward()
+    return {"measured": tracker.peak_bytes, "plan": out.plan}
 
 
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        made = section(counted(Path(folder)))
-    before, after = DOCS.read_text().split(BEGIN)[0], DOCS.read_text().split(END)[1]
-    DOCS.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}")
+def largest_logits() -> dict[str, Any]:
+    """A call whose budget the gathered logits of ``top_k`` take most of."""
+    h, w = torch.randn(8192, 16, requires_grad=True), torch.randn(96, 16, requires_grad=True)
+    target = torch.zeros(8192, dtype=torch.int64)
+    with Tracker(h, w, target) as tracker:
+        linear_logprobs(
+            h, w, target, parallel=VocabParallel(), top_k=K, memory_budget="40MiB"
+        ).logprobs.sum().backward()
+    return {"measured": tracker.peak_bytes}
+
+
+def work(rank: int, device: str) -> dict[str, Any]:
+    found = {name: [ranks.outcome(messages, name, chunks) for chunks in (1, CHUNKS)] for name in ASKED}
+    found |= {f"memory of {name}": ranks.outcome(peak, name, rank) for name in MEMORY}
+    return found | {"largest logits": ranks.outcome(largest_logits)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks.run(work, TWO, tmp_path_factory.mktemp("two"))
+
+
+def test_messages_stand_in_the_documentation(found: list[dict[str, Any]]) -> None:
+    first, second = found
+    told = {}
+    for name in ASKED:
+        assert not isinstance(first[name][0], str), first[name][0]
+        assert first[name] == second[name], "ranks count different messages"
+        told[name] = kinds(*first[name])
+    counted = [row(name, each) for name, each in told.items()]
+    calculated = [paper_row(name, told[name], n) for name in ASKED if name != SHARDED for n in (8, 64, 1024)]
+    for table in ("\n".join(counted), "\n".join(calculated)):
+        assert f"|\n{table}\n\n" in GUIDE.read_text(), table
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_is_the_plans(found: list[dict[str, Any]], name: str) -> None:
+    for rank in found:
+        made = rank[f"memory of {name}"]
+        assert not isinstance(made, str), made
+        measured, predicted = made["measured"] - COPIED.get(name, 0), made["plan"].peak_bytes
+        told = f"measured {measured / MiB:.1f} MiB, predicted {predicted / MiB:.1f} MiB\n{made['plan']}"
+        assert abs(measured - predicted) <= max(0.05 * predicted, 8 * MiB), told
+    options = {"backend": "torch", "device": "cpu", "chunk_tokens": 4096}
+    foreseen = plan(8192, 1024, 192, torch.float32, **options, ranks=2, sequence_sharded=True)
+    assert found[0]["memory of gradients by rank"]["plan"] == foreseen
+
+
+def test_largest_logits_are_in_the_budget(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert not isinstance(rank["largest logits"], str), rank["largest logits"]
+        assert rank["largest logits"]["measured"] <= 40 * MiB + (8192 + 96) * 16 * 4
+
+
+def test_sums_in_16_bits_are_over_8_chunks() -> None:
+    """Of three ranks' rows a chunk has as many: a few more where a few less made nine chunks."""
+    sizes = {"tokens": 8190, "hidden": 64, "vocab": 1500, "dtype": torch.bfloat16, "chunk_tokens": 1024}
+    shared = {"ranks": 3, "sequence_sharded": True, "device": "cpu"}
+    made = plan(**sizes, **shared, accumulate_dtype=torch.bfloat16)
+    assert (made.chunk_tokens, made.chunks) == (1026, 8)
+    assert plan(**sizes, **shared, accumulate_dtype=torch.float32).chunk_tokens == 1023

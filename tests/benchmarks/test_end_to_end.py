@@ -1,0 +1,245 @@
+"""Every benchmark from its command line to its file, at tiny shapes on the CPU."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+pytest.importorskip("psutil")
+pytest.importorskip("matplotlib")
+
+from benchmarks import (
+    accuracy,
+    frameworks,
+    head,
+    host,
+    inside,
+    losses,
+    measure,
+    memory,
+    model_curves,
+    models,
+    numbers,
+    parallel,
+    parallel_rows,
+    providers,
+    shapes,
+    sitting,
+    speed,
+    speed_rows,
+)
+
+pytestmark = pytest.mark.exhaustive
+CPU = ["--device", "cpu"]
+TINY = [*CPU, "--rounds", "2", "--shape"]
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One figure in place of a process for each measurement, and a commit."""
+    monkeypatch.setattr(measure, "cpu_peak", lambda request: ({"peak_bytes": 2**20}, None))
+    monkeypatch.setenv("CHUNKED_HEAD_COMMIT", "abc123")
+
+
+def made(main: Any, folder: Path, *words: str) -> tuple[dict[str, Any], Rows]:
+    output = folder / "new" / "found.json"
+    assert main([*words, "--output", str(output)]) == 0
+    record = json.loads(output.read_text())
+    assert str(folder) not in json.dumps(record), "a path of this machine is in the results"
+    assert all(row.get("status", "ok") == "ok" for row in record["rows"]), record["rows"]
+    return record, record["rows"]
+
+
+def test_head(tmp_path: Path, quick: None, capsys: Any) -> None:
+    names = ["eager", "ours", "ours:chunk_tokens=16", "liger"]
+    asked = [word for name in names for word in ("--provider", name)]
+    record, rows = made(head.main, tmp_path, *TINY, "48x16x320", "--upstream", "1", "0.37", *asked)
+    assert record["commit"] == "abc123" and record["versions"]["torch"] == torch.__version__
+    assert "skipped liger: " in capsys.readouterr().out and "liger" in record["skipped"]
+    found = {(row["provider"], row.get("upstream")): row for row in rows}
+    assert set(found) == {("floor", None)} | {(name, value) for name in names[:3] for value in (1.0, 0.37)}
+    ours = found[names[2], 0.37]
+    assert ours["plan"]["chunks"] == 3 and ours["loss"] == pytest.approx(found["eager", 1.0]["loss"], rel=1e-4)
+    assert ours["beside_gradients_bytes"] == 2**20 - 4 * (48 + 320) * 16
+
+
+def test_accuracy(tmp_path: Path) -> None:
+    asked = ["--shape", "48x16x320", "--dtype", "fp32", "--provider", "ours", "--provider", "eager"]
+    _, rows = made(accuracy.main, tmp_path, *CPU, *asked)
+    assert len(rows) == 12 and all(row["reference"] == "float64" for row in rows)
+    assert all(0 < row[f"d_{name}_error"] < 1e-5 for row in rows for name in ("hidden", "weight"))
+
+
+def test_memory(tmp_path: Path, monkeypatch: Any) -> None:
+    asked = [*CPU, "--provider", "eager", "--provider", "ours"]
+    record, rows = made(memory.main, tmp_path, *asked, "--model", "32x20000", "--tokens", "128", "--limit", "16MiB")
+    found = {row["provider"]: row for row in rows}
+    assert found["eager"]["peak_bytes"] > 2 * 128 * 20000 * 4 and "difference_percent" in found["ours"]
+    assert record["first_over_limit"]["32x20000"]["eager"] == 128
+    assert (tmp_path / "new" / "found.png").read_bytes().startswith(b"\x89PNG")
+    tried = []
+
+    def peak(provider: Any, shape: Any, dtype: Any, device: Any) -> Any:
+        tried.append((provider.label, shape.tokens))
+        if provider.label == "eager" and shape.tokens >= 64:
+            return None, measure.Failure(measure.OUT_OF_MEMORY, "no more")
+        return {"peak_bytes": shape.tokens * 2**20}, None
+
+    monkeypatch.setattr(memory, "peak_of", peak)
+    words = [*asked, "--model", "16x320", "--tokens", "32", "64", "128", "--limit", "100MiB"]
+    assert memory.main([*words, "--output", str(tmp_path / "few.json")]) == 0
+    assert tried == [("eager", 32), ("ours", 32), ("eager", 64), ("ours", 64), ("ours", 128)]
+
+
+def test_losses(tmp_path: Path, quick: None) -> None:
+    asked = ["--upstream", "1", "0.37", "--chunk-tokens", "32", "--check", "--profile"]
+    _, rows = made(losses.main, tmp_path, *TINY, "64x32x1000", *asked)
+    found = {(row["workload"], row["upstream"]): row for row in rows}
+    assert {name for name, value in found if value == 1.0} == set(losses.WORKLOADS)
+    assert {name for name, value in found if value == 0.37} == set(losses.WORKLOADS) - {"logprobs"}
+    for (name, upstream), row in found.items():
+        assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"]) and row["must"] is None
+        chunks = 1 if losses.WORKLOADS[name].streams else 2 + losses.WORKLOADS[name].lengths
+        assert row["plan"]["chunks"] == chunks and ("check" in row) == (upstream == 1.0)
+        if upstream != 1.0:
+            continue
+        assert row["check"]["ok"] and row["check"]["loss_error"] <= 1e-5
+        if name != "logprobs":  # two ways of computing: equal to the last bit, one would be compared with itself
+            assert all(0 < row["check"][f"d_{each}_error"] < 1e-4 for each in ("hidden", "weight"))
+        for launches in row.get("launches", {}).values():
+            assert not {"aten::mm", "aten::addmm"} & set(launches)
+    products = {name: found[name, 1.0]["products"] for name in losses.WORKLOADS}
+    assert (products["logprobs"], products["grpo"], products["dense-kl"]) == (1, 3, 4)
+
+
+def test_speed(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
+    _, rows = made(speed.main, tmp_path, *TINY, "64x32x1000", "--upstream", "1", "0.37", "--profile")
+    found = {(row["row"], row.get("upstream")): row for row in rows}
+    floors = {name: found.pop((name, None)) for name in speed_rows.FLOORS}
+    assert {name for name, value in found if value == 1.0} == set(speed_rows.ROWS) - {"640MiB"}
+    gradients = {"loss": 0, "logprobs": 0, "into": 4 * 64 * 32}
+    for (name, upstream), row in found.items():
+        below = floors.get(speed_rows.ROWS[name].below) or found["default", upstream]
+        assert row["ratio"] == pytest.approx(row["ms"] / below["ms"]) and row["launches"] > 10
+        assert 2**20 - row["beside_gradients_bytes"] == gradients.get(name, 4 * (64 + 1000) * 32)
+    assert found["into", 1.0]["plan"]["peak_bytes"] < found["default", 1.0]["plan"]["peak_bytes"]
+    assert found["logprobs", 1.0]["loss"] == pytest.approx(-found["default", 1.0]["loss"])
+    monkeypatch.setattr(providers, "_compiled", lambda name, device: providers.eager)
+    record, rows = made(speed.main, tmp_path, *TINY, "64x32x1000", "--peers", "--rows", "loss", "--upstream", "1")
+    assert set(record["skipped"]) == {"liger", "liger-fp32", "quack", "cce", "cce-exact"}
+    peers = {row["row"]: row for row in rows}
+    assert peers["compile"]["loss"] == pytest.approx(peers["loss"]["loss"], rel=1e-5)
+    monkeypatch.setattr(providers, "_ROOT", tmp_path)
+    assert speed.main([*TINY, "64x32x1000", "--small", "--no-memory"]) == 0
+    record = json.loads((tmp_path / "benchmarks" / "results" / "speed-small-cpu.json").read_text())
+    assert {row["tokens"] for row in record["rows"]} == {1, 64, 256, 1024}
+    assert all(("host_ms" in row) == (row["row"] in speed_rows.ROWS) for row in record["rows"])
+
+
+def test_memory_is_measured_in_a_process_of_its_own() -> None:
+    shape, peaks = shapes.Shape(1024, 64, 20000), {}
+    for name in ("default", "into"):
+        found, failure = measure.cpu_peak(speed_rows.Request("ours", shape, "float32", 0.37, row=name))
+        plan = speed_rows.predict(name, shape, torch.float32, torch.device("cpu"))
+        assert failure is None and found["peak_bytes"] == pytest.approx(plan["peak_bytes"], abs=8 * 2**20)
+        peaks[name] = found["peak_bytes"]
+    assert peaks["default"] - peaks["into"] == pytest.approx(4 * 20000 * 64, abs=2**21)
+    shape = shapes.Shape(1024, 16, 20000)
+    drawn = shapes.make_operands(shape, torch.float32, torch.device("cpu"))
+    step = losses.make_step("grpo", drawn, {"chunk_tokens": 256})
+    step()
+    found, failure = measure.peak(step, losses.Request("grpo", shape, "float32", options={"chunk_tokens": 256}))
+    assert failure is None and found["peak_bytes"] == pytest.approx(losses.plan_of(step).peak_bytes, abs=8 * 2**20)
+
+
+def test_parallel(tmp_path: Path, quick: None, monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    record, rows = made(parallel.main, tmp_path, "--gpus", "2", *TINY, "64x32x1000")
+    assert record["ranks"] == 2 and record["environment"]["NCCL_NVLS_ENABLE"] == "0"
+    assert capfd.readouterr().out.count("64x32x1000 float32 on 2") == 1, "more than one process has printed"
+    found = {row["row"]: row for row in rows}
+    assert set(found) == set(parallel_rows.ROWS)
+    for name, row in found.items():
+        assert len(row["ms_of_ranks"]) == row["ranks"]
+        if "to_products" in row:  # shared by the ranks
+            assert row["agrees"] and row["loss"] == pytest.approx(found[row["below"]]["loss"], rel=1e-5, abs=1e-6)
+            assert 0 < row["d_hidden_error"] < 1e-5 and 0 < row["d_weight_error"] < 1e-5
+            summed = "reduce-scatter" if name == "sequence-sharded" else "all-reduce"
+            assert row["traffic"][summed][-1] == 64 * 32 * 4, "hidden's gradient is not the last sum"
+    names = ("cross-entropy", "logits", "megatron", "loss-parallel")
+    assert [found[name]["messages"] for name in names] == [3, 3, 4, 4]
+
+
+def test_host_numbers_and_inside(tmp_path: Path, quick: None) -> None:
+    _, rows = made(host.main, tmp_path, *CPU, "--rounds", "2", "--calls", "3", "--lengths", "6")
+    assert {"plain", "four chunks", "log-probabilities of 1", "5 new numbers of tokens"} <= {r["row"] for r in rows}
+    assert all(row["host_ms"] > 0 for row in rows)
+    _, rows = made(inside.main, tmp_path, *TINY, "96x32x500")
+    assert [row["row"] for row in rows] == ["3 products", "default", "into"]
+    assert all(row["ms"]["span"] > row["ms"]["logits"] > 0 for row in rows)
+    pytest.importorskip("triton")
+    _, rows = made(numbers.main, tmp_path, *CPU, "--calls", "2")
+    assert {"none", "clip_low", "a summand's temperature", "normalizer"} <= {row["row"] for row in rows}
+    assert all(row["changing_ms"] > 0 and row["compiled"] == 0 for row in rows)
+
+
+def test_sitting(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Parts that fail leave the others."""
+    few = "head --device cpu --shape 48x16x320 --rounds 1 --no-memory --provider eager --provider liger"
+    parts = {"refused": ("refused.json", 1.0, "head --rounds none"), "slow": ("slow.json", 1e-5, "head"),
+             "partial": ("host.json", 1.0, few)}  # fmt: skip
+    monkeypatch.setattr(sitting, "PARTS", parts)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (tmp_path / "refused.json").write_text("{}")  # an older one
+    assert sitting.main(["--output-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr().out.split("all parts:")[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["host.json"]
+    for words in ("exit status 2\n    no results", "cut after 0 seconds", "without liger: "):
+        assert words in said
+
+
+def test_models(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(models, "TINY", models.TINY | {"vocab_size": 300, "num_hidden_layers": 1})
+    _, (plain, ours) = made(models.main, tmp_path, *CPU, "--rounds", "2", "--tokens", "40")
+    assert (plain["provider"], ours["provider"]) == ("plain", "ours")
+    assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+
+
+def test_curves(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(model_curves, "BPE_VOCAB", 300)
+    monkeypatch.setattr(model_curves, "CONTEXT", 16)
+    text, output = tmp_path / "text.txt", tmp_path / "curves.json"
+    text.write_text("the sea is deep and never still; the wind would rather be somewhere else. " * 40)
+    words = ["--steps", "4", *CPU, "--text", str(text), "--output", str(output)]
+    assert model_curves.main(words) == 0
+    assert len(json.loads(output.read_text())["runs"]["patched"]["entropy"]) == 4
+    where = "chunked_head.integrations.huggingface.lazy.fused_loss.linear_loss"
+    from chunked_head import linear_loss as right
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        output = right(*args, **kwargs)
+        return replace(output, loss=output.loss * 1.001)
+
+    monkeypatch.setattr(where, wrong)
+    assert model_curves.main(words) == 1
+
+
+def test_trainers(tmp_path: Path, capsys: Any) -> None:
+    """Every trainer and loop that is there: with our head the same loss and gradients."""
+    pytest.importorskip("trl")
+    accelerate = pytest.importorskip("accelerate")
+    try:
+        _, found = made(frameworks.main, tmp_path, "--rounds", "1", "--tokens", "64")
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # the trainers'
+    rows = {row["trainer"]: row["ways"] for row in found}
+    left_out = {"Lightning"} if "Lightning is left out" in capsys.readouterr().out else set()
+    assert rows.keys() == frameworks.trainers.TRAINERS.keys() - left_out
+    for ways in rows.values():
+        for key in ("loss", "grad_norm"):
+            assert ways["ours"][key] == pytest.approx(ways["plain"][key], rel=1e-4) and ways["plain"][key]
