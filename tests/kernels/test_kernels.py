@@ -22,8 +22,6 @@ PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "trito
 TARGETS = {
     "random": lambda made: torch.randint(0, 50, (301,), generator=made),
     "all equal": lambda made: torch.full((301,), 7),
-    "two": lambda made: torch.randint(0, 2, (301,), generator=made),
-    "each its own": lambda made: torch.randperm(301, generator=made),
     "ignored": lambda made: torch.full((301,), -1),
     "half ignored": lambda made: torch.where(torch.rand(301, generator=made) < 0.5, -1, 3),
     "one token": lambda made: torch.tensor([4]),
@@ -58,7 +56,7 @@ def test_target_rows(place: Place, kind: str, dtype: torch.dtype) -> None:
     assert torch.equal(first, run())
 
 
-@crossed(place=PLACES, kind=TARGETS, room=[0, 1, 100, 230])
+@crossed(place=PLACES, kind=TARGETS, room=[0, 100, 230])
 def test_target_rows_in_sections(place: Place, kind: str, room: int) -> None:
     """In a scratch of nan that holds the sums of some tokens only: the same but for the order of a target's sums."""
     made = torch.Generator().manual_seed(5)
@@ -215,14 +213,6 @@ def test_exponentials(
     assert torch.equal(out, again[0]) and torch.equal(sums, again[2])
 
 
-@crossed(place=PLACES, sizes=CUT, tile=TILES)
-def test_sums_alone(place: Place, sizes: tuple[int, int, int], tile: Tile) -> None:
-    states, weight, target, logits, _ = head_operands(place, sizes, torch.bfloat16)
-    _, offset, sums = run_exp_logits(states, weight, target, None, tile)
-    found = (offset.double() + sums.double().log()).logsumexp(1)
-    torch.testing.assert_close(found, logits.logsumexp(1), rtol=1e-6, atol=1e-5)
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("tile", TILES, ids=named)
 def test_far_above_the_offset(place: Place, tile: Tile) -> None:
@@ -239,9 +229,12 @@ def test_far_above_the_offset(place: Place, tile: Tile) -> None:
     exact_sums = strip_sums(exact, sums.shape[1], tile.block_n)
     torch.testing.assert_close(sums.abs().double(), exact_sums, rtol=budget, atol=1e-6)
     torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=1e-6)
+    _, offset, sums = run_exp_logits(states, weight, target, None, tile)  # without exponentials
+    found = (offset.double() + sums.double().log()).logsumexp(1)
+    torch.testing.assert_close(found, logits.logsumexp(1), rtol=1e-6, atol=1e-5)
 
 
-@crossed(place=PLACES, count=[0, 1, 32, 33, 69, 70, 1000], tile=TILES)
+@crossed(place=PLACES, count=[0, 1, 33, 70, 1000], tile=TILES)
 def test_exponentials_of_counted_rows(place: Place, count: int, tile: Tile) -> None:
     """Row tiles behind those that count are not computed."""
     rows = 300 if torch.cuda.is_available() else 70
@@ -293,7 +286,7 @@ def test_dweight(
     assert torch.equal(*results)
 
 
-@crossed(place=PLACES, count=[0, 1, 31, 32, 33, 64, 65, 200, 299, 300, 1000], tile=PRODUCT_TILES, first=[False, True])
+@crossed(place=PLACES, count=[0, 1, 32, 33, 299, 1000], tile=PRODUCT_TILES, first=[False, True])
 def test_dweight_of_counted_rows(place: Place, count: int, tile: Tile, first: bool) -> None:
     """What lies behind the rows that count, in steps of its own, is not read; nothing to count stores zeros."""
     sizes = (300, 3000, 520) if torch.cuda.is_available() else (300, 72, 40)
@@ -346,19 +339,12 @@ def test_merge_ranks(place: Place, known: bool, off: int | None) -> None:
     assert not out.target_logit.isnan().any()
 
 
-def launches() -> list[tuple[str, ast.Call]]:
-    """Every launch of a kernel that the sources hold: ``kernel[grid](...)``."""
-    found = []
-    for path in sorted((Path(__file__).parents[2] / "kernels").glob("*/launch.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                found.append((f"{path.parent.name}/{path.name}:{node.lineno}", node))
-    return found
-
-
 def test_every_launch_says_that_operations_fuse() -> None:
     """Left to Triton it would depend on the version: 3.9 warns that 3.10 will not fuse."""
     assert FUSED == {"enable_fp_fusion": True}
-    every = launches()
-    without = [where for where, call in every if "FUSED" not in [ast.unparse(k.value) for k in call.keywords]]
-    assert len(every) > 15 and not without
+    found = []
+    for path in (Path(__file__).parents[2] / "kernels").glob("*/launch.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                found.append("FUSED" in [ast.unparse(keyword.value) for keyword in node.keywords])
+    assert len(found) > 15 and all(found)

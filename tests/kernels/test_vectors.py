@@ -5,19 +5,18 @@ from typing import Any
 import pytest
 import torch
 from cases import GPU, TRITON, Place
-from loss_cases import LOSS_CASES, LossCase, LossInputs, inputs_of
+from loss_cases import LOSS_CASES, LossCase, LossInputs, inputs_of, run_step
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from chunked_head import linear_cross_entropy, linear_loss, losses, metrics
-from chunked_head.arithmetic import kernels, objective, vectors
+from chunked_head.arithmetic import kernels, vectors
 
 pytestmark = pytest.mark.compiled
 # several columns per token are no function of one number each
 WITHOUT = {"topk-tail", "topk-vocab", "topk-topk", "topk-reverse", "topk-and-dense", "temperatures-teacher"}
 TOKENWISE = [case for case in LOSS_CASES if all(s.scope == "token" for _, s in case.losses.terms)]
 PLACES = [*TRITON, *GPU[:1]]
-Found = list[tuple[Any, Any]]
 
 
 def measured(case: LossCase) -> tuple[metrics.Metric, ...]:
@@ -29,55 +28,21 @@ def measured(case: LossCase) -> tuple[metrics.Metric, ...]:
     return found
 
 
-def beside_plain(patch: pytest.MonkeyPatch) -> Found:
-    """Of each evaluation that a kernel makes, what it made and what plain arithmetic makes."""
-    found: Found = []
-    real = kernels.evaluate_rows
-
-    def both(structure: Any, stats: Any, inputs: Any, rows: slice, fuse: Any, table: Tensor | None = None) -> Any:
-        ours = real(structure, stats, inputs, rows, fuse, table)
-        found.append((ours, real(structure, stats, inputs, rows, None)))
-        ours_here = ours.table[:, rows] if ours.table.shape[1] == len(inputs.target) else ours.table
-        compare(ours_here, found[-1][1].table)
-        for name, value in found[-1][1].coefficients.items():
-            compare(ours.coefficients[name], value)
-        assert list(ours.coefficients) == list(found[-1][1].coefficients)
-        return ours
-
-    patch.setattr(objective, "evaluate_rows", both)
-    return found
-
-
-def compare(ours: Tensor, plain: Tensor) -> None:
-    # two units in the last place of 1: exponentials less 1, as in estimates of a KL, are no more exact
-    torch.testing.assert_close(ours, plain, rtol=2e-6, atol=2.4e-7, equal_nan=True)
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", TOKENWISE, ids=lambda case: case.name)
 def test_kernels_compute_what_the_losses_do(case: LossCase, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = inputs_of(case, torch.float32, place.device, tokens=24, vocab=67)
-    found = beside_plain(monkeypatch)
+    """The same call with kernels of its arithmetic and in plain PyTorch: values, metrics and gradients."""
+    inputs, found = inputs_of(case, torch.float32, place.device, tokens=24, vocab=67), []
     kernels.KERNELS.clear()
-    hidden = inputs.hidden.requires_grad_()
-    out = linear_loss(
-        hidden, inputs.weight, inputs.target, case.losses, batch=inputs.batch, num_segments=inputs.num_segments,
-        metrics=measured(case), chunk_tokens=16, backend="triton", **inputs.head,
-    )  # fmt: skip
-    out.loss.backward()
-    assert found
-    assert {kernel is None for kernel in kernels.KERNELS.values()} == {case.name in WITHOUT}
-
-
-def own(stats: Any, batch: Any) -> Tensor:
-    return -stats.logprob
-
-
-def test_functions_of_users_have_no_kernel() -> None:
-    """They may read a global that changes, which no kernel notices."""
-    ((_, library),) = losses.cross_entropy().terms
-    ((_, custom),) = losses.custom(own, scope="token").terms
-    assert library.builtin and metrics.entropy().builtin and not custom.builtin
+    for way in ("kernels", "plain"):
+        if way == "plain":
+            assert {kernel is None for kernel in kernels.KERNELS.values()} == {case.name in WITHOUT}
+            monkeypatch.setattr(kernels, "arithmetic_of", lambda *call: (None, []))
+        _, numbers = run_step(case, inputs, measured(case), chunk_tokens=16, backend="triton")
+        found.append(numbers)
+    for name, value in found[0].items():
+        # two units in the last place of 1: exponentials less 1, as in estimates of a KL, are no more exact
+        torch.testing.assert_close(value, found[1][name], rtol=2e-6, atol=2.4e-7, equal_nan=True, msg=name)
 
 
 @pytest.mark.parametrize("place", PLACES)
