@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
-pytest.importorskip("matplotlib")
 
 from benchmarks import (
     accuracy,
@@ -81,7 +80,6 @@ def test_memory(tmp_path: Path, monkeypatch: Any) -> None:
     found = {row["provider"]: row for row in rows}
     assert found["eager"]["peak_bytes"] > 2 * 128 * 20000 * 4 and "difference_percent" in found["ours"]
     assert record["first_over_limit"]["32x20000"]["eager"] == 128
-    assert (tmp_path / "new" / "found.png").read_bytes().startswith(b"\x89PNG")
     tried = []
 
     def peak(provider: Any, shape: Any, dtype: Any, device: Any) -> Any:
@@ -97,35 +95,28 @@ def test_memory(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_losses(tmp_path: Path, quick: None) -> None:
-    asked = ["--upstream", "1", "0.37", "--chunk-tokens", "32", "--check", "--profile"]
+    asked = ["--upstream", "1", "0.37", "--chunk-tokens", "32"]
     _, rows = made(losses.main, tmp_path, *TINY, "64x32x1000", *asked)
     found = {(row["workload"], row["upstream"]): row for row in rows}
     assert {name for name, value in found if value == 1.0} == set(losses.WORKLOADS)
     assert {name for name, value in found if value == 0.37} == set(losses.WORKLOADS) - {"logprobs"}
-    for (name, upstream), row in found.items():
+    for (name, _), row in found.items():
         assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"]) and row["must"] is None
         chunks = 1 if losses.WORKLOADS[name].streams else 2 + losses.WORKLOADS[name].lengths
-        assert row["plan"]["chunks"] == chunks and ("check" in row) == (upstream == 1.0)
-        if upstream != 1.0:
-            continue
-        assert row["check"]["ok"] and row["check"]["loss_error"] <= 1e-5
-        if name != "logprobs":  # two ways of computing: equal to the last bit, one would be compared with itself
-            assert all(0 < row["check"][f"d_{each}_error"] < 1e-4 for each in ("hidden", "weight"))
-        for launches in row.get("launches", {}).values():
-            assert not {"aten::mm", "aten::addmm"} & set(launches)
+        assert row["plan"]["chunks"] == chunks
     products = {name: found[name, 1.0]["products"] for name in losses.WORKLOADS}
     assert (products["logprobs"], products["grpo"], products["dense-kl"]) == (1, 3, 4)
 
 
 def test_speed(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
-    _, rows = made(speed.main, tmp_path, *TINY, "64x32x1000", "--upstream", "1", "0.37", "--profile")
+    _, rows = made(speed.main, tmp_path, *TINY, "64x32x1000", "--upstream", "1", "0.37")
     found = {(row["row"], row.get("upstream")): row for row in rows}
     floors = {name: found.pop((name, None)) for name in speed_rows.FLOORS}
     assert {name for name, value in found if value == 1.0} == set(speed_rows.ROWS) - {"640MiB"}
     gradients = {"loss": 0, "logprobs": 0, "into": 4 * 64 * 32}
     for (name, upstream), row in found.items():
         below = floors.get(speed_rows.ROWS[name].below) or found["default", upstream]
-        assert row["ratio"] == pytest.approx(row["ms"] / below["ms"]) and row["launches"] > 10
+        assert row["ratio"] == pytest.approx(row["ms"] / below["ms"])
         assert 2**20 - row["beside_gradients_bytes"] == gradients.get(name, 4 * (64 + 1000) * 32)
     assert found["into", 1.0]["plan"]["peak_bytes"] < found["default", 1.0]["plan"]["peak_bytes"]
     assert found["logprobs", 1.0]["loss"] == pytest.approx(-found["default", 1.0]["loss"])
@@ -134,11 +125,6 @@ def test_speed(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
     assert set(record["skipped"]) == {"liger", "liger-fp32", "quack", "cce", "cce-exact"}
     peers = {row["row"]: row for row in rows}
     assert peers["compile"]["loss"] == pytest.approx(peers["loss"]["loss"], rel=1e-5)
-    monkeypatch.setattr(providers, "_ROOT", tmp_path)
-    assert speed.main([*TINY, "64x32x1000", "--small", "--no-memory"]) == 0
-    record = json.loads((tmp_path / "benchmarks" / "results" / "speed-small-cpu.json").read_text())
-    assert {row["tokens"] for row in record["rows"]} == {1, 64, 256, 1024}
-    assert all(("host_ms" in row) == (row["row"] in speed_rows.ROWS) for row in record["rows"])
 
 
 def test_memory_is_measured_in_a_process_of_its_own() -> None:
@@ -218,7 +204,7 @@ def test_curves(tmp_path: Path, monkeypatch: Any) -> None:
     words = ["--steps", "4", *CPU, "--text", str(text), "--output", str(output)]
     assert model_curves.main(words) == 0
     assert len(json.loads(output.read_text())["runs"]["patched"]["entropy"]) == 4
-    where = "chunked_head.integrations.huggingface.lazy.fused_loss.linear_loss"
+    where = "chunked_head.integrations.huggingface.fused.linear_loss"
     from chunked_head import linear_loss as right
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
