@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from ..kernels.common import functions
 from ..kernels.common.launcher import Launcher
-from ..kernels.common.tiles import FUSED, INTERPRETED, cdiv
+from ..kernels.common.tiles import INTERPRETED, cdiv
 
 Function = Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
 BLOCK = 1024 if INTERPRETED else 256
@@ -89,7 +89,7 @@ class VectorKernel:
         self.launcher[(cdiv(count, BLOCK),)](
             chunk, table, *[inputs[i] for i in self.used], rows.start, count, chunk.stride(0), table.stride(0),
             *[inputs[i].stride(0) for i in self.strided],  # type: ignore[union-attr]
-            BLOCK=BLOCK, num_warps=4, **FUSED,
+            BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
 
 

@@ -1,25 +1,35 @@
-"""Matrices as kernels take them. Of descriptors Triton checks each anew: tensors alike have descriptors alike but for
-their base."""
+"""Matrices as kernels take them. Of descriptors Triton checks each anew: those of one address and form are one."""
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .cache import Cache
+from .launcher import is_known
 from .tiles import Tile
 
-KEPT: Cache[tuple, dict] = Cache(4096)
+KEPT: Cache[tuple, TensorDescriptor] = Cache(4096)
+
+
+class Address:
+    """Stands for a tensor in a descriptor that outlives it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.address, self.dtype = tensor.data_ptr(), tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 def described(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """``TensorDescriptor.from_tensor(tensor, [rows, columns])`` of a matrix."""
-    key = tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15, rows, columns
-    known = KEPT.get(key)
-    if known is None:
+    key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, rows, columns
+    descriptor = KEPT.get(key)
+    if descriptor is None:
         descriptor = TensorDescriptor.from_tensor(tensor, [rows, columns])
-        KEPT[key] = {name: value for name, value in vars(descriptor).items() if name != "base"}
-        return descriptor
-    descriptor = object.__new__(TensorDescriptor)
-    vars(descriptor).update(known, base=tensor)
+        descriptor.fields = {}
+        if is_known():
+            descriptor.base = Address(tensor)
+            KEPT[key] = descriptor
     return descriptor
 
 

@@ -1,7 +1,14 @@
-"""Launching compiled kernels without what Triton does before each launch, most of which is the same every time."""
+"""Launching compiled kernels without what Triton does before each launch, most of which is the same every time.
 
+The first launch of a kind is Triton's, which compiles. Later launches find what was compiled by one key, and call the C
+function that Triton's own launches end with.
+"""
+
+import copy
 import functools
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,35 +18,40 @@ from triton.compiler import CompiledKernel
 
 from .cache import Cache
 from .recording import RECORDING, Launched, refuse, sizes_among
+from .tiles import INTERPRETED
 
 # versions whose rules of what is compiled anew are those of ``specialization``
 OLDEST, NEWEST = (3, 5), (3, 9)
-STREAM_AT = 3  # behind the three sizes of the grid
-# what somebody has set in place of what environment variables say
+# of every launch: a product and a sum are one instruction, whatever Triton does by itself (from 3.10 on it does not)
+FUSED = {"enable_fp_fusion": True}
+# what somebody has set in place of what environment variables say, and what is to be called around each launch
 RUNTIME, COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
+NOTHING = (None,)
+AROUND = [getattr(hook, "calls", ()) for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)]
 
 
-def fits(name: str) -> str:
-    return f"-2147483648 <= {name} <= 2147483647"
+class Sizes(dict[int, object]):
+    """What Triton compiles anew for, of integers: whether one is 1, a multiple of 16, within 32 bits."""
+
+    def __missing__(self, size: int) -> object:
+        if len(self) >= 1 << 16:
+            self.clear()
+        self[size] = found = 1 if size == 1 else (not size & 15, -(2**31) <= size < 2**31)
+        return found
 
 
-def launched(parameter: Any) -> str:
-    """An expression of an argument as what is compiled takes it: of a tensor the address, which need not be asked for
-    and looked up by the driver then. It comes after the argument's ``specialization``."""
-    name = parameter.name
-    if not name.endswith("_ptr"):
-        return name
-    address = f"{name}.data_ptr()" if parameter.do_not_specialize_on_alignment else f"{name}_address"
-    return f"None if {name} is None else {address}"
+SIZES = Sizes()
 
 
 def specialization(parameter: Any) -> str:
-    """An expression of an argument for what Triton compiles a kernel anew for, where the argument is no constant.
+    """An expression of an argument for what Triton compiles a kernel anew for.
 
-    A descriptor: dtype and block. A pointer: dtype, and whether it is a multiple of 16 bytes. An integer: whether it is
-    1, a multiple of 16, within 32 bits. Any other number: its type.
+    A constant: itself. A descriptor: dtype and block. A pointer: dtype, and whether it is a multiple of 16 bytes. An
+    integer: see ``Sizes``. Any other number: its type.
     """
     name = parameter.name
+    if parameter.is_constexpr:
+        return name
     if name.endswith("_desc"):
         return f"None if {name} is None else ({name}.base.dtype, *{name}.block_shape)"
     if name.endswith("_ptr"):
@@ -48,108 +60,193 @@ def specialization(parameter: Any) -> str:
         aligned = f"not ({name}_address := {name}.data_ptr()) & 15"
         return f"None if {name} is None else {name}.dtype if {aligned} else ({name}.dtype,)"
     if parameter.do_not_specialize:
-        return fits(name)
-    return f"{name}.__class__ if {name}.__class__ is not int else 1 if {name} == 1 else (not {name} & 15, {fits(name)})"
+        return f"-2147483648 <= {name} <= 2147483647"
+    return f"SIZES[{name}] if {name}.__class__ is int else {name}.__class__"
 
 
-def is_known(kernel: Any) -> bool:
-    """Whether this is a kernel for an NVIDIA GPU, by a Triton whose rules are known."""
+def launched(parameter: Any) -> str:
+    """An expression of an argument as the C function takes it: a tensor's address, a descriptor's fields. It comes
+    after the argument's ``specialization``."""
+    name = parameter.name
+    if parameter.is_constexpr:
+        return name
+    if name.endswith("_desc"):
+        return f"*(NOTHING if {name} is None else {name}.fields.get(of_{name}) or of_{name}({name}))"
+    if name.endswith("_ptr"):
+        address = f"{name}.data_ptr()" if parameter.do_not_specialize_on_alignment else f"{name}_address"
+        return f"None if {name} is None else {address}"
+    return name
+
+
+# of each kernel, since a loop over the arguments takes twice as long
+SOURCE = """
+def launch(grid, {arguments}, *, {constants}num_warps, num_stages=None):
+    device = current_device()
+    key = device, {specializations}, num_warps, num_stages
+    compiled = find(key)
+    if compiled is None or RUNTIME or COMPILATION or hooks or ENTER or EXIT:
+        if compiled is None or not launcher.direct():
+            return launcher.by_triton(grid, key, ({arguments},), dict({named}num_warps=num_warps), num_stages)
+    x, y, z = grid
+    [{descriptors}] = compiled.fields
+    given = {launched},
+    if compiled.in_a_row:
+        compiled.run(x, y, z, stream(device), *compiled.before, *given)
+    else:
+        compiled.run(x, y, z, stream(device), *compiled.before, given)
+    if RECORDING.recorder is not None:
+        launcher.record(grid, device, compiled.kernel, ({arguments},), ({constants}))
+"""
+
+
+class Fields:
+    """What the C function takes of a descriptor in one place among a compiled kernel's arguments.
+
+    ``wrapped``: Triton's function around a function that returns its arguments; None where Triton's is called."""
+
+    def __init__(self, wrapped: Callable[..., Sequence[Any]] | None, before: int, in_a_row: bool):
+        self.wrapped, self.before, self.in_a_row = wrapped, (None,) * before, in_a_row
+
+    def __call__(self, descriptor: Any) -> tuple:
+        if self.wrapped is None:
+            found: tuple = (descriptor,)
+        elif self.in_a_row:
+            found = tuple(self.wrapped(*self.before, descriptor)[len(self.before) :])
+        else:
+            found = tuple(self.wrapped(*self.before, (descriptor,))[-1])
+        descriptor.fields[self] = found
+        return found
+
+
+class Compiled:
+    """How a compiled kernel is launched: ``run(x, y, z, stream, *before, *arguments)``, the arguments ``in_a_row`` or
+    as one tuple."""
+
+    def __init__(self, kernel: Any, arguments: int, descriptors: Sequence[int]):
+        """``arguments``: their number. ``descriptors``: which of them may be descriptors."""
+        self.kernel, self.in_a_row, self.run = kernel, True, kernel.run
+        self.before: tuple = kernel.function, kernel.packed_metadata, None, None, None  # no hooks
+        function, wrapped = c_function(kernel, arguments), dict[int, Callable[..., Any]]()
+        if function is not None:
+            self.run, self.before, self.in_a_row = function
+            kinds = [*kernel.src.signature.values()]
+            there = [i for i in descriptors if kinds[i].startswith("tensordesc")]
+            metadata = getattr(kernel.metadata, "tensordesc_meta", None) or [None] * len(there)
+            wrap = sys.modules[type(kernel.run).__module__].wrap_handle_tensordesc
+            for i, one in zip(there, metadata, strict=True):
+                wrapped[i] = wrap(lambda *given: given, {0: kinds[i]}, [one])
+        self.fields = [Fields(wrapped.get(i), 4 + len(self.before), self.in_a_row) for i in descriptors]
+
+
+def c_function(kernel: Any, arguments: int) -> tuple[Callable[..., None], tuple, bool] | None:
+    """The function in C that launches a kernel of so many arguments, what it takes between the stream and these, and
+    whether it takes these in a row; None where Triton does more than to call it."""
+    run = kernel.run
+    function = getattr(run, "launch", None)
+    if inspect.isfunction(function):  # around that in C, for descriptors
+        function = inspect.getclosurevars(function).nonlocals.get("launcher")
+    scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if not inspect.isbuiltin(function) or scratch != [0, 0]:
+        return None
+    calls: list[tuple] = []
+    watched, first, last = copy.copy(run), *(tuple(object() for _ in range(count)) for count in (4, arguments))
+    watched.launch = lambda *given: calls.append(given)
+    watched(*first, kernel.function, kernel.packed_metadata, None, None, None, *last)
+    (given,) = calls
+    in_a_row = given[-arguments:] == last
+    known = given[:4] == first and (in_a_row or given[-1] == last)
+    return (function, given[4 : -arguments if in_a_row else -1], in_a_row) if known else None
+
+
+def is_known() -> bool:
+    """True for NVIDIA GPUs and a Triton whose rules are known."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    nvidia = torch.cuda.is_available() and torch.version.hip is None
-    return isinstance(kernel, triton.JITFunction) and OLDEST <= version <= NEWEST and nvidia
+    compiles = torch.cuda.is_available() and torch.version.hip is None and not INTERPRETED
+    return compiles and OLDEST <= version <= NEWEST
 
 
-def no_settings() -> bool:
-    """Whether nobody has set what Triton looks at before a launch: hooks, debugging, ways to compile."""
-    return not (any(RUNTIME.values()) or any(COMPILATION.values()))
-
-
-def is_plain(compiled: Any) -> bool:
+def is_plain(kernel: Any) -> bool:
     """Whether a kernel was compiled at once and in the usual way; environment variables are read at import."""
     unusual = (
         knobs.runtime.debug
         or getattr(knobs.runtime, "add_stages_inspection_hook", None)
         or getattr(knobs.compilation, "instrumentation_mode", "")
     )
-    return isinstance(compiled, CompiledKernel) and not unusual
-
-
-@functools.cache
-def stream_of() -> Callable[[int], int]:
-    """The current stream of a device, as Triton asks torch for it."""
-    return triton.runtime.driver.active.get_current_stream
+    return isinstance(kernel, CompiledKernel) and not unusual
 
 
 class Launcher:
     """A kernel that is launched as Triton's are, ``kernel[grid](*arguments, **constants)``, all constants by name.
 
-    The first launch of a kind is Triton's, which compiles; later ones take what was compiled. Where Triton might do
-    more than launch it (interpreted, a hook, a setting, a version nobody has looked at) every launch is Triton's.
+    Where Triton might do more than launch what it has compiled (interpreted, a hook, a setting, a version nobody has
+    looked at) every launch is Triton's.
     """
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
         # threads that meet a kind at once both have it compiled, and one of the two is kept
-        self.kept: Cache[tuple, tuple[Any, Any, Any, tuple]] = Cache(4096)
+        self.kept: Cache[tuple, Compiled] = Cache(4096)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self.launch, (*grid, 1, 1)[:3])
 
     @functools.cached_property
-    def known(self) -> bool:
-        return is_known(self.kernel)
+    def launch(self) -> Callable[..., None]:
+        if not is_known():
+            return self.unknown
+        parameters = self.kernel.params
+        arguments = [parameter.name for parameter in parameters if not parameter.is_constexpr]
+        constants = [parameter.name for parameter in parameters if parameter.is_constexpr]
+        source = SOURCE.format(
+            arguments=", ".join(arguments), constants=", ".join([*constants, ""]),
+            named="".join(f"{name}={name}, " for name in constants),
+            descriptors=", ".join(f"of_{arguments[i]}" for i in self.descriptors),
+            specializations=", ".join(map(specialization, parameters)), launched=", ".join(map(launched, parameters)),
+        )  # fmt: skip
+        scope = globals() | {
+            "launcher": self, "find": self.kept.get, "hooks": self.kernel.pre_run_hooks, "ENTER": AROUND[0],
+            "EXIT": AROUND[1], "current_device": torch.cuda.current_device,
+            "stream": triton.runtime.driver.active.get_current_stream,
+        }  # fmt: skip
+        exec(compile(source, f"<launch of {self.kernel.fn.__name__}>", "exec"), scope)
+        return scope["launch"]
+
+    @functools.cached_property
+    def descriptors(self) -> list[int]:
+        """Places of the arguments that may be descriptors."""
+        return [i for i, name in enumerate(self.kernel.arg_names) if name.endswith("_desc")]
+
+    def unknown(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        self.kernel[grid](*arguments, **constants, **FUSED)
 
     def direct(self) -> bool:
         """Whether Triton would do no more than launch what it has compiled."""
-        return self.known and self.unhooked() and no_settings()
+        return not (any(RUNTIME.values()) or any(COMPILATION.values()) or self.kernel.pre_run_hooks or any(AROUND))
 
-    def unhooked(self) -> bool:
-        return not self.kernel.pre_run_hooks
+    def by_triton(
+        self, grid: tuple[int, ...], key: tuple, arguments: Sequence[Any], constants: dict[str, Any], stages: int | None
+    ) -> None:
+        refuse("a kernel that Triton launches")
+        stages_given = {} if stages is None else {"num_stages": stages}
+        compiled = self.kernel[grid](*arguments, **constants, **stages_given, **FUSED)
+        if key not in self.kept and self.direct() and is_plain(compiled):
+            self.keep(key, compiled)
 
-    @functools.cached_property
-    def read(self) -> Callable[..., tuple[tuple, tuple]]:
-        """Of the arguments that are no constants what is compiled anew for, and what is launched with; one function,
-        since a loop over them would take twice as long."""
-        arguments = [parameter for parameter in self.kernel.params if not parameter.is_constexpr]
-        names = ", ".join(parameter.name for parameter in arguments)
-        both = (", ".join(map(expression, arguments)) for expression in (specialization, launched))
-        return eval(f"lambda {names}: (({next(both)},), ({next(both)},))")
+    def keep(self, key: tuple, compiled: Any) -> None:
+        self.kept[key] = Compiled(compiled, len(self.kernel.params), self.descriptors)
 
-    @functools.cached_property
-    def addressed(self) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-        """Which of the arguments are pointers, which are descriptors, and which are sizes of the call."""
-        names = [parameter.name for parameter in self.kernel.params if not parameter.is_constexpr]
-        pointers, descriptors = ([i for i, name in enumerate(names) if name.endswith(e)] for e in ("_ptr", "_desc"))
-        return pointers, descriptors, sizes_among(names)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, **constants: Any) -> None:
-            if not self.direct():
-                refuse("a kernel that is launched by Triton")
-                self.kernel[grid](*arguments, **constants)
-                return
-            device = torch.cuda.current_device()
-            special, given = self.read(*arguments)
-            key = device, special, *constants, *constants.values()
-            kept = self.kept.get(key)
-            if kept is None:
-                refuse("a kernel that is compiled")
-                compiled = self.kernel[grid](*arguments, **constants)
-                if is_plain(compiled):
-                    self.keep(key, compiled, constants)
-            else:
-                run, function, metadata, last = kept
-                # without a hook before or after: these are Triton's to call
-                first = *(*grid, 1, 1)[:3], stream_of()(device), function, metadata, None, None, None
-                run(*first, *given, *last)
-                if RECORDING.recorder is not None:
-                    stream = functools.partial(stream_of(), device)
-                    *addressed, sizes = self.addressed
-                    sizes = [(i + len(first), which) for i, which in sizes]
-                    what = Launched(run, (*first, *given, *last), STREAM_AT, stream, sizes)
-                    pointers, descriptors = ([i + len(first) for i in at] for at in addressed)
-                    RECORDING.recorder.launched(what, pointers, descriptors, self.unhooked, no_settings)
-
-        return launch
-
-    def keep(self, key: tuple, compiled: Any, constants: dict[str, Any]) -> None:
-        names = [parameter.name for parameter in self.kernel.params if parameter.is_constexpr]
-        last = tuple(constants[name] for name in names)
-        self.kept[key] = compiled.run, compiled.function, compiled.packed_metadata, last
+    def record(
+        self, grid: tuple[int, ...], device: int, kernel: Any, arguments: Sequence[Any], constants: Sequence[Any]
+    ) -> None:
+        """Has a launch recorded as Triton's own would be made."""
+        names = self.kernel.arg_names[: len(arguments)]
+        stream = functools.partial(triton.runtime.driver.active.get_current_stream, device)
+        first = *grid, stream(), kernel.function, kernel.packed_metadata, None, None, None
+        places = [
+            [i + len(first) for i, name in enumerate(names) if name.endswith(kind) and arguments[i] is not None]
+            for kind in ("_ptr", "_desc")
+        ]
+        given = [one.data_ptr() if i + len(first) in places[0] else one for i, one in enumerate(arguments)]
+        sizes = [(i + len(first), which) for i, which in sizes_among(names)]
+        what = Launched(kernel.run, (*first, *given, *constants), 3, stream, sizes)
+        RECORDING.recorder.launched(what, *places, self.direct)

@@ -6,8 +6,6 @@ from typing import NamedTuple
 from .cache import Cache
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-# of every launch: a product and a sum are one instruction, whatever Triton does by itself (from 3.10 on it does not)
-FUSED = {"enable_fp_fusion": True}
 # the column of a target that is none of those at hand, for rows that count: a vocabulary in parts has it elsewhere
 ELSEWHERE = 1 << 30
 BEHIND = -2  # behind the last of the ids that tokens keep

@@ -8,7 +8,7 @@ import torch
 from ..common.descriptors import even, matrix, row_stride
 from ..common.gpus import RELATIVE_STRIP, multiprocessors_of, programs_of, split_strips
 from ..common.operands import ALL_ROWS, PLAIN, Counted, KeptEntries, Stored, Strips, Transform, mixture, strip_stride
-from ..common.tiles import FUSED, STRIPS_AT_ONCE, Tile, cdiv, power_of_2, row_block
+from ..common.tiles import STRIPS_AT_ONCE, Tile, cdiv, power_of_2, row_block
 from .add_parts import add_parts_kernel
 from .column_grad import column_grad_kernel
 from .grad_logits import grad_logits_kernel
@@ -119,7 +119,7 @@ def row_grad(
         strip_stride(stored) if beside is None else strip_stride(stored, beside.stored), strip_behind,
         next((part.stride(0) for part in parts if part is not None), None),
         *counted, *transform, terms.second.ratio, *scalars,
-        **constants, COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps, **FUSED,
+        **constants, COLUMN_PROGRAMS=column_programs, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def add_parts(
     block_rows = 16
     add_parts_kernel[(cdiv(rows, block_rows),)](
         *outs, *parts, count, rows, given.stride(0),
-        BLOCK_ROWS=block_rows, BLOCK_PARTS=min(power_of_2(count), 128), num_warps=4, **FUSED,
+        BLOCK_ROWS=block_rows, BLOCK_PARTS=min(power_of_2(count), 128), num_warps=4,
     )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def column_grad(
         columns, first_column, terms.second.columns, sizes[0], count, dlogits.stride(0), sizes[1],
         0 if beside is None else strip_stride(beside.stored),
         *transform, terms.second.ratio, *scalars, **constants,
-        BLOCK=power_of_2(count), num_warps=1, **FUSED,
+        BLOCK=power_of_2(count), num_warps=1,
     )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def grad_logits(
         bias, class_weights, *terms.tensors, *counted, rows, columns, width,
         first_column, terms.second.columns, row_stride(dlogits, tile), *transform, terms.second.ratio,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
-        EVEN_HIDDEN=even(width, tile), num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+        EVEN_HIDDEN=even(width, tile), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def level_rows(
         terms.first.alpha, terms.beta, *counted, rows, vocab, count, strips.offset.stride(0), exp.stride(0), width,
         transform.logit_scale, transform.row_scale,
         BLOCK_ROWS=block_rows, STRIP=strip, SPLITS=splits, BLOCK=min(power_of_2(max(width, 1)), 256),
-        num_warps=4, **FUSED,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def scale(
         out, more, source, factor, one_or_nan, source.numel(), 0 if more is None else more.numel(),
         cdiv(source.numel(), programs * block), 0 if more is None else cdiv(more.numel(), of_more * block), programs,
         BLOCK=block, EVEN=source.shape[-1] % 16 == 0, MORE_EVEN=more is not None and more.shape[-1] % 16 == 0,
-        IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8, **FUSED,
+        IN_PLACE=out.data_ptr() == source.data_ptr(), num_warps=8,
     )  # fmt: skip
 
 
@@ -244,7 +244,7 @@ def kept_grad(
     terms = terms.without_unused()
     kept_grad_kernel[(len(terms.target),)](
         dlogit, logit, *entries[:3], *terms.tensors[:3], *terms.tensors[4:], *transform,
-        terms.second.ratio, BLOCK=128, num_warps=1, **FUSED,
+        terms.second.ratio, BLOCK=128, num_warps=1,
     )  # fmt: skip
 
 
@@ -260,5 +260,5 @@ def kept_dhidden(
     block = min(power_of_2(width), 256)
     kept_dhidden_kernel[(rows, cdiv(width, block))](
         out, dlogit, weight, *entries[:3], width, *weight.stride(),
-        FILL=fill, AT_ONCE=8, BLOCK=block, num_warps=1, **FUSED,
+        FILL=fill, AT_ONCE=8, BLOCK=block, num_warps=1,
     )  # fmt: skip

@@ -8,7 +8,6 @@ from ..common.descriptors import matrix, row_stride
 from ..common.gpus import gpu_of, multiprocessors_of, programs_of
 from ..common.operands import ALL_ROWS, Counted
 from ..common.tiles import (
-    FUSED,
     INTERPRETED,
     LEAST_SECTION,
     PIECE,
@@ -63,7 +62,7 @@ def dhidden(
         matrix(weight, tile.block_k, tile.block_n, tile)[0],
         weight, counted.count, *factors, counted.first_row, rows, vocab, hidden, *split, row_stride(grad, tile),
         BLOCK_K=tile.block_k, EVEN_VOCAB=tile.described or vocab % 8 == 0, num_warps=tile.warps,
-        num_stages=tile.stages, **shared, **FUSED,
+        num_stages=tile.stages, **shared,
     )  # fmt: skip
     if cut:
         tiles, joined = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n), min(16, tile.block_m)
@@ -71,7 +70,7 @@ def dhidden(
         left = tiles % programs if counted.count is None else min(tiles, programs - 1)
         join_parts_kernel[(left, tile.block_m // joined)](
             out, scratch, weight, counted.count, *factors, counted.first_row, rows, hidden, *split, programs,
-            ROWS=joined, num_warps=4, **shared, **FUSED,
+            ROWS=joined, num_warps=4, **shared,
         )  # fmt: skip
 
 
@@ -84,7 +83,7 @@ def finish_dhidden(
     """``out = softmax * product + at_target * weight[target]``, 0 where a row does not count"""
     (rows, hidden), block = product.shape, min(power_of_2(product.shape[1]), 1024)
     finish_dhidden_kernel[cdiv(rows, 4), cdiv(hidden, block)](
-        out, product, weight, *factors, rows, hidden, ROWS=4, COLUMNS=block, num_warps=4, **FUSED
+        out, product, weight, *factors, rows, hidden, ROWS=4, COLUMNS=block, num_warps=4
     )
 
 
@@ -106,7 +105,7 @@ def dweight(
         *counted, rows, vocab, width, row_stride(grad, tile),
         ADD=not first, BY_MEMORY=tile.described and out.dtype == torch.float32 and not INTERPRETED,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
-        num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -119,7 +118,7 @@ def sort_targets(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sorted_target, order = torch.empty_like(target, dtype=torch.int32), torch.empty_like(target)
     block = 16
     sort_targets_kernel[(cdiv(tokens, block),)](
-        sorted_target, order, target, tokens, BLOCK=block, AT_ONCE=256, num_warps=8, **FUSED
+        sorted_target, order, target, tokens, BLOCK=block, AT_ONCE=256, num_warps=8
     )
     return sorted_target, order
 
@@ -156,11 +155,11 @@ def add_target_rows(
         add_target_rows_kernel[pieces, cdiv(columns, block)](
             dweight, piece_sum, hidden, order[at], None if rows is None else rows[at], targets, target_factor,
             count, columns, hidden.stride(0), BLOCK=block, PRECISION=gpu.fp32_products,
-            num_warps=2, **FUSED,
+            num_warps=2,
         )  # fmt: skip
         join_pieces_kernel[pieces, cdiv(columns, wide)](
             dweight, piece_sum, targets, count, columns, pieces, AT_ONCE=16, BLOCK=wide,
-            num_warps=4, **FUSED,
+            num_warps=4,
         )  # fmt: skip
 
 
@@ -177,12 +176,12 @@ def put_column_rows(
     ordered, order = torch.sort(columns, stable=True)
     begins = torch.empty(vocab + 1, dtype=torch.int32, device=columns.device)
     column_begins_kernel[(cdiv(vocab + 1, 256),)](
-        begins, ordered, entries, vocab, entries.bit_length(), BLOCK=256, num_warps=4, **FUSED
+        begins, ordered, entries, vocab, entries.bit_length(), BLOCK=256, num_warps=4
     )
     block, pieces = max(16, min(power_of_2(width), 1024)), cdiv(entries, COLUMN_PIECE)
     piece_sum = torch.empty(pieces, width, dtype=torch.float32, device=columns.device)
     given, sizes = (hidden, order, rows, factors, begins), (width, hidden.stride(0))
     shared = {"PIECE": COLUMN_PIECE, "AT_ONCE": 2, "BLOCK": block, "num_warps": max(1, block // 256)}
     if pieces > 1:
-        column_pieces_kernel[pieces - 1, cdiv(width, block)](piece_sum, *given, ordered, *sizes, **shared, **FUSED)
-    column_rows_kernel[vocab, cdiv(width, block)](dweight, piece_sum, *given, *sizes, ADD=add, **shared, **FUSED)
+        column_pieces_kernel[pieces - 1, cdiv(width, block)](piece_sum, *given, ordered, *sizes, **shared)
+    column_rows_kernel[vocab, cdiv(width, block)](dweight, piece_sum, *given, *sizes, ADD=add, **shared)

@@ -8,7 +8,7 @@ import torch
 from ..common.descriptors import even, matrix, row_stride
 from ..common.gpus import programs_of, split_strips
 from ..common.operands import ALL_ROWS, PLAIN, Counted, KeptEntries, Stored, Strips, Transform, mixture, strip_stride
-from ..common.tiles import FUSED, Tile, cdiv, power_of_2, row_block
+from ..common.tiles import Tile, cdiv, power_of_2, row_block
 from .clean_rows import clean_rows_kernel
 from .columns import dot_columns_kernel, pick_columns_kernel
 from .exp_logits import exp_logits_kernel
@@ -52,7 +52,7 @@ def read_targets(
     read_targets_kernel[(1,)](
         paired, counted, one_or_nan, inverse,
         target.contiguous(), None if mask is None else mask.contiguous().view(torch.uint8),
-        paired.shape[0], tokens, length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16, **FUSED,
+        paired.shape[0], tokens, length, vocab, shift, ignore_index, BLOCK=4096, num_warps=16,
     )  # fmt: skip
     return paired, counted, one_or_nan, inverse
 
@@ -69,7 +69,7 @@ def read_fields(
     for first in range(0, len(values) if tokens else 0, 4):
         given = [value.contiguous() for value in values[first : first + 4]]
         read_fields_kernel[(cdiv(tokens, block),)](
-            outs[first], *given, *[None] * (4 - len(given)), target, tokens, shift, BLOCK=block, num_warps=4, **FUSED
+            outs[first], *given, *[None] * (4 - len(given)), target, tokens, shift, BLOCK=block, num_warps=4
         )
     return outs.unbind()
 
@@ -88,7 +88,7 @@ def clean_rows(
     rows, hidden = out.shape
     clean_rows_kernel[(rows,)](
         out, logit, source, weight, bias, target, order, hidden, source.stride(0), source.stride(1),
-        *transform, BLOCK=min(power_of_2(hidden), 2048), num_warps=4, **FUSED,
+        *transform, BLOCK=min(power_of_2(hidden), 2048), num_warps=4,
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def sum_rows(
     [] in memory of its own, and all [rows]."""
     first, sums = table.new_empty(()), table.new_empty(table.shape[0])
     sum_rows_kernel[(table.shape[0],)](
-        first, sums, table, inverse, one_or_nan, table.shape[1], parts, BLOCK=4096, num_warps=8, **FUSED
+        first, sums, table, inverse, one_or_nan, table.shape[1], parts, BLOCK=4096, num_warps=8
     )
     return first, sums
 
@@ -139,7 +139,7 @@ def exp_logits(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STRIP=tile.block_n // ((strips.offset.shape[0] - split_strips(columns2)) // tiles),
         GROUP_M=tile.group_m, EVEN_VOCAB=even_vocab, EVEN_HIDDEN=even(hidden.shape[1], tile),
-        num_warps=tile.warps, num_stages=tile.stages, **FUSED,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def merge_strips(
         out.lse, out.start, out.rest, out.logprob, out.entropy, out.weighted_sum, out.top, out.argmax, level,
         *strips[:6], target_logit, target,
         rows, strips.offset.stride(0), count, columns, block, numbers, ratio,
-        SECOND=second, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips, num_warps=8, **FUSED,
+        SECOND=second, BLOCK_ROWS=block_rows, BLOCK_STRIPS=block_strips, num_warps=8,
     )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def row_stats(
     block, warps = row_block(columns)
     row_stats_kernel[(logits.shape[0],)](
         *out, logits, target, stored.bias, class_weights, columns, logits.stride(0), *stored.transform, ratio,
-        BLOCK=block, num_warps=warps, **FUSED,
+        BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def pair_stats(
         teacher.logits, teacher.offset, teacher.bias, *teacher_softmax,
         strip_stride(student, teacher), columns, student.logits.stride(0), teacher.logits.stride(0),
         *student.transform, ratio, *teacher.transform, beta, *mixture(beta), tie,
-        BLOCK=block, num_warps=4, **FUSED,
+        BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def dot_columns(
     at_once, block = (1, 2048) if count == 1 else (8, 512)
     dot_columns_kernel[(rows, cdiv(count, at_once))](
         logit, hidden, weight, ids, bias, hidden.shape[1], hidden.stride(0), count, *transform,
-        AT_ONCE=at_once, BLOCK=min(power_of_2(hidden.shape[1]), block), num_warps=4, **FUSED,
+        AT_ONCE=at_once, BLOCK=min(power_of_2(hidden.shape[1]), block), num_warps=4,
     )  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def pick_columns(logit: torch.Tensor, stored: Stored, ids: torch.Tensor) -> None
     rows, count = ids.shape
     pick_columns_kernel[(rows,)](
         logit, stored.logits, ids, stored.bias, count, stored.logits.stride(0), *stored.transform,
-        BLOCK=power_of_2(count), num_warps=1, **FUSED,
+        BLOCK=power_of_2(count), num_warps=1,
     )  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def merge_ranks(
     merge_ranks_kernel[(cdiv(rows, block),)](
         out.start, out.rest, out.lse, *out[3:], gathered, zero_or_nan, target,
         ranks, numbers, rows, ratio, **places, KNOWN_TARGETS=known_targets, BLOCK=block, SCAN=1024,
-        num_warps=4, **FUSED,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -277,11 +277,11 @@ def kept_sets(
     wrong = one_or_nan, inverse
     kept_rows_kernel[(tokens,)](
         begins, ends, *wrong, ids, offsets, target, *numbers, shift,
-        EVERYWHERE=everywhere, BLOCK=block, num_warps=1, **FUSED,
+        EVERYWHERE=everywhere, BLOCK=block, num_warps=1,
     )  # fmt: skip
     kept_entries_kernel[(cdiv(entries + tokens, block),)](
         rows, columns, entry_bias, *wrong, begins, ends, ids, offsets, bias, target, *numbers, vocab,
-        tokens.bit_length(), shift, BLOCK=block, AT_ONCE=16, num_warps=4, **FUSED,
+        tokens.bit_length(), shift, BLOCK=block, AT_ONCE=16, num_warps=4,
     )  # fmt: skip
 
 
@@ -298,7 +298,7 @@ def kept_logits(
     kept_logits_kernel[(cdiv(count, at_once),)](
         logit, hidden, weight, bias, rows, columns, count, width, *hidden.stride(),
         *weight.stride(), *transform,
-        AT_ONCE=at_once, BLOCK=min(power_of_2(width), 256), num_warps=4, **FUSED,
+        AT_ONCE=at_once, BLOCK=min(power_of_2(width), 256), num_warps=4,
     )  # fmt: skip
 
 
@@ -311,5 +311,5 @@ def kept_stats(
 ) -> None:
     """Of rows that keep columns; the others' stay as they are, or are 0 with ``fill``."""
     kept_stats_kernel[(len(entries.target),)](
-        *out[:6], out.top, out.argmax, logit, *entries, ratio, FILL=fill, BLOCK=128, num_warps=1, **FUSED
+        *out[:6], out.top, out.argmax, logit, *entries, ratio, FILL=fill, BLOCK=128, num_warps=1
     )

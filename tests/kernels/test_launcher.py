@@ -1,5 +1,6 @@
 """Launches of kernels that are compiled already: what is launched is what Triton would launch."""
 
+import inspect
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="what is launched is Triton's")
 
+from chunked_head.kernels.common import descriptors
 from chunked_head.kernels.common import launcher as launch
 from chunked_head.kernels.common.gpus import run_as
 from chunked_head.kernels.common.operands import Strips, Transform
@@ -25,9 +27,7 @@ NOT_SPECIALIZED = {"do_not_specialize": ["rows"], "do_not_specialize_on_alignmen
 
 
 def described(shape: tuple[int, int] = (64, 64), block: tuple[int, int] = (16, 32), dtype: torch.dtype = torch.float16):
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(torch.zeros(shape, dtype=dtype), list(block))
+    return descriptors.described(torch.zeros(shape, dtype=dtype), *block)
 
 
 NUMBERS = torch.zeros(64)
@@ -81,12 +81,15 @@ class Kernel:
     """Stands for Triton's kernel: it records who compiles, and who launches what was compiled."""
 
     def __init__(self):
-        self.params, self.pre_run_hooks = jit_function().params, []
+        jit = jit_function()
+        self.fn, self.params, self.arg_names, self.pre_run_hooks = jit.fn, jit.params, jit.arg_names, []
         self.compiled: list[Compiled] = []
         self.direct: list[tuple] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*args: Any, **constants: Any) -> Compiled:
+            # left to Triton it would depend on the version: 3.9 warns that 3.10 will not fuse
+            assert constants["enable_fp_fusion"] is True
             self.compiled.append(Compiled(self))
             return self.compiled[-1]
 
@@ -97,9 +100,10 @@ class Kernel:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A GPU that is not there."""
     there = SimpleNamespace(index=0)
-    monkeypatch.setattr(launch, "is_known", lambda kernel: True)
+    monkeypatch.setattr(launch, "is_known", lambda: True)
     monkeypatch.setattr(launch, "CompiledKernel", Compiled)
-    monkeypatch.setattr(launch, "stream_of", lambda: lambda device: "stream 0")
+    driver = SimpleNamespace(get_current_stream=lambda device: "stream 0")
+    monkeypatch.setattr(launch.triton.runtime, "driver", SimpleNamespace(active=driver))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: there.index)
     yield there
 
@@ -133,8 +137,10 @@ def test_another_is_compiled(device: SimpleNamespace, change: dict[str, Any]) ->
     assert len(kernel.compiled) == 2
 
 
-@pytest.mark.parametrize("what", ["hook", "pre-run hook", "interpreted", "compiled later"])
-def test_leaves_it_to_triton(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+@pytest.mark.parametrize("what", ["hook", "one of several hooks", "pre-run hook", "another version", "compiled later"])
+def test_leaves_it_to_triton(
+    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, what: str
+) -> None:
     """Whatever Triton might do beside the launch, it does."""
     from triton import knobs
 
@@ -144,16 +150,82 @@ def test_leaves_it_to_triton(device: SimpleNamespace, monkeypatch: pytest.Monkey
         launcher[(3,)](*positional, **constants)
     if what == "hook":
         monkeypatch.setitem(vars(knobs.runtime), "launch_enter_hook", print)
+    elif what == "one of several hooks":
+        launch.AROUND[0].append(print)
+        request.addfinalizer(lambda: launch.AROUND[0].remove(print))
     elif what == "pre-run hook":
         kernel.pre_run_hooks.append(print)
     elif what == "compiled later":
         monkeypatch.setattr(launch, "CompiledKernel", int)
     else:
-        monkeypatch.setattr(launch, "is_known", lambda kernel: False)
+        monkeypatch.setattr(launch, "is_known", lambda: False)
     before = len(kernel.compiled)
     for _ in range(2):
         launcher[(3,)](*positional, **constants)
     assert (len(kernel.compiled), kernel.direct) == (before + 2, [])
+
+
+def wrap_handle_tensordesc(launcher: Any, signature: dict[int, str], meta: list[str]) -> Any:
+    """As that of Triton's module: one map in place of a descriptor, and its shape."""
+    (where,), (map_,) = [i for i, kind in signature.items() if kind.startswith("tensordesc")], meta
+
+    def inner(*given: Any) -> Any:
+        arguments = [*given[-1]] if isinstance(given[-1], tuple) else [*given[FIRST:]]
+        arguments[where : where + 1] = [f"{map_} of {arguments[where].base.data_ptr()}", *arguments[where].shape]
+        return (
+            launcher(*given[:-1], arguments) if isinstance(given[-1], tuple) else launcher(*given[:FIRST], *arguments)
+        )
+
+    return inner
+
+
+FIRST = 7  # what the function in C takes before the arguments
+
+
+class Runs:
+    """Stands for what runs a compiled kernel, which hands the arguments on in a row (Triton 3.6) or as one."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, kind: str, function: Any):
+        self.kind, self.launch = kind, wrap_handle_tensordesc(function, {0: "tensordesc", 1: "*fp32"}, ["map"])
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: str, metadata: str, *more: Any) -> None:
+        first, arguments = (x, y, z, stream, function, "cooperative", metadata), more[3:]
+        if self.kind == "another order":
+            first = first[::-1]
+        self.launch(*first, arguments) if self.kind == "as one" else self.launch(*first, *arguments)
+
+
+@pytest.mark.parametrize("kind", ["in a row", "as one", "another order", "scratch"])
+def test_calls_the_function_in_c(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """What it takes is what Triton's launch hands on; where that does more, it is Triton's launch."""
+    calls: list[tuple] = []
+
+    def in_c(*given: Any) -> None:
+        calls.append(given)
+
+    real = inspect.isfunction, inspect.getclosurevars
+    stand_in = SimpleNamespace(isfunction=real[0], getclosurevars=real[1], isbuiltin=lambda one: one is in_c)
+    monkeypatch.setattr(launch, "inspect", stand_in)
+    _, launcher = made()
+    run = Runs(kind, in_c)
+    if kind == "scratch":
+        run.global_scratch_size = 4
+    monkeypatch.setattr(Compiled, "run", run)
+    monkeypatch.setattr(Compiled, "src", SimpleNamespace(signature={0: "tensordesc"}), raising=False)
+    monkeypatch.setattr(Compiled, "metadata", SimpleNamespace(tensordesc_meta=["map"]), raising=False)
+    matrix, numbers = described(), torch.zeros(64)
+    positional, constants = arguments({"in_ptr": numbers})
+    for _ in range(3):
+        launcher[5, 2](matrix, *positional[1:], **constants)
+    (compiled,) = launcher.kept.values()
+    assert (compiled.run is in_c) == (kind in ("in a row", "as one")) and len(calls) == 2
+    given = ["map of " + str(matrix.base.data_ptr()), 64, 64, numbers.data_ptr(), NUMBERS.data_ptr(), *positional[3:]]
+    given += [constants["BLOCK"], constants["FLOOR"]]
+    first = 5, 2, 1, "stream 0", "function", "cooperative", "metadata"
+    if kind != "another order":
+        assert calls == [(*first, tuple(given)) if kind == "as one" else (*first, *given)] * 2
 
 
 def triton_key(kernel: Any, positional: list[Any], constants: dict[str, Any]) -> Any:
@@ -167,16 +239,17 @@ def triton_key(kernel: Any, positional: list[Any], constants: dict[str, Any]) ->
     return specialized, options
 
 
-def test_tells_apart_what_triton_tells_apart() -> None:
+def test_tells_apart_what_triton_tells_apart(device: SimpleNamespace) -> None:
     """No more and no less."""
-    kernel = jit_function()
-    launcher = launch.Launcher(kernel)
-    both = []
+    _, launcher = made()
+    jit, both = jit_function(), []
     for change in (*OTHERS, *SAME, {}):
         positional, constants = arguments(change)
-        both.append((launcher.read(*positional)[0], constants, triton_key(kernel, positional, constants)))
+        launcher.kept.clear()
+        launcher[(1,)](*positional, **constants)
+        both.append(([*launcher.kept], triton_key(jit, positional, constants)))
     for one, other in itertools.combinations(both, 2):
-        assert (one[:2] == other[:2]) == (one[2] == other[2]), (one, other)
+        assert (one[0] == other[0]) == (one[1] == other[1]), (one, other)
 
 
 @pytest.mark.gpu
@@ -207,17 +280,17 @@ def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     first, again = all_of_them(), all_of_them()
     launchers = gradients.scale_kernel, statistics.exp_logits_kernel
-    assert all(launcher.known and launcher.kept for launcher in launchers)
+    assert all(launcher.kept for launcher in launchers)
     kept = [[*launcher.kept] for launcher in launchers]
     for launcher in launchers:
-        monkeypatch.setitem(launcher.__dict__, "known", False)
+        monkeypatch.setitem(launcher.__dict__, "launch", launcher.unknown)
     plain = all_of_them()
     assert [[*launcher.kept] for launcher in launchers] == kept
     for one, two, three in zip(first, again, plain, strict=True):
         assert torch.equal(one, two) and torch.equal(two, three)
     # what is launched directly asks Triton's own way for nothing
     for launcher in launchers:
-        monkeypatch.setitem(launcher.__dict__, "known", True)
-        monkeypatch.setattr(launcher, "kernel", SimpleNamespace(pre_run_hooks=[]))
+        monkeypatch.delitem(launcher.__dict__, "launch")
+        monkeypatch.setattr(launcher, "by_triton", None)
     for one, two in zip(all_of_them(), plain, strict=True):
         assert torch.equal(one, two)
