@@ -195,27 +195,6 @@ def test_the_least_recently_used_goes_first() -> None:
     assert not list(cache)
 
 
-def test_what_is_made_may_be_none_and_may_fail() -> None:
-    cache, made = Cache[str, Any](8), list[int]()
-
-    def make() -> None:
-        made.append(1)
-
-    assert cache.made("none", make) is cache.made("none", make) is None and len(made) == 1
-    with pytest.raises(ZeroDivisionError):
-        cache.made("wrong", lambda: 1 / 0)
-    assert cache.made("wrong", lambda: "right") == "right"
-
-
-def test_a_value_may_ask_its_own_cache() -> None:
-    cache: Cache[int, int] = Cache(2)
-
-    def fibonacci(n: int) -> int:
-        return n if n < 2 else cache.made(n - 1, lambda: fibonacci(n - 1)) + cache.made(n - 2, lambda: fibonacci(n - 2))
-
-    assert fibonacci(10) == 55 and len(cache) == 2
-
-
 def test_a_destructor_may_come_back() -> None:
     cache: Cache[int, Any] = Cache(1)
 

@@ -166,10 +166,3 @@ def test_what_differs_has_another_spec(other: dict[str, Any], monkeypatch: pytes
     with torch.autocast("cpu"):
         loss_of(9)
     assert len(spec.SPECS) == 4
-
-
-def test_specs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec.SPECS, "most", 3)
-    for vocab in range(10, 18):
-        loss_of(3, vocab)
-    assert len(spec.SPECS) <= 3

@@ -200,7 +200,7 @@ def every_metric() -> list[Metric]:
 
 
 def small_calls() -> list:
-    """Each loss in two of the settings in turn, interpreted in one; in all of them, interpreted in two, exhaustive."""
+    """Each loss in one of the settings in turn; in all of them, interpreted in two, exhaustive."""
     found = []
     for place in PLACES:
         for i, case in enumerate(LOSS_CASES):
@@ -210,7 +210,7 @@ def small_calls() -> list:
                     param = pytest.param(
                         case, name, place.values[0], marks=place.marks, id=f"{case.name}-{name}-{place.id}"
                     )
-                    found += tier(param, i == 0 or ((i + j) % 6 == 3 if interpreted else (i + j) % 3 == 1))
+                    found += tier(param, i == 0 or (i + j) % 6 == (3 if interpreted else 1))
     return found
 
 
@@ -280,10 +280,11 @@ def has_values_per_token(case: LossCase) -> bool:
 
 
 def unreduced() -> list:
-    """Interpreted, a third of the losses; all of them exhaustive."""
+    """By kernels: PyTorch's operations are held to it in tests/ranks/test_every_loss.py. Interpreted, a third of the
+    losses; all of them exhaustive."""
     cases = [case for case in LOSS_CASES if has_values_per_token(case)]
     found = []
-    for place in PLACES:
+    for place in KERNELS:
         for i, case in enumerate(cases):
             param = pytest.param(case, place.values[0], marks=place.marks, id=f"{case.name}-{place.id}")
             found += tier(param, place.id != "triton-interpreted" or i % 3 == 0)

@@ -12,7 +12,7 @@ from cases import PLACES, Place
 from oracle import reference
 from oracle.reference import Term
 from tiers import crossed
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
@@ -163,20 +163,6 @@ def test_a_buffer_of_the_callers() -> None:
     torch.testing.assert_close([buffer - 1, *(states.grad for states in hidden)], expected)
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_a_bias_over_candidates_in_fp16(streams: bool) -> None:
-    """fp16's gain goes into what is added to a buffer, and into the bias's gradient once its sums are there."""
-    hidden, weight, bias, target = made(torch.float16, count=1)
-    candidates, buffer = torch.arange(0, VOCAB, 7), torch.zeros(VOCAB, HIDDEN)
-    options = {"bias": bias, "candidates": candidates, "reduction": "sum"}
-    linear_loss(hidden[0], weight, target, losses.cross_entropy(), **options).loss.backward()
-    expected = grads_of(bias, hidden[0])
-    given = hidden if streams else hidden[0]
-    into = {} if streams else {"accumulate_into": buffer}
-    linear_loss(given, weight, target, losses.cross_entropy(), **options, **into).loss.backward()
-    torch.testing.assert_close(grads_of(bias, hidden[0]), expected)
-
-
 def test_what_takes_no_gradient() -> None:
     hidden, weight, _, target = made(torch.float32, count=2)
     frozen = [hidden[0].detach(), hidden[1]]
@@ -265,188 +251,84 @@ def test_metrics_of_drafters(loss: losses.Losses, given: str, place: Place) -> N
         )
 
 
-TEACHES = {
-    "forward": [Term(1.0, "forward_kl")],
-    "reverse": [Term(1.0, "reverse_kl"), Term(0.3, "cross_entropy")],
-    "jsd": [Term(0.7, "jsd", {"beta": 0.3, "temperature": 1.7}), Term(0.2, "cross_entropy")],
-    "lk": [Term(1.0, "lk", {"form": "hybrid", "eta": 1.0})],
-    "tvd": [Term(1.0, "tvd", {"teacher_softcap": 6.0, "teacher_logit_scale": 0.8})],
-}
-MET = {"one": (0, 0, 0), "ahead": (0, 1, 2), "back": (3, 0, 20)}  # where each stream's rows begin among the teacher's
-WIDTH = 18
-
-
-def taught(
-    dtype: torch.dtype, device: str, met: tuple[int, ...], width: int = WIDTH
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor, dict[str, Any]]:
-    """The same with a teacher's rows as slices of one tensor, nan where they count for no stream; masks differ."""
-    hidden, weight, bias, target = made(dtype, device)
-    g = torch.Generator().manual_seed(13)
-    rows = torch.randn(2 * LINE + max(met), width, generator=g)
-    mask = torch.rand(3, 2, LINE, generator=g) < 0.8
-    counts = torch.zeros(len(rows), dtype=torch.bool)
-    for i, begin in enumerate(met):
-        there = F.pad(mask[i] & (target.cpu() != -100), (0, i + 1))[:, i + 1 :]
-        counts[begin : begin + 2 * LINE] |= there.flatten()
-    rows = torch.where(counts[:, None], rows, torch.nan).to(device, dtype)
-    batch = {
-        "teacher_hidden": [rows[begin : begin + 2 * LINE].view(2, LINE, width) for begin in met],
-        "teacher_weight": torch.randn(VOCAB - 4, width, generator=g).mul(0.4).to(device, dtype),
-        "teacher_bias": torch.randn(VOCAB - 4, generator=g).mul(0.2).to(device, dtype),
-        "mask": list(mask.to(device)),
-    }
-    return hidden, weight, bias, target, batch
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    ("teaches", "met", "kind"),
-    [
-        ("forward", "one", "32 bits"), ("reverse", "ahead", "32 bits"), ("jsd", "back", "32 bits"),
-        ("lk", "ahead", "32 bits"), ("tvd", "one", "32 bits"), ("forward", "ahead", "one chunk"),
-        ("reverse", "back", "small chunks"), ("forward", "ahead", "16 bits"), ("jsd", "back", "16 bits"),
-        ("forward", "one", "16 bits, odd teacher"), ("jsd", "ahead", "16 bits, one chunk"),
-        ("lk", "back", "twice"), ("reverse", "ahead", "frozen head"), ("jsd", "ahead", "one frozen"),
-    ],
-)  # fmt: skip
-def test_a_dense_teacher(teaches: str, met: str, kind: str, place: Place) -> None:
-    """Slices of one tensor of rows, or each stream its own place in it."""
-    half = torch.bfloat16 if place.device == "cuda" else torch.float16
-    dtype, terms, begins = half if "16 bits" in kind else torch.float32, TEACHES[teaches], MET[met]
-    width = WIDTH if "odd" in kind or dtype == torch.float32 else 16
-    hidden, weight, bias, target, batch = taught(dtype, place.device, begins, width)
-    given = list(hidden)
-    if kind == "one frozen":
-        given[1] = hidden[1].detach()
-    head = (weight.detach(), bias.detach()) if kind == "frozen head" else (weight, bias)
-    chunk = 7 if kind == "small chunks" else None if "one chunk" in kind else CHUNK
-    out = linear_loss(
-        given, head[0], target, loss_of(terms), bias=head[1], shift=(1, 2, 3), stream_weights=WEIGHTS, batch=batch,
-        chunk_tokens=chunk, backend=place.backend, metrics=[metrics.agreement()],
-    )  # fmt: skip
-    if kind == "twice":
-        (out.loss * UPSTREAM).backward(retain_graph=True)
-        once = grads_of(weight, bias, *hidden)
-    (out.loss * UPSTREAM).backward()
-    leaves = [leaf for leaf in (*head, *given) if leaf.requires_grad]
-    ours = [out.loss.detach(), *grads_of(*leaves)]
-    truth, eager = (of_full_logits(teaches, begins, width, dtype, place, wide, leaves, given, head)
-                    for wide in (torch.float64, dtype))  # fmt: skip
-    for i, own in enumerate(ours):
-        precision = torch.promote_types(dtype, torch.float32) if i == 0 else dtype
-        assert_within_budget(own, eager[i], truth[i], precision, f"{i}")
-        if kind == "twice" and i:
-            assert_within_budget(once[i - 1], eager[i], truth[i], dtype, f"{i}, of the first backward")
-
-
-def of_full_logits(
-    teaches: str, begins: tuple[int, ...], width: int, dtype: torch.dtype, place: Place, wide: torch.dtype,
-    leaves: list[Tensor], given: list[Tensor], head: tuple[Tensor, Tensor],
-) -> list[Tensor]:  # fmt: skip
-    *_, target, batch = taught(dtype, place.device, begins, width)
-    copies = {id(one): one.detach().to(wide).requires_grad_(one.requires_grad) for one in (*given, *head)}
-    total = torch.zeros((), dtype=wide, device=place.device)
-    for i, (states, factor) in enumerate(zip(given, WEIGHTS, strict=True)):
-        own = {name: value[i] if isinstance(value, list) else value for name, value in batch.items()}
-        own = {name: value.to(wide) if value.is_floating_point() else value for name, value in own.items()}
-        loss, _ = reference.linear_loss(
-            copies[id(states)], copies[id(head[0])], target, TEACHES[teaches], bias=copies[id(head[1])], shift=i + 1,
-            batch=own,
-        )  # fmt: skip
-        total = total + factor * loss
-    (total * UPSTREAM).backward()
-    return [total.detach(), *grads_of(*(copies[id(leaf)] for leaf in leaves))]
-
-
-def one_by_one(
-    hidden: list[Tensor], weight: Tensor, bias: Tensor, target: Tensor, loss: Any, batch: dict[str, Any], **options: Any
-) -> list[Any]:
-    """A call for each stream."""
-    made = []
-    for i, states in enumerate(hidden):
-        own = {name: value[i] if isinstance(value, list) else value for name, value in batch.items()}
-        made.append(linear_loss(states, weight, target, loss, bias=bias, shift=i + 1, batch=own, **options))
-    return made
-
-
-@pytest.mark.parametrize("kind", ["no gradient", "checkpoint", "a buffer of the caller's", "temperature"])
-def test_a_dense_teacher_as_a_call_for_each(kind: str) -> None:
-    hidden, weight, bias, target, batch = taught(torch.float32, "cpu", MET["ahead"])
-    loss = losses.lk() + 0.5 * losses.cross_entropy()
-    measured = [metrics.acceptance(), metrics.agreement(), metrics.entropy()]
-    options: dict[str, Any] = {"chunk_tokens": CHUNK, "temperature": 0.6} if kind == "temperature" else {}
-    others = one_by_one(hidden, weight, bias, target, loss, batch, metrics=measured, **options)
-    expected = sum(factor * other.loss for factor, other in zip(WEIGHTS, others, strict=True))
-    expected.backward()
-    of_weight, *of_hidden = grads_of(weight, *hidden)
-    buffer = torch.zeros(VOCAB, HIDDEN)
-    into = {"accumulate_into": buffer} if kind == "a buffer of the caller's" else {}
-    seen: list[Any] = []
-
-    def run(*given: Tensor) -> Tensor:
-        out = linear_loss(
-            list(given), weight, target, loss, bias=bias, shift=(1, 2, 3), stream_weights=WEIGHTS, batch=batch,
-            metrics=[*measured, metrics.accepted_length()], **options, **into,
-        )  # fmt: skip
-        seen.append(out)
-        return out.loss
-
-    if kind == "no gradient":
-        with torch.no_grad():
-            found = run(*hidden)
-    else:
-        found = checkpoint(run, *hidden, use_reentrant=False) if kind == "checkpoint" else run(*hidden)
-    torch.testing.assert_close(found.detach(), expected.detach())
-    for stream, other in zip(seen[0].streams, others, strict=True):
-        torch.testing.assert_close(stream.loss, other.loss.detach())
-        assert stream.metrics.keys() == other.metrics.keys()
-        for name, value in stream.metrics.items():
-            torch.testing.assert_close(value.value, other.metrics[name].value)
-    if kind != "no gradient":
-        found.backward()
-        torch.testing.assert_close([buffer if into else weight.grad, *grads_of(*hidden)], [of_weight, *of_hidden])
-
-
-ALONE: dict[str, dict[str, Any]] = {
-    "skipped": {"skip_ignored": True}, "logits": {}, "temperatures": {},
-    "waits for all": {"dtype": torch.float16}, "temperature each": {"temperature": [1.0, 0.8, 1.0]},
-    "loss each": {},
+TEACHES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "forward": (losses.forward_kl(), {}),
+    "reverse": (losses.reverse_kl() + 0.3 * losses.cross_entropy(), {"chunk_tokens": 7}),
+    "jsd": (losses.jsd(beta=0.3, temperature=1.7) + 0.2 * losses.cross_entropy(), {"chunk_tokens": CHUNK}),
+    "lk": (losses.lk() + 0.5 * losses.cross_entropy(), {"chunk_tokens": CHUNK, "temperature": 0.6}),
+    "tvd": (losses.tvd(teacher_softcap=6.0, teacher_logit_scale=0.8), {"temperature": [1.0, 0.8, 1.0]}),
+    "each its own": ([losses.jsd(), losses.forward_kl(), losses.reverse_kl()], {"chunk_tokens": CHUNK}),
+    "skipped": (losses.forward_kl(), {"skip_ignored": "wait"}),
+    "tempered": (losses.forward_kl(), {"temperature": torch.linspace(0.5, 1.5, 2 * LINE).view(2, LINE)}),
+    "logits": (losses.forward_kl(), {}), "frozen head": (losses.reverse_kl(), {}), "one frozen": (losses.jsd(), {}),
+    "checkpoint": (losses.lk(), {}), "buffer": (losses.lk(), {}), "twice": (losses.lk(), {"chunk_tokens": CHUNK}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ALONE)
-def test_a_dense_teacher_under_options(kind: str) -> None:
-    options = dict(ALONE[kind])
-    dtype = options.pop("dtype", torch.float32)
-    hidden, weight, bias, target, batch = taught(dtype, "cpu", MET["ahead"], 16)
-    loss: Any = losses.reverse_kl() if kind == "waits for all" else losses.forward_kl()
-    verifier = [rows.nan_to_num() for rows in batch["teacher_hidden"]]  # copies
-    if kind == "logits":
-        batch["teacher_logits"] = [F.linear(rows, batch["teacher_weight"], batch["teacher_bias"]) for rows in verifier]
-        batch = {name: batch[name] for name in ("teacher_logits", "mask")}
-    elif kind == "temperatures":
-        options["temperature"] = torch.linspace(0.5, 1.5, 2 * LINE).view(2, LINE)
-    elif kind == "loss each":
-        loss = [losses.jsd(), losses.forward_kl(), losses.reverse_kl()]
-    out = linear_loss(
-        hidden, weight, target, loss, bias=bias, shift=(1, 2, 3), stream_weights=WEIGHTS, batch=batch, **options
-    )
-    out.loss.backward()
-    found = grads_of(weight, *hidden)
-    each = [
-        {name: value[i] if isinstance(value, list) else value for name, value in {**options, "loss": loss}.items()}
-        for i in range(3)
-    ]
-    total = torch.zeros(())
-    for i, own in enumerate(each):
-        fields = {name: value[i] if isinstance(value, list) else value for name, value in batch.items()}
-        total = (
-            total
-            + WEIGHTS[i]
-            * linear_loss(hidden[i], weight, target, own.pop("loss"), bias=bias, shift=i + 1, batch=fields, **own).loss
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", TEACHES)
+def test_a_dense_teacher(name: str, place: Place) -> None:
+    """Each stream's rows are slices of one tensor, nan where they count for no stream, of fewer ids than the student's:
+    as a call for each stream."""
+    loss, options = TEACHES[name]
+    hidden, weight, bias, target = made(torch.float32, place.device)
+    g = torch.Generator().manual_seed(13)
+    rows, mask = torch.randn(2 * LINE + 2, 18, generator=g), torch.rand(3, 2, LINE, generator=g) < 0.8
+    seen = torch.zeros(len(rows), dtype=torch.bool)
+    for i in range(3):
+        there = F.pad(mask[i] & (target.cpu() != -100), (0, i + 1))[:, i + 1 :]
+        seen[i : i + 2 * LINE] |= there.flatten()
+    rows = torch.where(seen[:, None], rows, torch.nan).to(place.device)
+    head = torch.randn(VOCAB - 4, 18, generator=g).mul(0.4).to(place.device)
+    states = [rows[i : i + 2 * LINE].view(2, LINE, 18) for i in range(3)]
+    batch: dict[str, Any] = {"teacher_hidden": states, "teacher_weight": head, "mask": list(mask.to(place.device))}
+    if name == "logits":
+        batch = {"teacher_logits": [each.nan_to_num() @ head.t() for each in states], "mask": batch["mask"]}
+    given = [states.detach() if name == "one frozen" and i == 1 else states for i, states in enumerate(hidden)]
+    of_head = [one.detach() if name == "frozen head" else one for one in (weight, bias)]
+    leaves = [leaf for leaf in (*of_head, *given) if leaf.requires_grad]
+    options = {k: v.to(place.device) if isinstance(v, Tensor) else v for k, v in options.items()}
+    options |= {"loss": loss, "batch": batch, "bias": of_head[1], "metrics": [metrics.agreement()]}
+
+    def call(states: Any, i: int | None = None, **more: Any) -> Any:
+        """The call of a stream, or that of all."""
+        own = (
+            options
+            if i is None
+            else {k: v[i] if isinstance(v, list) and k != "metrics" else v for k, v in options.items()}
         )
-    total.backward()
-    torch.testing.assert_close([out.loss.detach(), *found], [total.detach(), *grads_of(weight, *hidden)])
+        if i is not None:
+            own["batch"] = {k: v[i] if isinstance(v, list) else v for k, v in batch.items()}
+        shift = (1, 2, 3) if i is None else i + 1
+        return linear_loss(states, of_head[0], target, shift=shift, backend=place.backend, **own, **more)
+
+    each = [call(states, i) for i, states in enumerate(given)]
+    total = sum(factor * one.loss for factor, one in zip(WEIGHTS, each, strict=True))
+    expected = torch.autograd.grad(total, leaves, torch.full_like(total, UPSTREAM))
+    buffer = torch.zeros_like(weight) if name == "buffer" else None
+    found: list[Any] = []
+
+    def of_all(*states: Tensor) -> Tensor:
+        found.append(
+            call(
+                list(states),
+                stream_weights=WEIGHTS,
+                accumulate_into=buffer,
+                upstream=UPSTREAM if name == "buffer" else None,
+            )
+        )
+        return found[-1].loss
+
+    value = checkpoint(of_all, *given, use_reentrant=False) if name == "checkpoint" else of_all(*given)
+    torch.testing.assert_close(value.detach(), total.detach())
+    for stream, other in zip(found[0].streams, each, strict=True):
+        torch.testing.assert_close(stream.loss, other.loss.detach())
+        torch.testing.assert_close(stream.metrics["agreement"].value, other.metrics["agreement"].value)
+    for retain in (True, False)[name != "twice" :]:
+        (value * UPSTREAM).backward(retain_graph=retain)
+        if buffer is not None:
+            weight.grad = buffer
+        torch.testing.assert_close(grads_of(*leaves), list(expected), rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -551,76 +433,3 @@ def test_errors(options: dict[str, Any], says: str) -> None:
     target = [target, target[:, 1:]] if which == "uneven" else target
     with pytest.raises(ValueError, match=says):
         linear_loss(states, weight, target, losses.cross_entropy(), **options)
-
-
-class Tiny(nn.Module):
-    """A recurrent model of bytes with a head, and two further depths of prediction."""
-
-    def __init__(self, depths: int):
-        super().__init__()
-        self.embedding, self.trunk = nn.Embedding(VOCAB, HIDDEN), nn.GRU(HIDDEN, HIDDEN, batch_first=True)
-        self.depths = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(depths))
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
-
-    def forward(self, ids: Tensor) -> list[Tensor]:
-        hidden = [self.trunk(self.embedding(ids))[0]]
-        for depth in self.depths:
-            hidden.append(hidden[-1] + torch.tanh(depth(hidden[-1])))
-        return hidden
-
-
-def trained(chunked: bool) -> tuple[list[float], list[Tensor]]:
-    """Two depths of prediction, and then a drafter for the trained model, whose head it shares in part."""
-    torch.manual_seed(5)
-    model, ids = Tiny(1).double(), torch.randint(VOCAB, (4, LINE)).cumsum(1) % VOCAB
-    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.5), []
-    for _ in range(4):
-        hidden = model(ids)
-        if chunked:
-            loss = linear_loss(
-                hidden, model.head.weight, ids, losses.cross_entropy(), shift=(1, 2), stream_weights=(1.0, 0.3),
-                chunk_tokens=CHUNK,
-            ).loss  # fmt: skip
-        else:
-            each = [
-                F.cross_entropy(model.head(states[:, : -i - 1]).flatten(0, 1), ids[:, i + 1 :].flatten())
-                for i, states in enumerate(hidden)
-            ]
-            loss = each[0] + 0.3 * each[1]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        seen.append(loss.item())
-    verifier, drafter = model(ids)[0].detach(), Tiny(1).double()
-    optimizer = torch.optim.SGD(drafter.parameters(), lr=0.5)
-    ahead = [verifier, F.pad(verifier[:, 1:], (0, 0, 0, 1))]  # what the verifier says where each step's token stands
-    mask = torch.ones(2, *ids.shape, dtype=torch.bool)
-    mask[1, :, -1] = False
-    for _ in range(4):
-        hidden = drafter(ids)
-        if chunked:
-            batch = {"teacher_hidden": ahead, "teacher_weight": model.head.weight.detach(), "mask": list(mask)}
-            loss = linear_loss(
-                hidden, drafter.head.weight, None, losses.lk(form="hybrid"), batch=batch, stream_weights=(1.0, 0.8)
-            ).loss
-        else:
-            each = []
-            for states, other, counts in zip(hidden, ahead, mask, strict=True):
-                log_p, log_q = drafter.head(states).log_softmax(-1), model.head(other).log_softmax(-1).detach()
-                accepted = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
-                share = (-3.0 * accepted.detach()).exp()
-                kl = (log_q.exp() * (log_q - log_p)).sum(-1)
-                each.append((share * kl + (1 - share) * (1 - accepted))[counts].mean())
-            loss = each[0] + 0.8 * each[1]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        seen.append(loss.item())
-    return seen, [p.detach() for p in (*model.parameters(), *drafter.parameters())]
-
-
-def test_two_depths_and_a_drafter_are_trained() -> None:
-    seen, parameters = trained(chunked=True)
-    expected, others = trained(chunked=False)
-    torch.testing.assert_close([seen, parameters], [expected, others])
-    assert seen[3] < seen[0] and seen[7] < seen[4]

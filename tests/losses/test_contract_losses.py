@@ -551,63 +551,6 @@ def test_fed_back_at_the_second_temperature(nats: float, backend: str, dtype: to
     assert ratio_is_one(out, nats)
 
 
-def test_the_largest_log_probability_is_the_targets() -> None:
-    hidden, weight, _ = spread_rows(300.0)
-    best = (hidden @ weight.t()).argmax(1)
-    found = linear_logprobs(hidden, weight, best, top_k=2)
-    assert torch.equal(found.top_k_ids[:, 0], best)
-    torch.testing.assert_close(found.top_k_logprobs[:, 0], found.logprobs, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("top_k", [None, 3])
-def test_log_probabilities_of_a_single_token(top_k: int | None) -> None:
-    weight = normal(VOCAB, HIDDEN, seed=1)
-    hidden = normal(HIDDEN)
-    found = linear_logprobs(hidden, weight, torch.tensor(4), top_k=top_k, entropy=True)
-    log_p = (weight @ hidden).log_softmax(-1)
-    torch.testing.assert_close(found.logprobs, log_p[4])
-    torch.testing.assert_close(found.entropy, -(log_p.exp() * log_p).sum())
-    if top_k:
-        assert torch.equal(found.top_k_ids, log_p.topk(3).indices)
-
-
-@pytest.mark.parametrize("top_k", [1, 4, VOCAB])
-@pytest.mark.parametrize("scale", [1.0, -1.4])
-def test_log_probabilities_and_their_gradients(top_k: int, scale: float) -> None:
-    """With bias, cap, a negative scale, temperature, shift and mask; any upstream, garbage where nothing counts."""
-    hidden, weight, target = operands()
-    bias = normal(VOCAB, seed=3).requires_grad_()
-    mask = torch.rand(LEADING, generator=torch.Generator().manual_seed(4)) < 0.7
-    found = linear_logprobs(
-        hidden, weight, torch.where(mask, target, 10**8), entropy=True, lse=True, argmax=True, top_k=top_k, shift=1,
-        mask=mask, bias=bias, softcap=3.0, logit_scale=scale, temperature=0.6, chunk_tokens=7,
-    )  # fmt: skip
-    x = 3.0 * torch.tanh(scale * (hidden @ weight.t() + bias) / 3.0) / 0.6
-    log_p, counts = x[:, :-1].log_softmax(-1), mask[:, 1:]
-    expected = {
-        "logprobs": log_p.gather(-1, target[:, 1:, None])[..., 0], "entropy": -(log_p.exp() * log_p).sum(-1),
-        "lse": x[:, :-1].logsumexp(-1), "argmax": x[:, :-1].argmax(-1), "top_k_logprobs": log_p.topk(top_k).values,
-        "top_k_ids": log_p.topk(top_k).indices,
-    }  # fmt: skip
-    assert found._fields == tuple(expected)
-    for name, value in expected.items():
-        ours = getattr(found, name)
-        torch.testing.assert_close(ours[:, 1:][counts], value[counts])
-        assert not ours[:, 0].any() and not ours[:, 1:][~counts].any()
-    assert not found.top_k_logprobs.requires_grad
-    upstream = {name: normal(5, 3, seed=i) for i, name in enumerate(("logprobs", "entropy", "lse"))}
-    inputs = (hidden, weight, bias)
-    theirs = torch.autograd.grad(
-        sum((torch.where(counts, upstream[name], 0.0) * expected[name]).sum() for name in upstream), inputs
-    )
-    ours = torch.autograd.grad(
-        [getattr(found, name)[:, 1:] for name in upstream], inputs,
-        [torch.where(counts, value, torch.nan) for value in upstream.values()],
-    )  # fmt: skip
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other)
-
-
 # ---- pitfalls of single losses
 
 
