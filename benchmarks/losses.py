@@ -125,8 +125,8 @@ def plan_of(step: measure.Step) -> Plan:
     if call.plan is not None:
         return call.plan
     wanted: dict[str, Any] = {"hidden_grad": step.backward, "weight_grad": step.backward, **call.options}
-    if call.name == "logprobs+entropy-grad":
-        wanted |= {"loss": call.loss, "reduction": "none"}
+    if call.name.startswith("logprobs"):
+        wanted["returns"] = ("logprobs", "entropy") if call.name == "logprobs+entropy-grad" else ("logprobs",)
     return plan(len(hidden), hidden.shape[1], len(weight), hidden.dtype, device=hidden.device, **wanted)
 
 

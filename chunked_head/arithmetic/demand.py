@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.stats import Demand, Pairing, View
 from ..losses.base import DENSE, FIELDS, Field, Losses, Summand, Teacher, join_numbers, split_numbers
@@ -26,6 +26,10 @@ class Structure:
     pairing: Pairing | None
     leaves: frozenset[str]  # that a gradient is wanted to
     vocab: int
+    temperature: float = 1.0  # of the first view; it goes into the head's scale and cap
+    teacher: Teacher | None = None  # its temperature resolved: None for that of each token
+    weighted: int | None = None  # index of the summand whose class weights are those of weighted_sum
+    segment_metrics: tuple[tuple[Metric, int], ...] = ()  # those that must see all tokens
 
     @functools.cached_property
     def split(self) -> tuple[tuple, tuple[float, ...]]:
@@ -67,26 +71,15 @@ class Structure:
         return set(self.widths) <= {1} and all(metric.reduce == "mean" for metric, _ in self.metrics)
 
 
-class Needs(NamedTuple):
-    """The softmaxes, statistics and derivatives of a call."""
-
-    structure: Structure
-    demand: Demand
-    temperature: float  # of the first view; it goes into the head's scale and cap
-    teacher: Teacher | None  # its temperature resolved: None for that of each token
-    weighted: int | None  # index of the summand whose class weights are those of weighted_sum
-    segment_metrics: tuple[tuple[Metric, int], ...]  # those that must see all tokens
-
-
-def needs_of(
+def structure_of(
     losses: Losses,
     metrics: Sequence[Metric],
     temperature: float | None,  # the call's, None where each token has one
     vocab: int,
     columns: int = 0,  # K of teacher_ids
     teacher_vocab: int | None = None,  # of a dense teacher
-) -> Needs:
-    """The needs of a call; ValueError where one cannot have it all."""
+) -> tuple[Structure, Demand]:
+    """Losses and metrics at their softmaxes, and the statistics that they need; ValueError where no call has it all."""
     summands = [summand for _, summand in losses.terms]
     check_names(summands, metrics)
     everything: list[Summand | Metric] = [*summands, *metrics]
@@ -136,8 +129,9 @@ def needs_of(
     differentiable = frozenset(leaves)
     used = {view for _, view in seen}
     structure = Structure(
-        tuple(seen), tuple(p for p in measured if p[0].scope == "token"), views, pairing, differentiable, vocab
-    )
+        tuple(seen), tuple(p for p in measured if p[0].scope == "token"), views, pairing, differentiable, vocab,
+        first[0], teacher, smoothing_weights(summands, names), tuple(p for p in measured if p[0].scope != "token"),
+    )  # fmt: skip
     fields = {name: FIELDS[name] for one in everything for name in one.fields if name in FIELDS}
     # segments' ids twice: those in range are a copy
     sizes = {"float": 4, "int": 16, "bool": 1}
@@ -156,8 +150,7 @@ def needs_of(
         values=sum(structure.widths),
         field_bytes=sum(sizes[field.type] for field in fields.values() if field == Field("token", field.type)),
     )
-    apart = tuple(pair for pair in measured if pair[0].scope != "token")
-    return Needs(structure, demand, first[0], teacher, smoothing_weights(summands, names), apart)
+    return structure, demand
 
 
 def check_kept(demand: Demand) -> None:

@@ -16,7 +16,6 @@ from ..stores import Backend, GivenLogits, LogitsView, SetRows, Store, WithSets
 from ..stores.gradients import Gradients
 from ..stores.operands import Head, Rows
 from .objectives import call_fields
-from .options import LogitsOptions
 from .sweep import LocalCall, Work, sweep
 from .tokens import Tokens
 
@@ -118,19 +117,18 @@ class LogitsCall(LocalCall):
         return Work(store, lambda at: every, [(every.tokens,)])
 
 
-def call_of(tokens: Tokens, objective: Objective, inplace: bool) -> tuple[Tensor, LogitsCall]:
+def call_of(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsCall]:
     """The logits as kernels read them, and what is to be done with them."""
-    assert isinstance(tokens.head, LogitsOptions)
-    logits, shard = tokens.head.logits, tokens.head.shard
+    call, temperature = tokens.call, tokens.structure.temperature
+    logits, shard = call.rows, call.shard
     if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or count_views(logits) > MOST_VIEWS:
         logits = logits.contiguous()
     if shard is not None:
-        fields = {"tokens": str(tokens.head.leading), "logits.dtype": str(logits.dtype)}
+        fields = {"tokens": str(call.leading), "logits.dtype": str(logits.dtype)}
         fields |= described(objective.demand.of_columns(None), "demand.")
         shard = shard.agreed_on(call_fields(tokens) | fields, logits.device)
-    head, temperature = tokens.head, tokens.needs.temperature
-    softcap = None if head.softcap is None else head.softcap / temperature
-    options = float(head.logit_scale) / temperature, softcap, inplace, head.columns, shard
+    softcap = None if call.softcap is None else call.softcap / temperature
+    options = float(call.logit_scale) / temperature, softcap, call.inplace, call.columns, shard
     return logits, LogitsCall(tokens.backend, objective, *options)
 
 

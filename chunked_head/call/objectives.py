@@ -8,8 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arithmetic.demand import SUFFIX
 from ..arithmetic.evaluate import Inputs, unit_mask
-from ..arithmetic.objective import ScalarObjective, StatsObjective, TokenObjective, snapshot, stacked, times
+from ..arithmetic.objective import (
+    Objective,
+    ScalarObjective,
+    StatsObjective,
+    TokenObjective,
+    snapshot,
+    stacked,
+    times,
+)
 from ..losses.base import Summand
 from ..metrics import Metric
 from ..metrics.values import weights_in
@@ -19,63 +28,62 @@ from ..stores.operands import Kept
 from .tokens import Tokens
 
 IDS = ("segments", "documents")
+WITHOUT_GRADIENT = ("argmax", "top_k_logprobs", "top_k_ids")  # of values per token
 
 
-def scalar_objective(
-    tokens: Tokens,
-    reduction: str,
-    normalizer: float | Tensor | None,
-    upstream: float | Tensor | None,
-    share_denominator: bool = False,
-) -> ScalarObjective:
-    """The sum of losses as one number; ``share_denominator``: every summand takes the first one's."""
-    if tokens.head.tokens is not None:
+def objective_of(tokens: Tokens) -> Objective:
+    """The sum of losses as one number, or for each token, or statistics of each token."""
+    call = tokens.call
+    if not call.outputs:
+        return scalar_objective(tokens)
+    if call.outputs == ("values",):
+        if call.tokens is not None:
+            agreed_batch(tokens)
+        coefficients = [snapshot(coefficient, tokens.one_or_nan) for coefficient, _ in tokens.losses.terms]
+        fields = loss_fields(tokens, stacked([tokens.one_or_nan]), {})
+        return TokenObjective(**fields, coefficients=coefficients, backend=tokens.spec.backend)
+    fields, views, pairing = common_fields(tokens), tokens.spec.demand.views, tokens.spec.demand.pairing
+    if fields["structure"].views != views:  # there are some that no loss asks for
+        fields["structure"] = replace(fields["structure"], views=views)
+    names = call.outputs
+    if pairing is not None:
+        ((_, summand),) = tokens.losses.terms
+        (statistic,) = summand.needs
+        found_in = {"divergence": statistic, "entropy": "entropy" + SUFFIX[pairing.view]}
+        names = tuple([found_in[name] for name in names])
+    return StatsObjective(**fields, names=names, differentiable=sum(name not in WITHOUT_GRADIENT for name in names))
+
+
+def scalar_objective(tokens: Tokens) -> ScalarObjective:
+    """The sum of losses as one number."""
+    if tokens.call.tokens is not None:
         tokens = with_global_counts(tokens)
-    one_or_nan, needs, spread = tokens.one_or_nan, tokens.needs, tokens.spread
+    call, one_or_nan, structure, spread = tokens.call, tokens.one_or_nan, tokens.structure, tokens.spread
     terms, coupled = tokens.losses.terms, tokens.spec.coupled
     coefficients = [snapshot(coefficient, one_or_nan) for coefficient, _ in terms]
     if spread is not None and spread.parallel.average:
         coefficients = [coefficient * spread.parallel.ranks for coefficient in coefficients]
     summands = [summand for _, summand in terms]
-    inverse, normalized = inverses(tokens, summands[:1] if share_denominator else summands, reduction, normalizer)
-    inverse = inverse * len(summands) if share_denominator else inverse
-    declared = 1.0 if upstream is None else snapshot(upstream, one_or_nan)
+    inverse, normalized = inverses(tokens, summands[:1] if call.shares_denominator else summands)
+    inverse = inverse * len(summands) if call.shares_denominator else inverse
+    declared = 1.0 if call.upstream is None else snapshot(call.upstream, one_or_nan)
     factors = stacked([times(one, c, declared) for c, one in zip(coefficients, inverse, strict=True)])
-    metrics = [metric for metric, _ in (*needs.structure.metrics, *needs.segment_metrics)]
-    weights, counts = metric_counts(metrics, tokens)
+    weights, counts = metric_counts([metric for metric, _ in (*structure.metrics, *structure.segment_metrics)], tokens)
     fields = loss_fields(tokens, factors, weights)
     if spread is not None and coupled:
         fields["made"] = {}
     return ScalarObjective(
         **fields, coefficients=coefficients, inverse=inverse, normalized=normalized, declared=declared, coupled=coupled,
-        counts=counts, segment_metrics=needs.segment_metrics,
+        counts=counts, segment_metrics=structure.segment_metrics,
         backend=None if coupled and tokens.groups is None else tokens.spec.backend,
     )  # fmt: skip
 
 
-def token_objective(tokens: Tokens) -> TokenObjective:
-    """The weighted sum of losses for each token."""
-    if tokens.head.tokens is not None:
-        agreed_batch(tokens)
-    one_or_nan = tokens.one_or_nan
-    coefficients = [snapshot(coefficient, one_or_nan) for coefficient, _ in tokens.losses.terms]
-    fields = loss_fields(tokens, stacked([one_or_nan]), {})
-    return TokenObjective(**fields, coefficients=coefficients, backend=tokens.spec.backend)
-
-
-def stats_objective(tokens: Tokens, names: tuple[str, ...], with_gradient: int) -> StatsObjective:
-    """The statistics ``names``, the first ``with_gradient`` of them differentiable."""
-    fields, views = common_fields(tokens), tokens.spec.demand.views
-    if fields["structure"].views != views:  # there are some that no loss asks for
-        fields["structure"] = replace(fields["structure"], views=views)
-    return StatsObjective(**fields, names=names, differentiable=with_gradient)
-
-
 def common_fields(tokens: Tokens) -> dict[str, Any]:
-    demand, structure = tokens.spec.demand, tokens.needs.structure
+    demand, structure = tokens.spec.demand, tokens.structure
     one_or_nan, kept = tokens.one_or_nan, tokens.kept
     columns = tokens.fields.get("teacher_ids") if demand.columns else None
-    class_weights, weighted = None, tokens.needs.weighted
+    class_weights, weighted = None, tokens.structure.weighted
     if weighted is not None:
         # a copy: backward may read it, and would not notice that the caller had changed it
         given = tokens.losses.terms[weighted][1].tensors["class_weights"]
@@ -97,18 +105,17 @@ def loss_fields(tokens: Tokens, factors: Tensor, metric_weights: dict[str, Tenso
         for _, summand in tokens.losses.terms
     ]
     fields["inputs"] = Inputs(
-        tokens.target, tokens.fields, tokens.task.num_segments, factors, tensors, metric_weights, tokens.token_fields,
+        tokens.target, tokens.fields, tokens.call.num_segments, factors, tensors, metric_weights, tokens.token_fields,
         tokens.spec.withheld, tokens.spread,
     )  # fmt: skip
     fields["made"] = None if fields["structure"].builtin or not torch.is_grad_enabled() else {}
     return fields
 
 
-def inverses(
-    tokens: Tokens, summands: Sequence[Summand], reduction: str, normalizer: float | Tensor | None
-) -> tuple[list[Tensor], bool]:
+def inverses(tokens: Tokens, summands: Sequence[Summand]) -> tuple[list[Tensor], bool]:
     """1 / D of each summand [] in the statistics' dtype; True where one of them is a normalizer's, which may be 0."""
     one_or_nan, found, normalized = tokens.one_or_nan, list[Tensor](), False
+    reduction, normalizer = tokens.call.reduction, tokens.call.normalizer
     of_units: dict[str, Tensor] = {}
     for summand in summands:
         given = summand.normalizer if summand.normalizer is not None else normalizer
@@ -166,15 +173,15 @@ def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, 
 
 def agreed_batch(tokens: Tokens) -> None:
     """Raises on every rank where ranks that hold different tokens are about to make different calls of them."""
-    parallel = tokens.head.tokens
+    parallel = tokens.call.tokens
     assert parallel is not None
-    fields = call_fields(tokens) | {"vocab": str(tokens.head.vocab)}
-    agree(fields, parallel.group, tokens.head.device, "TokenParallel")
+    fields = call_fields(tokens) | {"vocab": str(tokens.call.vocab)}
+    agree(fields, parallel.group, tokens.call.device, "TokenParallel")
 
 
 def with_global_counts(tokens: Tokens) -> Tokens:
     """The tokens with the counts of all ranks, and nan on every rank where an id is out of range on one."""
-    parallel = tokens.head.tokens
+    parallel = tokens.call.tokens
     assert parallel is not None
     agreed_batch(tokens)
     batch = tokens.batch
@@ -204,7 +211,7 @@ def local_total(summand: Summand, tokens: Tokens) -> Tensor:
 
 def summed_fields(tokens: Tokens) -> list[str]:
     """Token fields whose segments' sums a loss or a metric may take; they are known before there is any logit."""
-    parts: list[Summand | Metric] = [*(summand for _, summand in tokens.losses.terms), *tokens.task.metrics]
+    parts: list[Summand | Metric] = [*(summand for _, summand in tokens.losses.terms), *tokens.call.metrics]
     read = {name for part in parts if part.scope == "segment" for name in (*part.fields, *part.optional_fields)}
     if "segments" not in tokens.batch:
         return []
@@ -229,19 +236,19 @@ def kind_of(value: float | Tensor | str | None) -> str:
 
 def call_fields(tokens: Tokens) -> dict[str, str]:
     """Values that ranks which share a call must have in common, as text by name."""
-    head, batch = tokens.head, tokens.batch
-    task = tokens.task
-    found = {"function": task.function} | {name: kind_of(value) for name, value in task.asked.items()}
+    call, batch = tokens.call, tokens.batch
+    found = {"function": call.function}
+    found |= {name: kind_of(getattr(call, name)) for name in ("reduction", "normalizer", "upstream")}
     for coefficient, summand in tokens.losses.terms:
         factor = coefficient if isinstance(coefficient, int | float) else "tensor"
         own = {name: getattr(summand, name) for name in ("reduction", "unit", "scope")}
         own |= {"coefficient": factor, **summand.options}
         found |= {f"losses.{summand.label}: {name}": shown(value) for name, value in own.items()}
-    for metric in tokens.task.metrics:
+    for metric in tokens.call.metrics:
         own = {"reduce": metric.reduce, **metric.options}
         found |= {f"metrics.{metric.label}: {name}": shown(value) for name, value in own.items()}
     for name in ("temperature", "logit_scale", "softcap", "ignore_index", "shift"):
-        found[name] = shown(getattr(head, name))
+        found[name] = shown(getattr(call, name))
     found["pairs"] = str(list(batch["pairs"].shape)) if "pairs" in batch else "None"
-    found["num_segments"], found["batch"] = str(task.num_segments), str(sorted(batch))
+    found["num_segments"], found["batch"] = str(call.num_segments), str(sorted(batch))
     return found | {"dtype": str(tokens.spec.dtype)}

@@ -1,27 +1,34 @@
-"""Options of a call, each with its check and its default, and the operands of a head or of logits that they go with."""
+"""A call as it was made, and its options: one table, a row for each."""
 
 import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Any, ClassVar, Self, TypedDict
+from typing import Any, Generic, Literal, Self, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..core import checks
 from ..core.checks import PACKAGE, flag, nearest
-from ..losses.base import FIELDS
-from ..parallel.dtensor import local
+from ..losses.base import FIELDS, Losses
+from ..metrics import Metric
+from ..parallel.dtensor import PLAIN, local
 from ..parallel.groups import TokenParallel, VocabParallel
 from ..parallel.shard import CheckedBy, Shard
-from ..plan.sizes import DEFAULT_REQUEST, Request
+from ..plan.segments import Segments
+from ..plan.sizes import Request
 from ..stores import check_name
 from ..stores.gradient_buffer import GradientBuffer, check_kind
 from ..stores.gradient_buffer import resolve as resolve_into
+
+Result = TypeVar("Result")
+# the Spec, by being in its key; numbers of the Spec, which is renewed for others; or nothing that outlives the call
+Decides = Literal["spec", "numbers", "call"]
+NO_LOSSES = Losses(())
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -55,6 +62,16 @@ def check_skip_ignored(skip_ignored: bool | str) -> None:
 def check_parallel(parallel: VocabParallel | TokenParallel | None) -> None:
     if parallel is not None and not isinstance(parallel, VocabParallel | TokenParallel):
         raise TypeError(f"parallel must be a VocabParallel, a TokenParallel or None, got {type(parallel).__name__}")
+
+
+def number(argument: str, least: float, most: float = math.inf) -> Callable[[Any], None]:
+    """The check of a finite number in ``[least, most]``."""
+    return lambda value: checks.check_number(argument, value, least, most)
+
+
+def factor(argument: str) -> Callable[[Any], None]:
+    """The check of a number or a 0-d tensor."""
+    return functools.partial(checks.check_factor, argument)
 
 
 class Execution(TypedDict, total=False):
@@ -131,102 +148,87 @@ class PerTokenOptions(Head, total=False):
     candidate_bias: Tensor | None
 
 
-def option(check: Callable[[Any], Any], default: Any = None, static: bool = True) -> Any:
-    """A row of the table of options: a field of ``HeadOptions`` or ``LogitsOptions``. ``check`` raises what is wrong
-    with a value, whatever tensors it comes with. ``static``: the value is part of a Spec's key."""
-    return field(default=default, metadata={"check": check, "static": static})
+def option(check: Callable[[Any], Any], default: Any = None, decides: Decides = "spec") -> Any:
+    """A row of the table of options: a field of ``Call``, with its name, type and default. ``check`` raises what is
+    wrong with a value, whatever tensors it comes with."""
+    return field(default=default, metadata={"check": check, "decides": decides})
 
 
 @dataclass(eq=False, kw_only=True)
-class OfRanks:
-    """The arguments that calls on hidden states and on logits have in common, and the ranks that may share the call."""
+class Call(Generic[Result]):
+    """A call as it was made, of any public function: operands, the table of options, losses. Nothing is computed yet.
 
+    ``outputs``: names of the values that are returned for each token, whose upstream gradients come late; none for one
+    loss. ``result``: from what ran to what the function returns; for values per token it holds no tensor.
+    """
+
+    function: str
+    rows: Tensor  # hidden states [..., hidden], or logits [..., vocab] where there is no weight
     target: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    # the logits
     ignore_index: int = option(checks.check_ignore_index, -100)
-    softcap: float | None = option(checks.check_softcap, static=False)
-    logit_scale: float = option(lambda x: checks.check_number("logit_scale", x, -math.inf, math.inf), 1.0, static=False)
-    temperature: float | Tensor = option(checks.check_temperature, 1.0, static=False)  # noqa: RUF009
+    softcap: float | None = option(checks.check_softcap, decides="numbers")
+    logit_scale: float = option(number("logit_scale", -math.inf), 1.0, "numbers")
+    temperature: float | Tensor = option(checks.check_temperature, 1.0, "numbers")  # noqa: RUF009
     shift: int = option(lambda x: checks.check_int("shift", x, 0), 0)
     vocab_size: int | None = option(lambda x: checks.check_int("vocab_size", 1 if x is None else x, 1))
+    # how the call runs
+    memory_budget: int | str | None = option(lambda x: Request(memory_budget=x))
+    chunk_tokens: int | None = option(lambda x: Request(chunk_tokens=x))
+    accumulate_dtype: torch.dtype | None = option(lambda x: Request(accumulate_dtype=x))  # noqa: RUF009
+    accumulate_into: Tensor | str | None = option(check_kind, decides="call")  # noqa: RUF009
+    skip_ignored: bool | str = option(check_skip_ignored, False)
+    deterministic: bool = option(functools.partial(flag, "deterministic"), False)
     backend: str | None = option(check_name)
     parallel: VocabParallel | TokenParallel | None = option(check_parallel)  # noqa: RUF009
-    holds: ClassVar[str]  # how an error says how many rows of the vocabulary are here
-    beyond: ClassVar[str]  # what an error proposes where a target lies beyond the vocabulary and no ranks share it
-    rows_name: ClassVar[str]  # of the operand of which a row is a token's
-    shared_names: ClassVar[tuple[str, ...]] = ()  # of the operands of no token
-    checked_without_targets: ClassVar[CheckedBy]  # what ranks compare of their tokens where a call has no targets
-    static: ClassVar["attrgetter[tuple[Hashable, ...]]"]  # values of options that are part of a Spec's key
+    inplace: bool = option(functools.partial(flag, "inplace"), False)
+    # the loss
+    reduction: str = option(checks.check_reduction, "mean")
+    normalizer: float | Tensor | None = option(factor("normalizer"), decides="call")  # noqa: RUF009
+    upstream: float | Tensor | None = option(factor("upstream"), decides="call")  # noqa: RUF009
+    kept_everywhere: bool = option(functools.partial(flag, "kept_everywhere"), False)
+    losses: Losses = NO_LOSSES
+    metrics: tuple[Metric, ...] = ()
+    batch: Mapping[str, Tensor] | None = None
+    num_segments: int | None = None
+    segments: Segments | None = None  # where the host knows them
+    shares_denominator: bool = False  # every loss has that of the first
+    # what is returned
+    outputs: tuple[str, ...] = ()
+    top_k: int | None = option(lambda x: None if x is None else checks.check_int("top_k", x))
+    result: Callable[[Any], Result]
 
     def __post_init__(self) -> None:
         """Attributes that follow from the operands."""
-        rows, self.shared_operands = getattr(self, self.rows_name), tuple([getattr(self, n) for n in self.shared_names])
+        rows, weight, parallel = self.rows, self.weight, self.parallel
         if not isinstance(rows, Tensor):
-            checks.check_tensor(self.rows_name, rows, optional=False)
+            checks.check_tensor("logits" if weight is None else "hidden", rows, optional=False)
+        shape = rows.shape[::-1] if weight is None else weight.shape
         self.leading, self.device = tuple(rows.shape[:-1]), rows.device  # the target's shape; of all operands
-        shape = getattr(self.shared_operands[0], "shape", ()) if self.shared_operands else rows.shape[::-1]
-        local_vocab = self.local_vocab = shape[0] if shape else 0  # rows on this rank, padding included
-        given = self.temperature
-        self.temperatures = given if isinstance(given, Tensor) else None  # [...] one per token
-        self.plain_temperature = None if isinstance(given, Tensor) else given
-        self.per_token_operands = rows, self.target, self.temperatures
-        # what makes logits of products, but a temperature per token
-        self.numbers = self.softcap, self.logit_scale, self.plain_temperature
-        # how ranks share the batch, where they do
-        self.tokens = self.parallel.tokens if isinstance(self.parallel, VocabParallel) else self.parallel
-        if not isinstance(self.parallel, VocabParallel):
-            self.shard, self.vocab = None, local_vocab if self.vocab_size is None else self.vocab_size
-
-    def check_numbers(self) -> None:
-        """Raises what is wrong with ``numbers``."""
-        check_options({"softcap": self.softcap, "logit_scale": self.logit_scale})
-        if self.temperatures is None:
-            check_options({"temperature": self.temperature})
-
-    @property
-    def request(self) -> Request:
-        """The options that steer the plan."""
-        return DEFAULT_REQUEST
-
-    def in_memory(self) -> Self:
-        """These arguments with the values of all operands in memory: lazily negated ones copied, differentiably."""
-        copies: dict[str, Any] = {
-            name: value.resolve_neg()
-            for name in self.__dataclass_fields__
-            if isinstance(value := getattr(self, name), Tensor) and value.is_neg()
-        }
-        return replace(self, **copies) if copies else self
-
-    def check_each(self) -> None:
-        """Raises what is wrong with options by themselves, and with ``shift`` along the target."""
-        check_options({name: value for name, value in vars(self).items() if name in CHECKS})
-        checks.check_shift_along(self.shift, self.leading)
-        if self.temperatures is not None:
-            checks.check_temperatures(self.temperatures, self.leading, self.device)
-        if self.shard is None and self.vocab > self.local_vocab:
-            raise ValueError(f"vocab_size is {self.vocab}, and {self.holds.format(self.local_vocab)}")
+        self.local_vocab = shape[0] if shape else 0  # rows on this rank, padding included
+        if isinstance(self.temperature, Tensor):
+            self.temperatures: Tensor | None = self.temperature  # [...] one per token
+            self.plain_temperature: float | None = None
+        else:
+            self.temperatures, self.plain_temperature = None, self.temperature
+        if self.reduction == "none":
+            self.outputs = ("values",)
+        # how ranks share the batch, and the vocabulary, where they do
+        if isinstance(parallel, VocabParallel):
+            self.tokens = parallel.tokens
+        else:
+            self.tokens, self.shard = parallel, None
+            self.vocab = self.local_vocab if self.vocab_size is None else self.vocab_size
 
     @functools.cached_property
     def shard(self) -> Shard | None:
-        """This rank's part of the vocabulary, where ranks share it."""
+        """This rank's part of the vocabulary."""
         assert isinstance(self.parallel, VocabParallel)
+        checked_by: CheckedBy = "nothing" if self.weight is None else "hidden"
         split = self.parallel.split(self.local_vocab, self.vocab_size)
-        return Shard(self.parallel, split, self.checked_without_targets if self.target is None else "targets")
-
-    def refuse_tokens(self, where: str) -> None:
-        """Raises where a call has nothing that ranks with other tokens would add to."""
-        if self.tokens is not None:
-            raise ValueError(
-                f"{where} has values per token, which need nothing of other ranks' tokens: TokenParallel has no effect "
-                "on them; leave it out of parallel (tokens=None in VocabParallel)"
-            )
-
-    def refuse_average(self) -> None:
-        """Raises where values per token would have to be multiplied as a loss is."""
-        if self.tokens is not None and self.tokens.average:
-            raise ValueError(
-                'average=True of TokenParallel multiplies the loss, and reduction="none" has no loss but values per '
-                "token: multiply yours by the number of ranks, and leave average=False"
-            )
+        return Shard(self.parallel, split, checked_by if self.target is None else "targets")
 
     @functools.cached_property
     def vocab(self) -> int:
@@ -239,83 +241,111 @@ class OfRanks:
         """Rows that are here and stand for an id."""
         return self.vocab if self.shard is None else self.shard.split.columns
 
+    @functools.cached_property
+    def gradient_buffer(self) -> GradientBuffer | None:
+        """The caller's buffer that the weight's gradient is added to; None without a gradient or buffer."""
+        assert self.weight is not None
+        others = {"hidden": self.rows, "target": self.target, "bias": self.bias}
+        return resolve_into(self.accumulate_into, self.weight, others)
 
-@dataclass(eq=False, kw_only=True)
-class HeadOptions(OfRanks):
-    """The arguments of a call on hidden states: the head, and how the call runs."""
+    @property
+    def sequence_sharded(self) -> bool:
+        return self.shard is not None and self.shard.parallel.sequence_sharded
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    memory_budget: int | str | None = option(lambda x: Request(memory_budget=x))
-    chunk_tokens: int | None = option(lambda x: Request(chunk_tokens=x))
-    accumulate_dtype: torch.dtype | None = option(lambda x: Request(accumulate_dtype=x))  # noqa: RUF009
-    accumulate_into: Tensor | str | None = option(check_kind, static=False)  # noqa: RUF009
-    skip_ignored: bool | str = option(check_skip_ignored, False)
-    deterministic: bool = option(functools.partial(flag, "deterministic"), False)
-    rows_name, shared_names, holds = "hidden", ("weight", "bias"), "weight has {} rows"
-    beyond = "where weight has one rank's rows of the vocabulary, pass parallel=VocabParallel(group)"
-    checked_without_targets = "hidden"
+    def in_memory(self) -> Self:
+        """The call with the values of all operands in memory: lazily negated ones copied, differentiably."""
+        operands = {"rows": self.rows, "weight": self.weight, "bias": self.bias, "target": self.target}
+        operands["temperature"] = self.temperatures
+        copies: dict[str, Any] = {
+            name: value.resolve_neg() for name, value in operands.items() if value is not None and value.is_neg()
+        }
+        return replace(self, **copies) if copies else self
 
     def check(self) -> torch.dtype:
-        """Raises what is wrong with these arguments; the dtype of the matmuls."""
-        dtype = checks.check_operands(self.hidden, self.weight, self.target, self.bias)
-        self.check_each()
-        self.gradient_buffer  # noqa: B018  (raises what is wrong with it)
-        if self.shard is not None and self.shard.parallel.sequence_sharded:
-            self.check_sequence_sharded()
-        if self.shard is not None and self.deterministic:
-            self.check_order_of_sums(self.shard.parallel)
+        """Raises what is wrong with operands and options, losses and fields apart; the dtype of the matmuls, or that of
+        the arithmetic on logits."""
+        if self.weight is None:
+            dtype = torch.promote_types(checks.check_logits(self.rows, self.target), torch.float32)
+        else:
+            dtype = checks.check_operands(self.rows, self.weight, self.target, self.bias)
+        check_options({name: getattr(self, name) for name in OPTIONS})
+        checks.check_shift_along(self.shift, self.leading)
+        if self.temperatures is not None:
+            checks.check_temperatures(self.temperatures, self.leading, self.device)
+        if self.shard is None and self.vocab > self.local_vocab:
+            there = "logits have {} columns" if self.weight is None else "weight has {} rows"
+            raise ValueError(f"vocab_size is {self.vocab}, and {there.format(self.local_vocab)}")
+        if self.weight is not None:
+            self.gradient_buffer  # noqa: B018  (raises what is wrong with it)
+        if self.shard is not None:
+            self.check_ranks(self.shard.parallel)
+        if self.outputs and self.tokens is not None:
+            self.check_unreduced(self.tokens)
         return dtype
 
-    def check_order_of_sums(self, parallel: VocabParallel) -> None:
-        """Raises for three ranks or more: two shares have one sum, the order of more is torch.distributed's."""
-        summed = parallel.reduce_dhidden and torch.is_grad_enabled() and self.hidden.requires_grad
-        if summed and parallel.ranks > 2:
+    def check_ranks(self, parallel: VocabParallel) -> None:
+        """Raises where options do not go with ranks that share the vocabulary."""
+        if self.weight is None and parallel.sequence_sharded:
+            raise ValueError(
+                "sequence_sharded=True is of hidden states: logits of this rank's tokens and ids lack those of other "
+                "ranks' tokens; give logits of all tokens, or hidden and weight to linear_loss"
+            )
+        if self.weight is None and not parallel.reduce_dhidden:
+            raise ValueError(
+                "reduce_dhidden=False is of hidden states, and logits' gradient needs no sum over ranks; leave it True"
+            )
+        if parallel.sequence_sharded and self.shift:
+            raise ValueError(
+                "shift does not reach over ranks that each hold their own tokens (sequence_sharded=True); give labels "
+                "that are shifted already, see chunked_head.parallel.shift_targets"
+            )
+        if parallel.sequence_sharded and self.skip_ignored:
+            raise ValueError(
+                "skip_ignored does not go with sequence_sharded=True: tokens that do not count would be some of one "
+                "rank's and more of another's; leave it False"
+            )
+        if parallel.sequence_sharded and not self.leading:
+            raise ValueError("sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions")
+        summed = parallel.reduce_dhidden and torch.is_grad_enabled() and self.rows.requires_grad
+        if self.deterministic and summed and parallel.ranks > 2:
+            # two shares have one sum, the order of more is torch.distributed's
             raise ValueError(
                 "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient: in which "
                 f"order torch.distributed adds up {parallel.ranks} shares of it depends on where a row stands in the "
                 "message; use fewer ranks, reduce_dhidden=False and a sum of your own, or deterministic=False"
             )
 
-    def check_sequence_sharded(self) -> None:
-        if self.shift:
+    def check_unreduced(self, tokens: TokenParallel) -> None:
+        """Raises where values per token have nothing that ranks with other tokens would add to or multiply."""
+        if self.reduction != "none":
             raise ValueError(
-                "shift does not reach over ranks that each hold their own tokens (sequence_sharded=True); give labels "
-                "that are shifted already, see chunked_head.parallel.shift_targets"
+                f"{self.function} has values per token, which need nothing of other ranks' tokens: TokenParallel has "
+                "no effect on them; leave it out of parallel (tokens=None in VocabParallel)"
             )
-        if self.skip_ignored:
+        if tokens.average:
             raise ValueError(
-                "skip_ignored does not go with sequence_sharded=True: tokens that do not count would be some of one "
-                "rank's and more of another's; leave it False"
+                'average=True of TokenParallel multiplies the loss, and reduction="none" has no loss but values per '
+                "token: multiply yours by the number of ranks, and leave average=False"
             )
-        if not self.leading:
-            raise ValueError("sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions")
-
-    @property
-    def request(self) -> Request:
-        return Request(self.memory_budget, self.chunk_tokens, self.accumulate_dtype)
-
-    @functools.cached_property
-    def gradient_buffer(self) -> GradientBuffer | None:
-        """The caller's buffer that the weight's gradient is added to; None without a gradient or buffer."""
-        others = {"hidden": self.hidden, "target": self.target, "bias": self.bias}
-        return resolve_into(self.accumulate_into, self.weight, others)
 
 
+OPTIONS = {one.name: one for one in fields(Call) if "check" in one.metadata}
+STATIC = attrgetter(*[name for name, one in OPTIONS.items() if one.metadata["decides"] == "spec"])
+# by name: of the table, and of arguments that only stand for a loss or a field
+CHECKS: dict[str, Callable[[Any], Any]] = {name: one.metadata["check"] for name, one in OPTIONS.items()} | {
+    "label_smoothing": number("label_smoothing", 0.0, 1.0),
+    "z_loss": number("z_loss", 0.0),
+    "class_weights": lambda x: checks.check_tensor("class_weights", x, optional=True),
+    "token_weights": lambda x: checks.check_tensor("token_weights", x, optional=True),
+}
 # of the keywords of ``Head``, where a call names none
-DEFAULTS = {one.name: one.default for one in fields(HeadOptions) if one.name in Head.__annotations__}
+DEFAULTS = {one.name: one.default for one in fields(Call) if one.name in Head.__annotations__}
 
 
-def head_of(
-    function: str,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor | None,
-    options: Head,
-    temperature: float | Tensor = 1.0,
-) -> HeadOptions:
-    """The head of a call of a public function; a TypeError for keywords that are none of ``Head``'s."""
+def call_of(
+    function: str, hidden: Tensor, weight: Tensor, target: Tensor | None, options: Head, **given: Any
+) -> Call[Any]:
+    """A call on hidden states; a TypeError for keywords that are none of ``Head``'s. ``given``: further fields."""
     unknown = options.keys() - DEFAULTS.keys()
     if unknown:
         first = min(unknown)
@@ -324,57 +354,11 @@ def head_of(
         known = inspect.signature(getattr(sys.modules[PACKAGE], function)).parameters
         hint = f'; it is a field: batch={{"{first}": ...}}' if field else nearest(first, known)
         raise TypeError(f"{function} has no option {first!r}{hint}")
-    given = options.copy()
-    hidden, weight, target, given["bias"], given["vocab_size"], given["parallel"] = local(
-        hidden, weight, target, given.get("bias"), given.get("vocab_size"), given.get("parallel")
-    )
-    return HeadOptions(hidden=hidden, weight=weight, target=target, temperature=temperature, **given)
-
-
-@dataclass(eq=False, kw_only=True)
-class LogitsOptions(OfRanks):
-    """The arguments of a call on logits that exist already."""
-
-    logits: Tensor
-    rows_name, holds = "logits", "logits have {} columns"
-    beyond = (
-        "where these are hidden states, pass them to linear_loss with the head's weight; where they have one rank's "
-        "columns of the vocabulary, pass parallel=VocabParallel(group)"
-    )
-    checked_without_targets = "nothing"
-
-    def check(self) -> torch.dtype:
-        """Raises what is wrong with these arguments; the dtype of the arithmetic."""
-        dtype = checks.check_logits(self.logits, self.target)
-        self.check_each()
-        if self.shard is not None:
-            self.check_split(self.shard.parallel)
-        return torch.promote_types(dtype, torch.float32)
-
-    def check_split(self, parallel: VocabParallel) -> None:
-        if parallel.sequence_sharded:
-            raise ValueError(
-                "sequence_sharded=True is of hidden states: logits of this rank's tokens and ids lack those of other "
-                "ranks' tokens; give logits of all tokens, or hidden and weight to linear_loss"
-            )
-        if not parallel.reduce_dhidden:
-            raise ValueError(
-                "reduce_dhidden=False is of hidden states, and logits' gradient needs no sum over ranks; leave it True"
-            )
-
-
-for table in (HeadOptions, LogitsOptions):
-    table.static = attrgetter(*[one.name for one in fields(table) if one.metadata.get("static")])
-# of options by name: those of the two tables, and those that only some functions have
-CHECKS: dict[str, Callable[[Any], Any]] = {
-    one.name: one.metadata["check"] for one in fields(HeadOptions) if "check" in one.metadata
-} | {
-    "inplace": functools.partial(flag, "inplace"),
-    "reduction": checks.check_reduction,
-    "normalizer": functools.partial(checks.check_factor, "normalizer"),
-    "upstream": functools.partial(checks.check_factor, "upstream"),
-    "label_smoothing": lambda x: checks.check_number("label_smoothing", x, 0.0, 1.0),
-    "z_loss": lambda x: checks.check_number("z_loss", x, 0.0, math.inf),
-    "class_weights": lambda x: checks.check_tensor("class_weights", x, optional=True),
-    "token_weights": lambda x: checks.check_tensor("token_weights", x, optional=True),
-}
+    if not PLAIN.issuperset((type(hidden), type(weight), type(target), type(options.get("bias")))):
+        options = options.copy()
+        hidden, weight, target, options["bias"], options["vocab_size"], options["parallel"] = local(
+            hidden, weight, target, options.get("bias"), options.get("vocab_size"), options.get("parallel")
+        )
+    if not isinstance(weight, Tensor):
+        checks.check_tensor("weight", weight, optional=False)
+    return Call(function=function, rows=hidden, weight=weight, target=target, **options, **given)

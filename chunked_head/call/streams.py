@@ -22,41 +22,42 @@ from ..plan.sizes import Request
 from ..stores.gradient_buffer import StreamsBuffer
 from ..stores.gradients import Gradients
 from .function import Forward, Grads, Loss, forward_of
-from .head_call import HeadCall
-from .options import HeadOptions
-from .run import Outcome, Wanted, call_sizes, planned, wanted_of
-from .spec import Result, Task, spec_of
+from .head_call import HeadCall, Wanted, head_call, planned, sizes_of, wanted_of
+from .objectives import scalar_objective
+from .options import Call, Result
+from .run import Outcome
+from .spec import spec_of
 from .tokens import Tokens, tokens_of
 
 
 @dataclass(frozen=True, eq=False)
 class Streams(Generic[Result]):
-    """A call on several streams as it was made: a task for each, whose losses have the stream's weight as a factor."""
+    """A call on several streams as it was made: a call of each, whose losses have the stream's weight as a factor."""
 
-    tasks: tuple[Task[Any], ...]
+    calls: tuple[Call[Any], ...]
     losses: tuple[Losses, ...]  # of each stream, without its weight
     result: Callable[[Tensor, list[Outcome]], Result]
 
     def run(self) -> Result:
-        specs = [spec_of(task) for task in self.tasks]  # before any work on tensors
-        prepared = [tokens_of(task, spec) for task, spec in zip(self.tasks, specs, strict=True)]
-        heads = [head_of(one) for one in prepared]
-        weight, bias = heads[0].weight, heads[0].bias
-        wants = [wanted_of(head.hidden, weight, bias) for head in heads]
+        specs = [spec_of(call) for call in self.calls]  # before any work on tensors
+        prepared = [tokens_of(call, spec) for call, spec in zip(self.calls, specs, strict=True)]
+        one = prepared[0].call
+        weight, bias = one.weight, one.bias
+        wants = [wanted_of(one.call) for one in prepared]
         buffer_dtype, request = None, None
-        if wants[0][1] and heads[0].gradient_buffer is None:
+        if wants[0][1] and one.gradient_buffer is None:
             buffer_dtype, request = common_accumulator(prepared, wants)
         pairs = zip(prepared, wants, strict=True)
         plans = [planned(one, want, in_backward(), request, buffer_dtype) for one, want in pairs]
-        prepared = [plan.tokens for plan in plans]
-        objectives = [task.objective(one) for task, one in zip(self.tasks, prepared, strict=True)]
-        calls = [plan.call(objective) for plan, objective in zip(plans, objectives, strict=True)]
+        prepared = [tokens for tokens, *_ in plans]
+        objectives = [scalar_objective(one) for one in prepared]
+        calls = [head_call(*plan, objective, request) for plan, objective in zip(plans, objectives, strict=True)]
         made: list[StreamsForward] = []
 
         def forward(weight: Tensor, bias: Tensor | None, *hidden: Tensor) -> StreamsForward:
             return forward_of_streams(calls, buffer_dtype, weight, bias, hidden)
 
-        (total,) = Loss.apply(forward, made, weight, bias, *(plan.rows for plan in plans))
+        (total,) = Loss.apply(forward, made, weight, bias, *(rows for _, rows, *_ in plans))
         outcomes = []
         for i, (call, objective) in enumerate(zip(calls, objectives, strict=True)):
             spread = objective.spread
@@ -65,15 +66,9 @@ class Streams(Generic[Result]):
                 parts = zip(objective.parts, self.losses[i].terms, strict=True)
                 first, *others = [part * (coefficient * ranks) for part, (coefficient, _) in parts]
                 value = sum(others, first)
-            one = made[0].each[i]
-            outcomes.append(Outcome((value,), call.plan, prepared[i], objective, one.stats, call, one))
+            ran = made[0].each[i]
+            outcomes.append(Outcome((value,), call.plan, prepared[i], objective, ran.stats, call, ran))
         return self.result(total, outcomes)
-
-
-def head_of(prepared: Tokens) -> HeadOptions:
-    """The head of a stream, which is one of hidden states."""
-    assert isinstance(prepared.head, HeadOptions)
-    return prepared.head
 
 
 def common_accumulator(prepared: Sequence[Tokens], wants: Sequence[Wanted]) -> tuple[torch.dtype, Request]:
@@ -82,9 +77,10 @@ def common_accumulator(prepared: Sequence[Tokens], wants: Sequence[Wanted]) -> t
     again, tokens = in_backward(), sum(len(one.target) for one in prepared)
     found = []
     for one, want in zip(prepared, wants, strict=True):
-        head = head_of(one)
-        copied = one.packing is not None or not head.hidden.is_contiguous()
-        found.append(call_sizes(one, tokens, False, want, again, copied, plain_rows=True, buffer_dtype=None))
+        copied = one.packing is not None or not one.call.rows.is_contiguous()
+        skips = one.packing is not None and one.packing.count is not None
+        given: dict[str, Any] = {"again": again, "copied": copied, "skips": skips, "teacher": one.teacher}
+        found.append(sizes_of(one.call, one.spec, tokens, want, **given))
     sizes = replace(max(found, key=row_bytes), coupled=False, late_upstream=False)
     request = prepared[0].spec.request
     waits = again or any(one.spec.coupled for one in prepared)  # for a backward, in blocks of tokens

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..arithmetic.demand import Needs
+from ..arithmetic.demand import Structure
 from ..core.stats import shift_left
 from ..losses.base import KEPT_FIELDS, TEACHER_FIELDS, Field, Losses
 from ..losses.batch import PLACES, Batch
@@ -23,11 +23,17 @@ from ..plan.sizes import slices
 from ..stores import Backend, Targets
 from ..stores.operands import Kept, Sets, Teacher
 from .fields import TEMPERATURE, make_teacher
-from .options import HeadOptions, LogitsOptions
-from .spec import Spec, Task, completed, named_weights, own_matmuls
+from .options import Call
+from .spec import Spec, named_weights, own_matmuls, structure_at
 
 NO_FIELDS: frozenset[str] = frozenset()
 LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+# what an error proposes where a target lies beyond the vocabulary: for hidden states, for logits
+BEYOND = (
+    "where weight has one rank's rows of the vocabulary, pass parallel=VocabParallel(group)",
+    "where these are hidden states, pass them to linear_loss with the head's weight; where they have one rank's "
+    "columns of the vocabulary, pass parallel=VocabParallel(group)",
+)
 LARGEST_LOGPROB = 1.0  # 16-bit logits of a hundred, less their own logsumexp, may be rounded so far
 
 
@@ -78,11 +84,10 @@ class Tokens:
     """A call whose arguments have been checked, with the fields that go with its rows of hidden states. Per row, what
     does not count is 0 (ids -1)."""
 
-    head: HeadOptions | LogitsOptions
+    call: Call[Any]
     spec: Spec
-    task: Task[Any]
     losses: Losses
-    needs: Needs
+    structure: Structure
     target: Tensor  # [tokens] int64, -1 where a token does not count
     counted: Tensor  # [] of the statistics' dtype: how many do, on all ranks where ``spread`` is there
     one_or_nan: Tensor  # [] of that dtype: nan where an id of any kind is out of range (on the CPU that raises)
@@ -114,7 +119,7 @@ class Tokens:
     @functools.cached_property
     def batch(self) -> Batch:
         """The fields of all tokens."""
-        return Batch(self.fields, self.target, self.task.num_segments, self.head.vocab, self.spread)
+        return Batch(self.fields, self.target, self.call.num_segments, self.call.vocab, self.spread)
 
     @functools.cached_property
     def unit_counts(self) -> dict[str, Tensor]:
@@ -122,70 +127,70 @@ class Tokens:
         return {"token": self.counted}
 
 
-def tokens_of(task: Task, spec: Spec, rows: int | None = None) -> Tokens:
+def tokens_of(call: Call[Any], spec: Spec, rows: int | None = None) -> Tokens:
     """Lays fields in the order of rows; the first work on tensors, whose ids are checked on the way. ``rows``: their
     number, where rows that do not count follow the call's own."""
-    head, needs = task.head, spec.needs if spec.library else completed(spec, task)
-    losses, batch, known = task.losses, dict(task.batch or {}), spec.known
+    losses, batch, known, structure = call.losses, dict(call.batch or {}), spec.known, spec.structure
     if spec.names_fields:
-        losses, batch, own = named_weights(task)
+        losses, batch, own = named_weights(call)
         known = {**known, **own}
-    operands = (*head.per_token_operands, *head.shared_operands, *batch.values())
+    if structure is None:
+        structure, _ = structure_at(call, losses, spec.wanted, spec.columns, spec.teacher_vocab)
+    operands = (call.rows, call.weight, call.bias, call.target, call.temperatures, *batch.values())
     if [one for one in operands if one is not None and one.is_neg()]:
         # kernels read memory, which a lazy negation (``z.conj().imag``) has not reached
-        head, batch = head.in_memory(), {name: value.resolve_neg() for name, value in batch.items()}
-    target, leading = head.target, head.leading
-    if isinstance(head, HeadOptions) and head.shard is not None and head.shard.parallel.sequence_sharded:
-        target, batch, leading = of_all_ranks(head.shard, head, batch, spec.wanted, known)
-    targets, fields = lay_fields(spec, head, target, batch, known, leading, task.num_segments, rows)
+        call, batch = call.in_memory(), {name: value.resolve_neg() for name, value in batch.items()}
+    target, leading = call.target, call.leading
+    if call.shard is not None and call.sequence_sharded:
+        target, batch, leading = of_all_ranks(call.shard, call, batch, spec.wanted, known)
+    targets, fields = lay_fields(spec, call, target, batch, known, leading, rows)
     teacher, token_fields, scale = None, NO_FIELDS, fields.pop(TEMPERATURE, None)
     if fields:
-        own_rows = Field("row")  # of what the preparation has made
-        if needs.teacher is not None and needs.demand.pairing is not None:
-            columns = needs.demand.pairing.columns if head.shard is None else head.columns
-            teacher = make_teacher(fields, needs.teacher, columns, spec.dtype if spec.autocast else None)
+        own_rows, pairing = Field("row"), structure.pairing  # of what the preparation has made
+        if structure.teacher is not None and pairing is not None:
+            columns = pairing.columns if call.shard is None else call.columns
+            teacher = make_teacher(fields, structure.teacher, columns, spec.dtype if spec.autocast else None)
             fields = {name: value for name, value in fields.items() if name not in TEACHER_FIELDS[:3]}
         token_fields = frozenset([name for name in fields if known.get(name, own_rows).kind in ("token", "row")])
-    tokens = Tokens(head, spec, task, losses, needs, *targets, fields, token_fields, teacher, scale)
+    tokens = Tokens(call, spec, losses, structure, *targets, fields, token_fields, teacher, scale)
     if "kept_ids" in spec.wanted and len(tokens.target):
-        tokens = replace(tokens, kept=sets_of(tokens, batch, leading, task.kept_everywhere))
-    if isinstance(head, HeadOptions) and (head.skip_ignored or (tokens.kept is not None and keeps_some(tokens, head))):
-        return packed(tokens, packing_of(tokens, head.skip_ignored))
-    if not (spec.by_segments and task.segments is not None and len(tokens.target)):
+        tokens = replace(tokens, kept=sets_of(tokens, batch, leading, call.kept_everywhere))
+    if call.weight is not None and (call.skip_ignored or (tokens.kept is not None and keeps_some(tokens))):
+        return packed(tokens, packing_of(tokens, call.skip_ignored))
+    if not (spec.by_segments and call.segments is not None and len(tokens.target)):
         return tokens
-    return replace(tokens, groups=groups_of(task.segments, leading[-1] if leading else 1, head.shift))
+    return replace(tokens, groups=groups_of(call.segments, leading[-1] if leading else 1, call.shift))
 
 
 def lay_fields(
     spec: Spec,
-    head: HeadOptions | LogitsOptions,
+    call: Call[Any],
     target: Tensor | None,
     batch: Mapping[str, Tensor],
     known: Mapping[str, Field],
     leading: tuple[int, ...],
-    segments: int | None,
     rows: int | None = None,
 ) -> tuple[Targets, dict[str, Tensor]]:
     """Targets [tokens] paired with the hidden states that predict them, and the fields that are read likewise: what
-    does not count is 0 (ids -1). ``leading``: the shape of both. ``segments``: their number. ``rows``: the number of
-    rows, where rows that do not count follow the call's own."""
-    dtype, wanted, ignore_index = spec.statistics_dtype, spec.wanted, head.ignore_index
+    does not count is 0 (ids -1). ``leading``: the shape of both. ``rows``: their number, where rows that do not
+    count follow the call's own."""
+    dtype, wanted, ignore_index, segments = spec.statistics_dtype, spec.wanted, call.ignore_index, call.num_segments
     if target is None:
         # every token counts: no id that stands for it may be the one that is ignored
         ignore_index = -1
-        target = torch.zeros(leading, dtype=torch.int64, device=head.device)
+        target = torch.zeros(leading, dtype=torch.int64, device=call.device)
     mask = batch["mask"] if "mask" in wanted else None
-    targets = spec.backend.read_targets(target, mask, head.shift, ignore_index, head.vocab, dtype, rows)
+    targets = spec.backend.read_targets(target, mask, call.shift, ignore_index, call.vocab, dtype, rows)
     looks = reading_is_free(target)
     if looks and targets.one_or_nan.isnan():
-        refuse_target(head, target, mask, ignore_index)
+        refuse_target(call, target, mask, ignore_index)
     target = targets.target
     wrongs: list[Tensor] = []
     fields: dict[str, Tensor] = {}
     read = [field for field in wanted if field != "mask" and field not in KEPT_FIELDS]
     numbers = [field for field in read if known[field] == Field("token") and field != TEMPERATURE]
     if numbers:
-        values = spec.backend.read_fields([batch[field] for field in numbers], target, head.shift, dtype)
+        values = spec.backend.read_fields([batch[field] for field in numbers], target, call.shift, dtype)
         fields.update(zip(numbers, values, strict=True))
     for field in LOGPROBS:
         if field in fields and looks and len(target):
@@ -195,7 +200,7 @@ def lay_fields(
     for field in others:
         value, kind = batch[field], known[field]
         if kind.kind in ("token", "row"):
-            value, wrong = beside_rows(field, value, kind, ignored, leading, head.shift, dtype, segments)
+            value, wrong = beside_rows(field, value, kind, ignored, leading, call.shift, dtype, segments)
             wrongs += [] if wrong is None else [wrong]
         elif field == "pairs":
             value, wrong = in_range(field, value.to(torch.int64), segments or 0, None)
@@ -205,7 +210,7 @@ def lay_fields(
             value = value.to(dtype if kind.type == "float" else value.dtype, copy=True)
         fields[field] = value
     if "teacher_ids" in fields:
-        fields["teacher_ids"], wrong = clean_ids(fields, target, head.vocab)
+        fields["teacher_ids"], wrong = clean_ids(fields, target, call.vocab)
         if "teacher_logprobs" in fields:
             fields["teacher_entries"] = distinct(fields["teacher_logprobs"], fields["teacher_ids"])
         wrongs.append(wrong)
@@ -298,17 +303,15 @@ def distinct(logprobs: Tensor, ids: Tensor) -> Tensor:
     return torch.cat([entries(logprobs[at], ids[at], ids[at] >= 0) for at in blocks]) if len(ids) else ids >= 0
 
 
-def refuse_target(
-    head: HeadOptions | LogitsOptions, target: Tensor, mask: Tensor | None, ignore_index: int
-) -> NoReturn:
+def refuse_target(call: Call[Any], target: Tensor, mask: Tensor | None, ignore_index: int) -> NoReturn:
     """An IndexError for the first target out of range."""
-    shift, vocab = head.shift, head.vocab
+    shift, vocab = call.shift, call.vocab
     paired = shift_left(target, shift, ignore_index).reshape(-1)
     wrong = (paired != ignore_index) & ((paired < 0) | (paired >= vocab))
     if mask is not None:
         wrong &= shift_left(mask, shift, 0).reshape(-1)
     first = int(wrong.nonzero()[0])
-    beyond = head.beyond if head.shard is None and paired[first] >= vocab else ""
+    beyond = BEYOND[call.weight is None] if call.shard is None and paired[first] >= vocab else ""
     remedies = ["mask it with ignore_index", beyond]
     raise IndexError(
         f"target must be in [0, {vocab}) (the vocabulary) or ignore_index ({ignore_index}), got "
@@ -323,29 +326,29 @@ def reading_is_free(tensor: Tensor) -> bool:
 
 def of_all_ranks(
     shard: Shard,
-    head: HeadOptions,
+    call: Call[Any],
     batch: dict[str, Tensor],
     wanted: Sequence[str],
     known: Mapping[str, Field],
 ) -> tuple[Tensor | None, dict[str, Tensor], tuple[int, ...]]:
     """Targets and fields of every rank's tokens, where each has hidden states of its own; and their leading shape."""
-    dims = len(head.leading)
+    dims = len(call.leading)
     own = {name: batch[name].flatten(0, dims - 1) for name in wanted if known[name].kind in ("token", "row")}
-    if head.target is not None:
-        own["target"] = head.target.reshape(-1)
-    count = math.prod(head.leading)
+    if call.target is not None:
+        own["target"] = call.target.reshape(-1)
+    count = math.prod(call.leading)
     fields = {"tokens": str(count), "batch": str(sorted(own))}
     fields |= {f"batch[{name!r}]": f"{list(value.shape[1:])} {value.dtype}" for name, value in own.items()}
-    shard.agreed_on(fields, head.device)
+    shard.agreed_on(fields, call.device)
     whole = {name: interleaved(value, shard.group) for name, value in own.items()}
     target = whole.pop("target", None)
     return target, {**batch, **whole}, (count * shard.parallel.ranks,)
 
 
-def keeps_some(tokens: Tokens, head: HeadOptions) -> bool:
+def keeps_some(tokens: Tokens) -> bool:
     """True where only some rows keep sets, and matmuls can stop at a number that the device knows."""
     kept = tokens.kept
-    return kept is not None and not kept.everywhere and own_matmuls(head, tokens.spec)
+    return kept is not None and not kept.everywhere and own_matmuls(tokens.call, tokens.spec)
 
 
 def in_order(tokens: Tokens, groups: Sequence[Group]) -> Tokens:
@@ -353,23 +356,23 @@ def in_order(tokens: Tokens, groups: Sequence[Group]) -> Tokens:
     ranges = [rows for group in groups for rows in group]
     if all(one.start < next.start for one, next in itertools.pairwise(ranges)):
         return tokens
-    order = order_of(ranges, tokens.head.device)
+    order = order_of(ranges, tokens.call.device)
     return packed(tokens, Packing(order, None, len(order)))
 
 
 def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...], everywhere: bool) -> Kept:
     """The sets that rows keep; what is wrong with them makes everything nan, on the CPU it raises."""
-    target, vocab = tokens.target, tokens.head.vocab
+    target, vocab = tokens.target, tokens.call.vocab
     ids, offsets, given = batch["kept_ids"].reshape(-1).contiguous(), batch.get("kept_offsets"), None
     if "candidate_bias" in batch:
         bias = batch["candidate_bias"].reshape(-1).to(tokens.spec.statistics_dtype)
-        given = (bias / tokens.needs.temperature).contiguous()
+        given = (bias / tokens.structure.temperature).contiguous()
     starts, ends = target.new_empty(2, len(target)).unbind()
     rows = target.new_empty(len(ids) + len(target))
     columns = torch.empty_like(rows, dtype=torch.int32)
     kept = Kept(starts, ends, rows, columns, everywhere, None if given is None else given.new_zeros(len(rows)))
     length, of = leading[-1] if leading else 1, None if offsets is None else offsets.contiguous()
-    sets = Sets(ids, of, given, length, tokens.head.shift, vocab, everywhere)
+    sets = Sets(ids, of, given, length, tokens.call.shift, vocab, everywhere)
     tokens.backend.kept_sets(kept, sets, target, (tokens.one_or_nan, tokens.inverse))
     if not reading_is_free(target):
         return kept

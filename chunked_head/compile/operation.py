@@ -9,8 +9,7 @@ from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 import torch
 from torch import Tensor
 
-from ..call.options import DEFAULTS, Head
-from ..call.spec import Task
+from ..call.options import DEFAULTS, Call, Head
 from ..call.streams import Streams
 from ..core.checks import INFINITY, NUMBERS, is_dtensor
 from ..losses.base import Losses
@@ -24,7 +23,7 @@ OPERANDS = ("hidden", "weight", "bias", "logits")
 results: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}  # from an operator's outputs, by function
 
 
-def operation(function: Callable[P, Task[Result] | Streams[Result]]) -> Callable[P, Result]:
+def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable[P, Result]:
     """A public function of one that checks its arguments and says what to do.
 
     Under ``torch.compile`` the checks run on tensors without data while the graph is made, and raise there.

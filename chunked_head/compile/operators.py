@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
 from ..call.function import as_called
-from ..call.head_call import HeadCall
+from ..call.head_call import HeadCall, head_call, planned
 from ..call.logits_call import LogitsCall, call_of
-from ..call.options import HeadOptions, LogitsOptions
-from ..call.run import planned
-from ..call.spec import Spec, Task
+from ..call.objectives import objective_of
+from ..call.options import Call
+from ..call.spec import Spec
 from ..call.tokens import Packing, tokens_of
 from ..core.private import in_own_thread, private
 from ..core.stats import RowStats
@@ -68,43 +68,43 @@ def switched_off() -> Any:
 
 
 def begun(
-    task: Task, spec: Spec, operands: Sequence[Tensor], wanted: Sequence[bool]
+    asked: Call[Any], spec: Spec, operands: Sequence[Tensor], wanted: Sequence[bool]
 ) -> tuple[LogitsCall | HeadCall, tuple[Any, ...], Packing | None]:
     """The beginning of both operators: the call, its operands (hidden states as rows), the tokens' order."""
-    tokens = tokens_of(task, spec)
-    if isinstance(tokens.head, LogitsOptions):
-        logits, on_logits = call_of(tokens, task.objective(tokens), inplace=False)
+    tokens = tokens_of(asked, spec)
+    if asked.weight is None:
+        logits, on_logits = call_of(tokens, objective_of(tokens))
         return on_logits, (logits,), None
-    made = planned(tokens, (wanted[0], wanted[1], wanted[-1] and len(wanted) > 2))
-    call = made.call(task.objective(made.tokens))
+    tokens, rows, plan, spans = planned(tokens, (wanted[0], wanted[1], wanted[-1] and len(wanted) > 2))
+    call = head_call(tokens, rows, plan, spans, objective_of(tokens))
     bias = operands[2] if len(operands) > 2 else None
-    return call, (made.rows, operands[1], bias), made.tokens.packing
+    return call, (rows, operands[1], bias), tokens.packing
 
 
-def comes_late(task: Task) -> bool:
+def comes_late(asked: Call[Any]) -> bool:
     """True where ``backward`` makes the gradients."""
-    return bool(task.per_token) or isinstance(task.head, LogitsOptions)
+    return bool(asked.outputs) or asked.weight is None
 
 
 @torch.library.custom_op("chunked_head::forward", mutates_args=(), schema=FORWARD)
 @plainly
 def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
     with torch.no_grad(), as_called(operands[0].device):
-        task, spec = recipe_of(key).task(operands, others)
-        call, of, packing = begun(task, spec, operands, wanted)
+        asked, spec = recipe_of(key).call(operands, others)
+        call, of, packing = begun(asked, spec, operands, wanted)
         objective = call.objective
         stats, grads = call.forward(*of)
         outputs = objective.outputs(stats)
         if isinstance(objective, ScalarObjective):
-            outputs = *outputs, packed(task, objective, stats)
+            outputs = *outputs, packed(asked, objective, stats)
         elif packing is not None:
             outputs = tuple(map(packing.unpack, outputs))
         if not any(wanted):
             return [*outputs]
-        if comes_late(task):
+        if comes_late(asked):
             return [*outputs, *stats.named().values()]
         assert isinstance(objective, ScalarObjective) and isinstance(call, HeadCall)
-        dtypes = waiting_dtypes(task, spec)
+        dtypes = waiting_dtypes(asked, spec)
         if grads is None:
             ready = gradients_now(call, objective, of, stats, dtypes)
         else:
@@ -120,27 +120,27 @@ def shaped(grads: Sequence[Tensor], operands: Sequence[Tensor], wanted: Sequence
     return [next(found).view(operand.shape) for operand, own in zip(operands, wanted, strict=True) if own]
 
 
-def packed(task: Task, objective: ScalarObjective, stats: RowStats) -> Tensor:
+def packed(asked: Call[Any], objective: ScalarObjective, stats: RowStats) -> Tensor:
     """Parts, then of each metric the sums and the count, or the extremum, in the order in which they were asked for."""
     found = [*objective.parts]
     values = objective.metric_values(stats)
-    for metric in task.metrics:
+    for metric in asked.metrics:
         value = values[metric.label]
         found += [each for each in (value.sum, value.count, value.extremum) if each is not None]
     return torch.cat([each.detach().reshape(-1).to(objective.dtype) for each in found])
 
 
-def waiting_dtypes(task: Task, spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+def waiting_dtypes(asked: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """Dtypes in which gradients of hidden states, weight and bias wait for the upstream gradient: one rule for every
     number of tokens, which a graph does not know. The operands' own; fp32 where ``accumulate_dtype`` names it, and in
     fp16, whose range they may pass before denominators and upstream have come.
     """
-    head = task.head
-    assert isinstance(head, HeadOptions)
+    assert asked.weight is not None
+    hidden, weight = asked.rows.dtype, asked.weight.dtype
     wide = torch.promote_types(spec.dtype, torch.float32)
-    if spec.dtype == torch.float16 or head.accumulate_dtype == torch.float32:
-        return torch.promote_types(head.hidden.dtype, wide), torch.promote_types(head.weight.dtype, wide), wide
-    return head.hidden.dtype, head.weight.dtype, wide
+    if spec.dtype == torch.float16 or asked.accumulate_dtype == torch.float32:
+        return torch.promote_types(hidden, wide), torch.promote_types(weight, wide), wide
+    return hidden, weight, wide
 
 
 def in_dtypes(call: HeadCall, dtypes: Sequence[torch.dtype]) -> Sizes:
@@ -169,22 +169,22 @@ def gradients_now(
 @forward.register_fake
 def forward_outputs(operands: list[Tensor], others: list[Tensor], key: str, wanted: list[bool]) -> list[Tensor]:
     """Their shapes; raises what is wrong with the arguments."""
-    task, spec = recipe_of(key).task(operands, others)
+    asked, spec = recipe_of(key).call(operands, others)
     first, dtype = operands[0], spec.statistics_dtype
     tokens = math.prod(first.shape[:-1])
-    numbers = len(task.losses.terms)
-    numbers += sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in task.metrics)
+    numbers = len(asked.losses.terms)
+    numbers += sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in asked.metrics)
     top_k = tokens, spec.demand.top_k
     shapes = {"loss": (), "packed": (numbers,), "top_k_ids": top_k, "top_k_logprobs": top_k}
     made = [
         first.new_empty(shapes.get(name, (tokens,)), dtype=torch.int64 if name in INTEGERS else dtype)
-        for name in task.per_token or SCALAR
+        for name in asked.outputs or SCALAR
     ]
     if not any(wanted):
         return made
-    if comes_late(task):
+    if comes_late(asked):
         return [*made, *RowStats.empty(tokens, spec.demand, dtype, first.device).named().values()]
-    dtypes = waiting_dtypes(task, spec)
+    dtypes = waiting_dtypes(asked, spec)
     grads = [each.new_empty(each.shape, dtype=own) for each, own in zip(operands, dtypes, strict=False)]
     return [*made, first.new_empty((), dtype=dtype), *itertools.compress(grads, wanted)]
 
@@ -196,8 +196,8 @@ def backward(
     wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     with torch.no_grad(), as_called(operands[0].device):
-        task, spec = recipe_of(key).task(operands, others)
-        call, of, packing = begun(task, spec, operands, wanted)
+        asked, spec = recipe_of(key).call(operands, others)
+        call, of, packing = begun(asked, spec, operands, wanted)
         names = RowStats.empty(0, spec.demand, spec.statistics_dtype, of[0].device).named()
         kept = RowStats(**dict(zip(names, stats, strict=True)))
         if isinstance(call, LogitsCall):
@@ -219,12 +219,12 @@ def backward_outputs(
 def keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     """Saves what the gradient needs, and no more."""
     operands, others, ctx.key, ctx.wanted = inputs
-    task, _ = recipe_of(ctx.key).task(operands, others)
-    names = task.per_token or SCALAR
+    asked, _ = recipe_of(ctx.key).call(operands, others)
+    names = asked.outputs or SCALAR
     gradless = [value for name, value in zip(names, output, strict=False) if name in WITHOUT_GRADIENT]
     kept = output[len(names) :]
     ctx.mark_non_differentiable(*gradless, *kept)
-    ctx.late, ctx.values = comes_late(task), len(task.per_token) or 1
+    ctx.late, ctx.values = comes_late(asked), len(asked.outputs) or 1
     ctx.operands, ctx.others = len(operands), len(others)
     ctx.dtypes = [operand.dtype for operand in itertools.compress(operands, ctx.wanted)]
     ctx.save_for_backward(*(operands if ctx.late else ()), *(others if ctx.late else ()), *kept)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.spec import Spec, Task, spec_of
+from ..call.options import Call
+from ..call.spec import Spec, spec_of
 from ..core.checks import NUMBERS
 from ..losses.base import Losses, Summand, is_library
 from ..metrics.values import Metric
@@ -38,21 +39,21 @@ class Recipe:
     arguments: tuple  # described
     autocast: torch.dtype | None
 
-    def task(self, operands: list[Tensor], others: list[Tensor]) -> tuple[Task, Spec]:
+    def call(self, operands: list[Tensor], others: list[Tensor]) -> tuple[Call[Any], Spec]:
         """The call, and its Spec: the arguments checked, as the public function does."""
         arguments = {name: restored(value, others) for name, value in self.arguments}
         if len(operands) > 2:
             arguments["bias"] = operands[2]
         check_in_graph(arguments)
         with torch.autocast(operands[0].device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            task = TASKS[self.function](*operands[:2], **arguments)
-            spec = spec_of(task)
+            call = TASKS[self.function](*operands[:2], **arguments)
+            spec = spec_of(call)
         if arguments.get("skip_ignored") and not spec.backend.bounds_rows("fast"):
             raise ValueError(
                 "skip_ignored=True inside a compiled graph needs backend='triton': torch's own products take the rows "
                 "that count out, and a graph's tensors do not change their sizes by what is in them"
             )
-        return task, spec
+        return call, spec
 
 
 def check_in_graph(arguments: Mapping[str, Any]) -> None:

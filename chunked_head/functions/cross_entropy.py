@@ -3,21 +3,23 @@
 import inspect
 import math
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from .. import losses
-from ..call.options import Head, HeadOptions, LogitsOptions, check_options, head_of
-from ..call.spec import Task
+from ..call.options import Call, Head, call_of, check_options
+from ..call.run import Outcome
+from ..call.spec import check_losses
 from ..compile.operation import in_graph, operation
 from ..core import checks
 from ..core.checks import flag, nearest
 from ..kernels.common.cache import Cache
 from ..losses.base import Losses
 from ..losses.distillation import TARGET_MASS, fields_of_probabilities
-from .loss import in_graph_values, reduced_task
+from .loss import in_graph_values
 
 
 @operation
@@ -34,7 +36,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     upstream: float | Tensor | None = None,
     **options: Unpack[Head],
-) -> Task[Tensor]:
+) -> Call[Tensor]:
     """Cross-entropy of a linear head, without its logits. Same value and gradients as
 
         logits = F.linear(hidden, weight, bias).float()
@@ -97,60 +99,56 @@ def linear_cross_entropy(
         TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
     """
     probabilities = probabilities_of(target, hidden)
-    ids = target if probabilities is None else ids_of(hidden)
-    head = head_of("linear_cross_entropy", hidden, weight, ids, options)
-    return cross_entropy_task(
-        "linear_cross_entropy", head, probabilities, reduction, label_smoothing, z_loss, class_weights,
-        token_weights=token_weights, normalizer=normalizer, upstream=upstream,
+    call = call_of(
+        "linear_cross_entropy", hidden, weight, target if probabilities is None else ids_of(hidden), options,
+        reduction=reduction, normalizer=normalizer, upstream=upstream, shares_denominator=True, result=first_output,
     )  # fmt: skip
+    return with_cross_entropy(call, probabilities, label_smoothing, z_loss, class_weights, token_weights)
 
 
-def cross_entropy_task(
-    function: str,
-    head: HeadOptions | LogitsOptions,
+def with_cross_entropy(
+    call: Call[Tensor],
     probabilities: Tensor | None,
-    reduction: str,
     label_smoothing: float,
     z_loss: float,
     class_weights: Tensor | None,
-    called: str = "class_weights",
     token_weights: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    upstream: float | Tensor | None = None,
-    inplace: bool = False,
-) -> Task[Tensor]:
-    """A cross-entropy of hidden states or of logits, with class ids or probabilities: one number or one per token."""
-
-    def check() -> None:
-        checks.check_token_weights(token_weights, head.leading, head.device)
-
-    if reduction not in ("mean", "sum", "none"):
-        checks.check_reduction(reduction)
+) -> Call[Tensor]:
+    """The call, of hidden states or of logits, with its loss: of class ids or of class probabilities [..., vocab]."""
     numbers = type(label_smoothing) is type(z_loss) is float
     if not (numbers and 0.0 <= label_smoothing <= 1.0 and 0.0 <= z_loss < math.inf):
         check_options({"label_smoothing": label_smoothing, "z_loss": z_loss})
-    if normalizer is not None:
-        checks.check_scalar("normalizer", normalizer, head.device, reduction == "mean", 'reduction="mean"')
-    if upstream is not None:
-        checks.check_scalar("upstream", upstream, head.device, reduction != "none", 'reduction="mean" or "sum"')
+        label_smoothing, z_loss = float(label_smoothing), float(z_loss)
+    if token_weights is not None:
+        checks.check_token_weights(token_weights, call.leading, call.device)
+        call.batch = {"token_weights": token_weights}
     if class_weights is not None:
-        head.check()
-        checks.check_class_weights(class_weights, head.vocab, head.device, called)
-    label_smoothing, z_loss = float(label_smoothing), float(z_loss)
-    batch: dict[str, Tensor] | None = None if token_weights is None else {"token_weights": token_weights}
-    if probabilities is not None:
-        check_probabilities(head, probabilities)
-        check()
-        batch = fields_of_probabilities(probabilities, label_smoothing, class_weights, token_weights, head.shift)
-        label_smoothing, class_weights = 0.0, None  # which are in the probabilities now
-    given = label_smoothing, z_loss, probabilities is not None
-    weighted = class_weights is not None
-    loss = make_loss(*given, class_weights) if weighted else LOSSES.made(given, lambda: make_loss(*given))
-    # the z-loss shares the denominator of the cross-entropy, class weights and all
-    return reduced_task(
-        function, head, loss, lambda ran: ran.outputs[0], reduction, normalizer, upstream, share_denominator=True,
-        batch=batch, check=check, inplace=inplace,
-    )  # fmt: skip
+        argument = "weight" if call.function == "CrossEntropyLoss" else "class_weights"
+        checks.check_class_weights(class_weights, call.vocab, call.device, argument)
+        call.losses = make_loss(label_smoothing, z_loss, class_weights)
+    else:
+        given = label_smoothing, z_loss
+        call.losses = LOSSES.get(given) or LOSSES.made(given, lambda: make_loss(*given))
+    if probabilities is None:
+        return call
+    check_probabilities(call, probabilities)
+    batch = fields_of_probabilities(probabilities, label_smoothing, class_weights, token_weights, call.shift)
+    # which are smoothed and weighted already
+    loss = losses.forward_kl("cross_entropy", token_weights=TARGET_MASS)
+    return replace(call, batch=batch, losses=loss + z_loss * losses.z_loss() if z_loss else loss)
+
+
+def make_loss(label_smoothing: float, z_loss: float, class_weights: Tensor | None = None) -> Losses:
+    loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
+    return loss + z_loss * losses.z_loss() if z_loss else loss
+
+
+# with a loss lives what has been found out about it
+LOSSES: Cache[Hashable, Losses] = Cache(64)
+
+
+def first_output(ran: Outcome) -> Tensor:
+    return ran.outputs[0]
 
 
 def probabilities_of(target: Any, rows: Any) -> Tensor | None:
@@ -165,35 +163,21 @@ def ids_of(rows: Tensor) -> Tensor:
     return rows.new_zeros(rows.shape[:-1], dtype=torch.int64)
 
 
-def check_probabilities(head: HeadOptions | LogitsOptions, probabilities: Tensor) -> None:
+def check_probabilities(call: Call[Tensor], probabilities: Tensor) -> None:
     """Raises what is wrong with the head, with the probabilities, or with one beside the other."""
-    head.check()
-    checks.check_class_probabilities(probabilities, (*head.leading, head.vocab), head.device)
-    if head.shard is not None:
+    call.check()
+    check_losses(call)
+    checks.check_class_probabilities(probabilities, (*call.leading, call.vocab), call.device)
+    if call.shard is not None:
         raise ValueError(
             "target holds class probabilities, whose sums over the vocabulary need all of it, and VocabParallel "
             'splits it: give p.log() of its ids to linear_loss with losses.forward_kl("cross_entropy")'
         )
-    if head.ignore_index >= 0:
+    if call.ignore_index >= 0:
         raise ValueError(
-            f"ignore_index={head.ignore_index} is of token ids, and target holds class probabilities; leave it out, "
+            f"ignore_index={call.ignore_index} is of token ids, and target holds class probabilities; leave it out, "
             "and give tokens that do not count token_weights of 0, or probabilities that are all 0"
         )
-
-
-def make_loss(
-    label_smoothing: float, z_loss: float, probabilities: bool, class_weights: Tensor | None = None
-) -> Losses:
-    """``probabilities``: smoothed and weighted already."""
-    if probabilities:
-        loss = losses.forward_kl("cross_entropy", token_weights=TARGET_MASS)
-    else:
-        loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
-    return loss + z_loss * losses.z_loss() if z_loss else loss
-
-
-# with a loss lives what has been found out about it
-LOSSES: Cache[Hashable, Losses] = Cache(64)
 
 
 @in_graph(linear_cross_entropy)

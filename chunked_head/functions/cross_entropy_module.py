@@ -6,15 +6,14 @@ from typing import Any
 from torch import Tensor
 
 from ..call.logits_call import check_inplace
-from ..call.options import LogitsOptions, OptionsModule, check_options
-from ..call.spec import Task
+from ..call.options import Call, OptionsModule, check_options
 from ..compile.operation import in_graph, operation
 from ..core import checks
 from ..core.checks import is_dtensor
 from ..core.private import breaks_graph
 from ..parallel.dtensor import local_logits, whole
 from ..parallel.groups import TokenParallel, VocabParallel, chunked
-from .cross_entropy import cross_entropy_task, ids_of, in_graph_cross_entropy, probabilities_of
+from .cross_entropy import first_output, ids_of, in_graph_cross_entropy, probabilities_of, with_cross_entropy
 
 
 class CrossEntropyLoss(OptionsModule):
@@ -117,22 +116,19 @@ def logits_cross_entropy(
     vocab_size: int | None,
     parallel: VocabParallel | TokenParallel | None,
     backend: str | None,
-) -> Task[Tensor]:
+) -> Call[Tensor]:
     """The function of the module."""
     probabilities = probabilities_of(target, logits)
     ids = target if probabilities is None else ids_of(logits)
     logits, ids, vocab_size, parallel = local_logits(logits, ids, vocab_size, parallel, inplace)
-    class_weights = whole("weight", class_weights)
-    options = LogitsOptions(
-        logits=logits, target=ids, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
-        backend=backend, vocab_size=vocab_size, parallel=parallel,
-    )  # fmt: skip
     checks.check_tensor("input", logits, optional=False)
     check_inplace(logits, inplace)
-    return cross_entropy_task(
-        "CrossEntropyLoss", options, probabilities, reduction, label_smoothing, z_loss, class_weights, "weight",
-        inplace=inplace,
+    call = Call(
+        function="CrossEntropyLoss", rows=logits, target=ids, ignore_index=ignore_index, reduction=reduction,
+        softcap=softcap, logit_scale=logit_scale, inplace=inplace, vocab_size=vocab_size, parallel=parallel,
+        backend=backend, shares_denominator=True, result=first_output,
     )  # fmt: skip
+    return with_cross_entropy(call, probabilities, label_smoothing, z_loss, whole("weight", class_weights))
 
 
 in_graph(logits_cross_entropy)(in_graph_cross_entropy)

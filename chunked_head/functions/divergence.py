@@ -6,15 +6,10 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from .. import losses
-from ..arithmetic.demand import SUFFIX
-from ..arithmetic.objective import StatsObjective
-from ..call.objectives import stats_objective
-from ..call.options import Head, head_of
-from ..call.spec import Task
-from ..call.tokens import Tokens
+from ..call.options import Call, Head, call_of
 from ..compile.operation import in_graph, operation
 from ..core.checks import choice, flag, number
-from ..core.stats import Demand, all_at_targets
+from ..core.stats import all_at_targets
 from ..losses.base import Losses
 
 KINDS: dict[str, Callable[..., Losses]] = {
@@ -46,7 +41,7 @@ def linear_divergence(
     temperature: float | Tensor = 1.0,  # or [...]
     mask: Tensor | None = None,  # [...] bool
     **options: Unpack[Head],
-) -> Task[Tensor | Divergence]:
+) -> Call[Tensor | Divergence]:
     """The divergence of each token's distribution p from a teacher's q, and the entropy of p. Same values and
     gradients as, for ``divergence="forward_kl"``,
 
@@ -82,34 +77,16 @@ def linear_divergence(
     Raises:
         TypeError, ValueError, IndexError: as ``linear_loss``.
     """
-    head = head_of("linear_divergence", hidden, weight, target, options, temperature)
     loss = divergence_of(divergence, beta, teacher_temperature, teacher_logit_scale, teacher_softcap)
     given = {
         "teacher_logits": teacher_logits, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight,
         "teacher_bias": teacher_bias, "mask": mask,
     }  # fmt: skip
-    names = ("divergence", "entropy") if flag("entropy", entropy) else ("divergence",)
-
-    def check() -> None:
-        head.refuse_tokens("linear_divergence")
-
-    def wants(demand: Demand) -> Demand:
-        assert demand.pairing is not None
-        view = demand.pairing.view
-        return demand._replace(entropy=tuple(entropy and i == view for i in range(len(demand.views))), rank_one=False)
-
-    def objective(tokens: Tokens) -> StatsObjective:
-        pairing = tokens.spec.demand.pairing
-        assert pairing is not None
-        ((_, summand),) = loss.terms
-        (statistic,) = summand.needs
-        found_in = {"divergence": statistic, "entropy": "entropy" + SUFFIX[pairing.view]}
-        return stats_objective(tokens, tuple(found_in[name] for name in names), len(names))
-
-    return Task(
-        "linear_divergence", head, loss, objective, lambda ran: laid_out(ran.outputs),
-        batch={name: value for name, value in given.items() if value is not None}, check=check, options=(entropy,),
-        wants=wants, per_token=names,
+    return call_of(
+        "linear_divergence", hidden, weight, target, options, temperature=temperature, losses=loss,
+        batch={name: value for name, value in given.items() if value is not None},
+        outputs=("divergence", "entropy") if flag("entropy", entropy) else ("divergence",),
+        result=lambda ran: laid_out(ran.outputs),
     )  # fmt: skip
 
 

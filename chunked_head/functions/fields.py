@@ -2,38 +2,38 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.options import HeadOptions
+from ..call.options import Call
 from ..core import checks
 from ..core.checks import flag
 from ..plan.segments import Segments
 
 
-def with_candidates(
-    head: HeadOptions, batch: Any, kept_everywhere: bool, candidates: Tensor | None, candidate_bias: Tensor | None
-) -> tuple[Any, bool]:
-    """``batch`` with the candidates as each token's ``kept_ids``, and whether every token keeps a set."""
-    everywhere = flag("kept_everywhere", kept_everywhere)
+def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: Tensor | None) -> Call[Any]:
+    """The call with the candidates as each token's ``kept_ids``, so that every token keeps a set."""
+    flag("kept_everywhere", call.kept_everywhere)
+    batch: Any = call.batch
     if candidates is None:
         if candidate_bias is not None:
             raise ValueError("candidate_bias goes with candidates, which are missing")
-        return batch, everywhere
+        return call
     checks.check_tensor("candidates", candidates, optional=False)
     checks.check_tensor("candidate_bias", candidate_bias, optional=True)
     if candidates.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"candidates must be ids, int64 or int32, got {candidates.dtype}; cast them")
     if batch is not None and not isinstance(batch, Mapping):
-        return batch, everywhere  # the call raises what is wrong with it
+        return call  # which raises what is wrong with it
     if any((batch or {}).get(name) is not None for name in ("kept_ids", "kept_offsets")):
         raise ValueError("candidates are sets that all tokens keep, and kept_ids are others; pass one of them")
     given = candidates.shape
-    if not given or given[-1] == 0 or (len(given) > 1 and given[:-1] != head.leading):
+    if not given or given[-1] == 0 or (len(given) > 1 and given[:-1] != call.leading):
         raise ValueError(
-            f"candidates must be [K], or the target's shape {head.leading} and one more dimension, K at least 1, got "
+            f"candidates must be [K], or the target's shape {call.leading} and one more dimension, K at least 1, got "
             f"{tuple(given)}"
         )
     if candidate_bias is not None and candidate_bias.shape != given:
@@ -41,26 +41,25 @@ def with_candidates(
             f"candidate_bias must have the shape of candidates, {tuple(given)}, got {tuple(candidate_bias.shape)}"
         )
     fields = {"kept_ids": candidates, "candidate_bias": candidate_bias}
-    shape = *head.leading, given[-1]  # [K] of all tokens becomes each token's
+    shape = *call.leading, given[-1]  # [K] of all tokens becomes each token's
     expanded = {name: value.expand(shape) for name, value in fields.items() if value is not None}
-    return {**(batch or {}), **expanded}, True
+    return replace(call, batch={**(batch or {}), **expanded}, kept_everywhere=True)
 
 
-def with_segments(
-    head: HeadOptions, batch: Any, num_segments: int | None, segment_lengths: Sequence[int] | Tensor
-) -> tuple[Any, int | None, Segments | None]:
-    """``batch`` with ``segments``, their number, and what the host knows of them."""
+def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> Call[Any]:
+    """The call with the field ``segments``, their number, and what the host knows of them."""
+    batch: Any = call.batch
     if batch is not None and not isinstance(batch, Mapping):
-        return batch, num_segments, None  # the call raises what is wrong with the batch
-    lengths, tokens = numbers(segment_lengths), math.prod(head.leading)
-    if num_segments is not None or "segments" in (batch or {}):
+        return call  # which raises what is wrong with it
+    lengths, tokens = numbers(segment_lengths), math.prod(call.leading)
+    if call.num_segments is not None or "segments" in (batch or {}):
         raise ValueError("segment_lengths say which tokens are a segment: leave out num_segments and batch['segments']")
-    if head.tokens is not None or (head.shard is not None and head.shard.parallel.sequence_sharded):
+    if call.tokens is not None or call.sequence_sharded:
         raise ValueError(
             "segment_lengths are of all tokens of the batch, and with TokenParallel or sequence_sharded=True each rank "
             "holds others: pass batch['segments'] and num_segments"
         )
-    if head.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "segment_lengths are other numbers at every step, and a CUDA graph would keep these: pass "
             "batch['segments'] and num_segments"
@@ -72,12 +71,12 @@ def with_segments(
         )
     fields, pairs = dict(batch or {}), pairs_of(batch or {})
     if pairs is not None:
-        fields["pairs"] = pairs.to(head.device, non_blocking=True)
-    counts = torch.tensor(lengths).to(head.device, non_blocking=True)
-    ids = torch.arange(len(lengths), device=head.device)
-    fields["segments"] = torch.repeat_interleave(ids, counts, output_size=tokens).view(head.leading)
+        fields["pairs"] = pairs.to(call.device, non_blocking=True)
+    counts = torch.tensor(lengths).to(call.device, non_blocking=True)
+    ids = torch.arange(len(lengths), device=call.device)
+    fields["segments"] = torch.repeat_interleave(ids, counts, output_size=tokens).view(call.leading)
     together = () if pairs is None else tuple(map(tuple, pairs.tolist()))
-    return fields, len(lengths), Segments(lengths, together)
+    return replace(call, batch=fields, num_segments=len(lengths), segments=Segments(lengths, together))
 
 
 def numbers(lengths: Any) -> tuple[int, ...]:

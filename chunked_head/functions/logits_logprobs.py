@@ -4,12 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call.options import LogitsOptions
-from ..call.spec import Task
+from ..call.options import Call
 from ..compile.operation import in_graph, operation
 from ..parallel import TokenParallel, VocabParallel
 from ..parallel.dtensor import local_logits
-from .logprobs import FLAGS, in_graph_logprobs, logprobs_task
+from .logprobs import in_graph_logprobs, laid_out, output_names
 
 
 @operation
@@ -34,7 +33,7 @@ def logits_logprobs(
     vocab_size: int | None = None,
     parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
-) -> Task[Any]:
+) -> Call[Any]:
     """The results of ``linear_logprobs``, from logits that exist already: for a loss of one's own, or per-token values
     of any other. One pass over the logits and one more in ``backward``; no other tensor of their size is made than the
     gradient.
@@ -43,13 +42,14 @@ def logits_logprobs(
     parallel and backend as ``logits_loss``.
     """
     logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace=False)
-    options = LogitsOptions(
-        logits=logits, target=target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
-        temperature=temperature, shift=shift, backend=backend, vocab_size=vocab_size, parallel=parallel,
-    )  # fmt: skip
-    flags = dict(zip(FLAGS, (entropy, lse, mean_logit, log_sum_sq_probs, argmax), strict=True))
+    names = output_names((entropy, lse, mean_logit, log_sum_sq_probs, argmax))
     fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
-    return logprobs_task("logits_logprobs", options, fields, flags, None, kept_everywhere)
+    return Call(
+        function="logits_logprobs", rows=logits, target=target, ignore_index=ignore_index, softcap=softcap,
+        logit_scale=logit_scale, temperature=temperature, shift=shift, backend=backend, vocab_size=vocab_size,
+        parallel=parallel, batch={name: value for name, value in fields.items() if value is not None},
+        kept_everywhere=kept_everywhere, outputs=names, result=lambda ran: laid_out(ran.outputs, names),
+    )  # fmt: skip
 
 
 in_graph(logits_logprobs)(in_graph_logprobs)

@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..call.logits_call import check_inplace
-from ..call.options import LogitsOptions
-from ..call.spec import Task
+from ..call.options import Call
 from ..compile.operation import in_graph, operation
 from ..core import checks
-from ..losses.base import Losses
+from ..losses.base import Losses, as_losses
 from ..losses.user.closures import Function
 from ..metrics import Metric
+from ..metrics.values import as_metrics
 from ..parallel.dtensor import local_logits
 from ..parallel.groups import TokenParallel, VocabParallel
-from .loss import LossOutput, check_loss, in_graph_loss, loss_output, reduced_task
+from .loss import LossOutput, in_graph_loss, loss_output
 
 
 @operation
@@ -38,7 +38,7 @@ def logits_loss(
     vocab_size: int | None = None,
     parallel: VocabParallel | TokenParallel | None = None,
     backend: str | None = None,
-) -> Task[LossOutput]:
+) -> Call[LossOutput]:
     """``linear_loss`` on logits that exist already: any sum of losses, with metrics, from one pass over the logits, and
     their gradient from one more in ``backward``. Same values and gradients as there, with
 
@@ -85,12 +85,7 @@ def logits_loss(
             gradient of every token that counts become nan.
     """
     logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace)
-    options = LogitsOptions(
-        logits=logits, target=target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
-        temperature=temperature, shift=shift, backend=backend, vocab_size=vocab_size, parallel=parallel,
-    )  # fmt: skip
     checks.check_tensor("logits", logits, optional=False)
-    loss, measured = check_loss(logits.device, loss, metrics, reduction, normalizer, None)
     check_inplace(logits, inplace)
     if isinstance(batch, Mapping) and "teacher_hidden" in batch:
         raise ValueError(
@@ -98,9 +93,12 @@ def logits_loss(
             "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to linear_loss, "
             "which holds the logits of neither"
         )
-    return reduced_task(
-        "logits_loss", options, loss, loss_output, reduction, normalizer, None, metrics=measured, batch=batch,
-        num_segments=num_segments, kept_everywhere=kept_everywhere, inplace=inplace,
+    return Call(
+        function="logits_loss", rows=logits, target=target, losses=as_losses(loss), metrics=as_metrics(metrics),
+        batch=batch, num_segments=num_segments, kept_everywhere=kept_everywhere, reduction=reduction,
+        normalizer=normalizer, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+        temperature=temperature, shift=shift, inplace=inplace, backend=backend, vocab_size=vocab_size,
+        parallel=parallel, result=loss_output,
     )  # fmt: skip
 
 

@@ -2,25 +2,31 @@
 
 import itertools
 from collections import namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from torch import Tensor
 
-from ..arithmetic.objective import StatsObjective
-from ..call.objectives import stats_objective
-from ..call.options import Head, HeadOptions, LogitsOptions, PerTokenOptions, head_of
-from ..call.spec import Task
-from ..call.tokens import Tokens
+from ..call.options import Call, Head, call_of
 from ..compile.operation import in_graph, operation
-from ..core import checks
 from ..core.checks import flag
-from ..core.stats import Demand, View, all_at_targets
-from ..losses.base import Losses
+from ..core.stats import all_at_targets
 from .fields import with_candidates
 
 FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # of what is returned on demand, in order
-DIFFERENTIABLE = ("logprobs", *FLAGS[:-1])
+
+
+class PerTokenOptions(Head, total=False):
+    """Keywords of ``linear_logprobs`` but those that name its results."""
+
+    temperature: float | Tensor  # [...], indexed like the target
+    mask: Tensor | None
+    kept_ids: Tensor | None
+    kept_offsets: Tensor | None
+    kept_everywhere: bool
+    candidates: Tensor | None
+    candidate_bias: Tensor | None
+
 
 if TYPE_CHECKING:
 
@@ -73,7 +79,7 @@ def linear_logprobs(
     candidates: Tensor | None = None,  # [K] int64, or [..., K]
     candidate_bias: Tensor | None = None,  # of their shape
     **options: Unpack[Head],
-) -> Task[Tensor | tuple[Tensor, ...]]:
+) -> Call[Tensor | tuple[Tensor, ...]]:
     """Log-probabilities of targets, and what else is asked for. Same values and gradients as
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
@@ -124,71 +130,34 @@ def linear_logprobs(
     Raises:
         TypeError, ValueError, IndexError: as ``linear_cross_entropy``.
     """
-    head = head_of("linear_logprobs", hidden, weight, target, options, temperature)
-    flags = dict(zip(FLAGS, (entropy, lse, mean_logit, log_sum_sq_probs, argmax), strict=True))
+    names = output_names((entropy, lse, mean_logit, log_sum_sq_probs, argmax), top_k)
     fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
+    call: Call[Tensor | tuple[Tensor, ...]] = call_of(
+        "linear_logprobs", hidden, weight, target, options, temperature=temperature, top_k=top_k, outputs=names,
+        batch={name: value for name, value in fields.items() if value is not None}, kept_everywhere=kept_everywhere,
+        result=lambda ran: laid_out(ran.outputs, names),
+    )  # fmt: skip
     if candidates is not None or candidate_bias is not None:
-        fields, kept_everywhere = with_candidates(head, fields, kept_everywhere, candidates, candidate_bias)
-    return logprobs_task("linear_logprobs", head, fields, flags, top_k, kept_everywhere)
+        return with_candidates(call, candidates, candidate_bias)
+    return call
 
 
-def logprobs_task(
-    function: str,
-    head: HeadOptions | LogitsOptions,
-    fields: Mapping[str, Tensor | None],
-    flags: Mapping[str, bool],
-    top_k: int | None,
-    kept_everywhere: bool,
-) -> Task[Any]:
-    """The call of a function that returns statistics of each token, of hidden states or of logits."""
-    names = output_names(flags, top_k)
-
-    def check() -> None:
-        for argument, value in flags.items():
-            flag(argument, value)
-        if top_k is not None:
-            checks.check_int("top_k", top_k)
-        head.refuse_tokens(function)
-        if head.target is None:
-            raise ValueError("target is None, and log-probabilities are those of targets; pass token ids")
-        most = head.vocab if head.shard is None else min(head.shard.split.rows)
-        if top_k is not None and not 1 <= top_k <= most:
-            raise ValueError(f"top_k must be in [1, {most}] (the vocabulary, on every rank) or None, got {top_k}")
-
-    def objective(tokens: Tokens) -> StatsObjective:
-        return stats_objective(tokens, names, sum(name in DIFFERENTIABLE for name in names))
-
-    return Task(
-        function, head, Losses(()), objective, lambda ran: laid_out(ran.outputs, names),
-        batch={name: value for name, value in fields.items() if value is not None}, check=check,
-        options=(*flags.values(), top_k), wants=lambda _: demand_of(names, top_k), per_token=names,
-        kept_everywhere=kept_everywhere,
-    )  # fmt: skip
-
-
-def demand_of(names: Sequence[str], top_k: int | None) -> Demand:
-    """The statistics behind what a call returns."""
-    squares, entropy, mean = "log_sum_sq_probs" in names, "entropy" in names, "mean_logit" in names
-    # the square of a probability is one at half the temperature
-    views = (View(), View(2.0)) if squares else (View(),)
-    return Demand(
-        views, (entropy, *(False for _ in views[1:])), weighted_sum=mean, top="argmax" in names, top_k=top_k or 0,
-        rank_one=not (entropy or mean or squares),
-    )  # fmt: skip
-
-
-def output_names(flags: Mapping[str, Any], top_k: int | None) -> tuple[str, ...]:
-    """Names of the results, in order; those that take a gradient come first."""
-    flagged = [name for name in FLAGS if flags.get(name) is True]
-    several = isinstance(top_k, int) and top_k
-    return ("logprobs", *flagged, *(("top_k_logprobs", "top_k_ids") if several else ()))
+def output_names(flags: Sequence[bool], top_k: int | None = None) -> tuple[str, ...]:
+    """Names of the results, in order; those that take a gradient come first. ``flags``: by ``FLAGS``."""
+    for name, value in zip(FLAGS, flags, strict=True):
+        if type(value) is not bool:
+            flag(name, value)
+    return (
+        "logprobs",
+        *itertools.compress(FLAGS, flags),
+        *(("top_k_logprobs", "top_k_ids") if isinstance(top_k, int) and top_k else ()),
+    )
 
 
 # made here, all of them: a compiler cannot take the making of a type
 CHOICES = itertools.product((False, True), repeat=len(FLAGS) + 1)
 RESULT_TYPES = {
-    names: namedtuple("LogProbs", names)
-    for names in [output_names(dict(zip(FLAGS, flags, strict=True)), top_k) for *flags, top_k in CHOICES]
+    names: namedtuple("LogProbs", names) for names in [output_names(flags, top_k) for *flags, top_k in CHOICES]
 }
 
 
@@ -198,6 +167,6 @@ def laid_out(values: Sequence[Tensor], names: tuple[str, ...]) -> Any:
 
 @in_graph(linear_logprobs)
 def in_graph_logprobs(outputs: list[Tensor], given: dict[str, Any]) -> Any:
-    names = output_names(given, given.get("top_k"))
+    names = output_names([given.get(name, False) for name in FLAGS], given.get("top_k"))
     values = all_at_targets(outputs[: len(names)], tuple(given["target"].shape), given.get("shift", 0))
     return laid_out(values, names)

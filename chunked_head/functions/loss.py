@@ -1,22 +1,18 @@
 """Any loss of a linear head, with metrics; and what a call of given sizes needs."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, Unpack, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
-from ..call.objectives import scalar_objective, token_objective
-from ..call.options import Head, HeadOptions, LogitsOptions, head_of
+from ..call.options import Call, Head, call_of
 from ..call.run import Outcome
-from ..call.spec import Task
 from ..call.streams import Streams
 from ..compile.operation import in_graph, operation
 from ..compile.recipes import TASKS
-from ..core import checks
 from ..core.stats import at_targets
 from ..losses.base import Losses, as_losses
 from ..losses.user.closures import Function
@@ -25,8 +21,6 @@ from ..metrics.values import as_metrics
 from ..plan.plans import Plan
 from .fields import with_candidates, with_segments
 from .streams import streams_of
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +63,7 @@ def linear_loss(
     temperature: float | Tensor = 1.0,  # or [...]
     upstream: float | Tensor | None = None,
     **options: Unpack[Head],
-) -> Task[LossOutput] | Streams[LossOutput]:
+) -> Call[LossOutput] | Streams[LossOutput]:
     """Any sum of losses of a linear head, with metrics, from one softmax pass. Same values and gradients as
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
@@ -165,36 +159,15 @@ def linear_loss(
     if stream_weights is not None:
         raise ValueError("stream_weights go with several streams: pass hidden as a list, or leave them out")
     hidden, target, loss = cast("tuple[Tensor, Tensor | None, Losses | Function]", (hidden, target, loss))
-    head = head_of("linear_loss", hidden, weight, target, options, temperature)
-    if candidates is not None or candidate_bias is not None:
-        batch, kept_everywhere = with_candidates(head, batch, kept_everywhere, candidates, candidate_bias)
-    segments = None
-    if segment_lengths is not None:
-        batch, num_segments, segments = with_segments(head, batch, num_segments, segment_lengths)
-    summed, measured = check_loss(head.device, loss, metrics, reduction, normalizer, upstream)
-    return reduced_task(
-        "linear_loss", head, summed, loss_output, reduction, normalizer, upstream, metrics=measured, batch=batch,
-        num_segments=num_segments, kept_everywhere=kept_everywhere, segments=segments,
+    call = call_of(
+        "linear_loss", hidden, weight, target, options, temperature=temperature,
+        losses=loss if isinstance(loss, Losses) else as_losses(loss), metrics=as_metrics(metrics), batch=batch,
+        num_segments=num_segments, kept_everywhere=kept_everywhere, reduction=reduction, normalizer=normalizer,
+        upstream=upstream, result=loss_output,
     )  # fmt: skip
-
-
-def reduced_task(
-    function: str,
-    head: HeadOptions | LogitsOptions,
-    loss: Losses,
-    result: Callable[[Outcome], Result],
-    reduction: str,
-    normalizer: float | Tensor | None,
-    upstream: float | Tensor | None,
-    share_denominator: bool = False,
-    **given: Any,
-) -> Task[Result]:
-    """The call of a sum of losses, of hidden states or of logits: one number, or one for each token."""
-    asked: dict[str, Any] = {"reduction": reduction, "normalizer": normalizer, "upstream": upstream}
-    if reduction == "none":
-        return Task(function, head, loss, token_objective, result, per_token=("values",), asked=asked, **given)
-    objective = functools.partial(scalar_objective, **asked, share_denominator=share_denominator)
-    return Task(function, head, loss, objective, result, asked=asked, **given)
+    if candidates is not None or candidate_bias is not None:
+        call = with_candidates(call, candidates, candidate_bias)
+    return call if segment_lengths is None else with_segments(call, segment_lengths)
 
 
 def in_graph_values(outputs: list[Tensor], given: dict[str, Any]) -> Tensor:
@@ -223,56 +196,6 @@ def in_graph_loss(outputs: list[Tensor], given: dict[str, Any]) -> LossOutput:
     return LossOutput(value, parts, measured, None)
 
 
-def check_loss(
-    device: torch.device,
-    loss: Losses | Function,
-    metrics: Sequence[Metric],
-    reduction: str,
-    normalizer: float | Tensor | None,
-    upstream: float | Tensor | None,
-) -> tuple[Losses, tuple[Metric, ...]]:
-    """Raises what is wrong with the arguments but the head's and ``batch``; the loss and the metrics."""
-    loss, measured = loss if isinstance(loss, Losses) else as_losses(loss), as_metrics(metrics)
-    for metric in measured:
-        if metric.over_streams:
-            raise ValueError(f"metrics.{metric.kind} goes over several streams: pass hidden as a list to linear_loss")
-    if reduction not in ("mean", "sum"):
-        checks.check_reduction(reduction)
-        check_unreduced(loss, measured, upstream)
-    if normalizer is not None:
-        checks.check_scalar("normalizer", normalizer, device, reduction == "mean", 'reduction="mean"')
-    if upstream is not None:
-        checks.check_factor("upstream", upstream, device)
-    for coefficient, summand in loss.terms:
-        # of any other device it is copied from there
-        if isinstance(coefficient, Tensor) and coefficient.device.type == "meta" and device.type != "meta":
-            raise ValueError(
-                f"the coefficient of {summand.label}, or the stream's weight, is on the meta device, where it has no "
-                f"value; move it to {device}"
-            )
-        if summand.normalizer is not None:
-            name, mean = f"normalizer of {summand.label}", (summand.reduction or reduction) == "mean"
-            if not isinstance(summand.normalizer, str):
-                checks.check_scalar(name, summand.normalizer, device, mean, 'reduction="mean"')
-            elif not mean:
-                raise ValueError(f'{name} goes with reduction="mean" only; multiply the result instead')
-    return loss, measured
-
-
-def check_unreduced(loss: Losses, metrics: tuple[Metric, ...], upstream: float | Tensor | None) -> None:
-    if metrics or upstream is not None:
-        what = "metrics" if metrics else "upstream"
-        raise ValueError(f"{what} go with one loss of the call, which reduction='none' does not have; leave them out")
-    for _, summand in loss.terms:
-        if summand.scope != "token":
-            raise ValueError(
-                f'reduction="none" is for losses of tokens, and {summand.label} puts a segment\'s tokens together; use '
-                '"mean" or "sum"'
-            )
-        if summand.reduction is not None or summand.normalizer is not None:
-            raise ValueError(f'{summand.label} names a reduction or normalizer of its own beside reduction="none"')
-
-
 def loss_output(ran: Outcome) -> LossOutput:
     """The results of a call that ran."""
     value, plan, objective = ran.outputs[0], ran.plan, ran.objective
@@ -281,4 +204,4 @@ def loss_output(ran: Outcome) -> LossOutput:
     with torch.no_grad():
         parts = dict(zip([s.label for _, s in ran.tokens.losses.terms], objective.parts, strict=True))
         values = objective.metric_values(ran.stats)
-    return LossOutput(value, parts, {metric.label: values[metric.label] for metric in ran.tokens.task.metrics}, plan)
+    return LossOutput(value, parts, {metric.label: values[metric.label] for metric in ran.tokens.call.metrics}, plan)

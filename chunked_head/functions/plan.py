@@ -2,28 +2,29 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from .. import losses
-from ..arithmetic.demand import needs_of
 from ..call.fields import kinds_of
-from ..call.options import check_options
-from ..call.spec import alone, coupled, may_pad, sizes_of
+from ..call.head_call import sizes_of
+from ..call.options import NO_LOSSES, Call, check_options
+from ..call.spec import decided, parts_of
 from ..core import checks
-from ..core.checks import flag
+from ..core.checks import choice, flag
 from ..kernels.common.gpus import GPUS, Gpu
-from ..losses.base import Losses, Summand, as_losses
+from ..losses.base import Losses, as_losses
 from ..losses.user.closures import Function
 from ..metrics import Metric
 from ..metrics.values import as_metrics
 from ..parallel.groups import Split, chunked
 from ..plan.planner import make_plan, padded_rows
 from ..plan.plans import Plan
-from ..plan.sizes import Request
 from ..stores import resolve
 from ..stores.gradient_buffer import sum_dtype
 from ..stores.operands import Teacher
+from .logprobs import FLAGS, output_names
 
 
 def plan(
@@ -33,6 +34,8 @@ def plan(
     dtype: torch.dtype,
     *,
     loss: Losses | Function | None = None,
+    returns: Sequence[str] = (),
+    top_k: int | None = None,
     metrics: Sequence[Metric] = (),
     memory_budget: int | str | None = None,
     chunk_tokens: int | None = None,
@@ -59,8 +62,8 @@ def plan(
     device: torch.device | str | None = None,
     backend: str | None = None,
 ) -> Plan:
-    """The plan that ``linear_cross_entropy`` or, given a ``loss``, ``linear_loss`` follows for a call of these sizes;
-    nothing is allocated.
+    """The plan that ``linear_cross_entropy`` follows for a call of these sizes; with a ``loss``, ``linear_loss``; with
+    names of what it ``returns``, such as ``("logprobs", "entropy")``, ``linear_logprobs``. Nothing is allocated.
 
         print(plan(tokens=16384, hidden=4096, vocab=128256, dtype=torch.bfloat16, memory_budget="1GiB"))
 
@@ -119,49 +122,68 @@ def plan(
     place, absent = place_of(device)
     chosen = resolve(backend, place)
     chosen.check(place, dtype, "dtype")
-    if loss is None:
-        loss = losses.cross_entropy(label_smoothing=label_smoothing)
+    if not isinstance(returns, list | tuple):
+        raise TypeError(f"returns must be a list of names, got {returns!r}")
+    if top_k is not None:
+        checks.check_int("top_k", top_k, 1)
+    names, terms = tuple(returns), NO_LOSSES
+    if names or top_k is not None:
+        for name in names:
+            choice("plan", "returns", name, ("logprobs", *FLAGS))
+        if loss is not None or label_smoothing or measured:
+            raise ValueError("returns and top_k are of linear_logprobs, which takes no loss and no metrics")
+        names = output_names([name in names for name in FLAGS], top_k)
+    elif loss is None:
+        terms = losses.cross_entropy(label_smoothing=label_smoothing)
     elif label_smoothing:
         raise ValueError("label_smoothing goes with loss=None; give it to losses.cross_entropy")
-    loss = as_losses(loss)
+    else:
+        terms = as_losses(loss)
     if isinstance(temperature, torch.Tensor):
         raise TypeError("temperature of plan is a number; a call with one per token is planned as one at 1 is")
-    parts_of_loss: list[Summand | Metric] = [*(summand for _, summand in loss.terms), *measured]
-    of_ids = next((part.label for part in parts_of_loss if "teacher_ids" in part.fields), None)
+
+    def made(*shape: int, dtype: torch.dtype | None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    weight_dtype, hidden_dtype, learns_bias = weight_dtype or dtype, hidden_dtype or dtype, bias and weight_grad
+    call: Call[Plan] = Call(
+        function="plan", rows=made(tokens, hidden, dtype=hidden_dtype),
+        weight=made(parts[0], hidden, dtype=weight_dtype),
+        bias=made(parts[0], dtype=weight_dtype) if learns_bias else None, target=made(tokens, dtype=torch.int64),
+        vocab_size=vocab, reduction=reduction, softcap=softcap, temperature=temperature, deterministic=deterministic,
+        skip_ignored=skip_ignored, memory_budget=memory_budget, chunk_tokens=chunk_tokens, top_k=top_k,
+        accumulate_dtype=accumulate_dtype, losses=terms, metrics=measured, outputs=names, result=lambda made: made,
+    )  # fmt: skip
+    call.device = place  # of a GPU that may not be there
+    read = parts_of(call)
+    of_ids = next((part.label for part in read if "teacher_ids" in part.fields), None)
     if of_ids is not None and not teacher_k:
         raise ValueError(f"{of_ids} reads K ids of a teacher for each token; pass teacher_k, the K, got 0")
-    demand = needs_of(loss, measured, temperature, vocab, teacher_k, teacher_vocab).demand
-    demand = demand._replace(columns_alone=demand.columns_alone and not sequence_sharded)
-    traits = chosen.traits(place)
-    if absent is not None and "gpu" in traits:
+    fields, autocast = [field for part in read for field in part.fields], {hidden_dtype, weight_dtype} != {dtype}
+    spec = decided(call, terms, dtype, chosen, fields, kinds_of(read), autocast, teacher_k, teacher_vocab)
+    if sequence_sharded:
+        spec = replace(spec, demand=spec.demand._replace(columns_alone=False), kept_everywhere=False)
+    teacher, pairing = None, spec.demand.pairing
+    if pairing is not None:
+        rows, logits = None, made(0, dtype=torch.float32)
+        if teacher_hidden is not None:
+            rows = made(pairing.columns, teacher_hidden, dtype=teacher_dtype or dtype)
+        teacher = Teacher(logits if rows is None else None, rows, rows, None, dtype=dtype if autocast else None)
+    traits: dict[str, Any] = {"columns": parts[0], "ranks": ranks, "spread": ranks if sequence_sharded else 1}
+    traits["largest_part"] = parts[0] if ranks > 1 else None
+    if absent is not None and "gpu" in chosen.traits(place):
         nvidia = absent.name.startswith("sm_")
         traits |= {"gpu": absent, "multiprocessors": absent.multiprocessors, "half_products": nvidia}
-    teacher = None
-    if demand.pairing is not None:
-        rows, logits = None, torch.empty(0, dtype=torch.float32, device="meta")
-        if teacher_hidden is not None:
-            rows = torch.empty(demand.pairing.columns, teacher_hidden, dtype=teacher_dtype or dtype, device="meta")
-        autocast = {hidden_dtype, weight_dtype} - {None, dtype}
-        teacher = Teacher(logits if rows is None else None, rows, rows, None, dtype=dtype if autocast else None)
-    by_segments = segment_lengths and not skip_ignored and alone(loss)
     sizes = sizes_of(
-        chosen, traits, demand, tokens, hidden, parts[0], dtype, vocab=vocab, kept_everywhere=demand.columns_alone,
-        deterministic=deterministic, capped=softcap is not None, bias_grad=bias and weight_grad, teacher=teacher,
-        largest_part=parts[0] if ranks > 1 else None, hidden_dtype=hidden_dtype or dtype,
-        weight_dtype=weight_dtype or dtype, hidden_grad=hidden_grad, weight_grad=weight_grad,
-        late_upstream=reduction == "none", coupled=coupled(loss) and not by_segments, by_segments=by_segments,
-        buffer_dtype=added_to, skips=skip_ignored, copied=skip_ignored, ranks=ranks,
-        spread=ranks if sequence_sharded else 1,
+        call, spec, tokens, (hidden_grad, weight_grad, learns_bias), by_segments=segment_lengths and spec.by_segments,
+        copied=skip_ignored, buffer_dtype=added_to, skips=skip_ignored, teacher=teacher, **traits,
     )  # fmt: skip
-    request = Request(memory_budget, chunk_tokens, accumulate_dtype)
-    fields = [field for part in parts_of_loss for field in part.fields]
-    on_a_gpu = place.type == "cuda" and ranks == 1 and not skip_ignored and chosen.bounds_rows(sizes.store)
-    if on_a_gpu and may_pad(parts_of_loss, fields, kinds_of(parts_of_loss), request):
+    if spec.pads and place.type == "cuda" and ranks == 1 and chosen.bounds_rows(sizes.store):
         sizes = replace(sizes, tokens=padded_rows(tokens))
-    made = make_plan(sizes, request)
-    if made.vocab_block is not None:
+    found = make_plan(sizes, spec.request)
+    if found.vocab_block is not None:
         Split(vocab, parts, 0).check_blocks()
-    return made
+    return found
 
 
 def place_of(device: torch.device | str | None) -> tuple[torch.device, Gpu | None]:

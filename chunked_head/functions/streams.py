@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.options import Call
 from ..call.run import Outcome
-from ..call.spec import Task
 from ..call.streams import Streams, value_over_streams
 from ..core.checks import INFINITY, NUMBERS
 from ..losses.base import as_losses
@@ -20,7 +20,7 @@ EACH = ("temperature", "normalizer", "candidates", "candidate_bias", "shift")
 
 
 def streams_of(
-    make: Callable[..., Task[Any]],
+    make: Callable[..., Call[Any]],
     hidden: Sequence[Tensor],
     weight: Tensor,
     target: Any,
@@ -42,18 +42,18 @@ def streams_of(
     # each stream makes the values of a metric over streams as it makes those of its own
     metrics = [replace(metric, over_streams=False) for metric in measured]
     losses = [as_losses(one) for one in each("loss", loss, count)]
-    tasks = []
+    calls = []
     for i, (states, targets) in enumerate(zip(hidden, each("target", target, count), strict=True)):
         if isinstance(states, list | tuple):
             raise TypeError(f"hidden must be a torch.Tensor, got {type(states).__name__}")
         own = {name: each(name, given[name], count)[i] for name in EACH if name in given}
         if isinstance(given["batch"], Mapping):
             own["batch"] = {name: each(f"batch[{name!r}]", value, count)[i] for name, value in given["batch"].items()}
-        tasks.append(make(states, weight, targets, losses[i].times(weights[i]), **{**given, **own, "metrics": metrics}))
-    check_alike(over, tasks)
+        calls.append(make(states, weight, targets, losses[i].times(weights[i]), **{**given, **own, "metrics": metrics}))
+    check_alike(over, calls)
 
     def result(total: Tensor, outcomes: list[Outcome]) -> Any:
-        outputs = [task.result(ran) for task, ran in zip(tasks, outcomes, strict=True)]
+        outputs = [call.result(ran) for call, ran in zip(calls, outcomes, strict=True)]
         found = {metric.label: value_over_streams(metric, outcomes) for metric in over}
         names = {metric.label for metric in over}
         own = [
@@ -62,7 +62,7 @@ def streams_of(
         ]
         return replace(own[0], loss=total, parts={}, metrics=found, plan=None, streams=tuple(own))
 
-    return Streams(tuple(tasks), tuple(losses), result)
+    return Streams(tuple(calls), tuple(losses), result)
 
 
 def each(name: str, value: Any, count: int) -> Sequence[Any]:
@@ -89,9 +89,9 @@ def weights_of(stream_weights: Any, count: int) -> Sequence[float | Tensor]:
     return stream_weights
 
 
-def check_alike(over: Sequence[Metric], tasks: Sequence[Task[Any]]) -> None:
+def check_alike(over: Sequence[Metric], calls: Sequence[Call[Any]]) -> None:
     """Metrics over streams follow a token through all of them."""
-    shapes = [torch.Size(task.head.leading) for task in tasks]
+    shapes = [torch.Size(call.leading) for call in calls]
     if over and len(set(shapes)) > 1:
         raise ValueError(
             f"metrics.{over[0].kind} follows a token through all streams, whose hidden states have other tokens: "

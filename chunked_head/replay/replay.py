@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..call.function import Forward, Loss, as_called, flat
 from ..call.head_call import HeadCall
-from ..call.options import HeadOptions
+from ..call.options import Call, Result
 from ..call.run import Outcome, run
-from ..call.spec import Result, Spec, Task, own_matmuls, spec_of
+from ..call.spec import Spec, own_matmuls, spec_of
 from ..call.streams import Streams
 from ..core.private import under_hooks
 from ..core.stats import RowStats, all_at_targets
@@ -88,7 +88,7 @@ SEEN: Cache[Kind, int] = Cache(4096)  # how often a call without one has run
 
 
 def execute(
-    function: Callable[..., Task[Result] | Streams[Result]],
+    function: Callable[..., Call[Result] | Streams[Result]],
     names: Sequence[str],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -106,8 +106,8 @@ def execute(
         return task.run()
     spec = spec_of(task)
     rows = None
-    if spec.pads and arguments.rows is not None and isinstance(task.head, HeadOptions):
-        rows = arguments.rows if own_matmuls(task.head, spec) else None
+    if spec.pads and arguments.rows is not None:
+        rows = arguments.rows if own_matmuls(task, spec) else None
     if kind is not None and rows is None:
         kind = kind, arguments.leading
     times = 0 if kind is None else SEEN.get(kind) or 0
@@ -122,10 +122,10 @@ def execute(
             SEEN[kind] = ATTEMPTS + 1
 
 
-def recorded(task: Task[Result], spec: Spec, arguments: Arguments, kind: Kind, rows: int | None) -> Result:
+def recorded(task: Call[Result], spec: Spec, arguments: Arguments, kind: Kind, rows: int | None) -> Result:
     with Recorder(arguments.tensors) as recorder:
         ran = run(task, spec, rows)
-        result = None if task.per_token else task.result(ran)
+        result = None if task.outputs else task.result(ran)
     replay = None
     if recorder.failure is None and ran.objective.recordable:
         try:
@@ -138,20 +138,20 @@ def recorded(task: Task[Result], spec: Spec, arguments: Arguments, kind: Kind, r
     return task.result(ran) if result is None else result
 
 
-def replay_of(task: Task[Result], recorder: Recorder, ran: Outcome, result: Any, of_tokens: Sequence[int]) -> Replay:
+def replay_of(task: Call[Result], recorder: Recorder, ran: Outcome, result: Any, of_tokens: Sequence[int]) -> Replay:
     """``of_tokens``: slots whose shapes differ between the calls that it is for: kernels alone may read them."""
-    forward, call, place, head = ran.forward, ran.call, recorder.place, task.head
-    assert forward is not None and call is not None and isinstance(head, HeadOptions)
+    forward, call, place = ran.forward, ran.call, recorder.place
+    assert forward is not None and call is not None
     plan = call.plan
     moved = call.packing is not None
-    copied = call.plan.sizes.copied and not (moved and head.hidden.is_contiguous())
-    if call.plan.sizes.padding or copied or (task.per_token and moved):
+    copied = call.plan.sizes.copied and not (moved and task.rows.is_contiguous())
+    if call.plan.sizes.padding or copied or (task.outputs and moved):
         raise NotRecordedError("what happens around the forward pass")
     outputs = tuple(map(place, forward.outputs))
     grads, made = None, forward.grads
     if made is not None:
         grads = tuple([None if grad is None else place(grad) for grad in (made.hidden, made.weight, made.bias)])
-    operands = [None if one is None else place(one).slot for one in (head.hidden, head.weight, head.bias)]
+    operands = [None if one is None else place(one).slot for one in (task.rows, task.weight, task.bias)]
     expected = Template(forward.expected, place)
     stats = {name: place(value) for name, value in ran.stats.named().items()}
     template = Template(replace(call, gradient_buffer=None), place)
@@ -171,10 +171,10 @@ def replay_of(task: Task[Result], recorder: Recorder, ran: Outcome, result: Any,
     )  # fmt: skip
 
 
-def finish_of(task: Task[Any], ran: Outcome, result: Any, place: Callable[[Tensor], Place]) -> tuple[Finish, set[int]]:
+def finish_of(task: Call[Any], ran: Outcome, result: Any, place: Callable[[Tensor], Place]) -> tuple[Finish, set[int]]:
     """What makes the function's result, and of which slots."""
-    first, function, shift = ran.outputs[0], task.result, task.head.shift
-    if task.per_token:
+    first, function, shift = ran.outputs[0], task.result, task.shift
+    if task.outputs:
         plan = ran.plan  # and nothing else of what was recorded
         return lambda outputs, held, leading: function(Outcome(all_at_targets(outputs, leading, shift), plan)), set()
     if result is first:

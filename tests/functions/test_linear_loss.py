@@ -326,7 +326,7 @@ def test_unreduced_logits() -> None:
         (losses.gspo(), {}, "puts a segment's tokens together"),
         (losses.cross_entropy(reduction="sum"), {}, "names a reduction or normalizer of its own"),
         (losses.cross_entropy(), {"metrics": [metrics.entropy()]}, "metrics go with one loss"),
-        (losses.cross_entropy(), {"upstream": 2.0}, "upstream go with one loss"),
+        (losses.cross_entropy(), {"upstream": 2.0}, "upstream goes with reduction"),
         (losses.cross_entropy(), {"normalizer": 2.0}, 'normalizer goes with reduction="mean"'),
     ],
 )

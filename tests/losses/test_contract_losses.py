@@ -25,7 +25,10 @@ from chunked_head import (
     plan,
     weights,
 )
+from chunked_head.call import head_call, spec
 from chunked_head.losses import Field, Losses
+from chunked_head.plan import planner
+from chunked_head.plan.plans import Plan
 
 HIDDEN, VOCAB, SEGMENTS = 6, 13, 3
 LEADING = (5, 4)
@@ -664,6 +667,27 @@ def test_the_plan_is_that_of_the_call(name: str, chunk: int | None) -> None:
         40, 16, 50, torch.float32, loss=loss, metrics=[metrics.accuracy()], chunk_tokens=chunk, device="cpu", **sizes
     )
     assert foretold == out.plan
+
+
+@pytest.mark.parametrize("chunk", [None, 10])
+@pytest.mark.parametrize("names", [(), ("entropy",), ("lse", "argmax"), ("log_sum_sq_probs", "mean_logit"), ("top_k",)])
+def test_the_plan_is_that_of_log_probabilities(
+    names: tuple[str, ...], chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight = torch.randn(40, 16).requires_grad_(), torch.randn(50, 16).requires_grad_()
+    made: list[Plan] = []
+
+    def planned(*given: Any) -> Plan:
+        made.append(planner.make_plan(*given))
+        return made[-1]
+
+    monkeypatch.setattr(head_call, "make_plan", planned)
+    spec.SPECS.clear()  # another test's may have a plan
+    flags: dict[str, Any] = {name: 4 if name == "top_k" else True for name in names}
+    linear_logprobs(hidden, weight, torch.randint(0, 50, (40,)), chunk_tokens=chunk, **flags)
+    top_k, returns = flags.pop("top_k", None), ("logprobs", *flags)
+    options: dict[str, Any] = {"returns": returns, "top_k": top_k, "chunk_tokens": chunk}
+    assert [plan(40, 16, 50, torch.float32, device="cpu", **options)] == made
 
 
 def test_the_plan_knows_the_calls_temperature() -> None:

@@ -14,9 +14,9 @@ from loss_cases import DENSE_HIDDEN, PAIRED, POLICY, LossCase, case, inputs_of, 
 
 from chunked_head import losses, metrics
 from chunked_head.arithmetic import kernels, vectors
-from chunked_head.arithmetic.demand import Needs, needs_of
+from chunked_head.arithmetic.demand import Structure, structure_of
 from chunked_head.arithmetic.evaluate import Inputs
-from chunked_head.core.stats import RowStats
+from chunked_head.core.stats import Demand, RowStats
 from chunked_head.losses import FIELDS, Losses
 from chunked_head.metrics import Metric
 
@@ -104,13 +104,13 @@ def float_options() -> list[Any]:
     return found
 
 
-def needs(factory: Callable[..., Any], options: dict[str, Any]) -> tuple[Needs, Any]:
+def needs(factory: Callable[..., Any], options: dict[str, Any]) -> tuple[tuple[Structure, Demand], Any]:
     """What a call of the loss or the metric needs, and itself."""
     made, beside = factory(**options), losses.z_loss(name="beside")
     if isinstance(made, Metric):
-        return needs_of(beside, [made], 1.0, VOCAB), made
+        return structure_of(beside, [made], 1.0, VOCAB), made
     ((_, summand),) = made.terms
-    return needs_of(made + beside, [], 1.0, VOCAB, columns=3, teacher_vocab=VOCAB), summand
+    return structure_of(made + beside, [], 1.0, VOCAB, columns=3, teacher_vocab=VOCAB), summand
 
 
 @pytest.mark.parametrize(("factory", "option"), float_options())
@@ -119,18 +119,18 @@ def test_losses_and_metrics_have_one_kernel_for_all_numbers(factory: Callable[..
     beside = BESIDE.get(option, BESIDE.get(f"{factory.__name__} {option}", {}))
     values = (1.5, 2.5) if option in ABOVE_ONE else (0.3, 0.6)
     (one, first), (other, second) = (needs(factory, {option: value, **beside}) for value in values)
-    assert first.signature == second.signature and one.structure.split[0] == other.structure.split[0]
+    assert first.signature == second.signature and one[0].split[0] == other[0].split[0]
     if option != "normalizer":
         assert first.settings != second.settings
-        assert one.structure.split[1] != other.structure.split[1] or option.startswith("teacher_")
+        assert one[0].split[1] != other[0].split[1] or option.startswith("teacher_")
     if first.scope == "token" and "topk_logprobs" not in first.needs:
         kernel, again = arithmetic(one), arithmetic(other)
         assert kernel is not None and kernel is again
 
 
-def arithmetic(made: Needs) -> Any:
+def arithmetic(made: tuple[Structure, Demand]) -> Any:
     """The kernel of a call's arithmetic."""
-    structure = made.structure
+    structure, demand = made
     parts = [part for part, _ in (*structure.summands, *structure.metrics)]
     names = {name for part in parts for name in (*part.fields, *part.optional_fields) if FIELDS[name].kind == "token"}
     fields = {name: torch.zeros(TOKENS) for name in sorted(names)}
@@ -138,5 +138,5 @@ def arithmetic(made: Needs) -> Any:
         torch.zeros(TOKENS, dtype=torch.int64), fields, None, torch.ones(len(structure.summands)),
         [{} for _ in structure.summands], {}, frozenset(fields),
     )  # fmt: skip
-    leaves = RowStats.empty(TOKENS, made.demand, torch.float32, torch.device("cpu")).named()
+    leaves = RowStats.empty(TOKENS, demand, torch.float32, torch.device("cpu")).named()
     return kernels.arithmetic_of(structure, leaves, inputs)[0]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import losses
-from ...arithmetic.demand import needs_of
+from ...arithmetic.demand import structure_of
 from ...core.checks import choice, flag
 from ...core.private import in_backward
 from ...functions.loss import LossOutput
@@ -351,4 +351,4 @@ def check_loss(loss: Losses | None, measured: Sequence[Metric]) -> None:
                 "hidden states"
             )
     # two of a name, or at too many temperatures
-    needs_of(losses.cross_entropy() if loss is None else loss, measured, 1.0, 2)
+    structure_of(losses.cross_entropy() if loss is None else loss, measured, 1.0, 2)
