@@ -36,9 +36,9 @@ class TeacherOptions(SummandOptions, total=False):
 
 @once
 def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
-    """``KL(q || p) = sum_j q_j * (log q_j - log p_j)`` to a dense teacher.
+    """``(q * (q / p).log()).sum(-1)``: KL(q || p) to a dense teacher.
 
-    ``form="cross_entropy"`` leaves out the teacher's entropy, ``-sum_j q_j * log p_j``: the same gradient.
+    ``form="cross_entropy"`` leaves out the teacher's entropy, ``-(q * p.log()).sum(-1)``: the same gradient.
 
     Fields, for this and the other dense losses: either ``teacher_logits`` [..., V_t], or ``teacher_hidden``
     [..., H_t] with ``teacher_weight`` [V_t, H_t] and perhaps ``teacher_bias`` [V_t]. They are indexed like the hidden
@@ -57,7 +57,7 @@ def forward_kl(form: str = "kl", **teacher: Any) -> Losses:
 
 @once
 def reverse_kl(**teacher: Any) -> Losses:
-    """``KL(p || q) = sum_j p_j * (log p_j - log q_j)`` to a dense teacher; fields and options as ``forward_kl``.
+    """``(p * (p / q).log()).sum(-1)``: KL(p || q) to a dense teacher; fields and options as ``forward_kl``.
 
     Where the teacher excludes an id (a logit of -inf) that the student does not, the divergence is infinite; its
     ``log q`` is taken to be -1e4 there, so that value and gradient are large but finite. ``jsd`` is bounded.
@@ -67,7 +67,8 @@ def reverse_kl(**teacher: Any) -> Losses:
 
 @once
 def jsd(beta: float = 0.5, **teacher: Any) -> Losses:
-    """``beta * KL(q || m) + (1 - beta) * KL(p || m)`` with ``m = beta * q + (1 - beta) * p`` (GKD, 2306.13649).
+    """``(beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()).sum(-1)`` with ``m = beta * q + (1 - beta) * p``:
+    ``beta * KL(q || m) + (1 - beta) * KL(p || m)`` to a dense teacher (GKD, 2306.13649).
 
     ``beta`` as in TRL, Liger and Axolotl: 0 is ``forward_kl`` and 1 ``reverse_kl``. They are cases of their own: the
     formula tends to 0 at both ends. Fields and other options as ``forward_kl``.
@@ -79,7 +80,8 @@ def jsd(beta: float = 0.5, **teacher: Any) -> Losses:
 
 @once
 def tvd(**teacher: Any) -> Losses:
-    """Total variation distance ``0.5 * sum_j |p_j - q_j|`` to a dense teacher; fields and options as ``forward_kl``.
+    """``0.5 * (p - q).abs().sum(-1)``: total variation distance to a dense teacher; fields and options as
+    ``forward_kl``.
 
     An id where ``p_j = q_j`` has the subgradient 0.
     """
@@ -88,8 +90,9 @@ def tvd(**teacher: Any) -> Losses:
 
 @once
 def lk(form: str = "log", eta: float = 3.0, least: float = 1e-5, **teacher: Any) -> Losses:
-    """What a drafter is trained by whose tokens a verifier accepts with probability ``a = sum_j min(p_j, q_j)``, ``q``
-    being the verifier (Samarin et al., 2602.23881; ``speculators``): fields and other options as ``forward_kl``.
+    """``-a.log()`` with ``a = torch.min(p, q).sum(-1)``: the probability that a verifier ``q`` accepts a token of the
+    drafter ``p`` that is trained (Samarin et al., 2602.23881; ``speculators``). Fields and other options as
+    ``forward_kl``.
 
     ``form="log"``: ``-log(max(a, least))``, whose gradient is that of ``tvd`` over ``a``: 0 below ``least``.
     ``form="hybrid"``: ``w * KL(q || p) + (1 - w) * tvd`` with ``w = exp(-eta * a)``, which takes no gradient.

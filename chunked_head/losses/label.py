@@ -18,8 +18,8 @@ def cross_entropy(
     entropy_scaling: float | None = None,
     **summand: Any,
 ) -> Losses:
-    """``-log p_y``; with smoothing e and class weights c, as ``torch.nn.functional.cross_entropy``:
-    ``-(1 - e) c_y log p_y - e / V sum_j c_j log p_j``.
+    """``-logprob``; with smoothing e and class weights c, as ``torch.nn.functional.cross_entropy``:
+    ``-(1 - e) * c[y] * logprob - e / V * (c * p.log()).sum(-1)``.
 
     ``class_weights`` [V], floating point. With them the default denominator is the sum of the targets' weights over the
     tokens that count, as PyTorch; ``normalizer`` and z-loss know nothing of them.
@@ -75,7 +75,7 @@ def _cross_entropy(
 
 @once
 def focal(gamma: float = 2.0, alpha: float | Tensor | None = None, **summand: Any) -> Losses:
-    """``-alpha_y (1 - p_y)^gamma log p_y`` over the softmax (Lin et al., arXiv 1708.02002).
+    """``-alpha[y] * (1 - logprob.exp()) ** gamma * logprob`` over the softmax (Lin et al., arXiv 1708.02002).
 
     ``alpha``: a tensor [V] of weights per class, or one number. The denominator stays the count of tokens: alpha is not
     in it, unlike ``class_weights`` of cross-entropy. ``gamma = 0`` is cross-entropy; 2 is the paper's choice, alpha is
@@ -107,7 +107,8 @@ def _focal(
 
 @once
 def unlikelihood(**summand: Any) -> Losses:
-    """``-log(1 - p_y)``: takes probability from tokens that should not have been said (Welleck, arXiv 1908.04319).
+    """``-torch.log(1 - logprob.exp())``: takes probability from tokens that should not have been said
+    (Welleck, arXiv 1908.04319).
 
     Which tokens, ``token_weights`` say. The probability is taken to be at most 1 - 1e-6, beyond which there is no
     gradient: the loss of a certain token would be infinite. ``summand``: ``SummandOptions``.
@@ -123,7 +124,7 @@ def _unlikelihood(stats: Stats, batch: Batch) -> Tensor:
 
 @once
 def z_loss(**summand: Any) -> Losses:
-    """``lse^2``: keeps the softmax's normaliser near 1 (PaLM, arXiv 2204.02311, with a coefficient of 1e-4).
+    """``lse ** 2``: keeps the softmax's normaliser near 1 (PaLM, arXiv 2204.02311, with a coefficient of 1e-4).
 
     Of the logits at the loss's temperature, scaled and capped. Needs no target. Liger's ``lse_square_scale`` and
     Megatron's are this times the coefficient. ``summand``: ``SummandOptions``.
@@ -137,7 +138,8 @@ def _z_loss(stats: Stats, batch: Batch) -> Tensor:
 
 @once
 def entropy(**summand: Any) -> Losses:
-    """``-sum_j p_j log p_j`` in nats, differentiable: ``- 0.01 * entropy()`` is a bonus, a positive factor a penalty.
+    """``-(p * p.log()).sum(-1)`` in nats, differentiable: ``- 0.01 * entropy()`` is a bonus, a positive factor a
+    penalty.
 
     Of the softmax at the loss's temperature, as in verl; TRL's chunked log-probabilities ignore this gradient. Needs no
     target. ``summand``: ``SummandOptions``.

@@ -48,7 +48,7 @@ class Rollout(NamedTuple):
 
 @once
 def reinforce(**policy: Any) -> Losses:
-    """``-A logprob``: REINFORCE, and what every clipped loss is on policy.
+    """``-A * logprob``: REINFORCE, and what every clipped loss is on policy.
 
     Fields: advantages [tokens]; with ``rollout``, rollout_logprobs and optionally old_logprobs. As GPG in verl. An
     importance ratio to the old policy as a detached factor, PipelineRL's form, is ``cispo``.
@@ -72,7 +72,7 @@ def grpo(
     ratio_clamp: float | None = 20.0,
     **policy: Any,
 ) -> Losses:
-    """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``: the clipped surrogate of PPO and GRPO.
+    """``-torch.min(r * A, r.clamp(1 - clip_low, 1 + clip_high) * A)``: the clipped surrogate of PPO and GRPO.
 
     Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1 with the gradient of the ratio).
     ``clip_high`` above ``clip_low`` is DAPO's asymmetric clip (0.28); at a bound the gradient still flows.
@@ -106,8 +106,8 @@ def cispo(
     ratio_clamp: float | None = 20.0,
     **policy: Any,
 ) -> Losses:
-    """``-sg(clip(r)) A logprob``: the clipped ratio is a detached factor, so that no token loses its gradient
-    (MiniMax-M1, arXiv 2506.13585).
+    """``-r.clamp(max=1 + clip_high).detach() * A * logprob``: the clipped ratio is a detached factor, so that no token
+    loses its gradient (MiniMax-M1, arXiv 2506.13585).
 
     Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). No lower bound unless ``clip_low`` is set.
     ``bounds``: "offset" clips r to [1 - clip_low, 1 + clip_high], as the paper, verl, NeMo-RL and PipelineRL's
@@ -136,8 +136,8 @@ def _cispo(
 
 @once
 def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
-    """``-A 4 / tau sigmoid(tau (r - 1))``, tau = tau_pos where A > 0, else tau_neg: a soft gate in place of the clip
-    (arXiv 2511.20347). On policy its gradient is REINFORCE's.
+    """``-A * 4 / tau * torch.sigmoid(tau * (r - 1))`` with ``tau = torch.where(A > 0, tau_pos, tau_neg)``: a soft gate
+    in place of the clip (arXiv 2511.20347). On policy its gradient is REINFORCE's.
 
     Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). Defaults: the paper's, TRL's and Liger's.
     ``ratio_clamp``: see ``grpo``. TRL averages it as GRPO: ``weights.sequence_mean``. ``policy``: ``PolicyOptions``.

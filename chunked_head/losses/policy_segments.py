@@ -31,8 +31,8 @@ def gspo(
     ratio_clamp: float | None = 20.0,
     **policy: Any,
 ) -> Losses:
-    """``-min(R A_s, clip(R, 1 - clip_low, 1 + clip_high) A_s)`` per segment s, ``log R`` the mean over s of ``logprob -
-    old_logprobs``, ``A_s`` the mean of its advantages (arXiv 2507.18071).
+    """``-torch.min(R * A_s, R.clamp(1 - clip_low, 1 + clip_high) * A_s)`` per segment, with
+    ``R = segment_mean(logprob - old_logprobs).exp()`` and ``A_s = segment_mean(A)`` (arXiv 2507.18071).
 
     Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1 with its gradient).
     ``weighting``: "segment", one value per segment, their mean counting segments with a token that counts (the paper,
@@ -79,12 +79,12 @@ def _gspo(
 
 @once
 def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, ratio_clamp: float | None = 20.0, **policy: Any) -> Losses:
-    """``-A_s exp(mean over s of clip(log r))``: the geometric mean of ratios, each clipped in log space on the side
-    that its segment's advantage pushes to: at most clip_high for A_s > 0, at least -clip_low for A_s < 0 (arXiv
-    2507.20673).
+    """``-A_s * segment_mean(clipped).exp()`` per segment, with ``A_s = segment_mean(A)`` and ``clipped =
+    torch.where(per_token(A_s) > 0, r.log().clamp(max=clip_high), r.log().clamp(min=-clip_low))``: the geometric mean of
+    ratios, each clipped in log space on the side that its segment's advantage pushes to (arXiv 2507.20673).
 
-    One value per segment; ``A_s`` is the mean of its advantages. Fields: segments [tokens] int, advantages [tokens],
-    old_logprobs [tokens] (without them the ratio is 1 with its gradient). 0.4 in log space is the paper's advice.
+    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them the ratio is 1 with its
+    gradient). 0.4 in log space is the paper's advice.
     ``ratio_clamp`` c: the tokens' log-ratios are clamped to [-c, c] first. ``policy``: ``PolicyOptions``.
     """
     options = {
@@ -117,10 +117,11 @@ def rloo(
     ratio_clamp: float | None = 20.0,
     **policy: Any,
 ) -> Losses:
-    """``-min(R A_s, clip(R, 1 - clip_low, 1 + clip_high) A_s)`` per segment s, ``log R`` the sum over s of ``logprob -
-    old_logprobs``: the ratio of whole completions (arXiv 2402.14740, as TRL's trainer).
+    """``-torch.min(R * A_s, R.clamp(1 - clip_low, 1 + clip_high) * A_s)`` per segment, with
+    ``R = segment_sum(logprob - old_logprobs).exp()``, the ratio of complete answers, and ``A_s = segment_mean(A)``
+    (arXiv 2402.14740, as TRL's trainer).
 
-    One value per segment; ``A_s``, the mean of the segment's advantages, is the caller's leave-one-out advantage.
+    ``A_s`` is the caller's leave-one-out advantage.
     Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1 with its gradient).
     ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c]. Defaults:
     TRL's. ``policy``: ``PolicyOptions``.
@@ -148,17 +149,17 @@ def vespo(
     ratio_clamp: float = 20.0,
     **policy: Any,
 ) -> Losses:
-    """``-sg(phi(w)) A logprob`` with ``phi(w) = w^k exp(lambda (1 - w))``, where ``w`` is the ratio of the token's
-    whole segment, the exponential of the sum of ``logprob - old_logprobs``: a soft bound in place of the clip (VESPO,
-    arXiv 2602.10693, as TRL).
+    """``-phi.detach() * A * logprob`` with ``phi = w ** k * (l * (1 - w)).exp()``, ``k = torch.where(A >= 0, k_pos,
+    k_neg)`` and ``l = torch.where(A >= 0, lambda_pos, lambda_neg)``, where ``w = per_token(segment_sum(logprob -
+    old_logprobs).exp())`` is the ratio of the token's segment: a soft bound in place of the clip (VESPO, arXiv
+    2602.10693, as TRL).
 
-    One value per token, 0 for tokens of segment -1. ``k_pos`` and ``lambda_pos`` where A >= 0, ``k_neg`` and
-    ``lambda_neg`` elsewhere; lambda is at least 1e-4. phi is at most ``(k / lambda)^k exp(lambda - k)``: where
-    ``phi A`` is beyond fp32 it is infinite (TRL: 0). ``ratio_clamp`` c: a token's log-ratio is clamped to [-c, c], and
-    log w to [log 1e-8, c]. Rollout weights, of ``rollout_level="token"`` alone, are part of w: their logarithms, in the
-    same range, are added to log w, and the value is not multiplied by them.
-    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them w = 1). Defaults: TRL's,
-    whose normaliser is ``weights.token_mean``. ``policy``: ``PolicyOptions``.
+    One value per token, 0 for tokens of segment -1. Both lambdas are at least 1e-4. phi is at most ``(k / lambda)^k
+    exp(lambda - k)``: where ``phi A`` is beyond fp32 it is infinite (TRL: 0). ``ratio_clamp`` c: a token's log-ratio is
+    clamped to [-c, c], and log w to [log 1e-8, c]. Rollout weights, of ``rollout_level="token"`` alone, are part of w:
+    their logarithms, in the same range, are added to log w, and the value is not multiplied by them. Fields: segments
+    [tokens] int, advantages [tokens], old_logprobs [tokens] (without them w = 1). Defaults: TRL's, whose normaliser is
+    ``weights.token_mean``. ``policy``: ``PolicyOptions``.
     """
     if policy.get("rollout_level", "token") != "token":
         raise ValueError('rollout_level of losses.vespo must be "token": a segment\'s weight is a sum over its tokens')

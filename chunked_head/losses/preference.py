@@ -17,13 +17,13 @@ from .batch import Batch, Stats, gate
 
 @once
 def orpo(beta: float = 0.1, **summand: Any) -> Losses:
-    """The odds-ratio term of ORPO (arXiv 2403.07691): ``-beta * log s(log odds(chosen) - log odds(rejected))``.
+    """``-beta * F.logsigmoid(odds.log()[chosen] - odds.log()[rejected])`` per pair, with ``odds = P / (1 - P)`` and
+    ``P = segment_mean(logprob).exp()``: the odds-ratio term of ORPO (arXiv 2403.07691).
 
-    ``odds = P / (1 - P)`` with ``P`` the exponential of a segment's mean log-probability. Fields: ``segments``,
-    ``pairs``. The paper's other term is the negative log-likelihood of prompt and chosen completion together: add it
-    as ``cpo`` says, with ``nll_mask`` true on the chosen sequences' prompt and completion, and ``segments`` -1 on
-    prompts (their targets must not be ``ignore_index``). TRL and Liger do the same; Liger's ``log1p(-exp(a))`` is lost
-    where ``a`` is near 0.
+    Fields: ``segments``, ``pairs``. The paper's other term is the negative log-likelihood of prompt and chosen
+    completion together: add it as ``cpo`` says, with ``nll_mask`` true on the chosen sequences' prompt and completion,
+    and ``segments`` -1 on prompts (their targets must not be ``ignore_index``). TRL and Liger do the same; Liger's
+    ``log1p(-exp(a))`` is lost where ``a`` is near 0.
     """
     beta = number("losses.orpo", "beta", beta, 0.0)
     return make("orpo", _orpo, summand, {"beta": beta}, fields=("segments", "pairs"), scope="segment", unit="pair")
@@ -45,9 +45,11 @@ def kto(
     reference_free: bool = False,
     **summand: Any,
 ) -> Losses:
-    """KTO (arXiv 2402.01306): ``w * s(beta * (kl - u))`` of desirable segments, ``w * s(beta * (u - kl))`` of others.
+    """``torch.where(desirable, desirable_weight * torch.sigmoid(beta * (kl - u)), undesirable_weight *
+    torch.sigmoid(beta * (u - kl)))`` per segment, with ``u = segment_sum(logprob - ref_logprobs)``: KTO (arXiv
+    2402.01306).
 
-    ``u`` is the segment's score (a mean with ``average``), ``w`` the weight of its kind, ``kl`` the constant field
+    ``u`` is a mean with ``average``, ``desirable`` the field ``segment_labels``, ``kl`` the constant field
     ``kl_baseline`` (0-d, [1], or one per segment), taken without gradient and at least 0; absent, it is 0, which is
     TRL's ``apo_zero_unpaired``. It is the caller's: TRL takes the mean of ``logprob - ref`` over completions of other
     prompts, over all ranks.

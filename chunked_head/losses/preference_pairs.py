@@ -41,10 +41,12 @@ def dpo(
     ld_alpha: float | None = None,
     **summand: Any,
 ) -> Losses:
-    """Direct preference optimisation and its relatives (arXiv 2305.18290; names and defaults as TRL's ``loss_type``).
+    """``-F.logsigmoid(beta * (score[chosen] - score[rejected]))`` per pair, with ``score = segment_sum(logprob -
+    ref_logprobs)``: direct preference optimisation (arXiv 2305.18290) and, by ``variant``, its relatives (names and
+    defaults as TRL's ``loss_type``).
 
     With ``u`` and ``v`` the scores of a pair's chosen and rejected segment, ``d = beta * (u - v)``, ``s`` the sigmoid
-    and ``eps = label_smoothing``, a pair's value is:
+    and ``eps`` the ``label_smoothing``, a pair's value is:
 
     - ``sigmoid``: ``-(1 - eps) * log s(d) - eps * log s(-d)``; eps > 0 is cDPO. ``sigmoid_norm``: of mean scores.
     - ``hinge`` (SLiC, 2305.10425): ``max(0, 1 - d)``.
@@ -98,10 +100,11 @@ def dpo(
 def simpo(
     beta: float = 0.1, gamma: float = 0.5, *, label_smoothing: float = 0.0, alpha: float = 0.0, **summand: Any
 ) -> Losses:
-    """SimPO (arXiv 2405.14734): ``-log s(d)`` with ``d = beta * (u - v) - gamma`` of mean log-probabilities.
+    """``-F.logsigmoid(beta * (score[chosen] - score[rejected]) - gamma)`` per pair, with ``score =
+    segment_mean(logprob)``: SimPO (arXiv 2405.14734).
 
-    ``alpha`` other than 0 is AlphaPO (2501.03884): ``(1 - exp(-alpha * u)) / alpha`` in the place of u, and of v
-    likewise, the exponents at most 80. ``label_smoothing`` as in ``dpo``.
+    ``alpha`` other than 0 is AlphaPO (2501.03884): ``(1 - exp(-alpha * u)) / alpha`` in the place of a score u, the
+    exponents at most 80. ``label_smoothing`` as in ``dpo``.
     Fields: ``segments``, ``pairs``; no reference. The margin is TRL's and Liger's
     ``simpo_gamma``, as are the defaults; the paper's code says ``gamma_beta_ratio = gamma / beta`` and trains with
     beta 2 to 10. TRL and Liger can add the chosen segments' NLL: ``cpo`` says how to.
@@ -123,7 +126,8 @@ def cpo(
     alpha: float = 0.0,
     **summand: Any,
 ) -> Losses:
-    """Contrastive preference optimisation (arXiv 2401.08417): ``dpo`` without a reference, the pair term alone.
+    """``-F.logsigmoid(beta * (score[chosen] - score[rejected]))`` per pair, with ``score = segment_sum(logprob)``:
+    contrastive preference optimisation (arXiv 2401.08417), ``dpo`` without a reference, the pair term alone.
 
     ``variant``: ``sigmoid``, ``hinge`` or ``ipo``, as in ``dpo``. Scores are sums except for ``ipo``'s; ``alpha`` as in
     ``simpo``, for ``ipo`` with exponents of at most 40, of sums (TRL) or, with ``average``, of means as in AlphaPO's

@@ -23,8 +23,9 @@ def kl_to_reference(
     level: str = "token",
     **summand: Any,
 ) -> Losses:
-    """An estimate of KL(policy || reference) from the target alone, with ``d = ref_logprobs - logprob``:
-    k1 ``-d``; abs ``|d|``; k2 ``d^2 / 2``; k3 ``e^d - d - 1`` (TRL, Liger; verl's low_var_kl).
+    """``d.exp() - d - 1`` with ``d = ref_logprobs - logprob``: an estimate of KL(policy || reference) from the target.
+
+    ``estimator``: "k3" is this (TRL, Liger; verl's low_var_kl), "k1" ``-d``, "abs" ``d.abs()``, "k2" ``d ** 2 / 2``.
 
     Fields: ref_logprobs [tokens]; for ``bias_correction`` optionally old_logprobs [tokens].
     On samples of the policy, the gradient of k2 alone is that of the KL (k1's vanishes on average, k3's is that of

@@ -26,7 +26,9 @@ def topk_kl(
     t_squared: bool = False,
     **summand: Any,
 ) -> Losses:
-    """A divergence from a teacher of whom K log-probabilities a token are known.
+    """``(t * (t / s).log()).sum(-1) + rest_t * (rest_t / rest_s).log()`` with ``s`` and ``t`` [..., K] the student's
+    and the teacher's probabilities of ``teacher_ids``, ``rest_s = 1 - s.sum(-1)`` and ``rest_t = 1 - t.sum(-1)``: a
+    divergence from a teacher of whom K log-probabilities a token are known.
 
     Fields: ``teacher_ids``, ``teacher_logprobs`` [..., K], and ``teacher_mask`` if entries are missing; indexed like
     the hidden states. The target may be None.

@@ -49,7 +49,10 @@ def make(
 
 @once
 def accuracy(**common: Any) -> Metric:
-    """Share of tokens whose target has the largest logit, the first of them on ties. ``common``: ``MetricOptions``."""
+    """``argmax == target``: share of tokens whose target has the largest logit, the first of them on ties.
+
+    ``common``, here and below: ``MetricOptions``.
+    """
     return make("accuracy", _accuracy, common, needs=("argmax",))
 
 
@@ -59,7 +62,7 @@ def _accuracy(stats: Any, batch: Any) -> Tensor:
 
 @once
 def perplexity(weighting: Literal["token", "segment"] = "token", **common: Any) -> Metric:
-    """``exp(-mean log-probability)``; ``weighting="segment"``: the mean of the segments' own perplexities, as verl."""
+    """``(-logprob).mean().exp()``; ``weighting="segment"``: the mean of the segments' own perplexities, as verl."""
     if choice("metrics.perplexity", "weighting", weighting, ("token", "segment")) == "token":
         return make("perplexity", _negative_logprob, common, finish="perplexity")
     return make("perplexity", _segment_perplexity, common, level="segment")
@@ -75,25 +78,26 @@ def _segment_perplexity(stats: Any, batch: Any) -> Tensor:
 
 @once
 def entropy(reduce: Reduce = "mean", **common: Any) -> Metric:
-    """Entropy of the softmax in nats, at the metric's temperature."""
+    """``-(p * p.log()).sum(-1)``: entropy of the softmax in nats, at the metric's temperature."""
     return _statistic("entropy", reduce, common, needs=("entropy",), reads_target=False)
 
 
 @once
 def lse(reduce: Reduce = "mean", **common: Any) -> Metric:
-    """``logsumexp`` of the logits, what z-loss squares."""
+    """``x.logsumexp(-1)``, what z-loss squares."""
     return _statistic("lse", reduce, common, reads_target=False)
 
 
 @once
 def mean_logit(reduce: Reduce = "mean", **common: Any) -> Metric:
-    """Mean of a token's logits over the vocabulary (TRL's ``logits/chosen`` is its mean over chosen tokens)."""
+    """``x.mean(-1)``: mean of a token's logits over the vocabulary (TRL's ``logits/chosen`` is its mean over chosen
+    tokens)."""
     return _statistic("mean_logit", reduce, common, needs=("mean_logit",), reads_target=False)
 
 
 @once
 def logprob(reduce: Reduce = "mean", **common: Any) -> Metric:
-    """Log-probability of the target (Fast-LLM's ``new_logprobs``)."""
+    """``logprob``: log-probability of the target (Fast-LLM's ``new_logprobs``)."""
     return _statistic("logprob", reduce, common)
 
 
@@ -107,7 +111,7 @@ def _read(stats: Any, batch: Any, statistic: str) -> Tensor:
 
 @once
 def top_probability(reduce: Reduce = "mean", **common: Any) -> Metric:
-    """Probability of the most probable token."""
+    """``p.amax(-1)``: probability of the most probable token."""
     return make("top_probability", _top_probability, common, reduce=reduce, needs=("top_logprob",), reads_target=False)
 
 
@@ -124,7 +128,7 @@ def ratio(
     ratio_clamp: float | None = 20.0,
     **common: Any,
 ) -> Metric:
-    """``r = exp(logprob - old_logprobs)``, or to ``ref_logprobs``, ``rollout_logprobs``.
+    """``(logprob - old_logprobs).exp()``, r, or to ``ref_logprobs``, ``rollout_logprobs``.
 
     ``level="segment"``: GSPO's, ``exp`` of the mean log-ratio over a segment's tokens, one per segment. The log-ratio
     is held within ``ratio_clamp`` before ``exp`` (None: not), as in the policy losses.
@@ -143,7 +147,7 @@ def effective_sample_size(
     ratio_clamp: float | None = 20.0,
     **common: Any,
 ) -> Metric:
-    """``(sum r)^2 / sum r^2`` over all tokens (or segments), between 1 and their number.
+    """``r.sum() ** 2 / (r ** 2).sum()`` over all tokens (or segments), between 1 and their number.
 
     ``normalized``: divided by their number, so at most 1, as verl logs it. ``.sum`` is ``(sum r, sum r^2)``: the value
     follows from the sums of all micro-batches and ranks, which is not the mean of theirs.
@@ -197,11 +201,11 @@ def kl_old(
     ratio_clamp: float | None = 20.0,
     **common: Any,
 ) -> Metric:
-    """KL(old || new), estimated on tokens that the old policy sampled; with ``d = logprob - old_logprobs``:
+    """``d.exp() - d - 1`` with ``d = logprob - old_logprobs``: KL(old || new), on tokens that the old policy sampled.
 
-    k1 ``-d`` (verl's and OpenRLHF's ``ppo_kl``), abs ``|d|``, k2 ``d^2 / 2``, k3 ``exp(d) - d - 1`` (Fast-LLM's
-    ``kl_new_old``, TRL's asynchronous GRPO). ``d`` is held within ``ratio_clamp``. ``level="segment"``: of the mean of
-    ``d`` over the segment's tokens, GSPO's log-ratio.
+    ``estimator``: "k3" is this (Fast-LLM's ``kl_new_old``, TRL's asynchronous GRPO), "k1" ``-d`` (verl's and OpenRLHF's
+    ``ppo_kl``), "abs" ``d.abs()``, "k2" ``d ** 2 / 2``. ``d`` is clamped to ``ratio_clamp``. ``level="segment"``: of
+    the mean of ``d`` over the segment's tokens, GSPO's log-ratio.
     """
     known = _of_ratios("kl_old", "old_logprobs", level, ratio_clamp, estimator=_estimator("kl_old", estimator))
     suffix = "" if estimator == "k3" else estimator
@@ -227,11 +231,11 @@ def kl_reference(
     ratio_clamp: float | None = 20.0,
     **common: Any,
 ) -> Metric:
-    """KL(new || reference), estimated on tokens that the policy sampled; with ``d = ref_logprobs - logprob``:
+    """``d.exp() - d - 1`` with ``d = ref_logprobs - logprob``: KL(new || reference), on tokens that the policy sampled.
 
-    k1 ``-d``, abs ``|d|``, k2 ``d^2 / 2``, k3 ``exp(d) - d - 1``: what ``losses.kl_to_reference`` of the same options
-    is the mean of. ``bias_correction`` multiplies by the ratio to ``old_logprobs``, where tokens are the old policy's
-    (DeepSeek-V3.2, TRL's ``use_bias_correction_kl``).
+    ``estimator`` as in ``kl_old``: what ``losses.kl_to_reference`` of the same options is the mean of.
+    ``bias_correction`` multiplies by the ratio to ``old_logprobs``, where tokens are the old policy's (DeepSeek-V3.2,
+    TRL's ``use_bias_correction_kl``).
     """
     kind = "kl_reference"
     options = {
@@ -256,7 +260,7 @@ def clip_fraction(
     ratio_clamp: float | None = 20.0,
     **common: Any,
 ) -> Metric:
-    """Share of tokens (or segments) whose ratio to the old policy lies outside ``[1 - clip_low, 1 + clip_high]``.
+    """``(r < 1 - clip_low) | (r > 1 + clip_high)``: share of tokens (or segments) whose ratio lies outside of the clip.
 
     ``"unsigned"``: below or above, whatever the advantage (Fast-LLM, PipelineRL). ``"low"``: below, with a negative
     advantage; ``"high"``: above, with a positive one; ``"signed"``: either (TRL's ``clip_ratio/low_mean``,
@@ -291,7 +295,7 @@ def _clip_fraction(
 
 @once
 def advantage(reduce: Reduce = "mean", **common: Any) -> Metric:
-    """Mean, maximum or minimum of ``batch["advantages"]`` over tokens that count."""
+    """``A``: mean, maximum or minimum of ``batch["advantages"]`` over tokens that count."""
     return make("advantage", _advantage, common, reduce=reduce, fields=("advantages",), reads_target=False)
 
 
@@ -301,16 +305,17 @@ def _advantage(stats: Any, batch: Any) -> Tensor:
 
 @once
 def acceptance(reduce: Reduce = "mean", **common: Any) -> Metric:
-    """``sum_j min(p_j, q_j)``: the probability that a verifier ``q`` accepts a token that a drafter ``p`` has sampled
-    (Leviathan et al., 2211.17192). ``q`` is the dense teacher of a loss of the call, at that loss's softmaxes."""
+    """``torch.min(p, q).sum(-1)``: the probability that a verifier ``q`` accepts a token that a drafter ``p`` has
+    sampled (Leviathan et al., 2211.17192). ``q`` is the dense teacher of a loss of the call, at that loss's
+    softmaxes."""
     needs = ("overlap",)
     return make("acceptance", _acceptance, common, reduce=reduce, needs=needs, reads_target=False)
 
 
 @once
 def agreement(**common: Any) -> Metric:
-    """Share of tokens whose most probable id is the dense teacher's too: what a verifier that decodes greedily accepts.
-    The teacher is that of a loss of the call; of equal logits the first id's counts."""
+    """``argmax == q.argmax(-1)``: share of tokens whose most probable id is the dense teacher's too, which a verifier
+    that decodes greedily accepts. The teacher is that of a loss of the call; of equal logits the first id's counts."""
     return make("agreement", _agreement, common, needs=("argmax", "teacher_argmax"), reads_target=False)
 
 
@@ -320,7 +325,7 @@ def _agreement(stats: Any, batch: Any) -> Tensor:
 
 @once
 def accepted_length(**common: Any) -> Metric:
-    """How many tokens in a row a verifier accepts on average: ``a_1 + a_1 a_2 + ...`` with ``a_i`` the acceptance of a
+    """``a.cumprod(0).sum(0)``: tokens in a row that a verifier accepts on average. ``a[i]`` is the acceptance of a
     token in the i-th stream of ``linear_loss``, 0 where it does not count there; of the tokens that count in the first.
 
     Streams hold the same tokens, the i-th drafted i tokens ahead.

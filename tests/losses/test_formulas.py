@@ -3,19 +3,25 @@
 Tokens lie in any order; nan, inf and ids out of range stand wherever one does not count.
 """
 
+import inspect
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from loss_cases import DENSE_HIDDEN, PAIRED, POLICY, SEGMENTED, LossCase, LossInputs, case, inputs_of
 from oracle import reference as oracle
 from oracle.reference import kind_of
 from tiers import crossed
 from torch import Tensor
 
-from chunked_head import linear_loss
+from chunked_head import linear_loss, losses, metrics
+from chunked_head.losses import Losses
+from chunked_head.losses.batch import Batch, Stats
+from chunked_head.metrics import Metric, MetricValue
 
 TOKENS, VOCAB = 41, 23
 CLASSES = torch.where(torch.arange(VOCAB) % 4 > 0, torch.linspace(0.1, 1.1, VOCAB), 0.0).double()
@@ -227,3 +233,76 @@ def test_dense_teachers(loss: tuple[str, dict[str, Any]], vocab: int, teacher: s
 @pytest.mark.parametrize("options", TOPK, ids=str)
 def test_topk(options: dict[str, Any], more: str) -> None:
     hold(case("", ("topk_kl", options), batch="teacher_ids teacher_logprobs mask" + more))
+
+
+class Words(dict):
+    """Names that a docstring's formula is made of: fields, statistics, options, and what it says ``with``."""
+
+    definitions: dict[str, str]
+
+    def __missing__(self, name: str) -> Any:
+        return self.value(self.definitions[name])
+
+    def value(self, formula: str) -> Any:
+        return eval(formula, {"torch": torch, "F": F}, self)
+
+
+FACTORIES = [
+    factory
+    for module in (losses, metrics)
+    for name, factory in vars(module).items()
+    if name in module.__all__ and getattr(factory, "__annotations__", {}).get("return") in (Losses, Metric)
+    if name not in ("custom", "accepted_length")  # a user's, and one of several streams
+]
+
+
+@pytest.mark.parametrize(
+    "factory", FACTORIES, ids=lambda factory: f"{factory.__module__.split('.')[1]}.{factory.__name__}"
+)
+def test_a_docstring_opens_with_the_formula(factory: Any) -> None:
+    """In PyTorch, of the default options: names are those of the module's docstring and of the fields."""
+    made = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=made, dtype=torch.float64)
+
+    x, teacher, y = normal(12, 7), normal(12, 7), torch.randint(7, (12,), generator=made)
+    p, q, logs = x.softmax(-1), teacher.softmax(-1), x.log_softmax(-1)
+    m, ids = 0.5 * q + 0.5 * p, torch.stack([y, (y + 3) % 7], 1)
+    logprob, ratios = logs.gather(1, y[:, None])[:, 0], {}
+    for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"):
+        ratios[name] = logprob + 0.3 * normal(12)
+    fields = ratios | {
+        "advantages": normal(12), "segments": torch.arange(12) % 4, "pairs": torch.tensor([[0, 1], [3, 2], [1, 3]]),
+        "segment_labels": torch.tensor([True, False, True, False]), "kl_baseline": torch.tensor(0.2).double(),
+        "teacher_ids": ids, "teacher_logprobs": teacher.log_softmax(-1).gather(1, ids),
+    }  # fmt: skip
+    batch = Batch(fields, y, 4, 7)
+    stats = {
+        "logprob": logprob, "lse": x.logsumexp(-1), "entropy": -(p * logs).sum(-1), "mean_logit": x.mean(-1),
+        "forward_kl": (q * (q / p).log()).sum(-1), "reverse_kl": (p * (p / q).log()).sum(-1),
+        "jsd": 0.5 * (q * (q / m).log() + p * (p / m).log()).sum(-1), "tvd": 0.5 * (p - q).abs().sum(-1),
+        "overlap": torch.minimum(p, q).sum(-1), "argmax": x.argmax(-1), "teacher_argmax": q.argmax(-1),
+        "top_logprob": logs.amax(-1), "topk_logprobs": logs.gather(1, ids),
+    }  # fmt: skip
+    text = " ".join(inspect.cleandoc(factory.__doc__).partition("\n\n")[0].split())
+    assert text.startswith("``")
+    formula, *more = re.findall("``(.*?)``", text)
+    words = Words({name: each.default for name, each in inspect.signature(factory).parameters.items()} | fields | stats)
+    words.definitions = {name: each for name, _, each in (span.partition(" = ") for span in more) if each}
+    words |= {
+        "x": x, "p": p, "q": q, "y": y, "target": y, "A": fields["advantages"], "kl": 0.2,
+        "r": (logprob - fields["old_logprobs"]).exp(), "chosen": fields["pairs"][:, 0],
+        "rejected": fields["pairs"][:, 1], "desirable": fields["segment_labels"], "segment_mean": batch.segment_mean,
+        "segment_sum": batch.segment_sum, "per_token": batch.per_token, "s": p.gather(1, ids), "t": q.gather(1, ids),
+    }  # fmt: skip
+    if factory is losses.focal:
+        words["alpha"] = torch.ones(7)
+    part, said = factory(), words.value(formula).double()
+    if isinstance(part, Metric):
+        values = part.values(Stats(stats), batch).double()
+        found, said = MetricValue("mean", values.sum(0), torch.tensor(12.0), finish=part.finish).value, said.mean()
+    else:
+        ((_, summand),) = part.terms
+        found = summand.values(Stats(stats), batch)
+    torch.testing.assert_close(found, said, rtol=1e-6, atol=1e-6)
