@@ -139,12 +139,6 @@ def compiled_in_place(model: Any) -> Any:
     return model
 
 
-def compiled_by_accelerate(model: Any) -> Any:
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    plugin = accelerate.utils.TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
-    return accelerate.Accelerator(cpu=True, dynamo_plugin=plugin).prepare(model)
-
-
 def kept(name: str, until: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A head that is called by a method bound before its class changed."""
 
@@ -166,21 +160,13 @@ def kept(name: str, until: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 ENTRIES: dict[str, Callable[[Any], Any]] = {
     "compiled": compiled_head("eager"),
-    "compiled with autograd": compiled_head("aot_eager"),
     "compiled, then patched": compiled_head("eager", first="compile"),
     "compiled in place": compiled_in_place,
     "regions": lambda model: accelerate.utils.compile_regions(model, backend="eager"),
-    "regions by accelerate": compiled_by_accelerate,
     "call bound before patch_model": lambda model: kept("__call__", strictly)(unpatch_model(model)),
-    "forward bound before patch_model": lambda model: kept("forward", strictly)(unpatch_model(model)),
-    "call of a patched head": kept("__call__", lambda model: model),
     "forward of a patched head": kept("forward", lambda model: model),
     "call kept over unpatch_model": kept("__call__", unpatch_model),
-    "forward kept over unpatch_model": kept("forward", unpatch_model),
-    "call kept over both": kept("__call__", lambda model: strictly(unpatch_model(model))),
-    "copy": copy.deepcopy,
     "copy of a compiled head": lambda model: copy.deepcopy(compiled_head("eager")(model)),
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "pickle of a compiled head": lambda model: pickle.loads(pickle.dumps(compiled_head("eager")(model))),
 }
 

@@ -1,7 +1,6 @@
 """patch_model against the model as it was: losses, gradients, logits, and whatever else a forward is for."""
 
 import copy
-import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -154,17 +153,6 @@ def test_gradient_checkpointing() -> None:
     assert_same(step(model), step(plain))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(dtype: torch.dtype) -> None:
-    plain = tiny_models.llama().to(dtype)
-    model = patch_model(copy.deepcopy(plain))
-    ours, theirs, exact = step(model), step(plain), step(copy.deepcopy(plain).float())
-    assert model.chunked_head.fused == 1 and ours.loss.dtype == theirs.loss.dtype
-    head = "lm_head.weight"
-    assert (ours.grads[head] - exact.grads[head]).norm() <= 2 * (theirs.grads[head] - exact.grads[head]).norm()
-    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-2, atol=0)
-
-
 def test_autocast() -> None:
     plain = tiny_models.llama()
     model = patch_model(copy.deepcopy(plain))
@@ -248,12 +236,6 @@ def test_what_has_no_part_in_the_loss_is_refused(asked: str, when: str) -> None:
     own_loss(model).backward()  # and a loss beside it
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_a_loss_beside_the_models_own(asked: str) -> None:
-    model = patch_model(tiny_models.llama(), **ASKED[asked])
-    (model(**tokens()).loss + own_loss(model)).backward()
-
-
 def test_a_forward_that_fuses_nothing_is_said_once() -> None:
     model = patch_model(tiny_models.llama())
     message = (
@@ -269,21 +251,6 @@ def test_a_forward_that_fuses_nothing_is_said_once() -> None:
     outside = patch_model(tiny_models.llama(), when="training")
     own_loss(outside).backward()
     assert outside.chunked_head.fused == 1
-
-
-def test_losses_outside_of_the_forward() -> None:
-    plain = tiny_models.llama()
-    model = patch_model(copy.deepcopy(plain), when="training")
-    inputs = tokens()
-    found = []
-    for one in (plain, model):
-        logits = one(input_ids=inputs["input_ids"]).logits
-        loss = F.cross_entropy(logits[:, :-1].reshape(-1, 97), inputs["labels"][:, 1:].reshape(-1), reduction="sum")
-        loss.backward()
-        found.append((loss, one.lm_head.weight.grad))
-    assert model.chunked_head.fused == 1
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=0)
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
 
 
 def selective(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -306,7 +273,6 @@ SPELLINGS: dict[str, Callable[..., torch.Tensor]] = {
     "nll": lambda logits, ids: F.nll_loss(
         F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32), ids.flatten(), reduction="none"
     ),
-    "lse": lambda logits, ids: logits.logsumexp(-1, keepdim=True)[..., 0] ** 2,
 }
 
 
@@ -351,18 +317,6 @@ def test_new_heads_are_found() -> None:
         one.resize_token_embeddings(103, mean_resizing=False)
     assert_same(step(model), step(plain))
     assert model.chunked_head.fused == 2 and "[103, 32]" in str(model.chunked_head)
-
-
-def test_copies_and_pickles() -> None:
-    model = patch_model(tiny_models.llama())
-    copied = copy.deepcopy(model)
-    step(copied)
-    assert (copied.chunked_head.fused, model.chunked_head.fused) == (1, 0)
-    file = io.BytesIO()
-    torch.save(model.lm_head, file)
-    file.seek(0)
-    head = torch.load(file, weights_only=False)
-    assert type(head) is torch.nn.Linear and torch.equal(head.weight, model.lm_head.weight)
 
 
 def test_checkpoints_are_those_of_the_model(tmp_path: Any) -> None:
@@ -431,19 +385,11 @@ def test_what_logits_computed_after_all_would_leave_out_is_refused(asked: str) -
         ({"deterministic": "yes"}, TypeError, "deterministic must be True or False"),
         ({"when": "sometimes"}, ValueError, "'labels', 'training', 'always'"),
         ({"logits": "real"}, ValueError, "'lazy'"),
-        ({"loss": losses.cross_entropy() + losses.cross_entropy()}, ValueError, "two of the losses are called"),
-        ({"metrics": "entropy"}, TypeError, "must be a list of chunked_head.metrics, got 'entropy'"),
         ({"metrics": None}, TypeError, "must be a list of chunked_head.metrics, got None"),
         ({"metrics": [metrics.entropy()] * 2}, ValueError, "two of the metrics are called 'entropy'"),
         ({"strict": "yes"}, TypeError, "strict must be True or False, got 'yes'"),
         ({"reduction": "none"}, TypeError, "unknown option 'reduction'.*the model's own"),
-        ({"memory_budget": "1 potato"}, ValueError, "memory_budget"),
-        ({"chunk_tokens": 0}, ValueError, "chunk_tokens must be a positive int, got 0"),
-        ({"accumulate_dtype": "float32"}, TypeError, "accumulate_dtype must be None or a torch.dtype.*got 'float32'"),
-        ({"accumulate_into": 3}, TypeError, "accumulate_into must be a tensor.*got int"),
         ({"upstream": 0}, ValueError, "upstream must not be 0"),
-        ({"skip_ignored": "yes"}, ValueError, "skip_ignored must be True"),
-        ({"deterministic": 1}, TypeError, "deterministic must be True or False"),
         ({"backend": "cuda"}, ValueError, "backend must be None or one of"),
     ],
 )
@@ -452,28 +398,13 @@ def test_wrong_options(given: dict[str, Any], error: type[Exception], message: s
     with pytest.raises(error, match=message):
         patch_model(model, **given)
     assert type(model) is transformers.LlamaForCausalLM
-    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got str"):
-        patch_model("llama")
-
-
-class OptimizedModule(torch.nn.Module):
-    """By the name of what torch.compile makes, without its work."""
-
-    def __init__(self, model: Any):
-        super().__init__()
-        self._orig_mod = model
 
 
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [
-        (lambda model: None, r"must be a torch\.nn\.Module, got NoneType"),
         (lambda model: "model", r"must be a torch\.nn\.Module, got str"),
-        (
-            torch.compile,
-            r"must be the model itself, got the OptimizedModule that torch\.compile made.*model\._orig_mod",
-        ),
-        (OptimizedModule, r"must be the model itself, got the OptimizedModule that torch\.compile made"),
+        (torch.compile, r"the model itself, got the OptimizedModule that torch\.compile made.*model\._orig_mod"),
         (torch.nn.DataParallel, r"got the DataParallel that torch\.nn\.DataParallel made.*or pass model\.module"),
     ],
 )

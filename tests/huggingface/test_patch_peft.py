@@ -11,9 +11,6 @@ from tiers import crossed
 from tiny_models import assert_same, step, tokens, transformers
 
 from chunked_head import losses, metrics, patch_model, unpatch_model
-from chunked_head.call import run
-from chunked_head.integrations.huggingface import fused
-from chunked_head.integrations.huggingface.head import LazyHead
 
 peft = pytest.importorskip("peft")
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -50,24 +47,7 @@ def test_adapters(make: Callable[[], Any], adapter: str, first: str) -> None:
     assert patched.chunked_head.materialised == 0 and patched.chunked_head.fused == 1
     assert patched.get_base_model().lm_head is not None
     unpatch_model(patched)
-    assert not any(isinstance(module, LazyHead) for module in patched.modules())
-
-
-def test_a_frozen_head_has_no_gradient_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    asked = []
-    of = run.wanted_of
-    monkeypatch.setattr(run, "wanted_of", lambda *operands: asked.append(of(*operands)) or asked[-1])
-    step(patch_model(adapted(tiny_models.llama(), "elsewhere")))
-    assert asked == [(True, False, False)]
-
-
-def test_disabled_adapters() -> None:
-    plain, patched = (adapted(tiny_models.llama(), "head trained whole") for _ in range(2))
-    patch_model(patched)
-    with plain.disable_adapter(), patched.disable_adapter():
-        torch.testing.assert_close(patched(**tokens()).loss, plain(**tokens()).loss)
-    assert_same(step(patched), step(plain))
+    assert type(patched(**tokens()).logits) is torch.Tensor
 
 
 def test_metrics_through_an_adapted_head() -> None:
@@ -112,7 +92,7 @@ def test_a_quantised_head() -> None:
 
 
 def test_adapted_heads_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "BYTES_AT_ONCE", 97 * 4 * 4 * 3)  # of three rows
+    monkeypatch.setattr("chunked_head.integrations.huggingface.fused.BYTES_AT_ONCE", 97 * 4 * 4 * 3)  # of three rows
     for reduced in ({}, {"num_items_in_batch": torch.tensor(9)}):
         plain, patched = (adapted(tiny_models.llama(), "on the head") for _ in range(2))
         patch_model(patched)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from tiny_models import transformers
 
-from chunked_head import losses, metrics, patch_model
+from chunked_head import metrics, patch_model
 from chunked_head.integrations.huggingface import log_metrics
 
 accelerate = pytest.importorskip("accelerate")
@@ -123,37 +123,14 @@ def test_metrics_in_the_logs(tmp_path: Path) -> None:
     assert any("eval_perplexity" in logs for logs in history)
 
 
-@pytest.mark.filterwarnings("ignore:chunked_head.*computed after all")
-def test_evaluation_has_logits_where_training_has_none(tmp_path: Path) -> None:
-    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
-    found = []
-    for model in (tiny_models.llama(), patch_model(tiny_models.llama(), logits=None)):
-        trainer = transformers.Trainer(model, args, eval_dataset=Texts(), compute_metrics=mean_of_right)
-        found.append(trainer.evaluate())
-    assert found[1]["eval_right"] == pytest.approx(found[0]["eval_right"], rel=1e-5)
-    assert found[1]["eval_loss"] == pytest.approx(found[0]["eval_loss"], rel=1e-5)
-
-
-OUTSIDE = [case for case in CASES if case in ("label smoothing", "a loss outside")]
-
-
-@pytest.mark.parametrize("case", OUTSIDE)
-def test_metrics_of_a_loss_outside_are_refused(case: str, tmp_path: Path) -> None:
-    """At the first step, before a weight has changed."""
-    arguments, own, _ = CASES[case]
-    for asked, given in (("metrics", {"metrics": [metrics.entropy()]}), ("loss", {"loss": losses.focal()})):
-        model = patch_model(tiny_models.llama(), **given)
-        before = copy.deepcopy(model.state_dict())
-        message = rf"{asked}= of patch_model has no part in.*that trainer\.py:\d+ called.*training"
-        with pytest.raises(RuntimeError, match=message):
-            trained(model, tmp_path, arguments, own)
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, before[name])
-
-
-@pytest.mark.parametrize("case", OUTSIDE)
-def test_a_loss_outside_is_said_once(case: str, tmp_path: Path) -> None:
-    arguments, own, _ = CASES[case]
+def test_a_loss_outside_is_said_or_refused(tmp_path: Path) -> None:
+    """At the first step, before a weight has changed, where something was asked of the patch."""
+    arguments, own, _ = CASES["a loss outside"]
+    model = patch_model(tiny_models.llama(), metrics=[metrics.entropy()])
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"metrics= of patch_model has no part in.*that trainer\.py:\d+ called"):
+        trained(model, tmp_path, arguments, own)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     with pytest.warns(UserWarning, match=r"outside of LlamaForCausalLM's forward .*trainer\.py") as said:
         trained(patch_model(tiny_models.llama()), tmp_path, arguments, own)
     assert len([one for one in said if "chunked_head" in str(one.message)]) == 1
