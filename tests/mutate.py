@@ -66,14 +66,14 @@ MUTATIONS = [Mutation(*row) for row in (
     ("offset: a loss's own columns in a tile", TORCH, "listed = (rows.columns - first)", "listed = rows.columns", GRAD_LOGITS + " tests/functions/test_divergence.py"),
     ("scale: bias", TILES, "part.add_(bias[columns])", "part.sub_(bias[columns])", CROSS + " -k bias"),
     ("scale: slope of scale and cap", TILES, "neg_().add_(1.0).mul_(head.logit_scale)", "neg_().add_(1.0)", CROSS + " -k softcap"),
-    ("sign: total variation's gradient", TILES, ".sign() - 1)", ".sign() + 1)", LINEAR + " -k 'test_loss and tvd'"),
+    ("sign: total variation's gradient", TILES, "p * (1 - (p - q).sign())", "p * (1 + (p - q).sign())", LINEAR + " -k 'test_loss and tvd'"),
     ("swapped: logarithms of a mixture", TILES, "log_q + math.log(beta), log_p + math.log1p(-beta)", "log_p + math.log(beta), log_q + math.log1p(-beta)", LINEAR + " -k 'test_loss and jsd'"),
     ("mask: an ignored token in a mean", "chunked_head/stores/torch/backend.py", "counted = counts.sum()", "counted = torch.ones_like(counts).sum()", CROSS),
     ("mask: a mask that is not read", "chunked_head/stores/torch/backend.py", "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", LOGPROBS),
     # kernels
     ("sign: the target's term in kernels", "kernels/gradients/identity.py", "tl.where(is_target, grad - beta, grad)", "tl.where(is_target, grad + beta, grad)", GRAD_LOGITS),
     ("sign: smoothing in kernels", "kernels/gradients/identity.py", "grad -= kappa if", "grad += kappa if", GRAD_LOGITS),
-    ("tie: total variation of equal probabilities", "kernels/gradients/identity.py", "tl.where(p > q, 0.0, tl.where(p < q, 2.0 * p, p))", "tl.where(p >= q, 0.0, 2.0 * p)", LOGITS),
+    ("tie: total variation of equal probabilities", "kernels/common/transform.py", "tl.where(p - q > near, 0.0, tl.where(q - p > near, 2.0 * p, p))", "tl.where(p - q >= near, 0.0, 2.0 * p)", "tests/functions/test_divergence.py -k signs"),
     ("scale: logit_scale left out of backward", "kernels/common/transform.py", "slope = slope * logit_scale", "slope = slope * 1.0", GRAD_LOGITS),
     ("scale: slope of a cap", "kernels/common/transform.py", "slope = 1.0 - capped * capped", "slope = 1.0 - capped", GRAD_LOGITS),
     ("scale: temperature of a token left out of backward", "kernels/common/transform.py", "slope = slope * row_scale", "slope = slope * 1.0", LOGPROBS + " -k temperature"),
@@ -201,17 +201,14 @@ def outcome(mutation: Mutation, folder: Path, named: bool) -> str:
     path.write_text(text.replace(mutation.old, mutation.new))
     try:
         status = run(folder, *shlex.split(mutation.tests))
-        if status == 1:
-            return "killed"
-        if status != 0:
-            return "broken"
-        if named:
-            return "survived"
-        return (
-            "killed late"
-            if run(folder, "-n", "2", "--dist", "worksteal", "--ignore", "tests/docs/test_smoke.py")
-            else "survived"
-        )
+        if status == 0 and not named:
+            # test_tiers.py looks whether the texts of the table stand in their files, which is not so now
+            left_out = [f"--ignore=tests/docs/{name}.py" for name in ("test_smoke", "test_tiers")]
+            status = run(folder, "-n", "2", "--dist", "worksteal", *left_out)
+            return {0: "survived", 1: "killed late", 2: "killed late"}.get(
+                status, "broken"
+            )  # 2: -x stopped the workers
+        return {0: "survived", 1: "killed"}.get(status, "broken")
     finally:
         path.write_text(text)
 

@@ -152,14 +152,6 @@ def test_beside_the_other_functions() -> None:
     torch.testing.assert_close(both.entropy, own.entropy)
 
 
-def test_no_tokens() -> None:
-    (hidden, weight, _), teacher = operands(torch.float32, "cpu")
-    none = {**teacher, "teacher_hidden": teacher["teacher_hidden"][:0]}
-    found = linear_divergence(hidden[:0], weight.requires_grad_(), **none)
-    found.sum().backward()
-    assert found.shape == (0,) and weight.grad is not None and not weight.grad.any()
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -203,20 +203,6 @@ def test_a_teachers_ids_alone(place: Place, beside: bool, monkeypatch: pytest.Mo
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_no_id_is_serial() -> None:
-    """One id in every set is summed as any other."""
-    hidden, weight, target = operands(torch.float32, "cpu", 400)
-    ids = sets("cpu", empty=0.0, tokens=400)
-    ids[:, 0] = 7
-    value = linear_logprobs(hidden, weight, target, kept_ids=ids).sum()
-    grads = torch.autograd.grad(value, (hidden, weight))
-    x = of_kept((hidden.double() @ weight.double().t()), ids, target.clamp(min=0))
-    own = x.log_softmax(-1).gather(1, target.clamp(min=0)[:, None])[:, 0]
-    truth = torch.autograd.grad(torch.where(target >= 0, own, 0.0).sum(), (hidden, weight))
-    for ours, theirs in zip(grads, truth, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 IDS = torch.zeros(4, 6, 3, dtype=torch.int64)
 FLAT, OFFSETS = torch.arange(24), torch.arange(25)
 

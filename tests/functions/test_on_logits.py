@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from tracking import Tracker
 
-from chunked_head import CrossEntropyLoss, linear_logprobs, linear_loss, logits_logprobs, logits_loss, losses, metrics
+from chunked_head import CrossEntropyLoss, linear_logprobs, logits_logprobs, logits_loss, losses, metrics
 from chunked_head.stores.torch.tiles import TILE_ELEMENTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -204,33 +204,6 @@ def test_loss_in_float64(case: LossCase) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_metrics_are_those_of_the_linear_head(place: Place) -> None:
-    logits, target = made_logits(3, 17, 65, device=place.device), made_target(65, 3, 17, device=place.device)
-    fields = {
-        "old_logprobs": logits.log_softmax(-1)[..., 0] * 0.3, "advantages": made_logits(3, 17, device=place.device),
-        "segments": torch.arange(51, device=place.device).view(3, 17) // 10,
-        "mask": made_logits(3, 17, device=place.device) > -2,
-    }  # fmt: skip
-    wanted = [
-        metrics.accuracy(), metrics.entropy(), metrics.perplexity(), metrics.lse(reduce="max"), metrics.clip_fraction(),
-        metrics.entropy(name="by segment", weighting="segment"), metrics.top_probability(), metrics.kl_old(),
-    ]  # fmt: skip
-    options: dict[str, Any] = {
-        "batch": fields, "num_segments": 6, "metrics": wanted, "temperature": 0.8, "backend": place.backend,
-    }  # fmt: skip
-    made = losses.grpo() - 0.1 * losses.entropy()
-    ours = logits_loss(logits, target, made, **options)
-    theirs = linear_loss(logits, torch.eye(65, device=place.device), target, made, **options)
-    assert ours.metrics.keys() == theirs.metrics.keys() and len(ours.metrics) == len(wanted)
-    for name, value in theirs.metrics.items():
-        assert torch.isfinite(value.value).all()
-        torch.testing.assert_close(ours.metrics[name].value, value.value, rtol=2e-5, atol=1e-6)
-        if value.reduce == "mean":
-            torch.testing.assert_close(ours.metrics[name].count, value.count)
-    assert not ours.loss.requires_grad
-
-
-@pytest.mark.parametrize("place", PLACES)
 def test_shift(place: Place) -> None:
     logits, target = made_logits(3, 9, 65, device=place.device), made_target(65, 3, 9, device=place.device)
     weights = torch.rand(3, 9).to(place.device)
@@ -265,41 +238,7 @@ def test_upstream_comes_before_rounding(place: Place, dtype: torch.dtype) -> Non
     assert_within_budget(grad, truth.to(dtype), truth, dtype, "gradient")
 
 
-@crossed(place=PLACES, dtype=DTYPES, nats=[40.0, 300.0, 3000.0])
-def test_confidently_wrong_rows(place: Place, dtype: torch.dtype, nats: float) -> None:
-    logits, target = made_logits(20, 131, dtype=dtype, device=place.device), made_target(130, 20, device=place.device)
-    logits[::3, 130] = nats
-
-    def theirs(kind: torch.dtype) -> Callable[[Tensor], Tensor]:
-        return lambda x: F.cross_entropy(x.to(kind), target)
-
-    truth, eager = loss_and_grad(theirs(torch.float64), logits.double()), loss_and_grad(theirs(torch.float32), logits)
-    loss, grad = loss_and_grad(lambda x: CrossEntropyLoss(backend=place.backend)(x, target), logits)
-    assert_within_budget(loss, eager[0], truth[0], torch.float32, "loss")
-    assert_within_budget(grad, eager[1], truth[1], dtype, "gradient")
-
-
 # ---- nothing counts
-
-
-@crossed(place=PLACES, reduction=["mean", "sum", "none"], leading=[(0,), (3, 0), (0, 4)])
-def test_no_tokens(place: Place, reduction: str, leading: tuple[int, ...]) -> None:
-    target = torch.zeros(leading, dtype=torch.int64, device=place.device)
-    module = CrossEntropyLoss(torch.rand(7, device=place.device), reduction=reduction, backend=place.backend)
-    loss, grad = loss_and_grad(lambda x: module(x, target), made_logits(*leading, 7, device=place.device))
-    assert loss.shape == (target.shape if reduction == "none" else ()) and not loss.any()
-    assert grad.shape == (*leading, 7)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_all_ignored(place: Place, reduction: str) -> None:
-    logits = torch.full((5, 7), torch.nan, device=place.device)
-    target = torch.full((5,), -100, device=place.device)
-    module = CrossEntropyLoss(reduction=reduction, label_smoothing=0.1, z_loss=0.1, backend=place.backend)
-    loss, grad = loss_and_grad(lambda x: module(x, target), logits)
-    assert torch.equal(loss, torch.zeros_like(loss)) and loss.shape == ((5,) if reduction == "none" else ())
-    assert torch.equal(grad, torch.zeros_like(grad))
 
 
 # ---- rows that do not lie one after another
@@ -546,15 +485,6 @@ def test_checkpoint(inplace: bool) -> None:
     plain = loss_and_grad(ours, logits)
     again = loss_and_grad(lambda x: checkpoint(ours, x, use_reentrant=False), logits)
     assert plain[1].any() and all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-
-
-def test_under_autocast() -> None:
-    """Autocast changes nothing: logits are computed on in fp32 whatever they are."""
-    logits, target = made_logits(21, 33), made_target(33, 21)
-    plain = loss_and_grad(lambda x: CrossEntropyLoss()(x, target), logits)
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = loss_and_grad(lambda x: CrossEntropyLoss()(x, target), logits)
-    assert plain[1].any() and all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
 
 
 # ---- per token

@@ -156,14 +156,6 @@ def test_wrong_weight_or_option() -> None:
     assert flat[1].any() and not flat[0].any()
 
 
-def test_float64() -> None:
-    weight, hidden = nn.Parameter(torch.randn(11, 8).double()), torch.randn(5, 8).double()
-    buffer = torch.zeros(11, 8).double()
-    linear_cross_entropy(hidden, weight, torch.arange(5)).backward()
-    linear_cross_entropy(hidden, weight, torch.arange(5), accumulate_into=buffer).backward()
-    torch.testing.assert_close(buffer, weight.grad)
-
-
 def test_module_option() -> None:
     head = ChunkedHead(8, 11, accumulate_into="main_grad")
     hidden, target = torch.randn(5, 8), torch.arange(5)
