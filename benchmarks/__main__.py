@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 NAMES = (
-    "accuracy", "demo", "head", "host", "inside", "losses", "memory", "model_curves", "models", "numbers", "parallel",
-    "report", "sitting", "speed",
+    "accuracy", "demo", "framework_steps", "frameworks", "head", "host", "losses", "memory", "model_curves", "models",
+    "numbers", "parallel", "report", "sitting", "speed",
 )  # fmt: skip
 
 

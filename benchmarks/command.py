@@ -91,7 +91,7 @@ def _json_path(text: str) -> Path:
 
 def arguments(
     name: str, doc: str | None, *, shape: bool = False, rounds: int = 0, upstream: Sequence[float] = (),
-    peers: bool = False,
+    peers: bool = False, dtype: bool = True,
 ) -> argparse.ArgumentParser:  # fmt: skip
     """A parser of the options that benchmarks share: of those named here, the ones that are asked for."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").splitlines()[0])
@@ -109,7 +109,8 @@ def arguments(
         add("--provider", action="append", type=argument(providers.checked_spec), metavar="NAME[:KEY=VALUE,...]",
             help=words)  # fmt: skip
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
-    add("--dtype", type=argument(shapes.parse_dtype), help="the operands' type: bf16, fp16, fp32")
+    if dtype:
+        add("--dtype", type=argument(shapes.parse_dtype), help="the operands' type: bf16, fp16, fp32")
     add("--output", type=argument(_json_path), metavar="PATH", help="the JSON file of the results")
     return parser
 
@@ -119,7 +120,7 @@ def read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Names
     args = parser.parse_args(argv)
     args.device, args.argv = device_of(parser, args.device), list(argv)
     args.gpu = args.device.type == "cuda"
-    args.dtype = args.dtype or (torch.bfloat16 if args.gpu else torch.float32)
+    args.dtype = getattr(args, "dtype", None) or (torch.bfloat16 if args.gpu else torch.float32)
     if "upstream" in args:
         args.upstream = list(dict.fromkeys(args.upstream))
     return args

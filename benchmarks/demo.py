@@ -9,7 +9,6 @@ fails, 2 on bad input.
 """
 
 import argparse
-import multiprocessing
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from benchmarks import measure
 from benchmarks.demo_data import (
     BYTE_ALPHABET_SIZE,
     DataError,
@@ -35,7 +35,7 @@ LLAMA_3_VOCAB = 128_256
 # Steps and batch by device, so that the default run takes a minute or two on 2 CPU cores and seconds on a GPU.
 DEFAULT_STEPS = {"cpu": 8, "cuda": 200}
 DEFAULT_BATCH = {"cpu": 8, "cuda": 16}
-CHILD_EXIT_TIMEOUT = 5  # seconds a child gets to end by itself once it has reported
+MOST_SECONDS = 86_400.0  # of a run
 
 
 class RunError(RuntimeError):
@@ -101,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the data order")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto (cuda if there is one)")
     parser.add_argument("--memory-budget", help='for ChunkedHead, as "256MiB"; its own default if absent')
-    parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for the JSON and the PNG")
+    parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for the JSON and the SVG")
     return parser
 
 
@@ -144,15 +144,9 @@ def check_memory_budget(parser: argparse.ArgumentParser, config: TrainingConfig)
     matmul_dtype = torch.bfloat16 if torch.device(config.device).type == "cuda" else torch.float32
     try:
         plan(
-            config.batch * model.context,
-            model.hidden,
-            model.vocab,
-            matmul_dtype,
-            hidden_dtype=torch.float32,
-            weight_dtype=torch.float32,
-            memory_budget=config.memory_budget,
-            device=config.device,
-        )
+            config.batch * model.context, model.hidden, model.vocab, matmul_dtype, hidden_dtype=torch.float32,
+            weight_dtype=torch.float32, memory_budget=config.memory_budget, device=config.device,
+        )  # fmt: skip
     except ValueError as error:
         parser.error(f"--memory-budget {config.memory_budget}: {error}")
 
@@ -213,34 +207,23 @@ def train_both(console: Console, config: TrainingConfig, tokens: TokenizedText) 
 def train_in_child(
     head_name: str, config: TrainingConfig, tokens: TokenizedText, progress: Progress, task: TaskID
 ) -> RunResult:
-    context = multiprocessing.get_context("spawn")  # a fork would inherit this process's memory and threads
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(
-        target=run_in_child, args=(sender, head_name, config, tokens.training, tokens.held_out), daemon=True
-    )
     progress.start_task(task)
     progress.update(task, note="starting")
-    process.start()
-    sender.close()  # the child's end alone stays open, so that its death is seen here
-    try:
-        while True:
-            kind, content = receiver.recv()
-            if kind == "error":
-                raise RunError(f"the {head_name} run failed: {content}")
-            if kind == "done":
-                progress.update(task, note=f"validation loss {content.validation_loss:.3f}")
-                return content
-            step, loss = content
-            validating = ", validating" if step + 1 == config.steps else ""
-            progress.update(task, completed=step + 1, note=f"loss {loss:.3f}{validating}")
-    except EOFError:
-        process.join()
-        memory = " (killed; usually for lack of memory: try a smaller --batch)" if process.exitcode == -9 else ""
-        message = f"the {head_name} run ended without a result, exit code {process.exitcode}{memory}"
-        raise RunError(message) from None
-    finally:
-        process.join(timeout=CHILD_EXIT_TIMEOUT)
-        process.terminate()
+    arguments = (head_name, config, tokens.training, tokens.held_out)
+    for message in measure.messages(run_in_child, *arguments, seconds=MOST_SECONDS):
+        if isinstance(message, measure.Failure):
+            memory = "; the memory is not enough: try a smaller --batch" * (message.status == measure.OUT_OF_MEMORY)
+            raise RunError(f"the {head_name} run ended without a result: {message.error}{memory}")
+        kind, content = message
+        if kind == "error":
+            raise RunError(f"the {head_name} run failed: {content}")
+        if kind == "done":
+            progress.update(task, note=f"validation loss {content.validation_loss:.3f}")
+            return content
+        step, loss = content
+        validating = ", validating" if step + 1 == config.steps else ""
+        progress.update(task, completed=step + 1, note=f"loss {loss:.3f}{validating}")
+    raise RunError(f"the {head_name} run ended without a result")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """One training run of the demo, in a process of its own so that its memory is its own."""
 
 import contextlib
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -10,16 +9,15 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 from torch import Tensor, nn
 
+from benchmarks import measure
 from benchmarks.demo_model import Decoder, ModelConfig, PlainHead
 
 LEARNING_RATE = 2e-3
 LEARNING_RATE_WARM_UP = 3  # steps of linear warm-up, then constant
 VALIDATION_BATCHES = 2
-SAMPLING_INTERVAL = 0.005  # seconds between two readings of the resident memory
 
 PLAIN, OURS = "plain", "ours"
 
@@ -36,7 +34,7 @@ class TrainingConfig:
 
 @dataclass
 class RunResult:
-    """What one run measured; seconds are one entry per step, bytes are above the memory held before step 1."""
+    """Measurements of one run; seconds are one entry per step, bytes are above the memory in use before step 1."""
 
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -46,7 +44,6 @@ class RunResult:
     baseline_bytes: int = 0
     state_bytes: int = 0
     parameters: int = 0
-    cores_elsewhere: float = 0.0  # what other processes took meanwhile: it tells whether the times can be trusted
 
 
 Report = Callable[[int, float], None]
@@ -86,15 +83,20 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     batches = _training_batches(training, config)
     result = RunResult(parameters=sum(parameter.numel() for parameter in model.parameters()))
-    elsewhere = OtherProcesses()
-    with PeakMemory(device) as memory:
+    resident = measure.ResidentPeak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        result.baseline_bytes = torch.cuda.memory_allocated(device)
+    with resident:
         for step, windows in enumerate(batches):
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / LEARNING_RATE_WARM_UP)
             _training_step(model, head, optimizer, windows.to(device), result)
             report(step, result.losses[-1])
-    result.cores_elsewhere = elsewhere.cores()
-    result.peak_bytes, result.baseline_bytes = memory.peak_bytes, memory.baseline_bytes
+    if device.type == "cuda":
+        result.peak_bytes = torch.cuda.max_memory_allocated(device) - result.baseline_bytes
+    else:
+        result.peak_bytes, result.baseline_bytes = resident.bytes, resident.baseline
     result.state_bytes = _state_bytes(optimizer)
     result.validation_loss = _validate(model, head, held_out, config, device)
     return result
@@ -192,56 +194,3 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     gradients = sum(parameter.nbytes for parameter in parameters)
     moments = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim() > 0)
     return gradients + moments
-
-
-class PeakMemory:
-    """Highest memory in use inside the `with` block, minus that at its start.
-
-    On CUDA the allocator counts it exactly. On the CPU a thread reads the process's resident memory; PyTorch's
-    operators release the GIL, so it keeps reading while they run.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.baseline_bytes = 0
-        self.peak_bytes = 0
-        self._process = psutil.Process()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> "PeakMemory":
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.baseline_bytes = torch.cuda.memory_allocated(self.device)
-        else:
-            self.baseline_bytes = self._highest = self._process.memory_info().rss
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.device.type == "cuda":
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self.baseline_bytes
-            return
-        self._stop.set()
-        self._thread.join()
-        self.peak_bytes = self._highest - self.baseline_bytes
-
-    def _sample(self) -> None:
-        while not self._stop.wait(SAMPLING_INTERVAL):
-            self._highest = max(self._highest, self._process.memory_info().rss)
-
-
-class OtherProcesses:
-    """How many cores, on average since this was made, other processes kept busy."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._start = time.perf_counter()
-        self._busy = self._busy_elsewhere()
-
-    def cores(self) -> float:
-        return max(0.0, (self._busy_elsewhere() - self._busy) / (time.perf_counter() - self._start))
-
-    def _busy_elsewhere(self) -> float:
-        machine, own = psutil.cpu_times(), self._process.cpu_times()
-        return machine.user + machine.system - own.user - own.system

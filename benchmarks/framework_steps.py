@@ -1,8 +1,8 @@
 """A training step by frameworks' own code, with their heads and with ours: `python -m benchmarks.framework_steps verl`.
 
-The model and the batch are those of `benchmarks/trainers.py` (Megatron's is its own GPTModel of that shape). A step is
-the framework's loss of the batch and its backward; lm-eval's is the log-likelihood of the batch. Each framework runs in
-a process of its own, all of its ways taking turns there; one that is missing, fails or takes too long is a row that
+The model and the batch are those of `benchmarks/frameworks.py` (Megatron's is its own GPTModel of that shape). A step
+is the framework's loss of the batch and its backward; lm-eval's is the log-likelihood of the batch. Each framework runs
+in a process of its own, all of its ways taking turns there; one that is missing, fails or takes too long is a row that
 says so. `--packages FOLDER` has each framework see the packages in FOLDER/NAME before all others.
 """
 
@@ -11,12 +11,10 @@ import functools
 import importlib
 import importlib.metadata
 import json
-import multiprocessing
 import multiprocessing.connection
 import os
 import sys
 import tempfile
-import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import command, measure, trainers
-from benchmarks.trainers import OURS, QWEN, SEQUENCES, TINY, Batch, Run
+from benchmarks import command, frameworks, measure
+from benchmarks.frameworks import OURS, QWEN, SEQUENCES, TINY, Batch, Run
 from chunked_head import patch_model
 
 OWN = "its own"
@@ -140,7 +138,7 @@ def torchtitan(batch: Batch) -> Ways:
 
 
 def nemo_automodel(batch: Batch) -> Ways:
-    """By the function that its recipes call."""
+    """Its losses, by the function that its recipes call."""
     from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
     from nemo_automodel.components.loss.linear_ce import FusedLinearCrossEntropy
     from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
@@ -231,7 +229,7 @@ def llamafactory(batch: Batch, dpo: bool = False) -> Ways:
             patch_model(model, when="always")
         finetuning: Any = FinetuningArguments(stage="dpo" if dpo else "sft", finetuning_type="full")
         common: dict[str, Any] = {
-            "finetuning_args": finetuning, "processor": None, "model": policy, "tokenizer": trainers.tokenizer(),
+            "finetuning_args": finetuning, "processor": None, "model": policy, "tokenizer": frameworks.tokenizer(),
             "args": TrainingArguments(**batch.settings()),
         }  # fmt: skip
         trainer: Any = CustomDPOTrainer(ref_model=reference, **common) if dpo else CustomSeq2SeqTrainer(**common)
@@ -279,7 +277,7 @@ def lm_eval(batch: Batch) -> Ways:
     def make(kind: Any) -> tuple[Any, Run]:
         model, ids = batch.made()
         rows = [(None, row[:1], row[1:]) for row in ids.tolist()]
-        made = kind(pretrained=model, tokenizer=trainers.tokenizer(), device=str(batch.device), batch_size=SEQUENCES)
+        made = kind(pretrained=model, tokenizer=frameworks.tokenizer(), device=str(batch.device), batch_size=SEQUENCES)
         return model, lambda: torch.tensor([value for value, _ in made._loglikelihood_tokens(rows, True)]).sum()
 
     return {OWN: lambda: make(HFLM), OURS: lambda: make(ChunkedHeadLM)}
@@ -303,7 +301,7 @@ def loss_of(trainer: Any, model: Any, batch: Batch) -> tuple[Any, Run]:
 
 
 def liger_head(batch: Batch, make: Callable[[str], tuple[Any, Run]]) -> Ways:
-    """Of what ``enable_liger_kernel`` and ``use_liger_kernel`` bring, the fused head alone."""
+    """The fused head of those kernels that ``enable_liger_kernel`` and ``use_liger_kernel`` bring."""
 
     def made() -> tuple[Any, Run]:
         from liger_kernel.transformers.model.qwen3 import lce_forward
@@ -319,12 +317,12 @@ def saved(batch: Batch) -> str:
     """A folder with the model and a tokenizer, for frameworks that load them."""
     path = Path(batch.folder) / "model"
     batch.model().save_pretrained(path)
-    trainers.tokenizer().save_pretrained(path)
+    frameworks.tokenizer().save_pretrained(path)
     return str(path)
 
 
 class Framework(NamedTuple):
-    """What is measured of it, by name; the lines that a user changes for ours, from its default."""
+    """A framework's cases by name, and the number of lines that a user changes for ours, from its default."""
 
     title: str
     package: str
@@ -345,8 +343,8 @@ FRAMEWORKS = {
 }  # fmt: skip
 
 
-def step_of(make: Callable[[], tuple[Any, Run]]) -> trainers.TrainerStep:
-    return trainers.TrainerStep(*make())
+def step_of(make: Callable[[], tuple[Any, Run]]) -> frameworks.TrainerStep:
+    return frameworks.TrainerStep(*make())
 
 
 def compared(name: str, case: str, batch: Batch, rounds: int) -> dict[str, Any]:
@@ -359,16 +357,16 @@ def compared(name: str, case: str, batch: Batch, rounds: int) -> dict[str, Any]:
     if failure is not None:
         return row | failure.record()
     row |= {"version": importlib.metadata.version(framework.package), "ways": {}}
-    steps = dict[str, trainers.TrainerStep]()
+    steps = dict[str, frameworks.TrainerStep]()
     for way, make in made.items():
         step, failure = measure.attempt(functools.partial(step_of, make))
         if failure is None:
-            row["ways"][way], failure = measure.attempt(functools.partial(trainers.once, step, batch.device), step)
+            row["ways"][way], failure = measure.attempt(functools.partial(frameworks.once, step, batch.device), step)
         if failure is None:
             steps[way] = step
         else:
             row["ways"][way] = failure.record()
-    times, failures = trainers.timed(steps, batch.device, rounds)
+    times, failures = frameworks.timed(steps, batch.device, rounds)
     for way in steps:
         row["ways"][way] |= failures[way].record() if way in failures else {"ms": measure.quantile(times[way], 0.5)}
     return row
@@ -386,24 +384,13 @@ def child(sender: multiprocessing.connection.Connection, name: str, device: str,
 
 def measured(name: str, device: torch.device, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of a framework from a process of its own, and one that says what ended it early."""
-    context, end = multiprocessing.get_context("spawn"), time.monotonic() + args.limit
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=child, args=(sender, name, str(device), args))
-    process.start()
-    sender.close()
-    wrong = f"cut after {args.limit} seconds"
-    try:
-        while receiver.poll(max(0.0, end - time.monotonic())):
-            row = receiver.recv()
-            if row is None:
-                return
+    for row in measure.messages(child, name, str(device), args, seconds=args.limit):
+        if isinstance(row, measure.Failure):
+            yield {"framework": FRAMEWORKS[name].title, **row.record()}
+        elif row is None:
+            return
+        else:
             yield row
-    except EOFError:
-        process.join()
-        wrong = f"its process ended with exit code {process.exitcode}"
-    finally:
-        process.kill()
-    yield {"framework": FRAMEWORKS[name].title, "status": "failed", "error": wrong}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

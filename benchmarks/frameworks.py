@@ -1,167 +1,311 @@
-"""Losses by other frameworks' own code, on logits and on lazy ones: `python -m benchmarks.frameworks lm_eval`.
+"""A model's training step by trainers and loops, with their own head and with ours: `python -m benchmarks.frameworks`.
 
-One framework a run, in an environment that has it (`make test-frameworks` makes them): the function of the framework
-that takes a model's logits, with a two-layer model of random weights around it. Peak memory is that of a step in a
-process of its own, gradients included; times are of both ways taking turns. Without a framework's name: the steps of
-`benchmarks/trainers.py`, on a GPU with `--device cuda`.
+The model is of random weights (on a GPU of Qwen3 0.6B's shape with 8 layers, in bfloat16; on a CPU a tiny one), the
+batch of random ids. A step is the trainer's own loss of that batch and its backward; Lightning's is a step of `fit`.
+Trainers whose package is missing are left out. TRL's own head is chunked already.
 """
 
-import argparse
+import contextlib
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
-import statistics
+import logging
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import command, measure, trainers
-from benchmarks.trainers import OURS, PLAIN
-from chunked_head import patch_model
+from benchmarks import command, measure
+from chunked_head import linear_cross_entropy, patch_model
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
-SEQUENCES = 8
-Run = Callable[[Any, Tensor], Tensor]
-
-
-def swift_loss(dft: bool) -> Run:
-    from swift.trainers import per_token_loss_func
-
-    def run(model: Any, ids: Tensor) -> Tensor:
-        return per_token_loss_func(model(input_ids=ids, use_cache=False), ids, enable_dft_loss=dft).mean()
-
-    return run
+PLAIN, OURS = "plain", "ours"
+# https://huggingface.co/Qwen/Qwen3-0.6B, config.json, with 8 of its 28 layers
+QWEN = {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+TINY = QWEN | {"vocab_size": 500, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+               "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+SEQUENCES, FITTED = 4, 8  # sequences of a batch; steps of a fit of Lightning's
+Run = Callable[[], Tensor]
 
 
-def llamafactory_dft() -> Run:
-    from llamafactory.train.trainer_utils import dft_loss_func
+@dataclass
+class Batch:
+    """Device, size and folder that every step is made of."""
 
-    return lambda model, ids: dft_loss_func(model(input_ids=ids, use_cache=False), ids)
+    device: torch.device
+    tokens: int
+    folder: str
+
+    def model(self, seed: int = 0) -> Any:
+        import transformers
+
+        torch.manual_seed(seed)
+        gpu = self.device.type == "cuda"
+        with self.device:
+            made: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**(QWEN if gpu else TINY)))
+        return made.to(torch.bfloat16 if gpu else torch.float32).train()
+
+    def ids(self, model: Any) -> Tensor:
+        return self.ids_below(model.config.vocab_size)
+
+    def ids_below(self, vocab: int) -> Tensor:
+        made = torch.Generator().manual_seed(0)
+        return torch.randint(0, vocab, (SEQUENCES, self.tokens // SEQUENCES), generator=made).to(self.device)
+
+    def made(self) -> tuple[Any, Tensor]:
+        model = self.model()
+        return model, self.ids(model)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "output_dir": self.folder, "report_to": "none", "use_cpu": self.device.type == "cpu", "bf16": False,
+            "gradient_checkpointing": False, "per_device_train_batch_size": SEQUENCES, "disable_tqdm": True,
+        }  # fmt: skip
 
 
-def llamafactory_dpo() -> Run:
-    """What its DPO trainer computes of the policy: log-probabilities, and the means of the logits that it logs."""
-    from llamafactory.train.trainer_utils import get_batch_logps
-
-    def run(model: Any, ids: Tensor) -> Tensor:
-        logits = model(input_ids=ids, use_cache=False).logits.to(torch.float32)
-        chosen, rejected = get_batch_logps(logits, ids)[0].chunk(2)
-        for half in logits.chunk(2):
-            half.mean().item()
-        return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
-
-    return run
-
-
-def lm_eval_rolling() -> Run:
-    """One batch of ``HFLM._loglikelihood_tokens``, every token scored, as wikitext's are."""
-    from lm_eval.models.huggingface import HFLM
+def tokenizer() -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")), eos_token="a")
-
-    @functools.cache
-    def scorer(model: Any, batch_size: int) -> Any:
-        return HFLM(pretrained=model, tokenizer=tokenizer, device="cpu", batch_size=batch_size)
-
-    def run(model: Any, ids: Tensor) -> Tensor:
-        lm = scorer(model, len(ids))
-        rows = [(None, row[:1], row[1:]) for row in ids.tolist()]
-        return torch.tensor([value for value, _ in lm._loglikelihood_tokens(rows, disable_tqdm=True)]).sum()
-
-    return run
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")), eos_token="a",
+                                   pad_token="a")  # fmt: skip
 
 
-LOSSES: dict[str, dict[str, Callable[[], Run]]] = {
-    "lm_eval": {"rolling log-likelihood": lm_eval_rolling},
-    "ms-swift": {"per-token loss": lambda: swift_loss(False), "DFT": lambda: swift_loss(True)},
-    "llamafactory": {"DFT": llamafactory_dft, "DPO's policy": llamafactory_dpo},
+def loop(batch: Batch, ours: bool) -> tuple[Any, Run]:
+    model = batch.model()
+    ids = batch.ids(model)
+
+    def run() -> Tensor:
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        if ours:
+            return linear_cross_entropy(hidden, model.lm_head.weight, ids, shift=1)
+        return F.cross_entropy(model.lm_head(hidden)[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+    return model, run
+
+
+def trainer(batch: Batch, ours: bool) -> tuple[Any, Run]:
+    from transformers import Trainer, TrainingArguments
+
+    model = batch.model()
+    ids = batch.ids(model)
+    if ours:
+        patch_model(model, logits=None)
+    made = Trainer(model, TrainingArguments(**batch.settings()))
+    return model, lambda: made.compute_loss(model, {"input_ids": ids, "labels": ids}, num_items_in_batch=ids.numel())
+
+
+def trl(batch: Batch, ours: bool, kind: str) -> tuple[Any, Run]:
+    """SFT, DPO and GRPO: their losses of a batch, TRL's functions of the head in place or ours."""
+    import trl as package
+    from datasets import Dataset
+
+    model = batch.model()
+    ids = batch.ids(model)
+    half = ids.shape[1] // 2
+    mask = torch.ones_like(ids)
+    rows, more = {"text": "a a"}, dict[str, Any]()
+    completion = mask.clone()
+    completion[:, :half] = 0
+    config: dict[str, Any] = {}
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    if kind == "DPO":
+        rows, more = {"prompt": "a", "chosen": "a", "rejected": "a"}, {"ref_model": batch.model(1)}
+        inputs = {"input_ids": ids, "attention_mask": mask, "completion_mask": completion}
+    if kind == "GRPO":
+        rows, more = {"prompt": "a"}, {"reward_funcs": lambda completions, **rest: [0.0] * len(completions)}
+        config = {"num_generations": SEQUENCES, "max_completion_length": half, "beta": 0.0}
+        inputs = {
+            "prompt_ids": ids[:, :half], "prompt_mask": mask[:, :half], "completion_ids": ids[:, half:],
+            "completion_mask": mask[:, half:], "advantages": torch.linspace(-1, 2, SEQUENCES, device=batch.device),
+            "num_items_in_batch": mask[:, half:].sum().float(),
+        }  # fmt: skip
+    arguments = getattr(package, f"{kind}Config")(**batch.settings(), **config)
+    made = getattr(package, f"{kind}Trainer")(
+        model, args=arguments, train_dataset=Dataset.from_list([rows] * SEQUENCES), processing_class=tokenizer(), **more
+    )
+    made.current_gradient_accumulation_steps = 1
+
+    def run() -> Tensor:
+        with trl_head() if ours else contextlib.nullcontext():
+            return made.compute_loss(model, inputs)
+
+    return model, run
+
+
+@contextlib.contextmanager
+def trl_head() -> Iterator[None]:
+    """``patch_trl`` without its checks, for the length of a ``with`` block: in microseconds."""
+    from chunked_head.integrations.trl import SEAMS
+
+    places = [(importlib.import_module(path), name, seam({})) for (path, name), seam in SEAMS.items()]
+    theirs = [getattr(module, name) for module, name, _ in places]
+    for module, name, seam in places:
+        setattr(module, name, seam)
+    try:
+        yield
+    finally:
+        for (module, name, _), function in zip(places, theirs, strict=True):
+            setattr(module, name, function)
+
+
+def lightning(batch: Batch, ours: bool) -> tuple[Any, Run]:
+    """A fit of some steps, with an optimizer that changes nothing."""
+    import pytorch_lightning
+
+    model, step = loop(batch, ours)
+
+    class Module(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.last = model, torch.zeros(())
+
+        def training_step(self, ids: Tensor, index: int) -> Tensor:
+            loss = step()
+            self.last = loss.detach()
+            return loss
+
+        def cpu(self) -> Any:
+            return self  # where Lightning would put the model after each fit
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def run() -> Tensor:
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+                 "enable_model_summary": False}  # fmt: skip
+        module = Module()
+        texts: Any = [batch.ids(model).cpu()] * FITTED
+        logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)  # what it says at each fit
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = pytorch_lightning.Trainer(
+                max_steps=FITTED, accelerator="gpu" if batch.device.type == "cuda" else "cpu", devices=1, **quiet
+            )
+            made.fit(module, torch.utils.data.DataLoader(texts, batch_size=None))
+        return module.last
+
+    return model, run
+
+
+TRAINERS: dict[str, Callable[[Batch, bool], tuple[Any, Run]]] = {
+    "plain loop": loop,
+    "Lightning": lightning,
+    "Trainer": trainer,
+    "TRL SFT": lambda batch, ours: trl(batch, ours, "SFT"),
+    "TRL DPO": lambda batch, ours: trl(batch, ours, "DPO"),
+    "TRL GRPO": lambda batch, ours: trl(batch, ours, "GRPO"),
 }
 
 
-@dataclass(frozen=True)
-class Request:
-    """A step to be made, perhaps in another process."""
+@dataclass
+class TrainerStep:
+    """A loss and its backward."""
 
-    framework: str
-    loss: str
-    way: str
-    tokens: int
-    vocab: int
-    budget: str
+    model: Any
+    run: Run
 
-    def step(self) -> trainers.TrainerStep:
-        import transformers
+    def __call__(self) -> Tensor:
+        loss = self.run()
+        if loss.requires_grad:
+            loss.backward()
+        return loss.detach()
 
-        torch.manual_seed(0)
-        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, vocab_size=self.vocab)).train()
-        if self.way == OURS:
-            patch_model(model, when="always", memory_budget=self.budget)
-        ids = torch.randint(0, self.vocab, (SEQUENCES, self.tokens // SEQUENCES))
-        return trainers.TrainerStep(model, functools.partial(LOSSES[self.framework][self.loss](), model, ids))
+    def clear(self) -> None:
+        """Lets go of the gradients."""
+        self.model.zero_grad(set_to_none=True)
+
+    @property
+    def operands(self) -> "TrainerStep":
+        """Holder of the gradients."""
+        return self
 
 
-def compared(framework: str, loss: str, args: argparse.Namespace) -> dict[str, Any]:
-    """A row: both ways' loss, times and peaks."""
-    requests = {way: Request(framework, loss, way, args.tokens, args.vocab, args.budget) for way in (PLAIN, OURS)}
-    steps = {way: request.step() for way, request in requests.items()}
-    row: dict[str, Any] = {"loss": loss, "tokens": args.tokens, "vocab": args.vocab, "ways": {}}
-    values = {way: float(step()) for way, step in steps.items()}
-    times, failures = trainers.timed(steps, torch.device("cpu"), args.rounds)
-    for way, request in requests.items():
-        peak, failure = measure.cpu_peak(request)  # type: ignore[arg-type]
-        failure = failures.get(way) or failure
-        row["ways"][way] = {"value": values[way], **(peak or {})} | (
-            failure.record() if failure else {"ms": statistics.median(times[way])}
-        )
-    report = steps[OURS].model.chunked_head
-    row["fused"], row["materialised"] = report.fused, report.materialised
+@dataclass
+class Gradients:
+    """Gradients of all steps' models: none adds to those of its last step."""
+
+    steps: Iterable[TrainerStep]
+
+    def clear(self) -> None:
+        for step in self.steps:
+            step.clear()
+
+
+def timed(
+    steps: dict[str, TrainerStep], device: torch.device, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, measure.Failure]]:
+    """``measure.time_rounds`` of models that hold gradients of their own."""
+    return measure.time_rounds(steps, Gradients(steps.values()), device, rounds)
+
+
+def once(step: TrainerStep, device: torch.device) -> dict[str, Any]:
+    """A step's loss, norm of all gradients, and on a GPU its peak beside the parameters, gradients included."""
+    found = {"loss": float(step())}
+    gradients = [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
+    if gradients:
+        found["grad_norm"] = float(torch.nn.utils.get_total_norm(gradients))
+    del gradients
+    step.clear()
+    if device.type == "cuda":
+        measure.release()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        step.clear()
+    return found
+
+
+def compared(name: str, batch: Batch, rounds: int) -> dict[str, Any]:
+    """A row: both ways' loss, norm of all gradients, time of a step, and on a GPU its peak."""
+    steps = {way: TrainerStep(*TRAINERS[name](batch, way == OURS)) for way in (PLAIN, OURS)}
+    row: dict[str, Any] = {"trainer": name, "tokens": batch.tokens, "ways": {way: {} for way in steps}}
+    for way, step in steps.items():
+        row["ways"][way] = once(step, batch.device)
+    times, failures = timed(steps, batch.device, rounds)
+    for way, values in times.items():
+        row["ways"][way]["ms"] = measure.quantile(values, 0.5) / (FITTED if name == "Lightning" else 1)
+    for way, failure in failures.items():
+        row["ways"][way] |= failure.record()
     return row
 
 
+def measured(names: Sequence[str], device: torch.device, tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Rows of the trainers that are there; of one that fails, why."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            row, failure = measure.attempt(functools.partial(compared, name, Batch(device, tokens, folder), rounds))
+            measure.release()
+            if failure is not None and failure.error.startswith(("ImportError", "ModuleNotFoundError")):
+                print(f"{name} is left out: {failure.error}")
+                continue
+            yield row if failure is None else {"trainer": name, "tokens": tokens, **failure.record()}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures one framework's losses."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.frameworks", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("framework", choices=LOSSES, nargs="?", help="one; none: trainers and loops that are there")
-    parser.add_argument("--trainers", nargs="+", choices=trainers.TRAINERS, default=[*trainers.TRAINERS])
-    parser.add_argument("--device", default="cpu", help="cpu, or of trainers cuda")
-    parser.add_argument("--tokens", type=int, help="of a batch (2048; on a GPU 8192)")
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--budget", default="64MiB", help="memory_budget of this library's head")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args(argv)
-    device = command.device_of(parser, args.device)
-    args.tokens = args.tokens or (8192 if device.type == "cuda" else 2048)
-    if args.framework is None:
-        path, rows = command.results_path(args.output, "frameworks", device), []
-        for row in trainers.measured(args.trainers, device, args.tokens, args.rounds):
-            rows.append(row)
-            print(row, flush=True)
-            versions = {name: importlib.metadata.version(name) for name in ("transformers", "trl", "pytorch-lightning")
-                        if importlib.util.find_spec(name.replace("-", "_"))}  # fmt: skip
-            command.write_results(path, "frameworks", argv, device, framework=versions, rows=rows)
-        return 1 if any("status" in way for row in rows for way in (row, *row.get("ways", {}).values())) else 0
-    if device.type != "cpu":
-        parser.error(f"{args.framework} is measured on the CPU")
-    path = command.results_path(args.output, f"frameworks-{args.framework}", device)
-    rows = []
-    for loss in LOSSES[args.framework]:
-        rows.append(compared(args.framework, loss, args))
-        print(rows[-1])
-        version = importlib.metadata.version(args.framework)
-        command.write_results(path, "frameworks", argv, device, framework={args.framework: version}, rows=rows)
-    return 0
+    """Run the benchmark; return 1 where a trainer failed."""
+    parser = command.arguments("frameworks", __doc__, rounds=3, dtype=False)
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=[*TRAINERS])
+    parser.add_argument("--tokens", type=command.count, help="of a batch (2048; on a GPU 8192)")
+    args = command.read(parser, sys.argv[1:] if argv is None else argv)
+    path, rows = command.results_path(args.output, "frameworks", args.device), list[dict[str, Any]]()
+    for row in measured(args.trainers, args.device, args.tokens or (8192 if args.gpu else 2048), args.rounds):
+        rows.append(row)
+        print(row, flush=True)
+        versions = {name: importlib.metadata.version(name) for name in ("transformers", "trl", "pytorch-lightning")
+                    if importlib.util.find_spec(name.replace("-", "_"))}  # fmt: skip
+        command.write_results(path, "frameworks", args.argv, args.device, framework=versions, rows=rows)
+    return int(any("status" in way for row in rows for way in (row, *row.get("ways", {}).values())))
 
 
 if __name__ == "__main__":

@@ -4,19 +4,16 @@ import contextlib
 import ctypes
 import functools
 import gc
-import json
 import math
 import multiprocessing
 import multiprocessing.connection
-import re
-import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -28,11 +25,9 @@ from benchmarks.shapes import Operands, Shape, make_operands, parse_dtype
 OUT_OF_MEMORY = "out of memory"
 # before what is timed, and timed: at least so many runs, and for so long
 SETTLING_RUNS, SETTLING_MS, TIMED_MS = 2, 500.0, 100.0
-_CHILD_SECONDS = 900.0
+_CHILD_SECONDS, _EXIT_SECONDS = 900.0, 5.0
 _SAMPLE_SECONDS = 0.002
 _M_MMAP_THRESHOLD = -3
-# Kernels of matrix products: ours, cuBLAS's by their several names; torch's operations on a CPU.
-_PRODUCT = re.compile(r"(exp|grad)_logits|^dhidden_|^dweight_|gemm|nvjet|xmma|cutlass|^aten::(addmm|mm)$")
 
 
 class Held(Protocol):
@@ -279,44 +274,6 @@ def _timed(step: Callable[[], Any], operands: Held, device: torch.device, runs: 
     return lambda: milliseconds
 
 
-class Launch(NamedTuple):
-    """Something that a step ran, and when: microseconds on the profiler's clock."""
-
-    name: str
-    begin: float
-    length: float
-
-
-def traced(step: Callable[[], Any], device: torch.device) -> list[Launch]:
-    """Everything that one step runs, in order: kernels, copies and fills of a GPU; torch's operations on a CPU."""
-    gpu = device.type == "cuda"
-    activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CPU, *([activity.CUDA] if gpu else [])]) as profile:
-        step()
-        if gpu:
-            torch.cuda.synchronize(device)
-    # The trace tells kernels from the annotations that compiled code puts around them; the list of events does not.
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    wanted = ("kernel", "gpu_memcpy", "gpu_memset") if gpu else ("cpu_op",)
-    events = [event for event in events if event.get("cat") in wanted and event.get("ph") == "X"]
-    events.sort(key=lambda event: (event["ts"], -event["dur"]))
-    found, end = list[Launch](), float("-inf")
-    for event in events:
-        # What lies within an operation of torch's is that operation's own affair.
-        if gpu or (event["name"].startswith("aten::") and event["ts"] >= end):
-            found.append(Launch(event["name"], event["ts"], event["dur"]))
-            end = event["ts"] + event["dur"]
-    return found
-
-
-def product_places(names: Sequence[str]) -> list[int]:
-    """Places of the launches that are matrix products."""
-    return [place for place, name in enumerate(names) if _PRODUCT.search(name)]
-
-
 def quantile(values: list[float], fraction: float) -> float:
     """The value below which a fraction of the values lies, interpolated."""
     return float(torch.tensor(values, dtype=torch.float64).quantile(fraction))
@@ -366,6 +323,30 @@ def peak(step: Step, request: MemoryRequest) -> tuple[dict[str, int] | None, Fai
     return cpu_peak(request)
 
 
+def messages(target: Callable[..., None], *args: Any, seconds: float = _CHILD_SECONDS) -> Iterator[Any]:
+    """Everything that ``target(sender, *args)`` sends from a fresh process; a Failure where that ends without success,
+    or takes longer."""
+    context, end = multiprocessing.get_context("spawn"), time.monotonic() + seconds
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=target, args=(sender, *args))
+    child.start()
+    sender.close()  # only the child's end stays open, so that its death is seen here
+    try:
+        while receiver.poll(max(0.0, end - time.monotonic())):
+            yield receiver.recv()
+        yield Failure("failed", f"cut after {seconds:g} seconds")
+    except EOFError:
+        child.join(_EXIT_SECONDS)
+        if child.exitcode:
+            # The kernel ends a process that takes more than there is with signal 9.
+            status = OUT_OF_MEMORY if child.exitcode == -9 else "failed"
+            yield Failure(status, f"its process ended with exit code {child.exitcode}")
+    finally:
+        receiver.close()
+        child.join(0 if child.is_alive() and time.monotonic() > end else _EXIT_SECONDS)
+        child.kill()
+
+
 def cpu_peak(request: MemoryRequest) -> tuple[dict[str, int] | None, Failure | None]:
     """Peak resident bytes of one step beside its inputs, the gradients included, in a fresh process.
 
@@ -374,23 +355,7 @@ def cpu_peak(request: MemoryRequest) -> tuple[dict[str, int] | None, Failure | N
     meaningful because glibc takes large blocks from mmap and returns them by munmap: what the first step held is
     gone before the second, apart from what the matrix library keeps for good.
     """
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_cpu_child, args=(sender, request, torch.get_num_threads()), daemon=True)
-    child.start()
-    sender.close()
-    try:
-        answer = receiver.recv() if receiver.poll(_CHILD_SECONDS) else Failure("failed", "no answer from the process")
-    except EOFError:
-        child.join(10)
-        # The kernel ends a process that takes more than there is with signal 9.
-        status = OUT_OF_MEMORY if child.exitcode == -9 else "failed"
-        answer = Failure(status, f"the measuring process ended with exit code {child.exitcode}")
-    finally:
-        if child.is_alive():
-            child.join(5)
-            child.terminate()
-        receiver.close()
+    answer = next(messages(_cpu_child, request, torch.get_num_threads()))
     return (None, answer) if isinstance(answer, Failure) else (answer, None)
 
 
@@ -401,7 +366,11 @@ def _cpu_child(sender: multiprocessing.connection.Connection, request: MemoryReq
         _return_large_blocks()
         step()
         step.operands.clear()
-        sender.send({"peak_bytes": _resident_peak(step)})
+        gc.collect()
+        _return_large_blocks(trim=True)
+        with ResidentPeak() as peak:
+            step()
+        sender.send({"peak_bytes": peak.bytes})
     except Exception as error:  # travels back as a row of the table
         sender.send(Failure.of(error))
 
@@ -416,26 +385,32 @@ def _return_large_blocks(trim: bool = False) -> None:
             libc.malloc_trim(0)
 
 
-def _resident_peak(step: Callable[[], Any]) -> int:
-    process, done, highest = psutil.Process(), threading.Event(), [0]
+class ResidentPeak:
+    """Highest resident memory of this process within a ``with`` block, minus that at its start (``bytes``).
 
-    def sample() -> None:
-        while not done.is_set():
-            highest[0] = max(highest[0], process.memory_info().rss)
-            done.wait(_SAMPLE_SECONDS)
+    A thread reads it; PyTorch's operators release the GIL, so it keeps reading while they run."""
 
-    gc.collect()
-    _return_large_blocks(trim=True)
-    before = int(process.memory_info().rss)
-    exact = _reset_high_water()
-    sampler = threading.Thread(target=sample, daemon=True)
-    sampler.start()
-    step()
-    # The gradients are still held here, so the last reading counts them even if the sampler missed everything.
-    highest[0] = max(highest[0], process.memory_info().rss, _high_water() if exact else 0)
-    done.set()
-    sampler.join()
-    return highest[0] - before
+    def __enter__(self) -> "ResidentPeak":
+        self._process, self._done = psutil.Process(), threading.Event()
+        self.baseline = self._highest = int(self._process.memory_info().rss)
+        self._exact = _reset_high_water()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+        self._sampler.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # what the block made is still there, so the last reading counts it even if the sampler missed everything
+        self._read()
+        self._done.set()
+        self._sampler.join()
+        self.bytes = max(self._highest, _high_water() if self._exact else 0) - self.baseline
+
+    def _read(self) -> None:
+        self._highest = max(self._highest, self._process.memory_info().rss)
+
+    def _sample(self) -> None:
+        while not self._done.wait(_SAMPLE_SECONDS):
+            self._read()
 
 
 def _reset_high_water() -> bool:

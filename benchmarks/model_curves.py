@@ -78,7 +78,7 @@ def differences(one: dict[str, list[float]], other: dict[str, list[float]]) -> l
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run both; return the exit status."""
-    parser = command.arguments("model_curves", __doc__)
+    parser = command.arguments("model_curves", __doc__, dtype=False)
     parser.add_argument("--steps", type=command.count, default=200, help="of training (200)")
     parser.add_argument("--text", type=Path, help="a text file, instead of Python's standard library")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")

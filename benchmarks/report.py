@@ -8,10 +8,9 @@ newer measurement, write it over the file that its question reads (FILES).
 import argparse
 import functools
 import json
-import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from chunked_head.kernels.common.gpus import GPUS
 
 from benchmarks import providers
+from benchmarks.svg import plot
 from chunked_head import plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,8 +28,7 @@ FILES = {
     "head": "head-cuda.json", "head-cpu": "head-cpu.json", "peers": "speed-cuda-peers.json",
     "speed": "speed-cuda.json", "accuracy": "accuracy-cuda.json", "losses": "losses-cuda.json",
     "sm_80": "speed-cuda-sm_80.json", "sm_80-losses": "losses-cuda-sm_80.json",
-    "lm_eval": "frameworks-lm_eval-cpu.json", "ms-swift": "frameworks-ms-swift-cpu.json",
-    "llamafactory": "frameworks-llamafactory-cpu.json", "trainers": "frameworks-cuda.json",
+    "trainers": "frameworks-cuda.json",
     "memory": "memory-cuda.json", "models": "models-cuda.json", "longest-ours": "models-longest-ours-cuda.json",
     "longest-others": "models-longest-others-cuda.json", "curves": "model_curves-cuda.json", "host": "host-cuda.json",
     "h100": "speed-cuda-h100.json", "parallel-2": "parallel-2-cuda.json", "parallel-4": "parallel-4-cuda.json",
@@ -62,8 +61,6 @@ CARDS = {
     "sm_80": "A100", "sm_86": "RTX 3090, A40, A10", "sm_89": "RTX 4090, L40S, L4", "sm_90": "H100, H200",
     "sm_100": "B200", "sm_103": "B300", "sm_120": "RTX 5090, RTX PRO 6000", "gfx942": "MI300, MI325", "gfx950": "MI350",
 }  # fmt: skip
-COLORS = ("#00798c", "#d1495b", "#edae49", "#30638e", "#7b4b94", "#5d6470", "#6a994e", "#bc6c25", "#e07a9b", "#3a3a3a")
-Points = Sequence[tuple[float, float]]
 
 
 def read(question: str) -> dict[str, Any]:
@@ -135,13 +132,6 @@ def all_losses() -> str:
 
 def of_products(row: dict[str, Any]) -> str:
     return f"{row['ratio']:.2f} of {row['products']}"
-
-
-def framework(question: str) -> str:
-    """Peaks alone: the times are of one round on a busy machine."""
-    rows = [[row["loss"], *(f"{mib(row['ways'][way]['peak_bytes'])} MiB" for way in ("plain", "ours"))]
-            for row in read(question)["rows"]]  # fmt: skip
-    return table(["peak memory beside the parameters", "its own logits", "here"], rows, question)
 
 
 def trainers() -> str:
@@ -236,7 +226,7 @@ def cpu() -> str:
 
 
 def plans() -> str:
-    """What the planner says for one GPU; the only table that is computed rather than measured."""
+    """Plans for one GPU; the only table that is computed rather than measured."""
     heads = {
         "Llama 3 8B": (4096, 128256),
         "Qwen3 0.6B": (1024, 151936),
@@ -282,53 +272,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "sm_80-losses": lambda: forced("sm_80-losses", "losses", "workload", shape="8192x4096x128256"),
     "options": lambda: matrix("speed", "row", ("half-skipped", "256MiB"), lambda row: f"{row['ratio']:.2f}"),
     "curves": curves, "parallel": parallel, "host": host, "cpu": cpu, "plans": plans,
-    **{question: functools.partial(framework, question) for question in ("lm_eval", "ms-swift", "llamafactory")},
 }  # fmt: skip
-
-
-def plot(title: str, across: str, up: str, lines: Mapping[str, Points], log: bool = False) -> str:
-    """An SVG, written by hand so that it is the same on every machine: a line for each name, or a dot for one point."""
-    wide, high, left, top, right, bottom = 720, 400, 62, 40, 200, 52
-    scale: Callable[[float], float] = math.log2 if log else float
-    spans = [[scale(point[axis]) for points in lines.values() for point in points] for axis in (0, 1)]
-    ends = [(min(span), max(span)) if log else (0.0, 1.1 * max(span)) for span in spans]
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across, up = ((value - low) / (end - low) for value, (low, end) in zip((x, y), ends, strict=True))
-        return left + across * (wide - left - right), high - bottom - up * (high - top - bottom)
-
-    def text(x: float, y: float, words: str, more: str = 'text-anchor="middle"') -> str:
-        return f'<text x="{x:.0f}" y="{y:.0f}" {more}>{words}</text>'
-
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>', text(left, 22, title, 'font-size="14" font-weight="bold"'),
-        text((left + wide - right) / 2, high - 12, across),
-        text(0, 0, up, f'text-anchor="middle" transform="translate(16 {high // 2}) rotate(-90)"'),
-    ]  # fmt: skip
-    for axis, (low, end) in enumerate(ends):
-        step = 1.0 if log else next(s for s in (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0) if end - low <= 8 * s)
-        for count in range(math.ceil(low / step), math.floor(end / step) + 1):
-            x, y = place(count * step, ends[1][0]) if axis == 0 else place(ends[0][0], count * step)
-            value = 2 ** (count * step) if log else count * step
-            words = f"{value / 1024:g}K" if value >= 1024 else f"{value:g}"
-            out.append(f'<path d="M{x:.0f} {y:.0f}{f"V{top}" if axis == 0 else f"H{wide - right}"}" stroke="#ddd"/>')
-            out.append(text(x, y + 18, words) if axis == 0 else text(x - 6, y + 4, words, 'text-anchor="end"'))
-    labels = list[tuple[str, float, float]]()
-    for index, (name, points) in enumerate(lines.items()):
-        color, places = COLORS[index % len(COLORS)], [place(scale(x), scale(y)) for x, y in points]
-        label, anchor = (wide - right + 12.0, top + 14.0 + 20 * index), "start"
-        if len(points) == 1:  # beside the dot; ours on its left, where no other is, if the plot has room for it
-            anchor = "end" if "chunked_head" in name and places[0][0] > 75 + 7 * len(name.replace("*", "")) else "start"
-            label = places[0][0] + (10 if anchor == "start" else -10), places[0][1] + 4
-            while any(side == anchor and abs(label[0] - x) < 160 and abs(label[1] - y) < 13 for side, x, y in labels):
-                label = label[0], label[1] - 13
-            labels.append((anchor, *label))
-        drawn = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-        out.append(f'<path d="M{drawn}" fill="none" stroke="{color}" stroke-width="2"/>')
-        out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in places if len(places) < 20]
-        out.append(text(*label, name.replace("*", ""), f'fill="{color}" font-weight="bold" text-anchor="{anchor}"'))
-    return "\n".join([*out, "</svg>"]) + "\n"
 
 
 def plots() -> dict[str, str]:

@@ -23,7 +23,7 @@ DEFAULT_TOKENS = 8192
 CPU_SHAPE = (1024, 512, 128256)
 
 DATA = ("random", "peaked")
-TARGETS = ("random", "zipf", "equal", "text")
+TARGETS = ("random", "zipf", "equal")
 
 # Of other policies' log-probabilities about ours: a few tokens in a hundred lie outside the usual clips of 0.2.
 POLICY_NOISE = 0.1
@@ -170,10 +170,6 @@ def make_operands(
 
 
 def _draw_targets(shape: Shape, targets: str, device: torch.device, generator: torch.Generator) -> Tensor:
-    if targets == "text":
-        from benchmarks.text_targets import text_targets  # it needs tokenizers, which no other targets do
-
-        return text_targets(shape.tokens, shape.vocab, device)
     if targets == "equal":
         return torch.full((shape.tokens,), shape.vocab // 2, device=device)
     if targets == "zipf":

@@ -29,7 +29,7 @@ def test_end_to_end(text_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.demo", *TOY, "--text", str(text_file), "--output", str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert (output / "demo.svg").read_text(encoding="utf-8").startswith("<svg")
     numbers = json.loads((output / "demo.json").read_text(encoding="utf-8"))
     plain, ours = numbers["plain"], numbers["ours"]
     assert len(plain["losses"]) == STEPS and ours["losses"] == pytest.approx(plain["losses"], abs=1e-5)

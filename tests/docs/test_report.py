@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report, sitting
+from benchmarks import report, sitting, svg
 
 
 def test_committed_is_what_the_command_makes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,7 +26,7 @@ def test_a_changed_number_is_found(
 
 
 def test_labels_of_near_dots_are_apart() -> None:
-    picture = report.plot("", "", "", {"one": [(50.0, 1.0)], "two": [(51.0, 1.0)], "three": [(52.0, 0.9)]})
+    picture = svg.plot("", "", "", {"one": [(50.0, 1.0)], "two": [(51.0, 1.0)], "three": [(52.0, 0.9)]})
     found = [int(y) for y in re.findall(r'y="(\d+)" [^>]*font-weight="bold" text-anchor', picture)]
     assert len(found) == 3 and all(abs(a - b) >= 12 for a, b in itertools.combinations(found, 2))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import framework_steps, trainers
+from benchmarks import framework_steps, frameworks
 
 NAMES = [name for name in framework_steps.FRAMEWORKS if find_spec(name)]
 if "swift" in NAMES:
@@ -26,7 +26,7 @@ def without_a_gpu(name: str) -> Any:
 def test_all_ways_agree(name: str, tmp_path: Path) -> None:
     for case in framework_steps.FRAMEWORKS[name].cases:
         with without_a_gpu(name):
-            batch = trainers.Batch(torch.device("cpu"), 64, str(tmp_path))
+            batch = frameworks.Batch(torch.device("cpu"), 64, str(tmp_path))
             row = framework_steps.compared(name, case, batch, 1)
         assert "status" not in row, row
         ways = row["ways"]
