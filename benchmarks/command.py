@@ -1,4 +1,4 @@
-"""What every benchmark's command shares: its arguments, the loop over its jobs, its tables, and the record of a run."""
+"""Parts of every benchmark's command: arguments, the loop over its jobs, tables, and the record of a run."""
 
 import argparse
 import contextlib
@@ -297,7 +297,7 @@ def number(value: float | None, form: str = ".3f") -> str:
 
 
 def timed_cells(row: Row) -> list[str]:
-    """Of a row: milliseconds, ratio (`*` over what it must be), spread of the rounds, peak, and the plan's."""
+    """Cells of a row: milliseconds, ratio (`*` over what it must be), spread of the rounds, peak, and the plan's."""
     over = row.get("must") is not None and row.get("ratio", 0.0) > row["must"]
     return [
         number(row.get("ms")), number(row.get("ratio")) + " *" * over,

@@ -18,12 +18,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks import measure
+from benchmarks import command, measure
 from benchmarks.demo_data import (
     BYTE_ALPHABET_SIZE,
     DataError,
     TokenizedText,
-    check_length,
     load_text,
     tokenize_text,
 )
@@ -59,7 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     try:
         text = load_text(options.text)
-        check_length(text, options.context)
         console.print(f"Text: {text.description}.", highlight=False)
         tokens = tokenize_text(text, options.bpe_vocab, options.context)
     except DataError as error:
@@ -91,28 +89,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     by_device = "{}, by default {} on the CPU and {} on a GPU".format
     parser.add_argument("--text", type=Path, help="a UTF-8 text file, instead of Python's standard library")
-    parser.add_argument("--steps", type=positive, help=by_device("training steps", *DEFAULT_STEPS.values()))
-    parser.add_argument("--batch", type=positive, help=by_device("windows per step", *DEFAULT_BATCH.values()))
-    parser.add_argument("--context", type=positive, default=256, help="tokens per window")
-    parser.add_argument("--hidden", type=positive, default=256, help="hidden size")
-    parser.add_argument("--layers", type=positive, default=4, help="decoder layers")
-    parser.add_argument("--vocab", type=positive, default=LLAMA_3_VOCAB, help="rows of the head")
-    parser.add_argument("--bpe-vocab", type=positive, default=8192, help="tokens of the BPE trained on the text")
+    parser.add_argument("--steps", type=command.count, help=by_device("training steps", *DEFAULT_STEPS.values()))
+    parser.add_argument("--batch", type=command.count, help=by_device("windows per step", *DEFAULT_BATCH.values()))
+    parser.add_argument("--context", type=command.count, default=256, help="tokens per window")
+    parser.add_argument("--hidden", type=command.count, default=256, help="hidden size")
+    parser.add_argument("--layers", type=command.count, default=4, help="decoder layers")
+    parser.add_argument("--vocab", type=command.count, default=LLAMA_3_VOCAB, help="rows of the head")
+    parser.add_argument("--bpe-vocab", type=command.count, default=8192, help="tokens of the BPE trained on the text")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the data order")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto (cuda if there is one)")
     parser.add_argument("--memory-budget", help='for ChunkedHead, as "256MiB"; its own default if absent')
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for the JSON and the SVG")
     return parser
-
-
-def positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
@@ -131,7 +119,8 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--output {options.output}: cannot make this folder: {error.strerror}")
-    return choose_device(parser, options.device)
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    return command.device_of(parser, automatic if options.device == "auto" else options.device)
 
 
 def check_memory_budget(parser: argparse.ArgumentParser, config: TrainingConfig) -> None:
@@ -149,20 +138,6 @@ def check_memory_budget(parser: argparse.ArgumentParser, config: TrainingConfig)
         )  # fmt: skip
     except ValueError as error:
         parser.error(f"--memory-budget {config.memory_budget}: {error}")
-
-
-def choose_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        parser.error(f"--device {name}: not a device PyTorch knows")
-    if device.type not in DEFAULT_STEPS:
-        parser.error(f"--device {name}: the demo runs on cpu and cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        parser.error(f"--device {name}: PyTorch sees {torch.cuda.device_count()} CUDA devices here")
-    return device
 
 
 def print_setup(console: Console, config: TrainingConfig, tokens: TokenizedText) -> None:

@@ -47,17 +47,6 @@ def load_text(path: Path | None) -> Text:
     return _load_standard_library() if path is None else _load_file(path)
 
 
-def check_length(text: Text, context: int) -> None:
-    """Refuse a text that cannot fill one window: a token is at least one byte, so this needs no tokenizer."""
-    for name, documents in (("training", text.training), ("held-out", text.held_out)):
-        length = sum(len(document.encode()) for document in documents)
-        if length < context + 1:
-            raise DataError(
-                f"the text is too short: its {name} part has {length} bytes, and one window takes "
-                f"{context + 1} tokens; use a longer --text or a smaller --context"
-            )
-
-
 def tokenize_text(text: Text, bpe_vocab: int, context: int) -> TokenizedText:
     """Train a byte-level BPE on the training part alone, then encode both parts with it."""
     tokenizer = Tokenizer(models.BPE())

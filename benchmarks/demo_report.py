@@ -111,10 +111,6 @@ def print_table(console: Console, comparison: Comparison) -> None:
     table.add_section()
     memory = (plain.peak_bytes, ours.peak_bytes)
     table.add_row("peak memory", *(f"{m / MIB:,.0f} MiB" for m in memory), ratio(*memory, "less", "more"))
-    without_state = (plain.peak_bytes - plain.state_bytes, ours.peak_bytes - ours.state_bytes)
-    if min(without_state) > 0:
-        shown = (f"{m / MIB:,.0f} MiB" for m in without_state)
-        table.add_row(f"... minus {plain.state_bytes / MIB:,.0f} MiB", *shown, ratio(*without_state, "less", "more"))
     step_time = (timed(plain.step_seconds), timed(ours.step_seconds))
     table.add_row("time per step", *(f"{s:.3f} s" for s in step_time), ratio(*step_time, "faster", "slower"))
     head_time = (timed(plain.head_seconds), timed(ours.head_seconds))
@@ -128,7 +124,6 @@ def explanations(comparison: Comparison) -> tuple[str, ...]:
     on_gpu = torch.device(comparison.config.device).type == "cuda"
     source = "allocated by PyTorch on the GPU" if on_gpu else "resident in the run's own process, read every 2 ms,"
     return (
-        f"BPE: {comparison.bpe_size:,} tokens; the head has {comparison.config.model.vocab:,} rows all the same.",
         f"Peak memory: the most memory {source} during the training steps, minus that before the first step "
         f"(process and weights); the gradients and AdamW's moments, {comparison.plain.state_bytes / MIB:,.0f} MiB "
         "whatever the head, are in it.",

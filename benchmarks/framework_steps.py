@@ -6,7 +6,6 @@ in a process of its own, all of its ways taking turns there; one that is missing
 says so. `--packages FOLDER` has each framework see the packages in FOLDER/NAME before all others.
 """
 
-import argparse
 import functools
 import importlib
 import importlib.metadata
@@ -372,19 +371,19 @@ def compared(name: str, case: str, batch: Batch, rounds: int) -> dict[str, Any]:
     return row
 
 
-def child(sender: multiprocessing.connection.Connection, name: str, device: str, args: argparse.Namespace) -> None:
+def child(sender: multiprocessing.connection.Connection, name: str, args: Any) -> None:
     """The rows of one framework, each as soon as it is there, and None."""
     if args.packages:
         sys.path.insert(0, str(args.packages / name))
     with tempfile.TemporaryDirectory() as folder:
         for case in FRAMEWORKS[name].cases:
-            sender.send(compared(name, case, Batch(torch.device(device), args.tokens, folder), args.rounds))
+            sender.send(compared(name, case, Batch(args.device, args.tokens, folder), args.rounds))
     sender.send(None)
 
 
-def measured(name: str, device: torch.device, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measured(name: str, args: Any) -> Iterator[dict[str, Any]]:
     """Rows of a framework from a process of its own, and one that says what ended it early."""
-    for row in measure.messages(child, name, str(device), args, seconds=args.limit):
+    for row in measure.messages(child, name, args, seconds=args.limit):
         if isinstance(row, measure.Failure):
             yield {"framework": FRAMEWORKS[name].title, **row.record()}
         elif row is None:
@@ -395,28 +394,22 @@ def measured(name: str, device: torch.device, args: argparse.Namespace) -> Itera
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures frameworks one after the other; returns 1 where one, or one of its ways, gave no figures."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.framework_steps", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("frameworks", nargs="*", metavar="NAME", help=f"of {', '.join(FRAMEWORKS)}; none: all")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu")
-    parser.add_argument("--tokens", type=int, help="of a batch (8192; on a CPU 64)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit", type=int, default=120, help="seconds of a framework")
-    parser.add_argument("--packages", type=Path, help="a folder with a folder of packages for each framework")
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args(argv)
+    parser = command.arguments("framework_steps", __doc__, rounds=3, dtype=False)
+    add = parser.add_argument
+    add("frameworks", nargs="*", metavar="NAME", help=f"of {', '.join(FRAMEWORKS)}; none: all")
+    add("--tokens", type=command.count, help="of a batch (8192; on a CPU 64)")
+    add("--limit", type=int, default=120, help="seconds of a framework")
+    add("--packages", type=Path, help="a folder with a folder of packages for each framework")
+    args = command.read(parser, sys.argv[1:] if argv is None else argv)
     for name in set(args.frameworks) - FRAMEWORKS.keys():
         parser.error(f"{name} is none of {', '.join(FRAMEWORKS)}")
-    device = command.device_of(parser, args.device)
-    args.tokens = args.tokens or (8192 if device.type == "cuda" else 64)
-    path, rows = command.results_path(args.output, "framework_steps", device), list[dict[str, Any]]()
+    args.tokens = args.tokens or (8192 if args.gpu else 64)
+    path, rows = command.results_path(args.output, "framework_steps", args.device), list[dict[str, Any]]()
     for name in args.frameworks or FRAMEWORKS:
-        for row in measured(name, device, args):
+        for row in measured(name, args):
             rows.append(row)
             print(json.dumps(row), flush=True)
-            command.write_results(path, "framework_steps", argv, device, rows=rows)
+            command.write_results(path, "framework_steps", args.argv, args.device, rows=rows)
     return int(any("status" in each for row in rows for each in (row, *row.get("ways", {}).values())))
 
 

@@ -224,11 +224,6 @@ class TrainerStep:
         """Lets go of the gradients."""
         self.model.zero_grad(set_to_none=True)
 
-    @property
-    def operands(self) -> "TrainerStep":
-        """Holder of the gradients."""
-        return self
-
 
 @dataclass
 class Gradients:
@@ -257,12 +252,7 @@ def once(step: TrainerStep, device: torch.device) -> dict[str, Any]:
     del gradients
     step.clear()
     if device.type == "cuda":
-        measure.release()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-        step.clear()
+        found["peak_bytes"] = measure.gpu_peak(step, step)["peak_bytes"]
     return found
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import command, measure, shapes
 from benchmarks.command import Row, Watch, number
 from benchmarks.shapes import Operands, Shape
-from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
+from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 
 SMALL = Shape(512, 2048, 128256)
 SHAPES = (SMALL, Shape(8192, 768, 50304), Shape(8192, 1024, 151936))
@@ -33,22 +33,10 @@ def plain(operands: Operands, **options: Any) -> Tensor:
     return linear_cross_entropy(operands.hidden, operands.weight, operands.target, **options)
 
 
-def measured(operands: Operands, **options: Any) -> Tensor:
-    """GRPO with entropy and accuracy beside it."""
-    old, advantages = fields(len(operands.target), operands.target.device)
-    out: LossOutput = linear_loss(
-        operands.hidden, operands.weight, operands.target, losses.grpo(),
-        batch={"old_logprobs": old, "advantages": advantages}, metrics=[metrics.entropy(), metrics.accuracy()],
-        **options,
-    )  # fmt: skip
-    return out.loss
-
-
-@functools.lru_cache(maxsize=4)
-def fields(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(1)
-    old, advantages = -torch.rand(tokens, generator=made) - 11, torch.randn(tokens, generator=made)
-    return old.to(device), advantages.to(device)
+def measured(operands: Operands, batch: dict[str, Tensor], **options: Any) -> Tensor:
+    """GRPO, with entropy and accuracy as metrics."""
+    given = operands.hidden, operands.weight, operands.target, losses.grpo()
+    return linear_loss(*given, batch=batch, metrics=[metrics.entropy(), metrics.accuracy()], **options).loss
 
 
 def logprobs(operands: Operands, tokens: int) -> Tensor:
@@ -95,11 +83,13 @@ def stepped(call: Callable[..., Tensor], operands: Operands, **options: Any) -> 
 def steps_of(shape: Shape, operands: Operands) -> dict[str, tuple[int, Callable[[], Any]]]:
     """Steps by name, each with the number of bare products that it is compared with."""
     quarter = max(1, -(-shape.tokens // 4))
+    uniform = torch.full_like(operands.target, -11.0, dtype=torch.float32)
+    batch = shapes.draw_fields(("old_logprobs", "advantages"), operands, uniform, 1)
     return {
         "plain": (3, stepped(plain, operands)),
-        "entropy, accuracy, GRPO": (3, stepped(measured, operands)),
+        "entropy, accuracy, GRPO": (3, stepped(measured, operands, batch=batch)),
         "four chunks": (3, stepped(plain, operands, chunk_tokens=quarter)),
-        "four chunks, entropy, accuracy, GRPO": (3, stepped(measured, operands, chunk_tokens=quarter)),
+        "four chunks, entropy, accuracy, GRPO": (3, stepped(measured, operands, batch=batch, chunk_tokens=quarter)),
     }
 
 

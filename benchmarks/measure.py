@@ -297,13 +297,13 @@ class MemoryRequest:
         return Step(build(self.provider, device).call, operands, self.upstream)
 
 
-def gpu_peak(step: Step) -> dict[str, int]:
-    """Peak bytes of one step beside its inputs, the gradients included, on a GPU.
+def gpu_peak(step: Callable[[], Any], operands: Held) -> dict[str, int]:
+    """Peak bytes of one step beside what is there before it, the gradients included, on a GPU.
 
     The caller has run the step before, so that cuBLAS holds its workspace already. `peak_bytes` counts the blocks
     that the allocator handed out, `requested_bytes` what was asked for before rounding.
     """
-    release(step.operands)
+    release(operands)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     requested_before = int(torch.cuda.memory_stats().get("requested_bytes.all.current", 0))
@@ -312,14 +312,14 @@ def gpu_peak(step: Step) -> dict[str, int]:
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     requested = int(torch.cuda.memory_stats().get("requested_bytes.all.peak", 0)) - requested_before
-    release(step.operands)
+    release(operands)
     return {"peak_bytes": int(peak), "requested_bytes": requested}
 
 
 def peak(step: Step, request: MemoryRequest) -> tuple[dict[str, int] | None, Failure | None]:
     """Peak bytes beside the inputs: of this step on a GPU, of the request in a fresh process on a CPU."""
     if step.operands.hidden.is_cuda:
-        return attempt(functools.partial(gpu_peak, step), step.operands)
+        return attempt(functools.partial(gpu_peak, step, step.operands), step.operands)
     return cpu_peak(request)
 
 

@@ -77,7 +77,7 @@ def peak_of(
         for _ in range(_WARM_UP):
             step.operands.clear()
             step()
-        return measure.gpu_peak(step)
+        return measure.gpu_peak(step, step.operands)
 
     return measure.attempt(run)
 

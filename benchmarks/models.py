@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,7 @@ def run(model: Any, length: int, names: Sequence[str], rounds: int, watch: Watch
     """A row for each way: time, peak memory, loss."""
     device, inputs = model.device, inputs_of(model, length)
     rows: dict[str, dict[str, Any]] = {}
-    steps: dict[str, Callable[[], Any]] = {}
+    steps: dict[str, ModelStep] = {}
     first = ModelStep(model, inputs, PLAIN)
     for name in names:
         watch.stage(f"{length} tokens: warm-up of {name}")
@@ -123,17 +123,11 @@ def run(model: Any, length: int, names: Sequence[str], rounds: int, watch: Watch
     return list(rows.values())
 
 
-def gpu_peak(step: Any) -> dict[str, int]:
+def gpu_peak(step: ModelStep) -> dict[str, int]:
     """Peak bytes of a step with everything, parameters and gradients included."""
-    step.clear()
-    measure.release()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    step.clear()
-    return {"peak_bytes": int(peak)}
+    measure.release(step)
+    before = torch.cuda.memory_allocated()
+    return {"peak_bytes": before + measure.gpu_peak(step, step)["peak_bytes"]}
 
 
 def longest(model: Any, name: str, limit: int, fractions: Sequence[float], watch: Watch) -> Row:

@@ -24,7 +24,7 @@ def megatron_style(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def ours_on_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The same of the same logits by ``logits_loss``, whose gradient takes their place."""
+    """The mean cross-entropy of those logits by ``logits_loss``, whose gradient takes their place."""
     logits = _Linear.apply(hidden, weight)
     return logits_loss(logits, target, losses.cross_entropy(), inplace=True, parallel=VocabParallel()).loss
 

@@ -1,5 +1,6 @@
-"""What each process of `benchmarks.parallel` does: rows in turns with the others, and what rank 0 writes of them."""
+"""A process of `benchmarks.parallel`: rows in turns with those of the other ranks; rank 0 writes them."""
 
+import contextlib
 import datetime
 import functools
 import json
@@ -26,7 +27,7 @@ LOSS_LIMITS = {True: 2e-3, False: 1e-5}
 
 @dataclass(frozen=True)
 class Task:
-    """What to measure, in plain values."""
+    """A measurement in plain values."""
 
     ranks: int
     shapes: tuple[Shape, ...]
@@ -51,23 +52,13 @@ def enter(rank: int, task: Task, folder: str) -> None:
     )  # fmt: skip
     rows = list[dict[str, Any]]()
     watch = Watch(len(task.shapes) * task.rounds) if rank == 0 else None
-    with watch or Silence():
+    with watch or contextlib.nullcontext():
         for shape in task.shapes:
             rows += Ranks(shape, task, device, watch).measured()
             measure.release()
             if rank == 0:
                 Path(folder, ROWS_FILE).write_text(json.dumps(rows))
     distributed.destroy_process_group()
-
-
-class Silence:
-    """What the other ranks tell of how far they are."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 class Ranks:
@@ -107,11 +98,11 @@ class Ranks:
             self.watch.stage(f"{self.shape}: {text}")
 
     def idle(self, name: str) -> bool:
-        """Whether this rank has nothing to do with a row."""
+        """True where this rank has nothing to do with a row."""
         return ROWS[name].alone and self.rank > 0
 
     def together(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What rank 0 makes of an action, or the failure of the first rank that failed."""
+        """An action's record on rank 0, or the failure of the first rank that failed."""
         found, failure = measure.attempt(action, self.bench)
         told = self.gathered(failure.record() if failure else found)
         failed = [one for one in told if one.get("status", "ok") != "ok"]
@@ -184,7 +175,7 @@ class Ranks:
         if self.task.memory:
             peak, failure = None, None
             if isinstance(step, measure.Step):
-                peak, failure = measure.attempt(functools.partial(measure.gpu_peak, step), self.bench)
+                peak, failure = measure.attempt(functools.partial(measure.gpu_peak, step, step.operands), self.bench)
             told = [one for one in self.gathered(failure.record() if failure else peak) if one is not None]
             failed = [one for one in told if "peak_bytes" not in one]
             row |= {"memory_error": failed[0]} if failed else self.memory(step, told)
@@ -208,7 +199,7 @@ def nothing() -> None:
 
 
 def agreement(told: list[dict[str, Any]]) -> dict[str, Any]:
-    """Whether rank 0 agrees with one GPU, and every rank's loss with rank 0's, to the bit."""
+    """True where rank 0 agrees with one GPU, and every rank's loss with rank 0's, to the bit."""
     losses = [one["loss"] for one in told if "loss" in one]
     if "agrees" not in told[0]:
         return {}

@@ -1,4 +1,4 @@
-"""What `benchmarks.parallel` times on ranks that share a head: our calls, others', one GPU's, and bare products."""
+"""Rows of `benchmarks.parallel`, of ranks that share a head: our calls, peers', one GPU's, and bare products."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -36,7 +36,9 @@ ROWS: dict[str, Row] = {
     "one-gpu-grpo": Row(f"ours, one GPU, {GRPO}", workload=GRPO, alone=True),
     "cross-entropy": Row("ours", "one-gpu", must=MUST),
     "whole-budget": Row("ours, one GPU's budget", "one-gpu", options=lambda n: {"memory_budget": DEFAULT_BUDGET}),
-    "small-budget": Row("ours, 1/ranks of the budget", "one-gpu", options=lambda n: {"memory_budget": budget(n)}),
+    "small-budget": Row(
+        "ours, 1/ranks of the budget", "one-gpu", options=lambda n: {"memory_budget": DEFAULT_BUDGET // n}
+    ),
     "grpo": Row(
         f"ours, {GRPO}", "one-gpu-grpo", GRPO, must={n: ratio * MUST_BESIDE_CE for n, ratio in MUST.items()}
     ),
@@ -48,11 +50,6 @@ ROWS: dict[str, Row] = {
     "matmuls-part": Row("3 products of a part", "matmuls", None),
     "all-reduce": Row("all-reduce of dhidden", workload=None),
 }  # fmt: skip
-
-
-def budget(ranks: int) -> int:
-    """The default budget's share of a rank."""
-    return DEFAULT_BUDGET // ranks
 
 
 def chosen(names: Sequence[str] | None) -> list[str]:
@@ -150,7 +147,7 @@ class Bench:
         return sum(tensor.nbytes for tensor in (step.operands.hidden, step.operands.weight))
 
     def plan(self, step: measure.Step, dtype: torch.dtype) -> dict[str, Any] | None:
-        """How a call of ours ran, or what is foreseen for its part of the head; None for others'."""
+        """The plan of a call of ours, or the one foreseen for its part of the head; None for peers."""
         call = step.loss
         if not isinstance(call, losses.Call):
             return None

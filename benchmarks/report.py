@@ -39,7 +39,6 @@ NAMES = {
     "torch": "torch's own fused head", "liger": "Liger-Kernel", "liger-fp32": "Liger-Kernel, fp32 sums",
     "quack": "quack", "cce": "Cut Cross-Entropy", "cce-exact": "Cut Cross-Entropy, unfiltered",
     "default": "**chunked_head**", "plain": "plain PyTorch",
-    "ours:chunk_tokens=4096,accumulate_dtype=float32": "**chunked_head**, fp32 sums",
     "ours:accumulate_dtype=float32": "**chunked_head**, fp32 sums",
     "ours:memory_budget=64MiB": "**chunked_head** in 64 MiB", "half-skipped": "half of the tokens skipped",
     "256MiB": 'memory_budget="256MiB"', "into": "with `accumulate_into`", "loss": "loss alone, of one matmul",

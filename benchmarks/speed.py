@@ -26,7 +26,7 @@ def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
     bench = Bench(shapes.make_operands(shape, args.dtype, args.device, targets=args.targets))
     measure.release(bench.operands)
     asked: dict[str, Any] = {}
-    for name in speed_rows.chosen(args.rows, shape):
+    for name in speed_rows.chosen(args.rows):
         row, plan = ROWS[name], speed_rows.predict(name, shape, args.dtype, args.device)
         for upstream in args.upstream if row.backward else args.upstream[:1]:
             record = {"row": name, "provider": f"ours, {name}", "upstream": upstream, "below": row.below}
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status: 1 where a row of ours failed."""
     parser = command.arguments("speed", __doc__, shape=True, rounds=20, upstream=[1.0])
     add = parser.add_argument
-    add("--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"some of {', '.join(ROWS)} (those that fit the shape)")
+    add("--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"some of {', '.join(ROWS)}")
     add("--targets", choices=shapes.TARGETS, default="random")
     add("--peers", action="store_true", help=f"also {', '.join(speed_rows.PEERS)}")
     add("--no-memory", action="store_true", help="measure the time alone")

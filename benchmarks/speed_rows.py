@@ -20,7 +20,6 @@ SHAPES = (
     Shape(8192, 2880, 201088),
     Shape(8192, 1024, 151936),
 )
-LARGE_VOCAB = 200_000  # where the default budget is more than 640 MiB
 PEERS = ("compile", *providers.PACKAGES)
 
 ONE, THREE, SUMMED = "1 product", "3 products", "3 products, add_"
@@ -38,7 +37,6 @@ class Row(NamedTuple):
     half: bool = False  # half of the tokens, chosen by chance, are ignored
     into: bool = False  # the weight's gradient is added to a buffer
     logprobs: bool = False
-    large_only: bool = False  # left out for a small vocabulary, unless it is named
 
 
 ROWS: dict[str, Row] = {
@@ -47,17 +45,14 @@ ROWS: dict[str, Row] = {
     "half": Row("default", {}, half=True),
     "half-skipped": Row("default", {"skip_ignored": True}, must=(0.55,) * len(SHAPES), half=True),
     "256MiB": Row(THREE, {"memory_budget": "256MiB"}, must=(1.40,)),
-    "640MiB": Row(THREE, {"memory_budget": "640MiB"}, large_only=True),
     "loss": Row(ONE, {}, must=(1.03,), backward=False),
     "logprobs": Row(ONE, {}, backward=False, logprobs=True),
 }
 
 
-def chosen(names: Sequence[str] | None, shape: Shape) -> list[str]:
-    """The rows for a shape: those that were named, or all that are for it; with those that they are divided by."""
-    if names is None:
-        names = [name for name, row in ROWS.items() if shape.vocab >= LARGE_VOCAB or not row.large_only]
-    needed = {ROWS[name].below for name in names} | set(names)
+def chosen(names: Sequence[str] | None) -> list[str]:
+    """The rows that were named, or all; with those that they are divided by."""
+    needed = {name for one in names or ROWS for name in (one, ROWS[one].below)}
     return [name for name in ROWS if name in needed]
 
 
@@ -66,15 +61,10 @@ def must_of(name: str, shape: Shape) -> float | None:
     return dict(zip(SHAPES, ROWS[name].must, strict=False)).get(shape)
 
 
-def options_of(name: str) -> dict[str, Any]:
-    """A copy of a row's options."""
-    return dict(ROWS[name].options)
-
-
 def predict(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
     """The plan of such a call, from `chunked_head.plan`."""
     row = ROWS[name]
-    options = {**options_of(name), "hidden_grad": row.backward, "weight_grad": row.backward}
+    options = {**dict(ROWS[name].options), "hidden_grad": row.backward, "weight_grad": row.backward}
     ours = providers.Provider(name, "ours", linear_cross_entropy, options | {"accumulate_into": row.into})
     return providers.predict(ours, shape, dtype, device)
 
@@ -101,7 +91,7 @@ class Bench:
 
     def step(self, name: str, upstream: float = 1.0) -> measure.Step:
         """A row's step."""
-        row, options = ROWS[name], options_of(name)
+        row, options = ROWS[name], dict(ROWS[name].options)
         if row.into:
             options |= {"accumulate_into": self.main_grad, "upstream": upstream}
         call: providers.Loss = functools.partial(linear_logprobs if row.logprobs else linear_cross_entropy, **options)

@@ -1,4 +1,4 @@
-"""What ranks say to each other in a call, counted; and what it would cost on more of them than we have, on paper."""
+"""Messages of ranks in a call, counted; and a model of their cost on more ranks than we have."""
 
 import math
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def count(step: Callable[[], Any]) -> list[Message]:
 
 
 class Machine(NamedTuple):
-    """What the model takes for granted; bytes are per second and GPU, in one direction."""
+    """Assumptions of the model; bytes are per second and GPU, in one direction."""
 
     flops: float = 690e12  # three bare products, bf16, one H200: 37.5 ms at 8192 x 4096 x 128256
     host: int = 8  # GPUs in a host
