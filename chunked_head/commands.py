@@ -28,7 +28,7 @@ from .kernels.common.gpus import GPUS, gpu_of
 from .kernels.common.tiles import INTERPRETED
 from .plan.plans import Plan, Section, as_text, facts, sections
 from .stores import resolve
-from .stores.protocol import has_triton
+from .stores.backend import has_triton
 
 Found = tuple[dict[str, Any], list[Section]]  # for scripts, and for people
 PROGRAM = "python -m chunked_head"

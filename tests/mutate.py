@@ -41,7 +41,7 @@ MEMORY, LOSS_MEMORY, BUFFER_PLAN = (
     "tests/plan/test_loss_memory.py",
     "tests/plan/test_accumulate_plan.py",
 )
-TORCH, TILES = "chunked_head/stores/torch/store.py", "chunked_head/stores/torch/tiles.py"
+TORCH, BACKEND = "chunked_head/stores/torch_store.py", "chunked_head/stores/backend.py"
 EVALUATE, MERGE = "chunked_head/arithmetic/evaluate.py", "chunked_head/parallel/merge.py"
 
 
@@ -55,21 +55,21 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [Mutation(*row) for row in (
     # PyTorch's operations
-    ("sign: the target's term", TORCH, "index, -beta.unsqueeze(1)", "index, beta.unsqueeze(1)", CROSS),
+    ("sign: the target's term", TORCH, "-c.beta.unsqueeze(1)", "c.beta.unsqueeze(1)", CROSS),
     ("sign: label smoothing's term", TORCH, "x.sub_(kappa if", "x.add_(kappa if", CROSS),
-    ("sign: entropy", TORCH, "log_sum - shifted / total", "log_sum + shifted / total", LINEAR + " -k 'test_loss and entropy'"),
+    ("sign: entropy", TORCH, "log_sum - torch.where(e > 0", "log_sum + torch.where(e > 0", LINEAR + " -k 'test_loss and entropy'"),
     ("scale: log-probabilities at another temperature", TORCH, "(out.target_logit - top) * view.ratio - log_sum", "(out.target_logit - top) - log_sum", LINEAR + " -k test_loss"),
     ("sign: KL(q || p)", TORCH, "q * (log_q - log_p), 0.0).sum(1)", "q * (log_p - log_q), 0.0).sum(1)", LINEAR + " -k 'test_loss and kl'"),
     ("swapped: shares of a mixture", TORCH, "pairing.beta * q_to_mixture + (1.0 - pairing.beta) * kl", "(1.0 - pairing.beta) * q_to_mixture + pairing.beta * kl", LINEAR + " -k 'test_loss and jsd'"),
     ("scale: total variation", TORCH, "(p - q).abs().sum(1) / 2", "(p - q).abs().sum(1)", LINEAR + " -k 'test_loss and tvd'"),
-    ("offset: columns of a tile", TORCH, "target = rows.target - first\n", "target = rows.target\n", "tests/ranks/test_every_loss.py -k 'budget and one'"),
-    ("offset: a loss's own columns in a tile", TORCH, "listed = (rows.columns - first)", "listed = rows.columns", GRAD_LOGITS + " tests/functions/test_divergence.py"),
-    ("scale: bias", TILES, "part.add_(bias[columns])", "part.sub_(bias[columns])", CROSS + " -k bias"),
-    ("scale: slope of scale and cap", TILES, "neg_().add_(1.0).mul_(head.logit_scale)", "neg_().add_(1.0)", CROSS + " -k softcap"),
-    ("sign: total variation's gradient", TILES, "p * (1 - (p - q).sign())", "p * (1 + (p - q).sign())", LINEAR + " -k 'test_loss and tvd'"),
-    ("swapped: logarithms of a mixture", TILES, "log_q + math.log(beta), log_p + math.log1p(-beta)", "log_p + math.log(beta), log_q + math.log1p(-beta)", LINEAR + " -k 'test_loss and jsd'"),
-    ("mask: an ignored token in a mean", "chunked_head/stores/torch/backend.py", "counted = counts.sum()", "counted = torch.ones_like(counts).sum()", CROSS),
-    ("mask: a mask that is not read", "chunked_head/stores/torch/backend.py", "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", LOGPROBS),
+    ("offset: columns of a tile", TORCH, "((ids - tile.start).clamp(", "(ids.clamp(", "tests/ranks/test_every_loss.py -k 'budget and one'"),
+    ("offset: a loss's own columns in a tile", TORCH, "(ids >= tile.start) & (ids < tile.stop)", "(ids >= 0) & (ids < tile.stop)", GRAD_LOGITS + " tests/functions/test_divergence.py"),
+    ("scale: bias", TORCH, "part.add_(bias)", "part.sub_(bias)", CROSS + " -k bias"),
+    ("scale: slope of scale and cap", TORCH, "neg_().add_(1.0).mul_(head.logit_scale)", "neg_().add_(1.0)", CROSS + " -k softcap"),
+    ("sign: total variation's gradient", TORCH, "p * (1 - (p - q).sign())", "p * (1 + (p - q).sign())", LINEAR + " -k 'test_loss and tvd'"),
+    ("swapped: logarithms of a mixture", TORCH, "log_q + math.log(beta), log_p + math.log1p(-beta)", "log_p + math.log(beta), log_q + math.log1p(-beta)", LINEAR + " -k 'test_loss and jsd'"),
+    ("mask: an ignored token in a mean", BACKEND, "counted = counts.sum()", "counted = torch.ones_like(counts).sum()", CROSS),
+    ("mask: a mask that is not read", BACKEND, "counts &= shift_left(mask, shift, 0)", "counts & shift_left(mask, shift, 0)", LOGPROBS),
     # kernels
     ("sign: the target's term in kernels", "kernels/gradients/identity.py", "tl.where(is_target, grad - beta, grad)", "tl.where(is_target, grad + beta, grad)", GRAD_LOGITS),
     ("sign: smoothing in kernels", "kernels/gradients/identity.py", "grad -= kappa if", "grad += kappa if", GRAD_LOGITS),

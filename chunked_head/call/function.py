@@ -10,8 +10,7 @@ from torch import Tensor
 from ..arithmetic.objective import Expected, ScalarObjective
 from ..core.stats import RowStats
 from ..plan.plans import Plan
-from ..stores.gradient_buffer import GradientBuffer
-from ..stores.gradients import Gradients, Scaling
+from ..stores.gradients import GradientBuffer, Gradients, Scaling
 from .head_call import HeadCall
 from .logits_call import LogitsCall
 

@@ -17,10 +17,10 @@ from ..plan.planner import LEAST_SLACK, NoPlan, find_plan, make_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans, spans_of
 from ..plan.sizes import DEFAULT_REQUEST, Request, Sizes
-from ..stores import Backend, Layout, SetRows, WithSets
-from ..stores.gradient_buffer import GradientBuffer
-from ..stores.gradients import Gradients
+from ..stores import Backend, Layout
+from ..stores.gradients import GradientBuffer, Gradients
 from ..stores.operands import Head, Rows, Teacher
+from ..stores.sets import SetRows, WithSets
 from .objectives import call_fields
 from .options import Call
 from .spec import Spec, is_plain
@@ -261,7 +261,7 @@ class HeadCall(LocalCall):
         if not known and plan.schedule != "forward":
             return None
         of_hidden = plan.sizes.hidden_dtype if known else plan.hidden_accumulate
-        grads = Gradients.empty(plan, of_hidden, plan.weight_accumulate, given.device, self.gradient_buffer)
+        grads = Gradients.empty(plan, of_hidden, given.device, self.gradient_buffer)
         grads.over_ranks = None if self.shard is None else self.shard.hidden_gradient()
         if self.counted is not None and grads.hidden is not None:
             grads.hidden.zero_()  # where a token does not count nothing is computed
@@ -276,9 +276,8 @@ class HeadCall(LocalCall):
                 every = Rows(given, self.every_target, self.columns)
                 return Work(sets, lambda at: every, [(every.tokens,)])
         operands = Operands(self, given, plan.block_tokens if known else plan.chunk_tokens)
-        store = self.backend.store_of(head, plan, known)
-        if not known:
-            store.begin(given, self.target, self.objective.scale, stats)
+        every = Rows(given, self.target, scale=self.objective.scale)
+        store = self.backend.store_of(head, plan, every, None if known else stats)
         spans = plan.token_blocks() if known else plan.token_chunks()
         return Work(
             store if sets is None else WithSets(store, sets),

@@ -12,9 +12,11 @@ from ..core.checks import flag
 from ..core.stats import RowStats
 from ..parallel.groups import described
 from ..parallel.shard import Shard
-from ..stores import Backend, GivenLogits, LogitsView, SetRows, Store, WithSets
+from ..stores import Backend
 from ..stores.gradients import Gradients
 from ..stores.operands import Head, Rows
+from ..stores.sets import SetRows, WithSets
+from ..stores.store import GivenLogits, LogitsView, Store
 from .objectives import call_fields
 from .sweep import LocalCall, Work, sweep
 from .tokens import Tokens

@@ -22,8 +22,8 @@ from ..parallel.shard import CheckedBy, Shard
 from ..plan.segments import Segments
 from ..plan.sizes import Request
 from ..stores import check_name
-from ..stores.gradient_buffer import GradientBuffer, check_kind
-from ..stores.gradient_buffer import resolve as resolve_into
+from ..stores.gradients import GradientBuffer, check_kind
+from ..stores.gradients import resolve as resolve_into
 
 Result = TypeVar("Result")
 # the Spec, by being in its key; numbers of the Spec, which is renewed for others; or nothing that outlives the call

@@ -19,8 +19,7 @@ from ..plan.buffers import row_bytes
 from ..plan.planner import make_plan
 from ..plan.plans import MAX_HALF_CHUNKS
 from ..plan.sizes import Request
-from ..stores.gradient_buffer import StreamsBuffer
-from ..stores.gradients import Gradients
+from ..stores.gradients import GradientBuffer, Gradients
 from .function import Forward, Grads, Loss, forward_of
 from .head_call import HeadCall, Wanted, head_call, planned, sizes_of, wanted_of
 from .objectives import scalar_objective
@@ -105,6 +104,25 @@ def common_accumulator(prepared: Sequence[Tokens], wants: Sequence[Wanted]) -> t
         return plan.weight_accumulate, Request(chunk_tokens=plan.chunk_tokens)
     waiting = 0 if plan.weight_accumulate == sizes.weight_dtype else sizes.weight_elements * 4
     return plan.weight_accumulate, Request(request.budget - waiting, request.chunk_tokens)
+
+
+class StreamsBuffer(GradientBuffer):
+    """The gradient that the streams of one call add to, until the call's backward returns it."""
+
+    fresh = True  # until a stream with tokens has added to it
+
+    def __init__(self, weight: Tensor, vocab: int, dtype: torch.dtype):
+        super().__init__(weight, torch.empty(weight.shape, dtype=dtype, device=weight.device))
+        self.buffer[vocab:].zero_()  # rows that stand for no id
+
+    def handed_over(self) -> None:
+        """The backward of all streams returns it, once."""
+
+    def taken(self) -> Tensor:
+        """The sums, which nothing here keeps: a graph may outlive its backward."""
+        sums = self.buffer
+        object.__setattr__(self, "buffer", sums.new_empty(0))
+        return sums
 
 
 @dataclass
@@ -196,8 +214,7 @@ def forward_of_streams(
         if buffer is not None and one.grads is not None:
             buffer.fresh &= call.plan.sizes.tokens == 0
             # finished once, for all streams
-            one.grads.weight = None
-            one.grads.padded.pop("weight", None)
+            one.grads.without_weight()
     first, *others = (one.outputs[0] for one in made)
     saved = [tensor for one in made for tensor in one.saved]
     ends = [*itertools.accumulate((len(one.saved) for one in made), initial=2 + len(made))]

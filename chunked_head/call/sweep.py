@@ -11,9 +11,10 @@ from torch import Tensor
 from ..arithmetic.objective import Objective
 from ..core.stats import Coefficients, RowStats
 from ..parallel.shard import Shard
-from ..stores import Backend, Store
+from ..stores import Backend
 from ..stores.gradients import Gradients
 from ..stores.operands import Head, Kept, Rows
+from ..stores.store import Store
 
 # One chunk of n tokens, of H hidden states and V columns on this rank; e: the dtype of the matmuls (bf16, fp16, fp32,
 # fp64), s: the dtype of statistics (fp32, fp64 for e = fp64).
@@ -60,12 +61,18 @@ def sweep(
         return stats, grads
     store, rows_of, spans = call.begin(given, head, stats, grads, known is not None)
 
+    pairs = objective.demand.pairing is not None and not call.teacher_last
+
     def filled(at: slice) -> tuple[Rows, RowStats]:
         rows, out = rows_of(at), stats.at(at)
         store.fill(rows, out)
         store.statistics(rows, out)
         if call.shard is not None:
             merge_over_ranks(call, store, rows, out)
+        if pairs:
+            store.pair_statistics(rows, out)
+            if call.shard is not None:
+                call.shard.add_pairs(out)
         return rows, out
 
     for span in spans:
@@ -90,7 +97,8 @@ def sweep(
             store.add_gradients(rows, out, coefficients, grads)
     if grads is not None:
         store.finish(grads)
-        grads.wait()
+        if grads.over_ranks is not None and grads.hidden is not None:
+            grads.over_ranks.wait(grads.hidden)
     return stats, grads
 
 
@@ -102,9 +110,6 @@ def merge_over_ranks(call: "LocalCall", store: Store, rows: Rows, out: RowStats)
     target = rows.target if call.kept is None else call.every_target[rows.tokens]
     of_rows = rows.hidden, target, rows.columns, checks
     shard.merge(merge, *of_rows, out, demand, store.known_targets, store.pieces)
-    if demand.pairing is not None:
-        store.pair_statistics(rows, out)
-        shard.add_pairs(out)
 
 
 class Work(NamedTuple):

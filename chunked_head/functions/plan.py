@@ -22,7 +22,7 @@ from ..parallel.groups import Split, chunked
 from ..plan.planner import make_plan, padded_rows
 from ..plan.plans import Plan
 from ..stores import resolve
-from ..stores.gradient_buffer import sum_dtype
+from ..stores.gradients import sum_dtype
 from ..stores.operands import Teacher
 from .logprobs import FLAGS, output_names
 

@@ -13,7 +13,7 @@ from ..kernels.common.tiles import BEHIND
 from ..losses.base import Losses
 from ..metrics import Metric
 from ..plan.planner import padded_rows
-from ..stores.gradient_buffer import GradientBuffer, resolve
+from ..stores.gradients import GradientBuffer, resolve
 
 Kind = tuple[Hashable, ...]
 PLAIN = {type(None), bool, int, float, str, torch.dtype}

@@ -1,20 +1,5 @@
-"""The two ways to compute: Triton kernels, and torch operations for every device without them."""
+"""Ways of keeping a chunk's logits, and the two backends that make them."""
 
-from .logits import GivenLogits, LogitsView
-from .protocol import Backend, Layout, Targets, check_name, resolve
-from .sets import SetRows, SetStore, WithSets
-from .store import Store
+from .backend import Backend, Layout, Targets, check_name, resolve
 
-__all__ = [
-    "Backend",
-    "GivenLogits",
-    "Layout",
-    "LogitsView",
-    "SetRows",
-    "SetStore",
-    "Store",
-    "Targets",
-    "WithSets",
-    "check_name",
-    "resolve",
-]
+__all__ = ["Backend", "Layout", "Targets", "check_name", "resolve"]

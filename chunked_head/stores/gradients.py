@@ -1,15 +1,19 @@
-"""Buffers of gradients."""
+"""Buffers of gradients: those that a call makes, and a caller's that the weight's gradient is added to instead
+(``accumulate_into=``)."""
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..core import checks
+from ..core.checks import name as name_of
+from ..core.private import private
 from ..parallel.merge import ScatteredRows, SummedRows
 from ..plan.plans import Plan
-from .gradient_buffer import GradientBuffer
 
 
 class Scaling(Protocol):
@@ -19,61 +23,88 @@ class Scaling(Protocol):
     def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None: ...
 
 
-@dataclass
-class Gradients:
-    """Buffers of gradients, to be scaled once the upstream gradient is known; None for one that is not wanted."""
+@dataclass(frozen=True, eq=False)
+class GradientBuffer:
+    """A buffer that the weight's gradient is added to.
 
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    gradient_buffer: GradientBuffer | None = None  # ``weight`` is a buffer of the caller's, to be added to
-    padded: dict[str, Tensor] = field(default_factory=dict)  # ``weight`` and ``bias`` with rows beyond the vocabulary
-    over_ranks: SummedRows | ScatteredRows | None = None  # what becomes of ``hidden`` where ranks share the vocabulary
+    What autograd gets for the weight: nothing, and hooks of the weight's accumulation fire for nothing as they do for
+    something. Megatron's hook asks for a gradient to be there, though it reads none of it: a parameter that has
+    ``grad_added_to_main_grad`` gets torch's zero that takes no memory.
+    """
+
+    weight: Tensor
+    buffer: Tensor  # [vocab, hidden]
+    attribute: str | None = None  # of the weight, where the buffer is one
+    fresh = False  # uninitialised: the first product is stored rather than added
+
+    def check_there(self) -> None:
+        """Raises where the weight has let go of the buffer since the call."""
+        if self.attribute is not None and getattr(self.weight, self.attribute, None) is not self.buffer:
+            raise RuntimeError(
+                f"weight.{self.attribute} is no longer the tensor that accumulate_into has added to since the forward "
+                "pass, and what was added would be lost; call zero_grad() before the forward pass, with "
+                "set_to_none=False"
+            )
+
+    def handed_over(self) -> Tensor | None:
+        """The weight's gradient as backward returns it to autograd; the sums lie in the buffer."""
+        weight, zeros = self.weight, private("_efficientzerotensor")
+        if self.attribute != "main_grad" or not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        if zeros is None:
+            return torch.zeros_like(weight)
+        return zeros[0](weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+class Gradients:
+    """Buffers of gradients, to be scaled once the upstream gradient is known; None for one that is not wanted.
+
+    ``weight`` and ``bias`` are the rows that stand for an id, of buffers that may have ``padding`` rows behind them.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        gradient_buffer: GradientBuffer | None = None,  # ``weight`` is a buffer to be added to
+        padding: int = 0,
+    ):
+        self.hidden, self.weight, self.bias, self.gradient_buffer = hidden, weight, bias, gradient_buffer
+        self.buffers = weight, bias
+        # what becomes of ``hidden`` where ranks share the vocabulary
+        self.over_ranks: SummedRows | ScatteredRows | None = None
+        if padding:
+            self.weight, self.bias = (None if one is None else one[:-padding] for one in self.buffers)
+            for made in (None if gradient_buffer is not None else weight, bias):
+                if made is not None:
+                    made[-padding:].zero_()
 
     @classmethod
     def empty(
-        cls,
-        plan: Plan,
-        hidden: torch.dtype,
-        weight: torch.dtype,
-        device: torch.device,
-        gradient_buffer: GradientBuffer | None,
+        cls, plan: Plan, hidden_dtype: torch.dtype, device: torch.device, gradient_buffer: GradientBuffer | None
     ) -> "Gradients":
         sizes = plan.sizes
-
-        def buffer(wanted: bool, dtype: torch.dtype, *shape: int) -> Tensor | None:
-            # without tokens no product fills them
-            make = torch.empty if sizes.tokens else torch.zeros
-            return make(shape, dtype=dtype, device=device) if wanted else None
-
-        rows, wide = sizes.vocab + sizes.padding, torch.promote_types(sizes.dtype, torch.float32)
-        grads = cls(
-            buffer(sizes.hidden_grad, hidden, sizes.own_tokens, sizes.hidden),
-            gradient_buffer.buffer if gradient_buffer else buffer(sizes.weight_grad, weight, rows, sizes.hidden),
-            buffer(sizes.bias_grad, wide, rows),
-            gradient_buffer,
-        )
-        if sizes.padding:
-            grads.set_aside(sizes.vocab)
-        return grads
+        # without tokens no product fills them
+        make = torch.empty if sizes.tokens else torch.zeros
+        hidden = weight = bias = None
+        rows = sizes.vocab + sizes.padding
+        if sizes.hidden_grad:
+            hidden = make(sizes.tokens // sizes.spread, sizes.hidden, dtype=hidden_dtype, device=device)
+        if gradient_buffer is not None:
+            weight = gradient_buffer.buffer
+        elif sizes.weight_grad:
+            weight = make(rows, sizes.hidden, dtype=plan.weight_accumulate, device=device)
+        if sizes.bias_grad:
+            bias = make(rows, dtype=torch.promote_types(sizes.dtype, torch.float32), device=device)
+        return cls(hidden, weight, bias, gradient_buffer, sizes.padding)
 
     def of_this_rank(self) -> "Gradients":
         """The buffers, whose rows are not to be summed over ranks yet."""
-        return replace(self, over_ranks=None)
-
-    def set_aside(self, vocab: int) -> None:
-        """The rows that stand for no id, whose gradient is 0."""
-        if self.weight is not None:
-            self.padded["weight"], self.weight = self.weight, self.weight[:vocab]
-        if self.bias is not None:
-            self.padded["bias"], self.bias = self.bias, self.bias[:vocab]
-        for name, padded in self.padded.items():
-            if not (name == "weight" and self.gradient_buffer is not None):
-                padded[vocab:].zero_()
-
-    def with_padding(self, name: str) -> Tensor | None:
-        """A gradient with the rows that stand for no id."""
-        return self.padded.get(name, getattr(self, name))
+        found = copy.copy(self)
+        found.over_ranks = None
+        return found
 
     def hidden_rows(self, at: slice) -> Tensor:
         """The memory [rows, hidden] that the gradient of rows ``at`` of the call is made in."""
@@ -85,14 +116,13 @@ class Gradients:
         if self.over_ranks is not None and self.hidden is not None:
             self.over_ranks.done(self.hidden, at)
 
-    def wait(self) -> None:
-        """Waits until other ranks' sums are there."""
-        if self.over_ranks is not None and self.hidden is not None:
-            self.over_ranks.wait(self.hidden)
-
     def stores(self, first: bool) -> bool:
         """True where a product is stored in the weight's gradient rather than added."""
         return first and (self.gradient_buffer is None or self.gradient_buffer.fresh)
+
+    def without_weight(self) -> None:
+        """Lets go of the weight's gradient, which is finished elsewhere."""
+        self.weight, self.buffers = None, (None, self.buffers[1])
 
     def finish(
         self, backend: Scaling, factors: Sequence[Tensor], one_or_nan: Tensor, plan: Plan
@@ -101,22 +131,119 @@ class Gradients:
 
         The caller's buffer holds more than this call's gradient, and takes no factor but ``one_or_nan``.
         """
-        if self.gradient_buffer is not None and self.weight is not None:
+        buffer, sizes = self.gradient_buffer, plan.sizes
+        if buffer is not None and self.weight is not None:
             backend.scale_([self.weight], [one_or_nan])
-            self.weight = None
-            self.padded.pop("weight", None)
-        sizes = plan.sizes
-        dtypes = sizes.hidden_dtype, sizes.weight_dtype, sizes.bias_dtype
-        buffers = [self.with_padding(name) for name in ("hidden", "weight", "bias")]
+            self.without_weight()
+        made, dtypes = [self.hidden, *self.buffers], (sizes.hidden_dtype, sizes.weight_dtype, sizes.bias_dtype)
         self.hidden = self.weight = self.bias = None
-        self.padded.clear()
-        pairs = zip(buffers, dtypes, strict=True)
-        in_place = [buffer for buffer, dtype in pairs if buffer is not None and buffer.dtype == dtype]
+        self.buffers = None, None
+        in_place = [each for each, dtype in zip(made, dtypes, strict=True) if each is not None and each.dtype == dtype]
         backend.scale_(in_place, factors)
         for i, dtype in enumerate(dtypes):
-            buffer = buffers[i]
-            if buffer is not None and buffer.dtype != dtype:
-                assert dtype is not None
-                buffers[i] = backend.scale(buffer, factors, dtype)
-        of_hidden, of_weight, of_bias = buffers
-        return of_hidden, of_weight if self.gradient_buffer is None else self.gradient_buffer.handed_over(), of_bias
+            each = made[i]
+            if each is not None and dtype not in (None, each.dtype):
+                made[i] = backend.scale(each, factors, dtype)
+        hidden, weight, bias = made
+        return hidden, weight if buffer is None else buffer.handed_over(), bias
+
+
+def resolve(
+    accumulate_into: Tensor | str | None, weight: Tensor, others: dict[str, Tensor | None]
+) -> GradientBuffer | None:
+    """The buffer that this call adds the weight's gradient to, or None; ValueError, TypeError for one that cannot be.
+
+    A name is looked up only where the call makes that gradient: in evaluation there may be nothing under it.
+    """
+    wanted = torch.is_grad_enabled() and weight.requires_grad
+    if accumulate_into is None or (isinstance(accumulate_into, str) and not wanted):
+        return None
+    if wanted:
+        check_weight(weight)
+    if isinstance(accumulate_into, str):
+        buffer = named(accumulate_into, weight)
+        check_buffer(f"weight.{accumulate_into} (accumulate_into)", buffer, weight, others)
+        attribute: str | None = accumulate_into
+    else:
+        buffer = accumulate_into
+        check_buffer("accumulate_into", buffer, weight, others)
+        if not wanted:
+            return None
+        attribute = next((a for a in ("grad", "main_grad") if getattr(weight, a, None) is buffer), None)
+    if attribute == "main_grad" and getattr(weight, "overwrite_main_grad", False):
+        raise ValueError(
+            "weight.overwrite_main_grad is set: its main_grad is to be overwritten, and accumulate_into adds; clear "
+            "the flag and zero main_grad, or leave accumulate_into=None"
+        )
+    return GradientBuffer(weight, buffer, attribute)
+
+
+def check_kind(accumulate_into: Tensor | str | None) -> None:
+    if accumulate_into is not None and not isinstance(accumulate_into, Tensor | str):
+        raise TypeError(
+            "accumulate_into must be a tensor, the name of an attribute of weight or None, got "
+            f"{type(accumulate_into).__name__}"
+        )
+
+
+def check_weight(weight: Tensor) -> None:
+    """Raises where hooks or a graph have to see the weight's gradient."""
+    if not weight.is_leaf:
+        raise ValueError(
+            "accumulate_into takes the gradient of weight, and weight has been computed from other tensors, which "
+            "would get none; pass the parameter itself, or leave accumulate_into=None"
+        )
+    if getattr(weight, "_backward_hooks", None):
+        raise ValueError(
+            "weight has hooks (register_hook) that are to see its gradient, and accumulate_into adds that unseen; "
+            "remove them, use register_post_accumulate_grad_hook, or leave accumulate_into=None"
+        )
+
+
+def named(name: str, weight: Tensor) -> Tensor:
+    buffer = getattr(weight, name, None)
+    if buffer is None:
+        keep = "; zero_grad(set_to_none=False) keeps it" if name == "grad" else ""
+        raise ValueError(
+            f"accumulate_into={name!r} names weight.{name}, which is not there; make it before the call, such as "
+            f"weight.{name} = torch.zeros_like(weight, dtype={sum_dtype(weight.dtype)}){keep}"
+        )
+    return buffer
+
+
+def sum_dtype(weight_dtype: torch.dtype) -> torch.dtype:
+    """The one dtype of a buffer. Sums over micro-batches in 16 bits would err more with every chunk."""
+    return torch.promote_types(weight_dtype, torch.float32)
+
+
+def check_buffer(label: str, buffer: Tensor, weight: Tensor, others: dict[str, Tensor | None]) -> None:
+    checks.check_tensor(label, buffer, optional=False)
+    checks.check_shape(label, buffer, buffer.shape == weight.shape, f"{tuple(weight.shape)}, that of weight", "")
+    if buffer.dtype != sum_dtype(weight.dtype):
+        raise TypeError(
+            f"{label} must be {name_of(sum_dtype(weight.dtype))} for a weight of {name_of(weight.dtype)}, got "
+            f"{name_of(buffer.dtype)}; sums in 16 bits lose what is added late: keep the gradient in a buffer of its "
+            "own, such as weight.main_grad"
+        )
+    checks.check_device(label, buffer, weight.device, "weight")
+    if not buffer.is_contiguous():
+        raise ValueError(f"{label} must be contiguous, got strides {buffer.stride()}; make it by torch.zeros")
+    if buffer.is_neg():
+        raise ValueError(
+            f"{label} is lazily negated, and what is added to its memory would be too; make it by torch.zeros"
+        )
+    if buffer.requires_grad:
+        raise ValueError(f"{label} must not require a gradient, got requires_grad=True; pass {label}.detach()")
+    first, last = bytes_of(buffer)
+    for argument, tensor in {**others, "weight": weight}.items():
+        if tensor is None or not tensor.numel():
+            continue
+        start, end = bytes_of(tensor)
+        if first < end and start < last:
+            raise ValueError(f"{label} shares memory with {argument}; pass a buffer of its own")
+
+
+def bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """The addresses where a tensor begins and ends."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -10,16 +10,11 @@ import torch
 from torch import Tensor
 
 from ..plan.buffers import cast_rows
-from ..plan.sizes import Sizes, slices
+from ..plan.sizes import slices
 
 # rows, and columns, of each thread from which on BLAS sums every product in one order
 FEW_ROWS, FEW_COLUMNS = 8, 16
 FEW_ELEMENTS = 1 << 18  # of a product of few rows that is made at a time
-
-
-def vocabulary_tiles(weight_like: Tensor) -> Iterator[slice]:
-    """Slices of the weight that are cast one at a time."""
-    return slices(weight_like.shape[0], cast_rows(weight_like.shape[1]))
 
 
 def project(
@@ -54,22 +49,21 @@ def equal_tiles(columns: int, width: int) -> Iterator[slice]:
     return (slice(max(0, tile.stop - width), tile.stop) for tile in slices(columns, width))
 
 
-def again_rows(sizes: Sizes, swept: int, hidden: Tensor, columns: int) -> int:
-    """Rows to multiply at a time: a sweep's, where a row of all logits is computed again on a GPU."""
-    rows = max(hidden.shape[0], 1)
-    return min(rows, swept) if hidden.is_cuda and columns == sizes.vocab else rows
-
-
-def project_biased(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int) -> Tensor | None:
-    """``out = hidden @ weight.T + bias``, or without the bias: what is left to be added. So many ``rows`` at a time.
+def project_biased(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int | None = None
+) -> Tensor | None:
+    """``out = hidden @ weight.T + bias``, or without the bias: what is left to be added. On a GPU so many ``rows`` at a
+    time.
 
     ``F.linear`` adds its bias in cuBLAS's product, for which cuBLAS takes other algorithms than without one, up to two
     times as exact; so ours does too. It chooses by the number of rows as well: logits that are computed again are the
     same to the bit where their rows come as they came before.
     """
-    alike = bias is not None and hidden.dtype == weight.dtype == bias.dtype == out.dtype
-    fused = bias if hidden.is_cuda and alike else None
-    for part in slices(hidden.shape[0], rows):
+    if not hidden.is_cuda:
+        project(hidden, weight, out)
+        return bias
+    fused = bias if bias is not None and hidden.dtype == weight.dtype == bias.dtype == out.dtype else None
+    for part in slices(len(hidden), rows or max(1, len(hidden))):
         if fused is None:
             project(hidden[part], weight, out[part])
         else:
@@ -89,7 +83,7 @@ def add_dhidden(
         return
     total = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     store = first or total is not out
-    for tile in vocabulary_tiles(weight):
+    for tile in slices(len(weight), cast_rows(weight.shape[1])):
         multiply(dlogits[:, tile].float(), weight[tile].float(), total, store)
         store = False
     if total is not out:
@@ -104,23 +98,22 @@ def add_dweight(
     gain: Tensor | None = None,  # []
 ) -> None:
     """``out = gain * dlogits.T @ hidden`` where ``first``, else ``out += gain * dlogits.T @ hidden``"""
-    by_blas = summed_by_blas(dlogits, hidden, out)
-    if by_blas and gain is None:
+    if gain is None and summed_by_blas(dlogits, hidden, out):
         multiply(dlogits.t(), hidden, out, first)
         return
-    wide = hidden if by_blas else hidden.float()
-    for tile in vocabulary_tiles(out):
+    wide = hidden if sums_halves(hidden.device) and hidden.dtype == dlogits.dtype else hidden.float()
+    for tile in slices(len(out), cast_rows(out.shape[1])):
         # no name for a tile's product: it would still be there when the next is made
-        put(out[tile], dweight_tile(dlogits[:, tile], wide, out.dtype), first, gain)
+        put(out[tile], dweight_tile(dlogits[:, tile], wide), first, gain)
 
 
-def dweight_tile(dlogits: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """``dlogits.T @ hidden``, of 16-bit operands in ``dtype``, else in that of ``hidden``."""
-    if hidden.dtype == dlogits.dtype and hidden.dtype.itemsize < 4:
-        product = torch.empty(dlogits.shape[1], hidden.shape[1], dtype=dtype, device=hidden.device)
-        multiply(dlogits.t(), hidden, product, first=True)
-        return product
-    return dlogits.float().t() @ hidden
+def dweight_tile(dlogits: Tensor, hidden: Tensor) -> Tensor:
+    """``dlogits.T @ hidden`` in fp32"""
+    if hidden.dtype != dlogits.dtype or hidden.dtype == torch.float32:
+        return dlogits.float().t() @ hidden
+    product = torch.empty(dlogits.shape[1], hidden.shape[1], dtype=torch.float32, device=hidden.device)
+    multiply(dlogits.t(), hidden, product, first=True)
+    return product
 
 
 def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:
@@ -129,7 +122,11 @@ def summed_by_blas(a: Tensor, b: Tensor, out: Tensor) -> bool:
     On the CPU 16-bit products are cast whatever ``out`` is: with an odd inner size and padded rows torch 2.13's bf16
     product reads the padding, and what is nan there becomes nan in the result.
     """
-    return a.dtype == b.dtype and (sums_halves(a.device) or (out.dtype == a.dtype and a.dtype.itemsize >= 4))
+    if a.dtype != b.dtype:
+        return False
+    if a.dtype.itemsize < 4:
+        return sums_halves(a.device) and out.dtype in (a.dtype, torch.float32)
+    return out.dtype == a.dtype
 
 
 def sums_halves(device: torch.device) -> bool:
@@ -145,16 +142,6 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-
-
-def add_dbias(
-    dlogits: Tensor,  # [rows, columns]
-    out: Tensor,  # [columns] fp32 or fp64
-    first: bool,
-    gain: Tensor | None = None,  # []
-) -> None:
-    """``out (+)= gain * dlogits.sum(0)``"""
-    put(out, dlogits.sum(0, dtype=out.dtype), first, gain)
 
 
 def put(out: Tensor, value: Tensor, first: bool, gain: Tensor | None = None) -> None:

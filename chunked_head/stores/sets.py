@@ -1,6 +1,6 @@
 """The store of rows whose softmax is over a set of columns: gathered rows of the weight in the place of matmuls.
 
-Every backend's functions work on entries, one for each column of a row's set (``core.stats.Kept``).
+A row's set is some entries, one for each of its columns (``core.stats.Kept``); a vector of n numbers has one for each.
 """
 
 import functools
@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, RowStats
+from ..kernels.common.tiles import BEHIND
+from ..plan.sizes import slices
 from .gradients import Gradients
-from .logits import LogitsView
-from .operands import Head, Kept, Rows
-from .store import Store
-from .torch.tiles import slope, transform_
+from .operands import Head, Kept, Rows, Sets
+from .store import LogitsView, Store
+from .torch_store import slope, transform_, wide_dtype
+
+GATHERED = 1 << 22  # elements of gathered rows at a time
 
 
 class SetRows(NamedTuple):
@@ -30,14 +33,15 @@ class SetRows(NamedTuple):
 
 class SetStore(Store):
     """Logits of the columns that rows keep [n] fp32 (fp64), of all rows of a call, made with the store. Statistics and
-    gradients of rows without a set are left as they are."""
+    gradients of rows without a set are left as they are. The functions in torch operations, which a backend may
+    replace, are ``make_logits`` and those that begin with ``softmax`` or ``put``."""
 
     def __init__(self, head: Head, rows: SetRows, demand: Demand):
         self.head, self.rows, self.kept, self.demand = head, rows, rows.kept, demand
-        self.wide = torch.promote_types(head.weight.dtype, torch.float32)
-        count, device = len(self.kept.columns), head.weight.device
-        self.logits = torch.empty(count, dtype=self.wide, device=device)
-        self.dlogits = torch.empty(count, dtype=self.wide, device=device)
+        self.wide = wide_dtype(head.weight)
+        self.logits, self.dlogits = torch.empty(
+            2, len(self.kept.columns), dtype=self.wide, device=head.weight.device
+        ).unbind()
         if rows.logits:
             self.pick_logits()
         else:
@@ -50,11 +54,25 @@ class SetStore(Store):
         """[n] what an entry's logit is multiplied by."""
         return None if self.rows.scale is None else self.rows.scale[self.kept.rows]
 
+    @functools.cached_property
+    def at_target(self) -> Tensor:
+        """[n] True for the entry of each row's target."""
+        return self.kept.columns == self.rows.target[self.kept.rows]
+
     def among(self, at: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Mask [n] of the entries of rows ``at``; each one's row among these and its column, 0 for other entries."""
         rows, columns = self.kept.rows, self.kept.columns
         here = (rows >= at.start) & (rows < at.stop) & (columns >= 0)
         return here, torch.where(here, rows - at.start, 0), torch.where(here, columns, 0).long()
+
+    def place(self, at: slice) -> Tensor:
+        """[n] the row of each entry within ``at``, one behind for entries of other rows and of none."""
+        here, rows, _ = self.among(at)
+        return torch.where(here, rows, at.stop - at.start)
+
+    def blocks(self) -> list[slice]:
+        """Entries whose gathered rows are some mebibytes."""
+        return list(slices(len(self.kept.columns), max(1, GATHERED // max(1, self.head.weight.shape[1]))))
 
     def pick_logits(self) -> None:
         """Reads the entries' logits out of logits that exist."""
@@ -63,32 +81,86 @@ class SetStore(Store):
             here, rows, columns = self.among(view.at)
             picked = view.rows.hidden[rows, columns]
             self.logits.copy_(torch.where(here, picked.to(self.wide), self.logits))
+        self.transform_logits_()
+
+    def transform_logits_(self) -> None:
         transform_(self.logits.unsqueeze(1), None, self.head, self.scale)
         self.logits.masked_fill_(self.kept.columns < 0, -torch.inf)
 
-    def add_to(self, at: slice, out: Tensor) -> None:
-        """The entries' gradients, into the gradient of logits ``at``, where it is 0."""
-        here, rows, columns = self.among(at)
-        values = torch.where(here, self.dlogits, 0.0).to(out.dtype)
-        out.index_put_((rows, columns), values, accumulate=True)
-
     def make_logits(self) -> None:
         """The entries' logits."""
-        raise NotImplementedError
-
-    def fill(self, rows: Rows, out: RowStats) -> None:
-        """Does nothing: the logits are made with the store."""
+        weight, columns = self.head.weight, self.kept.columns.clamp(min=0)
+        for at in self.blocks():
+            h = self.rows.hidden[self.kept.rows[at]].to(weight.dtype).to(self.wide)
+            self.logits[at] = (h * weight[columns[at]].to(self.wide)).sum(1)
+        if self.head.bias is not None:
+            self.logits += self.head.bias[columns].to(self.wide)
+        self.transform_logits_()
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         """Statistics over the sets' columns; where every row that counts keeps a set, those of other rows are 0."""
-        at = rows.tokens
         if not self.demand.columns_alone:
-            self.softmax_stats(at, out)
+            self.softmax_stats(rows.tokens, out)
             return
         out.zero_()
         if out.column_logits is not None:
             x = self.logits.masked_fill(self.kept.columns < 0, 0.0).view(-1, self.demand.columns)
-            out.column_logits.copy_(x[at])
+            out.column_logits.copy_(x[rows.tokens])
+
+    def softmax_stats(self, at: slice, out: RowStats) -> None:
+        """Statistics of the softmaxes of rows ``at``."""
+        place, count, x = self.place(at), at.stop - at.start, self.logits
+        has, none = self.kept.has[at], torch.iinfo(torch.int64).max
+
+        def summed(values: Tensor) -> Tensor:
+            return values.new_zeros(count + 1).index_add_(0, place, values)[:count]
+
+        def largest(values: Tensor) -> Tensor:
+            return x.new_full((count + 1,), -torch.inf).scatter_reduce_(0, place, values, "amax")
+
+        def put(name: str, value: Tensor) -> None:
+            into = getattr(out, name)
+            into.copy_(torch.where(has, value.to(into.dtype), into.new_zeros(()) if self.kept.everywhere else into))
+
+        target_logit = summed(torch.where(self.at_target, x, 0.0))
+        put("target_logit", target_logit)
+        for suffix, view in zip(("", "2"), self.demand.views, strict=False):
+            scaled = x * view.ratio
+            top = largest(scaled)
+            z = scaled - torch.where(top == -torch.inf, 0.0, top)[place]
+            e = z.exp()
+            total, top = summed(e), top[:count]
+            log_sum = total.log()
+            put("lse" + suffix, top + log_sum)
+            put("start" + suffix, top)
+            put("rest" + suffix, -log_sum)
+            put("logprob" + suffix, (target_logit * view.ratio - top) - log_sum)
+            if getattr(out, "entropy" + suffix) is not None:
+                put("entropy" + suffix, log_sum - summed(torch.where(e > 0, e * z, 0.0)) / total)
+        if out.top is not None:
+            top = largest(x)
+            first = torch.where(x == top[place], self.kept.columns.long(), none)
+            ids = torch.full_like(top, none, dtype=torch.int64).scatter_reduce_(0, place, first, "amin")[:count]
+            put("top", top[:count])
+            put("argmax", torch.where(ids == none, 0, ids))
+
+    def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
+        """Gradients of the entries' logits of rows ``at``, into ``dlogits``."""
+        place, c = self.place(at), coefficients
+        row = place.clamp(max=max(0, at.stop - at.start - 1))
+        grad = torch.zeros_like(self.logits)
+        views = ((stats.start, stats.rest, c.alpha, c.eta), (stats.start2, stats.rest2, c.alpha2, c.eta2))
+        for view, (start, rest, alpha, eta) in zip(self.demand.views, views, strict=False):
+            if alpha is None or start is None or rest is None:
+                continue
+            log_p = (self.logits * view.ratio - start[row]) + rest[row]
+            p = log_p.exp()
+            factor = alpha[row] if eta is None else alpha[row] + eta[row] * log_p
+            grad += torch.where(p > 0, p * factor, 0.0)
+        if c.beta is not None:
+            grad -= torch.where(self.at_target, c.beta[row], 0.0)
+        grad = grad * slope(self.logits, self.head, self.scale)
+        self.dlogits.copy_(torch.where(place < at.stop - at.start, grad, self.dlogits))
 
     def differentiate(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
         """The entries' gradients for rows ``at``."""
@@ -100,23 +172,6 @@ class SetStore(Store):
             grad = coefficients.columns.flatten() * (bend[here] if isinstance(bend, Tensor) else bend)
             self.dlogits[here] = grad.masked_fill(self.kept.columns[here] < 0, 0.0)
 
-    def softmax_stats(self, at: slice, out: RowStats) -> None:
-        """Statistics of the softmaxes of rows ``at``."""
-        raise NotImplementedError
-
-    def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
-        """Gradients of the entries' logits of rows ``at``, into ``dlogits``."""
-        raise NotImplementedError
-
-    def put_dhidden(self, at: slice, out: Tensor) -> None:
-        """Hidden states' gradients of rows ``at`` into ``out``. Where every row that counts keeps some the others'
-        are 0, elsewhere they stay as they are."""
-        raise NotImplementedError
-
-    def put_dweight(self, out: Tensor, hidden: Tensor, dlogits: Tensor, add: bool) -> None:
-        """``out[column] (+)= dlogits * hidden[row]`` for all entries; without ``add`` 0 for columns that have none."""
-        raise NotImplementedError
-
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
         """Gradients of hidden states, or of logits that exist; the weight's wait for ``finish``."""
         at = rows.tokens
@@ -127,19 +182,46 @@ class SetStore(Store):
             assert view.gradient is not None
             if self.kept.everywhere:
                 view.gradient.zero_()
-            self.add_to(view.at, view.gradient)
+            here, places, columns = self.among(view.at)
+            values = torch.where(here, self.dlogits, 0.0).to(view.gradient.dtype)
+            view.gradient.index_put_((places, columns), values, accumulate=True)
         if not self.rows.logits:
             self.put_dhidden(at, grads.hidden_rows(at))
         grads.hidden_done(at)
 
+    def put_dhidden(self, at: slice, out: Tensor) -> None:
+        """Hidden states' gradients of rows ``at`` into ``out``. Where every row that counts keeps some the others'
+        are 0, elsewhere they stay as they are."""
+        if self.kept.everywhere:
+            out.zero_()
+        place, count = self.place(at), at.stop - at.start
+        made = torch.zeros(count + 1, out.shape[1], dtype=self.wide, device=out.device)
+        for part in self.blocks():
+            w = self.head.weight[self.kept.columns[part].clamp(min=0)].to(self.wide)
+            made.index_add_(0, place[part], w * self.dlogits[part].unsqueeze(1))
+        out.copy_(torch.where(self.kept.has[at].unsqueeze(1), made[:count].to(out.dtype), out))
+
     def finish(self, grads: Gradients) -> None:
         """The weight's and the bias's gradients, of all rows."""
         if grads.weight is not None:
-            add = not grads.stores(self.kept.everywhere)
-            self.put_dweight(grads.weight, self.rows.hidden, self.dlogits, add)
+            self.put_dweight(grads.weight, self.rows.hidden, add=not grads.stores(self.kept.everywhere))
         if grads.bias is not None:
             ones = torch.ones(len(self.rows.hidden), 1, dtype=self.wide, device=self.dlogits.device)
-            self.put_dweight(grads.bias.unsqueeze(1), ones, self.dlogits, not self.kept.everywhere)
+            self.put_dweight(grads.bias.unsqueeze(1), ones, add=not self.kept.everywhere)
+
+    def put_dweight(self, out: Tensor, hidden: Tensor, add: bool) -> None:
+        """``out[column] (+)= dlogits * hidden[row]`` for all entries; without ``add`` 0 for columns that have none."""
+        if not add:
+            out.zero_()
+        # equal columns together: each block of entries adds one row for each of its columns
+        columns, order = self.kept.columns.long().sort(stable=True)
+        for at in self.blocks():
+            mine, entries = columns[at].clamp(min=0), order[at]
+            place = torch.cat([torch.ones_like(mine[:1]), (mine[1:] != mine[:-1]).long()]).cumsum(0) - 1
+            h = hidden[self.kept.rows[entries]].to(self.head.weight.dtype).to(self.wide)
+            terms = torch.where(columns[at, None] >= 0, h * self.dlogits[entries, None], 0.0)
+            made = torch.zeros_like(terms).index_add_(0, place, terms)
+            out.index_add_(0, torch.zeros_like(mine).scatter_(0, place, mine), made.to(out.dtype))
 
 
 class WithSets(Store):
@@ -178,3 +260,41 @@ def without_sets(has: Tensor, stats: RowStats, coefficients: Coefficients) -> tu
         second = stats.start2.masked_fill(has, torch.inf), stats.rest2.masked_fill(has, 0.0)
         found = replace(found, start2=second[0], rest2=second[1])
     return found, Coefficients(**{name: value.masked_fill(has, 0.0) for name, value in coefficients.named().items()})
+
+
+def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
+    """``Backend.kept_sets`` in torch operations."""
+    ids, offsets, bias, length, shift, vocab, everywhere = sets
+    for entries in (out.rows, out.columns):
+        entries.fill_(-1)
+    token, at = (torch.arange(count, device=ids.device) for count in (len(target), len(ids)))
+    if offsets is None:
+        offsets = torch.cat([token, token[-1:] + 1]) * (len(ids) // len(target))
+    wrong = (offsets[0] != 0) | (offsets[1:] < offsets[:-1]).any() | (offsets[-1] > len(ids))
+    wrong = wrong | ((at >= offsets[-1]) & (ids != BEHIND)).any()
+    offsets = torch.where(wrong, 0, offsets)
+    within = token % length
+    # tokens that no row predicts go with rows that predict none
+    row = token - within + (within - shift) % length
+    counts = (within >= shift) & (target[row] >= 0)
+    of = (torch.searchsorted(offsets, at, right=True) - 1).clamp(max=len(target) - 1)  # each id's token
+    real, known = (at < offsets[of + 1]) & counts[of] & (ids != -1), (ids >= 0) & (ids < vocab)
+    has = torch.zeros_like(token).index_add_(0, of, real.long()) > 0
+    # the first of equals stays, and the target has another entry
+    keys = torch.where(real, of * vocab + ids, torch.iinfo(torch.int64).max).sort(stable=True)
+    again, is_target = torch.zeros_like(real), ids == target[row][of]
+    again[keys.indices[1:]] = keys.values[1:] == keys.values[:-1]
+    first = offsets[:-1] + token
+    if bias is not None and out.bias is not None:
+        named = torch.where(real & is_target & ~again, first[of], len(out.bias))
+        out.bias.copy_(torch.cat([out.bias, bias.new_zeros(1)]).scatter_(0, named, bias)[:-1])
+        out.bias[at + of + 1] = bias
+    again = again | is_target
+    out.starts[row], out.ends[row] = first, torch.where(has, offsets[1:] + token + 1, first)
+    out.rows[first], out.columns[first] = row, torch.where(has, target[row], -1).int()
+    out.rows[at + of + 1] = row[of]
+    out.columns[at + of + 1] = torch.where(real & known & ~again, ids, -1).int()
+    wrong = wrong | (real & ~known).any()
+    wrong = wrong | (counts & ~has).any() if everywhere else wrong
+    for number in numbers:
+        number.masked_fill_(wrong, torch.nan)

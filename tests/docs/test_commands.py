@@ -11,7 +11,7 @@ import torch
 
 from chunked_head import commands, explain_model, losses, plan
 from chunked_head.commands import main
-from chunked_head.stores.torch.store import TorchStore
+from chunked_head.stores.torch_store import TorchStore
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "128256"]
@@ -82,9 +82,9 @@ def test_doctor_of_a_broken_kernel(
 ) -> None:
     """A gradient a thousandth too large, one of nan, a call that raises."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the kernel is the CPU's
-    right = TorchStore.grad_
+    right = TorchStore.gradient
     for factor in (1.001, float("nan")):
-        monkeypatch.setattr(TorchStore, "grad_", lambda *args, by=factor: right(*args).mul_(by))
+        monkeypatch.setattr(TorchStore, "gradient", lambda *args, by=factor: right(*args).mul_(by))
         assert main(["doctor", "--json"]) == 1
         found = json.loads(capsys.readouterr().out)
         assert not found["passed"] and not found["self_test"]["weight_error"] <= found["self_test"]["gradient_bound"]

@@ -28,7 +28,7 @@ from torch import Tensor
 from chunked_head import LossOutput, linear_loss, logits_loss, losses, metrics
 from chunked_head.metrics import Metric
 from chunked_head.plan import sizes as sizes_of_call
-from chunked_head.stores.triton.relative import RelativeStore
+from chunked_head.stores.triton_relative import RelativeStore
 
 
 @pytest.mark.parametrize(("case", "dtype", "place", "schedule"), loss_combinations())

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tracking import Tracker
 
 from chunked_head import CrossEntropyLoss, linear_logprobs, logits_logprobs, logits_loss, losses, metrics
-from chunked_head.stores.torch.tiles import TILE_ELEMENTS
+from chunked_head.stores.torch_store import TILE_ELEMENTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TRITON_PLACES = [place for place in PLACES if place.values[0].backend == "triton"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
 from chunked_head.plan.segments import Segments, groups_of, order_of, spans_of
-from chunked_head.stores.torch.store import TorchStore
+from chunked_head.stores.torch_store import TorchStore
 
 VOCAB, HIDDEN, CHUNK = 61, 24, 16
 # a line, whole lines, and lines that hold several segments; one is empty, some are longer than a chunk

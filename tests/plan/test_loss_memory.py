@@ -11,8 +11,7 @@ from tracking import MiB, Tracker, no_host_synchronisation
 
 from chunked_head import LossOutput, linear_loss, losses, metrics, plan
 from chunked_head.losses import Losses
-from chunked_head.stores.torch import sets as torch_sets
-from chunked_head.stores.torch import tiles as torch_tiles
+from chunked_head.stores import sets, torch_store
 
 CHUNK = 32
 # the interpreter copies a kernel's arguments for itself
@@ -31,9 +30,8 @@ def call(case: LossCase, inputs: LossInputs, place: Place, **more: Any) -> LossO
 def test_one_buffer_of_logits(place: Place, case: LossCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor of chunk x vocabulary elements at a time, and one more where there is a dense teacher."""
     # tiles much smaller than these small chunks, as they are beside real ones
-    monkeypatch.setattr(torch_tiles, "TILE_ELEMENTS", 1024)
-    monkeypatch.setattr(torch_tiles, "TILE_COLUMNS", 128)
-    monkeypatch.setattr(torch_sets, "GATHERED", 1024)
+    monkeypatch.setattr(torch_store, "TILE_ELEMENTS", 1024)
+    monkeypatch.setattr(sets, "GATHERED", 1024)
     inputs = inputs_of(case, torch.float16 if place.backend == "triton" else torch.float32, place.device)
     weight = inputs.weight[:, :16].contiguous()  # its gradient is smaller than a chunk's logits
     hidden = inputs.hidden[:, :16].contiguous().requires_grad_()

@@ -6,34 +6,36 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...core.stats import PAIR_STATS, Coefficients, Demand, RowStats
-from ...kernels.common.operands import ALL_ROWS, Counted, Stored, Transform
-from ...kernels.common.recording import refuse
-from ...kernels.gradients import launch as gradients
-from ...kernels.gradients.launch import NO_SOFTMAX, Softmax, TeacherTerms, Terms
-from ...kernels.products import launch as products
-from ...kernels.statistics import launch as statistics
-from ...kernels.statistics.launch import Outputs
-from ...parallel.merge import GatheredStats, merge_lists, unpack, widths
-from ...plan.buffers import padded_columns
-from ...plan.plans import Plan, logits_shape, own_dweight
-from ..gradients import Gradients
-from ..logits import LogitsView
-from ..matmul import again_rows, project_biased
-from ..operands import Head, Rows, Teacher
-from ..store import MatmulStore
+from ..core.stats import PAIR_STATS, Coefficients, Demand, RowStats
+from ..kernels.common.operands import ALL_ROWS, Counted, Stored, Transform
+from ..kernels.common.recording import refuse
+from ..kernels.gradients import launch as gradients
+from ..kernels.gradients.launch import NO_SOFTMAX, Softmax, TeacherTerms, Terms
+from ..kernels.products import launch as products
+from ..kernels.statistics import launch as statistics
+from ..kernels.statistics.launch import Outputs
+from ..parallel.merge import GatheredStats, merge_lists, unpack, widths
+from ..plan.buffers import padded_columns
+from ..plan.plans import Plan, own_dweight
+from .gradients import Gradients
+from .matmul import project_biased
+from .operands import Head, Rows, Teacher
+from .store import LogitsView, MatmulStore
+
+TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
+FP16_LARGEST = 64.0
+# relative difference of probabilities of 16-bit logits that count as equal: a student like its teacher has differences
+# of roundings, whose signs are others in the sum over a row than in the gradient of its columns
+TIE = 2.0**-16
+# of KL(q || p) and of q's entropy, what each program of a gradient's kernel has summed [programs, rows]
+Parts = tuple[Tensor | None, Tensor | None]
+NO_PARTS: Parts = (None, None)
 
 
 def transform(head: Head | Teacher, scale: Tensor | None) -> Transform:
     """Scale and cap as kernels take them: None is no code. ``scale``: of the rows."""
     logit_scale = None if head.logit_scale == 1.0 else float(head.logit_scale)
     return Transform(logit_scale, head.softcap, scale if head.scaled else None)
-
-
-TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
-# of KL(q || p) and of q's entropy, what each program of a gradient's kernel has summed [programs, rows]
-Parts = tuple[Tensor | None, Tensor | None]
-NO_PARTS: Parts = (None, None)
 
 
 def outputs_of(stats: Mapping[str, Tensor], view: str = "") -> Outputs:
@@ -67,71 +69,46 @@ def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
     return dlogits if rows.counted is None else dlogits.masked_fill_((rows.target < 0).unsqueeze(1), 0.0)
 
 
-FP16_LARGEST = 64.0
-PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"
-
-
-def gain_of(largest: Tensor) -> Tensor:
-    """The number to divide by so that the largest gradient of a logit is about 64: it keeps the probabilities of a 128K
-    vocabulary among fp16's normal numbers, and leaves a factor of 1000 to logarithms of probabilities. Always a number
-    with an inverse: a gradient that is nan or infinite stays one token's."""
-    gain = (largest / FP16_LARGEST).clamp(min=torch.finfo(largest.dtype).tiny)
-    return torch.where((largest > 0) & torch.isfinite(largest), gain, 1.0)
-
-
-# relative difference of probabilities of 16-bit logits that count as equal: a student like its teacher has differences
-# of roundings, whose signs are others in the sum over a row than in the gradient of its columns
-TIE = 2.0**-16
-
-
 class KernelStore(MatmulStore):
     """A store whose logits one kernel turns into any gradient: second softmaxes, teachers, columns of each row."""
 
     stored: Stored
     teacher_stored: Stored  # of the same rows
     tie: float | None = None
+    clean_rows = staticmethod(statistics.clean_rows)
 
-    def __init__(self, head: Head, plan: Plan):
-        self.head, self.plan, self.sizes, self.demand = head, plan, plan.sizes, plan.sizes.demand
-        self.vocab, self.tie = self.sizes.vocab, TIE if self.sizes.dtype.itemsize == 2 else None
-
-    def clean_rows(self, rows: Rows, out: RowStats | None) -> None:
-        assert rows.source is not None
-        statistics.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
+    def __init__(self, head: Head, plan: Plan, tiled: bool):
+        super().__init__(head, plan, tiled)
+        self.tie = TIE if self.sizes.dtype.itemsize == 2 else None
 
     def fitted(self, rows: Rows, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
+        """In fp16 the largest gradient of a logit becomes about 64: that keeps the probabilities of a 128K vocabulary
+        among fp16's normal numbers, and leaves a factor of 1000 to logarithms of probabilities. The factor always has
+        an inverse: a gradient that is nan or infinite stays one token's."""
         if self.sizes.dtype != torch.float16:
             return coefficients, None
         refuse("the range of fp16", never=True)
         values = coefficients.named().values()
         sizes = torch.stack([value.abs().view(len(value), -1).amax(1) for value in values]).amax(0)
         sizes = sizes * abs(self.head.logit_scale)
-        gain = gain_of((sizes if rows.scale is None else sizes * rows.scale).amax())
+        largest = (sizes if rows.scale is None else sizes * rows.scale).amax()
+        gain = (largest / FP16_LARGEST).clamp(min=torch.finfo(largest.dtype).tiny)
+        gain = torch.where((largest > 0) & torch.isfinite(largest), gain, 1.0)
         return coefficients.times(1.0 / gain), gain
 
-    def teacher_stats(self, rows: Rows, out: RowStats) -> None:
-        """Logits of a teacher and its statistics."""
-        if self.demand.pairing is not None:
-            self.teacher_stored = self.store_teacher(rows, teacher_outputs(out))
-
     def pair_statistics(self, rows: Rows, out: RowStats) -> None:
-        demand = self.demand
-        pairing = demand.pairing
+        pairing = self.demand.pairing
         assert pairing is not None and out.teacher_start is not None and out.teacher_rest is not None
         start, rest = (out.start2, out.rest2) if pairing.view else (out.start, out.rest)
         assert start is not None and rest is not None
         statistics.pair_stats(
             [getattr(out, name) for name in PAIR_STATS],
-            self.stored, (start, rest), ratio_of(demand.views[pairing.view].ratio),
+            self.stored, (start, rest), ratio_of(self.demand.views[pairing.view].ratio),
             self.teacher_stored, (out.teacher_start, out.teacher_rest), pairing.columns, pairing.beta, self.tie,
         )  # fmt: skip
 
-    def store_teacher(self, rows: Rows, normalize: Outputs) -> Stored:
-        """The teacher's logits of a chunk, and what makes log-probabilities of them."""
-        raise NotImplementedError
-
     def given_teacher(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
-        """A teacher's logits that the caller has given."""
+        """A teacher's logits that the caller has given; ``normalize`` receives what makes log-probabilities of them."""
         teacher = rows.teacher
         assert teacher is not None and teacher.logits is not None
         stored = Stored(teacher.logits[:, columns], None, None, transform(teacher, rows.scale))
@@ -196,37 +173,32 @@ class KernelStore(MatmulStore):
         )  # fmt: skip
 
 
-def with_transform(raw: Stored, head: Head | Teacher, rows: Rows) -> Stored:
-    """Raw logits that are to be read with a head's scale and cap."""
-    return raw._replace(transform=transform(head, rows.scale))
-
-
 class LogitsStore(KernelStore):
     """fp32 logits that cuBLAS leaves; the gradient of 16-bit operands is written, 16-bit wide, over their bytes."""
 
     def __init__(self, head: Head, plan: Plan, tiled: bool):
-        super().__init__(head, plan)
-        self.tiled = tiled
+        super().__init__(head, plan, tiled)
         device = head.weight.device
-        self.swept_rows = plan.chunk_tokens
-        rows, columns = logits_shape(plan, tiled)
-        self.buffer = torch.empty(rows * columns, dtype=torch.float32, device=device)
+        self.buffer = torch.empty(self.rows * self.columns, dtype=torch.float32, device=device)
         if self.sizes.teacher_store is not None:
-            elements = rows * min(columns, self.sizes.teacher_columns)
+            elements = self.rows * min(self.columns, self.sizes.teacher_columns)
             self.teacher_buffer = torch.empty(elements, dtype=torch.float32, device=device)
 
-    def compute_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Stored:
-        """Raw logits, with the bias or the bias to be added; without scale and cap."""
-        rows, columns = hidden.shape[0], weight.shape[0]
-        logits = buffer[: rows * columns].view(rows, columns)
-        at_once = again_rows(self.sizes, self.swept_rows, hidden, columns)
-        return Stored(logits, None, project_biased(hidden, weight, bias, logits, at_once))
+    def raw_logits(
+        self, rows: Rows, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head | Teacher, buffer: Tensor
+    ) -> Stored:
+        """Raw logits of a student or a teacher, with the bias or the bias to be added, to be read with the head's scale
+        and cap."""
+        count, columns = hidden.shape[0], weight.shape[0]
+        logits = buffer[: count * columns].view(count, columns)
+        at_once = self.plan.chunk_tokens if columns == self.vocab else None  # as the forward pass has made them
+        left = project_biased(hidden, weight, bias, logits, at_once)
+        return Stored(logits, None, left, transform(head, rows.scale))
 
     def fill(self, rows: Rows, out: RowStats) -> None:
-        head = self.head
-        self.clean_rows(rows, out)
-        raw = self.compute_logits(rows.hidden, head.weight, head.bias, self.buffer)
-        self.stored = with_transform(raw, head, rows)
+        assert rows.source is not None
+        self.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
+        self.stored = self.raw_logits(rows, rows.hidden, self.head.weight, self.head.bias, self.head, self.buffer)
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         head, logits = self.head, self.stored.logits
@@ -246,13 +218,9 @@ class LogitsStore(KernelStore):
             torch.topk(raw, k, largest=head.logit_scale > 0, out=(torch.empty_like(out.top_k_logits), out.top_k_ids))
             # a bias is in the logits by now
             statistics.pick_columns(out.top_k_logits, self.stored._replace(bias=None), out.top_k_ids)
-        self.teacher_stats(rows, out)
-        if self.demand.pairing is not None and not self.over_ranks:
-            self.pair_statistics(rows, out)
-
-    def store_teacher(self, rows: Rows, normalize: Outputs) -> Stored:
-        assert self.demand.pairing is not None
-        return self.teacher_logits(rows, slice(0, self.demand.pairing.columns), normalize)
+        if self.demand.pairing is not None:
+            columns_of_both = slice(0, self.demand.pairing.columns)
+            self.teacher_stored = self.teacher_logits(rows, columns_of_both, teacher_outputs(out))
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: Outputs | None) -> Stored:
         teacher = rows.teacher
@@ -261,31 +229,25 @@ class LogitsStore(KernelStore):
             return self.given_teacher(rows, columns, normalize)
         assert teacher.hidden is not None and teacher.weight is not None
         bias = None if teacher.bias is None else teacher.bias[columns]
-        found = self.compute_logits(teacher.hidden, teacher.weight[columns], bias, self.teacher_buffer)
-        stored = with_transform(found, teacher, rows)
+        weight = teacher.weight[columns]
+        stored = self.raw_logits(rows, teacher.hidden, weight, bias, teacher, self.teacher_buffer)
         if normalize is not None:
             statistics.row_stats(normalize, stored, stored.logits.shape[1])
         return stored
 
-    def grad_(self, rows: Rows, stats: RowStats, coefficients: Coefficients) -> Tensor:
-        teacher = None if self.demand.pairing is None else self.teacher_stored
-        dlogits = self.gradient_of(self.stored.logits)
-        return self.differentiate_(dlogits, self.stored, self.head, 0, rows, stats, coefficients, teacher)
-
-    def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
-        head = self.head.columns(tile)
-        raw = self.compute_logits(rows.hidden, head.weight, head.bias, self.buffer)
-        stored = with_transform(raw, head, rows)
-        teacher = None
-        if self.demand.pairing is not None and tile.start < self.demand.pairing.columns:
-            columns = slice(tile.start, min(tile.stop, self.demand.pairing.columns))
-            teacher = self.teacher_logits(rows, columns, None)
-        dlogits = self.gradient_of(stored.logits)
-        return self.differentiate_(dlogits, stored, head, tile.start, rows, stats, coefficients, teacher)
-
-    def gradient_of(self, logits: Tensor) -> Tensor:
-        """The memory of these logits' gradient: a 16-bit row lies in the first half of its fp32 row."""
-        return logits.view(self.sizes.dtype)[:, : logits.shape[1]]
+    def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        """The gradient of the raw logits of a tile: of the chunk filled last, or of logits made here."""
+        head, pairing, teacher = self.head, self.demand.pairing, None
+        if self.tiled:
+            head = head.columns(tile)
+            self.stored = self.raw_logits(rows, rows.hidden, head.weight, head.bias, head, self.buffer)
+        if pairing is not None and tile.start < pairing.columns:
+            columns = slice(tile.start, min(tile.stop, pairing.columns))
+            teacher = self.teacher_logits(rows, columns, None) if self.tiled else self.teacher_stored
+        logits = self.stored.logits
+        # a 16-bit row lies in the first half of its fp32 row
+        dlogits = logits.view(self.sizes.dtype)[:, : logits.shape[1]]
+        return self.differentiate_(dlogits, self.stored, head, tile.start, rows, stats, coefficients, teacher)
 
 
 class GivenView(LogitsStore):
@@ -293,57 +255,48 @@ class GivenView(LogitsStore):
 
     def __init__(self, head: Head, demand: Demand, view: LogitsView):
         logits = view.rows.hidden
-        self.head, self.demand, self.vocab, self.gradient = head, demand, logits.shape[1], view.gradient
-        self.stored = with_transform(Stored(logits, None, None), head, view.rows)
-        self.buffer = logits
-
-    def compute_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Stored:
-        return Stored(hidden, None, bias)
+        self.head, self.demand, self.vocab, self.gradient_of = head, demand, logits.shape[1], view.gradient
+        self.stored = Stored(logits, None, None, transform(head, view.rows.scale))
 
     def pair_statistics(self, rows: Rows, out: RowStats) -> None:
-        if self.over_ranks:  # else ``statistics`` has just read the teacher
-            assert self.demand.pairing is not None
-            self.teacher_stored = self.given_teacher(rows, slice(0, self.demand.pairing.columns), None)
+        assert self.demand.pairing is not None
+        self.teacher_stored = self.given_teacher(rows, slice(0, self.demand.pairing.columns), None)
         super().pair_statistics(rows, out)
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        self.tile_grad(rows, slice(0, self.vocab), stats, coefficients)
-
-    def gradient_of(self, logits: Tensor) -> Tensor:
-        assert self.gradient is not None
-        return self.gradient
+        assert self.gradient_of is not None
+        pairing, teacher = self.demand.pairing, None
+        if pairing is not None:
+            teacher = self.given_teacher(rows, slice(0, pairing.columns), None)
+        self.differentiate_(self.gradient_of, self.stored, self.head, 0, rows, stats, coefficients, teacher)
 
 
 class HalfStore(KernelStore):
     """A store of 16-bit rows that start on 16 bytes, as our products ask."""
 
-    def __init__(self, head: Head, plan: Plan):
-        super().__init__(head, plan)
+    def __init__(self, head: Head, plan: Plan, tiled: bool):
+        super().__init__(head, plan, tiled)
         assert self.sizes.gpu is not None
         self.gpu = self.sizes.gpu
 
-    def add_dweight(
-        self, dlogits: Tensor, rows: Rows, operand: Tensor, out: Tensor, first: bool, gain: Tensor | None = None
-    ) -> None:
+    def add_dweight(self, dlogits: Tensor, rows: Rows, out: Tensor, first: bool, gain: Tensor | None = None) -> None:
         # a buffer of the caller's may start anywhere
         aligned = out.data_ptr() % TMA_BYTES == 0 and out.stride(0) * out.element_size() % TMA_BYTES == 0
         if gain is None and aligned and own_dweight(self.plan, stored=first):
-            products.dweight(out, dlogits, operand, first, self.gpu.product, counted_of(rows))
+            products.dweight(out, dlogits, rows.hidden, first, self.gpu.product, counted_of(rows))
         else:
-            super().add_dweight(zero_uncounted_(dlogits, rows), rows, operand, out, first, gain)
+            super().add_dweight(zero_uncounted_(dlogits, rows), rows, out, first, gain)
 
 
 class GradStore(HalfStore):
     """Gradients of logits whose statistics are known: the matmul leaves them, and no logits are stored."""
 
-    tiled = True
-
     def __init__(self, head: Head, plan: Plan):
-        super().__init__(head, plan)
-        elements = plan.block_tokens * padded_columns(plan.tile_columns)
+        super().__init__(head, plan, tiled=True)
+        elements = self.rows * padded_columns(self.columns)
         self.buffer = torch.empty(elements, dtype=self.sizes.dtype, device=head.weight.device)
 
-    def tile_grad(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
+    def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
         head, count, columns = self.head.columns(tile), rows.target.shape[0], tile.stop - tile.start
         # a row starts on 16 bytes
         stride = padded_columns(columns)
@@ -356,15 +309,19 @@ class GradStore(HalfStore):
         self.replace_columns_(dlogits, head, tile.start, rows, stats, coefficients, common)
         return zero_uncounted_(dlogits, rows) if self.sizes.bias_grad else dlogits
 
-    def tile_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
+    def add_dhidden(self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool) -> None:
         # BLAS chooses by the number of rows, and computes all of them
         if rows.counted is None and not self.sizes.deterministic:
-            super().tile_dhidden(dlogits, rows, weight, out, first)
+            super().add_dhidden(dlogits, rows, weight, out, first)
         else:
             products.dhidden(out, None, dlogits, weight, self.gpu.product, counted=counted_of(rows), add=not first)
 
 
+PLACES = "TARGET", "WEIGHTED", "START", "REST", "ENTROPY", "TOP", "ARGMAX"
+
+
 def merge_ranks(gathered: GatheredStats, out: RowStats) -> None:
+    """``Backend.merge_ranks`` in one kernel for each softmax."""
     at = dict(zip(gathered.names, itertools.accumulate(widths(out, gathered.names), initial=0), strict=False))
     named = out.named()
     softmaxes = [(outputs_of(named), 1.0, ("start", "rest", "entropy", "top", "argmax"))]

@@ -1,25 +1,25 @@
-"""The two ways to compute: Triton kernels, and torch operations for every device without them.
+"""The two ways to compute: torch operations, for the CPU and any device that has no Triton, and Triton kernels
+(``triton_backend.py``)."""
 
-A backend is a module with the functions of ``Backend``; its stores are classes.
-"""
-
-import importlib
+import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.stats import Demand, RowStats
+from ..core.stats import Demand, RowStats, shift_left
 from ..kernels.common.gpus import Gpu, gpu_of
-from ..parallel.merge import GatheredStats
+from ..parallel.merge import GatheredStats, merge_ranks
 from ..plan.plans import Plan
 from ..plan.sizes import Store as StoreName
-from .logits import LogitsView
-from .operands import Head, Kept, Sets, Teacher
-from .sets import SetRows, SetStore
-from .store import Store
+from ..plan.sizes import slices
+from . import torch_store
+from .operands import Head, Kept, Rows, Sets, Teacher
+from .sets import SetStore, kept_sets
+from .store import LogitsView, Store
+from .torch_store import GivenView, TorchStore
 
 BACKENDS = ("triton", "torch")
 
@@ -46,10 +46,11 @@ class Targets(NamedTuple):
     inverse: Tensor  # [] one_or_nan / counted, or / 1 where none does
 
 
-class Backend(Protocol):
-    """Functions of a backend, a module."""
+class Backend:
+    """Torch operations on every device; ``TritonBackend`` has kernels in their place."""
 
-    name: str  # of BACKENDS
+    name = "torch"
+    sets_store: type[SetStore] = SetStore  # of rows whose softmaxes are over sets of columns
 
     def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
         """ValueError where it cannot compute there, or not with ``what``, which has this dtype."""
@@ -67,22 +68,40 @@ class Backend(Protocol):
         """Targets [...] in the order of the rows whose hidden states predict them, ``shift`` before them along the
         last dimension; ``mask`` [...] bool says which count, in addition to ``ignore_index``. ``dtype``: of the
         statistics. ``rows``: how many, where they are more than the targets; those behind do not count."""
+        paired = shift_left(target, shift, ignore_index).reshape(-1)
+        counts = paired != ignore_index
+        if mask is not None:
+            counts &= shift_left(mask, shift, 0).reshape(-1)
+        inside = (paired >= 0) & (paired < vocab)
+        one_or_nan = torch.ones((), dtype=dtype, device=target.device)
+        one_or_nan.masked_fill_((counts & ~inside).any(), torch.nan)
+        counts &= inside
+        counted = counts.sum().to(dtype)
+        paired = followed(torch.where(counts, paired, -1), rows, -1)
+        return Targets(paired, counted, one_or_nan, one_or_nan / counted.clamp(min=1.0))
 
     def read_fields(self, values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> Sequence[Tensor]:
         """Fields [...] likewise in the order of rows [tokens], in the dtype of statistics; 0 where a target is -1."""
+        ignored, rows = target < 0, len(target)
+        shifted = [followed(shift_left(value, shift, 0).reshape(-1), rows, 0) for value in values]
+        return [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
 
     def store(self, layout: Layout) -> StoreName:
         """Name of the store of a call's chunks, where the softmax of some token is over the vocabulary."""
+        return "logits"
 
     def teacher_store(self, teacher: Teacher, store: StoreName) -> Literal["relative", "logits"] | None:
         """Form in which a dense teacher's logits are stored; None where the caller's are read in place."""
+        return "logits"
 
     def bounds_rows(self, store: StoreName) -> bool:
         """True where the store's matmuls can stop at a number of rows that only the device knows."""
+        return False
 
     def traits(self, device: torch.device) -> dict[str, Any]:
         """Fields of ``Sizes``: ``half_products``, true where 16-bit operands are multiplied uncast; ``scratch``,
         bytes of elementwise tiles; where there are matmuls of ours ``gpu``, and how many ``multiprocessors`` it has."""
+        return {"half_products": False, "scratch": 4 * torch_store.TILE_ELEMENTS}
 
     def clean_rows(self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
         """Rows as the matmuls take them: contiguous, in the dtype of ``out``, 0 where a row's target is -1; the rows
@@ -91,32 +110,55 @@ class Backend(Protocol):
         The zeros keep whatever stands in a masked row (nan, inf) out of the weight's gradient, where multiplying by a
         gradient of 0 would not.
         """
+        TorchStore.clean_rows(out, source, target, order)
 
-    def store_of(self, head: Head, plan: Plan, tiled: bool) -> Store:
-        """The store of a plan's chunks, or of ``tiled`` blocks where statistics are known."""
+    def store_of(self, head: Head, plan: Plan, every: Rows, out: RowStats | None) -> Store:
+        """The store of a plan's chunks, of which ``out`` receives the statistics, or where these are known (None) of
+        its blocks. ``every``: the call's rows as given."""
+        return TorchStore(head, plan, out is None)
+
+    def view_store(self, head: Head, demand: Demand, view: LogitsView) -> Store:
+        """The store of a view of logits that exist. Of ``head`` only scale, cap and class weights are read."""
+        return GivenView(head, demand, view)
 
     def kept_sets(self, out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
         """The sets that tokens keep as entries of the rows that predict them: ``out`` holds 0 for a bias. What is wrong
         with them makes both ``numbers`` nan."""
-
-    def sets_store(self, head: Head, rows: SetRows, demand: Demand) -> SetStore:
-        """The store of rows whose softmaxes are over sets of columns."""
+        kept_sets(out, sets, target, numbers)
 
     def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
-        """Statistics of the vocabulary from those of its pieces, as ``parallel.merge.merge_ranks``."""
-
-    def view_store(self, head: Head, demand: Demand, view: LogitsView) -> Store:
-        """The store of a view of logits that exist. Of ``head`` only scale, cap and class weights are read."""
+        """Statistics of the vocabulary from those of its pieces."""
+        merge_ranks(gathered, out)
 
     def sum_rows(self, table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums [rows] of a table [rows, tokens], of the first ``parts`` rows times ``inverse`` [], of the rest times
-        ``one_or_nan`` []; and a copy of the first sum, 0-d."""
+        """A copy of the first sum, 0-d; and sums [rows] of a table [rows, tokens], of the first ``parts`` rows times
+        ``inverse`` [], of the rest times ``one_or_nan`` []."""
+        sums = torch.stack([row * (inverse if i < parts else one_or_nan) for i, row in enumerate(table.sum(1))])
+        return sums[0].clone(), sums
 
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """``source`` times one or two factors (0-d, on the device) in a new tensor of ``dtype``."""
+        factor, out = functools.reduce(torch.mul, factors), torch.empty_like(source, dtype=dtype)
+        for part in slices(source.numel(), torch_store.TILE_ELEMENTS):
+            out.view(-1)[part] = source.view(-1)[part] * factor
+        return out
 
     def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """All of them times the factors in place."""
+        factor = functools.reduce(torch.mul, factors)
+        if factors[0].device.type == "cpu" and factor == 1:  # elsewhere to look would be to wait for the device
+            return
+        for source in sources:
+            source.mul_(factor)
+
+
+TORCH = Backend()
+
+
+def followed(values: Tensor, rows: int | None, fill: int) -> Tensor:
+    """Values [tokens], and behind them ``fill`` for rows that are no token's."""
+    more = 0 if rows is None else rows - len(values)
+    return torch.nn.functional.pad(values, (0, more), value=fill) if more else values
 
 
 def check_name(name: str | None) -> None:
@@ -128,15 +170,16 @@ def resolve(name: str | None, device: torch.device) -> Backend:
     """The backend called ``name``, or the device's default; never another one than was asked for."""
     check_name(name)
     if name is None:
-        name = "triton" if device.type == "cuda" and has_triton() and has_kernels(device) else "torch"
-    if name == "triton" and not has_triton():
+        # our kernels are the default of NVIDIA's GPUs, and of those of AMD's that they have been compiled for
+        ours = device.type == "cuda" and has_triton() and (torch.version.hip is None or gpu_of(device) is not None)
+        name = "triton" if ours else "torch"
+    if name == "torch":
+        return TORCH
+    if not has_triton():
         raise ValueError("backend='triton' needs the package triton (pip install triton); use backend='torch'")
-    return importlib.import_module(f".{name}.backend", __package__)
+    from .triton_backend import TRITON
 
-
-def has_kernels(device: torch.device) -> bool:
-    """True where our kernels are a GPU's default: NVIDIA's, and those of AMD's that they have been compiled for."""
-    return torch.version.hip is None or gpu_of(device) is not None
+    return TRITON
 
 
 def has_triton() -> bool:

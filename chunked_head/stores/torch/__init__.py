@@ -1,1 +1,0 @@
-"""The head in torch operations, for every device."""

@@ -1,0 +1,174 @@
+"""The backend of Triton kernels: NVIDIA and AMD GPUs, and any machine under Triton's interpreter
+(``TRITON_INTERPRET=1``).
+
+Three stores of the reused buffer, all with statistics from fp32 accumulators:
+
+- ``fast``: our matmul leaves bf16 exponentials relative to the target's logit; the gradients are plain products
+  with them, a factor per row and the target's terms apart (gradients of rank one besides the softmax, no cap).
+- ``relative``: it leaves fp16 logits relative to each strip's maximum, one pass turns them into any gradient (16-bit
+  operands).
+- ``logits``: BLAS leaves fp32 logits, and the gradient of 16-bit operands is written, 16-bit wide, over their bytes.
+
+Where statistics are known before any gradient (the plan recomputes) the first two store no logits at all: the matmul
+leaves the gradient. A dense teacher's terms need a row of each at a time, and so the third.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..core.stats import Coefficients, Demand, RowStats
+from ..kernels.common.gpus import gpu_of, multiprocessors_of
+from ..kernels.common.operands import KeptEntries
+from ..kernels.common.tiles import INTERPRETED
+from ..kernels.gradients import launch as gradients
+from ..kernels.products import launch as products
+from ..kernels.statistics import launch as statistics
+from ..parallel.merge import GatheredStats
+from ..plan.plans import Plan
+from ..plan.sizes import Store as StoreName
+from .backend import Backend, Layout, Targets
+from .matmul import sums_halves
+from .operands import Head, Kept, Rows, Sets, Teacher
+from .sets import SetStore
+from .store import LogitsView, Store
+from .triton_relative import FastStore, RelativeStore
+from .triton_store import (
+    TMA_BYTES,
+    GivenView,
+    GradStore,
+    LogitsStore,
+    merge_ranks,
+    outputs_of,
+    ratio_of,
+    terms_of,
+    transform,
+)
+
+
+class TritonSets(SetStore):
+    """Logits of rows that keep sets of columns, in kernels."""
+
+    def make_logits(self) -> None:
+        head, kept = self.head, self.kept
+        statistics.kept_logits(
+            self.logits, self.rows.hidden, head.weight, head.bias, kept.rows, kept.columns,
+            transform(head, self.rows.scale),
+        )  # fmt: skip
+
+    def entries(self, at: slice) -> KeptEntries:
+        return KeptEntries(self.kept.columns, self.kept.starts[at], self.kept.ends[at], self.rows.target[at])
+
+    def softmax_stats(self, at: slice, out: RowStats) -> None:
+        for suffix, view in zip(("", "2"), self.demand.views, strict=False):
+            outputs, ratio = outputs_of(out.named(), suffix), ratio_of(view.ratio)
+            statistics.kept_stats(outputs, self.logits, self.entries(at), ratio, self.kept.everywhere)
+
+    def softmax_grad(self, at: slice, stats: RowStats, coefficients: Coefficients) -> None:
+        scale = None if self.rows.scale is None else self.rows.scale[at]
+        entries = self.entries(at)
+        terms = terms_of(self.demand, entries.target, stats, coefficients)
+        gradients.kept_grad(self.dlogits, self.logits, entries, terms, transform(self.head, scale))
+
+    def put_dhidden(self, at: slice, out: Tensor) -> None:
+        gradients.kept_dhidden(out, self.dlogits, self.head.weight, self.entries(at), self.kept.everywhere)
+
+    def put_dweight(self, out: Tensor, hidden: Tensor, add: bool) -> None:
+        rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+        products.put_column_rows(out, rows, self.kept.columns, self.dlogits, self.kept.rows, add)
+
+
+class TritonBackend(Backend):
+    """Kernels in the place of torch operations."""
+
+    name = "triton"
+    sets_store = TritonSets
+
+    def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
+        if device.type != "cuda" and not INTERPRETED:
+            raise ValueError(
+                "backend='triton' needs a GPU, or TRITON_INTERPRET=1 in the environment; the tensors are on "
+                f"{device}: use backend='torch'"
+            )
+        if dtype == torch.float64:
+            raise ValueError(f"backend='triton' computes in fp32 at most, {what} is float64: use backend='torch'")
+
+    def read_targets(
+        self,
+        target: Tensor,
+        mask: Tensor | None,
+        shift: int,
+        ignore_index: int,
+        vocab: int,
+        dtype: torch.dtype,
+        rows: int | None = None,
+    ) -> Targets:
+        return Targets(*statistics.read_targets(target, mask, shift, ignore_index, vocab, dtype, rows))
+
+    def read_fields(self, values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> Sequence[Tensor]:
+        return statistics.read_fields(values, target, shift, dtype)
+
+    def store(self, layout: Layout) -> StoreName:
+        aligned = layout.plain_weight and layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0
+        if layout.dtype == torch.float32 or not aligned or layout.demand.top_k or layout.gpu is None:
+            return "logits"
+        # a factor per row would take fp16 out of its range; caps and trained biases need a pass over the buffer
+        one_factor = layout.dtype == torch.bfloat16 and layout.demand.rank_one and layout.demand.one_sweep
+        return "fast" if one_factor and not (layout.capped or layout.bias_grad) and layout.plain_rows else "relative"
+
+    def teacher_store(self, teacher: Teacher, store: StoreName) -> Literal["relative", "logits"] | None:
+        if teacher.logits is not None:
+            return None
+        weight = teacher.weight
+        assert weight is not None
+        rows_aligned = weight.data_ptr() % TMA_BYTES == 0 and weight.stride(0) * 2 % TMA_BYTES == 0
+        half = (teacher.dtype or weight.dtype).itemsize == 2
+        return "relative" if store == "relative" and half and weight.is_contiguous() and rows_aligned else "logits"
+
+    def bounds_rows(self, store: StoreName) -> bool:
+        return store != "logits"
+
+    def traits(self, device: torch.device) -> dict[str, Any]:
+        return {
+            "half_products": sums_halves(device), "scratch": 0,
+            "gpu": gpu_of(device), "multiprocessors": multiprocessors_of(device),
+        }  # fmt: skip
+
+    def clean_rows(self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
+        statistics.clean_rows(out, source, target, order)
+
+    def store_of(self, head: Head, plan: Plan, every: Rows, out: RowStats | None) -> Store:
+        if out is None and plan.sizes.grads_in_matmul:
+            return GradStore(head, plan)
+        if out is None or plan.sizes.store == "logits":
+            return LogitsStore(head, plan, out is None)
+        return FastStore(head, plan, every, out) if plan.sizes.store == "fast" else RelativeStore(head, plan)
+
+    def view_store(self, head: Head, demand: Demand, view: LogitsView) -> Store:
+        return GivenView(head, demand, view)
+
+    def kept_sets(self, out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
+        statistics.kept_sets(out.starts, out.ends, out.rows, out.columns, out.bias, *numbers, target, *sets)
+
+    def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
+        merge_ranks(gathered, out)
+
+    def sum_rows(self, table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
+        return statistics.sum_rows(table, parts, inverse, one_or_nan)
+
+    def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        out = torch.empty_like(source, dtype=dtype)
+        if source.numel():
+            gradients.scale(out, source, *factors)
+        return out
+
+    def scale_(self, sources: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+        there = [source for source in sources if source.numel()]
+        factor, one_or_nan = (*factors, None)[:2]
+        for first, *more in (there[i : i + 2] for i in range(0, len(there), 2)):
+            gradients.scale(first, first, factor, one_or_nan, *more)
+
+
+TRITON = TritonBackend()

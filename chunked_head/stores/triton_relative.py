@@ -1,0 +1,272 @@
+"""Stores of what our logits matmul leaves: fp16 relative logits, or bf16 exponentials."""
+
+import torch
+from torch import Tensor
+
+from ..core.stats import Coefficients, RowStats, numbers_sent, sent
+from ..kernels.common.gpus import split_strips
+from ..kernels.common.operands import ALL_ROWS, Stored, Strips, strip_rows
+from ..kernels.common.tiles import ELSEWHERE, cdiv
+from ..kernels.gradients import launch as gradients
+from ..kernels.products import launch as products
+from ..kernels.statistics import launch as statistics
+from ..kernels.statistics.launch import Outputs
+from ..parallel.merge import merge_blocks, unpack
+from ..plan.buffers import padded_columns, part_sums
+from ..plan.plans import Plan
+from ..plan.sizes import slices
+from .gradients import Gradients
+from .matmul import add_dhidden, project
+from .operands import Head, Rows
+from .triton_store import (
+    NO_PARTS,
+    HalfStore,
+    Parts,
+    counted_of,
+    merge_ranks,
+    outputs_of,
+    ratio_of,
+    teacher_outputs,
+    transform,
+)
+
+
+class RelativeStore(HalfStore):
+    """fp16 logits relative to the maximum of each strip of columns; one pass turns them into any gradient."""
+
+    parts: Parts = NO_PARTS
+    level: Tensor | None = None  # [rows] what exponentials are relative to, where they are stored
+    has_target_logits = False  # the target's logits of all tokens are there
+
+    def __init__(self, head: Head, plan: Plan):
+        super().__init__(head, plan, tiled=False)
+        sizes, demand, rows, gpu, device = self.sizes, self.demand, self.rows, self.gpu, head.weight.device
+        # a sweep that makes no gradient and is not passed over again keeps nothing
+        keep = plan.schedule == "forward" or sizes.keeps_sweep
+        self.block = plan.vocab_block
+        self.buffer = relative_logits(rows, sizes.vocab, device) if keep else None
+        if sizes.hidden_grad and plan.schedule == "forward":
+            self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
+        two = len(demand.views) > 1
+        self.tile = gpu.exp_tile_of(rows, sizes.hidden, self.block or sizes.vocab)
+        strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative", self.block)
+        strip_count += split_strips(demand.views[-1].columns)
+        self.strips = Strips.empty(
+            rows, strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
+            two and demand.entropy[1],
+        )  # fmt: skip
+        # of the second softmax: its ratio and columns
+        self.second = (ratio_of(demand.views[1].ratio), demand.views[1].columns) if two else (None, None)
+        self.teacher_rows = sizes.teacher_rows(rows) if plan.teacher_last else rows
+        if sizes.teacher_store == "relative":
+            self.teacher_buffer = relative_logits(self.teacher_rows, sizes.teacher_columns, device)
+            self.teacher_tile = gpu.exp_tile_of(self.teacher_rows, sizes.teacher_width, sizes.teacher_columns)
+            strip_count = gpu.strips_of(sizes.teacher_columns, sizes.teacher_width, relative=True)
+            # a kernel that reads both takes one distance from strip to strip
+            assert demand.pairing is not None
+            self.teacher_strips = Strips.empty(rows, strip_count, device, top=demand.pairing.top)
+        elif sizes.teacher_store == "logits":
+            buffer = torch.empty(self.teacher_rows, sizes.teacher_columns, dtype=torch.float32, device=device)
+            self.teacher_buffer = buffer
+        if plan.teacher_last:
+            assert demand.pairing is not None
+            wanted = demand.pairing.forward_kl, demand.pairing.entropy
+            programs, stride = gradients.row_programs(sizes.vocab), strip_rows(rows)
+            made = iter(torch.empty(sum(wanted), programs, stride, dtype=torch.float32, device=device).unbind())
+            self.parts = next(made) if wanted[0] else None, next(made) if wanted[1] else None
+
+    def fill(self, rows: Rows, out: RowStats) -> None:
+        """Logits relative to their strips' maxima, or exponentials relative to the target's logit; strips' sums
+        alone where there is no buffer."""
+        head, count, stored = self.head, rows.target.shape[0], None
+        made = transform(head, rows.scale)
+        assert rows.source is not None
+        if self.has_target_logits:
+            self.clean_rows(rows.hidden, rows.source, rows.target, rows.order)
+        else:
+            statistics.clean_rows(
+                rows.hidden, rows.source, rows.target, rows.order, out.target_logit, head.weight, head.bias, made
+            )
+            self.add_targets(out)
+        self.stored_strips = strips = self.strips.of_rows(count)
+        if out.column_logits is not None:
+            assert rows.columns is not None
+            statistics.dot_columns(out.column_logits, rows.hidden, head.weight, rows.columns, head.bias, made)
+        if self.buffer is not None:
+            stored = self.buffer[:count, : self.vocab]
+            if self.level is not None:
+                stored = stored.view(self.sizes.dtype)
+            self.stored = Stored(stored, strips.offset)
+        statistics.exp_logits(
+            stored, strips, rows.hidden, head.weight, head.bias, head.class_weights,
+            None if self.level is None else out.target_logit, rows.target, made, self.tile, *self.second,
+            counted_of(rows), self.block,
+        )  # fmt: skip
+
+    def add_targets(self, stats: RowStats) -> None:
+        """Adds other ranks' part of the targets' logits, where ``known_targets``."""
+        if self.known_targets and self.head.add_targets is not None:
+            self.head.add_targets(stats.target_logit)
+
+    def statistics(self, rows: Rows, out: RowStats) -> None:
+        """Statistics of rows from those of their strips."""
+        strips, vocab, block, numbers = self.stored_strips, self.vocab, self.block, None
+        into = out.named()
+        if block is not None:
+            numbers = numbers_sent(self.demand) + 1
+            self.pieces = out.lse.new_zeros(cdiv(vocab, block), numbers, rows.target.shape[0])
+            into = unpack(self.pieces, out, sent(self.demand))
+        statistics.merge_strips(
+            outputs_of(into), self.level, strips, out.target_logit, rows.target, vocab, block=block, numbers=numbers
+        )
+        if "start2" in into:
+            ratio2, columns2 = self.second
+            second = strips._replace(sum=strips.sum2, shifted_sum=strips.shifted_sum2, weighted_sum=None)
+            statistics.merge_strips(
+                outputs_of(into, "2"), None, second, out.target_logit, rows.target, columns2 or vocab, ratio2, True,
+                block, numbers,
+            )  # fmt: skip
+        if self.pieces is not None and self.head.add_targets is None:
+            merge_blocks(merge_ranks, self.pieces, rows.target, out, self.demand)
+        if self.demand.pairing is not None and not self.plan.teacher_last:
+            self.teacher_stats(rows, out)
+
+    def teacher_stats(self, rows: Rows, out: RowStats) -> None:
+        """Logits of a teacher and its statistics."""
+        self.teacher_stored = self.store_teacher(rows, teacher_outputs(out))
+
+    def store_teacher(self, rows: Rows, normalize: Outputs) -> Stored:
+        teacher, count, columns = rows.teacher, rows.target.shape[0], self.sizes.teacher_columns
+        assert teacher is not None
+        if teacher.logits is not None:
+            return self.given_teacher(rows, slice(columns), normalize)
+        assert teacher.hidden is not None and teacher.weight is not None
+        buffer, made = self.teacher_buffer[:count, :columns], transform(teacher, rows.scale)
+        if self.sizes.teacher_store == "logits":
+            project(teacher.hidden, teacher.weight, buffer)
+            stored = Stored(buffer, None, teacher.bias, made)
+            statistics.row_stats(normalize, stored, columns)
+            return stored
+        strips = self.teacher_strips.of_rows(count)
+        statistics.exp_logits(
+            buffer, strips, teacher.hidden, teacher.weight, teacher.bias, None, None, None, made, self.teacher_tile,
+            counted=counted_of(rows),
+        )  # fmt: skip
+        statistics.merge_strips(normalize, None, strips, None, None, columns)
+        return Stored(buffer, strips.offset)
+
+    def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
+        dlogits, count = self.stored.logits.view(self.sizes.dtype), rows.target.shape[0]
+        if not self.plan.teacher_last:
+            teacher = None if self.demand.pairing is None else self.teacher_stored
+            self.differentiate_rows_(dlogits, slice(0, count), rows, stats, coefficients, teacher, NO_PARTS)
+            return dlogits
+        # a teacher's logits are made here, some rows at a time, and its statistics: the pass over both makes the
+        # divergence too
+        for at in slices(count, self.teacher_rows):
+            some, out = rows.at(at), stats.at(at)
+            self.teacher_stats(some, out)
+            forward_kl, entropy = (None if part is None else part[:, at] for part in self.parts)
+            parts = forward_kl, entropy
+            self.differentiate_rows_(dlogits[at], at, some, out, coefficients.at(at), self.teacher_stored, parts)
+        of_rows = [None if part is None else part[:, :count] for part in self.parts]
+        gradients.add_parts((stats.forward_kl, stats.teacher_entropy), of_rows)
+        return dlogits
+
+    def differentiate_rows_(
+        self, dlogits: Tensor, at: slice, rows: Rows, stats: RowStats, c: Coefficients, teacher: Stored | None,
+        parts: Parts,
+    ) -> None:  # fmt: skip
+        stored = self.stored if len(dlogits) == len(self.stored.logits) else self.stored.at(at)
+        # a bias's gradient sums over all rows
+        counted = ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
+        self.differentiate_(dlogits, stored, self.head, 0, rows, stats, c, teacher, counted, parts)
+
+    def add_dhidden(
+        self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool,
+        factors: products.Factors = products.NO_FACTORS,
+    ) -> None:  # fmt: skip
+        """``out = softmax * (dlogits @ weight) + at_target * weight[target]``, by factors of the rows."""
+        if self.sizes.own_dhidden:
+            split = self.sizes.dhidden_split(rows.target.shape[0], self.part_sums.numel() // self.gpu.product.elements)
+            products.dhidden(
+                out, self.part_sums, dlogits, weight, self.gpu.product, factors, counted_of(rows), split=split
+            )
+        elif factors.target is None:
+            super().add_dhidden(dlogits, rows, weight, out, first)
+        else:
+            product = self.part_sums[: out.numel()].view(out.shape)
+            add_dhidden(dlogits, weight, product, first=True)
+            products.finish_dhidden(out, product, weight, factors)
+
+
+def relative_logits(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Memory of 16-bit logits, of which a row starts on 16 bytes."""
+    return torch.empty(rows, padded_columns(columns), dtype=torch.float16, device=device)
+
+
+class FastStore(RelativeStore):
+    """bf16 exponentials E relative to one level per row, with the target's column left out of them:
+
+        dlogits = softmax_factor * E + target_factor * onehot(target)
+        softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta
+
+    so dhidden is ``E @ weight`` times a factor plus a row of the weight, dweight is ``E.T @ (factor * hidden)`` plus
+    rows of hidden states at their targets. The last are added at the end, when all tokens can be sorted by target.
+    """
+
+    gathered = False  # rows came from other ranks, and their targets' terms have been added chunk by chunk
+
+    def __init__(self, head: Head, plan: Plan, every: Rows, out: RowStats):
+        """``every``: the call's rows as given, of which ``out`` receives the statistics."""
+        super().__init__(head, plan)
+        self.hidden, self.target, sizes = every.hidden, every.target, self.sizes
+        if self.buffer is None:
+            return
+        device = head.weight.device
+        # exponentials of the gradient are relative to them on every rank
+        self.known_targets = True
+        self.level, self.softmax_factor = torch.empty(2, self.rows, dtype=torch.float32, device=device).unbind()
+        self.target_factor = torch.empty(sizes.tokens, dtype=torch.float32, device=device)
+        # one message for all tokens, where nothing that ranks may differ in speaks against it
+        at_once = sizes.spread == 1 and not sizes.skips and sizes.hidden_dtype == sizes.dtype
+        if head.add_targets is not None and at_once:
+            statistics.dot_columns(
+                out.target_logit.unsqueeze(1), every.hidden, head.weight, every.target.unsqueeze(1), head.bias,
+                transform(head, every.scale),
+            )  # fmt: skip
+            self.add_targets(out)
+            self.has_target_logits = True
+
+    def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
+        at, exp, count = rows.tokens, self.stored.logits, rows.target.shape[0]
+        assert self.level is not None
+        softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
+        # after this only the weight's gradient reads the chunk's hidden states
+        gradients.level_rows(
+            exp, softmax_factor, target_factor, None if grads.weight is None else rows.hidden,
+            self.stored_strips, self.gpu.strip_width(self.sizes.hidden, relative=False), self.level, stats.logprob,
+            self.terms(rows, stats, coefficients, 0, self.vocab), transform(self.head, rows.scale), counted_of(rows),
+        )  # fmt: skip
+        if grads.hidden is not None:
+            factors = products.Factors(rows.target, softmax_factor, target_factor)
+            self.add_dhidden(exp, rows, self.head.weight, grads.hidden_rows(at), True, factors)
+            grads.hidden_done(at)
+        if grads.weight is not None:
+            self.add_dweight(exp, rows, grads.weight, grads.stores(rows.first == 0))
+            if rows.order is not None and rows.source is not None:
+                # hidden states of all ranks' tokens are here for this chunk only
+                self.add_target_rows(rows.source, rows.target, at, grads.weight, rows.order)
+                self.gathered = True
+
+    def finish(self, grads: Gradients) -> None:
+        if grads.weight is not None and not self.gathered:
+            self.add_target_rows(self.hidden, self.target, slice(0, self.sizes.tokens), grads.weight, None)
+
+    def add_target_rows(
+        self, hidden: Tensor, target: Tensor, at: slice, d_weight: Tensor, order: Tensor | None
+    ) -> None:
+        """The targets' terms of the weight's gradient, once the products with the chunk's exponentials are done."""
+        if self.head.add_targets is not None:
+            target = target.masked_fill(target == ELSEWHERE, -1)
+        products.add_target_rows(d_weight, hidden, target, self.target_factor[at], order, self.buffer)
