@@ -83,18 +83,6 @@ class Objective:
         """True for calls that send messages to ranks with different tokens, whose plans may differ."""
         return False
 
-    def without_teacher(self) -> "Objective":
-        """The part that may outlive the backward: a teacher's tensors are saved as autograd's own, which lets go of
-        them."""
-        return self if self.teacher is None else replace(self, teacher=self.teacher.without_tensors())
-
-    def with_teacher(self, tensors: Sequence[Tensor]) -> "Objective":
-        return self if self.teacher is None else replace(self, teacher=self.teacher.with_tensors(tensors))
-
-    @property
-    def teacher_tensors(self) -> list[Tensor]:
-        return [] if self.teacher is None else self.teacher.tensors
-
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
     ) -> Coefficients | None:

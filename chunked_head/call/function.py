@@ -26,7 +26,10 @@ class Forward(NamedTuple):
     stats: RowStats | None
     grads: Gradients | None  # None where backward makes them
     expected: Expected | None  # the upstream gradient that ``grads`` were made for
-    exchanges: bool  # messages with ranks that hold other tokens
+    # True where backward reads what autograd has saved, though gradients wait for it. With ranks that hold other tokens
+    # an activation checkpoint computes the forward pass again, messages and all: on every rank or on none, whichever of
+    # them find their gradients waiting.
+    reads_saved: bool
     backend: Scaling
     plan: Plan | None  # None for logits that exist already
     gradient_buffer: GradientBuffer | None
@@ -40,23 +43,6 @@ class Forward(NamedTuple):
     def any_grad(self) -> bool:
         return self.plan is None or self.plan.sizes.any_grad
 
-    def outputs_of(self, rows: int) -> tuple[Tensor, ...]:
-        """Outputs of a call of so many rows: a number for each, or one number."""
-        if not self.padded:
-            return self.outputs
-        # as no view that autograd knows of: these may not be changed in place, which an output of ours may
-        return tuple([output[:rows].detach() if output.dim() else output for output in self.outputs])
-
-    def bare(self) -> "Forward":
-        """The record without what has been handed over."""
-        return self._replace(outputs=(), stats=None, grads=None, saved=())
-
-    def reads_saved(self, grads: Gradients | None) -> bool:
-        """Backward needs what autograd has saved. With ranks that hold other tokens an activation checkpoint computes
-        the forward pass again, messages and all: on every rank or on none, whichever of them find their gradients
-        waiting."""
-        return grads is None or self.exchanges
-
     def gradients(self, grads: Gradients | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
         """Gradients of the operands: ``grads`` times what is left of the upstream gradient, or made from ``saved``."""
         if self.gradient_buffer is not None:
@@ -64,13 +50,12 @@ class Forward(NamedTuple):
         if grads is None:
             call, stats = self.later(saved)
             return call.late_gradients(saved, stats, upstream)
-        assert self.expected is not None and self.plan is not None
-        given = upstream[0]
-        assert given is not None
-        factors, one_or_nan = self.expected.factors(given), self.expected.one_or_nan
+        expected, given = self.expected, upstream[0]
+        assert expected is not None and given is not None and self.plan is not None
+        factors, one_or_nan = expected.factors(given), expected.one_or_nan
         if self.gradient_buffer is not None and grads.weight is not None:
             # it was promised, and only as promised can what has been added stay
-            one_or_nan = self.expected.one_or_nan_for(given)
+            one_or_nan = expected.one_or_nan_for(given)
             factors = *factors[:1], one_or_nan
         return grads.finish(self.backend, factors, one_or_nan, self.plan)
 
@@ -83,13 +68,15 @@ def flat(hidden: Tensor) -> Tensor:
 def forward_of(call: Call, *operands: Any) -> Forward:
     """The forward pass of a call on hidden states [tokens, hidden], weight and bias, or on logits."""
     stats, grads = call.forward(*operands)
-    objective, named = call.objective, stats.named()
-    outputs = objective.outputs(stats)
-    lasting = call.without_teacher()
+    objective, named, count = call.objective, stats.named(), len(operands)
     # attributes, but for statistics that are outputs: these would hold the graph that holds them
     attributes, saved_stats = (named, {}) if isinstance(objective, ScalarObjective) else ({}, named)
-    names = tuple(saved_stats)
-    count = len(operands)
+    names, saved = tuple(saved_stats), [*saved_stats.values()]
+    outputs, lasting = objective.outputs(stats), call
+    if objective.teacher is not None:
+        # autograd saves a teacher's tensors, and lets go of them
+        saved += objective.teacher.tensors
+        lasting = call.with_teacher([tensor.new_empty(0) for tensor in objective.teacher.tensors])
 
     def later(saved: Sequence[Tensor]) -> tuple[Call, RowStats]:
         vectors = saved[count:]
@@ -98,8 +85,7 @@ def forward_of(call: Call, *operands: Any) -> Forward:
 
     return Forward(
         outputs, objective.differentiable, stats, grads, objective.expected, objective.exchanges, call.backend,
-        call.plan, call.gradient_buffer, call.padded, (*saved_stats.values(), *objective.teacher_tensors), later,
-        call.inplace,
+        call.plan, call.gradient_buffer, call.padded, saved, later, call.inplace,
     )  # fmt: skip
 
 
@@ -115,14 +101,17 @@ class Loss(torch.autograd.Function):
         with as_called(first.device):
             made = run(*operands)
         found.append(made)
-        ctx.operands = len(operands)
+        ctx.operands, ctx.rows, outputs = len(operands), len(first), made.outputs
         if made.any_grad:
             # inputs are saved for a recomputing or a repeated backward: autograd checks that they have not changed
             ctx.save_for_backward(*operands, *made.saved)
             # gradients are attributes: saved tensors would be cloned on their way out
-            ctx.made, ctx.grads = made.bare(), made.grads
-            ctx.rows, ctx.overwritten = len(first), False
-        outputs = made.outputs_of(len(first))
+            ctx.made, ctx.grads = made._replace(outputs=(), stats=None, grads=None, saved=()), made.grads
+            ctx.overwritten = False
+        if made.padded:
+            # a number for each row, as no view that autograd knows of: these may not be changed in place, which an
+            # output of ours may
+            outputs = tuple([output[: ctx.rows].detach() if output.dim() else output for output in outputs])
         ctx.mark_non_differentiable(*outputs[made.differentiable :])
         ctx.set_materialize_grads(False)
         return outputs
@@ -130,18 +119,18 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Grads:
         upstream = tuple([given if given is None else given.resolve_neg() for given in upstream])
-        first = next((given for given in upstream if given is not None), None)
-        if first is None:
+        there = [given for given in upstream if given is not None]
+        if not there:
             return (None,) * (2 + ctx.operands)
         if ctx.overwritten:
             raise RuntimeError(
                 "a second backward through a loss with inplace=True: the first has written the gradient over the "
                 "logits; use inplace=False to retain the graph"
             )
-        made, grads, ctx.grads = ctx.made, ctx.grads, None
+        made, grads, ctx.grads, graph = ctx.made, ctx.grads, None, torch.is_grad_enabled()
         # once: an activation checkpoint gives them no second time
-        saved: Sequence[Tensor] = ctx.saved_tensors if made.reads_saved(grads) or torch.is_grad_enabled() else ()
-        with torch.no_grad(), as_called(first.device):
+        saved: Sequence[Tensor] = ctx.saved_tensors if grads is None or made.reads_saved or graph else ()
+        with torch.no_grad(), as_called(there[0].device):
             ctx.overwritten = made.inplace
             found = made.gradients(grads, saved, upstream)
             if made.padded and found[0] is not None:
@@ -149,16 +138,11 @@ class Loss(torch.autograd.Function):
             if made.inplace:
                 # kernels write unseen: a node that saved the logits must not take these for them
                 torch.autograd.graph.increment_version(saved[0])
-        return None, None, *only_once(saved[: ctx.operands], found)
-
-
-def only_once(operands: Sequence[Tensor | None], grads: Grads) -> Grads:
-    """Gradients that cannot be differentiated, where a graph of them is made (create_graph): constants there would
-    silently drop a gradient penalty."""
-    if not torch.is_grad_enabled():
-        return grads
-    inputs = [tensor for tensor in operands if tensor is not None and tensor.requires_grad]
-    return tuple(None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in grads)
+        if graph:
+            # a graph of gradients is made (create_graph), in which constants would silently drop a gradient penalty
+            inputs = [each for each in saved[: ctx.operands] if each is not None and each.requires_grad]
+            found = tuple([None if grad is None else OnlyOnce.apply(grad, *inputs) for grad in found])
+        return None, None, *found
 
 
 NOTHING = contextlib.nullcontext()

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,8 +133,7 @@ class StreamsGrads:
     buffer: StreamsBuffer | None
 
 
-@dataclass(frozen=True, eq=False)
-class StreamsForward:
+class StreamsForward(NamedTuple):
     """The forward passes of all streams, in the place of one ``Forward``."""
 
     each: list[Forward]
@@ -144,24 +143,16 @@ class StreamsForward:
     outputs: tuple[Tensor, ...]
     saved: Sequence[Tensor]
     saved_ends: Sequence[int]  # where those of each stream end among weight, bias, hidden states and ``saved``
-    differentiable, inplace, padded = 1, False, False
-
-    @property
-    def any_grad(self) -> bool:
-        return any(one.any_grad for one in self.each)
-
-    def outputs_of(self, rows: int) -> tuple[Tensor, ...]:
-        return self.outputs
-
-    def bare(self) -> "StreamsForward":
-        return replace(self, each=[one.bare() for one in self.each], grads=None, outputs=(), saved=())
+    any_grad: bool
+    reads_saved: bool
+    stats: None = None
+    differentiable: int = 1
+    inplace: bool = False
+    padded: bool = False
 
     def late(self, grads: StreamsGrads | None) -> list[int]:
         """Streams whose gradients backward makes."""
         return [i for i, one in enumerate(self.each) if (grads is None or grads.each[i] is None) and one.any_grad]
-
-    def reads_saved(self, grads: StreamsGrads | None) -> bool:
-        return bool(self.late(grads)) or any(one.exchanges for one in self.each)
 
     def gradients(self, grads: StreamsGrads | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
         """Gradients of the weight, the bias and each stream's hidden states."""
@@ -219,7 +210,10 @@ def forward_of_streams(
     saved = [tensor for one in made for tensor in one.saved]
     ends = [*itertools.accumulate((len(one.saved) for one in made), initial=2 + len(made))]
     grads = StreamsGrads([one.grads for one in made], buffer)
-    return StreamsForward(made, vocab, buffer_dtype, grads, (sum(others, first),), saved, ends)
+    any_grad = any(one.any_grad for one in made)
+    reads = any(one.reads_saved or (one.grads is None and one.any_grad) for one in made)
+    each = [one._replace(outputs=(), grads=None, saved=()) for one in made]
+    return StreamsForward(each, vocab, buffer_dtype, grads, (sum(others, first),), saved, ends, any_grad, reads)
 
 
 def gradients_into(buffer: StreamsBuffer | None, made: Forward, operands: Sequence[Tensor], upstream: Grads) -> Grads:

@@ -139,15 +139,13 @@ class LocalCall:
         """The store of the call's chunks and what goes into it."""
         raise NotImplementedError
 
-    def without_teacher(self) -> Self:
-        """The call as it may outlive the backward: autograd saves a teacher's tensors, and lets go of them."""
-        return self.with_objective(self.objective.without_teacher())
-
     def with_teacher(self, tensors: Sequence[Tensor]) -> Self:
-        return self.with_objective(self.objective.with_teacher(tensors))
-
-    def with_objective(self, objective: Objective) -> Self:
-        return self if objective is self.objective else replace(self, objective=objective)  # type: ignore[type-var]
+        """The call with other tensors for a dense teacher's."""
+        objective = self.objective
+        if objective.teacher is None:
+            return self
+        objective = replace(objective, teacher=objective.teacher.with_tensors(tensors))
+        return replace(self, objective=objective)  # type: ignore[type-var]
 
     @functools.cached_property
     def every_target(self) -> Tensor:

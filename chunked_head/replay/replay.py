@@ -193,7 +193,10 @@ def replayed(replay: Replay, arguments: Arguments) -> Any:
         return replay.finish(Loss.apply(forward, [], flat(hidden), weight, bias), held, leading)
     with torch.no_grad(), as_called(hidden.device):
         made = forward(hidden, weight, bias)
-    return replay.finish(made.outputs_of(arguments.sizes[0]), held, leading)
+    outputs, rows = made.outputs, arguments.sizes[0]
+    if made.padded:
+        outputs = tuple([output[:rows] if output.dim() else output for output in outputs])
+    return replay.finish(outputs, held, leading)
 
 
 def forward_again(

@@ -67,10 +67,6 @@ class Teacher:
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.logits, self.hidden, self.weight, self.bias) if t is not None]
 
-    def without_tensors(self) -> "Teacher":
-        """The same with empty tensors in place of its own."""
-        return self.with_tensors([t.new_empty(0) for t in self.tensors])
-
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Teacher":
         names = [name for name in ("logits", "hidden", "weight", "bias") if getattr(self, name) is not None]
         given: dict[str, Any] = dict(zip(names, tensors, strict=False))
