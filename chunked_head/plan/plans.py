@@ -79,13 +79,13 @@ class Plan:
     def blocks(self) -> int:
         return math.ceil(self.sizes.tokens / self.block_tokens)
 
-    def token_chunks(self) -> Iterator[slice]:
+    def token_chunks(self) -> list[slice]:
         return slices(self.sizes.tokens, self.chunk_tokens)
 
-    def token_blocks(self) -> Iterator[slice]:
+    def token_blocks(self) -> list[slice]:
         return slices(self.sizes.tokens, self.block_tokens)
 
-    def column_tiles(self) -> Iterator[slice]:
+    def column_tiles(self) -> list[slice]:
         return slices(self.sizes.vocab, self.tile_columns)
 
     @functools.cached_property
@@ -224,11 +224,6 @@ def tile_buffers(plan: "Plan") -> Iterator[Buffer]:
     if sizes.weight_grad and sizes.through_fp32(plan.weight_accumulate):
         yield Buffer("gradient of weight, a tile", (tile, sizes.hidden), torch.float32, LOOP, LOOP)
     yield from work_buffers(sizes, block, tile, LOOP, LOOP)
-
-
-def logits_shape(plan: Plan, tiled: bool) -> tuple[int, int]:
-    """Rows and columns of the logits in memory at a time: a chunk's or, if ``tiled``, those of a block's tile."""
-    return (plan.block_tokens, plan.tile_columns) if tiled else (plan.chunk_tokens, plan.sizes.vocab)
 
 
 def own_dweight(plan: Plan, stored: bool) -> bool:

@@ -3,7 +3,6 @@
 import functools
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -199,8 +198,8 @@ def parse_bytes(value: int | str, argument: str) -> int:
     return int(size)
 
 
-def slices(total: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, total)) for start in range(0, total, step))
+def slices(total: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
 
 def balanced(tokens: int, most: int) -> int:

@@ -4,8 +4,6 @@ cuBLAS sums 16-bit operands into fp32 by itself (``out_dtype``). Elsewhere torch
 so 16-bit operands are cast to fp32 by tiles of the vocabulary.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -44,9 +42,9 @@ def project(
             torch.mm(wide, weight[tile].to(out.dtype).t(), out=out[:, tile])
 
 
-def equal_tiles(columns: int, width: int) -> Iterator[slice]:
+def equal_tiles(columns: int, width: int) -> list[slice]:
     """Slices as wide as each other: the last one reaches back where fewer columns are left."""
-    return (slice(max(0, tile.stop - width), tile.stop) for tile in slices(columns, width))
+    return [slice(max(0, tile.stop - width), tile.stop) for tile in slices(columns, width)]
 
 
 def project_biased(

@@ -72,7 +72,7 @@ class SetStore(Store):
 
     def blocks(self) -> list[slice]:
         """Entries whose gathered rows are some mebibytes."""
-        return list(slices(len(self.kept.columns), max(1, GATHERED // max(1, self.head.weight.shape[1]))))
+        return slices(len(self.kept.columns), max(1, GATHERED // max(1, self.head.weight.shape[1])))
 
     def pick_logits(self) -> None:
         """Reads the entries' logits out of logits that exist."""

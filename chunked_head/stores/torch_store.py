@@ -5,7 +5,6 @@ operations on it, and temporaries are no larger.
 """
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -326,7 +325,7 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def row_blocks(logits: Tensor) -> Iterator[slice]:
+def row_blocks(logits: Tensor) -> list[slice]:
     """Slices of rows that make a tile of the cache's size."""
     return slices(logits.shape[0], block_rows(logits.shape[1]))
 
