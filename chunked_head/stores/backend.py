@@ -2,6 +2,7 @@
 (``triton_backend.py``)."""
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -177,9 +178,7 @@ def resolve(name: str | None, device: torch.device) -> Backend:
         return TORCH
     if not has_triton():
         raise ValueError("backend='triton' needs the package triton (pip install triton); use backend='torch'")
-    from .triton_backend import TRITON
-
-    return TRITON
+    return importlib.import_module(".triton_backend", __package__).TRITON  # it imports this file, and Triton
 
 
 def has_triton() -> bool:
