@@ -20,7 +20,7 @@ from ..plan.sizes import DEFAULT_REQUEST, Request, Sizes
 from ..stores import Backend, Layout
 from ..stores.gradients import GradientBuffer, Gradients
 from ..stores.operands import Head, Rows, Teacher
-from ..stores.sets import SetRows, WithSets
+from ..stores.sets import WithSets
 from .objectives import call_fields
 from .options import Call
 from .spec import Spec, is_plain
@@ -270,8 +270,8 @@ class HeadCall(LocalCall):
     def begin(self, given: Tensor, head: Head, stats: RowStats, grads: Gradients | None, known: bool) -> Work:
         plan, sets = self.plan, None
         if self.kept is not None:
-            of_sets = SetRows(self.kept, self.every_target, self.objective.scale, given)
-            sets = self.backend.sets_store(head, of_sets, self.objective.demand)
+            of_sets = Rows(given, self.every_target, scale=self.objective.scale)
+            sets = self.backend.sets_store(head, self.kept, of_sets, self.objective.demand)
             if not self.multiplies:
                 every = Rows(given, self.every_target, self.columns)
                 return Work(sets, lambda at: every, [(every.tokens,)])

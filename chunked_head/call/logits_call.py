@@ -15,7 +15,7 @@ from ..parallel.shard import Shard
 from ..stores import Backend
 from ..stores.gradients import Gradients
 from ..stores.operands import Head, Rows
-from ..stores.sets import SetRows, WithSets
+from ..stores.sets import WithSets
 from ..stores.store import GivenLogits, LogitsView, Store
 from .objectives import call_fields
 from .sweep import LocalCall, Work, sweep
@@ -63,19 +63,19 @@ class LogitsCall(LocalCall):
         add_targets = None if self.shard is None else self.shard.add_targets
         return Head(logits.new_empty(0), None, self.class_weights, self.logit_scale, self.softcap, add_targets)
 
-    def views(self, logits: Tensor, grad: Tensor | None) -> tuple[LogitsView, ...]:
+    def views(self, logits: Tensor, grad: Tensor | None) -> list[LogitsView]:
         """Logits [..., vocab] as views [rows, width]; ``grad``: [..., vocab] where their gradient goes."""
-        teacher, found, start = self.objective.teacher, [], 0
+        teacher, found, start = self.objective.teacher, list[LogitsView](), 0
         flat = None if self.inplace or grad is None else grad.view(-1, grad.shape[-1])[:, : self.width]
         for view in row_views(logits[..., : self.width]):
             at = slice(start, start + len(view))
-            start = at.stop
-            if not len(view):
-                continue
             columns, scale = (None if of is None else of[at] for of in (self.columns, self.objective.scale))
-            rows = Rows(view, self.target[at], columns, scale, None if teacher is None else teacher.rows(at))
-            found.append(LogitsView(at, rows, view if flat is None else flat[at]))
-        return tuple(found)
+            of_rows = None if teacher is None else teacher.rows(at)
+            if len(view):
+                rows = Rows(view, self.target[at], columns, scale, of_rows, first=start)
+                found.append((rows, view if flat is None else flat[at]))
+            start = at.stop
+        return found
 
     def forward(self, logits: Tensor) -> tuple[RowStats, None]:
         """Statistics of all rows; gradients are made in backward."""
@@ -107,8 +107,8 @@ class LogitsCall(LocalCall):
         views = self.views(given, None if grads is None else grads.hidden)
         every = Rows(given, self.target if self.kept is None else self.every_target, self.columns)
         if self.kept is not None:
-            of_sets = SetRows(self.kept, self.every_target, self.objective.scale, given, views)
-            sets = backend.sets_store(head, of_sets, demand)
+            of_sets = Rows(given, self.every_target, scale=self.objective.scale)
+            sets = backend.sets_store(head, self.kept, of_sets, demand, views)
         if not self.multiplies:
             assert sets is not None
             store: Store = sets

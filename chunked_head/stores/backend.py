@@ -19,7 +19,7 @@ from ..plan.sizes import slices
 from . import torch_store
 from .operands import Head, Kept, Rows, Sets, Teacher
 from .sets import SetStore, kept_sets
-from .store import LogitsView, Store
+from .store import Store
 from .torch_store import GivenView, TorchStore
 
 BACKENDS = ("triton", "torch")
@@ -118,9 +118,9 @@ class Backend:
         its blocks. ``every``: the call's rows as given."""
         return TorchStore(head, plan, out is None)
 
-    def view_store(self, head: Head, demand: Demand, view: LogitsView) -> Store:
+    def view_store(self, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None) -> Store:
         """The store of a view of logits that exist. Of ``head`` only scale, cap and class weights are read."""
-        return GivenView(head, demand, view)
+        return GivenView(head, demand, rows, gradient)
 
     def kept_sets(self, out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
         """The sets that tokens keep as entries of the rows that predict them: ``out`` holds 0 for a bias. What is wrong

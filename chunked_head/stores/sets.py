@@ -4,8 +4,8 @@ A row's set is some entries, one for each of its columns (``core.stats.Kept``); 
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,28 +21,19 @@ from .torch_store import slope, transform_, wide_dtype
 GATHERED = 1 << 22  # elements of gathered rows at a time
 
 
-class SetRows(NamedTuple):
-    """The rows of a call that keep sets of columns."""
-
-    kept: Kept
-    target: Tensor  # [tokens] int64, of these columns, -1 where a row does not count
-    scale: Tensor | None  # [tokens] what their logits are multiplied by
-    hidden: Tensor  # [tokens, hidden]
-    logits: tuple[LogitsView, ...] = ()  # where they exist already
-
-
 class SetStore(Store):
     """Logits of the columns that rows keep [n] fp32 (fp64), of all rows of a call, made with the store. Statistics and
     gradients of rows without a set are left as they are. The functions in torch operations, which a backend may
     replace, are ``make_logits`` and those that begin with ``softmax`` or ``put``."""
 
-    def __init__(self, head: Head, rows: SetRows, demand: Demand):
-        self.head, self.rows, self.kept, self.demand = head, rows, rows.kept, demand
+    def __init__(self, head: Head, kept: Kept, rows: Rows, demand: Demand, views: Sequence[LogitsView] = ()):
+        """``rows``: of the call, as given. ``views``: of logits that exist already."""
+        self.head, self.kept, self.rows, self.demand, self.views = head, kept, rows, demand, views
         self.wide = wide_dtype(head.weight)
         self.logits, self.dlogits = torch.empty(
             2, len(self.kept.columns), dtype=self.wide, device=head.weight.device
         ).unbind()
-        if rows.logits:
+        if views:
             self.pick_logits()
         else:
             self.make_logits()
@@ -77,9 +68,9 @@ class SetStore(Store):
     def pick_logits(self) -> None:
         """Reads the entries' logits out of logits that exist."""
         self.logits.fill_(-torch.inf)
-        for view in self.rows.logits:
-            here, rows, columns = self.among(view.at)
-            picked = view.rows.hidden[rows, columns]
+        for some, _ in self.views:
+            here, rows, columns = self.among(some.tokens)
+            picked = some.hidden[rows, columns]
             self.logits.copy_(torch.where(here, picked.to(self.wide), self.logits))
         self.transform_logits_()
 
@@ -178,14 +169,14 @@ class SetStore(Store):
         self.differentiate(at, stats, coefficients)
         if grads.hidden is None:
             return
-        for view in self.rows.logits:
-            assert view.gradient is not None
+        for some, gradient in self.views:
+            assert gradient is not None
             if self.kept.everywhere:
-                view.gradient.zero_()
-            here, places, columns = self.among(view.at)
-            values = torch.where(here, self.dlogits, 0.0).to(view.gradient.dtype)
-            view.gradient.index_put_((places, columns), values, accumulate=True)
-        if not self.rows.logits:
+                gradient.zero_()
+            here, places, columns = self.among(some.tokens)
+            values = torch.where(here, self.dlogits, 0.0).to(gradient.dtype)
+            gradient.index_put_((places, columns), values, accumulate=True)
+        if not self.views:
             self.put_dhidden(at, grads.hidden_rows(at))
         grads.hidden_done(at)
 

@@ -1,7 +1,6 @@
 """The protocol of a store, what stores that multiply have in common, and the store of logits that exist already."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -108,28 +107,26 @@ class MatmulStore(Store):
         add_dweight(dlogits, rows.hidden, out, first, gain)
 
 
-class LogitsView(NamedTuple):
-    """Rows of logits that exist already, of which one stride reaches every row."""
-
-    at: slice  # of the call's rows
-    rows: Rows  # ``hidden`` are the logits [rows, vocab] with contiguous columns, of any floating-point dtype
-    gradient: Tensor | None = None  # [rows, vocab] where their gradient goes; may be the logits
+# Rows of logits that exist already, of which one stride reaches every row: ``hidden`` are the logits [rows, vocab] with
+# contiguous columns, of any floating-point dtype. And where their gradient goes [rows, vocab], which may be the logits.
+LogitsView = tuple[Rows, Tensor | None]
 
 
 class GivenLogits(Store):
     """Logits of the caller's, the rows of all views at once; ``view_store`` makes the store of one view."""
 
-    def __init__(self, view_store: Callable[[LogitsView], Store], views: tuple[LogitsView, ...]):
+    def __init__(self, view_store: Callable[[Rows, Tensor | None], Store], views: Sequence[LogitsView]):
         self.view_store, self.views = view_store, views
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
-        for view in self.views:
-            self.view_store(view).statistics(view.rows, out.at(view.at))
+        for some, gradient in self.views:
+            self.view_store(some, gradient).statistics(some, out.at(some.tokens))
 
     def pair_statistics(self, rows: Rows, out: RowStats) -> None:
-        for view in self.views:
-            self.view_store(view).pair_statistics(view.rows, out.at(view.at))
+        for some, gradient in self.views:
+            self.view_store(some, gradient).pair_statistics(some, out.at(some.tokens))
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        for view in self.views:
-            self.view_store(view).add_gradients(view.rows, stats.at(view.at), coefficients.at(view.at), grads)
+        for some, gradient in self.views:
+            of_rows = stats.at(some.tokens), coefficients.at(some.tokens)
+            self.view_store(some, gradient).add_gradients(some, *of_rows, grads)

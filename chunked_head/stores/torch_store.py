@@ -16,7 +16,7 @@ from ..plan.sizes import slices
 from .gradients import Gradients
 from .matmul import project_biased
 from .operands import Head, Rows, Teacher
-from .store import LogitsView, MatmulStore
+from .store import MatmulStore
 
 TILE_ELEMENTS = 1 << 18
 
@@ -216,8 +216,8 @@ class GivenView(TorchStore):
 
     tiled = True
 
-    def __init__(self, head: Head, demand: Demand, view: LogitsView):
-        self.head, self.demand, self.gradient_of, logits = head, demand, view.gradient, view.rows.hidden
+    def __init__(self, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None):
+        self.head, self.demand, self.gradient_of, logits = head, demand, gradient, rows.hidden
         self.vocab = logits.shape[1]
         block, dtype = min(len(logits), block_rows(self.vocab)), wide_dtype(logits)
         self.buffer = logits.new_empty(block * self.vocab, dtype=dtype)

@@ -33,7 +33,7 @@ from .backend import Backend, Layout, Targets
 from .matmul import sums_halves
 from .operands import Head, Kept, Rows, Sets, Teacher
 from .sets import SetStore
-from .store import LogitsView, Store
+from .store import Store
 from .triton_relative import FastStore, RelativeStore
 from .triton_store import (
     TMA_BYTES,
@@ -146,8 +146,8 @@ class TritonBackend(Backend):
             return LogitsStore(head, plan, out is None)
         return FastStore(head, plan, every, out) if plan.sizes.store == "fast" else RelativeStore(head, plan)
 
-    def view_store(self, head: Head, demand: Demand, view: LogitsView) -> Store:
-        return GivenView(head, demand, view)
+    def view_store(self, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None) -> Store:
+        return GivenView(head, demand, rows, gradient)
 
     def kept_sets(self, out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
         statistics.kept_sets(out.starts, out.ends, out.rows, out.columns, out.bias, *numbers, target, *sets)

@@ -20,7 +20,7 @@ from ..plan.plans import Plan, own_dweight
 from .gradients import Gradients
 from .matmul import project_biased
 from .operands import Head, Rows, Teacher
-from .store import LogitsView, MatmulStore
+from .store import MatmulStore
 
 TMA_BYTES = 16  # alignment that tensor descriptors ask of a row
 FP16_LARGEST = 64.0
@@ -253,10 +253,9 @@ class LogitsStore(KernelStore):
 class GivenView(LogitsStore):
     """A view of logits that exist already, in the place of what a matmul makes of hidden states."""
 
-    def __init__(self, head: Head, demand: Demand, view: LogitsView):
-        logits = view.rows.hidden
-        self.head, self.demand, self.vocab, self.gradient_of = head, demand, logits.shape[1], view.gradient
-        self.stored = Stored(logits, None, None, transform(head, view.rows.scale))
+    def __init__(self, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None):
+        self.head, self.demand, self.vocab, self.gradient_of = head, demand, rows.hidden.shape[1], gradient
+        self.stored = Stored(rows.hidden, None, None, transform(head, rows.scale))
 
     def pair_statistics(self, rows: Rows, out: RowStats) -> None:
         assert self.demand.pairing is not None
