@@ -268,22 +268,41 @@ class HeadCall(LocalCall):
         return grads
 
     def begin(self, given: Tensor, head: Head, stats: RowStats, grads: Gradients | None, known: bool) -> Work:
-        plan, sets = self.plan, None
+        plan, backend, scale, sets = self.plan, self.backend, self.objective.scale, None
         if self.kept is not None:
-            of_sets = Rows(given, self.every_target, scale=self.objective.scale)
-            sets = self.backend.sets_store(head, self.kept, of_sets, self.objective.demand)
+            every = Rows(given, self.every_target, self.columns, scale)
+            sets = backend.sets_store(head, self.kept, every, self.objective.demand)
             if not self.multiplies:
-                every = Rows(given, self.every_target, self.columns)
-                return Work(sets, lambda at: every, [(every.tokens,)])
-        operands = Operands(self, given, plan.block_tokens if known else plan.chunk_tokens)
-        every = Rows(given, self.target, scale=self.objective.scale)
-        store = self.backend.store_of(head, plan, every, None if known else stats)
-        spans = plan.token_blocks() if known else plan.token_chunks()
-        return Work(
-            store if sets is None else WithSets(store, sets),
-            operands.rows,
-            [(at,) for at in spans] if known or self.spans is None else self.spans,
-        )
+                return sets, lambda at: every, [(every.tokens,)]
+        teacher = self.objective.teacher
+        teacher = None if teacher is None else teacher.cast()  # once, as the weight
+        every = Rows(given, self.target, self.columns, scale, teacher, self.counted)
+        most = plan.block_tokens if known else plan.chunk_tokens
+        gathered = None if self.shard is None else self.shard.gathered(given, most)
+        buffer = torch.empty(most, given.shape[1], dtype=plan.sizes.dtype, device=given.device)
+        if teacher is not None and teacher.hidden is not None and teacher.weight is not None:
+            teacher_buffer = teacher.weight.new_empty(most, teacher.hidden.shape[1])
+
+        def rows_of(at: slice) -> Rows:
+            """Tokens ``at`` of the call, for a store to clean; a teacher's are clean."""
+            rows, count = every.at(at), at.stop - at.start
+            source, order, of_rows = rows.hidden, None, rows.teacher
+            if gathered is not None:
+                source, order = gathered.chunk(at)  # by rank; clean rows stand in the call's order
+            elif at.start >= len(given):  # where another call's tokens of this chunk lie, this one cannot say
+                refuse("a chunk without a token")
+                source = given[-1:]
+            if of_rows is not None and of_rows.hidden is not None:
+                clean = teacher_buffer[:count]
+                backend.clean_rows(clean, of_rows.hidden, rows.target, None)
+                of_rows = replace(of_rows, hidden=clean)
+            out = buffer if count == most else buffer[:count]
+            return rows._replace(hidden=out, source=source, order=order, teacher=of_rows)
+
+        store = backend.store_of(head, plan, every, None if known else stats)
+        chunks = plan.token_blocks() if known else plan.token_chunks()
+        spans = [(at,) for at in chunks] if known or self.spans is None else self.spans
+        return store if sets is None else WithSets(store, sets), rows_of, spans
 
 
 def head_call(
@@ -305,46 +324,3 @@ def head_call(
         None if call.softcap is None else call.softcap / temperature, request or tokens.spec.request,
         None if call.accumulate_into is None else call.gradient_buffer, tokens.packing, spans, shard, padded,
     )  # fmt: skip
-
-
-class Operands:
-    """Rows of a call's chunks, with the buffers that they are copied into."""
-
-    def __init__(self, call: HeadCall, hidden: Tensor, rows: int):
-        self.call, self.hidden, self.tokens = call, hidden, call.target.shape[0]
-        self.gathered = None if call.shard is None else call.shard.gathered(hidden, rows)
-        self.buffer = torch.empty(rows, hidden.shape[1], dtype=call.plan.sizes.dtype, device=hidden.device)
-        teacher = call.objective.teacher
-        self.teacher = None if teacher is None else teacher.cast()  # once, as the weight
-        if self.teacher is not None and self.teacher.hidden is not None and self.teacher.weight is not None:
-            self.teacher_buffer = self.teacher.weight.new_empty(rows, self.teacher.hidden.shape[1])
-
-    def rows(self, at: slice) -> Rows:
-        """Tokens ``at`` of the call, for a store to clean."""
-        call, count = self.call, at.stop - at.start
-        # where one chunk is all there is, nothing is sliced
-        target = call.target if count == self.tokens else call.target[at]
-        out = self.buffer if count == self.buffer.shape[0] else self.buffer[:count]
-        scale = call.objective.scale
-        scale = scale if scale is None else scale[at]
-        teacher = self.teacher
-        if teacher is not None and teacher.hidden is not None:
-            clean = self.teacher_buffer[:count]
-            call.backend.clean_rows(clean, teacher.hidden[at], target, None)
-            teacher = replace(teacher, hidden=clean)
-        elif teacher is not None:
-            teacher = teacher.rows(at)
-        columns = None if call.columns is None else call.columns[at]
-        if self.gathered is not None:
-            source, order = self.gathered.chunk(at)  # by rank; clean rows stand in the call's order
-        else:
-            source, order = self.source(at), None
-        return Rows(out, target, columns, scale, teacher, call.counted, at.start, source, order)
-
-    def source(self, at: slice) -> Tensor:
-        """Hidden states as given; none for rows that follow the call's tokens."""
-        if at.start >= len(self.hidden):  # where another call's tokens of this chunk lie, this one cannot say
-            refuse("a chunk without a token")
-        if at.stop - at.start == self.tokens:
-            return self.hidden
-        return self.hidden[min(at.start, len(self.hidden) - 1) : at.stop]

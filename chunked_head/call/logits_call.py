@@ -116,7 +116,7 @@ class LogitsCall(LocalCall):
             store = GivenLogits(functools.partial(backend.view_store, head, demand), views)
             store = store if sets is None else WithSets(store, sets)
         # one chunk: ranks' strides may differ, and with them the views; their messages must not
-        return Work(store, lambda at: every, [(every.tokens,)])
+        return store, lambda at: every, [(every.tokens,)]
 
 
 def call_of(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsCall]:

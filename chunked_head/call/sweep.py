@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -60,8 +60,7 @@ def sweep(
     if not tokens:
         return stats, grads
     store, rows_of, spans = call.begin(given, head, stats, grads, known is not None)
-
-    pairs = objective.demand.pairing is not None and not call.teacher_last
+    pairs, closed, values = objective.demand.pairing is not None, call.closed_spans, not call.teacher_last
 
     def filled(at: slice) -> tuple[Rows, RowStats]:
         rows, out = rows_of(at), stats.at(at)
@@ -69,7 +68,7 @@ def sweep(
         store.statistics(rows, out)
         if call.shard is not None:
             merge_over_ranks(call, store, rows, out)
-        if pairs:
+        if pairs and values:
             store.pair_statistics(rows, out)
             if call.shard is not None:
                 call.shard.add_pairs(out)
@@ -80,21 +79,19 @@ def sweep(
         if known is None:
             for at in span:
                 rows, out = filled(at)
-            found = objective.visit(
-                stats, every, gradient=grads is not None, closed=call.closed_spans, values=not call.teacher_last
-            )
-            if grads is None:
-                continue
-            assert found is not None
+            coefficients = objective.visit(stats, every, grads is not None, closed, values)
         else:
-            rows, out, found = rows_of(every), stats.at(every), known[1].at(every)
-        assert grads is not None
-        for at in span:
-            coefficients = found
-            if len(span) > 1:  # only the last chunk's logits are still there
-                rows, out = filled(at)
-                coefficients = found.at(slice(at.start - every.start, at.stop - every.start))
+            rows, out, coefficients = rows_of(every), stats.at(every), known[1].at(every)
+        if grads is None:
+            continue
+        assert coefficients is not None
+        if len(span) == 1:
             store.add_gradients(rows, out, coefficients, grads)
+            continue
+        for at in span:  # the next chunk's logits are in the place of each one's
+            rows, out = filled(at)
+            of_chunk = coefficients.at(slice(at.start - every.start, at.stop - every.start))
+            store.add_gradients(rows, out, of_chunk, grads)
     if grads is not None:
         store.finish(grads)
         if grads.over_ranks is not None and grads.hidden is not None:
@@ -112,12 +109,9 @@ def merge_over_ranks(call: "LocalCall", store: Store, rows: Rows, out: RowStats)
     shard.merge(merge, *of_rows, out, demand, store.known_targets, store.pieces)
 
 
-class Work(NamedTuple):
-    """The work of one sweep."""
-
-    store: Store
-    rows: Callable[[slice], Rows]  # of the call's tokens
-    spans: Iterable[Sequence[slice]]  # chunks; those of one span wait for each other's statistics
+# The work of one sweep: the store of the call's chunks, the rows that go into it, and spans: chunks that wait for the
+# statistics of each other.
+Work = tuple[Store, Callable[[slice], Rows], Iterable[Sequence[slice]]]
 
 
 class LocalCall:
@@ -131,13 +125,10 @@ class LocalCall:
     teacher_last = False  # a teacher's statistics come with the gradients
     closed_spans = False  # no other tokens belong to a span's segments
 
-    def new_gradients(self, given: Tensor, known: bool) -> Gradients | None:
-        """Buffers of the gradients that a sweep makes; None where it makes none. ``known``: statistics are."""
-        raise NotImplementedError
-
-    def begin(self, given: Tensor, head: Head, stats: RowStats, grads: Gradients | None, known: bool) -> Work:
-        """The store of the call's chunks and what goes into it."""
-        raise NotImplementedError
+    # buffers of the gradients that a sweep of what is given makes; None where it makes none. The last: known statistics
+    new_gradients: Callable[[Tensor, bool], Gradients | None]
+    # the work on what is given, with a head, into statistics and gradients. The last: known statistics
+    begin: Callable[[Tensor, Head, RowStats, Gradients | None, bool], Work]
 
     def with_teacher(self, tensors: Sequence[Tensor]) -> Self:
         """The call with other tensors for a dense teacher's."""

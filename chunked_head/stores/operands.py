@@ -132,7 +132,9 @@ class Rows(NamedTuple):
         return slice(self.first, self.first + self.target.shape[0])
 
     def at(self, rows: slice) -> "Rows":
-        """A slice of the rows, sharing memory."""
+        """A slice of the rows, sharing memory; all of them as they are."""
+        if rows.start == 0 and rows.stop == self.target.shape[0]:
+            return self
         columns, scale = (None if of is None else of[rows] for of in (self.columns, self.scale))
         teacher = None if self.teacher is None else self.teacher.rows(rows)
         first = self.first + rows.start
