@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor
 from ..arithmetic.demand import Structure
 from ..core.stats import Demand
 from ..plan.plans import Plan
+from ..stores import Backend
 from .recorder import NotRecordedError
 from .steps import Place
 
 # what holds no tensor of a call by its kind: records of programs, and functions, which are the library's own
 CONSTANTS = (
-    type(None), bool, int, float, complex, str, bytes, type, frozenset, range, slice, FunctionType, ModuleType,
+    type(None), bool, int, float, complex, str, bytes, type, frozenset, range, slice, FunctionType, Backend,
     torch.dtype, torch.device, torch.Size, Demand, Plan, Structure,
 )  # fmt: skip
 Build = Callable[[Any], Any]  # of what the tape's slots hold
