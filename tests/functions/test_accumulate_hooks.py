@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from tiers import first_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -97,7 +98,7 @@ def work(rank: int, meeting: str, job: Callable[[int, bool], None], option: bool
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("option", [False, True])
+@pytest.mark.parametrize("option", first_of([False, True]))
 @pytest.mark.parametrize("job", [data_parallel, fully_sharded])
 def test_two_ranks(job: Callable[[int, bool], None], option: bool, tmp_path: Path) -> None:
     ranks.spawn(work, (str(tmp_path / "meeting"), job, option), RANKS)
