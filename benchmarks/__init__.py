@@ -1,1 +1,1 @@
-"""Benchmarks of chunked_head beside its peers: time, memory and accuracy."""
+"""Benchmarks of chunked_head and its peers: time, memory and accuracy."""

@@ -113,7 +113,7 @@ def run_kind(kind: str, shape: Shape, args: Any, watch: Watch) -> list[Row]:
     rows: list[Row] = []
     for upstream in args.upstream:
         eager: dict[str, float] = {}
-        # Eager first, whatever the order asked for: the others are compared with it.
+        # Eager first, whatever the order asked for: all are compared with it.
         for provider in sorted(ready, key=lambda one: one.name != "eager"):
             watch.stage(f"{shape} {kind}: {provider.label} upstream {upstream:g}")
             row: Row = {"shape": str(shape), "dtype": dtype_name(args.dtype), "reference": dtype_name(wide)}

@@ -159,7 +159,7 @@ def describe(shape: shapes.Shape, args: argparse.Namespace) -> Row:
 def over(
     sizes: Sequence[shapes.Shape], args: argparse.Namespace, run_shape: Callable[..., list[Row]], **record: Any
 ) -> list[Job]:
-    """A job for each shape; ``record`` of a shape that fails as a whole."""
+    """A job for each shape; ``record`` of a shape that fails."""
     return [(describe(size, args) | record, functools.partial(run_shape, size, args)) for size in sizes]
 
 
@@ -174,7 +174,7 @@ def warm_up(make: Callable[[], measure.Step]) -> tuple[measure.Step, Row]:
         step.operands.clear()
         loss = float(step().mean())
     hidden, weight = step.operands.hidden.grad, step.operands.weight.grad
-    # nan is what a call makes of a promise that was not kept, such as another upstream gradient
+    # nan is what a call makes of a broken promise, such as another upstream gradient
     if step.backward and not (hidden is not None and bool(hidden.isfinite().all())):
         raise ArithmeticError("the gradient of the hidden states is not finite, or not there")
     step.operands.clear()
@@ -226,10 +226,9 @@ def measured(
         if rows[key]["status"] == "ok":
             watch.stage(f"{shape}: memory of {key}")
             peak, failure = measure.peak(step, request(rows[key]))
-            beside = (
-                {} if peak is None else {"beside_gradients_bytes": peak["peak_bytes"] - rows[key]["gradient_bytes"]}
-            )
-            rows[key] |= {"memory_error": failure.record()} if failure else {**(peak or {}), **beside}
+            rows[key] |= {"memory_error": failure.record()} if failure else peak or {}
+            if peak:
+                rows[key]["beside_gradients_bytes"] = peak["peak_bytes"] - rows[key]["gradient_bytes"]
     return list(rows.values())
 
 
@@ -247,7 +246,7 @@ def run(
     """Run the jobs one after the other, show and write the rows of each; return 1 where a row of ours failed.
 
     The last line printed is a JSON with ``keys`` of the rows. ``total``: ticks of the progress. ``more``: of all rows,
-    what is written beside them.
+    what is written with them.
     """
     path, console, rows = results_path(args.output, name, args.device), make_console(), list[Row]()
     left_out: Row = {} if skipped is None else {"skipped": dict(skipped)}
@@ -297,7 +296,7 @@ def number(value: float | None, form: str = ".3f") -> str:
 
 
 def timed_cells(row: Row) -> list[str]:
-    """Cells of a row: milliseconds, ratio (`*` over what it must be), spread of the rounds, peak, and the plan's."""
+    """Cells of a row: milliseconds, ratio (`*` over what it must be), percentiles of rounds, peak, the plan's."""
     over = row.get("must") is not None and row.get("ratio", 0.0) > row["must"]
     return [
         number(row.get("ms")), number(row.get("ratio")) + " *" * over,

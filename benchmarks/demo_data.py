@@ -48,7 +48,7 @@ def load_text(path: Path | None) -> Text:
 
 
 def tokenize_text(text: Text, bpe_vocab: int, context: int) -> TokenizedText:
-    """Train a byte-level BPE on the training part alone, then encode both parts with it."""
+    """Train a byte-level BPE on the training part, then encode both parts with it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

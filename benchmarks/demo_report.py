@@ -20,7 +20,7 @@ from benchmarks.svg import plot
 # over 8 to 120 steps, while a gradient with one chunk left out or 10 % too small differed by 2e-3 within 6 steps:
 # 1e-4 lies between. (A constant factor on *all* gradients would pass: AdamW does not see it.)
 # bf16 training is chaotic: on an H200 the plain head against itself, its initial weights changed by one part in a
-# million, differed by 2e-4 to 4e-3 at step 20 and by 0.12 to 0.15 within 200. So only the first steps are held to
+# million, differed by 2e-4 to 4e-3 at step 20 and by 0.12 to 0.15 within 200. So only the first steps are compared with
 # a bound there; the rest is shown.
 TOLERANCE = {"cpu": 1e-4, "cuda": 2e-3}
 COMPARED_STEPS = {"cpu": 1 << 30, "cuda": 10}
@@ -53,7 +53,7 @@ class Comparison:
 
     @cached_property
     def compared(self) -> list[float]:
-        """The differences that are held to the tolerance: of the validation too where all steps are."""
+        """The differences that are compared with the tolerance: of the validation too where all steps are."""
         steps = COMPARED_STEPS[torch.device(self.config.device).type]
         return self.differences[:steps] + ([self.validation_difference] if steps >= self.config.steps else [])
 

@@ -3,7 +3,7 @@
 The model and the batch are those of `benchmarks/frameworks.py` (Megatron's is its own GPTModel of that shape). A step
 is the framework's loss of the batch and its backward; lm-eval's is the log-likelihood of the batch. Each framework runs
 in a process of its own, all of its ways taking turns there; one that is missing, fails or takes too long is a row that
-says so. `--packages FOLDER` has each framework see the packages in FOLDER/NAME before all others.
+says so. `--packages FOLDER` has each framework see the packages in FOLDER/NAME before any other.
 """
 
 import functools
@@ -196,7 +196,7 @@ def axolotl(batch: Batch) -> Ways:
         (folder / "axolotl.yaml").write_text(json.dumps(given | more | ({"plugins": [plugin]} if plugin else {})))
         cfg, theirs = load_cfg(f"{folder}/axolotl.yaml"), Qwen3ForCausalLM.forward
         trainer, model, *_ = setup_model_and_trainer(cfg, load_datasets(cfg=cfg, cli_args=TrainerCliArgs()))
-        if Qwen3ForCausalLM.forward is not theirs:  # for this model alone, not for the class
+        if Qwen3ForCausalLM.forward is not theirs:  # for this model, not for the class
             model.forward = types.MethodType(Qwen3ForCausalLM.forward, model)
             Qwen3ForCausalLM.forward = theirs
         _, run = loss_of(trainer, model.train(), batch)

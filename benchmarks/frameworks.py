@@ -244,7 +244,7 @@ def timed(
 
 
 def once(step: TrainerStep, device: torch.device) -> dict[str, Any]:
-    """A step's loss, norm of all gradients, and on a GPU its peak beside the parameters, gradients included."""
+    """A step's loss, norm of all gradients, and on a GPU its peak over the parameters, gradients included."""
     found = {"loss": float(step())}
     gradients = [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
     if gradients:

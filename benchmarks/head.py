@@ -1,4 +1,4 @@
-"""Time and peak memory of the head's providers beside three bare matrix products: `python -m benchmarks.head`."""
+"""Time and peak memory of the head's providers and of three bare matrix products: `python -m benchmarks.head`."""
 
 import functools
 import sys
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command.arguments("head", __doc__, shape=True, rounds=20, upstream=[1.0], peers=True)
     parser.add_argument("--targets", choices=TARGETS, default="random")
     parser.add_argument("--data", choices=DATA, default="random")
-    parser.add_argument("--no-memory", action="store_true", help="measure the time alone")
+    parser.add_argument("--no-memory", action="store_true", help="measure no memory")
     args = command.read(parser, sys.argv[1:] if argv is None else argv)
     sizes = command.sizes(args, _GPU_SHAPES)
     ready, skipped = providers.resolve(args.provider or providers.NAMES, args.device)

@@ -1,10 +1,10 @@
-"""Host time of a call and its backward, and how small calls stand beside their matmuls: `python -m benchmarks.host`.
+"""Host time of a call and its backward, and how small calls compare with their matmuls: `python -m benchmarks.host`.
 
 The host's time is measured apart from the device's: the device is idle when a call begins, and nothing is waited for
 before the clock is read. Hosts differ by a factor of two: first stands what autograd takes for a function that does
 nothing. Beside it stands the time of the same steps in a row, by the device's clock, and its ratio to
 the bare matmuls. The last row gives 1,000 numbers of tokens that are new to the process, one after the other, as packed
-batches do. On a CPU, where the host computes too, host time is the whole time.
+batches do. On a CPU, where the host computes too, host time is all of the time.
 """
 
 import functools
@@ -111,16 +111,16 @@ def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
         named(shape, name) | {"host_ms": host_time(step, operands, args.device, args.calls)}
         for name, (_, step) in steps.items()
     ]
-    watch.stage(f"{shape}: {args.rounds} rounds beside the products")
-    beside = measure.time_beside(
+    watch.stage(f"{shape}: {args.rounds} rounds with the products")
+    compared = measure.time_with_products(
         {name: products for name, (products, _) in steps.items()}, {name: step for name, (_, step) in steps.items()},
         operands, args.device, args.rounds, watch.tick,
     )  # fmt: skip
-    return [row | beside.get(row["row"], {}) for row in rows]
+    return [row | compared.get(row["row"], {}) for row in rows]
 
 
 def run_logprobs(shape: Shape, args: Any, watch: Watch) -> list[Row]:
-    """Log-probabilities of a few tokens beside one product of as many."""
+    """Log-probabilities of a few tokens, compared with one product of as many."""
     rows = []
     for tokens in (1, 64, 256) if shape.tokens >= 256 else (1, 5):
         watch.stage(f"{shape}: log-probabilities of {tokens} tokens")
@@ -130,7 +130,9 @@ def run_logprobs(shape: Shape, args: Any, watch: Watch) -> list[Row]:
             step()
         row = named(shape, f"log-probabilities of {tokens}")
         row["host_ms"] = host_time(step, operands, args.device, args.calls)
-        row |= measure.time_beside({"step": 1}, {"step": step}, operands, args.device, args.rounds, watch.tick)["step"]
+        row |= measure.time_with_products({"step": 1}, {"step": step}, operands, args.device, args.rounds, watch.tick)[
+            "step"
+        ]
         rows.append(row)
     return rows
 

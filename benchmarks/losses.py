@@ -1,4 +1,4 @@
-"""Time, memory and kernel launches of losses from one softmax pass, beside bare matrix products on the same operands.
+"""Time and memory of losses from one softmax pass, and of bare matrix products on the same operands.
 
 `python -m benchmarks.losses` times each workload through `loss.backward()` as a ratio to the products that it cannot do
 without: three; four with a dense teacher's logits, or with logits that are computed again; one without gradients.
@@ -64,7 +64,7 @@ WORKLOADS: dict[str, Workload] = {
     "reverse-kl": Workload(losses.reverse_kl(), _DENSE, products=4),
     "jsd": Workload(losses.jsd(), _DENSE, products=4),
     "logprobs": Workload(_CE, products=1),
-    # The backward comes late and computes the logits again: they are two of the four products.
+    # The backward is a pass of its own and computes the logits again: they are two of the four products.
     "logprobs+entropy-grad": Workload(losses.grpo() - 0.01 * losses.entropy(), _POLICY, products=4),
 }
 
@@ -134,9 +134,9 @@ def make_step(name: str, operands: Operands, options: dict[str, Any], upstream: 
     """A workload's step; its fields are drawn here and count as inputs."""
     workload = WORKLOADS[name]
     kept: dict[str, Any] = shapes.draw_kept(operands, workload.kept) if workload.kept else {}
-    own = linear_logprobs(operands.hidden.detach(), operands.weight.detach(), operands.target, **kept)
-    segments = min(16, len(own) // 4 * 2) if "pairs" in workload.fields else len(own) // 512
-    batch = shapes.draw_fields(workload.fields, operands, own, max(2, segments)) | kept
+    logprobs = linear_logprobs(operands.hidden.detach(), operands.weight.detach(), operands.target, **kept)
+    segments = min(16, len(logprobs) // 4 * 2) if "pairs" in workload.fields else len(logprobs) // 512
+    batch = shapes.draw_fields(workload.fields, operands, logprobs, max(2, segments)) | kept
     return measure.Step(Call(name, batch, options), operands, upstream, workload.products > 1)
 
 
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--memory-budget", type=command.size_in_bytes, help="such as 1GiB")
     add("--chunk-tokens", type=command.count)
     add("--accumulate-dtype", type=command.argument(shapes.parse_dtype))
-    add("--no-memory", action="store_true", help="measure the time alone")
+    add("--no-memory", action="store_true", help="measure no memory")
     args = command.read(parser, sys.argv[1:] if argv is None else argv)
     args.workload = list(dict.fromkeys(args.workload or WORKLOADS))
     named = ("memory_budget", "chunk_tokens", "accumulate_dtype")

@@ -30,7 +30,7 @@ _SAMPLE_SECONDS = 0.002
 _M_MMAP_THRESHOLD = -3
 
 
-class Held(Protocol):
+class Holder(Protocol):
     """Holder of gradients between steps: operands, a model."""
 
     def clear(self) -> None:
@@ -81,7 +81,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return any(sign in str(error).lower() for sign in signs)
 
 
-def attempt(action: Callable[[], Any], operands: Held | None = None) -> tuple[Any, Failure | None]:
+def attempt(action: Callable[[], Any], operands: Holder | None = None) -> tuple[Any, Failure | None]:
     """Run an action; return its value, or the failure after giving its memory back."""
     try:
         return action(), None
@@ -92,7 +92,7 @@ def attempt(action: Callable[[], Any], operands: Held | None = None) -> tuple[An
     return None, failure
 
 
-def release(operands: Held | None = None) -> None:
+def release(operands: Holder | None = None) -> None:
     """Drop the gradients and give cached GPU memory back to the driver."""
     if operands is not None:
         operands.clear()
@@ -110,7 +110,7 @@ class Floor:
     a matrix product's time hardly depends on the values, as long as they are not zeros. Where the [T, V] buffer
     would take more than a quarter of the free memory, the products run in row blocks.
 
-    ``products`` is 3; 1 for the logits alone; 4 for a second product of logits as well, a teacher's or the same again.
+    ``products`` is 3; 1 for the logits; 4 for a second product of logits as well, a teacher's or the same again.
     """
 
     def __init__(self, operands: Operands, device: torch.device) -> None:
@@ -139,7 +139,7 @@ class Floor:
 
 def time_rounds(
     steps: Mapping[str, Callable[[], Any]],
-    operands: Held,
+    operands: Holder,
     device: torch.device,
     rounds: int,
     tick: Callable[[], Any] = lambda: None,
@@ -153,7 +153,7 @@ def time_rounds(
     depend on what the last tenths of a second asked of it, and a step would be charged, or credited, for its neighbour.
     A first round is not counted: in it the allocator settles on blocks for all the steps together, and turns are short.
     A step that fails leaves the turn and is returned with its failure. Where several processes take the same turns,
-    ``meet`` lets none of them go on alone, and ``alike`` makes the same of their times in the first round.
+    ``meet`` makes them wait for each other, and ``alike`` makes the same of their times in the first round.
     """
     lengths = dict.fromkeys(steps, (SETTLING_RUNS if device.type == "cuda" else 0, 1))
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -184,17 +184,19 @@ def time_rounds(
 
 def records(
     steps: Mapping[str, Callable[[], Any]],
-    operands: Held,
+    operands: Holder,
     device: torch.device,
     rounds: int,
     tick: Callable[[], Any] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Times of steps that take turns, as ``spread`` has them, or the record of a step's failure."""
+    """Times of steps that take turns, as ``row_times`` has them, or the record of a step's failure."""
     times, failures = time_rounds(steps, operands, device, rounds, tick)
-    return {key: failures[key].record() if key in failures else {"status": "ok"} | spread(times[key]) for key in steps}
+    return {
+        key: failures[key].record() if key in failures else {"status": "ok"} | row_times(times[key]) for key in steps
+    }
 
 
-def spread(values: list[float]) -> dict[str, Any]:
+def row_times(values: list[float]) -> dict[str, Any]:
     """A row's milliseconds: the median of the rounds, their 20th and 80th percentiles, and each round's."""
     found: dict[str, Any] = {name: quantile(values, at) for name, at in (("ms", 0.5), ("ms_p20", 0.2), ("ms_p80", 0.8))}
     return found | {"ms_rounds": [round(value, 4) for value in values]}
@@ -211,7 +213,7 @@ def products_name(count: int) -> str:
     return f"{count} product{'s' * (count > 1)}"
 
 
-def time_beside(
+def time_with_products(
     products: Mapping[str, int],
     steps: Mapping[str, Callable[[], Any]],
     operands: Operands,
@@ -241,7 +243,7 @@ def turn_runs(milliseconds: float) -> tuple[int, int]:
 
 def _turn(
     step: Callable[[], Any],
-    operands: Held,
+    operands: Holder,
     device: torch.device,
     meet: Callable[[], Any],
     settling: int,
@@ -257,7 +259,7 @@ def _turn(
     return _timed(step, operands, device, timed)
 
 
-def _timed(step: Callable[[], Any], operands: Held, device: torch.device, runs: int) -> Callable[[], float]:
+def _timed(step: Callable[[], Any], operands: Holder, device: torch.device, runs: int) -> Callable[[], float]:
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -297,8 +299,8 @@ class MemoryRequest:
         return Step(build(self.provider, device).call, operands, self.upstream)
 
 
-def gpu_peak(step: Callable[[], Any], operands: Held) -> dict[str, int]:
-    """Peak bytes of one step beside what is there before it, the gradients included, on a GPU.
+def gpu_peak(step: Callable[[], Any], operands: Holder) -> dict[str, int]:
+    """Peak bytes of one step over what is there before it, the gradients included, on a GPU.
 
     The caller has run the step before, so that cuBLAS holds its workspace already. `peak_bytes` counts the blocks
     that the allocator handed out, `requested_bytes` what was asked for before rounding.
@@ -317,7 +319,7 @@ def gpu_peak(step: Callable[[], Any], operands: Held) -> dict[str, int]:
 
 
 def peak(step: Step, request: MemoryRequest) -> tuple[dict[str, int] | None, Failure | None]:
-    """Peak bytes beside the inputs: of this step on a GPU, of the request in a fresh process on a CPU."""
+    """Peak bytes over the inputs: of this step on a GPU, of the request in a fresh process on a CPU."""
     if step.operands.hidden.is_cuda:
         return attempt(functools.partial(gpu_peak, step, step.operands), step.operands)
     return cpu_peak(request)
@@ -348,11 +350,11 @@ def messages(target: Callable[..., None], *args: Any, seconds: float = _CHILD_SE
 
 
 def cpu_peak(request: MemoryRequest) -> tuple[dict[str, int] | None, Failure | None]:
-    """Peak resident bytes of one step beside its inputs, the gradients included, in a fresh process.
+    """Peak resident bytes of one step over its inputs, the gradients included, in a fresh process.
 
     The figure is the process's resident set at its highest during the second step, minus its resident set before
     that step. It counts pages that were written, so memory that is allocated but never touched does not show. It is
-    meaningful because glibc takes large blocks from mmap and returns them by munmap: what the first step held is
+    meaningful because glibc takes large blocks from mmap and returns them by munmap: what the first step made is
     gone before the second, apart from what the matrix library keeps for good.
     """
     answer = next(messages(_cpu_child, request, torch.get_num_threads()))

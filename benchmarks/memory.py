@@ -1,6 +1,6 @@
-"""Peak memory against the number of tokens, beside the plan's prediction: `python -m benchmarks.memory`.
+"""Peak memory against the number of tokens, and the plan's prediction: `python -m benchmarks.memory`.
 
-All figures are peaks beside the inputs (hidden states, weight and targets), the gradients included.
+All figures are peaks over the inputs (hidden states, weight and targets), the gradients included.
 """
 
 import functools
@@ -101,7 +101,7 @@ def table(rows: Sequence[dict[str, Any]], limit: int) -> Table:
             peak + (" *" if row.get("over_limit") else ""), mebibytes((row.get("plan") or {}).get("peak_bytes")),
             mebibytes(row.get("difference_bytes")), number(row.get("difference_percent"), "+.2f"),
         ])  # fmt: skip
-    title = f"peak MiB beside the inputs, gradients included (* over {mebibytes(limit)} MiB)"
+    title = f"peak MiB over the inputs, gradients included (* over {mebibytes(limit)} MiB)"
     columns = ("model", "vocab x hidden", "tokens", "provider", "peak MiB", "plan's peak", "difference MiB", "%")
     return command.table(title, columns, lines, left=["vocab x hidden", "provider"])
 

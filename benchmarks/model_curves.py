@@ -26,7 +26,7 @@ MODEL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidd
                          "max_position_embeddings": CONTEXT, "logits_scaling": 4.0}  # fmt: skip
 LEARNING_RATE, WARM_UP = 1e-3, 20
 CHANGE = 1e-7  # of the control's weights, half an ulp
-ALLOWED, ROUNDING = 10.0, 2e-5  # times the control's difference, and beside it
+ALLOWED, ROUNDING = 10.0, 2e-5  # times the control's difference, and in addition to it
 PLAIN, PATCHED, CONTROL = "plain", "patched", "control"
 
 

@@ -65,7 +65,7 @@ def patched(model: Any, way: str) -> Any:
     if way == LIGER:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-        # its head alone, which is what is compared; on this instance
+        # only its head, which is what is compared; on this instance
         apply_liger_kernel_to_llama(
             rope=False, swiglu=False, rms_norm=False, cross_entropy=False, fused_linear_cross_entropy=True, model=model
         )

@@ -70,8 +70,8 @@ def counted() -> Iterator[Callable[[], int]]:
     """A function that counts kernels compiled, and functions of losses traced, so far."""
     of_kernels = mock.patch.object(Launcher, "keep", autospec=True, side_effect=Launcher.keep)
     of_traces = mock.patch.object(vectors, "trace", side_effect=vectors.trace)
-    with of_kernels as kept, of_traces as traces:
-        yield lambda: kept.call_count + traces.call_count
+    with of_kernels as kernels, of_traces as traces:
+        yield lambda: kernels.call_count + traces.call_count
 
 
 def step_ms(call: Call, value: float, operands: Operands, device: torch.device) -> float:
@@ -86,7 +86,7 @@ def step_ms(call: Call, value: float, operands: Operands, device: torch.device) 
 
 
 def run_shape(shape: Shape, args: Any, watch: Watch) -> list[Row]:
-    """A row for each number; one that fails leaves the others."""
+    """A row for each number; one that fails does not end the run."""
     operands, rows = shapes.make_operands(shape, args.dtype, args.device), list[Row]()
     for name, call in calls_of(operands).items():
         watch.stage(f"{shape}: {name}")

@@ -1,7 +1,7 @@
-"""One head's step on GPUs that share its vocabulary, beside one GPU's: `python -m benchmarks.parallel --gpus 2`.
+"""One head's step on GPUs that share its vocabulary, and on one GPU: `python -m benchmarks.parallel --gpus 2`.
 
-A process for each GPU. All rows take turns in one run, one GPU's among them (rank 0 with the whole head, while the
-others wait); of each round the slowest rank's time counts. Bare products of the whole head and of a part, and the sum
+A process for each GPU. All rows take turns in one run, one GPU's among them (rank 0 with all of the head, while the
+other ranks wait); of each round the slowest rank's time counts. Bare products of the head and of a part, and the sum
 over ranks of the gradient of hidden states by itself, tell what bounds the ratio.
 """
 
@@ -73,7 +73,7 @@ def _task(argv: Sequence[str]) -> tuple[Task, argparse.Namespace]:
     add = parser.add_argument
     add("--gpus", type=command.count, default=2, help="ranks: GPUs, or processes on a CPU (2)")
     add("--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"some of {', '.join(ROWS)}")
-    add("--no-memory", action="store_true", help="measure the time alone")
+    add("--no-memory", action="store_true", help="measure no memory")
     args = command.read(parser, argv)
     if args.gpu and args.gpus > torch.cuda.device_count():
         parser.error(f"argument --gpus: {args.gpus} is more than the {torch.cuda.device_count()} GPUs that are there")

@@ -1,4 +1,4 @@
-"""Cross-entropy of a head whose rows are spread over ranks, from all of a rank's logits: as others compute it, and by
+"""Cross-entropy of a head whose rows are sharded over ranks, from all of a rank's logits: as peers compute it, and by
 our ``logits_loss``."""
 
 import functools
@@ -30,7 +30,7 @@ def ours_on_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Logits of this rank's rows; the gradient of hidden states is summed over ranks beside the weight's product."""
+    """Logits of this rank's rows; the gradient of hidden states is summed over ranks during the weight's product."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -93,13 +93,13 @@ def of_tensors_of_ranks(hidden: Tensor, weight: Tensor, target: Tensor) -> Tenso
     """The mean cross-entropy of logits in float32 that are a DTensor over the vocabulary; operands as Megatron's."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    def spread(tensor: Tensor, placement: Any) -> Any:
+    def shard(tensor: Tensor, placement: Any) -> Any:
         return DTensor.from_local(tensor, _mesh(tensor.device.type), [placement], run_check=False)
 
-    logits = spread(hidden, Replicate()) @ spread(weight, Shard(0)).t()
-    loss: Any = F.cross_entropy(logits.float(), spread(target, Replicate()))
-    whole: Tensor = loss.to_local()
-    return whole
+    logits = shard(hidden, Replicate()) @ shard(weight, Shard(0)).t()
+    loss: Any = F.cross_entropy(logits.float(), shard(target, Replicate()))
+    local: Tensor = loss.to_local()
+    return local
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from benchmarks.shapes import Shape
 ROWS_FILE, MEETING_FILE = "rows.json", "meeting"
 # ranks that wait for one that has failed end the run instead
 PATIENCE = datetime.timedelta(seconds=180)
-# how far gradients and losses may be from one GPU's: 16-bit types, and others
+# how far gradients and losses may be from one GPU's: 16-bit types, and wider ones
 LIMITS = {True: 0.02, False: 1e-4}
 LOSS_LIMITS = {True: 2e-3, False: 1e-5}
 
@@ -81,7 +81,7 @@ class Ranks:
             ratio = (row.must or {}).get(self.task.ranks) if self.shape == SHAPE else None
             self.rows[name] = {
                 "shape": str(self.shape), "dtype": self.task.dtype, "row": name, "provider": row.label, "status": "ok",
-                "ranks": 1 if row.alone else self.task.ranks, "must": ratio,
+                "ranks": 1 if row.one_rank else self.task.ranks, "must": ratio,
             }  # fmt: skip
             self.rows[name] |= self.together(functools.partial(self.ready, name))
         self.bench.expected.clear()
@@ -99,14 +99,14 @@ class Ranks:
 
     def idle(self, name: str) -> bool:
         """True where this rank has nothing to do with a row."""
-        return ROWS[name].alone and self.rank > 0
+        return ROWS[name].one_rank and self.rank > 0
 
     def together(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """An action's record on rank 0, or the failure of the first rank that failed."""
         found, failure = measure.attempt(action, self.bench)
-        told = self.gathered(failure.record() if failure else found)
-        failed = [one for one in told if one.get("status", "ok") != "ok"]
-        return failed[0] if failed else {**told[0], **agreement(told)}
+        records = self.gathered(failure.record() if failure else found)
+        failed = [one for one in records if one.get("status", "ok") != "ok"]
+        return failed[0] if failed else {**records[0], **agreement(records)}
 
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's value."""
@@ -130,7 +130,7 @@ class Ranks:
         found: dict[str, Any] = {"loss": loss, "plan": self.bench.plan(step, self.dtype)}
         found |= self.bench.errors(name, step)
         half = self.dtype.itemsize < 4
-        if self.rank == 0 and not ROWS[name].alone:
+        if self.rank == 0 and not ROWS[name].one_rank:
             below = ROWS[name].below
             assert below is not None
             expected = self.rows[below]["loss"]
@@ -147,8 +147,8 @@ class Ranks:
 
     def longest(self, milliseconds: dict[str, float]) -> dict[str, float]:
         """Each step's time on the rank where it takes longest."""
-        told = self.gathered(milliseconds)
-        return {name: max(one.get(name, 0.0) for one in told) for name in milliseconds}
+        records = self.gathered(milliseconds)
+        return {name: max(one.get(name, 0.0) for one in records) for name in milliseconds}
 
     def time(self) -> None:
         """Every row's milliseconds in each round, the slowest rank's."""
@@ -158,16 +158,16 @@ class Ranks:
         times, failures = measure.time_rounds(
             ready, self.bench, self.device, self.task.rounds, tick, self.meet, self.longest
         )  # fmt: skip
-        told = self.gathered((times, {name: failure.record() for name, failure in failures.items()}))
+        records = self.gathered((times, {name: failure.record() for name, failure in failures.items()}))
         for name in ready:
-            failed = [failures[name] for _, failures in told if name in failures]
+            failed = [failures[name] for _, failures in records if name in failures]
             if failed:
                 self.rows[name] |= failed[0]
                 continue
-            values = [max(each) for each in zip(*(times[name] for times, _ in told), strict=True)]
-            self.rows[name] |= measure.spread(values)
-            means = [measure.quantile(times[name], 0.5) for times, _ in told]
-            self.rows[name]["ms_of_ranks"] = means[:1] if ROWS[name].alone else means
+            values = [max(each) for each in zip(*(times[name] for times, _ in records), strict=True)]
+            self.rows[name] |= measure.row_times(values)
+            means = [measure.quantile(times[name], 0.5) for times, _ in records]
+            self.rows[name]["ms_of_ranks"] = means[:1] if ROWS[name].one_rank else means
 
     def examine(self, name: str) -> None:
         """Peak memory on every rank, and what ranks say to each other in a step."""
@@ -176,18 +176,18 @@ class Ranks:
             peak, failure = None, None
             if isinstance(step, measure.Step):
                 peak, failure = measure.attempt(functools.partial(measure.gpu_peak, step, step.operands), self.bench)
-            told = [one for one in self.gathered(failure.record() if failure else peak) if one is not None]
-            failed = [one for one in told if "peak_bytes" not in one]
-            row |= {"memory_error": failed[0]} if failed else self.memory(step, told)
-        if not ROWS[name].alone:
+            records = [one for one in self.gathered(failure.record() if failure else peak) if one is not None]
+            failed = [one for one in records if "peak_bytes" not in one]
+            row |= {"memory_error": failed[0]} if failed else self.memory(step, records)
+        if not ROWS[name].one_rank:
             self.bench.clear()
             messages, failure = measure.attempt(lambda: traffic.count(step), self.bench)
             row |= {"traffic_error": failure.record()} if failure else described(messages)
             self.bench.clear()
 
-    def memory(self, step: Callable[[], Any], told: list[dict[str, int]]) -> dict[str, Any]:
+    def memory(self, step: Callable[[], Any], records: list[dict[str, int]]) -> dict[str, Any]:
         """The largest peak of a rank's, each rank's, and what of it is no gradient."""
-        peaks = [one["peak_bytes"] for one in told]
+        peaks = [one["peak_bytes"] for one in records]
         found: dict[str, Any] = {"peak_bytes": max(peaks), "peak_bytes_of_ranks": peaks}
         if isinstance(step, measure.Step):
             found["beside_gradients_bytes"] = max(peaks) - self.bench.gradient_bytes(step)
@@ -195,15 +195,15 @@ class Ranks:
 
 
 def nothing() -> None:
-    """A rank's share of a row that another runs alone."""
+    """Work of a rank in a row that only rank 0 runs."""
 
 
-def agreement(told: list[dict[str, Any]]) -> dict[str, Any]:
+def agreement(records: list[dict[str, Any]]) -> dict[str, Any]:
     """True where rank 0 agrees with one GPU, and every rank's loss with rank 0's, to the bit."""
-    losses = [one["loss"] for one in told if "loss" in one]
-    if "agrees" not in told[0]:
+    losses = [one["loss"] for one in records if "loss" in one]
+    if "agrees" not in records[0]:
         return {}
-    return {"agrees": told[0]["agrees"] and all(loss == losses[0] for loss in losses)}
+    return {"agrees": records[0]["agrees"] and all(loss == losses[0] for loss in losses)}
 
 
 def described(messages: list[traffic.Message]) -> dict[str, Any]:

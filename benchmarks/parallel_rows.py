@@ -26,14 +26,14 @@ class Row(NamedTuple):
     label: str
     below: str | None = None
     workload: str | None = CE  # None: bare products and messages
-    alone: bool = False  # rank 0 with the whole head, while the others wait
+    one_rank: bool = False  # rank 0 with all of the head, while the other ranks wait
     must: dict[int, float] | None = None
     options: Callable[[int], dict[str, Any]] | None = None  # by the number of ranks
 
 
 ROWS: dict[str, Row] = {
-    "one-gpu": Row("ours, one GPU", alone=True),
-    "one-gpu-grpo": Row(f"ours, one GPU, {GRPO}", workload=GRPO, alone=True),
+    "one-gpu": Row("ours, one GPU", one_rank=True),
+    "one-gpu-grpo": Row(f"ours, one GPU, {GRPO}", workload=GRPO, one_rank=True),
     "cross-entropy": Row("ours", "one-gpu", must=MUST),
     "whole-budget": Row("ours, one GPU's budget", "one-gpu", options=lambda n: {"memory_budget": DEFAULT_BUDGET}),
     "small-budget": Row(
@@ -46,7 +46,7 @@ ROWS: dict[str, Row] = {
     "logits": Row("ours on a part's logits", "one-gpu"),
     "megatron": Row("megatron", "one-gpu"),
     "loss-parallel": Row("loss_parallel", "one-gpu"),
-    "matmuls": Row("3 products, one GPU", workload=None, alone=True),
+    "matmuls": Row("3 products, one GPU", workload=None, one_rank=True),
     "matmuls-part": Row("3 products of a part", "matmuls", None),
     "all-reduce": Row("all-reduce of dhidden", workload=None),
 }  # fmt: skip
@@ -60,24 +60,24 @@ def chosen(names: Sequence[str] | None) -> list[str]:
 
 
 class Bench:
-    """One rank's operands: rank 0 has the whole head beside its part, the others their parts."""
+    """One rank's operands: rank 0 has the head and its part, the other ranks their parts."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, names: Sequence[str]) -> None:
         self.shape, self.device = shape, device
         self.rank, self.ranks = distributed.get_rank(), distributed.get_world_size()
         self.rows = chunked(shape.vocab, self.ranks)
-        self.whole: Operands | None = shapes.make_operands(shape, dtype, device)
-        self.batch = self._batch(self.whole) if {"one-gpu-grpo", "grpo"} & set(names) else {}
-        part = self.whole.weight.detach().split(self.rows)[self.rank].clone().requires_grad_()
-        self.part = Operands(self.whole.hidden, part, self.whole.target)
+        self.full: Operands | None = shapes.make_operands(shape, dtype, device)
+        self.batch = self._batch(self.full) if {"one-gpu-grpo", "grpo"} & set(names) else {}
+        part = self.full.weight.detach().split(self.rows)[self.rank].clone().requires_grad_()
+        self.part = Operands(self.full.hidden, part, self.full.target)
         if self.rank > 0:
-            self.whole = None
+            self.full = None
         self.expected: dict[str, tuple[Tensor, Tensor]] = {}  # gradients of one GPU's, by workload
         self.bare: dict[str, measure.Floor] = {}
 
-    def _batch(self, whole: Operands) -> dict[str, Tensor]:
+    def _batch(self, full: Operands) -> dict[str, Tensor]:
         """A policy's fields, rank 0's everywhere."""
-        call = losses.make_step(GRPO, whole, {}).loss
+        call = losses.make_step(GRPO, full, {}).loss
         assert isinstance(call, losses.Call)
         for field in call.batch.values():
             distributed.broadcast(field, 0)
@@ -85,12 +85,12 @@ class Bench:
 
     def clear(self) -> None:
         """Drop all gradients."""
-        for operands in (self.whole, self.part):
+        for operands in (self.full, self.part):
             if operands is not None:
                 operands.clear()
 
     def step(self, name: str) -> measure.Step:
-        """A row's step on this rank; for a row that runs alone, on rank 0."""
+        """A row's step on this rank; for a row of one rank, on rank 0."""
         row = ROWS[name]
         assert row.workload is not None
         of_logits = {"logits": parallel_peers.ours_on_logits, "megatron": parallel_peers.megatron_style}
@@ -99,17 +99,17 @@ class Bench:
         if name == "loss-parallel":
             return parallel_peers.LossParallel(parallel_peers.of_tensors_of_ranks, self.part)
         batch = self.batch if row.workload == GRPO else {}
-        if row.alone:
-            assert self.whole is not None
-            return measure.Step(losses.Call(row.workload, batch, {}), self.whole)
+        if row.one_rank:
+            assert self.full is not None
+            return measure.Step(losses.Call(row.workload, batch, {}), self.full)
         sharded = name == "sequence-sharded"
         options = {"parallel": VocabParallel(sequence_sharded=sharded), "vocab_size": self.shape.vocab}
         options |= row.options(self.ranks) if row.options else {}
-        return measure.Step(losses.Call(row.workload, batch, options), self.own_tokens if sharded else self.part)
+        return measure.Step(losses.Call(row.workload, batch, options), self.local_tokens if sharded else self.part)
 
     @property
-    def own_tokens(self) -> Operands:
-        """This rank's part of the tokens, beside its part of the head."""
+    def local_tokens(self) -> Operands:
+        """This rank's part of the tokens, with its part of the head."""
         if self.shape.tokens % self.ranks:
             raise ValueError(f"{self.shape.tokens} tokens do not make {self.ranks} equal parts")
         hidden = self.part.hidden.detach().chunk(self.ranks)[self.rank].clone().requires_grad_()
@@ -120,18 +120,18 @@ class Bench:
         if name == "all-reduce":
             summed = torch.zeros_like(self.part.hidden, requires_grad=False)
             return lambda: distributed.all_reduce(summed)
-        operands = self.whole if ROWS[name].alone else self.part
+        operands = self.full if ROWS[name].one_rank else self.part
         assert operands is not None
         return measure.Floor(operands, self.device)
 
     def errors(self, name: str, step: measure.Step) -> dict[str, float]:
-        """On rank 0: how far gradients are from one GPU's, relative to them; a row that runs alone sets them."""
+        """On rank 0: how far gradients are from one GPU's, relative to them; a row of one rank sets them."""
         row = ROWS[name]
         assert row.workload is not None
         hidden, weight = step.operands.hidden.grad, step.operands.weight.grad
-        if row.alone:
+        if row.one_rank:
             assert hidden is not None and weight is not None
-            # the first part alone: the others' are on other ranks
+            # the first part: further ones are on other ranks
             self.expected[row.workload] = hidden.clone(), weight[: self.rows[0]].clone()
             return {}
         if self.rank > 0:

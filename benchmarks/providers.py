@@ -21,7 +21,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Package(NamedTuple):
-    """A peer in a package: its name, where its function is, what that is called with beside the three operands, and
+    """A peer in a package: its name, where its function is, its options after the three operands, and
     the compute capability that it needs."""
 
     name: str
@@ -111,7 +111,7 @@ def resolve(specs: Sequence[str], device: torch.device) -> tuple[list[Provider],
             ready.append(build(spec, device))
         except Unavailable as reason:
             skipped[spec] = str(reason)
-        except Exception as error:  # such as a compiler that does not import: this provider alone is lost
+        except Exception as error:  # such as a compiler that does not import: no other provider is lost
             skipped[spec] = f"it could not be set up: {type(error).__name__}: {error}"
     return ready, skipped
 
@@ -154,7 +154,7 @@ def _packaged(name: str, device: torch.device) -> Loss:
         raise Unavailable(f"{package.name} needs a GPU of compute capability {wanted} or newer")
     try:
         function = getattr(importlib.import_module(package.module), package.function)
-    except Exception as error:  # whatever a foreign package raises on import, this provider alone is lost
+    except Exception as error:  # whatever a foreign package raises on import, no other provider is lost
         if isinstance(error, ModuleNotFoundError) and error.name == package.module.split(".")[0]:
             raise Unavailable(f"the package {package.name} is not installed") from error
         raise Unavailable(f"{package.name} did not import: {type(error).__name__}: {error}") from error

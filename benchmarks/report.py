@@ -23,7 +23,7 @@ from chunked_head import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
-# the newest result of each question; a test holds that no file is kept beside these
+# the newest result of each question; a test checks that there are no other files
 FILES = {
     "head": "head-cuda.json", "head-cpu": "head-cpu.json", "peers": "speed-cuda-peers.json",
     "speed": "speed-cuda.json", "accuracy": "accuracy-cuda.json", "losses": "losses-cuda.json",
@@ -142,7 +142,7 @@ def trainers() -> str:
 
 
 def framework_steps() -> str:
-    """Each of a framework's own ways beside ours, and the lines that a user changes."""
+    """Each of a framework's ways and ours, and the lines that a user changes."""
 
     def figures(way: dict[str, Any]) -> list[str]:
         return [f"{way['ms']:.1f} ms", f"{way['peak_bytes'] / 2**30:.1f} GiB"] if "ms" in way else [way["status"], "-"]

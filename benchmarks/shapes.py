@@ -155,7 +155,7 @@ def make_operands(
     """Draw operands of a shape, the same ones for the same seed on the same device.
 
     `random` gives logits of standard deviation 2, as at the start of training. `peaked` gives standard deviation 6
-    and makes the likeliest class the target of 70 % of the tokens, as late in training: most gradients are tiny there.
+    and makes the likeliest class the target of 70 % of the tokens, as a trained head's: most gradients are tiny there.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     scale = {"random": 2.0, "peaked": 6.0}[data] / math.sqrt(shape.hidden)
@@ -182,7 +182,7 @@ def _draw_targets(shape: Shape, targets: str, device: torch.device, generator: t
 def draw_fields(
     names: Sequence[str], operands: Operands, logprobs: Tensor, segments: int, seed: int = 0
 ) -> dict[str, Tensor]:
-    """The named fields of a batch, beside operands whose targets have these log-probabilities."""
+    """The named fields of a batch, for operands whose targets have these log-probabilities."""
     tokens, device = len(operands.target), operands.hidden.device
     shape = Shape(tokens, operands.hidden.shape[1], len(operands.weight))
     k = min(TEACHER_K, shape.vocab)
@@ -198,8 +198,8 @@ def draw_fields(
         return teachers[0]
 
     def teacher_ids() -> Tensor:
-        others = torch.randint(shape.vocab, (tokens, k - 1), device=device, generator=generator)
-        return torch.cat([operands.target[:, None], others], 1)
+        further = torch.randint(shape.vocab, (tokens, k - 1), device=device, generator=generator)
+        return torch.cat([operands.target[:, None], further], 1)
 
     draw: dict[str, Callable[[], Tensor]] = {
         "old_logprobs": lambda: logprobs + POLICY_NOISE * normal(tokens),

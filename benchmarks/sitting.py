@@ -1,7 +1,7 @@
 """The documentation's figures of one GPU anew, at one commit: `python -m benchmarks sitting`.
 
 Each part is a benchmark in a process of its own and writes the file that `python -m benchmarks report` reads. A part
-that fails, or takes twice its minutes, does not keep the others from running. All of them can be split over several
+that fails, or takes twice its minutes, does not stop the parts after it. All of them can be split over several
 runs on one machine (`--only`).
 """
 

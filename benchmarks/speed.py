@@ -1,4 +1,4 @@
-"""Our calls with the options that change a step's time, beside bare matrix products: `python -m benchmarks.speed`.
+"""Our calls with the options that change a step's time, and bare matrix products: `python -m benchmarks.speed`.
 
 The floors are one product of logits (nothing but the loss is asked for), three products (loss and gradients), and three
 and the addition of dW to an fp32 buffer (what a framework does without `accumulate_into`). All take turns in one run.
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"some of {', '.join(ROWS)}")
     add("--targets", choices=shapes.TARGETS, default="random")
     add("--peers", action="store_true", help=f"also {', '.join(speed_rows.PEERS)}")
-    add("--no-memory", action="store_true", help="measure the time alone")
+    add("--no-memory", action="store_true", help="measure no memory")
     args = command.read(parser, sys.argv[1:] if argv is None else argv)
     if 0.0 in args.upstream:
         parser.error("argument --upstream: 0 can be promised to no accumulate_into, name another number")

@@ -101,7 +101,7 @@ class Bench:
         """The named floors, which share their buffers."""
         measure.release(self.operands)  # the floor sizes its buffers by the free memory
         if SUMMED in names:
-            self.main_grad.zero_()  # made before the others are sized
+            self.main_grad.zero_()  # made before the other buffers are sized
         floor = measure.Floor(self.operands, device)
 
         def summed() -> None:

@@ -39,7 +39,7 @@ def plot(title: str, across: str, up: str, lines: Mapping[str, Points], log: boo
     for index, (name, points) in enumerate(lines.items()):
         color, places = COLORS[index % len(COLORS)], [place(scale(x), scale(y)) for x, y in points]
         label, anchor = (wide - right + 12.0, top + 14.0 + 20 * index), "start"
-        if len(points) == 1:  # beside the dot; ours on its left, where no other is, if the plot has room for it
+        if len(points) == 1:  # next to the dot; ours on its left, where no other is, if the plot has room for it
             anchor = "end" if "chunked_head" in name and places[0][0] > 75 + 7 * len(name.replace("*", "")) else "start"
             label = places[0][0] + (10 if anchor == "start" else -10), places[0][1] + 4
             while any(side == anchor and abs(label[0] - x) < 160 and abs(label[1] - y) < 13 for side, x, y in labels):

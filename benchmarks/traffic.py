@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.shapes import Shape
 
-# What one rank sends of a message over n ranks, by rings: of the whole message's bytes.
+# What one rank sends of a message over n ranks, by rings: of all of the message's bytes.
 SENT: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "all-gather": lambda ranks: (ranks - 1) / ranks,
@@ -19,7 +19,7 @@ _KINDS = {"allreduce": "all-reduce", "allgather": "all-gather", "reducescatter":
 
 
 class Message(NamedTuple):
-    """A collective: its kind, and the bytes of the whole message (all ranks' pieces of an all-gather)."""
+    """A collective: its kind, and its bytes (all ranks' pieces of an all-gather)."""
 
     kind: str
     bytes: int
@@ -85,7 +85,7 @@ class Cost(NamedTuple):
     chunks: int
     products: float
     statistics: float  # messages that the gradient waits for
-    hidden: float  # sum of the gradient of hidden states, whole
+    hidden: float  # sum of the gradient of hidden states, covered or not
     exposed: float  # what of it no product covers
 
     @property
@@ -113,7 +113,7 @@ def cost(shape: Shape, ranks: int, chunks: int, targets: int, numbers: int, pair
     statistics += message_ms("all-reduce", 4 * pairs * tokens, ranks, machine) if pairs else 0.0
     before = message_ms("all-reduce", 4 * targets * shape.tokens, ranks, machine) if targets else 0.0
     summed = message_ms("all-reduce", 2 * tokens * shape.hidden, ranks, machine)
-    # beside it run the chunk's product for the weight and the next chunk's logits
-    beside = product / chunks
-    exposed = max(0.0, summed - beside) + (chunks - 1) * max(0.0, summed - 2 * beside)
+    # meanwhile the chunk's product for the weight and the next chunk's logits run
+    cover = product / chunks
+    exposed = max(0.0, summed - cover) + (chunks - 1) * max(0.0, summed - 2 * cover)
     return Cost(ranks, chunks, products * product, before + chunks * statistics, chunks * summed, exposed)

@@ -84,8 +84,8 @@ def linear_cross_entropy(
         filter_eps, filter_e_grad, filter_c_grad: no effect: no part of a gradient is left out as too small. A nonzero
             threshold is refused.
         accum_e_fp32, accum_c_fp32: either of them sums both gradients over chunks in fp32; without, the plan chooses.
-        impl: one of Apple's names, or its enumeration: ``"torch_compile"`` runs in torch's operations, the others on
-            the device's own backend, those other than ``"cce"`` with fp32 sums.
+        impl: one of Apple's names, or its enumeration: ``"torch_compile"`` runs in torch's operations, any other on
+            the device's own backend, all but ``"cce"`` with fp32 sums.
         vocab_parallel_options: Apple's ``VocabParallelOptions``: rank by rank, ``c`` and ``bias`` are rows ``start`` to
             ``stop`` of the classifier. What the ranks hold is exchanged at each call, which waits for it; by
             ``chunked_head.VocabParallel(rows=)`` it need not be.

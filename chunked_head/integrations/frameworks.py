@@ -119,7 +119,7 @@ def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> 
     """``compute(*args)`` where ``module(*args)`` would run its forward: between the module's hooks.
 
     Hooks are what gathers a sharded weight before its use (FSDP, Megatron's overlapped parameter gather) and frees it
-    again, and what autograd is told about it.
+    again, and makes both known to autograd.
     """
     before = vars(module).get("forward")
     module.forward = compute

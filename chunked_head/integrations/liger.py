@@ -3,7 +3,7 @@
     from chunked_head.integrations.liger import LigerFusedLinearCrossEntropyLoss
 
 in the place of the same import from ``liger_kernel.transformers``. Values are Liger's, with these differences: no
-tokens that count give loss 0 rather than nan, logits are not rounded to 16 bits, the outputs beside the loss are fp32,
+tokens that count give loss 0 rather than nan, logits are not rounded to 16 bits, further outputs are fp32,
 and the weight's gradient is summed as the plan says where ``accum_dtype`` is None. Liger itself is not needed.
 """
 
@@ -23,7 +23,7 @@ from .frameworks import Translation, init_of, only, renamed, same, switch, trans
 
 @dataclass
 class CrossEntropyOutput:
-    """The loss and what was asked for beside it, without gradient.
+    """The loss, and further outputs that were asked for, without gradient.
 
     ``z_loss``: the part of the loss that ``lse_square_scale`` makes. ``token_accuracy``: share of the tokens that
     count, or 0 and 1 [...] for ``reduction="none"``. ``predicted_tokens`` [...] int64: -1 where a token does not count.
@@ -46,7 +46,7 @@ OPTIONS: dict[str, Translation] = {  # in the order of Liger's signatures, and o
     "use_token_scaling": switch(), "return_token_accuracy": switch(), "return_predicted_tokens": switch(),
     "memory_budget": same,
 }  # fmt: skip
-ONE_CHUNKING = only(1, reason="memory_budget= says what may be held")
+ONE_CHUNKING = only(1, reason="memory_budget= says how much memory a call takes")
 
 
 def liger_fused_linear_cross_entropy(

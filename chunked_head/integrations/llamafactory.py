@@ -3,7 +3,7 @@
     python -m chunked_head.integrations.llamafactory train.yaml       # instead of llamafactory-cli train train.yaml
     torchrun --nproc-per-node 8 -m chunked_head.integrations.llamafactory train.yaml
 
-where ``train.yaml`` may have, beside LLaMA-Factory's own arguments, the head's options:
+where ``train.yaml`` may have the head's options, next to LLaMA-Factory's arguments:
 
     chunked_head: {memory_budget: 1GiB}
 
@@ -42,7 +42,7 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
 
     Args:
         args, callbacks: LLaMA-Factory's; None for ``args`` reads the command line and the file that it names.
-        options: of the head, as in ``patch_model``, beside those under ``chunked_head`` in ``args``.
+        options: of the head, as in ``patch_model``, in addition to those under ``chunked_head`` in ``args``.
 
     Raises:
         TypeError, ValueError: for a wrong option; a stage or an argument whose loss this library has no part in.

@@ -5,7 +5,7 @@
 
 or ``python -m chunked_head.integrations.lm_eval run --model chunked_head_hf ...``, which is lm-eval's own command line
 with this module imported. Requests, batches, caches and the automatic batch size are lm-eval's code; what it takes for
-logits are lazy ones (``patch_model``), of which it reads the rows of continuations alone.
+logits are lazy ones (``patch_model``), of which it reads only the rows of continuations.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 @register_model("chunked_head_hf")
 class ChunkedHeadLM(HFLM):
-    """``HFLM`` whose model's logits are computed where lm-eval reads them, and no others.
+    """``HFLM`` whose model's logits are computed where lm-eval reads them, and nowhere else.
 
     Args:
         pretrained, args, kwargs: of ``HFLM``.

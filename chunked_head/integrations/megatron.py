@@ -148,7 +148,7 @@ class Layout:
         self.sharded = self.ranks > 1 and bool(layer.sequence_parallel)
         self.parallel = None
         if self.ranks > 1:
-            # a layer that leaves its input's gradient alone has it summed by what made the input
+            # where a layer does not sum its input's gradient, the layer before does
             sums = self.sharded or not layer.disable_grad_reduce
             self.parallel = VocabParallel(self.group, sequence_sharded=self.sharded, reduce_dhidden=sums)
 
@@ -198,7 +198,7 @@ def attach_head(model: Any, **options: Any) -> Any:
 
     Args:
         model: a GPTModel, or a wrapper (DDP, Float16Module) or list of them. Models without an output layer, those of
-            other pipeline stages, are left alone.
+            other pipeline stages, stay as they are.
 
     Returns:
         ``model``, so that it can be a pre-wrap hook of Megatron-Bridge's model provider.

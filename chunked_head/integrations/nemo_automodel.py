@@ -15,7 +15,7 @@ from ..call.options import Execution
 from ..functions.cross_entropy import linear_cross_entropy
 from .frameworks import Framework, check_named
 
-Framework("nemo-automodel", "0.7", "0.8", "nemo_automodel").check()  # before a name that others may lack
+Framework("nemo-automodel", "0.7", "0.8", "nemo_automodel").check()  # before a name that other versions may lack
 
 from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 

@@ -1,7 +1,7 @@
 """torchtitan's loss on this library's head, in the place of its own chunked one.
 
     from chunked_head.integrations.torchtitan import ChunkedHeadLoss
-    config = llama3_8b()  # a config function of torchtitan's registry, or one's own
+    config = llama3_8b()  # a config function of torchtitan's registry, or of yours
     config.loss = ChunkedHeadLoss.Config()
 
 The trainer hands it the output layer and has the model stop before it, as it does for ``ChunkedLossWrapper``.
@@ -18,7 +18,7 @@ from ..functions.cross_entropy import linear_cross_entropy
 from ..parallel.groups import VocabParallel
 from .frameworks import Framework, call_through
 
-Framework("torchtitan", "0.3", "0.4", "torchtitan").check()  # before names that others may lack
+Framework("torchtitan", "0.3", "0.4", "torchtitan").check()  # before names that other versions may lack
 
 import spmd_types as spmd
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper

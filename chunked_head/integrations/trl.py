@@ -9,8 +9,8 @@ and ``ChunkedDivergenceFunction`` (distillation). Ours take their place:
     SFTTrainer(...).train()
 
 Values are TRL's, but for logits that ours does not round to 16 bits: statistics come from fp32 sums. What TRL decides
-before the seam stays its own: which scale and cap a model's config names (``check_fused_head`` tells whether it found
-all of them), that a sharded head is gathered.
+before the seam stays as it is: which scale and cap a model's config names (``check_fused_head`` compares values), that
+a sharded head is gathered.
 """
 
 import contextlib
@@ -194,7 +194,7 @@ def patch_trl(**options: Unpack[Execution]) -> None:
         options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``deterministic``, ``backend`` of every
             call, as in ``linear_logprobs``. A second ``patch_trl`` puts its options in their place.
 
-    A weight that has another dtype than the hidden states (fp32 masters beside 16-bit activations without autocast, or
+    A weight that has another dtype than the hidden states (fp32 masters with 16-bit activations without autocast, or
     ``cast_lm_head_to_fp32``) is cast in one piece, which the budget does not count.
 
     Raises:

@@ -29,7 +29,7 @@ from .virtual import Rehearsed, Tail, in_words
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into", "upstream", "skip_ignored",
            "deterministic", "backend")  # fmt: skip
 SKIPPED_FRAMES = ("chunked_head/integrations", "/torch/", "contextlib.py")
-WRAPPING = ("/accelerate/", "/peft/", "/deepspeed/")  # frames between a model and whoever calls it
+WRAPPING = ("/accelerate/", "/peft/", "/deepspeed/")  # frames between a model and its caller
 REMEDY = (
     "train on the loss that the forward returns for its labels (label smoothing is an option of "
     'losses.cross_entropy), call patch_trl() for TRL\'s trainers, or patch_model without them: when="training" then '
@@ -134,7 +134,7 @@ class Agreement:
         """Decides whether a forward's logits are lazy. ``cached``: it was given ``past_key_values``, as in
         generation, which reads the logits of one token."""
         if torch.jit.is_tracing() or exporting():
-            return False  # what comes of it may hold tensors alone
+            return False  # what comes of it may only hold tensors
         if self.head is None or labelled:
             return labelled and self.head is not None
         training = model.training and torch.is_grad_enabled()

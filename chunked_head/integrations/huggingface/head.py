@@ -191,7 +191,7 @@ class LazyHead:
 
     @property
     def reads_weight(self) -> bool:
-        """True where logits are the product with weight and bias alone; else chunks go through the head's call."""
+        """True where logits are the product with weight and bias, no more; else chunks go through the head's call."""
         if inner(self) is not self:
             return inner(self).reads_weight
         # a quantised weight is a tensor of a class of its own

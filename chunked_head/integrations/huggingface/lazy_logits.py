@@ -71,7 +71,7 @@ class LazyLogits(Tensor):
         if what is not None:
             raise RuntimeError(
                 f"{source.patch.model}'s logits are computed when they are read, and since its forward {what}: they "
-                "would be others; read them before (before the optimizer's step), keep logits.materialise(), or leave "
+                "would differ; read them before (before the optimizer's step), keep logits.materialise(), or leave "
                 "the model unpatched"
             )
 

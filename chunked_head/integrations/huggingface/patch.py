@@ -47,11 +47,11 @@ def patch_model(
 
     Args:
         model: a transformers model, or PEFT's around one; before or after PEFT, DDP's and FSDP2's wrapping of it.
-        loss: what to compute instead of the cross-entropy: a sum of ``chunked_head.losses`` that need labels alone,
+        loss: what to compute instead of the cross-entropy: a sum of ``chunked_head.losses`` that need only labels,
             such as ``losses.cross_entropy() + 1e-4 * losses.z_loss()``, reduced as the model reduces its own, or a
             function as in ``linear_loss``. It stands for what the model computes inside of its forward;
             ``F.cross_entropy(output.logits, ...)`` stays plain.
-        metrics: of ``chunked_head.metrics`` that need labels alone, from the same softmax pass: summed on the device
+        metrics: of ``chunked_head.metrics`` that need only labels, from the same softmax pass: summed on the device
             over forwards until ``model.chunked_head.take_metrics()``, or until ``log_metrics`` logs them. ``loss``
             and ``metrics`` raise in a training step whose forward is given no labels.
         when: ``"labels"``: while ``forward`` is given labels. ``"training"``: also while ``model.training`` with
@@ -215,7 +215,7 @@ def log_metrics(trainer: Any) -> Any:
         log_metrics(Trainer(model, ...)).train()      # {"loss": ..., "entropy": ..., "accuracy": ...}
 
     Each logged value is that of all tokens since the last log, over all ranks, no average of averages: those of
-    training beside ``loss``, those of an evaluation beside ``eval_loss`` as ``eval_entropy``. Values are read from the
+    training with ``loss``, those of an evaluation with ``eval_loss`` as ``eval_entropy``. Values are read from the
     device when they are logged, and no earlier. No callback: reporters that come before it would not see them.
 
     Raises:
@@ -245,5 +245,5 @@ def log_metrics(trainer: Any) -> Any:
 
 
 def evaluated(logs: dict[str, float]) -> str | None:
-    """The prefix of an evaluation's logs: ``"eval_"`` beside ``eval_loss``; None for those of training."""
+    """The prefix of an evaluation's logs: ``"eval_"`` with ``eval_loss``; None for those of training."""
     return next((key[: -len("loss")] for key in logs if key.endswith("_loss") and key != "train_loss"), None)

@@ -134,7 +134,7 @@ def picks(index: Any) -> bool:
 
 
 def split_index(v: Virtual, index: Any) -> tuple[tuple[Any, ...], Any] | None:
-    """The parts of an index for the rows and for the vocabulary; None where they cannot be told apart."""
+    """The parts of an index for the rows and for the vocabulary; None where these cannot be separated."""
     parts = index if isinstance(index, tuple) else (index,)
     taken = 0
     for part in parts:

@@ -50,8 +50,8 @@ def linear_cross_entropy(
         temperature: divides the logits: a number, a 0-d tensor, or a tensor of labels' shape, one for each token.
         reduction: ``"none"``, or ``"sum"`` and ``"mean"`` of the log-probabilities; entropies are per token always.
         dist_process_group: ranks that hold the rows of the head in turn, as many each.
-        mask: labels' shape, bool: tokens that count, such as those of responses. The others, and those whose label is
-            -100, have values 0 and no gradient; with ``skip_ignored=True`` they cost no matmul either.
+        mask: labels' shape, bool: tokens that count, such as those of responses. Any other, and one whose label is
+            -100, has value 0 and no gradient; with ``skip_ignored=True`` they cost no matmul either.
         reduce_dhidden: whether the gradient of ``hidden`` is summed over ``dist_process_group``. verl's kernels leave
             each rank its share, because ``hidden`` comes from Megatron's gather of sequences, whose backward sums.
             None: the same where ``hidden`` comes from there; otherwise ValueError, since a gradient would be wrong.
