@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("rich")
 pytest.importorskip("transformers")
 
 from zoo import __main__ as sweep
-from zoo import pool, report
-from zoo.check import Outcome, check
-from zoo.classes import KINDS, Entry, find
+from zoo.check import KINDS, Entry, Outcome, check, find
 
 from chunked_head import linear_cross_entropy
 
@@ -102,7 +99,7 @@ def test_the_sweep_writes_its_table_and_its_outcomes(tmp_path: Any) -> None:
     table, outcomes = tmp_path / "zoo.md", tmp_path / "zoo.json"
     names = ["--only", "LlamaForCausalLM", "FSMTForConditionalGeneration", "--output", str(table)]
     assert sweep.main([*names, "--json", str(outcomes)]) == 0
-    read = report.Sweep.of(json.loads(outcomes.read_text()))
+    read = sweep.Sweep.read(outcomes)
     assert [one.verdict for one in read.outcomes] == ["refused", "fused"]
     assert "| nothing | `LlamaForCausalLM` |" in table.read_text() and "FSMT" in table.read_text()
     assert sweep.main(["--only", "NoSuchClass"]) == 2
@@ -116,17 +113,17 @@ def test_a_class_that_takes_too_long_or_dies_is_an_outcome(monkeypatch: pytest.M
             time.sleep(60)
         return Outcome(entry.name, entry.kind, "fused")
 
-    monkeypatch.setattr(pool, "check", behave)
+    monkeypatch.setattr(sweep, "check", behave)
     entries = [Entry(name, "", "causal") for name in ("dies", "hangs", "works")]
-    found = {one.name: one.reason for one in pool.outcomes(entries, workers=3, limit_seconds=1)}
+    found = {one.name: one.reason for one in sweep.outcomes(entries, workers=3, limit_seconds=1)}
     assert found == {"dies": "its process ended with 3", "hangs": "longer than the limit of time", "works": ""}
 
 
 def test_what_is_newly_wrong_or_not_built_is_complained_of() -> None:
-    version, known = next((v, k) for v, k in json.loads(report.NOT_BUILT.read_text()).items() if k)
+    version, known = next((v, k) for v, k in json.loads(sweep.NOT_BUILT.read_text()).items() if k)
     name = next(iter(known))
     outcomes = [Outcome("A", "causal", "WRONG", "off"), Outcome("B", "causal", "not built", "why"),
                 Outcome(name, "causal", "fused"), Outcome("C", "causal", "fused")]  # fmt: skip
-    said = report.complaints(report.Sweep(f"{version}.0", outcomes))
+    said = sweep.complaints(sweep.Sweep(f"{version}.0", outcomes))
     assert len(said) == 3 and "WRONG: A" in said[0] and "B: why" in said[1] and f"take {name} out" in said[2]
-    assert "no list" in report.complaints(report.Sweep("1.2.3", []))[0]
+    assert "no list" in sweep.complaints(sweep.Sweep("1.2.3", []))[0]

@@ -1,17 +1,87 @@
-"""One class of transformers with and without ``patch_model``: the same loss, gradients and logits, or not."""
+"""Classes of the installed transformers that have a head over a vocabulary, and each with and without
+``patch_model``: the same loss, gradients and logits, or not."""
 
 import copy
+import importlib
+import inspect
+import re
 import warnings
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
 
 from chunked_head import patch_model, unpatch_model
 
 from . import exceptions, models
-from .classes import Entry, parameters_of
+from .models import parameters_of
+
+KINDS = ("causal", "conditional", "masked")
+NAMED = {
+    "causal": ("ForCausalLM", "LMHeadModel", "ModelWithLMHead"),
+    "conditional": ("ForConditionalGeneration",),
+    "masked": ("ForMaskedLM",),
+}
+MAPPED = {
+    "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
+    "conditional": (
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_VISION_2_SEQ_MAPPING_NAMES",
+        "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    ),
+    "masked": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES",),
+}  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """A class by name, the module it is in, and the kind of its head's use."""
+
+    name: str
+    module: str
+    kind: str
+
+    def load(self) -> Any:
+        """The class itself; imports its module."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+
+def mapped() -> dict[str, str]:
+    """Every class of the automatic mappings, with its kind: the first of ``KINDS`` that names it."""
+    found: dict[str, str] = {}
+    for kind in KINDS:
+        for name in MAPPED[kind]:
+            for value in getattr(modeling_auto, name, {}).values():
+                for one in (value,) if isinstance(value, str) else value:
+                    found.setdefault(one, kind)
+    return found
+
+
+def kind_of(name: str, by_mapping: dict[str, str]) -> str | None:
+    """By the class's name, which is surer than a mapping that lists it among others, else by the mapping."""
+    for kind in KINDS:
+        if name.endswith(NAMED[kind]):
+            return kind
+    return by_mapping.get(name)
+
+
+def find(kind: str = "all") -> list[Entry]:
+    """Every class of one kind or of all, by reading the modules' text: nothing is imported, exported or not."""
+    by_mapping, found = mapped(), []
+    root = Path(inspect.getfile(transformers)).parent
+    for path in sorted((root / "models").glob("*/modeling_*.py")):
+        if path.parent.name == "auto" or path.stem.startswith(("modeling_tf_", "modeling_flax_")):
+            continue
+        module = f"transformers.models.{path.parent.name}.{path.stem}"
+        for name in re.findall(r"^class (\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE):
+            its_kind = kind_of(name, by_mapping)
+            if its_kind is not None and kind in ("all", its_kind):
+                found.append(Entry(name, module, its_kind))
+    return found
+
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOGITS_TOLERANCE = 2e-5, 2e-4, 2e-5
 # Gradients whose exact value is 0, as of a bias that a softmax takes away, are noise: nothing is compared below this
@@ -37,20 +107,15 @@ class Outcome:
     gradient_error: float = 0.0
     seconds: float = field(default=0.0, compare=False)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-@dataclass
-class Run:
+class Run(NamedTuple):
     """A loss in training mode with the gradients of every parameter that has one, by name."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
 
 
-@dataclass
-class Measured:
+class Measured(NamedTuple):
     """A model's runs: with labels, with the count of a larger batch's tokens too, and logits in evaluation."""
 
     runs: dict[str, Run]
@@ -171,21 +236,16 @@ def check(entry: Entry) -> Outcome:
         given = models.inputs(model)
         counted = takes_count(model, given)
         true = measure(copy.deepcopy(model), given, counted)
-        check_reference(true)
+        for one in true.runs.values():
+            if not torch.isfinite(one.loss).all():
+                raise ValueError(f"the unpatched model's loss is {one.loss.tolist()}")
+            if not any(float(gradient.abs().max()) > 0 for gradient in one.gradients.values() if gradient.numel()):
+                raise ValueError("the unpatched model's gradients are 0")
     except NoLoss as reason:
         return Outcome(entry.name, entry.kind, "no labels", str(reason))
     except Exception as reason:
         return Outcome(entry.name, entry.kind, "not built", brief(reason))
     return compared(entry, model, given, true)
-
-
-def check_reference(true: Measured) -> None:
-    """Raises where the unpatched model itself says nothing."""
-    for one in true.runs.values():
-        if not torch.isfinite(one.loss).all():
-            raise ValueError(f"the unpatched model's loss is {one.loss.tolist()}")
-        if not any(float(gradient.abs().max()) > 0 for gradient in one.gradients.values() if gradient.numel()):
-            raise ValueError("the unpatched model's gradients are 0")
 
 
 def compared(entry: Entry, model: nn.Module, given: dict[str, Any], true: Measured) -> Outcome:

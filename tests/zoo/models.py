@@ -1,6 +1,7 @@
 """One small model of any class of transformers, with seeded weights, and inputs for it; nothing is downloaded."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +10,6 @@ import transformers
 from torch import Tensor, nn
 
 from . import exceptions
-from .classes import parameters_of
-from .makers import MAKERS
 from .shrink import FIRST_WORD, LAST_WORD, VOCAB, Shrinking
 
 BATCH, LENGTH = 2, 8
@@ -18,6 +17,54 @@ LARGEST = 6_000_000  # parameters: more means that a rule is missing
 IGNORED = -100
 TIMM = ("timm_wrapper", "timm_backbone", "gemma3n_vision")
 DECODERS = ("CausalLM", "LMHeadModel", "Decoder", "ModelWithLMHead")
+
+
+# ---- configurations that are put together from others and have no defaults of their own
+
+
+def small(name: str, **attributes: Any) -> dict[str, Any]:
+    """A small configuration by its class's name, with attributes."""
+    return Shrinking().shrink(getattr(transformers, name)()).to_dict() | attributes
+
+
+def composed(name: str, encoder: str) -> Any:
+    """An encoder with BERT's decoder."""
+    decoder = small("BertConfig", is_decoder=True, add_cross_attention=True)
+    config = getattr(transformers, name)(encoder=small(encoder), decoder=decoder)
+    config.decoder_start_token_id, config.pad_token_id, config.vocab_size = 1, 0, VOCAB
+    return config
+
+
+def musicgen(name: str, decoder: str) -> Any:
+    parts = {"text_encoder": small("T5Config"), "audio_encoder": small("EncodecConfig"), "decoder": small(decoder)}
+    config = getattr(transformers, name)(**parts)
+    config.decoder.decoder_start_token_id = 1
+    return config
+
+
+def granite_vision() -> Any:
+    text = small("Granite4VisionTextConfig", model_type="granite4_vision_text")
+    others = Shrinking().shrink(transformers.Granite4VisionConfig()).to_dict()
+    return transformers.Granite4VisionConfig(**others | {"text_config": text})
+
+
+MAKERS = {
+    "EncoderDecoderModel": lambda: composed("EncoderDecoderConfig", "BertConfig"),
+    "SpeechEncoderDecoderModel": lambda: composed("SpeechEncoderDecoderConfig", "Wav2Vec2Config"),
+    "VisionEncoderDecoderModel": lambda: composed("VisionEncoderDecoderConfig", "ViTConfig"),
+    "MusicgenForConditionalGeneration": lambda: musicgen("MusicgenConfig", "MusicgenDecoderConfig"),
+    "MusicgenMelodyForConditionalGeneration": lambda: musicgen("MusicgenMelodyConfig", "MusicgenMelodyDecoderConfig"),
+    "CsmDepthDecoderForCausalLM": lambda: Shrinking().shrink(transformers.CsmDepthDecoderConfig()),
+    "ClvpForCausalLM": lambda: Shrinking().shrink(transformers.ClvpDecoderConfig()),
+    "Granite4VisionForConditionalGeneration": granite_vision,
+}
+
+
+def parameters_of(forward: Any) -> dict[str, inspect.Parameter]:
+    """Of a forward, by name."""
+    with contextlib.suppress(TypeError, ValueError):
+        return dict(inspect.signature(forward).parameters)
+    return {}
 
 
 class NotBuilt(Exception):
