@@ -4,6 +4,7 @@ A block that cannot run here (it needs several GPUs, a download) says so in its 
 fence: python title="Not run by the tests: needs a download"``.
 """
 
+import importlib
 import json
 import linecache
 import os
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -187,3 +188,21 @@ def test_architecture_names_what_is_there() -> None:
             assert re.search(rf"^( *(def|class) {each}\b|{each}\b.*=)", path.read_text(), re.M), f"{name} has no {each}"
     folders = {path.parent.name for path in (ROOT / "chunked_head").glob("*/__init__.py")}
     assert set(re.findall(r"^\| `(\w+)/` \|", text, re.M)) == folders | {"kernels"}
+
+
+@pytest.mark.parametrize("name, package", [("plain_loop", "torch"), ("lightning_module", "lightning")])
+def test_examples_have_the_plain_losses(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops of docs/examples that need no transformers, with this library's head and without."""
+    pytest.importorskip(package, reason=f"the example is {package}'s")
+    example = importlib.import_module(name)
+    calls, real = [], example.linear_cross_entropy
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(example, "linear_cross_entropy", counted)
+    ours = example.main()
+    assert len(calls) == len(ours) == 6  # every micro-batch's
+    theirs = example.main(plain=True)
+    assert len(calls) == 6 and ours == pytest.approx(theirs, rel=1e-4) and ours[-1] < ours[0] - 0.1

@@ -45,7 +45,7 @@ def test_bare_checkout(tmp_path: Path) -> None:
     assert run_python(USE, tmp_path, path=ROOT) == str(ROOT / LAUNCH)
 
 
-HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "transformers", "sympy")
+HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "transformers", "sympy", "trl")
 
 
 def test_import_brings_what_a_call_needs_and_no_more() -> None:

@@ -162,10 +162,6 @@ def test_liger_without_tokens_that_count(reduction: str) -> None:
     ("options", "error", "says"),
     [
         ({"chunk_mem_const": 4}, ValueError, "chunk_mem_const must be 1, got 4: memory_budget"),
-        ({"reduction": "batchmean"}, ValueError, "reduction must be one of"),
-        ({"lse_square_scale": -1.0}, ValueError, "lse_square_scale"),
-        ({"label_smoothing": 1.5}, ValueError, "label_smoothing"),
-        ({"softcap": 0.0}, ValueError, "softcap must be positive"),
         ({"return_z_loss": 1}, TypeError, "return_z_loss must be True or False"),
         ({"accum_dtype": torch.float16}, ValueError, "accumulate_dtype"),
         ({"ce_weight": WEIGHTS[:4]}, ValueError, "weights"),
@@ -238,19 +234,12 @@ def test_cut_cross_entropy_without_tokens_that_count() -> None:
     ("options", "error", "says"),
     [
         ({"filter_eps": 1e-3}, ValueError, "filter_eps must be 'auto' or None or 0 or 0.0, got 0.001"),
-        ({"filter_eps": "high"}, ValueError, "filter_eps"),
         ({"filter_e_grad": None}, TypeError, "filter_e_grad must be True or False"),
-        ({"filter_c_grad": 0.1}, TypeError, "filter_c_grad must be True or False"),
         ({"impl": "liger"}, ValueError, "impl must be one of 'cce', 'torch_compile'"),
         ({"vocab_parallel_options": (0, 5)}, TypeError, "vocab_parallel_options must have start, stop and group"),
         ({"return_lse": 1}, TypeError, "return_lse must be True or False, got 1"),
-        ({"accum_e_fp32": "yes"}, TypeError, "accum_e_fp32 must be True or False, got 'yes'"),
-        ({"memory_budget": "lots"}, ValueError, "memory_budget must be bytes"),
-        ({"reduction": "max"}, ValueError, "reduction must be one of"),
         ({"shift": TOKENS}, ValueError, rf"shift must be in \[0, {TOKENS}\)"),
-        ({"shift": -1}, ValueError, "shift must be at least 0"),
         ({"shift": 1.0}, TypeError, "shift must be True, False or an int"),
-        ({"softcap": -1.0}, ValueError, "softcap"),
     ],
     ids=str,
 )
@@ -260,48 +249,29 @@ def test_cut_cross_entropy_refuses(options: dict[str, Any], error: type, says: s
         cce.linear_cross_entropy(*leaves[:2], target, **options)
 
 
-def test_cut_cross_entropy_module_has_attributes() -> None:
-    """Apple's, in Apple's order; a changed one counts."""
-    names = [
-        "ignore_index", "softcap", "reduction", "shift", "filter_eps", "accum_e_fp32", "accum_c_fp32", "filter_e_grad",
-        "filter_c_grad", "impl", "return_lse",
-    ]  # fmt: skip
+def test_cut_cross_entropy_module() -> None:
+    """Apple's attributes, in Apple's order; a changed one counts."""
+    names = {
+        "ignore_index": -100, "softcap": 3.0, "reduction": "sum", "shift": 1, "filter_eps": None, "accum_e_fp32": True,
+        "accum_c_fp32": False, "filter_e_grad": True, "filter_c_grad": True, "impl": "cce", "return_lse": False,
+    }  # fmt: skip
     taken = inspect.signature(cce.LinearCrossEntropy.__init__).parameters.values()
-    assert [p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD][1:] == names
+    assert [p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD][1:] == [*names]
     module = cce.LinearCrossEntropy(-100, 3.0, "sum", 1, None, True)
-    assert [getattr(module, name) for name in names] == [
-        -100,
-        3.0,
-        "sum",
-        1,
-        None,
-        True,
-        False,
-        True,
-        True,
-        "cce",
-        False,
-    ]
+    assert {name: getattr(module, name) for name in names} == names
     leaves, target = operands()
     module.reduction, module.return_lse, module.shift = "none", True, 0
     assert [value.shape for value in module(*leaves[:2], target)] == [target.shape] * 2
     module.reduction = "max"
     with pytest.raises(ValueError, match="reduction must be one of"):
         module(*leaves[:2], target)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
+    for options, says in (
         ({"return_lse": "yes"}, "return_lse must be True or False"), ({"shift": -1}, "shift must be at least 0"),
         ({"ignore_index": None}, "ignore_index must be an int"), ({"softcap": "x"}, "softcap must be a number"),
-        ({"accum_c_fp32": 1}, "accum_c_fp32 must be True or False"), ({"memory_budget": "x"}, "memory_budget must be"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_cut_cross_entropy_module_refuses(options: dict[str, Any], says: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=says):
-        cce.LinearCrossEntropy(**options)
+        ({"memory_budget": "x"}, "memory_budget must be"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=says):
+            cce.LinearCrossEntropy(**options)
 
 
 @dataclasses.dataclass
