@@ -109,7 +109,10 @@ class Gradients:
     def hidden_rows(self, at: slice) -> Tensor:
         """The memory [rows, hidden] that the gradient of rows ``at`` of the call is made in."""
         assert self.hidden is not None
-        return self.hidden[at] if self.over_ranks is None else self.over_ranks.rows(self.hidden, at)
+        if self.over_ranks is not None:
+            return self.over_ranks.rows(self.hidden, at)
+        # where one chunk is all there is, nothing is sliced
+        return self.hidden if at.stop - at.start == self.hidden.shape[0] else self.hidden[at]
 
     def hidden_done(self, at: slice) -> None:
         """Rows ``at`` are complete but for what other ranks add to them."""

@@ -239,9 +239,9 @@ class FastStore(RelativeStore):
             self.has_target_logits = True
 
     def add_gradients(self, rows: Rows, stats: RowStats, coefficients: Coefficients, grads: Gradients) -> None:
-        at, exp, count = rows.tokens, self.stored.logits, rows.target.shape[0]
+        at, exp = rows.tokens, self.stored.logits
         assert self.level is not None
-        softmax_factor, target_factor = self.softmax_factor[:count], self.target_factor[at]
+        softmax_factor, target_factor = self.softmax_factor, self.target_factor_from(at.start)
         # after this only the weight's gradient reads the chunk's hidden states
         gradients.level_rows(
             exp, softmax_factor, target_factor, None if grads.weight is None else rows.hidden,
@@ -269,4 +269,7 @@ class FastStore(RelativeStore):
         """The targets' terms of the weight's gradient, once the products with the chunk's exponentials are done."""
         if self.head.add_targets is not None:
             target = target.masked_fill(target == ELSEWHERE, -1)
-        products.add_target_rows(d_weight, hidden, target, self.target_factor[at], order, self.buffer)
+        products.add_target_rows(d_weight, hidden, target, self.target_factor_from(at.start), order, self.buffer)
+
+    def target_factor_from(self, token: int) -> Tensor:
+        return self.target_factor[token:] if token else self.target_factor

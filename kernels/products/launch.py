@@ -129,38 +129,37 @@ def add_target_rows(
     target: torch.Tensor,  # [tokens] int64
     target_factor: torch.Tensor,  # [tokens] fp32
     rows: torch.Tensor | None = None,  # [tokens] int64, rows of ``hidden``; None: in its order
-    scratch: torch.Tensor | None = None,  # contiguous, of any dtype, whose contents nobody needs
+    scratch: torch.Tensor | None = None,  # contiguous, rows of a multiple of 4 bytes, whose contents nobody needs
 ) -> None:
     """``dweight[target[i]] += target_factor[i] * hidden[rows[i]]``, the same bits whenever it is done.
 
     Sorted tokens are dealt with in as few sections as the scratch has room for their sums.
     """
     tokens, columns = target.shape[0], hidden.shape[1]
-    sorted_target, order = sort_targets(target)
-    if rows is not None:
-        rows = rows.index_select(0, order)
+    targets, order = sort_targets(target)
+    rows = None if rows is None else rows.index_select(0, order)
     room = tokens if scratch is None else scratch.nbytes // piece_bytes(1, columns) * PIECE
     if scratch is None or room < min(tokens, LEAST_SECTION):
         room = min(tokens, max(room, LEAST_SECTION))
         piece_sum = torch.empty(piece_bytes(room, columns) // 4, dtype=torch.float32, device=hidden.device)
     else:
-        piece_sum = scratch.view(-1).view(torch.uint8)[: piece_bytes(min(room, tokens), columns)].view(torch.float32)
+        piece_sum = scratch.view(torch.float32)
     gpu = gpu_of(dweight.device)
     assert gpu is not None, "exponentials are kept on GPUs of the table alone"
     block = 128 if columns >= 128 else max(16, power_of_2(columns))
     wide = 4 * block  # nearly all programs of the second have nothing to add
-    for first in range(0, tokens, max(room, 1)):
-        at = slice(first, min(first + room, tokens))
-        count, targets, pieces = at.stop - first, sorted_target[at], cdiv(at.stop - first, PIECE)
+    # where there is room for all, nothing is sliced
+    sections = [slice(first, first + room) for first in range(0, tokens, room)] if room < tokens else [None]
+    for at in sections if tokens else ():
+        order_, rows_, targets_ = (each if at is None or each is None else each[at] for each in (order, rows, targets))
+        count, pieces = targets_.shape[0], cdiv(targets_.shape[0], PIECE)
         add_target_rows_kernel[pieces, cdiv(columns, block)](
-            dweight, piece_sum, hidden, order[at], None if rows is None else rows[at], targets, target_factor,
-            count, columns, hidden.stride(0), BLOCK=block, PRECISION=gpu.fp32_products,
-            num_warps=2,
+            dweight, piece_sum, hidden, order_, rows_, targets_, target_factor, count, columns, hidden.stride(0),
+            BLOCK=block, PRECISION=gpu.fp32_products, num_warps=2,
         )  # fmt: skip
         join_pieces_kernel[pieces, cdiv(columns, wide)](
-            dweight, piece_sum, targets, count, columns, pieces, AT_ONCE=16, BLOCK=wide,
-            num_warps=4,
-        )  # fmt: skip
+            dweight, piece_sum, targets_, count, columns, pieces, AT_ONCE=16, BLOCK=wide, num_warps=4
+        )
 
 
 def put_column_rows(
