@@ -10,15 +10,7 @@ from torch import Tensor
 
 from ..arithmetic.demand import SUFFIX
 from ..arithmetic.evaluate import Inputs, unit_mask
-from ..arithmetic.objective import (
-    Objective,
-    ScalarObjective,
-    StatsObjective,
-    TokenObjective,
-    snapshot,
-    stacked,
-    times,
-)
+from ..arithmetic.objective import Objective, ScalarObjective, StatsObjective, TokenObjective, snapshot, times
 from ..losses.base import Summand
 from ..metrics import Metric
 from ..metrics.values import weights_in
@@ -33,19 +25,62 @@ WITHOUT_GRADIENT = ("argmax", "top_k_logprobs", "top_k_ids")  # of values per to
 
 def objective_of(tokens: Tokens) -> Objective:
     """The sum of losses as one number, or for each token, or statistics of each token."""
-    call = tokens.call
-    if not call.outputs:
-        return scalar_objective(tokens)
+    return of_each_token(tokens) if tokens.call.outputs else scalar_objective(tokens)
+
+
+def scalar_objective(tokens: Tokens) -> ScalarObjective:
+    """The sum of losses as one number."""
+    call, spec, structure = tokens.call, tokens.spec, tokens.structure
+    if call.tokens is not None:
+        tokens = with_global_counts(tokens)
+    terms, one_or_nan, spread = tokens.losses.terms, tokens.one_or_nan, tokens.spread
+    coefficients = [c if type(c) is float else snapshot(c, one_or_nan) for c, _ in terms]
+    if spread is not None and spread.parallel.average:
+        coefficients = [c * spread.parallel.ranks for c in coefficients]
+    declared = 1.0 if call.upstream is None else snapshot(call.upstream, one_or_nan)
+    inverse, normalized, of_units = list[Tensor](), False, dict[str, Tensor]()
+    for _, summand in terms[:1] if call.shares_denominator else terms:
+        normalizer = call.normalizer if summand.normalizer is None else summand.normalizer
+        if (summand.reduction or call.reduction) != "mean":
+            inverse.append(one_or_nan)
+        elif normalizer is not None:
+            inverse.append(quotient(normalizer, tokens))
+            normalized = True
+        elif summand.unit == "token" and summand.counted is None and spread is None:
+            inverse.append(tokens.inverse)
+        else:
+            inverse.append(default_inverse(summand, tokens, of_units))
+    if call.shares_denominator:
+        inverse *= len(terms)
+    factors = inverse
+    if call.upstream is not None or [c for c in coefficients if isinstance(c, Tensor) or c != 1.0]:
+        factors = [times(one, c, declared) for c, one in zip(coefficients, inverse, strict=True)]
+    weights, counts = dict[str, Tensor](), list[Tensor]()
+    if call.metrics:
+        measured = [metric for metric, _ in (*structure.metrics, *structure.segment_metrics)]
+        weights, counts = metric_counts(measured, tokens)
+    fields = fields_of(tokens, torch.stack(factors) if len(factors) > 1 else factors[0].unsqueeze(0), weights)
+    if spread is not None and spec.coupled:
+        fields["made"] = {}
+    return ScalarObjective(
+        **fields, coefficients=coefficients, inverse=inverse, normalized=normalized, declared=declared,
+        coupled=spec.coupled, counts=counts, segment_metrics=structure.segment_metrics,
+        backend=None if spec.coupled and tokens.groups is None else spec.backend,
+    )  # fmt: skip
+
+
+def of_each_token(tokens: Tokens) -> Objective:
+    """The weighted sum of losses for each token, or the statistics that the call returns."""
+    call, spec = tokens.call, tokens.spec
     if call.outputs == ("values",):
         if call.tokens is not None:
             agreed_batch(tokens)
         coefficients = [snapshot(coefficient, tokens.one_or_nan) for coefficient, _ in tokens.losses.terms]
-        fields = loss_fields(tokens, stacked([tokens.one_or_nan]), {})
-        return TokenObjective(**fields, coefficients=coefficients, backend=tokens.spec.backend)
-    fields, views, pairing = common_fields(tokens), tokens.spec.demand.views, tokens.spec.demand.pairing
+        fields = fields_of(tokens, tokens.one_or_nan.unsqueeze(0), {})
+        return TokenObjective(**fields, coefficients=coefficients, backend=spec.backend)
+    fields, views, pairing, names = fields_of(tokens), spec.demand.views, spec.demand.pairing, call.outputs
     if fields["structure"].views != views:  # there are some that no loss asks for
         fields["structure"] = replace(fields["structure"], views=views)
-    names = call.outputs
     if pairing is not None:
         ((_, summand),) = tokens.losses.terms
         (statistic,) = summand.needs
@@ -54,83 +89,48 @@ def objective_of(tokens: Tokens) -> Objective:
     return StatsObjective(**fields, names=names, differentiable=sum(name not in WITHOUT_GRADIENT for name in names))
 
 
-def scalar_objective(tokens: Tokens) -> ScalarObjective:
-    """The sum of losses as one number."""
-    if tokens.call.tokens is not None:
-        tokens = with_global_counts(tokens)
-    call, one_or_nan, structure, spread = tokens.call, tokens.one_or_nan, tokens.structure, tokens.spread
-    terms, coupled = tokens.losses.terms, tokens.spec.coupled
-    coefficients = [snapshot(coefficient, one_or_nan) for coefficient, _ in terms]
-    if spread is not None and spread.parallel.average:
-        coefficients = [coefficient * spread.parallel.ranks for coefficient in coefficients]
-    summands = [summand for _, summand in terms]
-    inverse, normalized = inverses(tokens, summands[:1] if call.shares_denominator else summands)
-    inverse = inverse * len(summands) if call.shares_denominator else inverse
-    declared = 1.0 if call.upstream is None else snapshot(call.upstream, one_or_nan)
-    factors = stacked([times(one, c, declared) for c, one in zip(coefficients, inverse, strict=True)])
-    weights, counts = metric_counts([metric for metric, _ in (*structure.metrics, *structure.segment_metrics)], tokens)
-    fields = loss_fields(tokens, factors, weights)
-    if spread is not None and coupled:
-        fields["made"] = {}
-    return ScalarObjective(
-        **fields, coefficients=coefficients, inverse=inverse, normalized=normalized, declared=declared, coupled=coupled,
-        counts=counts, segment_metrics=structure.segment_metrics,
-        backend=None if coupled and tokens.groups is None else tokens.spec.backend,
-    )  # fmt: skip
-
-
-def common_fields(tokens: Tokens) -> dict[str, Any]:
-    demand, structure = tokens.spec.demand, tokens.structure
-    one_or_nan, kept = tokens.one_or_nan, tokens.kept
+def fields_of(
+    tokens: Tokens, factors: Tensor | None = None, metric_weights: dict[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """What all objectives have in common, and with ``factors`` of the summands what those of losses have."""
+    demand, structure, one_or_nan, kept = tokens.spec.demand, tokens.structure, tokens.one_or_nan, tokens.kept
     columns = tokens.fields.get("teacher_ids") if demand.columns else None
-    class_weights, weighted = None, tokens.structure.weighted
-    if weighted is not None:
+    class_weights = None
+    if structure.weighted is not None:
         # a copy: backward may read it, and would not notice that the caller had changed it
-        given = tokens.losses.terms[weighted][1].tensors["class_weights"]
+        given = tokens.losses.terms[structure.weighted][1].tensors["class_weights"]
         class_weights = given.detach().to(one_or_nan.dtype, copy=True).contiguous()
     if demand.columns_alone and columns is not None and len(columns):
         kept = Kept.columns_of(columns)
-    return {
+    fields: dict[str, Any] = {
         "demand": demand, "structure": structure, "target": tokens.target, "columns": columns,
         "teacher": tokens.teacher, "class_weights": class_weights, "scale": tokens.scale, "kept": kept,
         "one_or_nan": one_or_nan, "dtype": one_or_nan.dtype,
     }  # fmt: skip
-
-
-def loss_fields(tokens: Tokens, factors: Tensor, metric_weights: dict[str, Tensor]) -> dict[str, Any]:
-    fields = common_fields(tokens)
-    # copies: backward may read them, and would not notice that the caller had changed his
+    if factors is None:
+        return fields
+    # copies, likewise
     tensors = [
         {name: value.to(factors.dtype, copy=True) for name, value in summand.tensors.items()}
         for _, summand in tokens.losses.terms
     ]
     fields["inputs"] = Inputs(
-        tokens.target, tokens.fields, tokens.call.num_segments, factors, tensors, metric_weights, tokens.token_fields,
-        tokens.spec.withheld, tokens.spread,
+        tokens.target, tokens.fields, tokens.call.num_segments, factors, tensors, metric_weights or {},
+        tokens.token_fields, tokens.spec.withheld, tokens.spread,
     )  # fmt: skip
-    fields["made"] = None if fields["structure"].builtin or not torch.is_grad_enabled() else {}
+    fields["made"] = None if structure.builtin or not torch.is_grad_enabled() else {}
     return fields
 
 
-def inverses(tokens: Tokens, summands: Sequence[Summand]) -> tuple[list[Tensor], bool]:
-    """1 / D of each summand [] in the statistics' dtype; True where one of them is a normalizer's, which may be 0."""
-    one_or_nan, found, normalized = tokens.one_or_nan, list[Tensor](), False
-    reduction, normalizer = tokens.call.reduction, tokens.call.normalizer
-    of_units: dict[str, Tensor] = {}
-    for summand in summands:
-        given = summand.normalizer if summand.normalizer is not None else normalizer
-        if (summand.reduction or reduction) != "mean":
-            found.append(one_or_nan)
-        elif given is None:
-            found.append(default_inverse(summand, tokens, of_units))
-        elif isinstance(given, (str, Tensor)):
-            total = (tokens.batch[given] if isinstance(given, str) else given.detach()).to(one_or_nan.dtype)
-            found.append(torch.where(total == 0, total, 1.0 / total) * one_or_nan)
-            normalized = True
-        else:
-            found.append(one_or_nan * (1.0 / given if given else 0.0))
-            normalized = True
-    return found, normalized
+def quotient(normalizer: float | Tensor | str, tokens: Tokens) -> Tensor:
+    """1 / D [] in the statistics' dtype, 0 where D is 0."""
+    one_or_nan = tokens.one_or_nan
+    if isinstance(normalizer, str):
+        normalizer = tokens.batch[normalizer]
+    if isinstance(normalizer, Tensor):
+        total = normalizer.detach().to(one_or_nan.dtype)
+        return torch.where(total == 0, total, 1.0 / total) * one_or_nan
+    return one_or_nan * (1.0 / normalizer if normalizer else 0.0)
 
 
 def default_inverse(summand: Summand, tokens: Tokens, of_units: dict[str, Tensor]) -> Tensor:
@@ -139,8 +139,6 @@ def default_inverse(summand: Summand, tokens: Tokens, of_units: dict[str, Tensor
     if summand.unit == "token" and summand.counted is not None:
         total = local_total(summand, tokens) if tokens.spread is None else tokens.spread.totals[summand]
         return tokens.one_or_nan / torch.where(total == 0, 1.0, total)
-    if summand.unit == "token" and tokens.spread is None:
-        return tokens.inverse
     if summand.unit not in of_units:
         of_units[summand.unit] = tokens.one_or_nan / count_units(summand.unit, tokens).clamp(min=1.0)
     return of_units[summand.unit]

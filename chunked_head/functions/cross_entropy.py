@@ -1,16 +1,14 @@
 """Cross-entropy of a linear head, and its module."""
 
 import inspect
-import math
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from .. import losses
-from ..call.options import Call, Head, call_of, check_options
+from ..call.options import NO_LOSSES, Call, Head, call_of, check_options
 from ..call.run import Outcome
 from ..call.spec import check_losses
 from ..compile.operation import in_graph, operation
@@ -98,15 +96,34 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: before any work, naming the argument; IndexError for a target out of range on the CPU.
     """
-    probabilities = probabilities_of(target, hidden)
-    call = call_of(
-        "linear_cross_entropy", hidden, weight, target if probabilities is None else ids_of(hidden), options,
+    ids, probabilities = target, None
+    if isinstance(target, Tensor) and target.is_floating_point():
+        ids, probabilities = ids_and_probabilities(target, hidden)
+    call: Call[Tensor] = call_of(
+        "linear_cross_entropy", hidden, weight, ids, options, losses=plain_loss(label_smoothing, z_loss),
         reduction=reduction, normalizer=normalizer, upstream=upstream, shares_denominator=True, result=first_output,
     )  # fmt: skip
-    return with_cross_entropy(call, probabilities, label_smoothing, z_loss, class_weights, token_weights)
+    if probabilities is None and class_weights is None and token_weights is None:
+        return call
+    return with_weights(call, probabilities, label_smoothing, z_loss, class_weights, token_weights)
 
 
-def with_cross_entropy(
+def plain_loss(label_smoothing: float, z_loss: float) -> Losses:
+    """The cross-entropy of class ids, of one weight each; raises what is wrong with the numbers."""
+    given = label_smoothing, z_loss
+    found = LOSSES.get(given) if type(label_smoothing) is type(z_loss) is float else None
+    if found is None:
+        check_options({"label_smoothing": label_smoothing, "z_loss": z_loss})
+        given = float(label_smoothing), float(z_loss)
+        found = LOSSES.made(given, lambda: losses.cross_entropy(label_smoothing=given[0]) + z_term(given[1]))
+    return found
+
+
+def z_term(z_loss: float) -> Losses:
+    return z_loss * losses.z_loss() if z_loss else NO_LOSSES
+
+
+def with_weights(
     call: Call[Tensor],
     probabilities: Tensor | None,
     label_smoothing: float,
@@ -114,33 +131,24 @@ def with_cross_entropy(
     class_weights: Tensor | None,
     token_weights: Tensor | None = None,
 ) -> Call[Tensor]:
-    """The call, of hidden states or of logits, with its loss: of class ids or of class probabilities [..., vocab]."""
-    numbers = type(label_smoothing) is type(z_loss) is float
-    if not (numbers and 0.0 <= label_smoothing <= 1.0 and 0.0 <= z_loss < math.inf):
-        check_options({"label_smoothing": label_smoothing, "z_loss": z_loss})
-        label_smoothing, z_loss = float(label_smoothing), float(z_loss)
+    """The call, of hidden states or of logits, with weights of classes and tokens, or with class probabilities [...,
+    vocab] in place of ids."""
+    batch = {}
     if token_weights is not None:
         checks.check_token_weights(token_weights, call.leading, call.device)
-        call.batch = {"token_weights": token_weights}
+        batch["token_weights"] = token_weights
     if class_weights is not None:
         argument = "weight" if call.function == "CrossEntropyLoss" else "class_weights"
         checks.check_class_weights(class_weights, call.vocab, call.device, argument)
-        call.losses = make_loss(label_smoothing, z_loss, class_weights)
-    else:
-        given = label_smoothing, z_loss
-        call.losses = LOSSES.get(given) or LOSSES.made(given, lambda: make_loss(*given))
-    if probabilities is None:
-        return call
-    check_probabilities(call, probabilities)
-    batch = fields_of_probabilities(probabilities, label_smoothing, class_weights, token_weights, call.shift)
-    # which are smoothed and weighted already
-    loss = losses.forward_kl("cross_entropy", token_weights=TARGET_MASS)
-    return replace(call, batch=batch, losses=loss + z_loss * losses.z_loss() if z_loss else loss)
-
-
-def make_loss(label_smoothing: float, z_loss: float, class_weights: Tensor | None = None) -> Losses:
-    loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
-    return loss + z_loss * losses.z_loss() if z_loss else loss
+        loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
+        call.losses = loss + z_term(z_loss)
+    if probabilities is not None:
+        check_probabilities(call, probabilities)
+        batch = fields_of_probabilities(probabilities, label_smoothing, class_weights, token_weights, call.shift)
+        # which are smoothed and weighted already
+        call.losses = losses.forward_kl("cross_entropy", token_weights=TARGET_MASS) + z_term(z_loss)
+    call.batch = batch or None
+    return call
 
 
 # with a loss lives what has been found out about it
@@ -151,16 +159,11 @@ def first_output(ran: Outcome) -> Tensor:
     return ran.outputs[0]
 
 
-def probabilities_of(target: Any, rows: Any) -> Tensor | None:
-    """The target, where it is class probabilities: a number for each class of each row of hidden states or logits."""
-    if not (isinstance(target, Tensor) and target.is_floating_point() and isinstance(rows, Tensor)):
-        return None
-    return target if target.dim() == rows.dim() and not checks.is_dtensor(target) else None
-
-
-def ids_of(rows: Tensor) -> Tensor:
-    """Targets that all count."""
-    return rows.new_zeros(rows.shape[:-1], dtype=torch.int64)
+def ids_and_probabilities(target: Tensor, rows: Any) -> tuple[Tensor, Tensor | None]:
+    """Ids that all count and ``target``, where it has a number for each class of each row of states or logits."""
+    if not isinstance(rows, Tensor) or target.dim() != rows.dim() or checks.is_dtensor(target):
+        return target, None
+    return rows.new_zeros(rows.shape[:-1], dtype=torch.int64), target
 
 
 def check_probabilities(call: Call[Tensor], probabilities: Tensor) -> None:

@@ -13,7 +13,7 @@ from ..core.checks import is_dtensor
 from ..core.private import breaks_graph
 from ..parallel.dtensor import local_logits, whole
 from ..parallel.groups import TokenParallel, VocabParallel, chunked
-from .cross_entropy import first_output, ids_of, in_graph_cross_entropy, probabilities_of, with_cross_entropy
+from .cross_entropy import first_output, ids_and_probabilities, in_graph_cross_entropy, plain_loss, with_weights
 
 
 class CrossEntropyLoss(OptionsModule):
@@ -118,17 +118,18 @@ def logits_cross_entropy(
     backend: str | None,
 ) -> Call[Tensor]:
     """The function of the module."""
-    probabilities = probabilities_of(target, logits)
-    ids = target if probabilities is None else ids_of(logits)
+    ids, probabilities = target, None
+    if isinstance(target, Tensor) and target.is_floating_point():
+        ids, probabilities = ids_and_probabilities(target, logits)
     logits, ids, vocab_size, parallel = local_logits(logits, ids, vocab_size, parallel, inplace)
     checks.check_tensor("input", logits, optional=False)
     check_inplace(logits, inplace)
     call = Call(
         function="CrossEntropyLoss", rows=logits, target=ids, ignore_index=ignore_index, reduction=reduction,
         softcap=softcap, logit_scale=logit_scale, inplace=inplace, vocab_size=vocab_size, parallel=parallel,
-        backend=backend, shares_denominator=True, result=first_output,
+        backend=backend, losses=plain_loss(label_smoothing, z_loss), shares_denominator=True, result=first_output,
     )  # fmt: skip
-    return with_cross_entropy(call, probabilities, label_smoothing, z_loss, whole("weight", class_weights))
+    return with_weights(call, probabilities, label_smoothing, z_loss, whole("weight", class_weights))
 
 
 in_graph(logits_cross_entropy)(in_graph_cross_entropy)
@@ -139,7 +140,7 @@ def classes_last(logits: Tensor, target: Tensor, widths: Sequence[int] = ()) -> 
     for argument, tensor in (("input", logits), ("target", target)):
         if not is_dtensor(tensor):
             checks.check_tensor(argument, tensor, optional=False)
-    if probabilities_of(target, logits) is not None:
+    if target.is_floating_point() and ids_and_probabilities(target, logits)[1] is not None:
         if logits.dim() > 2:
             raise ValueError(
                 f"input {tuple(logits.shape)} with class probabilities as target may have its classes last or, as in "

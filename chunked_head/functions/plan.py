@@ -8,8 +8,8 @@ import torch
 
 from .. import losses
 from ..call.fields import kinds_of
-from ..call.head_call import sizes_of
 from ..call.options import NO_LOSSES, Call, check_options
+from ..call.run import sizes_of
 from ..call.spec import decided, parts_of
 from ..core import checks
 from ..core.checks import choice, flag

@@ -14,7 +14,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.arithmetic import objective
-from chunked_head.call import head_call as call
+from chunked_head.call import run as call
 from chunked_head.call import spec
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]

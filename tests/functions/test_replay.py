@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from chunked_head import LossOutput, linear_cross_entropy, linear_logprobs, linear_loss, losses, metrics
 from chunked_head.arithmetic import evaluate
-from chunked_head.call import head_call as call
+from chunked_head.call import run as call
 from chunked_head.call import tokens
 from chunked_head.call.tokens import Tokens
 from chunked_head.metrics import MetricValue

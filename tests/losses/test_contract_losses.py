@@ -25,7 +25,7 @@ from chunked_head import (
     plan,
     weights,
 )
-from chunked_head.call import head_call, spec
+from chunked_head.call import run, spec
 from chunked_head.losses import Field, Losses
 from chunked_head.plan import planner
 from chunked_head.plan.plans import Plan
@@ -681,7 +681,7 @@ def test_the_plan_is_that_of_log_probabilities(
         made.append(planner.make_plan(*given))
         return made[-1]
 
-    monkeypatch.setattr(head_call, "make_plan", planned)
+    monkeypatch.setattr(run, "make_plan", planned)
     spec.SPECS.clear()  # another test's may have a plan
     flags: dict[str, Any] = {name: 4 if name == "top_k" else True for name in names}
     linear_logprobs(hidden, weight, torch.randint(0, 50, (40,)), chunk_tokens=chunk, **flags)
