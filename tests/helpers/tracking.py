@@ -2,13 +2,15 @@
 whether anything in it waits for the device."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from chunked_head import Plan
 
 MiB = 1 << 20
 
@@ -40,6 +42,28 @@ class Tracker(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size, _ in self.live.values()))
         self.most_large = max(self.most_large, sum(large for _, _, large in self.live.values()))
         return result
+
+
+def peak_of(step: Callable[[], Any], *existing: torch.Tensor) -> int:
+    """Peak bytes of a call over what there is; on a GPU of a second one, when cuBLAS has its workspace."""
+    if existing[0].device.type == "cpu":
+        with Tracker(*existing) as tracker:
+            step()
+        return tracker.peak_bytes
+    step()
+    for tensor in existing:
+        tensor.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def assert_predicted(measured: int, expected: Plan, share: float = 0.03, least: int = 4 * MiB) -> None:
+    assert abs(measured - expected.peak_bytes) <= max(share * expected.peak_bytes, least), (
+        f"measured {measured / MiB:.2f} MiB, predicted {expected.peak_bytes / MiB:.2f} MiB\n{expected}"
+    )
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import torch
 from cases import PLACES, Place
 from tiers import crossed
 from torch import Tensor, nn
-from tracking import MiB, Tracker
+from tracking import MiB, Tracker, assert_predicted, no_host_synchronisation, peak_of
 
 import chunked_head.call.head_call
 from chunked_head import ChunkedHead, Plan, linear_cross_entropy, plan
@@ -33,20 +33,6 @@ def step(place: Place, tensors: list[Tensor], **options: Any) -> None:
     hidden.grad = None
 
 
-def measure(place: Place, tensors: list[Tensor], **options: Any) -> int:
-    """Peak bytes over the inputs of loss and backward."""
-    if place.device == "cpu":
-        with Tracker(*tensors) as tracker:
-            step(place, tensors, **options)
-        return tracker.peak_bytes
-    step(place, tensors, **options)  # cuBLAS takes its workspace
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step(place, tensors, **options)
-    return torch.cuda.max_memory_allocated() - before
-
-
 @crossed(
     place=[p for p in PLACES if p.id != "triton-interpreted"],
     dtype=[torch.float32, torch.bfloat16, torch.float16],
@@ -61,9 +47,8 @@ def test_prediction(place: Place, dtype: torch.dtype, schedule: dict[str, Any]) 
         }
     expected: Plan = plan(*shape, dtype, device=place.device, backend=place.backend, accumulate_into=True, **schedule)
     assert expected.gradient_bytes == shape[0] * shape[1] * dtype.itemsize
-    measured = measure(place, operands(place, dtype, shape), **schedule)
-    allowed = max(0.05 * expected.peak_bytes, 8 * MiB)
-    assert abs(measured - expected.peak_bytes) <= allowed, f"measured {measured / MiB:.2f} MiB\n{expected}"
+    tensors = operands(place, dtype, shape)
+    assert_predicted(peak_of(lambda: step(place, tensors, **schedule), *tensors), expected)
 
 
 @pytest.mark.parametrize("place", [p for p in PLACES if p.id != "triton-interpreted"])
@@ -174,12 +159,8 @@ def test_no_host_synchronisation(dtype: torch.dtype) -> None:
     place = Place("triton", "cuda")
     tensors = operands(place, dtype, (700, 256, 5000))
     step(place, tensors, chunk_tokens=256)  # kernels are compiled
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_synchronisation():
         step(place, tensors, chunk_tokens=256)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert tensors[3].isfinite().all()
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from cases import PLACES, Case, Place, bias, per_class, per_token
 from tiers import crossed
-from tracking import MiB, Tracker, no_host_synchronisation
+from tracking import Tracker, assert_predicted, no_host_synchronisation, peak_of
 
-from chunked_head import Plan, linear_cross_entropy, plan
+from chunked_head import linear_cross_entropy, plan
 
 TOKENS, HIDDEN, VOCAB = 512, 24, 6007
 
@@ -30,27 +30,9 @@ def measure(place: Place, tensors: tuple[torch.Tensor, ...], upstream: float = 1
         if loss.requires_grad:
             (loss.sum() * upstream).backward()
 
-    if place.device == "cuda":
-        step()  # cuBLAS takes its workspace
-        hidden.grad = weight.grad = None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        peak = torch.cuda.max_memory_allocated() - before
-    else:
-        with Tracker(*tensors) as tracker:
-            step()
-        peak = tracker.peak_bytes
+    peak = peak_of(step, *tensors)
     hidden.grad = weight.grad = None
     return peak
-
-
-def assert_predicted(measured: int, expected: Plan) -> None:
-    allowed = max(0.03 * expected.peak_bytes, 4 * MiB)
-    assert abs(measured - expected.peak_bytes) <= allowed, (
-        f"measured {measured / MiB:.2f} MiB, predicted {expected.peak_bytes / MiB:.2f} MiB\n{expected}"
-    )
 
 
 SCHEDULES: list[dict[str, Any]] = [
