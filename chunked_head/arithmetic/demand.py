@@ -9,8 +9,8 @@ from ..core.stats import Demand, Pairing, View
 from ..losses.base import DENSE, FIELDS, Field, Losses, Summand, Teacher, join_numbers, split_numbers
 from ..metrics import Metric
 
-# by name of a loss's need: the statistic that it is made of
-LEAF = {"mean_logit": "weighted_sum", "weighted_sum": "weighted_sum", "topk_logprobs": "column_logits"} | {
+# by name of a loss's need: the statistic that its gradient goes to
+LEAVES = {"mean_logit": "weighted_sum", "weighted_sum": "weighted_sum", "topk_logprobs": "column_logits"} | {
     name: name for name in ("forward_kl", "reverse_kl", "jsd", "tvd", "overlap")
 }
 SUFFIX = ("", "2")  # of the names of statistics, by view
@@ -81,58 +81,58 @@ def structure_of(
 ) -> tuple[Structure, Demand]:
     """Losses and metrics at their softmaxes, and the statistics that they need; ValueError where no call has it all."""
     summands = [summand for _, summand in losses.terms]
-    check_names(summands, metrics)
     everything: list[Summand | Metric] = [*summands, *metrics]
-    own = [one.label for one in everything if one.temperature is not None]
+    for what, labels in ("losses", [part.label for part in summands]), ("metrics", [part.label for part in metrics]):
+        if twice := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(f"two of the {what} are called {twice[0]!r}; give one of them another name=")
     per_token, temperature = temperature is None, 1.0 if temperature is None else temperature
+    own = [part.label for part in everything if part.temperature is not None]
     if per_token and own:
         raise ValueError(
             f"{own[0]} has a temperature of its own, and the call one per token, which goes for all its losses and "
             "metrics; leave out one of them, or make two calls"
         )
-    shared = teacher_vocab is not None and teacher_vocab < vocab
-    limit = teacher_vocab if shared else None
+    fewer = teacher_vocab is not None and teacher_vocab < vocab
+    dense = [summand for summand in summands if summand.teacher is not None]
 
-    of_teacher = [summand for summand in summands if summand.teacher is not None]
+    def softmax_of(part: Summand | Metric) -> tuple[float, int | None]:
+        """The temperature of the softmax that a part sees, and the number of ids where it is not over all."""
+        if isinstance(part, Metric) and part.needs & set(DENSE):
+            part = dense_beside(part, dense)
+        limited = fewer and isinstance(part, Summand) and part.teacher is not None
+        return part.temperature or temperature, teacher_vocab if limited else None
 
-    def wanted(one: Summand | Metric) -> tuple[float, int | None]:
-        if isinstance(one, Metric) and one.needs & set(DENSE):
-            check_beside_teacher(one, of_teacher)
-            one = of_teacher[0]
-        dense = isinstance(one, Summand) and one.teacher is not None
-        return temperature if one.temperature is None else float(one.temperature), limit if dense else None
-
-    asked = list(dict.fromkeys(wanted(one) for one in everything)) or [(temperature, None)]
-    full = [pair for pair in asked if pair[1] is None]
-    # the first view is over the whole vocabulary: what becomes the head's scale, and is there in any case
-    first = full[0] if full else (asked[0][0], None)
-    ordered = [first, *(pair for pair in asked if pair != first)]
-    if len(ordered) > 2:
+    asked = list(dict.fromkeys(map(softmax_of, everything))) or [(temperature, None)]
+    # the first view is over all ids: its temperature becomes the head's scale, and its statistics are always made
+    first = next((softmax for softmax in asked if softmax[1] is None), (asked[0][0], None))
+    softmaxes = list(dict.fromkeys([first, *asked]))
+    if len(softmaxes) > 2:
         raise ValueError(
             "a call has at most two softmaxes, over different temperatures or vocabularies; these losses and metrics "
-            f"ask for temperatures {', '.join(f'{t:g}' for t in dict.fromkeys(t for t, _ in ordered))}"
-            + (" and for the vocabulary shared with the teacher besides" if shared else "")
+            f"ask for temperatures {', '.join(f'{t:g}' for t in dict.fromkeys(t for t, _ in softmaxes))}"
+            + (" and for the vocabulary shared with the teacher besides" if fewer else "")
             + "; split them over two calls"
         )
-    views = tuple(View(first[0] / own, width) for own, width in ordered)
-    index = {pair: i for i, pair in enumerate(ordered)}
-    seen = [(summand, index[wanted(summand)]) for summand in summands]
-    measured = [(metric, index[wanted(metric)]) for metric in metrics]
+    views = tuple(View(first[0] / each, columns) for each, columns in softmaxes)
+    seen = [(summand, softmaxes.index(softmax_of(summand))) for summand in summands]
+    measured = [(metric, softmaxes.index(softmax_of(metric))) for metric in metrics]
 
-    leaves = {f"{name}{SUFFIX[view]}" for _, view in seen for name in ("logprob", "lse")}
+    leaves: set[str] = set()
     for summand, view in seen:
-        leaves |= {found for name in summand.needs if (found := leaf(name, view)) is not None}
-    statistics = {(name, index[wanted(one)]) for one in everything for name in one.needs}
+        leaves |= {name + SUFFIX[view] for name in ("logprob", "lse", *summand.needs & {"entropy"})}
+        leaves |= {LEAVES[name] for name in summand.needs if name in LEAVES}
+    statistics = {(name, view) for part, view in (*seen, *measured) for name in part.needs}
     names = {name for name, _ in statistics}
     columns_shared = vocab if teacher_vocab is None else min(vocab, teacher_vocab)
-    teacher, pairing = pair_up(seen, names, columns_shared, [None if per_token else t for t, _ in ordered])
-    differentiable = frozenset(leaves)
-    used = {view for _, view in seen}
+    teacher, pairing = pair_up(seen, names, columns_shared, [None if per_token else t for t, _ in softmaxes])
+    of_tokens, of_segments = (
+        tuple([pair for pair in measured if (pair[0].scope == "token") == local]) for local in (True, False)
+    )
     structure = Structure(
-        tuple(seen), tuple(p for p in measured if p[0].scope == "token"), views, pairing, differentiable, vocab,
-        first[0], teacher, smoothing_weights(summands, names), tuple(p for p in measured if p[0].scope != "token"),
+        tuple(seen), of_tokens, views, pairing, frozenset(leaves), vocab, first[0], teacher,
+        smoothing_weights(summands, names), of_segments,
     )  # fmt: skip
-    fields = {name: FIELDS[name] for one in everything for name in one.fields if name in FIELDS}
+    fields = {name: FIELDS[name] for part in everything for name in part.fields if name in FIELDS}
     # segments' ids twice: those in range are a copy
     sizes = {"float": 4, "int": 16, "bool": 1}
     demand = Demand(
@@ -142,7 +142,7 @@ def structure_of(
         top=bool(names & {"argmax", "top_logprob"}),
         columns=columns if "topk_logprobs" in names else 0,
         pairing=pairing,
-        rank_one=used <= {0} and differentiable <= {"logprob", "lse"},
+        rank_one=leaves <= {"logprob", "lse"},
         columns_alone=bool(columns and summands)
         and all(s.of_columns for s in summands)
         and not metrics
@@ -166,8 +166,8 @@ def check_kept(demand: Demand) -> None:
         )
 
 
-def check_beside_teacher(metric: Metric, dense: Sequence[Summand]) -> None:
-    """Raises for a metric of a dense teacher that no loss of the call has, or at a softmax of its own."""
+def dense_beside(metric: Metric, dense: Sequence[Summand]) -> Summand:
+    """The loss whose dense teacher and softmaxes a metric sees."""
     if not dense:
         raise ValueError(
             f"metrics.{metric.kind} is of a dense teacher, and no loss of the call has one; add one, such as 0.0 * "
@@ -177,19 +177,7 @@ def check_beside_teacher(metric: Metric, dense: Sequence[Summand]) -> None:
         raise ValueError(
             f"metrics.{metric.kind} sees the softmaxes of losses.{dense[0].kind}; leave out its temperature"
         )
-
-
-def leaf(name: str, view: int) -> str | None:
-    """The statistic that a gradient goes to, None for one that takes none."""
-    return name + SUFFIX[view] if name in ("entropy", "logprob", "lse") else LEAF.get(name)
-
-
-def check_names(summands: Sequence[Summand], metrics: Sequence[Metric]) -> None:
-    """Raises where two losses, or two metrics, have one name."""
-    for what, labels in (("the losses", [s.label for s in summands]), ("the metrics", [m.label for m in metrics])):
-        twice = {label for label in labels if labels.count(label) > 1}
-        if twice:
-            raise ValueError(f"two of {what} are called {sorted(twice)[0]!r}; give one of them another name=")
+    return dense[0]
 
 
 def pair_up(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, RowStats
 from ..metrics import Metric, MetricValue
-from ..parallel.tokens import Spread, whole_metrics
+from ..parallel.tokens import whole_metrics
 from ..stores import Backend
 from ..stores.operands import Kept, Teacher
 from .demand import Structure
@@ -120,23 +120,18 @@ class LossObjective(Objective):
     # them anew: a user's function may be another by then. None where they do make them
     made: dict[int, Named] | None
 
-    def evaluate(
-        self, stats: RowStats, rows: slice, factors: Tensor, gradient: bool, table: Tensor | None = None
-    ) -> Evaluation:
+    def evaluate(self, stats: RowStats, rows: slice, gradient: bool, table: Tensor | None = None) -> Evaluation:
+        """Values of some tokens, and where ``gradient`` coefficients; ``table``: of earlier chunks."""
         structure = self.structure if gradient or self.made is not None else self.structure.values_only
-        inputs = self.inputs if factors is self.inputs.factors else self.inputs._replace(factors=factors)
-        evaluation = evaluate_rows(structure, stats, inputs, rows, self.backend, table)
+        evaluation = evaluate_rows(structure, stats, self.inputs, rows, self.backend, table)
         if self.made is not None:
             self.made[rows.start] = evaluation.coefficients
         return evaluation
 
-    def coefficients_at(self, stats: RowStats, factors: Tensor) -> Coefficients:
-        """Coefficients of all tokens at such factors."""
-        return Coefficients(**self.evaluate(stats, self.everything, factors, gradient=True).coefficients)
-
-    @property
-    def everything(self) -> slice:
-        return slice(0, self.target.shape[0])
+    def coefficients_at(self, stats: RowStats, factors: list[Tensor]) -> Named:
+        """Coefficients of all tokens at factors of each summand."""
+        inputs = self.inputs._replace(factors=stacked(factors))
+        return evaluate_rows(self.structure, stats, inputs, slice(0, len(self.target)), self.backend).coefficients
 
     @property
     def coefficients_made(self) -> Named:
@@ -154,39 +149,33 @@ class ScalarObjective(LossObjective):
     declared: Tensor | float  # the expected upstream gradient
     coupled: bool
     counts: list[Tensor]  # of the metrics
-    segment_metrics: tuple[tuple[Metric, int], ...]
     evaluations: list[Evaluation] = field(default_factory=list)  # of each chunk
     parts: list[Tensor] = field(default_factory=list)  # values of the summands
     found: list[Tensor] = field(default_factory=list)  # totals of the metrics
 
     @property
-    def spread(self) -> Spread | None:
-        """The ranks, where they have different tokens of the batch. Losses that sum segments over them are evaluated
-        once, in the forward pass, for values and gradients: ranks' plans differ, as their tokens do, and their messages
-        must not."""
-        return self.inputs.spread
-
-    @property
     def exchanges(self) -> bool:
-        return self.spread is not None
+        """True where ranks have different tokens of the batch. Losses that sum segments over them are evaluated once,
+        in the forward pass, for values and gradients: ranks' plans differ, as their tokens do, and their messages must
+        not."""
+        return self.inputs.spread is not None
 
     def visit(
         self, stats: RowStats, rows: slice, gradient: bool, closed: bool = False, values: bool = True
     ) -> Coefficients | None:
-        factors = self.inputs.factors
         if not values:
-            return Coefficients(**self.evaluate(stats, rows, factors, gradient).coefficients)
-        if self.coupled and not closed and rows != self.everything:
+            return Coefficients(**self.evaluate(stats, rows, gradient).coefficients)
+        if self.coupled and not closed and rows.stop - rows.start < len(self.target):
             return None
         table = self.evaluations[0].table if self.evaluations else None
-        evaluation = self.evaluate(stats, rows, factors, gradient, table)
+        evaluation = self.evaluate(stats, rows, gradient, table)
         if evaluation.table is not table:  # else it has the chunk's values now
             self.evaluations.append(evaluation)
         return Coefficients(**evaluation.coefficients) if gradient else None
 
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         if not self.evaluations and (self.target.shape[0] or (self.coupled and self.exchanges)):
-            self.evaluations.append(self.evaluate(stats, self.everything, self.inputs.factors, gradient=False))
+            self.evaluations.append(self.evaluate(stats, slice(0, len(self.target)), gradient=False))
         first = self.settle()
         if first is None or len(self.parts) > 1:
             # memory of its own, which a caller may write to
@@ -220,20 +209,20 @@ class ScalarObjective(LossObjective):
 
     def metric_values(self, stats: RowStats) -> dict[str, MetricValue]:
         """Metrics of all chunks; those that must see all tokens at once are made here."""
-        found = [*self.found]
-        if self.segment_metrics and not self.target.shape[0] and not self.exchanges:
-            found += self.of_nothing(self.segment_metrics)
-        elif self.segment_metrics:
-            structure = replace(self.structure, summands=(), metrics=self.segment_metrics, leaves=frozenset())
+        found, of_segments = [*self.found], self.structure.segment_metrics
+        if of_segments and not self.target.shape[0] and not self.exchanges:
+            found += self.of_nothing(of_segments)
+        elif of_segments:
+            structure = replace(self.structure, summands=(), metrics=of_segments, leaves=frozenset())
             found += totals(structure, [evaluate(structure, stats.named(), self.inputs)], self.one_or_nan)
-        values = {}
-        measured = (*self.structure.metrics, *self.segment_metrics)
+        values, spread = {}, self.inputs.spread
+        measured = (*self.structure.metrics, *of_segments)
         for (metric, _), total, count in zip(measured, found, self.counts, strict=True):
             if metric.reduce == "mean":
                 values[metric.label] = MetricValue("mean", total, count, finish=metric.finish)
             else:
                 values[metric.label] = MetricValue(metric.reduce, extremum=total)
-        return values if self.spread is None else whole_metrics(values, self.spread.parallel)
+        return values if spread is None else whole_metrics(values, spread.parallel)
 
     def of_nothing(self, metrics: Sequence[tuple[Metric, int]]) -> list[Tensor]:
         """Totals of the metrics without tokens."""
@@ -247,7 +236,7 @@ class ScalarObjective(LossObjective):
         if self.made:
             return Coefficients(**self.coefficients_made).times(self.expected.factors(given)[0])
         factors = [times(one, c, given) for c, one in zip(self.coefficients, self.inverse, strict=True)]
-        return self.coefficients_at(stats, stacked(factors))
+        return Coefficients(**self.coefficients_at(stats, factors))
 
     @property
     def expected(self) -> Expected:
@@ -255,8 +244,9 @@ class ScalarObjective(LossObjective):
 
     @property
     def recordable(self) -> bool:
-        alone = self.teacher is None and self.spread is None and self.backend is not None
-        return alone and not (self.coupled or self.segment_metrics) and self.structure.builtin
+        if self.coupled or self.exchanges or self.teacher is not None or self.backend is None:
+            return False
+        return self.structure.builtin and not self.structure.segment_metrics
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -267,22 +257,22 @@ class TokenObjective(LossObjective):
     def outputs(self, stats: RowStats) -> tuple[Tensor, ...]:
         inputs, structure = self.inputs, self.structure.values_only
         if self.made is not None:
-            inputs, structure = inputs._replace(factors=self.factors(self.one_or_nan)), self.structure
+            inputs, structure = inputs._replace(factors=stacked(self.factors(self.one_or_nan))), self.structure
         evaluation = evaluate(structure, stats.named(), inputs)
         if self.made is not None:
             self.made[0] = evaluation.coefficients
         first, *others = map(times, evaluation.table, self.coefficients)
         return (sum(others, first) * self.one_or_nan,)
 
-    def factors(self, upstream: Tensor) -> Tensor:
-        return stacked([times(upstream, c) for c in self.coefficients])
+    def factors(self, upstream: Tensor) -> list[Tensor]:
+        return [times(upstream, c) for c in self.coefficients]
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         (given,) = upstream
         assert given is not None
         given = torch.where(self.target >= 0, given, 0.0)
         if not self.made:
-            return self.coefficients_at(stats, self.factors(given))
+            return Coefficients(**self.coefficients_at(stats, self.factors(given)))
         # by selection where nothing is asked for: a loss may have an infinite slope there
         found = {name: value * over_columns(given, value) for name, value in self.coefficients_made.items()}
         return Coefficients(**masked(found, given != 0))

@@ -64,7 +64,7 @@ def scalar_objective(tokens: Tokens) -> ScalarObjective:
         fields["made"] = {}
     return ScalarObjective(
         **fields, coefficients=coefficients, inverse=inverse, normalized=normalized, declared=declared,
-        coupled=spec.coupled, counts=counts, segment_metrics=structure.segment_metrics,
+        coupled=spec.coupled, counts=counts,
         backend=None if spec.coupled and tokens.groups is None else spec.backend,
     )  # fmt: skip
 

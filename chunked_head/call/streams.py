@@ -59,7 +59,7 @@ class Streams(Generic[Result]):
         (total,) = Loss.apply(forward, made, weight, bias, *(rows for _, rows, *_ in plans))
         outcomes = []
         for i, (call, objective) in enumerate(zip(calls, objectives, strict=True)):
-            spread = objective.spread
+            spread = objective.inputs.spread
             ranks = spread.parallel.ranks if spread is not None and spread.parallel.average else 1
             with torch.no_grad():
                 parts = zip(objective.parts, self.losses[i].terms, strict=True)
@@ -263,9 +263,8 @@ def value_over_streams(metric: Metric, outcomes: Sequence[Outcome]) -> MetricVal
         first, *others = itertools.accumulate([values_of(metric, ran) for ran in outcomes], torch.mul)
         total = sum(others, first).sum() * torch.stack([ran.tokens.one_or_nan for ran in outcomes]).prod()
     value = MetricValue("mean", total, objective.counts[place_of(metric, objective)])
-    if objective.spread is None:
-        return value
-    return whole_metrics({metric.label: value}, objective.spread.parallel)[metric.label]
+    spread = objective.inputs.spread
+    return value if spread is None else whole_metrics({metric.label: value}, spread.parallel)[metric.label]
 
 
 def place_of(metric: Metric, objective: ScalarObjective) -> int:

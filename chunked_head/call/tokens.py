@@ -136,6 +136,12 @@ def tokens_of(call: Call[Any], spec: Spec, rows: int | None = None) -> Tokens:
         known = {**known, **own}
     if structure is None:
         structure, _ = structure_at(call, losses, spec.wanted, spec.columns, spec.teacher_vocab)
+        if call.target is not None:  # which a user's function may read in some calls alone
+            parts: dict[str, Any] = {
+                name: tuple([(replace(part, reads_target=True), view) for part, view in getattr(structure, name)])
+                for name in ("summands", "metrics", "segment_metrics")
+            }
+            structure = replace(structure, **parts)
     operands = (call.rows, call.weight, call.bias, call.target, call.temperatures, *batch.values())
     if [one for one in operands if one is not None and one.is_neg()]:
         # kernels read memory, which a lazy negation (``z.conj().imag``) has not reached

@@ -145,7 +145,7 @@ class Part:
         """The part with the next of other numbers, which may be tensors []."""
         return replace(self, options={name: join_numbers(v, numbers) for name, v in self.options.items()})
 
-    @property
+    @functools.cached_property
     def settings(self) -> tuple:
         """All numbers: what ``signature`` leaves out."""
         return self.split[1], self.temperature
@@ -186,7 +186,7 @@ class Summand(Part):
         teacher = None if self.teacher is None else self.split_teacher[0]
         return self.split[0], self.unit, tuple(self.tensors), teacher
 
-    @property
+    @functools.cached_property
     def settings(self) -> tuple:
         return self.split[1], self.temperature, () if self.teacher is None else self.split_teacher[1]
 
