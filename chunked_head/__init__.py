@@ -18,10 +18,8 @@ from .functions.cross_entropy import ChunkedHead, linear_cross_entropy
 from .functions.cross_entropy_module import CrossEntropyLoss
 from .functions.divergence import linear_divergence
 from .functions.gathered_topk import gathered_topk_kl
-from .functions.logits_logprobs import logits_logprobs
-from .functions.logits_loss import logits_loss
-from .functions.logprobs import linear_logprobs
-from .functions.loss import LossOutput, linear_loss
+from .functions.logprobs import linear_logprobs, logits_logprobs
+from .functions.loss import LossOutput, linear_loss, logits_loss
 from .functions.plan import plan
 from .integrations.huggingface.explain import explain_model
 from .integrations.huggingface.patch import patch_model, unpatch_model

@@ -21,6 +21,9 @@ INSTEAD = {
     "log-probabilities with -inf"
 }
 SEGMENT_IDS = ("segments", "documents")
+OF_KIND = {
+    "token": "that of the target", "row": "that of the target", "segment": "one per segment", "pair": "one per pair"
+}  # fmt: skip
 TYPES = {"float": "floating-point", "int": "int64 or int32", "bool": "bool"}
 
 
@@ -118,7 +121,6 @@ def check_field(
     }[kind.type]
     if not right:
         raise TypeError(f"{where} must be {TYPES[kind.type]}, got {name_of(value.dtype)}; cast it")
-    dims = len(leading)
     if field in KEPT_FIELDS:
         return
     if field == "kl_baseline":
@@ -128,28 +130,20 @@ def check_field(
                 f"got shape {tuple(value.shape)}"
             )
         return
-    if kind.kind in ("token", "row"):
-        if value.dim() != dims + kind.trailing or tuple(value.shape[:dims]) != leading:
-            shape = ", ".join([*map(str, leading), *["..."] * bool(kind.trailing)])
-            raise ValueError(
-                f"{where} must have shape ({shape}), that of the target"
-                + (f" and {kind.trailing} more dimensions" if kind.trailing else "")
-                + f", got {tuple(value.shape)}; nothing is broadcast: expand it to that shape"
-            )
-        if 0 in value.shape[dims:]:
-            raise ValueError(f"{where} must not be empty along its last dimension, got {tuple(value.shape)}")
-    elif kind.kind == "segment":
+    if kind.kind == "segment":
         need_segments(where, num_segments)
-        if value.dim() != 1 + kind.trailing or value.shape[0] != num_segments:
-            shape = ", ".join([str(num_segments), *["..."] * kind.trailing])
-            raise ValueError(f"{where} must have shape ({shape}), one per segment, got {tuple(value.shape)}")
-    elif kind.kind == "pair":
-        if field == "pairs" and (value.dim() != 2 or value.shape[1] != 2):
-            raise ValueError(
-                f"{where} must be [pairs, 2], segment ids of chosen and rejected, got {tuple(value.shape)}"
-            )
-    elif value.dim() != kind.trailing:
-        raise ValueError(f"{where} must have {kind.trailing} dimensions, got shape {tuple(value.shape)}; reshape it")
+    counts = {"token": leading, "row": leading, "segment": (num_segments,), "pair": tuple(value.shape[:1])}
+    expected, of = counts.get(kind.kind, ()), OF_KIND.get(kind.kind, "a constant")
+    if value.dim() != len(expected) + kind.trailing or tuple(value.shape[: len(expected)]) != expected:
+        shape = ", ".join([*map(str, expected), *["..."] * kind.trailing])
+        raise ValueError(
+            f"{where} must have shape ({shape}), {of}, got {tuple(value.shape)}; nothing is broadcast: expand or "
+            "reshape it"
+        )
+    if field == "pairs" and value.shape[1] != 2:
+        raise ValueError(f"{where} must be [pairs, 2], segment ids of chosen and rejected, got {tuple(value.shape)}")
+    if kind.kind in ("token", "row") and 0 in value.shape[len(leading) :]:
+        raise ValueError(f"{where} must not be empty along its last dimension, got {tuple(value.shape)}")
 
 
 def need_segments(where: str, num_segments: int | None) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
-from ..call.function import as_called
+from ..call.function import Grads, as_called
 from ..call.head_call import HeadCall
 from ..call.logits_call import LogitsCall, call_of
 from ..call.objectives import objective_of
@@ -28,7 +28,7 @@ from ..call.tokens import Packing, tokens_of
 from ..core.private import in_own_thread, private
 from ..core.stats import RowStats
 from ..plan.planner import make_plan
-from ..plan.sizes import Request, Sizes
+from ..plan.sizes import Request
 from .recipes import recipe_of
 
 # operands are logits, or hidden states, weight and perhaps bias; ``wanted``: of which of them the gradient is
@@ -105,19 +105,24 @@ def forward(operands: list[Tensor], others: list[Tensor], key: str, wanted: list
         if comes_late(asked):
             return [*outputs, *stats.named().values()]
         assert isinstance(objective, ScalarObjective) and isinstance(call, HeadCall)
-        dtypes = waiting_dtypes(asked, spec)
-        if grads is None:
-            ready = gradients_now(call, objective, of, stats, dtypes)
-        else:
-            plan = replace(call.plan, sizes=in_dtypes(call, dtypes))
-            ready = grads.finish(call.backend, [objective.one_or_nan], objective.one_or_nan, plan)
-        made = [grad for grad in ready if grad is not None]
-        return [*outputs, expected_upstream(objective), *shaped(made, operands, wanted)]
+        plan, one_or_nan = call.plan, objective.one_or_nan
+        expected = torch.ones_like(one_or_nan) * objective.declared
+        hidden, weight, bias = waiting_dtypes(asked, spec)
+        sizes = replace(plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
+        if grads is not None:
+            ready: Grads = grads.finish(call.backend, [one_or_nan], one_or_nan, replace(plan, sizes=sizes))
+        else:  # the plan leaves them to backward
+            coefficients = objective.coefficients_for(stats, (expected,))
+            if sizes != plan.sizes:
+                request = Request(memory_budget=call.request.memory_budget)
+                call = replace(call, plan=make_plan(replace(sizes, late_upstream=True), request))
+            ready = call.recompute(of, stats, coefficients)
+        return [*outputs, expected, *shaped(ready, operands, wanted)]
 
 
-def shaped(grads: Sequence[Tensor], operands: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
-    """Gradients as their operands are."""
-    found = iter(grads)
+def shaped(grads: Sequence[Tensor | None], operands: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
+    """Gradients that were made, as their operands are."""
+    found = iter([grad for grad in grads if grad is not None])
     return [next(found).view(operand.shape) for operand, own in zip(operands, wanted, strict=True) if own]
 
 
@@ -142,29 +147,6 @@ def waiting_dtypes(asked: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dty
     if spec.dtype == torch.float16 or asked.accumulate_dtype == torch.float32:
         return torch.promote_types(hidden, wide), torch.promote_types(weight, wide), wide
     return hidden, weight, wide
-
-
-def in_dtypes(call: HeadCall, dtypes: Sequence[torch.dtype]) -> Sizes:
-    """The call's sizes with gradients of these dtypes."""
-    hidden, weight, bias = dtypes
-    return replace(call.plan.sizes, hidden_dtype=hidden, weight_dtype=weight, bias_dtype=bias)
-
-
-def expected_upstream(objective: ScalarObjective) -> Tensor:
-    """[] the upstream gradient that the gradients hold."""
-    return torch.ones_like(objective.one_or_nan) * objective.declared
-
-
-def gradients_now(
-    call: HeadCall, objective: ScalarObjective, operands: Sequence[Any], stats: RowStats, dtypes: Sequence[torch.dtype]
-) -> tuple[Tensor | None, ...]:
-    """Gradients of a plan that leaves them to backward, with the expected upstream gradient."""
-    coefficients = objective.coefficients_for(stats, (expected_upstream(objective),))
-    sizes = in_dtypes(call, dtypes)
-    if sizes != call.plan.sizes:
-        sizes = replace(sizes, late_upstream=True)
-        call = replace(call, plan=make_plan(sizes, Request(memory_budget=call.request.memory_budget)))
-    return call.recompute(operands, stats, coefficients)
 
 
 @forward.register_fake
@@ -206,7 +188,7 @@ def backward(
         if packing is not None:
             upstream = [packing.pack(each) for each in upstream]
         found = call.recompute(of, kept, call.objective.coefficients_for(kept, tuple(upstream)))
-        return shaped([grad for grad in found if grad is not None], operands, wanted)
+        return shaped(found, operands, wanted)
 
 
 @backward.register_fake

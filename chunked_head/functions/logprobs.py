@@ -1,4 +1,4 @@
-"""Per-token statistics of a linear head, differentiable, for a loss of the caller's own."""
+"""Per-token statistics of a linear head or of logits, differentiable, for a loss of the caller's own."""
 
 import itertools
 from collections import namedtuple
@@ -11,6 +11,8 @@ from ..call.options import Call, Head, call_of
 from ..compile.operation import in_graph, operation
 from ..core.checks import flag
 from ..core.stats import all_at_targets
+from ..parallel.dtensor import local_logits
+from ..parallel.groups import TokenParallel, VocabParallel
 from .fields import with_candidates
 
 FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # of what is returned on demand, in order
@@ -170,3 +172,47 @@ def in_graph_logprobs(outputs: list[Tensor], given: dict[str, Any]) -> Any:
     names = output_names([given.get(name, False) for name in FLAGS], given.get("top_k"))
     values = all_at_targets(outputs[: len(names)], tuple(given["target"].shape), given.get("shift", 0))
     return laid_out(values, names)
+
+
+@operation
+def logits_logprobs(
+    logits: Tensor,  # [..., vocab]
+    target: Tensor,  # [...] int64
+    *,
+    entropy: bool = False,
+    lse: bool = False,
+    argmax: bool = False,
+    mean_logit: bool = False,
+    log_sum_sq_probs: bool = False,
+    temperature: float | Tensor = 1.0,  # or [...]
+    mask: Tensor | None = None,  # [...] bool
+    kept_ids: Tensor | None = None,  # [n] int64, or [..., K]
+    kept_offsets: Tensor | None = None,  # [tokens + 1] int64
+    kept_everywhere: bool = False,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    shift: int = 0,
+    vocab_size: int | None = None,
+    parallel: VocabParallel | TokenParallel | None = None,
+    backend: str | None = None,
+) -> Call[Any]:
+    """The results of ``linear_logprobs``, from logits that exist already: for a loss of one's own, or per-token values
+    of any other. One pass over the logits and one more in ``backward``; no other tensor of their size is made than the
+    gradient.
+
+    Args, Returns, Raises: as ``linear_logprobs``, without ``top_k``, which is ``logits.topk``; logits, vocab_size,
+    parallel and backend as ``logits_loss``.
+    """
+    logits, target, vocab_size, parallel = local_logits(logits, target, vocab_size, parallel, inplace=False)
+    names = output_names((entropy, lse, mean_logit, log_sum_sq_probs, argmax))
+    fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
+    return Call(
+        function="logits_logprobs", rows=logits, target=target, ignore_index=ignore_index, softcap=softcap,
+        logit_scale=logit_scale, temperature=temperature, shift=shift, backend=backend, vocab_size=vocab_size,
+        parallel=parallel, batch={name: value for name, value in fields.items() if value is not None},
+        kept_everywhere=kept_everywhere, outputs=names, result=lambda ran: laid_out(ran.outputs, names),
+    )  # fmt: skip
+
+
+in_graph(logits_logprobs)(in_graph_logprobs)

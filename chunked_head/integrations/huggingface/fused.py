@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import losses
 from ...functions.cross_entropy import linear_cross_entropy
-from ...functions.logits_loss import logits_loss
 from ...functions.logprobs import linear_logprobs
-from ...functions.loss import linear_loss
+from ...functions.loss import linear_loss, logits_loss
 from ...losses.base import Losses
 from .source import Source, changed, is_shard, running, version
 from .virtual import Rehearsed, Tail, Virtual, replay, tail_of
