@@ -100,7 +100,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("scale: temperatures of tokens", "chunked_head/call/tokens.py", "torch.where(counts, 1.0 / temperature, 1.0)", "torch.where(counts, temperature, 1.0)", LOGPROBS + " -k temperature"),
     ("range: an id too many", "chunked_head/call/tokens.py", "wrong = (ids < 0) | (ids >= number)", "wrong = (ids < 0) | (ids > number)", CONTRACT),
     ("buffer: a caller's buffer times the upstream gradient", "chunked_head/stores/gradients.py", "[self.weight], [one_or_nan])", "[self.weight], factors)", BUFFER),
-    ("buffer: what was in a caller's buffer", "chunked_head/stores/gradients.py", "return first and (self.gradient_buffer is None or self.gradient_buffer.fresh)", "return first", BUFFER),
+    ("buffer: what was in a caller's buffer", "chunked_head/stores/gradients.py", "self.fresh = gradient_buffer is None or gradient_buffer.fresh", "self.fresh = True", BUFFER),
     # losses
     ("bound: clip_high", "chunked_head/losses/policy.py", '1.0 + bound(where, "clip_high", clip_high)', '1.0 + bound(where, "clip_high", clip_low)', FORMULAS),
     ("bound: CISPO's lower one", "chunked_head/losses/policy.py", ".clamp(min=low, max=high)", ".clamp(max=high)", FORMULAS),

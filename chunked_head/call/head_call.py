@@ -15,7 +15,7 @@ from ..parallel.shard import Shard
 from ..plan.planner import NoPlan, find_plan
 from ..plan.plans import Plan
 from ..plan.segments import Spans
-from ..plan.sizes import DEFAULT_REQUEST, Request
+from ..plan.sizes import DEFAULT_REQUEST, Request, slices
 from ..stores import Backend
 from ..stores.gradients import GradientBuffer, Gradients
 from ..stores.operands import Head, Rows
@@ -61,10 +61,6 @@ class HeadCall(LocalCall):
     @property
     def teacher_last(self) -> bool:  # type: ignore[override]
         return self.plan.teacher_last
-
-    @property
-    def closed_spans(self) -> bool:  # type: ignore[override]
-        return self.spans is not None and self.multiplies
 
     def forward(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[RowStats, Gradients | None]:
         """Statistics of all tokens, and gradients where the forward pass makes them."""
@@ -123,16 +119,16 @@ class HeadCall(LocalCall):
         return grads
 
     def begin(self, given: Tensor, head: Head, stats: RowStats, grads: Gradients | None, known: bool) -> Work:
-        plan, backend, scale, sets = self.plan, self.backend, self.objective.scale, None
-        if self.kept is not None:
-            every = Rows(given, self.every_target, self.columns, scale)
-            sets = backend.sets_store(head, self.kept, every, self.objective.demand)
-            if not self.multiplies:
-                return sets, lambda at: every, [(every.tokens,)]
-        teacher = self.objective.teacher
+        plan, backend, teacher, sets = self.plan, self.backend, self.objective.teacher, None
         teacher = None if teacher is None else teacher.cast()  # once, as the weight
-        every = Rows(given, self.target, self.columns, scale, teacher, self.counted)
-        most = plan.block_tokens if known else plan.chunk_tokens
+        every = self.every_row(given, teacher, self.counted)
+        if self.objective.kept is not None:
+            assert self.kept is not None
+            of_sets = every._replace(target=self.every_target)
+            sets = backend.sets_store(head, self.kept, of_sets, self.objective.demand)
+            if not self.multiplies:
+                return sets, lambda at: of_sets, [(every.tokens,)]
+        most, tokens = plan.block_tokens if known else plan.chunk_tokens, plan.sizes.tokens
         gathered = None if self.shard is None else self.shard.gathered(given, most)
         buffer = torch.empty(most, given.shape[1], dtype=plan.sizes.dtype, device=given.device)
         if teacher is not None and teacher.hidden is not None and teacher.weight is not None:
@@ -140,7 +136,8 @@ class HeadCall(LocalCall):
 
         def rows_of(at: slice) -> Rows:
             """Tokens ``at`` of the call, for a store to clean; a teacher's are clean."""
-            rows, count = every.at(at), at.stop - at.start
+            count = at.stop - at.start
+            rows = every if count == tokens else every.at(at)
             source, order, of_rows = rows.hidden, None, rows.teacher
             if gathered is not None:
                 source, order = gathered.chunk(at)  # by rank; clean rows stand in the call's order
@@ -155,6 +152,5 @@ class HeadCall(LocalCall):
             return rows._replace(hidden=out, source=source, order=order, teacher=of_rows)
 
         store = backend.store_of(head, plan, every, None if known else stats)
-        chunks = plan.token_blocks() if known else plan.token_chunks()
-        spans = [(at,) for at in chunks] if known or self.spans is None else self.spans
+        spans = [(at,) for at in slices(tokens, most)] if known or self.spans is None else self.spans
         return store if sets is None else WithSets(store, sets), rows_of, spans

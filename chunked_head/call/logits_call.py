@@ -101,20 +101,16 @@ class LogitsCall(LocalCall):
         return Gradients(grad, None, None)
 
     def begin(self, given: Tensor, head: Head, stats: RowStats, grads: Gradients | None, known: bool) -> Work:
-        demand, backend, sets = self.objective.demand, self.backend, None
+        demand, backend = self.objective.demand, self.backend
         if self.shard is not None:
             demand = demand.of_columns(self.width)  # of the columns that are here
         views = self.views(given, None if grads is None else grads.hidden)
-        every = Rows(given, self.target if self.kept is None else self.every_target, self.columns)
+        every = self.every_row(given)
+        store: Store = GivenLogits(functools.partial(backend.view_store, head, demand), views)
         if self.kept is not None:
-            of_sets = Rows(given, self.every_target, scale=self.objective.scale)
-            sets = backend.sets_store(head, self.kept, of_sets, demand, views)
-        if not self.multiplies:
-            assert sets is not None
-            store: Store = sets
-        else:
-            store = GivenLogits(functools.partial(backend.view_store, head, demand), views)
-            store = store if sets is None else WithSets(store, sets)
+            every = every._replace(target=self.every_target)
+            sets = backend.sets_store(head, self.kept, every, demand, views)
+            store = WithSets(store, sets) if self.multiplies else sets
         # one chunk: ranks' strides may differ, and with them the views; their messages must not
         return store, lambda at: every, [(every.tokens,)]
 

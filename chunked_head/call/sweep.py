@@ -11,9 +11,10 @@ from torch import Tensor
 from ..arithmetic.objective import Objective
 from ..core.stats import Coefficients, RowStats
 from ..parallel.shard import Shard
+from ..plan.segments import Spans
 from ..stores import Backend
 from ..stores.gradients import Gradients
-from ..stores.operands import Head, Kept, Rows
+from ..stores.operands import Head, Kept, Rows, Teacher
 from ..stores.store import Store
 
 # One chunk of n tokens, of H hidden states and V columns on this rank; e: the dtype of the matmuls (bf16, fp16, fp32,
@@ -60,7 +61,9 @@ def sweep(
     if not tokens:
         return stats, grads
     store, rows_of, spans = call.begin(given, head, stats, grads, known is not None)
-    pairs, closed, values = objective.demand.pairing is not None, call.closed_spans, not call.teacher_last
+    pairs = objective.demand.pairing is not None
+    values = not (pairs and call.teacher_last)  # else a teacher's statistics come with the gradients
+    closed = call.spans is not None and call.multiplies  # no other tokens belong to a span's segments
 
     def filled(at: slice) -> tuple[Rows, RowStats]:
         rows, out = rows_of(at), stats.at(at)
@@ -122,8 +125,8 @@ class LocalCall:
     logit_scale: float
     softcap: float | None
     shard: Shard | None  # this rank's part of the vocabulary, where ranks share it
-    teacher_last = False  # a teacher's statistics come with the gradients
-    closed_spans = False  # no other tokens belong to a span's segments
+    spans: Spans | None = None  # of rows whose gradients wait for each other only; None: as the plan says
+    teacher_last = False
 
     # buffers of the gradients that a sweep of what is given makes; None where it makes none. The last: known statistics
     new_gradients: Callable[[Tensor, bool], Gradients | None]
@@ -137,6 +140,10 @@ class LocalCall:
             return self
         objective = replace(objective, teacher=objective.teacher.with_tensors(tensors))
         return replace(self, objective=objective)  # type: ignore[type-var]
+
+    def every_row(self, given: Tensor, teacher: Teacher | None = None, counted: Tensor | None = None) -> Rows:
+        """All rows of the call, as given."""
+        return Rows(given, self.target, self.columns, self.objective.scale, teacher, counted)
 
     @functools.cached_property
     def every_target(self) -> Tensor:

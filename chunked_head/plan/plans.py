@@ -82,9 +82,6 @@ class Plan:
     def token_chunks(self) -> list[slice]:
         return slices(self.sizes.tokens, self.chunk_tokens)
 
-    def token_blocks(self) -> list[slice]:
-        return slices(self.sizes.tokens, self.block_tokens)
-
     def column_tiles(self) -> list[slice]:
         return slices(self.sizes.vocab, self.tile_columns)
 

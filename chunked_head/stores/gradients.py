@@ -73,6 +73,8 @@ class Gradients:
     ):
         self.hidden, self.weight, self.bias, self.gradient_buffer = hidden, weight, bias, gradient_buffer
         self.buffers = weight, bias
+        # the first product is stored in the weight's gradient rather than added
+        self.fresh = gradient_buffer is None or gradient_buffer.fresh
         # what becomes of ``hidden`` where ranks share the vocabulary
         self.over_ranks: SummedRows | ScatteredRows | None = None
         if padding:
@@ -118,10 +120,6 @@ class Gradients:
         """Rows ``at`` are complete but for what other ranks add to them."""
         if self.over_ranks is not None and self.hidden is not None:
             self.over_ranks.done(self.hidden, at)
-
-    def stores(self, first: bool) -> bool:
-        """True where a product is stored in the weight's gradient rather than added."""
-        return first and (self.gradient_buffer is None or self.gradient_buffer.fresh)
 
     def without_weight(self) -> None:
         """Lets go of the weight's gradient, which is finished elsewhere."""

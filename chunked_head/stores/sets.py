@@ -195,7 +195,7 @@ class SetStore(Store):
     def finish(self, grads: Gradients) -> None:
         """The weight's and the bias's gradients, of all rows."""
         if grads.weight is not None:
-            self.put_dweight(grads.weight, self.rows.hidden, add=not grads.stores(self.kept.everywhere))
+            self.put_dweight(grads.weight, self.rows.hidden, add=not (self.kept.everywhere and grads.fresh))
         if grads.bias is not None:
             ones = torch.ones(len(self.rows.hidden), 1, dtype=self.wide, device=self.dlogits.device)
             self.put_dweight(grads.bias.unsqueeze(1), ones, add=not self.kept.everywhere)

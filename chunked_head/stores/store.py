@@ -87,9 +87,10 @@ class MatmulStore(Store):
                         sums.mul_(gain)
                     if sums is not dhidden:
                         dhidden.copy_(sums)
-                    grads.hidden_done(at)
+                    if grads.over_ranks is not None:
+                        grads.hidden_done(at)
             if grads.weight is not None:
-                self.add_dweight(dlogits, rows, grads.weight[part], grads.stores(first), gain)
+                self.add_dweight(dlogits, rows, grads.weight[part], first and grads.fresh, gain)
             if grads.bias is not None:
                 put(grads.bias[part], dlogits.sum(0, dtype=grads.bias.dtype), first, gain)
 

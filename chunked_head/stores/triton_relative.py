@@ -253,7 +253,7 @@ class FastStore(RelativeStore):
             self.add_dhidden(exp, rows, self.head.weight, grads.hidden_rows(at), True, factors)
             grads.hidden_done(at)
         if grads.weight is not None:
-            self.add_dweight(exp, rows, grads.weight, grads.stores(rows.first == 0))
+            self.add_dweight(exp, rows, grads.weight, rows.first == 0 and grads.fresh)
             if rows.order is not None and rows.source is not None:
                 # hidden states of all ranks' tokens are here for this chunk only
                 self.add_target_rows(rows.source, rows.target, at, grads.weight, rows.order)
