@@ -125,12 +125,8 @@ class StreamsBuffer(GradientBuffer):
         return sums
 
 
-@dataclass
-class StreamsGrads:
-    """Gradients that wait for backward: of each stream, None where backward makes them; of the weight, of all."""
-
-    each: list[Gradients | None]
-    buffer: StreamsBuffer | None
+# gradients that wait for backward: of each stream, None where backward makes them; of the weight, of all
+StreamsGrads = tuple[list[Gradients | None], StreamsBuffer | None]
 
 
 class StreamsForward(NamedTuple):
@@ -150,28 +146,21 @@ class StreamsForward(NamedTuple):
     inplace: bool = False
     padded: bool = False
 
-    def late(self, grads: StreamsGrads | None) -> list[int]:
-        """Streams whose gradients backward makes."""
-        return [i for i, one in enumerate(self.each) if (grads is None or grads.each[i] is None) and one.any_grad]
-
     def gradients(self, grads: StreamsGrads | None, saved: Sequence[Tensor], upstream: Grads) -> Grads:
         """Gradients of the weight, the bias and each stream's hidden states."""
-        (given,) = upstream
-        assert given is not None
-        late, buffer = self.late(grads), None if grads is None else grads.buffer
+        (given,), expected = upstream, self.each[0].expected
+        assert given is not None and expected is not None
+        waiting, buffer = grads or ([None] * len(self.each), None)
         found: list[Grads] = [(None, None, None)] * len(self.each)
-        for i, one in enumerate(self.each):
-            ready = None if grads is None else grads.each[i]
+        for i, ready in enumerate(waiting):
             if ready is not None:
-                found[i] = one.gradients(ready, (), upstream)
-            elif one.gradient_buffer is not None:
-                one.gradient_buffer.check_there()
+                found[i] = self.each[i].gradients(ready, (), upstream)
+        late = [i for i, ready in enumerate(waiting) if ready is None and self.each[i].any_grad]
         if buffer is not None and late:
-            expected = next(one.expected for i, one in enumerate(self.each) if i not in late)
-            assert expected is not None
-            self.each[0].backend.scale_([buffer.buffer], expected.factors(given))
+            self.each[0].backend.scale_([buffer.buffer], expected.factors(given)[:1])
         for i in late:
-            buffer = buffer or self.new_buffer(saved[0])
+            if buffer is None and self.buffer_dtype is not None:
+                buffer = StreamsBuffer(saved[0], self.vocab, self.buffer_dtype)
             operands = [saved[2 + i], *saved[:2], *saved[slice(*self.saved_ends[i : i + 2])]]
             found[i] = gradients_into(buffer, self.each[i], operands, upstream)
         of_hidden, of_weight, of_bias = zip(*found, strict=True)
@@ -180,9 +169,6 @@ class StreamsForward(NamedTuple):
         else:
             d_weight = finished(buffer, self.each, given, scaled=bool(late))
         return d_weight, added(of_bias), *of_hidden
-
-    def new_buffer(self, weight: Tensor) -> StreamsBuffer | None:
-        return None if self.buffer_dtype is None else StreamsBuffer(weight, self.vocab, self.buffer_dtype)
 
 
 def forward_of_streams(
@@ -209,7 +195,7 @@ def forward_of_streams(
     first, *others = (one.outputs[0] for one in made)
     saved = [tensor for one in made for tensor in one.saved]
     ends = [*itertools.accumulate((len(one.saved) for one in made), initial=2 + len(made))]
-    grads = StreamsGrads([one.grads for one in made], buffer)
+    grads = [one.grads for one in made], buffer
     any_grad = any(one.any_grad for one in made)
     reads = any(one.reads_saved or (one.grads is None and one.any_grad) for one in made)
     each = [one._replace(outputs=(), grads=None, saved=()) for one in made]
@@ -218,6 +204,8 @@ def forward_of_streams(
 
 def gradients_into(buffer: StreamsBuffer | None, made: Forward, operands: Sequence[Tensor], upstream: Grads) -> Grads:
     """A stream's gradients once the upstream gradient is known: its logits are computed again."""
+    if made.gradient_buffer is not None:
+        made.gradient_buffer.check_there()
     call, stats = made.later(operands)
     assert isinstance(call, HeadCall)
     if buffer is not None:

@@ -106,11 +106,6 @@ class Tokens:
         return self.spec.backend
 
     @property
-    def waits_for_nothing(self) -> bool:
-        """True where the host may read tensors without waiting."""
-        return reading_is_free(self.target) and not self.backend.bounds_rows("fast")
-
-    @property
     def counts(self) -> Tensor:
         """True for tokens that count [tokens], in the call's order."""
         counts = self.target >= 0
@@ -161,8 +156,13 @@ def tokens_of(call: Call[Any], spec: Spec, rows: int | None = None) -> Tokens:
     tokens = Tokens(call, spec, losses, structure, *targets, fields, token_fields, teacher, scale)
     if "kept_ids" in spec.wanted and len(tokens.target):
         tokens = replace(tokens, kept=sets_of(tokens, batch, leading, call.kept_everywhere))
-    if call.weight is not None and (call.skip_ignored or (tokens.kept is not None and keeps_some(tokens))):
-        return packed(tokens, packing_of(tokens, call.skip_ignored))
+    kept, skip = tokens.kept, call.skip_ignored
+    # where only some rows keep sets, matmuls can stop at a number that the device knows
+    some = kept is not None and not kept.everywhere
+    if call.weight is not None and (skip or (some and own_matmuls(call, spec))):
+        # on the CPU there is no device to wait for
+        wait = skip == "wait" or (reading_is_free(tokens.target) and not spec.backend.bounds_rows("fast"))
+        return packed(tokens, Packing.of(tokens.target, wait, None if kept is None else kept.has))
     if not (spec.by_segments and call.segments is not None and len(tokens.target)):
         return tokens
     return replace(tokens, groups=groups_of(call.segments, leading[-1] if leading else 1, call.shift))
@@ -199,8 +199,11 @@ def lay_fields(
         values = spec.backend.read_fields([batch[field] for field in numbers], target, call.shift, dtype)
         fields.update(zip(numbers, values, strict=True))
     for field in LOGPROBS:
-        if field in fields and looks and len(target):
-            check_logprobs(field, float(fields[field].max()))
+        if field in fields and looks and len(target) and (largest := float(fields[field].max())) > LARGEST_LOGPROB:
+            raise ValueError(
+                f"batch[{field!r}] must hold log-probabilities, which are at most 0, got {largest:g}; negate them if "
+                "they are losses (-log p), take .log() if they are probabilities"
+            )
     others = [field for field in read if field not in numbers]
     ignored = target < 0 if others else target
     for field in others:
@@ -265,15 +268,6 @@ def inverse_temperature(temperature: Tensor, counts: Tensor) -> tuple[Tensor, Te
     if reading_is_free(wrong) and wrong.any():
         raise ValueError(f"temperature must be positive and finite, got {float(temperature[wrong][0]):g} for a token")
     return torch.where(counts, 1.0 / temperature, 1.0), wrong.any()
-
-
-def check_logprobs(field: str, largest: float) -> None:
-    """Raises where log-probabilities are none. Only asked on the CPU: elsewhere the host would wait."""
-    if largest > LARGEST_LOGPROB:
-        raise ValueError(
-            f"batch[{field!r}] must hold log-probabilities, which are at most 0, got {largest:g}; negate them if they "
-            "are losses (-log p), take .log() if they are probabilities"
-        )
 
 
 def in_range(field: str, ids: Tensor, number: int, none: int | None) -> tuple[Tensor, Tensor]:
@@ -351,12 +345,6 @@ def of_all_ranks(
     return target, {**batch, **whole}, (count * shard.parallel.ranks,)
 
 
-def keeps_some(tokens: Tokens) -> bool:
-    """True where only some rows keep sets, and matmuls can stop at a number that the device knows."""
-    kept = tokens.kept
-    return kept is not None and not kept.everywhere and own_matmuls(tokens.call, tokens.spec)
-
-
 def in_order(tokens: Tokens, groups: Sequence[Group]) -> Tokens:
     """The call with its rows in the order of groups, if that is not their own."""
     ranges = [rows for group in groups for rows in group]
@@ -401,13 +389,6 @@ def refuse_sets(ids: Tensor, offsets: Tensor | None, vocab: int, missing: int) -
     in_range("kept_ids", ids, vocab, -1)
 
 
-def packing_of(tokens: Tokens, skip: bool | str) -> Packing:
-    """The order of tokens that count before those that do not."""
-    # on the CPU there is no device to wait for
-    wait = skip == "wait" or tokens.waits_for_nothing
-    return Packing.of(tokens.target, wait, None if tokens.kept is None else tokens.kept.has)
-
-
 def packed(tokens: Tokens, packing: Packing) -> Tokens:
     """The call with its tokens in another order."""
     teacher, kept = tokens.teacher, tokens.kept
@@ -421,12 +402,7 @@ def packed(tokens: Tokens, packing: Packing) -> Tokens:
             "skip_ignored=True cannot move the rows of batch['teacher_logits'], which are read where they lie; give "
             'teacher_hidden and teacher_weight, or skip_ignored="wait"'
         )
-    if teacher is not None:
-        teacher = replace(
-            teacher,
-            logits=None if teacher.logits is None else packing.pack(teacher.logits),
-            hidden=None if teacher.hidden is None else packing.pack(teacher.hidden),
-        )
+    teacher = None if teacher is None else teacher.rows(packing.order)
     scale = None if tokens.scale is None else packing.pack(tokens.scale)
     if kept is not None:
         starts, ends = packing.pack(kept.starts), packing.pack(kept.ends)

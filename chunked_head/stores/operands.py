@@ -59,7 +59,8 @@ class Teacher:
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return replace(self, weight=self.weight.to(self.dtype), bias=bias)
 
-    def rows(self, rows: slice) -> "Teacher":
+    def rows(self, rows: slice | Tensor) -> "Teacher":
+        """The teacher of a slice of rows, or of rows by their numbers."""
         given: dict[str, Any] = {"logits": self.logits, "hidden": self.hidden}
         return replace(self, **{name: value[rows] for name, value in given.items() if value is not None})
 

@@ -117,20 +117,11 @@ class KernelStore(MatmulStore):
         return stored
 
     def differentiate_(
-        self,
-        dlogits: Tensor,
-        stored: Stored,
-        head: Head,
-        first: int,
-        rows: Rows,
-        stats: RowStats,
-        coefficients: Coefficients,
-        teacher: Stored | None,
-        counted: Counted = ALL_ROWS,
-        parts: Parts = NO_PARTS,
-    ) -> Tensor:
-        c, pairing, columns = coefficients, self.demand.pairing, dlogits.shape[1]
-        teacher_terms = None
+        self, dlogits: Tensor, stored: Stored, head: Head, first: int, rows: Rows, stats: RowStats, c: Coefficients,
+        teacher: Stored | None, counted: Counted = ALL_ROWS, parts: Parts = NO_PARTS,
+    ) -> Tensor:  # fmt: skip
+        """The gradient of raw logits, of the columns from ``first`` on of which ``head`` is the head."""
+        pairing, columns, teacher_terms = self.demand.pairing, dlogits.shape[1], None
         if teacher is not None and pairing is not None:
             assert stats.teacher_start is not None and stats.teacher_rest is not None
             teacher_terms = TeacherTerms(
@@ -153,23 +144,16 @@ class KernelStore(MatmulStore):
         return terms_of(self.demand, rows.target, stats, c, columns2)
 
     def replace_columns_(
-        self,
-        dlogits: Tensor,
-        head: Head,
-        first: int,
-        rows: Rows,
-        stats: RowStats,
-        coefficients: Coefficients,
-        common: Terms,
+        self, dlogits: Tensor, head: Head, first: int, rows: Rows, stats: RowStats, c: Coefficients, common: Terms,
         teacher_terms: TeacherTerms | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Gradients at the columns of each row, from exact logits."""
-        if coefficients.columns is None:
+        if c.columns is None:
             return
         assert stats.column_logits is not None and rows.columns is not None
         gradients.column_grad(
-            dlogits, stats.column_logits, rows.columns, coefficients.columns, head.class_weights, common, teacher_terms,
-            first, transform(head, rows.scale),
+            dlogits, stats.column_logits, rows.columns, c.columns, head.class_weights, common, teacher_terms, first,
+            transform(head, rows.scale),
         )  # fmt: skip
 
 
