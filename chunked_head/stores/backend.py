@@ -4,7 +4,7 @@
 import functools
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..core.stats import Demand, RowStats, shift_left
 from ..kernels.common.gpus import Gpu, gpu_of
-from ..parallel.merge import GatheredStats, merge_ranks
+from ..parallel.merge import merge_ranks
 from ..plan.plans import Plan
 from ..plan.sizes import Store as StoreName
 from ..plan.sizes import slices
 from . import torch_store
-from .operands import Head, Kept, Rows, Sets, Teacher
+from .operands import Head, Rows, Teacher
 from .sets import SetStore, kept_sets
 from .store import Store
 from .torch_store import GivenView, TorchStore
@@ -52,6 +52,14 @@ class Backend:
 
     name = "torch"
     sets_store: type[SetStore] = SetStore  # of rows whose softmaxes are over sets of columns
+    # of a view of logits that exist, and where their gradient goes; of the head only scale, cap and class weights are
+    # read
+    view_store: Callable[[Head, Demand, Rows, Tensor | None], Store] = GivenView
+    clean_rows = staticmethod(TorchStore.clean_rows)
+    # the sets that tokens keep as entries of the rows that predict them, a bias given as 0; what is wrong makes both
+    # numbers nan
+    kept_sets = staticmethod(kept_sets)
+    merge_ranks = staticmethod(merge_ranks)
 
     def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
         """ValueError where it cannot compute there, or not with ``what``, which has this dtype."""
@@ -104,32 +112,10 @@ class Backend:
         bytes of elementwise tiles; where there are matmuls of ours ``gpu``, and how many ``multiprocessors`` it has."""
         return {"half_products": False, "scratch": 4 * torch_store.TILE_ELEMENTS}
 
-    def clean_rows(self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
-        """Rows as the matmuls take them: contiguous, in the dtype of ``out``, 0 where a row's target is -1; the rows
-        ``order`` of the source where one is given.
-
-        The zeros keep whatever stands in a masked row (nan, inf) out of the weight's gradient, where multiplying by a
-        gradient of 0 would not.
-        """
-        TorchStore.clean_rows(out, source, target, order)
-
     def store_of(self, head: Head, plan: Plan, every: Rows, out: RowStats | None) -> Store:
         """The store of a plan's chunks, of which ``out`` receives the statistics, or where these are known (None) of
         its blocks. ``every``: the call's rows as given."""
         return TorchStore(head, plan, out is None)
-
-    def view_store(self, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None) -> Store:
-        """The store of a view of logits that exist. Of ``head`` only scale, cap and class weights are read."""
-        return GivenView(head, demand, rows, gradient)
-
-    def kept_sets(self, out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
-        """The sets that tokens keep as entries of the rows that predict them: ``out`` holds 0 for a bias. What is wrong
-        with them makes both ``numbers`` nan."""
-        kept_sets(out, sets, target, numbers)
-
-    def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
-        """Statistics of the vocabulary from those of its pieces."""
-        merge_ranks(gathered, out)
 
     def sum_rows(self, table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of the first sum, 0-d; and sums [rows] of a table [rows, tokens], of the first ``parts`` rows times

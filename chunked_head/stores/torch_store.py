@@ -38,6 +38,12 @@ class TorchStore(MatmulStore):
 
     @staticmethod
     def clean_rows(out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
+        """Rows as the matmuls take them: contiguous, in the dtype of ``out``, 0 where a row's target is -1; the rows
+        ``order`` of the source where one is given.
+
+        The zeros keep whatever stands in a masked row (nan, inf) out of the weight's gradient, where multiplying by a
+        gradient of 0 would not.
+        """
         out.copy_(source if order is None else source[order]).masked_fill_((target < 0).unsqueeze(1), 0.0)
 
     def fill(self, rows: Rows, out: RowStats) -> None:

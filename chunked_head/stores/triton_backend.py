@@ -19,14 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core.stats import Coefficients, Demand, RowStats
+from ..core.stats import Coefficients, RowStats
 from ..kernels.common.gpus import gpu_of, multiprocessors_of
 from ..kernels.common.operands import KeptEntries
 from ..kernels.common.tiles import INTERPRETED
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics
-from ..parallel.merge import GatheredStats
 from ..plan.plans import Plan
 from ..plan.sizes import Store as StoreName
 from .backend import Backend, Layout, Targets
@@ -80,11 +79,21 @@ class TritonSets(SetStore):
         products.put_column_rows(out, rows, self.kept.columns, self.dlogits, self.kept.rows, add)
 
 
+def kept_sets(out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
+    statistics.kept_sets(out.starts, out.ends, out.rows, out.columns, out.bias, *numbers, target, *sets)
+
+
 class TritonBackend(Backend):
     """Kernels in the place of torch operations."""
 
     name = "triton"
     sets_store = TritonSets
+    view_store = GivenView
+    clean_rows = staticmethod(statistics.clean_rows)
+    merge_ranks = staticmethod(merge_ranks)
+    kept_sets = staticmethod(kept_sets)
+    read_fields = staticmethod(statistics.read_fields)
+    sum_rows = staticmethod(statistics.sum_rows)
 
     def check(self, device: torch.device, dtype: torch.dtype, what: str) -> None:
         if device.type != "cuda" and not INTERPRETED:
@@ -106,9 +115,6 @@ class TritonBackend(Backend):
         rows: int | None = None,
     ) -> Targets:
         return Targets(*statistics.read_targets(target, mask, shift, ignore_index, vocab, dtype, rows))
-
-    def read_fields(self, values: Sequence[Tensor], target: Tensor, shift: int, dtype: torch.dtype) -> Sequence[Tensor]:
-        return statistics.read_fields(values, target, shift, dtype)
 
     def store(self, layout: Layout) -> StoreName:
         aligned = layout.plain_weight and layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0
@@ -136,27 +142,12 @@ class TritonBackend(Backend):
             "gpu": gpu_of(device), "multiprocessors": multiprocessors_of(device),
         }  # fmt: skip
 
-    def clean_rows(self, out: Tensor, source: Tensor, target: Tensor, order: Tensor | None) -> None:
-        statistics.clean_rows(out, source, target, order)
-
     def store_of(self, head: Head, plan: Plan, every: Rows, out: RowStats | None) -> Store:
         if out is None and plan.sizes.grads_in_matmul:
             return GradStore(head, plan)
         if out is None or plan.sizes.store == "logits":
             return LogitsStore(head, plan, out is None)
         return FastStore(head, plan, every, out) if plan.sizes.store == "fast" else RelativeStore(head, plan)
-
-    def view_store(self, head: Head, demand: Demand, rows: Rows, gradient: Tensor | None) -> Store:
-        return GivenView(head, demand, rows, gradient)
-
-    def kept_sets(self, out: Kept, sets: Sets, target: Tensor, numbers: tuple[Tensor, Tensor]) -> None:
-        statistics.kept_sets(out.starts, out.ends, out.rows, out.columns, out.bias, *numbers, target, *sets)
-
-    def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
-        merge_ranks(gathered, out)
-
-    def sum_rows(self, table: Tensor, parts: int, inverse: Tensor, one_or_nan: Tensor) -> tuple[Tensor, Tensor]:
-        return statistics.sum_rows(table, parts, inverse, one_or_nan)
 
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(source, dtype=dtype)
