@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..core.stats import Coefficients, RowStats, numbers_sent, sent
 from ..kernels.common.gpus import split_strips
-from ..kernels.common.operands import ALL_ROWS, Stored, Strips, strip_rows
+from ..kernels.common.operands import ALL_ROWS, Counted, Stored, Strips, strip_rows
 from ..kernels.common.tiles import ELSEWHERE, cdiv
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
@@ -156,31 +156,28 @@ class RelativeStore(HalfStore):
         return Stored(buffer, strips.offset)
 
     def gradient(self, rows: Rows, tile: slice, stats: RowStats, coefficients: Coefficients) -> Tensor:
-        dlogits, count = self.stored.logits.view(self.sizes.dtype), rows.target.shape[0]
+        dlogits, stored, head = self.stored.logits.view(self.sizes.dtype), self.stored, self.head
         if not self.plan.teacher_last:
             teacher = None if self.demand.pairing is None else self.teacher_stored
-            self.differentiate_rows_(dlogits, slice(0, count), rows, stats, coefficients, teacher, NO_PARTS)
-            return dlogits
+            counted = self.differentiated(rows)
+            return self.differentiate_(dlogits, stored, head, 0, rows, stats, coefficients, teacher, counted)
         # a teacher's logits are made here, some rows at a time, and its statistics: the pass over both makes the
         # divergence too
-        for at in slices(count, self.teacher_rows):
+        for at in slices(len(dlogits), self.teacher_rows):
             some, out = rows.at(at), stats.at(at)
             self.teacher_stats(some, out)
             forward_kl, entropy = (None if part is None else part[:, at] for part in self.parts)
-            parts = forward_kl, entropy
-            self.differentiate_rows_(dlogits[at], at, some, out, coefficients.at(at), self.teacher_stored, parts)
-        of_rows = [None if part is None else part[:, :count] for part in self.parts]
+            self.differentiate_(
+                dlogits[at], stored.at(at), head, 0, some, out, coefficients.at(at), self.teacher_stored,
+                self.differentiated(some), (forward_kl, entropy),
+            )  # fmt: skip
+        of_rows = [None if part is None else part[:, : len(dlogits)] for part in self.parts]
         gradients.add_parts((stats.forward_kl, stats.teacher_entropy), of_rows)
         return dlogits
 
-    def differentiate_rows_(
-        self, dlogits: Tensor, at: slice, rows: Rows, stats: RowStats, c: Coefficients, teacher: Stored | None,
-        parts: Parts,
-    ) -> None:  # fmt: skip
-        stored = self.stored if len(dlogits) == len(self.stored.logits) else self.stored.at(at)
+    def differentiated(self, rows: Rows) -> Counted:
         # a bias's gradient sums over all rows
-        counted = ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
-        self.differentiate_(dlogits, stored, self.head, 0, rows, stats, c, teacher, counted, parts)
+        return ALL_ROWS if self.sizes.bias_grad else counted_of(rows)
 
     def add_dhidden(
         self, dlogits: Tensor, rows: Rows, weight: Tensor, out: Tensor, first: bool,
