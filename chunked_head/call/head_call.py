@@ -120,14 +120,14 @@ class HeadCall(LocalCall):
 
     def begin(self, given: Tensor, head: Head, stats: RowStats, grads: Gradients | None, known: bool) -> Work:
         plan, backend, teacher, sets = self.plan, self.backend, self.objective.teacher, None
-        teacher = None if teacher is None else teacher.cast()  # once, as the weight
-        every = self.every_row(given, teacher, self.counted)
         if self.objective.kept is not None:
             assert self.kept is not None
-            of_sets = every._replace(target=self.every_target)
+            of_sets = self.rows_of_sets(given)
             sets = backend.sets_store(head, self.kept, of_sets, self.objective.demand)
             if not self.multiplies:
-                return sets, lambda at: of_sets, [(every.tokens,)]
+                return sets, lambda at: of_sets, [(of_sets.tokens,)]
+        teacher = None if teacher is None else teacher.cast()  # once, as the weight
+        every = self.every_row(given, teacher, self.counted)
         most, tokens = plan.block_tokens if known else plan.chunk_tokens, plan.sizes.tokens
         gathered = None if self.shard is None else self.shard.gathered(given, most)
         buffer = torch.empty(most, given.shape[1], dtype=plan.sizes.dtype, device=given.device)

@@ -105,10 +105,9 @@ class LogitsCall(LocalCall):
         if self.shard is not None:
             demand = demand.of_columns(self.width)  # of the columns that are here
         views = self.views(given, None if grads is None else grads.hidden)
-        every = self.every_row(given)
+        every = self.every_row(given) if self.kept is None else self.rows_of_sets(given)
         store: Store = GivenLogits(functools.partial(backend.view_store, head, demand), views)
         if self.kept is not None:
-            every = every._replace(target=self.every_target)
             sets = backend.sets_store(head, self.kept, every, demand, views)
             store = WithSets(store, sets) if self.multiplies else sets
         # one chunk: ranks' strides may differ, and with them the views; their messages must not

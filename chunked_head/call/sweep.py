@@ -145,6 +145,10 @@ class LocalCall:
         """All rows of the call, as given."""
         return Rows(given, self.target, self.columns, self.objective.scale, teacher, counted)
 
+    def rows_of_sets(self, given: Tensor) -> Rows:
+        """All rows of the call, as given, with the targets of those that keep sets too."""
+        return Rows(given, self.every_target, self.columns, self.objective.scale)
+
     @functools.cached_property
     def every_target(self) -> Tensor:
         """[tokens] int64: columns of this rank's, -1 where a token does not count, ``ELSEWHERE`` where it does and its
