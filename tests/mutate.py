@@ -63,7 +63,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("swapped: shares of a mixture", TORCH, "pairing.beta * q_to_mixture + (1.0 - pairing.beta) * kl", "(1.0 - pairing.beta) * q_to_mixture + pairing.beta * kl", LINEAR + " -k 'test_loss and jsd'"),
     ("scale: total variation", TORCH, "(p - q).abs().sum(1) / 2", "(p - q).abs().sum(1)", LINEAR + " -k 'test_loss and tvd'"),
     ("offset: columns of a tile", TORCH, "((ids - tile.start).clamp(", "(ids.clamp(", "tests/ranks/test_every_loss.py -k 'budget and one'"),
-    ("offset: a loss's own columns in a tile", TORCH, "(ids >= tile.start) & (ids < tile.stop)", "(ids >= 0) & (ids < tile.stop)", GRAD_LOGITS + " tests/functions/test_divergence.py"),
+    ("offset: a loss's own columns in a tile", TORCH, "(ids >= tile.start) & (ids < tile.stop)", "(ids >= 0) & (ids < tile.stop)", "tests/ranks/test_every_loss.py -k 'budget and everything'"),
     ("scale: bias", TORCH, "part.add_(bias)", "part.sub_(bias)", CROSS + " -k bias"),
     ("scale: slope of scale and cap", TORCH, "neg_().add_(1.0).mul_(head.logit_scale)", "neg_().add_(1.0)", CROSS + " -k softcap"),
     ("sign: total variation's gradient", TORCH, "p * (1 - (p - q).sign())", "p * (1 + (p - q).sign())", LINEAR + " -k 'test_loss and tvd'"),
@@ -99,7 +99,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("shift: temperatures that stay behind", "chunked_head/call/tokens.py", "fill, dims - 1) if dims else value", "fill, dims - 1) if dims and field != TEMPERATURE else value", LOGPROBS + " -k temperature"),
     ("scale: temperatures of tokens", "chunked_head/call/tokens.py", "torch.where(counts, 1.0 / temperature, 1.0)", "torch.where(counts, temperature, 1.0)", LOGPROBS + " -k temperature"),
     ("range: an id too many", "chunked_head/call/tokens.py", "wrong = (ids < 0) | (ids >= number)", "wrong = (ids < 0) | (ids > number)", CONTRACT),
-    ("buffer: a caller's buffer times the upstream gradient", "chunked_head/stores/gradients.py", "[self.weight], [one_or_nan])", "[self.weight], factors)", BUFFER),
+    ("buffer: a promise that is broken", "chunked_head/call/function.py", "one_or_nan = expected.one_or_nan_for(given)", "one_or_nan = expected.one_or_nan", BUFFER),
     ("buffer: what was in a caller's buffer", "chunked_head/stores/gradients.py", "self.fresh = gradient_buffer is None or gradient_buffer.fresh", "self.fresh = True", BUFFER),
     # losses
     ("bound: clip_high", "chunked_head/losses/policy.py", '1.0 + bound(where, "clip_high", clip_high)', '1.0 + bound(where, "clip_high", clip_low)', FORMULAS),
