@@ -15,6 +15,7 @@ from ..losses.batch import clamped, kl_estimate
 from ..losses.reference_kl import estimated_kl
 from .values import Metric, MetricOptions, Reduce
 
+ESTIMATORS = ("k1", "abs", "k2", "k3")
 AGAINST = {"old": "old_logprobs", "reference": "ref_logprobs", "rollout": "rollout_logprobs"}
 
 
@@ -79,30 +80,32 @@ def _segment_perplexity(stats: Any, batch: Any) -> Tensor:
 @once
 def entropy(reduce: Reduce = "mean", **common: Any) -> Metric:
     """``-(p * p.log()).sum(-1)``: entropy of the softmax in nats, at the metric's temperature."""
-    return _statistic("entropy", reduce, common, needs=("entropy",), reads_target=False)
+    return _statistic("entropy", "entropy", reduce, common)
 
 
 @once
 def lse(reduce: Reduce = "mean", **common: Any) -> Metric:
     """``x.logsumexp(-1)``, what z-loss squares."""
-    return _statistic("lse", reduce, common, reads_target=False)
+    return _statistic("lse", "lse", reduce, common)
 
 
 @once
 def mean_logit(reduce: Reduce = "mean", **common: Any) -> Metric:
     """``x.mean(-1)``: mean of a token's logits over the vocabulary (TRL's ``logits/chosen`` is its mean over chosen
     tokens)."""
-    return _statistic("mean_logit", reduce, common, needs=("mean_logit",), reads_target=False)
+    return _statistic("mean_logit", "mean_logit", reduce, common)
 
 
 @once
 def logprob(reduce: Reduce = "mean", **common: Any) -> Metric:
     """``logprob``: log-probability of the target (Fast-LLM's ``new_logprobs``)."""
-    return _statistic("logprob", reduce, common)
+    return _statistic("logprob", "logprob", reduce, common)
 
 
-def _statistic(kind: str, reduce: Reduce, common: Mapping[str, Any], **known: Any) -> Metric:
-    return make(kind, _read, common, reduce=reduce, options={"statistic": kind}, **known)
+def _statistic(kind: str, statistic: str, reduce: Reduce, common: Mapping[str, Any], **known: Any) -> Metric:
+    needs = () if statistic in ("logprob", "lse") else (statistic,)
+    known |= {"options": {"statistic": statistic}, "needs": needs, "reads_target": statistic == "logprob"}
+    return make(kind, _read, common, reduce=reduce, **known)
 
 
 def _read(stats: Any, batch: Any, statistic: str) -> Tensor:
@@ -207,13 +210,10 @@ def kl_old(
     ``ppo_kl``), "abs" ``d.abs()``, "k2" ``d ** 2 / 2``. ``d`` is clamped to ``ratio_clamp``. ``level="segment"``: of
     the mean of ``d`` over the segment's tokens, GSPO's log-ratio.
     """
-    known = _of_ratios("kl_old", "old_logprobs", level, ratio_clamp, estimator=_estimator("kl_old", estimator))
+    choice("metrics.kl_old", "estimator", estimator, ESTIMATORS)
+    known = _of_ratios("kl_old", "old_logprobs", level, ratio_clamp, estimator=estimator)
     suffix = "" if estimator == "k3" else estimator
     return make("kl_old", _kl_old, common, reduce=reduce, suffix=suffix, **known)
-
-
-def _estimator(kind: str, estimator: str) -> str:
-    return choice(f"metrics.{kind}", "estimator", estimator, ("k1", "abs", "k2", "k3"))
 
 
 def _kl_old(stats: Any, batch: Any, other: str, level: str, ratio_clamp: float | None, estimator: str) -> Tensor:
@@ -239,7 +239,7 @@ def kl_reference(
     """
     kind = "kl_reference"
     options = {
-        "estimator": _estimator(kind, estimator),
+        "estimator": choice(f"metrics.{kind}", "estimator", estimator, ESTIMATORS),
         "bias_correction": flag(f"bias_correction of metrics.{kind}", bias_correction),
         "log_ratio_clamp": _clamp(kind, "log_ratio_clamp", log_ratio_clamp),
         "kl_clamp": _clamp(kind, "kl_clamp", kl_clamp),
@@ -308,8 +308,7 @@ def acceptance(reduce: Reduce = "mean", **common: Any) -> Metric:
     """``torch.min(p, q).sum(-1)``: the probability that a verifier ``q`` accepts a token that a drafter ``p`` has
     sampled (Leviathan et al., 2211.17192). ``q`` is the dense teacher of a loss of the call, at that loss's
     softmaxes."""
-    needs = ("overlap",)
-    return make("acceptance", _acceptance, common, reduce=reduce, needs=needs, reads_target=False)
+    return _statistic("acceptance", "overlap", reduce, common)
 
 
 @once
@@ -332,9 +331,4 @@ def accepted_length(**common: Any) -> Metric:
     """
     if common.get("weighting") is not None:
         raise ValueError("weighting of metrics.accepted_length has no meaning: it goes over all tokens")
-    needs = ("overlap",)
-    return make("accepted_length", _acceptance, common, needs=needs, reads_target=False, over_streams=True)
-
-
-def _acceptance(stats: Any, batch: Any) -> Tensor:
-    return stats.overlap
+    return _statistic("accepted_length", "overlap", "mean", common, over_streams=True)
