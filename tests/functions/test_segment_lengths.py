@@ -10,7 +10,7 @@ import torch
 from budget import assert_within_budget
 from cases import PLACES, Place
 from fuzz import compare
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import reference
 from oracle.reference import Term
@@ -18,7 +18,6 @@ from tiers import crossed
 from torch import Tensor
 
 from chunked_head import TokenParallel, VocabParallel, linear_loss, losses, metrics
-from chunked_head.plan.segments import Segments, groups_of, order_of, spans_of
 from chunked_head.stores.torch_store import TorchStore
 
 VOCAB, HIDDEN, CHUNK = 61, 24, 16
@@ -156,33 +155,26 @@ def test_the_callers_buffer_is_added_to_in_the_forward_pass() -> None:
     torch.testing.assert_close(buffer * 0.37, expected)
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 50), st.sampled_from([1.0, 1.25]))
-def test_chunks_hold_whole_groups(sizes: list[int], most: int, slack: float) -> None:
-    spans = spans_of(sizes, most, slack)
-    chunks = [chunk for span in spans for chunk in span]
-    assert all(0 < chunk.stop - chunk.start <= most for chunk in chunks)
-    assert [row for chunk in chunks for row in range(chunk.start, chunk.stop)] == list(range(sum(sizes)))
-    first = 0
-    for size in filter(None, sizes):
-        mine = [span for span in spans if span[0].start < first + size and first < span[-1].stop]
-        assert len(mine) == 1
-        assert size > most or all(len(span) == 1 for span in mine)
-        first += size
-
-
+@settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_groups_are_of_pairs(data: st.DataObject) -> None:
+def test_any_lengths_and_pairs(data: st.DataObject) -> None:
+    """In chunks of any size the numbers of one chunk; empty segments and pairs of one, of none (-1), of many."""
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
-    count, ids = len(lengths), st.integers(-1, len(lengths) - 1)
-    pairs = data.draw(st.lists(st.tuples(ids, ids), max_size=8))
-    groups = groups_of(Segments(tuple(lengths), tuple(pairs)), max(1, sum(lengths)), 0)
-    order = order_of([rows for group in groups for rows in group], torch.device("cpu"))
-    sizes = [sum(map(len, group)) for group in groups]
-    assert sorted(order.tolist()) == list(range(sum(lengths))) and min(sizes, default=1) > 0
-    segment_of = torch.arange(count).repeat_interleave(torch.tensor(lengths))[order]
-    group_of = torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
-    for one, other in [*pairs, *((segment, segment) for segment in range(count))]:
-        assert len(set(group_of[(segment_of == one) | (segment_of == other)].tolist())) <= 1 or min(one, other) < 0
+    ids = st.integers(0, len(lengths) - 1)
+    pairs = torch.tensor(data.draw(st.lists(st.tuples(ids, ids), min_size=1, max_size=8)))
+    made, tokens = torch.Generator().manual_seed(1), sum(lengths)
+    hidden = torch.randn(tokens, HIDDEN, generator=made).double().requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, generator=made).double().requires_grad_()
+    target = torch.randint(VOCAB, (tokens,), generator=made)
+    batch = {"ref_logprobs": -3.0 - torch.rand(tokens, generator=made).double(), "pairs": pairs}
+    found = []
+    for chunk in (data.draw(st.integers(1, 40)), 200):
+        out = linear_loss(
+            hidden, weight, target, losses.dpo(), batch=batch, segment_lengths=lengths, chunk_tokens=chunk
+        )
+        assert out.plan is not None and out.plan.chunk_tokens <= chunk
+        found.append((out.loss, *torch.autograd.grad(out.loss, (hidden, weight))))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,14 @@ class Tracker(TorchDispatchMode):
         return result
 
 
+class NoProducts(TorchDispatchMode):
+    """A matrix product is work begun."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in ("mm", "addmm", "addmm_", "bmm"), "work was begun"
+        return func(*args, **(kwargs or {}))
+
+
 def peak_of(step: Callable[[], Any], *existing: torch.Tensor) -> int:
     """Peak bytes of a call over what there is; on a GPU of a second one, when cuBLAS has its workspace."""
     if existing[0].device.type == "cpu":
