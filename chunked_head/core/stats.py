@@ -1,6 +1,7 @@
 """Vectors of numbers per token: statistics that rows of logits are reduced to, coefficients that gradients are made
 from, and values moved along with ``shift``."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -104,6 +105,11 @@ class Vectors:
     """Numbers of each token by name; None where they are not there."""
 
     def named(self) -> dict[str, Tensor]:
+        """The numbers that are there, one dictionary for all who ask; it is not to be changed."""
+        return self._named
+
+    @functools.cached_property
+    def _named(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def at(self, rows: slice) -> Self:

@@ -38,9 +38,12 @@ def transform(head: Head | Teacher, scale: Tensor | None) -> Transform:
     return Transform(logit_scale, head.softcap, scale if head.scaled else None)
 
 
+OUTPUTS = {view: tuple(name + view for name in Outputs._fields) for view in ("", "2")}
+
+
 def outputs_of(stats: Mapping[str, Tensor], view: str = "") -> Outputs:
     """Outputs of a softmax's statistics, by their names; ``view``: "2" for those of the second."""
-    return Outputs(*(stats.get(name + view) for name in Outputs._fields))
+    return Outputs(*map(stats.get, OUTPUTS[view]))
 
 
 def teacher_outputs(out: RowStats) -> Outputs:
