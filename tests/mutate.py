@@ -86,7 +86,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("sign: offsets of strips", "kernels/common/stored.py", "offset = (offset - row_start) + row_rest", "offset = (offset - row_start) - row_rest", LINEAR + " -k test_loss"),
     ("offset: columns of dweight", "kernels/products/dweight.py", "column_start + BLOCK_N // 2", "column_start + BLOCK_N", KERNELS + " -k dweight"),
     ("mask: targets among kept columns", "kernels/statistics/kept.py", "here & (column == target)", "here", "tests/functions/test_kept.py"),
-    ("sign: entropy over ranks, in kernels", "kernels/statistics/merge_ranks.py", "share * (entropy - log_share)", "share * (entropy + log_share)", KERNELS + " -k merge_ranks"),
+    ("sign: entropy over ranks, in kernels", "kernels/statistics/merge_ranks.py", "share * (entropy - log_share)", "share * (entropy + log_share)", RANKS + " -k triton"),
     # from statistics to coefficients
     ("sign: entropy's coefficient", EVALUATE, 'add("alpha" + suffix, -g * leaves["entropy" + suffix])', 'add("alpha" + suffix, g * leaves["entropy" + suffix])', LINEAR + " -k 'test_loss and entropy'"),
     ("scale: slope of a second temperature", EVALUATE, 'g = r * grads["logprob" + suffix]', 'g = grads["logprob" + suffix]', LINEAR + " -k 'test_loss'"),

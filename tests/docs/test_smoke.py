@@ -13,10 +13,8 @@ import ranks
 import tiny_models
 import torch
 import torch.nn.functional as F
-import transformers
 from cases import PLACES, Place
 from loss_cases import FEWER, LOSS_CASES, LossCase, inputs_of, run_reference, run_step
-from tiny_models import SIZES
 from torch import Tensor
 
 import chunked_head
@@ -168,26 +166,10 @@ def test_compiled_by_inductor() -> None:
     graph_calls.assert_alike(graph_calls.grpo, graph_calls.make_data(), exact=False)
 
 
-NAMES = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-         "d_model": "hidden_size", "d_ff": "intermediate_size", "num_layers": "num_hidden_layers",
-         "num_heads": "num_attention_heads", "d_kv": "head_dim", "vocab_size": "vocab_size"}  # fmt: skip
-OTHER_SIZES = {name: SIZES[known] for name, known in NAMES.items()}
+MODELS = [getattr(tiny_models, name) for name in ("llama", "gemma2", "gpt2", "bert", "t5")]
 
 
-def gpt2() -> Any:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**OTHER_SIZES, n_positions=64)).eval()
-
-
-def bert() -> Any:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).eval()
-
-
-def t5() -> Any:
-    config = transformers.T5Config(**OTHER_SIZES, decoder_start_token_id=0)
-    return transformers.T5ForConditionalGeneration(config).eval()
-
-
-@pytest.mark.parametrize("make", [tiny_models.llama, tiny_models.gemma2, gpt2, bert, t5])
+@pytest.mark.parametrize("make", MODELS)
 def test_models(make: Callable[[], Any]) -> None:
     torch.manual_seed(3)
     plain, ours = tiny_models.pair(make)

@@ -1,6 +1,5 @@
 """Patched models under what hangs forwards on modules, and outputs that are no tensors' or the Trainer's."""
 
-import contextlib
 import copy
 import inspect
 import pickle
@@ -192,30 +191,25 @@ def test_ways_into_a_heads_call(entry: str) -> None:
     torch.testing.assert_close(logits, plain(input_ids=IDS).logits)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-def test_hooks_outside_and_inside_of_a_compiled_head(inside: bool) -> None:
-    torch._dynamo.reset()
-    plain, model = pair()
-    for one in (plain, model):
-        if inside:
-            one.lm_head.register_forward_hook(lambda head, inputs, logits: logits * 2)
-        one.lm_head = torch.compile(one.lm_head, backend="eager")
-        one.lm_head.register_forward_pre_hook(lambda head, inputs: (inputs[0] * 3,))
-    said = pytest.warns(UserWarning, match="for a forward hook") if inside else contextlib.nullcontext()
-    with said:
-        ours = step(model)
-    assert_same(ours, step(plain))
-    assert (model.chunked_head.fused, model.chunked_head.materialised) == (int(not inside), int(inside))
+# the one that Triton's interpreter runs, and on a GPU all of them
+LIGER = [("cpu", ("rope",)), pytest.param("cuda", ("rope", "rms_norm", "swiglu"), marks=pytest.mark.gpu)]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
-def test_a_copys_head_has_its_class() -> None:
-    """By which tools find it: torch's own quantisation is of a copy."""
-    plain, model = (one.eval() for one in pair())
-    theirs, ours = (torch.ao.quantization.quantize_dynamic(one, {torch.nn.Linear}) for one in (plain, model))
-    assert type(ours.lm_head) is type(theirs.lm_head) is not type(plain.lm_head)
-    with torch.no_grad():
-        found, expected = ours(**tokens()), theirs(**tokens())
-    torch.testing.assert_close(found.loss, expected.loss)
-    assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1)) and ours.chunked_head.fused == 1
-    assert type(pickle.loads(pickle.dumps(model.lm_head))) is torch.nn.Linear
+@pytest.mark.parametrize("first", ["liger", "patch"])
+@pytest.mark.parametrize(("device", "kernels"), LIGER)
+def test_beside_ligers_kernels(device: str, kernels: Any, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    liger = pytest.importorskip("liger_kernel.transformers")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", llama.apply_rotary_pos_emb)  # given back
+    plain = tiny_models.llama().to(device)
+    inputs = {name: value.to(device) for name, value in tokens().items()}
+    theirs, model = step(plain, inputs), copy.deepcopy(plain)
+    if first == "patch":
+        patch_model(model)
+    chosen = {name: name in kernels for name in ("rope", "rms_norm", "swiglu")}
+    liger.apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, cross_entropy=False, model=model, **chosen)
+    if first == "liger":
+        patch_model(model)
+    assert "liger" in llama.apply_rotary_pos_emb.__name__
+    assert_same(step(model, inputs), theirs, tolerance=1e-4)
+    assert model.chunked_head.fused == 1 and model.chunked_head.materialised == 0

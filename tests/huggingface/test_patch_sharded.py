@@ -1,4 +1,5 @@
-"""Patched models over two ranks (gloo): data-parallel, sharded, tensor-parallel; losses and gradients of the plain."""
+"""Patched models over two ranks (gloo): data-parallel, sharded (FSDP, ZeRO-3), tensor-parallel; losses and gradients of
+the plain."""
 
 import json
 import os
@@ -47,6 +48,12 @@ def sharded_first(model: Any, head: str = "root") -> Any:
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
 
 
+ZERO_3 = ("zero3", "zero3-tied")
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.3}},
+}  # fmt: skip
 LAYOUTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "ddp": (data_parallel, {}),
     "ddp-unused": (data_parallel, {"find_unused_parameters": True}),
@@ -65,21 +72,34 @@ LAYOUTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 def losses_of(layout: str, patched: str, rank: int) -> list[float]:
     """Of some steps of SGD, an evaluation after each."""
-    wrap, options = LAYOUTS[layout]
-    model = tiny_models.llama(tie_word_embeddings=False)
+    model = tiny_models.gemma2() if layout == "zero3-tied" else tiny_models.llama(tie_word_embeddings=False)
     if patched == "before":
         patch_model(model)
-    parallel = wrap(model, **options)
+    if layout in ZERO_3:
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(model=model, config=DEEPSPEED)
+        parallel, backward, optimize = engine, engine.backward, engine.step
+    else:
+        wrap, options = LAYOUTS[layout]
+        parallel = wrap(model, **options)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.3)
+
+        def backward(loss: torch.Tensor) -> None:
+            loss.backward()
+
+        def optimize() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
     if patched == "after":
         patch_model(model)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.3)
     found = []
     inputs = {name: value[rank : rank + 1] for name, value in tokens().items()}
     for _ in range(STEPS):
-        optimizer.zero_grad()
         loss = parallel(**inputs).loss
-        loss.backward()
-        optimizer.step()
+        backward(loss)
+        optimize()
         with torch.no_grad():
             found += [loss.item(), parallel(**inputs).loss.item()]
     if patched != "never":
@@ -130,7 +150,7 @@ def full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def work(rank: int, folder: str, port: int) -> None:
+def work(rank: int, folder: str, port: int, layouts: tuple[str, ...] = (*LAYOUTS, "others")) -> None:
     """All layouts in one process: to start one costs more than to run them."""
     environment = {
         "RANK": rank,
@@ -141,17 +161,24 @@ def work(rank: int, folder: str, port: int) -> None:
     }
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     found: dict[str, Any] = {}
-    warnings.filterwarnings("error", message="chunked_head")
-    for layout in LAYOUTS:
-        for patched in ("never", "before", "after"):
+    if layouts == ZERO_3:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+    else:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+        warnings.filterwarnings("error", message="chunked_head")
+    for layout in layouts:
+        for patched in ("never", "before", "after") if layout != "others" else ():
             found[f"{layout} {patched}"] = outcome(losses_of, layout, patched, rank)
-    for layout in ("fsdp2-root", "fsdp2-own", "fsdp1"):
-        found[f"outside {layout}"] = outcome(outside, layout)
-    found["late"] = outcome(late)
-    for patched in (False, True):
-        found[f"tp {patched}"] = outcome(tensor_parallel, f"{folder}/model", patched)
+    if "others" in layouts:
+        for layout in ("fsdp2-root", "fsdp2-own", "fsdp1"):
+            found[f"outside {layout}"] = outcome(outside, layout)
+        found["late"] = outcome(late)
+        for patched in (False, True):
+            found[f"tp {patched}"] = outcome(tensor_parallel, f"{folder}/model", patched)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -171,15 +198,29 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("patched", ["before", "after"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks(found: list[dict[str, Any]], layout: str, patched: str) -> None:
+def hold(found: list[dict[str, Any]], layout: str) -> None:
     for rank in found:
-        plain, ours = rank[f"{layout} never"], rank[f"{layout} {patched}"]
+        plain = rank[f"{layout} never"]
         assert not isinstance(plain, str), plain
-        assert not isinstance(ours, str), ours
-        assert ours == pytest.approx(plain, rel=1e-5)
-        assert ours[-1] < ours[0] - 0.1  # it learns
+        for patched in ("before", "after"):
+            ours = rank[f"{layout} {patched}"]
+            assert not isinstance(ours, str), ours
+            assert ours == pytest.approx(plain, rel=1e-5)
+        assert plain[-1] < plain[0] - 0.1  # it learns
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks(found: list[dict[str, Any]], layout: str) -> None:
+    hold(found, layout)
+
+
+@pytest.mark.deepspeed
+def test_zero_3(tmp_path: Path) -> None:
+    """A head whose weight is whole inside of its call only."""
+    torch.multiprocessing.spawn(work, (str(tmp_path), 30500 + os.getpid() % 1000, ZERO_3), RANKS)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    for layout in ZERO_3:
+        hold(found, layout)
 
 
 @pytest.mark.parametrize("layout", ["fsdp2-root", "fsdp2-own", "fsdp1"])

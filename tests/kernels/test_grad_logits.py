@@ -8,15 +8,13 @@ import pytest
 import torch
 from budget import assert_within_budget
 from cases import GPU, TILES, TRITON, Place
-from chunked_head.kernels.common.operands import Stored, Transform
+from chunked_head.kernels.common import operands
 from chunked_head.kernels.gradients import launch as gradients
-from chunked_head.kernels.gradients.launch import Softmax, Terms
 from loss_cases import FEWER, LOSS_CASES, LossCase, inputs_of, run_reference
 from tiers import Turn, crossed, tier
 
 from chunked_head import linear_cross_entropy, linear_loss
 from chunked_head.plan import planner
-from chunked_head.plan.planner import of_tile
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 COEFFICIENTS = ("alpha", "eta", "alpha2", "eta2", "beta", "kappa")
@@ -96,17 +94,17 @@ def test_is_what_row_grad_makes(place: Place, case: Case, dtype: torch.dtype) ->
     target_logit = x.gather(1, target.clamp(min=0)[:, None])[:, 0] + 0.25 * normal(case.rows)
     c = {name: normal(case.rows) for name in COEFFICIENTS if name in case.coefficients}
     c = {name: value.masked_fill(target < 0, torch.nan) for name, value in c.items()}
-    first = Softmax(*softmax_of(x), c.get("alpha"), c.get("eta"))
-    second = Softmax(
+    first = gradients.Softmax(*softmax_of(x), c.get("alpha"), c.get("eta"))
+    second = gradients.Softmax(
         *softmax_of(x * (case.ratio2 or 1.0)), c.get("alpha2"), c.get("eta2"), case.ratio2, case.columns2
     )  # fmt: skip
-    common = Terms(target, target_logit, c.get("beta"), c.get("kappa"), first, second)
+    common = gradients.Terms(target, target_logit, c.get("beta"), c.get("kappa"), first, second)
     sliced = None if class_weights is None else class_weights[columns]
-    transform = Transform(case.logit_scale, case.softcap)
+    transform = operands.Transform(case.logit_scale, case.softcap)
     after = (case.first, transform)
 
     expected = torch.empty(case.rows, case.columns, device=place.device)
-    stored = Stored(raw[:, columns].contiguous(), None, None if bias is None else bias[columns], transform)
+    stored = operands.Stored(raw[:, columns].contiguous(), None, None if bias is None else bias[columns], transform)
     gradients.row_grad(expected, stored, sliced, common, None, *after)
     assert (expected[target < 0] == 0).all()
     if case.coefficients:
@@ -142,7 +140,9 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
         seen.append(tuple(dlogits.shape))
         launch(dlogits, *arguments, **options)
 
-    monkeypatch.setattr(planner, "block_and_tile", lambda plan, *_: of_tile(plan, plan.sizes.tokens - 20, COLUMNS))
+    monkeypatch.setattr(
+        planner, "block_and_tile", lambda plan, *_: planner.of_tile(plan, plan.sizes.tokens - 20, COLUMNS)
+    )
     monkeypatch.setattr(gradients, "grad_logits", watched)
     planner.PLANS.clear()
     yield seen

@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from cases import GPU, PRODUCT_TILES, TILES, TRITON, Place, named, resolve
-from chunked_head.kernels.common.operands import PLAIN, Counted, Strips, Transform
-from chunked_head.kernels.common.tiles import Tile
+from cases import GPU, PRODUCT_TILES, TILES, TRITON, Place, named
+from chunked_head.kernels.common import operands, tiles
 from chunked_head.kernels.gradients import launch as gradients
-from chunked_head.kernels.gradients.launch import NO_SOFTMAX, Softmax, Terms
 from chunked_head.kernels.products import launch as products
 from chunked_head.kernels.statistics import launch as statistics
 from tiers import crossed
-
-from chunked_head.core.stats import Demand, RowStats, sent
-from chunked_head.parallel.merge import GatheredStats, merge_ranks, pack
 
 PLACES = [*TRITON, *(place for place in GPU if place.values[0].backend == "triton")]
 
@@ -93,7 +88,7 @@ def test_clean_rows(place: Place, with_logits: bool) -> None:
     scale = torch.rand(37, device=place.device)
     out, logit = torch.empty(37, 9, device=place.device), torch.empty(37, device=place.device)
     for rows, given in ((source, None), (source[order.argsort()], order)):
-        head = (logit, weight, bias, Transform(0.5, 3.0, scale)) if with_logits else ()
+        head = (logit, weight, bias, operands.Transform(0.5, 3.0, scale)) if with_logits else ()
         statistics.clean_rows(out, rows, target, given, *head)
         assert torch.equal(out, torch.where((target < 0)[:, None], 0.0, source))
         if with_logits:
@@ -117,8 +112,9 @@ def test_level_rows_scales_hidden_states(place: Place, width: int) -> None:
     before, exp = hidden.clone(), torch.rand(rows, vocab, device=device).bfloat16()
     softmax, at_target = torch.empty(2, rows, device=device).unbind(0)
     gradients.level_rows(
-        exp, softmax, at_target, hidden, Strips.empty(rows, 2, device).of_rows(rows), 32, level, logprob,
-        Terms(target, level, beta, None, Softmax(start, rest, alpha), NO_SOFTMAX), Transform(2.0),
+        exp, softmax, at_target, hidden, operands.Strips.empty(rows, 2, device).of_rows(rows), 32, level, logprob,
+        gradients.Terms(target, level, beta, None, gradients.Softmax(start, rest, alpha), gradients.NO_SOFTMAX),
+        operands.Transform(2.0),
     )  # fmt: skip
     counts = target >= 0
     expected = 2.0 * alpha * (level - start + rest).exp()
@@ -166,15 +162,20 @@ def here(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def run_exp_logits(
-    states: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, offset: torch.Tensor | None, tile: Tile, **options
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    offset: torch.Tensor | None,
+    tile: tiles.Tile,
+    **options,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Exponentials, and strips' offsets and sums, [rows, strips]; sums alone without an offset."""
     (rows, vocab), count = (len(states), len(weight)), -(-len(weight) // tile.block_n)
-    strips = Strips.empty(rows, count, states.device).of_rows(rows)
+    strips = operands.Strips.empty(rows, count, states.device).of_rows(rows)
     strips.offset.fill_(torch.nan)
     out = states.new_full((rows, -(-vocab // 8) * 8 + 8), torch.nan)[:, :vocab]  # rows further apart than long
     out = None if offset is None else out
-    options = {"transform": PLAIN} | options
+    options = {"transform": operands.PLAIN} | options
     statistics.exp_logits(out, strips, states, weight, None, None, offset, target, **options, tile=tile)
     return out, strips.offset.t(), strips.sum.t()
 
@@ -195,13 +196,13 @@ def strip_sums(exact: torch.Tensor, strips: int, width: int) -> torch.Tensor:
 
 @crossed(place=PLACES, sizes=CUT, dtype=[torch.bfloat16, torch.float16], tile=TILES, scale=[None, 0.6])
 def test_exponentials(
-    place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, tile: Tile, scale: float | None
+    place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, tile: tiles.Tile, scale: float | None
 ) -> None:
     """Relative to a row's offset, and their sums; the same bits every time."""
     states, weight, target, logits, offset = head_operands(place, sizes, dtype, spread=1.0)
     offset = offset * (scale or 1.0)
     (out, _, sums), again = (
-        run_exp_logits(states, weight, target, offset, tile, transform=Transform(scale)) for _ in range(2)
+        run_exp_logits(states, weight, target, offset, tile, transform=operands.Transform(scale)) for _ in range(2)
     )
     exact = (logits * (scale or 1.0) - offset.double()[:, None]).exp()
     assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps * exact + 1e-5).all()
@@ -212,7 +213,7 @@ def test_exponentials(
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("tile", TILES, ids=named)
-def test_far_above_the_offset(place: Place, tile: Tile) -> None:
+def test_far_above_the_offset(place: Place, tile: tiles.Tile) -> None:
     """Strips whose maximum lies more than REACH above take an offset of their own, which the sum's sign says."""
     sizes = (300, 3000, 1024) if torch.cuda.is_available() else (70, 203, 72)
     states, weight, target, logits, offset = head_operands(place, sizes, torch.bfloat16, spread=25.0)
@@ -232,12 +233,12 @@ def test_far_above_the_offset(place: Place, tile: Tile) -> None:
 
 
 @crossed(place=PLACES, count=[0, 1, 33, 70, 1000], tile=TILES)
-def test_exponentials_of_counted_rows(place: Place, count: int, tile: Tile) -> None:
+def test_exponentials_of_counted_rows(place: Place, count: int, tile: tiles.Tile) -> None:
     """Row tiles behind those that count are not computed."""
     rows = 300 if torch.cuda.is_available() else 70
     states, weight, target, _, offset = head_operands(place, (rows, 203, 72), torch.bfloat16)
     counts = min(count, rows)
-    counted = Counted(torch.tensor(700 + count, device=place.device), 700)
+    counted = operands.Counted(torch.tensor(700 + count, device=place.device), 700)
     out, _, sums = run_exp_logits(states, weight, target, offset, tile, counted=counted)
     whole, _, whole_sums = run_exp_logits(states, weight, target, offset, tile)
     assert torch.equal(out[:counts], whole[:counts]) and torch.equal(sums[:counts], whole_sums[:counts])
@@ -272,7 +273,7 @@ def assert_dweight(found: torch.Tensor, old: torch.Tensor | None, grad: torch.Te
     first=[False, True],
 )
 def test_dweight(
-    place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, tile: Tile, wide: bool, first: bool
+    place: Place, sizes: tuple[int, int, int], dtype: torch.dtype, tile: tiles.Tile, wide: bool, first: bool
 ) -> None:
     grad, states, old = dweight_operands(place, sizes, dtype, torch.float32 if wide else dtype)
     results = []
@@ -284,7 +285,7 @@ def test_dweight(
 
 
 @crossed(place=PLACES, count=[0, 1, 32, 33, 299, 1000], tile=PRODUCT_TILES, first=[False, True])
-def test_dweight_of_counted_rows(place: Place, count: int, tile: Tile, first: bool) -> None:
+def test_dweight_of_counted_rows(place: Place, count: int, tile: tiles.Tile, first: bool) -> None:
     """What lies behind the rows that count, in steps of its own, is not read; nothing to count stores zeros."""
     sizes = (300, 3000, 520) if torch.cuda.is_available() else (300, 72, 40)
     grad, states, old = dweight_operands(place, sizes, torch.bfloat16, torch.bfloat16)
@@ -292,45 +293,7 @@ def test_dweight_of_counted_rows(place: Place, count: int, tile: Tile, first: bo
     states[counts:] = 0.0
     grad[-(-counts // tile.block_k) * tile.block_k :] = torch.nan
     out = torch.full_like(old, torch.nan) if first else old.clone()
-    products.dweight(out, grad, states, first, tile, Counted(torch.tensor(700 + count, device=place.device), 700))
+    products.dweight(
+        out, grad, states, first, tile, operands.Counted(torch.tensor(700 + count, device=place.device), 700)
+    )
     assert_dweight(out, None if first else old, grad[:counts], states[:counts])
-
-
-def gathered_from(ranks: int, rows: int, made: torch.Generator, device: str) -> tuple[torch.Tensor, RowStats]:
-    """Statistics of pieces of a vocabulary as ranks send them, with equal logits and a piece of nothing."""
-    vocab, demand = 5 * ranks, Demand(entropy=(True,), weighted_sum=True, top=True)
-    x = torch.randn(rows, vocab, generator=made).mul(30).round()
-    x[:, :5] = torch.where(torch.arange(rows)[:, None] % 3 == 0, -torch.inf, x[:, :5])
-    out = RowStats.empty(rows, demand, torch.float32, torch.device(device))
-    pieces = []
-    for rank, piece in enumerate(x.to(device).split(5, 1)):
-        top, argmax = piece.max(1)
-        lse = piece.logsumexp(1)
-        log_p = piece - lse[:, None]
-        entropy = -torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0).sum(1)
-        for name, value in {
-            "start": top, "rest": top - lse, "target_logit": piece[:, 1], "entropy": entropy, "top": top,
-            "argmax": 5 * rank + argmax, "weighted_sum": torch.where(piece > -torch.inf, piece, 0.0).sum(1),
-        }.items():  # fmt: skip
-            getattr(out, name).copy_(value.nan_to_num(0.0) if name in ("rest", "entropy") else value)
-        pieces.append(pack(out, sent(demand), torch.arange(float(rows), device=device)))
-    return torch.stack(pieces), out
-
-
-@crossed(place=PLACES, known=[True, False], off=[None, 0, 1])
-def test_merge_ranks(place: Place, known: bool, off: int | None) -> None:
-    """The kernel's numbers are those of torch's operations; where one rank's tokens are others, nan."""
-    ranks, rows = 3, 130
-    gathered, out = gathered_from(ranks, rows, torch.Generator().manual_seed(7), place.device)
-    other = RowStats(**{name: value.clone() for name, value in out.named().items()})
-    if off is not None:
-        gathered[off, -1, 77] += 1.0
-    target = torch.arange(rows, device=place.device) % 4 - 1
-    names = sent(Demand(entropy=(True,), weighted_sum=True, top=True))
-    gathered_stats = GatheredStats(gathered, names, target, 1.0, known, None)
-    resolve("triton", torch.device(place.device)).merge_ranks(gathered_stats, out)
-    merge_ranks(gathered_stats, other)
-    for name, value in out.named().items():
-        torch.testing.assert_close(value, getattr(other, name), rtol=1e-6, atol=1e-6, equal_nan=True)
-    assert out.lse.isnan().all() == (off is not None) == out.start.isnan().any()
-    assert not out.target_logit.isnan().any()

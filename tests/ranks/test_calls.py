@@ -422,7 +422,7 @@ SAID = {
     "statistics": "sizes.demand.entropy is (False,) on rank 0 and (True,) on rank 1",
     "tokens": "tokens is (30,) on rank 0 and (29,) on rank 1",
     "tokens of sequences": "tokens is 15 on rank 0 and 14 on rank 1",
-    "targets": "nan", "sets": "nan", "hidden states": "nan", "targets of logits": "nan",
+    "targets": "nan", "targets in kernels": "nan", "sets": "nan", "hidden states": "nan", "targets of logits": "nan",
     "known kinds": "losses.cross_entropy: label_smoothing is 0.1 on rank 0 and 0.2 on rank 1",
     "known kinds on a GPU": "'nan']", "known kinds of logits": "'nan']",
     "dtype": "logits.dtype is torch.bfloat16 on rank 0 and torch.float16 on rank 1",
@@ -514,6 +514,8 @@ def refused(rank: int) -> dict[str, str]:
         "tokens of sequences": lambda: linear_cross_entropy(
             halves.hidden[rank:], halves.weight, halves.target[rank:], **halves.options),
         "targets": lambda: linear_cross_entropy(s.hidden, s.weight, s.target.roll(rank), **s.options).item(),
+        "targets in kernels": lambda: linear_cross_entropy(
+            s.hidden, s.weight, s.target.roll(rank), backend="triton", **s.options).item(),
         "sets": lambda: any_loss(batch={"kept_ids": torch.arange(4).expand(30, 4) + 2 * rank}).loss.item(),
         "hidden states": lambda: linear_loss(
             s.hidden.roll(rank, 0), s.weight, None, losses.entropy(), **s.options).loss.item(),

@@ -92,7 +92,7 @@ class Run(NamedTuple):
 
 ON_CPU = [
     *map(Run, LAYOUTS), *(Run(name, "torch", FP16) for name in ("chunks", "mixed", "logits-uneven")),
-    Run("logits-strided", "triton"),  # interpreted
+    Run("chunks", "triton"), Run("logits-strided", "triton"),  # interpreted
 ]  # fmt: skip
 ON_GPUS = [
     Run("chunks", "triton", BF16), *(Run(name, "triton", BF16) for name in (

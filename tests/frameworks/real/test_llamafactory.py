@@ -21,14 +21,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved(made / "model")
     sft = [{"instruction": what, "input": "", "output": text} for what, text in FACTS]
     dpo = [{"instruction": what, "input": "", "chosen": text, "rejected": text[::-1] + "!"} for what, text in FACTS]
-    pt = [{"text": f"{what} is {text}"} for what, text in FACTS]
     ranking = {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}
     info = {
         "sft": {"file_name": "sft.json"},
         "dpo": {"file_name": "dpo.json", "ranking": True, "columns": ranking},
-        "pt": {"file_name": "pt.json", "columns": {"prompt": "text"}},
     }
-    for name, rows in {"sft": sft, "dpo": dpo, "pt": pt, "dataset_info": info}.items():
+    for name, rows in {"sft": sft, "dpo": dpo, "dataset_info": info}.items():
         (made / f"{name}.json").write_text(json.dumps(rows))
     return made
 
@@ -53,9 +51,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "sft": {"stage": "sft"},
     "sft lora": {"stage": "sft", "finetuning_type": "lora", "lora_rank": 4},
     "dft": {"stage": "sft", "use_dft_loss": True},
-    "pt": {"stage": "pt", "cutoff_len": 16},
     "dpo": {"stage": "dpo", "ref_model": "model"},
-    "dpo lora": {"stage": "dpo", "finetuning_type": "lora", "lora_rank": 4},
     "simpo": {"stage": "dpo", "pref_loss": "simpo"},
 }
 
@@ -79,17 +75,6 @@ def test_a_run(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
         assert row == pytest.approx(expected, rel=2e-3, abs=2e-4)  # logged with four digits
     for key, weight in their_weights.items():
         torch.testing.assert_close(my_weights[key], weight, rtol=1e-3, atol=1e-3)
-
-
-def test_another_loss_is_still_right(folder: Path, tmp_path: Path) -> None:
-    """EAFT reads the largest logits, which are computed for it."""
-    given = {"stage": "sft", "use_eaft_loss": True}
-    tuner.run_exp(arguments(folder, tmp_path / "theirs", **given))
-    with pytest.warns(UserWarning, match="logits are computed after all"):
-        ours.run_exp(arguments(folder, tmp_path / "ours", **given))
-    (theirs, _), (mine, _) = trained(tmp_path / "theirs"), trained(tmp_path / "ours")
-    for row, expected in zip(mine, theirs, strict=True):
-        assert row == pytest.approx(expected, rel=2e-3, abs=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -62,21 +62,6 @@ def test_greedy_flags() -> None:
     assert flags[0] == flags[1] == [True, False, False]
 
 
-def test_scaled_and_capped_heads() -> None:
-    import transformers
-
-    torch.manual_seed(5)
-    config = transformers.Gemma2Config(
-        vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, final_logit_softcapping=2.0,
-    )  # fmt: skip
-    model = transformers.Gemma2ForCausalLM(config).eval()
-    theirs = scored(HFLM, model, 2)
-    ours = scored(ChunkedHeadLM, model, 2)
-    assert "softcap 2" in str(model.chunked_head) and model.chunked_head.materialised == 0
-    torch.testing.assert_close([value for value, _ in ours[0]], [value for value, _ in theirs[0]], rtol=1e-5, atol=1e-4)
-
-
 def test_bfloat16_is_nearer_to_exact() -> None:
     exact = scored(HFLM, llama().bfloat16().double(), 2)[1]
     theirs = scored(HFLM, llama().bfloat16(), 2)[1]
@@ -99,11 +84,6 @@ def test_by_name_and_generation(tmp_path: Path) -> None:
     assert lm.model.chunked_head.materialised == 0
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="memory_budget"):
         ChunkedHeadLM(pretrained="nowhere", memory_budget="a lot")
-    from chunked_head.integrations import frameworks
-
-    monkeypatch.setattr(frameworks.metadata, "version", lambda name: "0.5.1")
-    with pytest.raises(RuntimeError, match=r"lm_eval 0\.5\.1 .* from 0\.4\.11 to below 0\.5"):
-        frameworks.Framework("lm_eval", "0.4.11", "0.5").check()

@@ -168,21 +168,6 @@ def test_two_ranks(name: str, two: list[dict[str, Any]]) -> None:
         close(found[f"{name} ours"], found[f"{name} theirs"])
 
 
-def test_sum_without_a_count() -> None:
-    made, (ids, labels) = model(), batch()
-    values = []
-    for config in (ours(), theirs()):
-        loss_fn = config.build(compile_config=None)
-        loss_fn.set_lm_head(made.lm_head)
-        values.append(loss_fn(made(ids), labels)[0].detach())
-    close(*values)
-
-
-def test_the_trainer_gives_it_the_output_layer() -> None:
-    """By its type, which is how the trainer chooses."""
-    assert issubclass(ChunkedHeadLoss, ChunkedLossWrapper)
-
-
 def test_refusals(two: list[dict[str, Any]]) -> None:
     assert "full_dtensor" in two[0]["full_dtensor"]
     loss = ours().build(compile_config=None)

@@ -1,6 +1,5 @@
 """verl's own forwards of a tiny model on the CPU: its fused path of plain PyTorch beside this library's functions."""
 
-import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,13 +32,6 @@ class Tiny(nn.Module):
         return Outputs((torch.tanh(self.embedding(input_ids)),))
 
 
-@pytest.fixture
-def patched() -> Any:
-    patch_verl(memory_budget="16MiB")
-    yield
-    unpatch_verl()
-
-
 def step(model: Any, backend: str, temperature: Any = 0.7) -> dict[str, Any]:
     """Values and gradients of verl's forward, which ``use_fused_kernels`` puts in the place of the model's."""
     from verl.models.transformers import dense_common
@@ -70,28 +62,6 @@ def test_forward(backend: str) -> None:
     finally:
         unpatch_verl()
     close(step(model, "torch"), theirs)
-
-
-def test_steps(patched: Any) -> None:
-    """Policy-gradient steps with an entropy bonus."""
-    from verl.models.transformers import dense_common
-
-    ours = Tiny()
-    models = [ours, copy.deepcopy(ours)]
-    ids = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS) * 5 % VOCAB
-    losses: list[list[float]] = [[], []]
-    for which, model in enumerate(models):
-        if which == 1:
-            unpatch_verl()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        for _ in range(3):
-            out = dense_common.forward_with_torch_backend(model, input_ids=ids, return_dict=True, temperature=1.3)
-            loss = -(out.log_probs * torch.linspace(-1, 2, ids.numel()).view_as(ids)).mean() - 0.01 * out.entropy.mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses[which].append(float(loss.detach()))
-    close(torch.tensor(losses[0]), torch.tensor(losses[1]))
 
 
 def test_the_seams() -> None:
