@@ -95,7 +95,7 @@ def calls() -> None:
     linear_loss(*given, mix, **options).loss.backward()
     # sums that come with the gradient, and those before it
     teacher = {"teacher_hidden": given[0].detach(), "teacher_weight": given[1].detach()}
-    for loss in (losses.forward_kl("cross_entropy"), losses.jsd()):
+    for loss in (losses.forward_kl("cross_entropy"), losses.jsd(), losses.tvd()):
         linear_loss(*given, loss, batch=teacher, backend="triton").loss.backward()
     kept = {"kept_ids": torch.zeros(256, 8, dtype=torch.int64), "kept_everywhere": True}
     linear_logprobs(*given, **kept, entropy=True, backend="triton")[0].sum().backward()
