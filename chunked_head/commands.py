@@ -103,7 +103,7 @@ def run_plan(dtype: str, loss: list[str], **sizes: Any) -> Found:
 def of_plan(found: Plan) -> dict[str, Any]:
     numbers = ("schedule", "chunks", "chunk_tokens", "peak_bytes", "extra_bytes", "gradient_bytes", "weight_error")
     return {
-        **{key: getattr(found, key) for key in numbers}, "budget_bytes": found.budget, "store": found.sizes.store,
+        **{key: getattr(found, key) for key in numbers}, "budget_bytes": found.budget, "store": found.sizes.store.name,
         "facts": dict(facts(found)),
         "buffers": [buffer._asdict() | {"bytes": buffer.bytes} for buffer in found.buffers],
     }  # fmt: skip

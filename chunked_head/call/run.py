@@ -154,17 +154,18 @@ def sizes_of(
     traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.traits) | traits
     hidden, capped = weight.shape[1], call.softcap is not None
     layout = Layout(traits.get("gpu"), spec.dtype, hidden, is_plain(weight), plain_rows, capped, wanted[2], spec.demand)
-    store = "kept" if spec.kept_everywhere else backend.store(layout)
+    store = backend.sets_store if spec.kept_everywhere else backend.store(layout)
     columns = traits.pop("columns", call.columns)
     return Sizes(
-        tokens, hidden, columns, spec.dtype, call.rows.dtype, weight.dtype, weight.shape[0] - columns, *wanted,
+        tokens, hidden, columns, spec.dtype, call.rows.dtype, weight.dtype, store,
+        weight.shape[0] - columns, *wanted,
         bias_dtype=None if bias is None else bias.dtype, buffer_dtype=buffer_dtype, late_upstream=spec.late or again,
         coupled=spec.coupled and not by_segments, by_segments=by_segments, demand=spec.demand,
         deterministic=deterministic, block=block_of(call.vocab) if deterministic else None,
         teacher_width=0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         teacher_cast=teacher is not None and teacher.casts,
         teacher_store=None if teacher is None else backend.teacher_store(teacher, store),
-        copied=copied, skips=skips, store=store, **traits,
+        copied=copied, skips=skips, **traits,
     )  # fmt: skip
 
 
@@ -172,7 +173,7 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     """Raises where an option needs our own matmuls and these operands run in others."""
     if not (sizes.skips or sizes.deterministic):
         return
-    own, device = tokens.backend.bounds_rows(sizes.store), tokens.call.device
+    own, device = sizes.store.bounds_rows, tokens.call.device
     what = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
     if sizes.skips and not own:
         raise ValueError(

@@ -401,7 +401,7 @@ def own_matmuls(call: Call[Any], spec: Spec) -> bool:
     assert call.weight is not None
     gpu, capped = spec.backend.traits(call.device).get("gpu"), call.softcap is not None
     layout = Layout(gpu, spec.dtype, call.weight.shape[1], is_plain(call.weight), True, capped, False, spec.demand)
-    return spec.backend.bounds_rows(spec.backend.store(layout))
+    return spec.backend.store(layout).bounds_rows
 
 
 def is_plain(weight: Tensor) -> bool:

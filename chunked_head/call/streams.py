@@ -15,9 +15,8 @@ from ..core.private import in_backward
 from ..losses.base import Losses
 from ..metrics import Metric, MetricValue
 from ..parallel.tokens import whole_metrics
-from ..plan.buffers import row_bytes
 from ..plan.planner import make_plan
-from ..plan.plans import MAX_HALF_CHUNKS
+from ..plan.plans import MAX_HALF_CHUNKS, row_bytes
 from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, Gradients
 from .function import Forward, Grads, Loss, forward_of

@@ -161,7 +161,7 @@ def tokens_of(call: Call[Any], spec: Spec, rows: int | None = None) -> Tokens:
     some = kept is not None and not kept.everywhere
     if call.weight is not None and (skip or (some and own_matmuls(call, spec))):
         # on the CPU there is no device to wait for
-        wait = skip == "wait" or (reading_is_free(tokens.target) and not spec.backend.bounds_rows("fast"))
+        wait = skip == "wait" or (reading_is_free(tokens.target) and not spec.backend.bounds_rows)
         return packed(tokens, Packing.of(tokens.target, wait, None if kept is None else kept.has))
     if not (spec.by_segments and call.segments is not None and len(tokens.target)):
         return tokens

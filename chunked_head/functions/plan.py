@@ -178,7 +178,7 @@ def plan(
         call, spec, tokens, (hidden_grad, weight_grad, learns_bias), by_segments=segment_lengths and spec.by_segments,
         copied=skip_ignored, buffer_dtype=added_to, skips=skip_ignored, teacher=teacher, **traits,
     )  # fmt: skip
-    if spec.pads and place.type == "cuda" and ranks == 1 and chosen.bounds_rows(sizes.store):
+    if spec.pads and place.type == "cuda" and ranks == 1 and sizes.store.bounds_rows:
         sizes = replace(sizes, tokens=padded_rows(tokens))
     found = make_plan(sizes, spec.request)
     if found.vocab_block is not None:

@@ -250,7 +250,7 @@ def described(record: Any, prefix: str = "") -> dict[str, str]:
         if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
             found |= described(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = str(value)
+            found[prefix + name] = value.__name__ if isinstance(value, type) else str(value)
     return found
 
 

@@ -14,9 +14,19 @@ import torch
 
 from ..core.checks import name
 from ..kernels.common.cache import Cache
-from .buffers import gradients_of, logit_bytes, peak_of, phase_bytes
 from .plans import MAX_HALF_CHUNKS, Plan, Schedule, call_buffers, sized_buffers
-from .sizes import CHUNK_MULTIPLE, DEFAULT_BUDGET, HALF_TILE, MiB, Request, Sizes, balanced
+from .sizes import (
+    CHUNK_MULTIPLE,
+    DEFAULT_BUDGET,
+    HALF_TILE,
+    MiB,
+    Request,
+    Sizes,
+    balanced,
+    gradients_of,
+    peak_of,
+    phase_bytes,
+)
 
 GOOD_CHUNK = 2048  # fewer rows leave matmuls starved and make every pass over the gradient of the weight count
 MODEST_SWEEP = 60 * MiB
@@ -138,7 +148,8 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     if logits <= share:
         return share + copy
     # logits count as many bytes as they have in the operands' dtype, whatever the buffer keeps of them
-    stored = 0 if sizes.store == "kept" else rows * columns * logit_bytes(sizes)
+    bits16 = 2 if sizes.own_matmul else sizes.wide.itemsize
+    stored = rows * columns * bits16 if sizes.store.multiplies else 0
     chunk = of_rows(of_one_row(replace(sizes, copied=copy > 0), "forward", 0), rows)
     return chunk.extra_bytes - stored + logits
 

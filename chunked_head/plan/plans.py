@@ -9,36 +9,29 @@ from typing import Literal
 import torch
 
 from ..core.checks import name
-from ..kernels.common.gpus import RELATIVE_STRIP, Gpu
-from ..kernels.common.tiles import STRIPS_AT_ONCE
-from .buffers import (
+from ..core.stats import BLOCKS, numbers_sent
+from ..kernels.common.gpus import Gpu
+from .sizes import (
     BYTE,
-    BYTES_PER_COLUMN,
-    BYTES_PER_EVALUATED,
     HIDDEN,
     LOOP,
     LOSSES,
     SWEEP,
     WEIGHT,
     Buffer,
+    MiB,
     Phase,
+    Sizes,
     cast_rows,
-    chunk_buffers,
     extra_of,
-    gradient_buffers,
     gradients_of,
-    logit_bytes,
-    operand_buffers,
-    padded_columns,
-    part_sums,
     peak_of,
-    target_buffers,
-    vector_buffers,
-    wide_dtype,
-    work_buffers,
+    slices,
 )
-from .sizes import MiB, Sizes, slices
 
+# temporaries of the losses' arithmetic for each token that it runs for, and for each column of the token's
+BYTES_PER_EVALUATED = 80
+BYTES_PER_COLUMN = 96
 # relative error of one rounding; the error of a sum of 16-bit roundings grows as sqrt((chunks + 1) / 2)
 ROUNDING_ERROR = {torch.bfloat16: 1.65e-3, torch.float16: 2.1e-4}
 MAX_HALF_CHUNKS = 8  # chunks over which a sum in 16 bits is accurate enough
@@ -125,7 +118,8 @@ class Plan:
     def vocab_block(self) -> int | None:
         """Ids of a block, where statistics are those of blocks first: of logits that are not stored."""
         sizes = self.sizes
-        return None if self.schedule == "forward" or sizes.store == "kept" or sizes.keeps_sweep else sizes.block
+        blocks = self.schedule != "forward" and sizes.own_matmul and not sizes.keeps_sweep
+        return sizes.block if blocks else None
 
     @property
     def teacher_last(self) -> bool:
@@ -148,7 +142,7 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
     sizes = plan.sizes
     if plan.schedule == "forward":
         yield from gradient_buffers(sizes, plan.hidden_accumulate, plan.weight_accumulate, SWEEP)
-        if sizes.dtype == torch.float16 and sizes.store != "kept" and sizes.weight_grad and sizes.half_products:
+        if sizes.dtype == torch.float16 and sizes.store.multiplies and sizes.weight_grad and sizes.half_products:
             # fp16's factor comes back to it before it is added; where operands are cast, it is among their tiles
             columns = min(sizes.vocab, cast_rows(sizes.hidden))
             yield Buffer("gradient of weight, a tile", (columns, sizes.hidden), torch.float32, LOOP, LOOP)
@@ -169,58 +163,105 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
 
 def sized_buffers(plan: Plan) -> Iterator[Buffer]:
     """The buffers that do."""
-    sizes, rows = plan.sizes, plan.chunk_tokens
-    if plan.schedule == "forward":
-        yield from forward_buffers(plan)
-    else:
-        # a sweep for statistics; where a loss waits for several chunks, they are gone by then
-        last = SWEEP if sizes.coupled and rows < sizes.tokens else LOSSES
-        yield from chunk_buffers(sizes, rows, last, stored=sizes.keeps_sweep)
-        yield from work_buffers(sizes, rows, sizes.vocab, SWEEP, last)
+    sizes, rows, forward = plan.sizes, plan.chunk_tokens, plan.schedule == "forward"
+    # where a loss waits for several chunks, those of a sweep for statistics are gone by then
+    last = LOOP if forward else SWEEP if sizes.coupled and rows < sizes.tokens else LOSSES
+    yield from chunk_buffers(sizes, rows, last, stored=forward or sizes.keeps_sweep)
+    yield from cast_buffers(sizes, sizes.vocab, SWEEP, last)
+    if forward and sizes.spread > 1 and sizes.hidden_grad:
+        yield Buffer("gradient of hidden, of all ranks", (2, rows, sizes.hidden), plan.hidden_accumulate, LOOP, LOOP)
     if plan.schedule == "recompute":
         yield from tile_buffers(plan)
-    if sizes.scratch and rows < sizes.tokens and not sizes.late_upstream:  # torch copies them to be summed
-        yield Buffer("values of all chunks", (sizes.tokens, sizes.demand.values), wide_dtype(sizes), HIDDEN, HIDDEN)
     # a loss that sees all tokens at once does its arithmetic for all of them at once, as does one whose values are last
     at_once = sizes.coupled or sizes.by_segments or sizes.teacher_last
     each = BYTES_PER_EVALUATED + BYTES_PER_COLUMN * sizes.demand.columns
     yield Buffer("losses' arithmetic", (sizes.tokens if at_once else rows, each), BYTE, LOSSES, LOSSES)
 
 
-def forward_buffers(plan: "Plan") -> Iterator[Buffer]:
-    """A pass over chunks that makes gradients along with the statistics."""
-    sizes, rows = plan.sizes, plan.chunk_tokens
-    yield from chunk_buffers(sizes, rows, LOOP, stored=True)
-    if sizes.teacher_last:
-        assert sizes.demand.pairing is not None
-        sums = sizes.demand.pairing.forward_kl + sizes.demand.pairing.entropy
-        strips = math.ceil(sizes.vocab / (RELATIVE_STRIP * STRIPS_AT_ONCE))
-        yield Buffer("teacher's sums of strips", (rows, sums, strips), torch.float32, LOOP, LOOP)
-    if sizes.spread > 1 and sizes.hidden_grad:
-        yield Buffer("gradient of hidden, of all ranks", (2, rows, sizes.hidden), plan.hidden_accumulate, LOOP, LOOP)
-    if sizes.store == "fast" and sizes.weight_grad:
-        yield from target_buffers(sizes, rows)
-    yield Buffer("gradient of hidden, parts", (part_sums(sizes, rows) // 4,), torch.float32, LOOP, LOOP)
-    yield from work_buffers(sizes, rows, sizes.vocab, SWEEP, LOOP)
+def chunk_buffers(sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+    """The rows of a chunk, in memory until ``last``. ``stored``: with their logits."""
+    yield Buffer("statistics of ranks and blocks", (rows, merged_bytes(sizes)), BYTE, SWEEP, SWEEP)
+    yield from sizes.store.buffers(sizes, rows, last, stored)
+    if sizes.store.multiplies:
+        yield from operand_buffers(sizes, rows, SWEEP, last)
 
 
-def tile_buffers(plan: "Plan") -> Iterator[Buffer]:
+def row_bytes(sizes: Sizes) -> int:
+    """Bytes that one more row in a chunk costs."""
+    return sum(buffer.bytes for buffer in chunk_buffers(sizes, 1, LOSSES, stored=True))
+
+
+def tile_buffers(plan: Plan) -> Iterator[Buffer]:
     """Gradients from known statistics: by blocks of tokens, tiles of the vocabulary inside."""
     sizes, block, tile = plan.sizes, plan.block_tokens, plan.tile_columns
     if sizes.hidden_grad and plan.hidden_accumulate != sizes.hidden_dtype:
         yield Buffer("gradient of hidden, a block", (block, sizes.hidden), torch.float32, LOOP, LOOP)
     if sizes.hidden_grad and sizes.spread > 1:
         yield Buffer("gradient of hidden, of all ranks", (2, block, sizes.hidden), sizes.hidden_dtype, LOOP, LOOP)
-    if sizes.grads_in_matmul and sizes.store != "kept":
-        yield Buffer("gradients of a tile's logits", (block, padded_columns(tile)), sizes.dtype, LOOP, LOOP)
-    elif sizes.store != "kept":
-        # plain logits to differentiate, whatever the sweep stored
-        columns = tile + (min(tile, sizes.teacher_columns) if sizes.teacher_store else 0)
-        yield Buffer("logits of a tile", (block, columns), wide_dtype(sizes), LOOP, LOOP)
+    yield from sizes.store.tile_buffers(sizes, block, tile)
     yield from operand_buffers(sizes, block, LOOP, LOOP)
     if sizes.weight_grad and sizes.through_fp32(plan.weight_accumulate):
         yield Buffer("gradient of weight, a tile", (tile, sizes.hidden), torch.float32, LOOP, LOOP)
-    yield from work_buffers(sizes, block, tile, LOOP, LOOP)
+    yield from cast_buffers(sizes, tile, LOOP, LOOP)
+
+
+def gradient_buffers(sizes: Sizes, hidden_acc: torch.dtype, weight_acc: torch.dtype, begin: Phase) -> Iterator[Buffer]:
+    """The gradients that are handed over; where they wait in another dtype, they are made of that at the end."""
+    if sizes.hidden_grad:
+        shape, waits = (sizes.own_tokens, sizes.hidden), hidden_acc != sizes.hidden_dtype
+        yield Buffer("gradient of hidden", shape, sizes.hidden_dtype, HIDDEN if waits else begin, WEIGHT, "gradient")
+        if waits:
+            yield Buffer("gradient of hidden, waiting", shape, hidden_acc, begin, HIDDEN)
+    rows, waits = sizes.vocab + sizes.padding, weight_acc != sizes.weight_dtype
+    first = WEIGHT if sizes.returns_weight_grad and waits else begin
+    if sizes.returns_weight_grad:
+        yield Buffer("gradient of weight", (rows, sizes.hidden), sizes.weight_dtype, first, WEIGHT, "gradient")
+        if waits:
+            yield Buffer("gradient of weight, waiting", (rows, sizes.hidden), weight_acc, begin, WEIGHT)
+    if sizes.bias_grad:
+        yield Buffer("gradient of bias", (rows,), sizes.weight_dtype, first, WEIGHT, "gradient")
+
+
+def vector_buffers(sizes: Sizes) -> Iterator[Buffer]:
+    """Numbers of each token."""
+    demand, tokens, wide = sizes.demand, sizes.tokens, sizes.wide
+    yield Buffer("targets", (tokens,), torch.int64, SWEEP, WEIGHT)
+    yield Buffer("columns' ids", (tokens, demand.columns), torch.int64, SWEEP, WEIGHT)
+    yield Buffer("fields", (tokens, demand.field_bytes + 4 * demand.columns), BYTE, SWEEP, WEIGHT)
+    yield Buffer("statistics", (tokens, 5 + demand.vectors), wide, SWEEP, WEIGHT)
+    values = 1 if sizes.late_upstream else demand.values  # the first: a loss of each token
+    yield Buffer("values", (tokens, values), wide, SWEEP, WEIGHT)
+    if sizes.any_grad:
+        numbers = 1 + len(demand.views) + sum(demand.entropy) + demand.weighted_sum + demand.columns
+        numbers += 2 * (demand.pairing is not None)
+        yield Buffer("coefficients", (tokens, numbers), wide, SWEEP, WEIGHT)
+
+
+def operand_buffers(sizes: Sizes, rows: int, first: Phase, last: Phase) -> Iterator[Buffer]:
+    """The matmuls' other operand: rows of hidden states in which those that do not count are 0."""
+    yield Buffer("hidden states of a chunk", (rows, sizes.hidden), sizes.dtype, first, last)
+    yield Buffer("teacher's hidden states of a chunk", (rows, sizes.teacher_width), sizes.dtype, first, last)
+    if sizes.spread > 1:
+        yield Buffer("hidden states of all ranks", (rows, sizes.hidden), sizes.hidden_dtype, first, last)
+    if sizes.half and not sizes.half_products:  # an operand, and a product
+        yield Buffer("hidden states in fp32", (2, rows, sizes.hidden), torch.float32, first, last)
+
+
+def cast_buffers(sizes: Sizes, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
+    """A tile of the weight or of its gradient where 16-bit operands are cast."""
+    if sizes.half and not sizes.half_products:
+        shape = (min(columns, cast_rows(sizes.hidden)), sizes.hidden)
+        yield Buffer("a tile of the weight in fp32", shape, torch.float32, first, last)
+
+
+def merged_bytes(sizes: Sizes) -> int:
+    """Bytes of all pieces' statistics of a row: as they come, as fp64, and the numbers that merge their softmaxes."""
+    pieces = sizes.ranks if sizes.block is None else max(sizes.ranks, BLOCKS)
+    if pieces == 1:
+        return 0
+    numbers, demand = 1 + numbers_sent(sizes.demand), sizes.demand
+    largest = 8 * 2 * demand.top_k + 8 * demand.columns
+    return pieces * (12 * numbers + 48 + largest) + 8 * numbers
 
 
 def own_dweight(plan: Plan, stored: bool) -> bool:
@@ -229,7 +270,7 @@ def own_dweight(plan: Plan, stored: bool) -> bool:
     sizes = plan.sizes
     least, most = (0, -1) if sizes.gpu is None else sizes.gpu.own_stored
     only = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype
-    return sizes.store != "logits" and (sizes.skips or (stored and only and least <= sizes.tokens <= most))
+    return sizes.own_matmul and (sizes.skips or (stored and only and least <= sizes.tokens <= most))
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
@@ -239,16 +280,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("tokens x hidden x vocab", f"{s.tokens} x {s.hidden} x {s.vocab}, {name(s.dtype)}"),
         ("schedule", plan.schedule + (f" ({plan.note})" if plan.note else "")),
         ("chunks", f"{plan.chunks} of {plan.chunk_tokens} tokens" + (" at most" if plan.ending else "")),
-        (
-            "logits buffer",
-            {
-                "logits": f"{logit_bytes(s) * 8}-bit logits",
-                "relative": "16-bit logits relative to strips of columns",
-                "fast": "16-bit exponentials relative to the target",
-                "kept": "none: every token keeps a set of ids",
-            }[s.store]
-            + reason(s),
-        ),
+        ("logits buffer", kept_of_logits(s)),
     ]
     if s.demand.pairing is not None:
         made = f"made of hidden states [{s.teacher_width}]" if s.teacher_width else "given by the caller"
@@ -304,24 +336,28 @@ def as_text(shown: Sequence[Section]) -> str:
     return "\n".join(lines)
 
 
-def reason(s: Sizes) -> str:
-    """The reason why the buffer stores nothing smaller."""
-    if s.store in ("fast", "kept"):
-        return ""
-    if s.store == "relative":
-        why = name(s.dtype) if s.dtype != torch.bfloat16 else "the gradient takes a pass over them"
-        return f" ({why})"
+def kept_of_logits(s: Sizes) -> str:
+    """The content of the buffer of logits, and the reason why it is nothing smaller."""
+    if not s.store.multiplies:
+        return s.store.description
+    kept = f"{16 if s.own_matmul else 8 * s.wide.itemsize}-bit {s.store.description}"
     if s.gpu is None:
-        return " (no GPU with matmuls of ours)"
-    why = name(s.dtype) if not s.half else "top_k" if s.demand.top_k else "rows not on 16 bytes"
-    return f" ({why})"
+        return f"{kept} (no GPU with matmuls of ours)"
+    if s.store.name == "fast":
+        return kept
+    why = name(s.dtype)
+    if s.own_matmul:
+        why = why if s.dtype != torch.bfloat16 else "the gradient takes a pass over them"
+    elif s.half:
+        why = "top_k" if s.demand.top_k else "rows not on 16 bytes"
+    return f"{kept} ({why})"
 
 
 def matmuls(plan: Plan, gpu: Gpu) -> str:
     """The matmuls that run, ours or BLAS's."""
     s = plan.sizes
-    if s.store in ("logits", "kept"):
-        return "BLAS's" if s.store == "logits" else "none"
+    if not s.own_matmul:
+        return "BLAS's" if s.store.multiplies else "none"
     tile = gpu.exp_tile_of(plan.chunk_tokens, s.hidden, plan.vocab_block or s.vocab)
     found = [f"logits ours ({tile.block_m} x {tile.block_n})"]
     if plan.schedule == "forward" and s.hidden_grad:

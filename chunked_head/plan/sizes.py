@@ -1,10 +1,16 @@
-"""The sizes of a call that decide its plan, and what its caller asks of the plan."""
+"""The sizes of a call that decide its plan, its caller's request, and the tensors whose sum is the plan's memory.
+
+A call runs through five phases, and a buffer lies in memory from its first to its last one.
+"""
 
 import functools
+import itertools
 import math
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from enum import IntEnum
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -15,12 +21,81 @@ from ..kernels.common.tiles import PRODUCT_ROWS, WHOLE, DhiddenSplit, dhidden_sp
 MiB = 1 << 20
 CHUNK_MULTIPLE = 128
 HALF_TILE = 64  # rows that dweight's product takes at a time
+CAST_BYTES = 16 * MiB
+BYTE = torch.uint8
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 PLAIN = Demand()
-Store = Literal["fast", "relative", "logits", "kept"]  # the last: no logits, tokens keep sets of columns
 # rows of a teacher's logits at a time, where no statistic waits for all of a chunk's: the weight is read again for each
 # so many, which is half as long as its product takes; a multiple of the rows that other products read at a time
 TEACHER_ROWS = 6 * PRODUCT_ROWS
+
+
+class Phase(IntEnum):
+    """A part of a call, in the order in which they run."""
+
+    SWEEP = 0  # logits and statistics of a chunk
+    LOSSES = 1  # the losses' arithmetic, on vectors of tokens
+    LOOP = 2  # gradients of a chunk, or of all tokens in backward
+    HIDDEN = 3  # the gradient of hidden gets its dtype and the upstream gradient's factor, and is handed over
+    WEIGHT = 4  # the gradients of weight and bias likewise
+
+
+SWEEP, LOSSES, LOOP, HIDDEN, WEIGHT = Phase
+
+
+class Buffer(NamedTuple):
+    """A tensor that a call makes, or several of one lifetime as one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # uint8: bytes of several dtypes
+    first: Phase
+    last: Phase
+    kind: Literal["extra", "gradient", "cast"] = "extra"  # the budget limits the first
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def peak_of(buffers: Iterable[Buffer], since: Sequence[int] = (0, 0, 0, 0, 0)) -> int:
+    """Bytes of the phase that needs most, where ``since`` are there already."""
+    return max(map(sum, zip(since, phase_bytes(buffers), strict=True)))
+
+
+def phase_bytes(buffers: Iterable[Buffer]) -> list[int]:
+    """[phases] bytes in memory in each."""
+    change = [0] * (len(Phase) + 1)
+    for _, shape, dtype, first, last, _ in buffers:
+        size = math.prod(shape) * dtype.itemsize
+        change[first] += size
+        change[last + 1] -= size
+    return list(itertools.accumulate(change[:-1]))
+
+
+def extra_of(buffers: Sequence[Buffer]) -> int:
+    """The peak beside the gradients, a cast of the weight not counted: the bytes that a budget limits."""
+    return max(0, peak_of(b for b in buffers if b.kind != "cast") - gradients_of(buffers))
+
+
+def gradients_of(buffers: Sequence[Buffer]) -> int:
+    return sum(buffer.bytes for buffer in buffers if buffer.kind == "gradient")
+
+
+class StoreClass(Protocol):
+    """A class of ``stores/``, a way of keeping a chunk's logits, as a plan sees it."""
+
+    name: str
+    description: str  # of what is kept of a logit
+    bounds_rows: bool  # its matmuls can stop at a number of rows that only the device knows
+    multiplies: bool  # False: its logits are of rows of the weight that tokens name
+
+    def buffers(self, sizes: "Sizes", rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+        """Memory of a chunk of ``rows`` until the phase ``last``, LOOP where its gradients are made; ``stored``: its
+        logits too. What all stores need, such as operands, ``plans.py`` adds."""
+
+    def tile_buffers(self, sizes: "Sizes", rows: int, columns: int) -> Iterator[Buffer]:
+        """Memory of a tile of logits of known statistics, or of their gradients."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +109,7 @@ class Sizes:
     dtype: torch.dtype  # of the matmuls' operands
     hidden_dtype: torch.dtype  # of the hidden states and of their gradient
     weight_dtype: torch.dtype  # of the weight and of its gradient
+    store: StoreClass
     padding: int = 0  # rows of the weight that stand for no id: its gradient has them too
     # gradients
     hidden_grad: bool = True
@@ -61,8 +137,6 @@ class Sizes:
     largest_part: int | None = None  # columns of the rank that has most of them
     spread: int = 1  # ranks that each have an equal part of the hidden states
     # the backend and the device
-    store: Store = "logits"  # the content of the reused buffer between the matmul and the gradient
-    scratch: int = 0  # bytes of the backend's elementwise tiles
     half_products: bool = False  # the device multiplies 16-bit operands into fp32 sums without casting them
     gpu: Gpu | None = None  # the architecture whose matmuls of ours run; None: BLAS's
     multiprocessors: int = 0  # of that GPU
@@ -70,6 +144,16 @@ class Sizes:
     @property
     def half(self) -> bool:
         return self.dtype in HALF_DTYPES
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of statistics, and of logits that are stored as they are."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def own_matmul(self) -> bool:
+        """True where a matmul of ours makes the logits, not BLAS."""
+        return self.store.bounds_rows and self.store.multiplies
 
     @property
     def any_grad(self) -> bool:
@@ -112,14 +196,14 @@ class Sizes:
     @property
     def grads_in_matmul(self) -> bool:
         """True where tiles of known statistics leave the matmul as 16-bit gradients, without logits before them."""
-        return self.store != "logits" and self.demand.pairing is None
+        return self.own_matmul and self.demand.pairing is None
 
     @property
     def keeps_sweep(self) -> bool:
         """True where a pass that makes no gradient stores its logits."""
-        if self.store != "logits" and self.block is not None:
+        if self.own_matmul and self.block is not None:
             return self.demand.pairing is not None
-        return self.store == "logits" or not self.demand.one_sweep
+        return not (self.own_matmul and self.demand.one_sweep)
 
     @functools.cached_property
     def teacher_last(self) -> bool:
@@ -127,7 +211,7 @@ class Sizes:
         student: the teacher's logits are then made when the student's become gradients, some rows at a time."""
         pairing = self.demand.pairing
         simple = self.ranks == 1 and not (self.coupled or self.by_segments)
-        return pairing is not None and pairing.last and self.store == "relative" and simple
+        return pairing is not None and pairing.last and self.own_matmul and simple
 
     def teacher_rows(self, rows: int) -> int:
         """Rows of a chunk's teacher logits that lie in memory at a time."""
@@ -137,7 +221,7 @@ class Sizes:
     def own_dhidden(self) -> bool:
         """True where dhidden's products are kernels of ours: faster than BLAS's, or the ones that can skip rows."""
         faster = self.gpu is not None and self.gpu.own_dhidden
-        return self.store not in ("logits", "kept") and (faster or self.skips or self.deterministic)
+        return self.own_matmul and (faster or self.skips or self.deterministic)
 
     def dhidden_split(self, rows: int, most_units: int | None = None) -> DhiddenSplit:
         """The parts of a chunk's dhidden, their sums in no more places than there are."""
@@ -209,3 +293,13 @@ def balanced(tokens: int, most: int) -> int:
     rows = math.ceil(tokens / math.ceil(tokens / most))
     rounded = (math.ceil(rows / multiple) * multiple for multiple in (CHUNK_MULTIPLE, HALF_TILE, 16))
     return next((choice for choice in rounded if choice <= most), rows)
+
+
+def padded_columns(columns: int) -> int:
+    """Elements of a 16-bit row that starts, as the tensor copy engine asks, on 16 bytes."""
+    return math.ceil(columns / 8) * 8
+
+
+def cast_rows(hidden: int) -> int:
+    """Rows of the weight whose fp32 copy is about 16 MiB: as many as are cast at a time."""
+    return max(CHUNK_MULTIPLE, CAST_BYTES // (4 * max(hidden, 1)))

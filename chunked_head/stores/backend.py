@@ -14,7 +14,6 @@ from ..core.stats import Demand, RowStats, shift_left
 from ..kernels.common.gpus import Gpu, gpu_of
 from ..parallel.merge import merge_ranks
 from ..plan.plans import Plan
-from ..plan.sizes import Store as StoreName
 from ..plan.sizes import slices
 from . import torch_store
 from .operands import Head, Rows, Teacher
@@ -51,6 +50,7 @@ class Backend:
     """Torch operations on every device; ``TritonBackend`` has kernels in their place."""
 
     name = "torch"
+    bounds_rows = False  # some of its stores' matmuls can stop at a number of rows that only the device knows
     sets_store: type[SetStore] = SetStore  # of rows whose softmaxes are over sets of columns
     # of a view of logits that exist, and where their gradient goes; of the head only scale, cap and class weights are
     # read
@@ -95,22 +95,18 @@ class Backend:
         shifted = [followed(shift_left(value, shift, 0).reshape(-1), rows, 0) for value in values]
         return [value.to(dtype).masked_fill(ignored, 0.0) for value in shifted]
 
-    def store(self, layout: Layout) -> StoreName:
-        """Name of the store of a call's chunks, where the softmax of some token is over the vocabulary."""
-        return "logits"
+    def store(self, layout: Layout) -> type[Store]:
+        """The store of a call's chunks, where the softmax of some token is over the vocabulary."""
+        return TorchStore
 
-    def teacher_store(self, teacher: Teacher, store: StoreName) -> Literal["relative", "logits"] | None:
+    def teacher_store(self, teacher: Teacher, store: type[Store]) -> Literal["relative", "logits"] | None:
         """Form in which a dense teacher's logits are stored; None where the caller's are read in place."""
         return "logits"
 
-    def bounds_rows(self, store: StoreName) -> bool:
-        """True where the store's matmuls can stop at a number of rows that only the device knows."""
-        return False
-
     def traits(self, device: torch.device) -> dict[str, Any]:
-        """Fields of ``Sizes``: ``half_products``, true where 16-bit operands are multiplied uncast; ``scratch``,
-        bytes of elementwise tiles; where there are matmuls of ours ``gpu``, and how many ``multiprocessors`` it has."""
-        return {"half_products": False, "scratch": 4 * torch_store.TILE_ELEMENTS}
+        """Fields of ``Sizes``: ``half_products``, true where 16-bit operands are multiplied uncast;
+        where there are matmuls of ours ``gpu``, and how many ``multiprocessors`` it has."""
+        return {"half_products": False}
 
     def store_of(self, head: Head, plan: Plan, every: Rows, out: RowStats | None) -> Store:
         """The store of a plan's chunks, of which ``out`` receives the statistics, or where these are known (None) of

@@ -7,8 +7,7 @@ so 16-bit operands are cast to fp32 by tiles of the vocabulary.
 import torch
 from torch import Tensor
 
-from ..plan.buffers import cast_rows
-from ..plan.sizes import slices
+from ..plan.sizes import cast_rows, slices
 
 # rows, and columns, of each thread from which on BLAS sums every product in one order
 FEW_ROWS, FEW_COLUMNS = 8, 16

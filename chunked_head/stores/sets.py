@@ -4,7 +4,7 @@ A row's set is some entries, one for each of its columns (``core.stats.Kept``); 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, RowStats
 from ..kernels.common.tiles import BEHIND
-from ..plan.sizes import slices
+from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, slices
 from .gradients import Gradients
 from .operands import Head, Kept, Rows, Sets
 from .store import LogitsView, Store
-from .torch_store import slope, transform_, wide_dtype
+from .torch_store import scratch_buffers, slope, transform_, wide_dtype
 
 GATHERED = 1 << 22  # elements of gathered rows at a time
 
@@ -25,6 +25,19 @@ class SetStore(Store):
     """Logits of the columns that rows keep [n] fp32 (fp64), of all rows of a call, made with the store. Statistics and
     gradients of rows without a set are left as they are. The functions in torch operations, which a backend may
     replace, are ``make_logits`` and those that begin with ``softmax`` or ``put``."""
+
+    name = "kept"
+    description = "none: every token keeps a set of ids"
+    multiplies = False
+
+    @classmethod
+    def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+        yield Buffer("sums of hidden's gradient", (rows, sizes.hidden), torch.float32, SWEEP, last)
+        yield from scratch_buffers(sizes, rows, 2 * sizes.vocab, SWEEP, last)
+
+    @classmethod
+    def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
+        yield from scratch_buffers(sizes, rows, 2 * columns, LOOP, LOOP)
 
     def __init__(self, head: Head, kept: Kept, rows: Rows, demand: Demand, views: Sequence[LogitsView] = ()):
         """``rows``: of the call, as given. ``views``: of logits that exist already."""

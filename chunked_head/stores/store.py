@@ -1,12 +1,13 @@
 """The protocol of a store, what stores that multiply have in common, and the store of logits that exist already."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..core.stats import Coefficients, Demand, RowStats
 from ..plan.plans import Plan
+from ..plan.sizes import LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns
 from .gradients import Gradients
 from .matmul import add_dhidden, add_dweight, put
 from .operands import Head, Rows
@@ -24,10 +25,24 @@ class Store:
     [blocks, numbers, rows] as in ``GatheredStats``, its first row of the target's logit unwritten; or None.
     """
 
+    name = "logits"
+    description = "logits"  # of what is kept
+    bounds_rows = False  # its matmuls can stop at a number of rows that only the device knows
+    multiplies = True  # False: its logits are of rows of the weight that tokens name
     head: Head
     demand: Demand
     known_targets = False
     pieces: Tensor | None = None
+
+    @classmethod
+    def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+        """Memory of a chunk, as ``plan.sizes.StoreClass`` says."""
+        return iter(())
+
+    @classmethod
+    def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
+        """Memory of a tile of a block likewise."""
+        return iter(())
 
     def fill(self, rows: Rows, out: RowStats) -> None:
         """Clean rows [rows, hidden] and their logits [rows, vocab]; statistics that this makes on the way."""
@@ -57,6 +72,17 @@ class MatmulStore(Store):
     clean_rows: Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
     # [rows, columns] the gradient of the raw logits of a slice of the vocabulary
     gradient: Callable[[Rows, slice, RowStats, Coefficients], Tensor]
+
+    @classmethod
+    def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+        if stored:
+            yield Buffer("logits", (rows, sizes.vocab), sizes.wide, SWEEP, last)
+            yield from teacher_buffers(sizes, rows, last)
+
+    @classmethod
+    def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
+        columns += min(columns, sizes.teacher_columns) if sizes.teacher_store else 0
+        yield Buffer("logits of a tile", (rows, columns), sizes.wide, LOOP, LOOP)
 
     def __init__(self, head: Head, plan: Plan, tiled: bool):
         self.head, self.plan, self.tiled = head, plan, tiled
@@ -131,3 +157,19 @@ class GivenLogits(Store):
         for some, gradient in self.views:
             of_rows = stats.at(some.tokens), coefficients.at(some.tokens)
             self.view_store(some, gradient).add_gradients(some, *of_rows, grads)
+
+
+def teacher_buffers(sizes: Sizes, rows: int, last: Phase) -> Iterator[Buffer]:
+    """A dense teacher's logits of a chunk, where the store makes them."""
+    if sizes.teacher_store is None:
+        return
+    # where they come last, the buffer is for some rows of a chunk that makes gradients
+    some, columns = sizes.teacher_rows(rows) if last == LOOP else rows, sizes.teacher_columns
+    if sizes.teacher_store == "logits":
+        yield Buffer("teacher's logits", (some, columns), sizes.wide, SWEEP, last)
+        return
+    assert sizes.gpu is not None
+    yield Buffer("teacher's logits", (some, padded_columns(columns)), sizes.dtype, SWEEP, last)
+    # for all rows of a chunk: their strips lie as far apart as the student's
+    strips = sizes.gpu.strips_of(columns, sizes.teacher_width, relative=True)
+    yield Buffer("teacher's statistics of strips", (rows, strips, 2), torch.float32, SWEEP, last)

@@ -5,6 +5,7 @@ operations on it, and temporaries are no larger.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,19 +13,30 @@ from torch import Tensor
 from ..core.stats import PAIR_STATS, Coefficients, Demand, RowStats, View
 from ..kernels.common.tiles import LOG_FLOOR
 from ..plan.plans import Plan
-from ..plan.sizes import slices
+from ..plan.sizes import BYTE, HIDDEN, LOOP, SWEEP, Buffer, Phase, Sizes, slices
 from .gradients import Gradients
 from .matmul import project_biased
 from .operands import Head, Rows, Teacher
 from .store import MatmulStore
 
 TILE_ELEMENTS = 1 << 18
+BYTES_PER_ROW = 24  # temporaries of the gradient of a row of logits
 
 
 class TorchStore(MatmulStore):
     """Logits in fp32, in fp64 for fp64 operands."""
 
     teacher: Tensor  # [rows, columns] a dense teacher's logits of the same rows
+
+    @classmethod
+    def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+        yield from super().buffers(sizes, rows, last, stored)
+        yield from scratch_buffers(sizes, rows, sizes.vocab * sizes.wide.itemsize, SWEEP, last)
+
+    @classmethod
+    def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
+        yield from super().tile_buffers(sizes, rows, columns)
+        yield from scratch_buffers(sizes, rows, columns * sizes.wide.itemsize, LOOP, LOOP)
 
     def __init__(self, head: Head, plan: Plan, tiled: bool):
         super().__init__(head, plan, tiled)
@@ -256,6 +268,24 @@ class GivenView(TorchStore):
             grad = self.gradient(rows.at(block), slice(0, self.vocab), stats.at(block), coefficients.at(block))
             # selection: where a row does not count its logits may be nan
             self.gradient_of[block] = grad.masked_fill_((rows.target[block] < 0)[:, None], 0.0)
+
+
+def scratch_buffers(sizes: Sizes, rows: int, row_bytes: int, first: Phase, last: Phase) -> Iterator[Buffer]:
+    """Elementwise tiles: a scratch tile from ``first`` to ``last``, the others of each statistic or gradient; and the
+    values of several chunks, which are copied to be summed."""
+    demand = sizes.demand
+    entropy, two = any(demand.entropy), len(demand.views) > 1
+    tile = min(4 * TILE_ELEMENTS, rows * row_bytes)
+    yield Buffer("scratch tile", (tile,), BYTE, first, last)
+    # three tiles and a mask of an entropy, two of a second softmax
+    quarters = 13 * entropy + 24 * (demand.pairing is not None)
+    if first == SWEEP:
+        yield Buffer("tiles of statistics", (quarters + 4 * (two and not entropy), tile // 4), BYTE, SWEEP, SWEEP)
+        if rows < sizes.tokens and not sizes.late_upstream:
+            yield Buffer("values of all chunks", (sizes.tokens, demand.values), sizes.wide, HIDDEN, HIDDEN)
+    if last == LOOP:
+        yield Buffer("tiles of gradients", (quarters + (4 if entropy else 8) * two, tile // 4), BYTE, LOOP, LOOP)
+        yield Buffer("numbers of rows", (rows, BYTES_PER_ROW), BYTE, LOOP, LOOP)
 
 
 def softmax_stats(x: Tensor, target: Tensor, row_max: Tensor, view: View, suffix: str, out: RowStats) -> None:

@@ -27,7 +27,6 @@ from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics
 from ..plan.plans import Plan
-from ..plan.sizes import Store as StoreName
 from .backend import Backend, Layout, Targets
 from .matmul import sums_halves
 from .operands import Head, Kept, Rows, Sets, Teacher
@@ -49,6 +48,9 @@ from .triton_store import (
 
 class TritonSets(SetStore):
     """Logits of rows that keep sets of columns, in kernels."""
+
+    bounds_rows = True
+    buffers, tile_buffers = Store.buffers, Store.tile_buffers
 
     def make_logits(self) -> None:
         head, kept = self.head, self.kept
@@ -87,6 +89,7 @@ class TritonBackend(Backend):
     """Kernels in the place of torch operations."""
 
     name = "triton"
+    bounds_rows = True
     sets_store = TritonSets
     view_store = GivenView
     clean_rows = staticmethod(statistics.clean_rows)
@@ -116,38 +119,35 @@ class TritonBackend(Backend):
     ) -> Targets:
         return Targets(*statistics.read_targets(target, mask, shift, ignore_index, vocab, dtype, rows))
 
-    def store(self, layout: Layout) -> StoreName:
+    def store(self, layout: Layout) -> type[Store]:
         aligned = layout.plain_weight and layout.hidden * layout.dtype.itemsize % TMA_BYTES == 0
         if layout.dtype == torch.float32 or not aligned or layout.demand.top_k or layout.gpu is None:
-            return "logits"
+            return LogitsStore
         # a factor per row would take fp16 out of its range; caps and trained biases need a pass over the buffer
         one_factor = layout.dtype == torch.bfloat16 and layout.demand.rank_one and layout.demand.one_sweep
-        return "fast" if one_factor and not (layout.capped or layout.bias_grad) and layout.plain_rows else "relative"
+        fast = one_factor and not (layout.capped or layout.bias_grad) and layout.plain_rows
+        return FastStore if fast else RelativeStore
 
-    def teacher_store(self, teacher: Teacher, store: StoreName) -> Literal["relative", "logits"] | None:
+    def teacher_store(self, teacher: Teacher, store: type[Store]) -> Literal["relative", "logits"] | None:
         if teacher.logits is not None:
             return None
         weight = teacher.weight
         assert weight is not None
         rows_aligned = weight.data_ptr() % TMA_BYTES == 0 and weight.stride(0) * 2 % TMA_BYTES == 0
         half = (teacher.dtype or weight.dtype).itemsize == 2
-        return "relative" if store == "relative" and half and weight.is_contiguous() and rows_aligned else "logits"
-
-    def bounds_rows(self, store: StoreName) -> bool:
-        return store != "logits"
+        return "relative" if store is RelativeStore and half and weight.is_contiguous() and rows_aligned else "logits"
 
     def traits(self, device: torch.device) -> dict[str, Any]:
         return {
-            "half_products": sums_halves(device), "scratch": 0,
-            "gpu": gpu_of(device), "multiprocessors": multiprocessors_of(device),
+            "half_products": sums_halves(device), "gpu": gpu_of(device), "multiprocessors": multiprocessors_of(device),
         }  # fmt: skip
 
     def store_of(self, head: Head, plan: Plan, every: Rows, out: RowStats | None) -> Store:
         if out is None and plan.sizes.grads_in_matmul:
             return GradStore(head, plan)
-        if out is None or plan.sizes.store == "logits":
+        if out is None or not plan.sizes.own_matmul:
             return LogitsStore(head, plan, out is None)
-        return FastStore(head, plan, every, out) if plan.sizes.store == "fast" else RelativeStore(head, plan)
+        return FastStore(head, plan, every, out) if plan.sizes.store is FastStore else RelativeStore(head, plan)
 
     def scale(self, source: Tensor, factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(source, dtype=dtype)

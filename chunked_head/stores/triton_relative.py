@@ -1,23 +1,25 @@
 """Stores of what our logits matmul leaves: fp16 relative logits, or bf16 exponentials."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from ..core.stats import Coefficients, RowStats, numbers_sent, sent
-from ..kernels.common.gpus import split_strips
+from ..kernels.common.gpus import RELATIVE_STRIP, split_strips
 from ..kernels.common.operands import ALL_ROWS, Counted, Stored, Strips, strip_rows
-from ..kernels.common.tiles import ELSEWHERE, cdiv
+from ..kernels.common.tiles import ELSEWHERE, LEAST_SECTION, STRIPS_AT_ONCE, cdiv, piece_bytes
 from ..kernels.gradients import launch as gradients
 from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics
 from ..kernels.statistics.launch import Outputs
 from ..parallel.merge import merge_blocks, unpack
-from ..plan.buffers import padded_columns, part_sums
 from ..plan.plans import Plan
-from ..plan.sizes import slices
+from ..plan.sizes import BYTE, CHUNK_MULTIPLE, LOOP, SWEEP, Buffer, Phase, Sizes, padded_columns, slices
 from .gradients import Gradients
 from .matmul import add_dhidden, project
 from .operands import Head, Rows
+from .store import teacher_buffers
 from .triton_store import (
     NO_PARTS,
     HalfStore,
@@ -34,9 +36,31 @@ from .triton_store import (
 class RelativeStore(HalfStore):
     """fp16 logits relative to the maximum of each strip of columns; one pass turns them into any gradient."""
 
+    name = "relative"
+    description = "logits relative to strips of columns"
     parts: Parts = NO_PARTS
     level: Tensor | None = None  # [rows] what exponentials are relative to, where they are stored
     has_target_logits = False  # the target's logits of all tokens are there
+
+    @classmethod
+    def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+        gpu, demand, pairing = sizes.gpu, sizes.demand, sizes.demand.pairing
+        assert gpu is not None
+        if stored:
+            yield Buffer("logits", (rows, padded_columns(sizes.vocab)), sizes.dtype, SWEEP, last)
+            yield from teacher_buffers(sizes, rows, last)
+        relative = stored and cls.name == "relative"
+        strips = gpu.strips_of(sizes.vocab, sizes.hidden, relative, None if stored else sizes.block)
+        strips += split_strips(demand.views[-1].columns)
+        numbers = 2 + demand.entropy[0] + demand.weighted_sum + 2 * demand.top
+        numbers += (len(demand.views) > 1) + any(demand.entropy[1:])
+        yield Buffer("statistics of strips", (rows, strips, numbers), torch.float32, SWEEP, last)
+        if last < LOOP:
+            return
+        yield Buffer("gradient of hidden, parts", (part_sums(sizes, rows) // 4,), torch.float32, LOOP, LOOP)
+        if sizes.teacher_last and pairing is not None:
+            shape = rows, pairing.forward_kl + pairing.entropy, cdiv(sizes.vocab, RELATIVE_STRIP * STRIPS_AT_ONCE)
+            yield Buffer("teacher's sums of strips", shape, torch.float32, LOOP, LOOP)
 
     def __init__(self, head: Head, plan: Plan):
         super().__init__(head, plan, tiled=False)
@@ -49,7 +73,7 @@ class RelativeStore(HalfStore):
             self.part_sums = torch.empty(part_sums(sizes, rows) // 4, dtype=torch.float32, device=device)
         two = len(demand.views) > 1
         self.tile = gpu.exp_tile_of(rows, sizes.hidden, self.block or sizes.vocab)
-        strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and sizes.store == "relative", self.block)
+        strip_count = gpu.strips_of(sizes.vocab, sizes.hidden, keep and self.name == "relative", self.block)
         strip_count += split_strips(demand.views[-1].columns)
         self.strips = Strips.empty(
             rows, strip_count, device, demand.entropy[0], demand.weighted_sum, demand.top, two,
@@ -197,6 +221,16 @@ class RelativeStore(HalfStore):
             products.finish_dhidden(out, product, weight, factors)
 
 
+def part_sums(sizes: Sizes, rows: int) -> int:
+    """Bytes of the sums of dhidden's parts, where it is made in several; of its product, where BLAS makes that of
+    exponentials."""
+    if sizes.gpu is None or not sizes.hidden_grad:
+        return 0
+    if sizes.store.name == "fast" and not sizes.own_dhidden:
+        return rows * sizes.hidden * 4
+    return sizes.dhidden_split(rows).units * sizes.gpu.product.elements * 4
+
+
 def relative_logits(rows: int, columns: int, device: torch.device) -> Tensor:
     """Memory of 16-bit logits, of which a row starts on 16 bytes."""
     return torch.empty(rows, padded_columns(columns), dtype=torch.float16, device=device)
@@ -212,7 +246,23 @@ class FastStore(RelativeStore):
     rows of hidden states at their targets. The last are added at the end, when all tokens can be sorted by target.
     """
 
+    name = "fast"
+    description = "exponentials relative to the target"
     gathered = False  # rows came from other ranks, and their targets' terms have been added chunk by chunk
+
+    @classmethod
+    def buffers(cls, sizes: Sizes, rows: int, last: Phase, stored: bool) -> Iterator[Buffer]:
+        yield from super().buffers(sizes, rows, last, stored)
+        if last < LOOP or not sizes.weight_grad:
+            return
+        # tokens sorted by target, chunk by chunk where hidden states come so
+        at_once = sizes.tokens if sizes.spread == 1 else rows
+        yield Buffer("tokens sorted by target", (sizes.tokens * 4 + at_once * 24,), BYTE, LOOP, LOOP)
+        # sums of their rows lie in the buffer of exponentials, unless that is too small for those of the least section:
+        # said of 128 rows, whatever their number, since more rows should never need less
+        sums = piece_bytes(min(at_once, LEAST_SECTION), sizes.hidden)
+        if sums > CHUNK_MULTIPLE * sizes.vocab * 2:
+            yield Buffer("sums of targets' rows", (sums,), BYTE, LOOP, LOOP)
 
     def __init__(self, head: Head, plan: Plan, every: Rows, out: RowStats):
         """``every``: the call's rows as given, of which ``out`` receives the statistics."""

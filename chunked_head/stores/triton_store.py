@@ -1,7 +1,7 @@
 """Stores in Triton kernels: fp32 logits that cuBLAS leaves, and gradients of blocks whose statistics are known."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from ..kernels.products import launch as products
 from ..kernels.statistics import launch as statistics
 from ..kernels.statistics.launch import Outputs
 from ..parallel.merge import GatheredStats, merge_lists, unpack, widths
-from ..plan.buffers import padded_columns
 from ..plan.plans import Plan, own_dweight
+from ..plan.sizes import LOOP, Buffer, Sizes, padded_columns
 from .gradients import Gradients
 from .matmul import project_biased
 from .operands import Head, Rows, Teacher
@@ -259,6 +259,15 @@ class GivenView(LogitsStore):
 
 class HalfStore(KernelStore):
     """A store of 16-bit rows that start on 16 bytes, as our products ask."""
+
+    bounds_rows = True
+
+    @classmethod
+    def tile_buffers(cls, sizes: Sizes, rows: int, columns: int) -> Iterator[Buffer]:
+        if sizes.grads_in_matmul:
+            yield Buffer("gradients of a tile's logits", (rows, padded_columns(columns)), sizes.dtype, LOOP, LOOP)
+        else:
+            yield from super().tile_buffers(sizes, rows, columns)
 
     def __init__(self, head: Head, plan: Plan, tiled: bool):
         super().__init__(head, plan, tiled)

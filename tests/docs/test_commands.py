@@ -34,7 +34,7 @@ def test_plan(words: list[str], options: dict[str, Any], capsys: pytest.CaptureF
     found = json.loads(capsys.readouterr().out)
     for key in ("peak_bytes", "extra_bytes", "gradient_bytes", "chunks", "chunk_tokens", "schedule", "weight_error"):
         assert found[key] == getattr(true, key)
-    assert (found["budget_bytes"], found["store"]) == (true.budget, true.sizes.store)
+    assert (found["budget_bytes"], found["store"]) == (true.budget, true.sizes.store.name)
     assert sum(buffer["bytes"] for buffer in found["buffers"] if buffer["kind"] == "gradient") == true.gradient_bytes
     assert main([*SIZES, *words]) == 0
     out = capsys.readouterr().out

@@ -77,7 +77,7 @@ def test_amd(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", gpus.GPUS)
 def test_plan_names_the_architecture(name: str) -> None:
     made = plan(4096, 4096, 32000, torch.bfloat16, device=name, backend="triton")
-    assert made.sizes.gpu == gpus.GPUS[name] and made.sizes.store == "fast"
+    assert made.sizes.gpu == gpus.GPUS[name] and made.sizes.store.name == "fast"
     assert ["GPU", name] in [line.split() for line in str(made).splitlines()]
 
 
@@ -116,10 +116,9 @@ PATHS: dict[str, tuple[losses.Losses, tuple, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PATHS)
 def test_paths_stand_in_the_documentation(name: str) -> None:
     loss, measured, more = PATHS[name]
-    stores = [
-        plan(4096, 64, 5000, dtype, loss=loss, metrics=measured, device="cuda", backend="triton", **more).sizes.store
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    ]
+    more |= {"loss": loss, "metrics": measured, "device": "cuda", "backend": "triton"}
+    dtypes = torch.bfloat16, torch.float16, torch.float32
+    stores = [plan(4096, 64, 5000, dtype, **more).sizes.store.name for dtype in dtypes]
     assert f"| {name} | {' | '.join(stores)} |\n" in (ROOT / "docs" / "paths.md").read_text()
 
 
